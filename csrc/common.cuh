@@ -1,0 +1,51 @@
+// Types and small helpers of all kernels. No header is included, so NVRTC needs no CUDA toolkit: the 16-bit floats
+// are bits, converted with one instruction each. -DSCALAR=... names the type of activations and weights.
+#pragma once
+
+struct bf16 { unsigned short bits; };
+struct f16 { unsigned short bits; };
+using f32 = float;
+using T = SCALAR;
+
+__device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ float to_float(f32 x) { return x; }
+__device__ __forceinline__ float to_float(f16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+
+template <typename U> __device__ __forceinline__ U from_float(float x);
+template <> __device__ __forceinline__ f32 from_float<f32>(float x) { return x; }
+template <> __device__ __forceinline__ f16 from_float<f16>(float x) {
+  f16 y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
+  bf16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+
+// The value that x has after it was stored in T: kernels round where separate operations would.
+__device__ __forceinline__ float rounded(float x) { return to_float(from_float<T>(x)); }
+
+template <int N> struct alignas(N * sizeof(T)) Vec { T v[N]; };
+constexpr int VEC = 16 / sizeof(T);  // elements of one 16-byte access
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+// The sum over a block of at most 1024 threads, known to all of them. `scratch` holds 32 floats.
+__device__ __forceinline__ float block_sum(float x, float* scratch) {
+  x = warp_sum(x);
+  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  if (lane == 0) scratch[warp] = x;
+  __syncthreads();
+  x = lane < (blockDim.x + 31) >> 5 ? scratch[lane] : 0.f;
+  return warp_sum(x);
+}

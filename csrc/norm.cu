@@ -1,0 +1,44 @@
+// RMSNorm, alone or behind the residual addition. One block a token; H is a multiple of VEC.
+#include "common.cuh"
+
+// out = x / sqrt(mean(x^2) + eps) * weight, rounded to T before the weight as the reference does.
+__device__ __forceinline__ void scale_row(const T* row, const T* weight, T* out, int H, float scale) {
+  for (int i = threadIdx.x * VEC; i < H; i += blockDim.x * VEC) {
+    Vec<VEC> x = *(const Vec<VEC>*)(row + i), w = *(const Vec<VEC>*)(weight + i), y;
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) y.v[j] = from_float<T>(rounded(to_float(x.v[j]) * scale) * to_float(w.v[j]));
+    *(Vec<VEC>*)(out + i) = y;
+  }
+}
+
+extern "C" __global__ void rms_norm(const T* x, const T* weight, T* out, int H, float eps) {
+  __shared__ float scratch[32];
+  const T* row = x + (long long)blockIdx.x * H;
+  float squares = 0.f;
+  for (int i = threadIdx.x * VEC; i < H; i += blockDim.x * VEC) {
+    Vec<VEC> v = *(const Vec<VEC>*)(row + i);
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) squares += to_float(v.v[j]) * to_float(v.v[j]);
+  }
+  float scale = rsqrtf(block_sum(squares, scratch) / H + eps);
+  scale_row(row, weight, out + (long long)blockIdx.x * H, H, scale);
+}
+
+// residual += x; out = rms_norm(residual).
+extern "C" __global__ void add_rms_norm(const T* x, T* residual, const T* weight, T* out, int H, float eps) {
+  __shared__ float scratch[32];
+  long long start = (long long)blockIdx.x * H;
+  float squares = 0.f;
+  for (int i = threadIdx.x * VEC; i < H; i += blockDim.x * VEC) {
+    Vec<VEC> a = *(const Vec<VEC>*)(x + start + i), b = *(Vec<VEC>*)(residual + start + i);
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+      b.v[j] = from_float<T>(to_float(a.v[j]) + to_float(b.v[j]));
+      squares += to_float(b.v[j]) * to_float(b.v[j]);
+    }
+    *(Vec<VEC>*)(residual + start + i) = b;
+  }
+  float scale = rsqrtf(block_sum(squares, scratch) / H + eps);
+  // Each thread reads back what it wrote itself.
+  scale_row(residual + start, weight, out + start, H, scale);
+}

@@ -1,0 +1,35 @@
+"""`python -m minisgl`: starts the server and stays until it is ended. See `--help`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import msgspec
+
+from minisgl.cli import parse_args
+from minisgl.config import ConfigError
+from minisgl.models.config import load_model_config
+from minisgl.server.supervisor import Supervisor, bind
+
+
+def main() -> int:
+    """The process's exit code: 0 after an interrupt, 1 after a failure, 2 for what the user can change."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    try:
+        config, resolve = parse_args(sys.argv[1:])
+        listener = bind(config.host, config.port)
+        folder = resolve()
+        load_model_config(folder)  # an unsupported model is noticed before any process is started
+        engine = msgspec.structs.replace(config.engine, model_path=str(folder.resolve()))
+        config = msgspec.structs.replace(config, engine=engine)
+    except ConfigError as error:
+        print(f"minisgl: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return Supervisor(config, listener).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""The command line: flags -> ServerConfig. Names and aliases of Mini-SGLang's command line are understood."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from minisgl import __version__
+from minisgl.config import DEFAULT_PORT, AttentionName, ConfigError, EngineConfig, SchedulerConfig, ServerConfig
+from minisgl.models.demo import DEMO_MODEL, demo_folder
+from minisgl.models.hub import resolve_model
+
+logger = logging.getLogger(__name__)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m minisgl",
+        description="Serve a language model behind an OpenAI-compatible API.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model", "--model-path", default=DEMO_MODEL, help="folder or hub id of the model; demo: the built-in one"
+    )
+    model.add_argument(
+        "--dtype", default="auto", choices=["auto", "float16", "bfloat16", "float32"], help="auto: the checkpoint's"
+    )
+    model.add_argument(
+        "--load-format", default="safetensors", choices=["safetensors", "dummy"], help="dummy: random weights"
+    )
+    model.add_argument("--dummy-weight", action="store_true", help="the same as --load-format dummy")
+    model.add_argument("--model-source", default="huggingface", help="only huggingface for now")
+    model.add_argument(
+        "--max-seq-len-override", type=int, default=None, metavar="TOKENS", help="context length; none: the model's"
+    )
+
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    server.add_argument("--port", type=int, default=DEFAULT_PORT, help="TCP port to listen on; 0: any free one")
+    server.add_argument(
+        "--num-tokenizer", "--tokenizer-count", type=int, default=1, metavar="N", help="tokenizer processes"
+    )
+    server.add_argument("--shell", "--shell-mode", action="store_true", help="chat in the terminal (not there yet)")
+
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one")
+    engine.add_argument(
+        "--tp", "--tp-size", "--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs (only 1 for now)"
+    )
+    engine.add_argument(
+        "--attn", "--attention-backend", default="auto", metavar="NAME", help="attention backend: auto, fa or torch"
+    )
+    engine.add_argument(
+        "--page-size", type=int, default=None, metavar="TOKENS", help="of the KV cache; none: 64 on CUDA, 16 on CPU"
+    )
+    engine.add_argument(
+        "--num-pages", type=int, default=None, metavar="PAGES", help="in the KV cache; none: as memory allows"
+    )
+    engine.add_argument(
+        "--memory-ratio", type=float, default=0.9, metavar="RATIO", help="share of the device's memory to use"
+    )
+    engine.add_argument(
+        "--max-running-requests", type=int, default=256, metavar="N", help="requests that run at the same time"
+    )
+    engine.add_argument(
+        "--cuda-graph-max-bs",
+        "--graph",
+        type=int,
+        default=None,
+        metavar="ROWS",
+        help="largest decode batch in a CUDA graph; 0: no graphs; none: --max-running-requests",
+    )
+    engine.add_argument("--disable-pynccl", action="store_true", help="accepted for Mini-SGLang; has no effect")
+    engine.add_argument("--moe-backend", default=None, metavar="NAME", help="mixture of experts (not there yet)")
+
+    scheduler = parser.add_argument_group("scheduler")
+    scheduler.add_argument(
+        "--cache", "--cache-type", default="radix", choices=["radix", "naive"], help="radix: reuse shared prefixes"
+    )
+    scheduler.add_argument(
+        "--max-prefill-length",
+        "--max-extend-length",
+        type=int,
+        default=8192,
+        metavar="TOKENS",
+        help="prompt tokens computed in one step; longer prompts are cut into chunks",
+    )
+    scheduler.add_argument(
+        "--disable-overlap", action="store_true", help="read each step's tokens before launching the next step"
+    )
+    return parser
+
+
+def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
+    """The configuration for these arguments, still without `model_path`, and what finds (or downloads) that folder.
+
+    Both raise ConfigError.
+    """
+    args = make_parser().parse_args(argv)
+    _refuse_later_parts(args)
+    for flag, unused in (("--disable-pynccl", args.disable_pynccl),):
+        if unused:
+            logger.info("%s has no effect", flag)
+    load_format = "dummy" if args.dummy_weight else args.load_format
+    config = ServerConfig(
+        engine=EngineConfig(
+            model_path="",
+            device=args.device,
+            dtype=args.dtype,
+            load_format=load_format,
+            attention=_attention(args.attn),
+            page_size=args.page_size,
+            num_pages=args.num_pages,
+            memory_ratio=args.memory_ratio,
+            max_running_requests=args.max_running_requests,
+            max_seq_len=args.max_seq_len_override,
+            cuda_graph_max_bs=args.cuda_graph_max_bs,
+            tp_size=args.tp,
+        ),
+        scheduler=SchedulerConfig(
+            cache=args.cache, max_prefill_tokens=args.max_prefill_length, overlap=not args.disable_overlap
+        ),
+        model_name=model_name(args.model),
+        host=args.host,
+        port=args.port,
+        num_tokenizers=args.num_tokenizer,
+    )
+    config.validate()
+    return config, lambda: model_folder(args.model, weights=load_format != "dummy")
+
+
+def model_folder(model: str, *, weights: bool) -> Path:
+    """The local folder of the demo model, a folder or a hub id."""
+    return demo_folder() if model == DEMO_MODEL else resolve_model(model, weights=weights)
+
+
+def model_name(model: str) -> str:
+    """What clients call it: a hub id as it is, a folder by its last part."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def _attention(name: str) -> AttentionName:
+    names = set(name.split(","))
+    if "fi" in names:
+        raise ConfigError(f"--attn {name}: the FlashInfer backend (fi) is not there yet")
+    if len(names) > 1:
+        raise ConfigError(f"--attn {name}: different backends for prefill and decode are not there yet")
+    match names.pop():
+        case "auto":
+            return "auto"
+        case "fa":
+            return "fa"
+        case "torch":
+            return "torch"
+        case _:
+            raise ConfigError(f"--attn must be auto, fa or torch, not {name}")
+
+
+def _refuse_later_parts(args: argparse.Namespace) -> None:
+    later = {
+        f"--tp {args.tp}: tensor parallelism": args.tp != 1,
+        "--shell: the terminal client": args.shell,
+        f"--moe-backend {args.moe_backend}: mixture of experts": args.moe_backend is not None,
+        f"--model-source {args.model_source}: another source than huggingface": args.model_source != "huggingface",
+    }
+    for what, asked in later.items():
+        if asked:
+            raise ConfigError(f"{what} is not there yet")

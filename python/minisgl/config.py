@@ -1,0 +1,88 @@
+"""The configuration: plain frozen structs, made once from the command line or by LLM, validated once.
+
+They travel to the worker processes as JSON over the control pipe (`message.control`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+DEFAULT_PORT = 1919
+
+Device = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["safetensors", "dummy"]
+CacheType = Literal["radix", "naive"]
+AttentionName = Literal["auto", "fa", "torch"]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be served. One line that says what to change."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine needs: the model, where it runs, and the memory it may use."""
+
+    model_path: str  # a local folder
+    device: Device = "auto"
+    dtype: str = "auto"  # auto: the checkpoint's on CUDA, and on the CPU
+    load_format: LoadFormat = "safetensors"
+    attention: AttentionName = "auto"
+    page_size: int | None = None  # tokens; None: 64 on CUDA, 16 on the CPU
+    num_pages: int | None = None  # None: from the free memory
+    memory_ratio: float = 0.9  # share of the device's memory for weights and KV cache
+    max_running_requests: int = 256
+    max_seq_len: int | None = None  # None: the model's
+    cuda_graph_max_bs: int | None = None  # None: max_running_requests; 0: no graphs
+    tp_size: int = 1
+
+    def validate(self) -> None:
+        """Raise ConfigError for the first value outside its range."""
+        if self.page_size is not None and self.page_size < 1:
+            raise ConfigError(f"--page-size must be at least 1, not {self.page_size}")
+        if self.num_pages is not None and self.num_pages < 1:
+            raise ConfigError(f"--num-pages must be at least 1, not {self.num_pages}")
+        if not 0.0 < self.memory_ratio <= 1.0:
+            raise ConfigError(f"--memory-ratio must be above 0 and at most 1, not {self.memory_ratio}")
+        if not 1 <= self.max_running_requests <= 4096:
+            raise ConfigError(f"--max-running-requests must be 1 to 4096, not {self.max_running_requests}")
+        if self.max_seq_len is not None and self.max_seq_len < 2:
+            raise ConfigError(f"--max-seq-len-override must be at least 2, not {self.max_seq_len}")
+        if self.cuda_graph_max_bs is not None and self.cuda_graph_max_bs < 0:
+            raise ConfigError(f"--cuda-graph-max-bs must be at least 0, not {self.cuda_graph_max_bs}")
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler decides by."""
+
+    cache: CacheType = "radix"
+    max_prefill_tokens: int = 8192  # tokens of prefill in one step: longer prompts are cut into chunks
+    overlap: bool = True  # launch a step before the tokens of the one before it are read
+
+    def validate(self) -> None:
+        """Raise ConfigError for the first value outside its range."""
+        if self.max_prefill_tokens < 1:
+            raise ConfigError(f"--max-prefill-length must be at least 1, not {self.max_prefill_tokens}")
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole server."""
+
+    engine: EngineConfig
+    scheduler: SchedulerConfig = SchedulerConfig()
+    model_name: str  # as /v1/models shows it
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    num_tokenizers: int = 1
+    max_body_bytes: int = 32 * 1024 * 1024  # of one HTTP request
+    max_queued_sequences: int = 8192  # open sequences beyond which requests get 503
+
+    def validate(self) -> None:
+        """Raise ConfigError for the first value outside its range."""
+        self.engine.validate()
+        self.scheduler.validate()
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"--port must be 0 to 65535, not {self.port}")
+        if not 1 <= self.num_tokenizers <= 64:
+            raise ConfigError(f"--num-tokenizer must be 1 to 64, not {self.num_tokenizers}")

@@ -1,0 +1,27 @@
+"""What a model's forward is told of the step: passed down as an argument, never a global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from minisgl.attention.base import AttentionBackend, AttentionPlan
+    from minisgl.kernel.base import Ops
+    from minisgl.kvcache.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """Tensors of one step over T tokens, S of which sample, and the parts that the layers call."""
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64: place of each token in its sequence
+    kv_slots: Tensor  # [T] int64: page * page_size + offset, where each token's K and V are written
+    sample_rows: Tensor | None  # [S] int64: the tokens among the T that sample; None where all do
+    kv: KVPool
+    ops: Ops
+    attention: AttentionBackend
+    plan: AttentionPlan

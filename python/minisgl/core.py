@@ -1,0 +1,164 @@
+"""What every part speaks about: sampling parameters, a request's limits, and the plan of a step.
+
+Pure: no torch, no I/O. Token ids are NumPy int32 arrays; lengths and positions count tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array: TypeAlias = NDArray[np.int32]
+BoolArray: TypeAlias = NDArray[np.bool_]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class InvalidRequest(ValueError):
+    """The one error that a client's request can cause. `field` names what is wrong, the text says the limit."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+        self.message = message
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one running engine can take; made by the scheduler when it is ready, known to all processes."""
+
+    max_seq_len: int  # tokens, prompt and output together
+    vocab_size: int  # token ids are 0 .. vocab_size - 1
+
+
+MAX_STOP_STRINGS = 32
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How the tokens of one sequence are chosen and when it ends.
+
+    The defaults are greedy decoding of up to 1024 tokens. `max_tokens=None` means as many as the context holds.
+    `seed=None` means a fresh seed for every request. `top_k=-1` (or 0) means no limit.
+    """
+
+    temperature: float = 0.0
+    top_k: int = -1
+    top_p: float = 1.0
+    ignore_eos: bool = False
+    max_tokens: int | None = 1024
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    def validate(self, limits: Limits) -> None:
+        """Raise InvalidRequest for the first value outside its range."""
+        if not 0.0 <= self.temperature <= 100.0:  # also refuses NaN
+            raise InvalidRequest(
+                "temperature", f"temperature must be between 0 and 100, not {self.temperature}"
+            )
+        if not -1 <= self.top_k < 2**31:
+            raise InvalidRequest(
+                "top_k", f"top_k must be -1 (no limit) or between 0 and 2**31 - 1, not {self.top_k}"
+            )
+        if not 0.0 < self.top_p <= 1.0:
+            raise InvalidRequest("top_p", f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise InvalidRequest("min_p", f"min_p must be between 0 and 1, not {self.min_p}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidRequest("max_tokens", f"max_tokens must be at least 1, not {self.max_tokens}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise InvalidRequest("seed", f"seed must be a signed 64-bit integer, not {self.seed}")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(
+                "stop", f"at most {MAX_STOP_STRINGS} stop strings are allowed, not {len(self.stop)}"
+            )
+        for text in self.stop:
+            if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+                raise InvalidRequest(
+                    "stop", f"a stop string must have 1 to {MAX_STOP_STRING_CHARS} characters"
+                )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} stop token ids are allowed")
+        for token in self.stop_token_ids:
+            if not 0 <= token < limits.vocab_size:
+                raise InvalidRequest(
+                    "stop_token_ids",
+                    f"stop token id {token} is outside the vocabulary of {limits.vocab_size}",
+                )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+
+def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits) -> int:
+    """The number of tokens that a prompt of this length may be given; InvalidRequest if it does not fit."""
+    if prompt_len < 1:
+        raise InvalidRequest("prompt", "the prompt must have at least one token")
+    room = limits.max_seq_len - prompt_len
+    if room < 1:
+        raise InvalidRequest(
+            "prompt",
+            f"the prompt has {prompt_len} tokens, but the context holds {limits.max_seq_len} with the answer",
+        )
+    if max_tokens is None:
+        return room
+    if max_tokens > room:
+        raise InvalidRequest(
+            "max_tokens",
+            f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, "
+            f"but the context holds {limits.max_seq_len} together",
+        )
+    return max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EnteringRow:
+    """All that the device must learn of a request when it enters a slot: nobody sends it a second time."""
+
+    slot: int
+    token_ids: Int32Array  # all known tokens: the prompt, and after a retraction the output so far
+    pages: Int32Array  # pages of the cached prefix, in order
+    sampling: SamplingParams
+    seed: int  # of this sequence alone: 64 bits, derived from the request's seed and the choice's index
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The plan of one step: rows of (slot, first position, number of tokens), and what is new on the device.
+
+    A row extends its sequence by `lengths[i]` tokens from position `starts[i]`, attending to all before them.
+    `samples[i]` says whether it reaches the last known token and so chooses the next. One plan drives every
+    engine: CPU, CUDA, a captured graph, or a simulation.
+    """
+
+    step: int
+    slots: Int32Array  # [rows]
+    starts: Int32Array  # [rows]
+    lengths: Int32Array  # [rows], each >= 1
+    samples: BoolArray  # [rows]
+    new_pages: Int32Array  # [k, 3]: (slot, index in its page-table row, page)
+    entering: list[EnteringRow] = field(default_factory=list)
+    greedy: bool = True  # every sampling row is greedy
+    filtered: bool = False  # some sampling row has top-k, top-p or min-p
+
+    @property
+    def is_decode(self) -> bool:
+        """Every row extends by one token and samples."""
+        return bool(self.samples.all()) and int(self.lengths.max()) == 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that hold this many tokens."""
+    return math.ceil(num_tokens / page_size)

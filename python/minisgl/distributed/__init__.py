@@ -1,0 +1,1 @@
+"""Tensor parallelism: the group of ranks that share one model."""

@@ -1,0 +1,82 @@
+"""The two collectives that the layers use, over no peers, gloo or NCCL."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed it and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class TPGroup(Protocol):
+    """Ranks that hold one model together. Every rank calls the same collectives in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks; may overwrite x."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[..., n] -> [..., size * n]: the ranks' tensors side by side in rank order."""
+        ...
+
+
+class SingleRank:
+    """The group of one."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+
+class ProcessGroupTP:
+    """A torch.distributed group: gloo for tensors on the CPU, NCCL on GPUs."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = group.rank()
+        self.size = group.size()
+        self._group = group
+
+    @classmethod
+    def connect(
+        cls, *, rank: int, size: int, init_method: str, device: torch.device, timeout_s: float = 300.0
+    ) -> ProcessGroupTP:
+        """Meet the other ranks at `init_method` (such as file:///path) and make this process's default group."""
+        cuda = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            init_method=init_method,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if cuda else None,
+        )
+        assert dist.group.WORLD is not None
+        return cls(dist.group.WORLD)
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        flat = x.new_empty(self.size * x.numel())
+        _all_gather(flat, x.flatten(), group=self._group)
+        return flat.view(self.size, *x.shape).movedim(0, -2).reshape(*x.shape[:-1], self.size * x.shape[-1])

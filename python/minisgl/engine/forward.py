@@ -1,0 +1,104 @@
+"""From a plan to tensors: one step's forward and sampling, launched operation by operation.
+
+Any batch runs this way. A steady decode on CUDA replays the same operations from a graph (`engine.graph`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import AttentionBackend, AttentionInputs
+from minisgl.context import ForwardContext
+from minisgl.core import Batch, pages_for
+from minisgl.engine.sampler import sample
+from minisgl.engine.state import SlotState, upload
+from minisgl.kernel.base import Ops
+from minisgl.kvcache.pool import KVPool
+from minisgl.layers.decoder import CausalLM
+
+
+class StepRunner:
+    """The parts that a step needs, and the two launches it is made of: forward, then sample."""
+
+    def __init__(
+        self, model: CausalLM, kv: KVPool, state: SlotState, attention: AttentionBackend, ops: Ops
+    ) -> None:
+        self.model = model
+        self.kv = kv
+        self.state = state
+        self.attention = attention
+        self.ops = ops
+
+    def run(self, batch: Batch) -> Tensor:
+        """Execute a plan; the sampled tokens [S] int64, which the slots have been advanced by."""
+        logits, slots = self._forward(batch)
+        if len(slots) == 0:
+            return slots
+        sampled = sample(logits, slots, self.state, greedy=batch.greedy, filtered=batch.filtered)
+        self.state.advance(slots, sampled)
+        return sampled
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits of the rows that sample, and their slots."""
+        state = self.state
+        lengths = batch.lengths
+        query_starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        kv_lens = batch.starts + lengths
+        token_slots = np.repeat(batch.slots, lengths)
+        positions = np.arange(len(token_slots)) - np.repeat(query_starts[:-1] - batch.starts, lengths)
+        sample_rows = query_starts[1:][batch.samples] - 1
+        # One copy to the device for all of them.
+        parts = [token_slots, positions, sample_rows, batch.slots[batch.samples], batch.slots, kv_lens, query_starts]
+        packed = upload(np.concatenate(parts).astype(np.int32), state.device)
+        split = packed.split([len(part) for part in parts])
+        slots_of_tokens, device_positions, rows, sampling_slots = (part.long() for part in split[:4])
+        slots, kv_lens_device, query_starts_device = split[4:]
+
+        width = pages_for(int(kv_lens.max()), state.page_size)
+        inputs = AttentionInputs(
+            query_lens=lengths,
+            kv_lens=kv_lens,
+            query_starts=query_starts_device,
+            kv_lens_device=kv_lens_device,
+            page_table=state.page_table[slots.long(), :width],
+        )
+        ctx = ForwardContext(
+            input_ids=state.tokens[slots_of_tokens, device_positions].long(),
+            positions=device_positions,
+            kv_slots=state.kv_slots(slots_of_tokens, device_positions),
+            sample_rows=rows,
+            kv=self.kv,
+            ops=self.ops,
+            attention=self.attention,
+            plan=self.attention.plan(inputs),
+        )
+        return self.model(ctx), sampling_slots
+
+    def decode_context(self, slots: Tensor, kv_lens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> ForwardContext:
+        """The context of a decode of `slots` [rows] int64, made from device state alone so that a graph can hold it.
+
+        `kv_lens` is the host's idea of the lengths: at capture, the longest possible.
+        """
+        state = self.state
+        lengths = state.lengths[slots]
+        positions = lengths.long() - 1
+        rows = len(slots)
+        inputs = AttentionInputs(
+            query_lens=np.ones(rows, dtype=np.int32),
+            kv_lens=kv_lens,
+            query_starts=torch.arange(rows + 1, dtype=torch.int32, device=state.device),
+            kv_lens_device=lengths,
+            page_table=state.page_table[slots],
+        )
+        return ForwardContext(
+            input_ids=state.tokens[slots, positions].long(),
+            positions=positions,
+            kv_slots=state.kv_slots(slots, positions),
+            sample_rows=None,
+            kv=self.kv,
+            ops=self.ops,
+            attention=self.attention,
+            plan=self.attention.plan(inputs),
+        )

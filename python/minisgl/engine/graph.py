@@ -1,0 +1,111 @@
+"""CUDA graphs of the decode step: forward and sample, captured once for each of a few batch sizes.
+
+A replay reads slots, lengths, tokens and pages from device state, so nothing but the row order is sent for it. A batch
+of another size is padded with the scratch slot up to the next captured size. A graph keeps no reference to the tensors
+it reads: this object keeps everything that was alive at capture.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.core import Batch
+from minisgl.engine.forward import StepRunner
+from minisgl.engine.sampler import sample
+from minisgl.engine.state import upload
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKind:
+    """Which sampling a graph holds; with the batch size, the key of a sample graph."""
+
+    greedy: bool
+    filtered: bool
+
+
+SAMPLE_KINDS = (SampleKind(True, False), SampleKind(False, False), SampleKind(False, True))
+
+
+@dataclass(slots=True)
+class _Captured:
+    """A batch size's graphs and the tensors they read and write."""
+
+    slots: Tensor
+    forward: torch.cuda.CUDAGraph
+    logits: Tensor
+    sample: dict[SampleKind, tuple[torch.cuda.CUDAGraph, Tensor]]
+    keep: object
+
+
+def graph_sizes(max_bs: int) -> list[int]:
+    """1, 2, 4, 8, then every 8 up to 256 and every 32 beyond: padding stays below an eighth of a large batch."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_bs + 1, 32)]
+    return sorted({size for size in sizes if size < max_bs} | {max_bs})
+
+
+class DecodeGraphs:
+    """Captures at construction, largest first, so that the smaller ones reuse its memory."""
+
+    def __init__(self, runner: StepRunner, max_bs: int, max_seq_len: int) -> None:
+        begin = time.perf_counter()
+        self._runner = runner
+        self._device = runner.state.device
+        self._sizes = graph_sizes(max_bs)
+        self._max_seq_len = max_seq_len
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[int, _Captured] = {}
+        self._rows: dict[int, np.ndarray[tuple[int], np.dtype[np.int32]]] = {}  # what is in each size's `slots`
+        for size in reversed(self._sizes):
+            self._captured[size] = self._capture(size)
+        self.seconds = time.perf_counter() - begin
+
+    @property
+    def max_bs(self) -> int:
+        return self._sizes[-1]
+
+    def _capture(self, size: int) -> _Captured:
+        runner = self._runner
+        slots = torch.full((size,), runner.state.scratch_slot, dtype=torch.int64, device=self._device)
+        kv_lens = np.full(size, self._max_seq_len, dtype=np.int32)
+
+        def forward() -> tuple[Tensor, object]:
+            ctx = runner.decode_context(slots, kv_lens)
+            return runner.model(ctx), ctx
+
+        def choose(kind: SampleKind) -> Tensor:
+            sampled = sample(logits, slots, runner.state, greedy=kind.greedy, filtered=kind.filtered)
+            runner.state.advance(slots, sampled)
+            return sampled
+
+        forward()  # libraries allocate their workspaces at the first call, which a graph must not hold
+        forward_graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward_graph, pool=self._pool, stream=torch.cuda.current_stream()):
+            logits, context = forward()
+        samples = {}
+        for kind in SAMPLE_KINDS:
+            choose(kind)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
+                sampled = choose(kind)
+            samples[kind] = (graph, sampled)
+        return _Captured(slots, forward_graph, logits, samples, context)
+
+    def replay(self, batch: Batch) -> Tensor:
+        """Run a decode plan of at most `max_bs` rows; the sampled tokens [rows], overwritten by the next replay."""
+        rows = len(batch.slots)
+        size = next(size for size in self._sizes if size >= rows)
+        captured = self._captured[size]
+        padded = np.full(size, self._runner.state.scratch_slot, dtype=np.int32)
+        padded[:rows] = batch.slots
+        if not np.array_equal(self._rows.get(size, ()), padded):
+            self._rows[size] = padded
+            captured.slots.copy_(upload(padded, self._device))
+        captured.forward.replay()
+        graph, sampled = captured.sample[SampleKind(batch.greedy, batch.filtered and not batch.greedy)]
+        graph.replay()
+        return sampled[:rows]

@@ -1,0 +1,59 @@
+"""The operations between the matrix products in plain torch: any device, and the reference of all kernels.
+
+In float32 each is the same arithmetic as transformers' modules, in the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class TorchOps:
+    """Implements kernel.base.Ops."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        return (x32 * scale).to(x.dtype).mul_(weight)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        residual.add_(x)
+        return self.rms_norm(residual, weight, eps), residual
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def norm_rope_store(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv_slots: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if q_weight is not None:
+            q = self.rms_norm(q, q_weight, eps)
+        if k_weight is not None:
+            k = self.rms_norm(k, k_weight, eps)
+        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+        k_cache.flatten(0, 1).index_copy_(0, kv_slots, _rotate(k, cos, sin))
+        v_cache.flatten(0, 1).index_copy_(0, kv_slots, v)
+        return _rotate(q, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim] with cos and sin float32 [T, 1, head_dim / 2]: rotated in float32, in x's dtype."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

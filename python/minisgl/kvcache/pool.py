@@ -1,0 +1,43 @@
+"""The KV pool: the tensors that pages are places in. The only module of this folder that imports torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVPool:
+    """K and V of every layer as [pages, page_size, kv_heads, head_dim].
+
+    One page more than `num_pages` is allocated: the last is a scratch page that nobody owns. Padding rows of a
+    captured graph write there.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.scratch_page = num_pages
+        shape = (2, num_layers, num_pages + 1, page_size, num_kv_heads, head_dim)
+        self._data = torch.zeros(shape, dtype=dtype, device=device)
+
+    @staticmethod
+    def page_bytes(
+        *, num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+
+    def keys(self, layer: int) -> Tensor:
+        return self._data[0, layer]
+
+    def values(self, layer: int) -> Tensor:
+        return self._data[1, layer]

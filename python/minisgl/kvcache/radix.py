@@ -1,0 +1,242 @@
+"""The radix cache: computed prefixes in a tree, shared by all requests that start alike.
+
+An edge of the tree is a run of whole pages; where two prompts part, a run is split at a page boundary. So a node
+stands for one prefix, and its children differ in their first page. The idea is SGLang's RadixAttention
+(https://arxiv.org/abs/2312.07104). Eviction never searches the tree:
+
+- A lock counts on every node of its path, so below an unlocked node nothing is locked.
+- The unlocked nodes stand in one queue, least recently used first. A use moves its path to the end, the deepest node
+  first, so a node always stands behind its children. Whoever is in front is therefore a leaf, and the next to go.
+- Matching, inserting and unlocking are uses. There is no clock: the same calls always evict the same pages.
+
+Inside, tokens are the bytes of their int32 array, which compare and hash fast.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from minisgl.core import Int32Array
+from minisgl.kvcache.base import (
+    BrokenInvariant,
+    CacheHandle,
+    InsertResult,
+    empty_pages,
+    require,
+    require_locked,
+    require_one_page_each,
+    require_page_size,
+)
+
+_TOKEN_BYTES = 4
+_GONE = -1  # the `end` of an evicted node
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _Node:
+    """A prefix: the path from the root to here. The node itself holds the last run of its pages.
+
+    `end` changes only when the tail is evicted: when a run is split, the old node remains the lower part. A locked
+    handle relies on that, and an unlocked one shows by it that it is stale.
+    """
+
+    parent: _Node | None  # None: the root, or evicted
+    tokens: bytes  # of this run
+    pages: Int32Array  # of this run
+    end: int  # tokens of the whole prefix
+    locks: int = 0  # of all handles that end here or below
+    children: dict[bytes, _Node] = field(default_factory=dict)  # by the tokens of their first page
+
+
+class RadixCache:
+    def __init__(self, page_size: int) -> None:
+        require_page_size(page_size)
+        self.page_size = page_size
+        self._page_bytes = page_size * _TOKEN_BYTES
+        self._root = _Node(None, b"", empty_pages(), end=0)
+        self._queue: OrderedDict[_Node, None] = OrderedDict()  # unlocked nodes, in the order of eviction
+        self._cached = 0
+        self._locked = 0
+
+    @property
+    def cached_pages(self) -> int:
+        return self._cached
+
+    @property
+    def locked_pages(self) -> int:
+        return self._locked
+
+    @property
+    def evictable_pages(self) -> int:
+        return self._cached - self._locked
+
+    # ---- finding and adding ----
+
+    def match(self, tokens: Int32Array) -> CacheHandle:
+        node, pages = self._walk(self._whole_pages(tokens))
+        self._use(node)
+        return CacheHandle(node.end, pages, node)
+
+    def insert(self, tokens: Int32Array, pages: Int32Array) -> InsertResult:
+        require_one_page_each(tokens, pages, self.page_size)
+        whole = self._whole_pages(tokens)
+        node, found = self._walk(whole)
+        given, new = pages[: len(found)], np.array(pages[len(found) :], dtype=np.int32)  # a copy to keep
+        if len(new) > 0:
+            node = self._add_leaf(node, whole[node.end * _TOKEN_BYTES :], new)
+        self._use(node)
+        handle = CacheHandle(node.end, np.concatenate([found, new]), node)
+        return InsertResult(handle, duplicates=given[given != found])
+
+    def _walk(self, tokens: bytes) -> tuple[_Node, Int32Array]:
+        """The node where the longest cached prefix ends, made by a split if need be, and the pages on the way."""
+        node, at, runs = self._root, 0, [empty_pages()]
+        while child := node.children.get(tokens[at : at + self._page_bytes]):
+            if not tokens.startswith(child.tokens, at):
+                child = self._split(child, self._common_pages(child.tokens, tokens[at:]))
+            runs.append(child.pages)
+            at += len(child.tokens)
+            node = child
+        return node, np.concatenate(runs)
+
+    def _add_leaf(self, parent: _Node, tokens: bytes, pages: Int32Array) -> _Node:
+        leaf = _Node(parent, tokens, pages, end=parent.end + len(pages) * self.page_size)
+        parent.children[self._first_page(tokens)] = leaf
+        self._cached += len(pages)
+        return leaf
+
+    def _split(self, node: _Node, num_pages: int) -> _Node:
+        """Give the first pages of a run to a new node above it. All that hold the lower part hold the upper."""
+        assert node.parent is not None
+        first, rest = node.pages[:num_pages].copy(), node.pages[num_pages:].copy()  # a view would keep the whole run
+        cut = num_pages * self._page_bytes
+        upper = _Node(
+            node.parent, node.tokens[:cut], first, end=node.end - len(rest) * self.page_size, locks=node.locks
+        )
+        node.parent.children[self._first_page(upper.tokens)] = upper
+        node.parent, node.tokens, node.pages = upper, node.tokens[cut:], rest
+        upper.children[self._first_page(node.tokens)] = node
+        return upper
+
+    def _use(self, node: _Node) -> None:
+        """Move a path to the end of the queue, from its end up; nodes that are new enter the queue."""
+        while node.parent is not None:
+            if node.locks == 0:
+                self._queue[node] = None
+                self._queue.move_to_end(node)
+            node = node.parent
+
+    def _whole_pages(self, tokens: Int32Array) -> bytes:
+        whole = len(tokens) // self.page_size * self.page_size
+        return np.asarray(tokens[:whole], dtype=np.int32).tobytes()
+
+    def _first_page(self, tokens: bytes) -> bytes:
+        return tokens[: self._page_bytes]
+
+    def _common_pages(self, ours: bytes, theirs: bytes) -> int:
+        length = min(len(ours), len(theirs))
+        equal = np.frombuffer(ours[:length], np.int8) == np.frombuffer(theirs[:length], np.int8)
+        common = length if equal.all() else int(equal.argmin())  # the first False
+        return common // self._page_bytes
+
+    # ---- locking ----
+
+    def lock(self, handle: CacheHandle) -> None:
+        node: _Node = handle.node
+        if node.end != handle.cached_len:
+            raise ValueError(f"this handle of {handle.cached_len} tokens is stale: pages of it were evicted")
+        handle.locks += 1
+        while node.parent is not None:
+            if node.locks == 0:
+                self._locked += len(node.pages)
+                del self._queue[node]
+            node.locks += 1
+            node = node.parent
+
+    def unlock(self, handle: CacheHandle) -> None:
+        require_locked(handle)  # the nodes could not tell: another request may hold the same prefix
+        handle.locks -= 1
+        node: _Node = handle.node
+        while node.parent is not None:
+            node.locks -= 1
+            if node.locks == 0:
+                self._locked -= len(node.pages)
+                self._queue[node] = None
+            node = node.parent
+
+    # ---- evicting ----
+
+    def evict(self, num_pages: int) -> Int32Array:
+        missing = min(num_pages, self.evictable_pages)
+        evicted = [empty_pages()]
+        while missing > 0:
+            leaf = next(iter(self._queue))
+            tail = leaf.pages[-missing:]
+            self._drop_tail(leaf, len(tail))
+            evicted.append(tail)
+            missing -= len(tail)
+        return np.concatenate(evicted)
+
+    def reset(self) -> Int32Array:
+        return self.evict(self.evictable_pages)
+
+    def _drop_tail(self, leaf: _Node, num_pages: int) -> None:
+        """Forget the last pages of a leaf; when they are all it has, the leaf too."""
+        self._cached -= num_pages
+        if num_pages < len(leaf.pages):
+            leaf.tokens = leaf.tokens[: -num_pages * self._page_bytes]
+            leaf.pages = leaf.pages[:-num_pages]
+            leaf.end -= num_pages * self.page_size
+        else:
+            assert leaf.parent is not None
+            del leaf.parent.children[self._first_page(leaf.tokens)]
+            del self._queue[leaf]
+            leaf.parent, leaf.end = None, _GONE
+
+    # ---- checking ----
+
+    def owned_pages(self) -> Int32Array:
+        return np.concatenate([empty_pages(), *(node.pages for node in self._nodes())])
+
+    def check(self) -> None:
+        nodes = list(self._nodes())
+        place = {node: i for i, node in enumerate(self._queue)}
+        for node in nodes:
+            self._check_run(node)
+            below = sum(child.locks for child in node.children.values())
+            require(node.locks >= below, f"a node has {node.locks} locks, its children have {below}")
+            require((node.locks == 0) == (node in place), "a node is queued and locked, or neither")
+        unlocked = [node for node in nodes if node.locks == 0]
+        require(
+            len(place) == len(unlocked), f"{len(place)} nodes are queued, {len(unlocked)} in the tree are unlocked"
+        )
+        for node in unlocked:
+            require(
+                all(place[child] < place[node] for child in node.children.values()), "a child is behind its parent"
+            )
+
+        owned = self.owned_pages()
+        require(len(np.unique(owned)) == len(owned), "a page is in the tree twice")
+        require(self._cached == len(owned), f"{self._cached} pages are counted, {len(owned)} are in the tree")
+        locked = sum(len(node.pages) for node in nodes if node.locks > 0)
+        require(self._locked == locked, f"{self._locked} locked pages are counted, {locked} are in the tree")
+
+    def _check_run(self, node: _Node) -> None:
+        parent = node.parent
+        if parent is None or parent.children.get(self._first_page(node.tokens)) is not node:
+            raise BrokenInvariant("a node's parent does not have it under its first page")
+        require(len(node.pages) > 0, "a node is empty")
+        require(len(node.tokens) == len(node.pages) * self._page_bytes, "a node's tokens do not fill its pages")
+        require(node.end == parent.end + len(node.pages) * self.page_size, "a node does not end where its path does")
+
+    def _nodes(self) -> Iterator[_Node]:
+        """All nodes but the root. A stack, no recursion: a long conversation is a deep tree."""
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())

@@ -1,0 +1,1 @@
+"""Tensor-parallel layers. Each is built for one rank of a TP group and says which checkpoint parts it keeps."""

@@ -1,0 +1,72 @@
+"""Grouped-query attention with rotary positions over the paged KV pool."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.context import ForwardContext
+from minisgl.distributed.group import TPGroup
+from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import Rotary
+from minisgl.models.config import ModelConfig
+
+
+class Attention(nn.Module):
+    """[T, hidden_size] -> [T, hidden_size]. A rank has an even share of the query heads and the KV heads behind it.
+
+    `qk_norm`: each head of q and k is RMS-normed before its rotation (Qwen3).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        rotary: Rotary,
+        *,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+        tp: TPGroup,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.rotary = rotary
+        self.eps = config.rms_norm_eps
+        self.num_heads = config.heads_per_rank(tp.size)
+        self.num_kv_heads = config.kv_heads_per_rank(tp.size)
+        dim, hidden = config.head_dim, config.hidden_size
+        kept = [range(head * dim, (head + 1) * dim) for head in config.kv_heads_of(tp.rank, tp.size)]
+        self.qkv_proj = ColumnParallelLinear(
+            hidden,
+            [
+                Part.even("q_proj", config.num_heads * dim, tp),
+                Part("k_proj", config.num_kv_heads * dim, kept),
+                Part("v_proj", config.num_kv_heads * dim, kept),
+            ],
+            bias=qkv_bias,
+            dtype=dtype,
+        )
+        self.q_norm = RMSNorm(dim, self.eps, dtype=dtype) if qk_norm else None
+        self.k_norm = RMSNorm(dim, self.eps, dtype=dtype) if qk_norm else None
+        self.o_proj = RowParallelLinear(config.num_heads * dim, hidden, bias=out_bias, tp=tp, dtype=dtype)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        q = ctx.ops.norm_rope_store(
+            self.qkv_proj(x),
+            ctx.positions,
+            self.rotary.cos_sin,
+            ctx.kv_slots,
+            ctx.kv.keys(self.layer),
+            ctx.kv.values(self.layer),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            q_weight=self.q_norm.weight if self.q_norm else None,
+            k_weight=self.k_norm.weight if self.k_norm else None,
+            eps=self.eps,
+        )
+        heads = ctx.attention.forward(self.layer, q, ctx.kv, ctx.plan)
+        y: Tensor = self.o_proj(heads.flatten(1))
+        return y

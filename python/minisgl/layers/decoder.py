@@ -1,0 +1,84 @@
+"""The pre-norm decoder that the families share. Module names are the checkpoint's, so that loading maps none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.context import ForwardContext
+from minisgl.distributed.group import TPGroup
+from minisgl.layers.embedding import LMHead, VocabEmbedding
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import Rotary
+from minisgl.models.config import ModelConfig
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); each addition is left to the norm that follows it."""
+
+    def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, residual: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm(x, residual, ctx)
+        x = self.self_attn(x, ctx)
+        x, residual = self.post_attention_layernorm(x, residual, ctx)
+        x = self.mlp(x, ctx)
+        return x, residual
+
+
+class Decoder(nn.Module):
+    """[T] token ids -> [S, hidden_size]: the normed states of the tokens that sample."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        make_layer: Callable[[int, Rotary], DecoderLayer],
+        *,
+        tp: TPGroup,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        rotary = Rotary(config.head_dim, config.max_position_embeddings, config.rope)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, tp=tp, dtype=dtype)
+        self.layers = nn.ModuleList([make_layer(index, rotary) for index in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+
+    def forward(self, ctx: ForwardContext) -> Tensor:
+        x: Tensor = self.embed_tokens(ctx.input_ids)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, ctx)
+        if ctx.sample_rows is not None:
+            x = x[ctx.sample_rows]
+            residual = None if residual is None else residual[ctx.sample_rows]
+        x, _ = self.norm(x, residual, ctx)
+        return x
+
+
+class CausalLM(nn.Module):
+    """A decoder and its head; a family says how one of its layers is made."""
+
+    def __init__(self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.tp = tp
+        self.model = Decoder(config, self.make_layer, tp=tp, dtype=dtype)
+        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied_to=tied_to, tp=tp, dtype=dtype)
+
+    def make_layer(self, index: int, rotary: Rotary) -> DecoderLayer:
+        """Uses config, dtype and tp."""
+        raise NotImplementedError
+
+    def forward(self, ctx: ForwardContext) -> Tensor:
+        """Logits [S, vocab_size] of the tokens that sample, in the model's dtype, the same on every rank."""
+        logits: Tensor = self.lm_head(self.model(ctx))
+        return logits

@@ -1,0 +1,82 @@
+"""The vocabulary's two matrices, divided by tokens among ranks; the last ranks' shares are padded with zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minisgl.distributed.group import TPGroup
+from minisgl.layers.linear import empty
+from minisgl.layers.pieces import Piece
+
+
+class VocabShare:
+    """The token ids [start, stop) of one rank, of `size` rows with the padding."""
+
+    def __init__(self, vocab_size: int, tp: TPGroup) -> None:
+        self.size = -(-vocab_size // tp.size)
+        self.start = min(tp.rank * self.size, vocab_size)
+        self.stop = min(self.start + self.size, vocab_size)
+
+
+class VocabEmbedding(nn.Module):
+    """[T] int64 token ids -> [T, hidden_size]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.tp = tp
+        self.vocab_size = vocab_size
+        self.share = VocabShare(vocab_size, tp)
+        self.weight = vocab_weight(self.share, hidden_size, dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.embedding(ids, self.weight)
+        here = (ids >= self.share.start) & (ids < self.share.stop)
+        x = F.embedding((ids - self.share.start) * here, self.weight)
+        return self.tp.all_reduce(x * here.unsqueeze(-1))
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        yield vocab_piece(name, self.weight, self.vocab_size, self.share, tied=False)
+
+
+class LMHead(nn.Module):
+    """[S, hidden_size] -> logits [S, vocab_size] on every rank. Given an embedding, it uses that one's weight."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied_to: VocabEmbedding | None,
+        tp: TPGroup,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.vocab_size = vocab_size
+        self.share = VocabShare(vocab_size, tp)
+        self.tied = tied_to is not None
+        self.weight = tied_to.weight if tied_to else vocab_weight(self.share, hidden_size, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.tp.all_gather(F.linear(x, self.weight))
+        return logits[:, : self.vocab_size]
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        yield vocab_piece(name, self.weight, self.vocab_size, self.share, tied=self.tied)
+
+
+def vocab_weight(share: VocabShare, hidden_size: int, dtype: torch.dtype) -> nn.Parameter:
+    weight = empty(share.size, hidden_size, dtype=dtype)
+    weight[share.stop - share.start :].zero_()
+    return weight
+
+
+def vocab_piece(name: str, weight: Tensor, vocab_size: int, share: VocabShare, *, tied: bool) -> Piece:
+    target = weight[: share.stop - share.start]
+    source = (slice(share.start, share.stop), slice(None))
+    return Piece(f"{name}.weight", (vocab_size, weight.shape[1]), source, target, tied)

@@ -1,0 +1,91 @@
+"""Matrix products divided among ranks: by output rows (no exchange), or by input columns (one all-reduce)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minisgl.distributed.group import TPGroup
+from minisgl.layers.pieces import Piece, whole
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One checkpoint matrix inside a merged one: its name, its rows, and the ranges of rows kept here."""
+
+    name: str
+    rows: int
+    kept: Sequence[range]
+
+    @classmethod
+    def even(cls, name: str, rows: int, tp: TPGroup) -> Part:
+        """Rows divided evenly; the caller has checked that they divide."""
+        share = rows // tp.size
+        return cls(name, rows, [range(tp.rank * share, (tp.rank + 1) * share)])
+
+
+def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def zeros(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+
+
+class ColumnParallelLinear(nn.Module):
+    """Matrices that share their input, merged into one product; each rank has some output rows of each.
+
+    [T, in_features] -> [T, rows kept], in the order of the parts. The parts stand in the checkpoint beside this
+    module: `mlp.gate_up_proj` with a part `gate_proj` is filled from `mlp.gate_proj.weight`.
+    """
+
+    def __init__(self, in_features: int, parts: Sequence[Part], *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.parts = parts
+        rows = sum(len(kept) for part in parts for kept in part.kept)
+        self.weight = empty(rows, in_features, dtype=dtype)
+        self.bias = zeros(rows, dtype=dtype) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        beside = name.rpartition(".")[0]
+        at = 0
+        for part in self.parts:
+            for kept in part.kept:
+                here, rows = slice(at, at + len(kept)), slice(kept.start, kept.stop)
+                for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
+                    if tensor is not None:
+                        shape = (part.rows, *tensor.shape[1:])
+                        source = (rows, *[slice(None)] * (tensor.ndim - 1))
+                        yield Piece(f"{beside}.{part.name}.{kind}", shape, source, tensor[here])
+                at += len(kept)
+
+
+class RowParallelLinear(nn.Module):
+    """One matrix whose input columns are divided: [T, in_features / size] -> [T, out_features], summed over ranks."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, tp: TPGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.tp = tp
+        self.in_features = in_features
+        self.weight = empty(out_features, in_features // tp.size, dtype=dtype)
+        self.bias = zeros(out_features, dtype=dtype) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = self.tp.all_reduce(F.linear(x, self.weight))
+        return y if self.bias is None else y.add_(self.bias)
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        rows, share = self.weight.shape
+        columns = slice(self.tp.rank * share, (self.tp.rank + 1) * share)
+        yield Piece(f"{name}.weight", (rows, self.in_features), (slice(None), columns), self.weight)
+        if self.bias is not None:
+            yield whole(f"{name}.bias", self.bias)

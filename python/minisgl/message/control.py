@@ -1,0 +1,103 @@
+"""Supervisor <-> worker: one line of JSON a message on a stream socket pair.
+
+The supervisor's end closing tells a worker that its parent is gone; a worker's end closing tells the supervisor that
+the worker is.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Generic, TypeAlias, TypeVar
+
+import msgspec
+
+from minisgl.config import ServerConfig
+from minisgl.core import Limits
+
+T = TypeVar("T")
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first message to every worker."""
+
+    config: ServerConfig
+    run_dir: str
+    index: int  # which of the workers of its kind, or the TP rank
+    listen_fd: int | None = None  # the API server's listening socket, inherited
+
+
+class Serve(msgspec.Struct, frozen=True, tag=True):
+    """Every worker is ready; these are the engine's limits."""
+
+    limits: Limits
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End now. With an error, tell it to the clients that wait."""
+
+    error: str | None = None
+
+
+class Phase(msgspec.Struct, frozen=True, tag=True):
+    """A phase of the worker's start has ended: what, and the seconds it took."""
+
+    text: str
+    seconds: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The worker can work; the scheduler says the limits."""
+
+    limits: Limits | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The worker cannot go on, in one line."""
+
+    message: str
+
+
+ToWorker: TypeAlias = Start | Serve | Shutdown
+ToSupervisor: TypeAlias = Phase | Ready | Failed
+
+
+class ControlPipe(Generic[T]):
+    """One end of the socket pair. `T` is what this end receives."""
+
+    def __init__(self, sock: socket.socket, receives: type[T]) -> None:
+        self._socket = sock
+        self._decoder = msgspec.json.Decoder(receives)
+        self._encoder = msgspec.json.Encoder()
+        self._buffer = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send; silently nothing if the other side is gone (its reader learns that by itself)."""
+        try:
+            self._socket.sendall(self._encoder.encode(message) + b"\n")
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def receive(self) -> T | None:
+        """The next message, or None when the other side has closed. Waits."""
+        while b"\n" not in self._buffer:
+            try:
+                data = self._socket.recv(65536)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                return None
+            self._buffer += data
+        line, _, rest = bytes(self._buffer).partition(b"\n")
+        self._buffer = bytearray(rest)
+        return self._decoder.decode(line)
+
+    @property
+    def has_buffered(self) -> bool:
+        """A whole message has been read from the socket already."""
+        return b"\n" in self._buffer
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,93 @@
+"""Typed ZeroMQ sockets: an inbox decodes one union of structs, an outbox encodes into somebody's inbox.
+
+Sends never block: queues are unbounded here, and admission in the API server bounds what can be in them. Sockets are
+ipc:// files in a fresh directory that only the user can enter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+T = TypeVar("T")
+
+
+class Addresses:
+    """Where each process's inbox is, inside the server's run directory."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._dir = Path(run_dir)
+
+    def _at(self, name: str) -> str:
+        return f"ipc://{self._dir / name}.ipc"
+
+    @property
+    def api(self) -> str:
+        return self._at("api")
+
+    @property
+    def scheduler(self) -> str:
+        return self._at("scheduler")
+
+    @property
+    def detokenizer(self) -> str:
+        return self._at("detokenizer")
+
+    def tokenizer(self, index: int) -> str:
+        return self._at(f"tokenizer-{index}")
+
+
+class Inbox(Generic[T]):
+    """The PULL socket of a synchronous process."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, message_type: type[T]) -> None:
+        self._socket = context.socket(zmq.PULL)
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
+        self._decoder = msgspec.msgpack.Decoder(message_type)
+
+    def receive(self) -> T:
+        """Wait for one message."""
+        return self._decoder.decode(self._socket.recv())
+
+    def drain(self) -> Iterator[T]:
+        """Messages that have arrived, without waiting."""
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield self._decoder.decode(data)
+
+
+class AsyncInbox(Generic[T]):
+    """The PULL socket of an asyncio process."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str, message_type: type[T]) -> None:
+        self._socket = context.socket(zmq.PULL)
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
+        self._decoder = msgspec.msgpack.Decoder(message_type)
+
+    async def receive(self) -> T:
+        """Wait for one message."""
+        data = await self._socket.recv()
+        return self._decoder.decode(data)
+
+
+class Outbox(Generic[T]):
+    """A PUSH socket into one inbox. `send` queues and returns at once."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set_hwm(0)
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: T) -> None:
+        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)

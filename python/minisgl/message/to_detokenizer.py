@@ -1,0 +1,45 @@
+"""Scheduler of rank 0 -> detokenizer: one message a step."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from minisgl.core import FinishReason
+from minisgl.message.types import PackedIds, ProcessCounts, TextOptions
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence begins: exactly one Open comes before its tokens and exactly one End after them."""
+
+    sequence: int
+    text: TextOptions
+
+
+class End(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence has ended, whoever ended it; no token of it follows."""
+
+    sequence: int
+    reason: FinishReason
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    stop_token: int | None = None  # the token that ended it: not part of the text
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag=True):
+    """What a step brought, applied in this order: opened, tokens, ended."""
+
+    opened: list[Open]
+    sequences: list[int]  # those that got a token
+    tokens: PackedIds  # one each
+    ended: list[End]
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """Add this process's counts and pass them on."""
+
+    query: int
+    counts: list[ProcessCounts]
+
+
+ToDetokenizer: TypeAlias = StepOutput | Report

@@ -1,0 +1,42 @@
+"""Tokenizer workers and detokenizer -> scheduler of rank 0."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from minisgl.core import SamplingParams
+from minisgl.message.types import PackedIds, ProcessCounts, TextOptions
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """A validated sequence to generate; `sampling.max_tokens` is resolved and fits the context."""
+
+    sequence: int
+    prompt_ids: PackedIds
+    sampling: SamplingParams
+    seed: int
+    text: TextOptions
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """End these sequences; those that have ended already are passed over."""
+
+    sequences: list[int]
+
+
+class Stopped(msgspec.Struct, frozen=True, tag=True):
+    """The detokenizer found a stop string in this sequence's text."""
+
+    sequence: int
+
+
+class Query(msgspec.Struct, frozen=True, tag=True):
+    """Add this process's counts and pass them on."""
+
+    query: int
+    counts: list[ProcessCounts]
+
+
+ToScheduler: TypeAlias = Add | Abort | Stopped | Query

@@ -1,0 +1,13 @@
+"""The demo model that comes with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import minisgl
+
+DEMO_MODEL = "demo"  # its name for --model and for clients
+
+
+def demo_folder() -> Path:
+    return Path(minisgl.__file__).parent / "demo"

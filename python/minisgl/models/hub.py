@@ -1,0 +1,87 @@
+"""From the name that a user gives to a folder on disk. Pure: no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from minisgl.models.config import UnsupportedModel, WeightError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_CONFIG_AND_TOKENIZER = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def resolve_model(name: str, *, weights: bool = True) -> Path:
+    """A local folder as it is, or else the snapshot of a hub id, downloaded if need be. Raises UnsupportedModel.
+
+    `weights=False` leaves out the safetensors (dummy weights).
+    """
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        return folder
+    if name and folder.exists():
+        raise UnsupportedModel(f"model {name} is a file; a model is a folder or a hub id")
+    if not _HUB_ID.fullmatch(name) or name.startswith("."):
+        raise UnsupportedModel(f"model {name} does not exist: no such folder, and not a hub id (owner/name)")
+    return _download(name, weights)
+
+
+def _download(name: str, weights: bool) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    patterns = [*_CONFIG_AND_TOKENIZER, "*.safetensors"] if weights else _CONFIG_AND_TOKENIZER
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise UnsupportedModel(
+            f"model {name} is gated: ask for access on its hub page and log in with `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UnsupportedModel(
+            f"model {name} does not exist: no such folder, and the hub knows no such model (or it is private)"
+        ) from error
+    except HFValidationError as error:
+        raise UnsupportedModel(
+            f"model {name} does not exist: no such folder, and not a hub id (owner/name)"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise UnsupportedModel(
+            f"model {name} is neither a folder nor in the local hub cache, and the hub cannot be reached"
+        ) from error
+    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UnsupportedModel(f"model {name} could not be downloaded: {reason}") from error
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder. Raises WeightError if there are none or one is missing."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightError(f"{index} is not a safetensors index: {error!r}") from error
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise WeightError(f"{folder} lacks {_some(missing)}, named by {INDEX}")
+        return [folder / name for name in names]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    others = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.gguf"))
+    hint = f" ({others[0]} is not supported: convert it to safetensors)" if others else ""
+    raise WeightError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

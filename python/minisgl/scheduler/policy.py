@@ -1,0 +1,26 @@
+"""Which running requests a step extends, and by how many tokens. Pure functions of arrays.
+
+`remaining[i]` is how many known tokens of running request i have no KV yet: 0 when all it may do is in flight, 1 when
+the next step is a decode, more while its prompt is being prefilled.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minisgl.core import Int32Array
+
+
+def chunk_lengths(remaining: Int32Array, budget: int) -> Int32Array:
+    """Share a budget of tokens among prompts in order: each gets all it needs while the budget lasts."""
+    before = np.cumsum(remaining) - remaining
+    lengths: Int32Array = np.clip(budget - before, 0, remaining).astype(np.int32)
+    return lengths
+
+
+def prefill_first(remaining: Int32Array, budget: int) -> Int32Array:
+    """Tokens each request gets in the next step: the prompts' chunks if there are any, else one for each decode."""
+    prompts = np.where(remaining > 1, remaining, 0).astype(np.int32)
+    if prompts.any():
+        return chunk_lengths(prompts, budget)
+    return remaining

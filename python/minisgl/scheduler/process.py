@@ -1,0 +1,83 @@
+"""The scheduler process of rank 0: its inbox, the step loop, and one message a step to the detokenizer."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import zmq
+
+from minisgl.distributed.group import SingleRank
+from minisgl.engine.engine import Engine
+from minisgl.message import to_detokenizer, to_scheduler
+from minisgl.message.socket import Inbox, Outbox
+from minisgl.message.to_detokenizer import Open, StepOutput, ToDetokenizer
+from minisgl.message.to_scheduler import Abort, Add, Query, Stopped, ToScheduler
+from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
+from minisgl.models.config import load_model_config
+from minisgl.scheduler.build import make_loop
+from minisgl.scheduler.loop import StepLoop
+from minisgl.server.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerProcess:
+    """Feeds the step loop from the inbox and tells the detokenizer what each step brought."""
+
+    def __init__(self, loop: StepLoop, inbox: Inbox[ToScheduler], detokenizer: Outbox[ToDetokenizer]) -> None:
+        self._loop = loop
+        self._scheduler = loop.scheduler
+        self._inbox = inbox
+        self._detokenizer = detokenizer
+        self._opened: list[Open] = []
+
+    def run_forever(self) -> None:
+        while True:
+            if not self._loop.has_work:
+                self._scheduler.check_balance()
+                self._handle(self._inbox.receive())
+            for message in self._inbox.drain():
+                self._handle(message)
+            report = self._loop.step()
+            if report or self._opened:
+                self._detokenizer.send(
+                    StepOutput(self._opened, report.sequences, pack_ids(report.tokens), report.ended)
+                )
+                self._opened = []
+
+    def _handle(self, message: ToScheduler) -> None:
+        match message:
+            case Add():
+                self._opened.append(Open(message.sequence, message.text))
+                prompt_ids = unpack_ids(message.prompt_ids).copy()
+                self._scheduler.add(message.sequence, prompt_ids, message.sampling, message.seed)
+            case Abort():
+                for sequence in message.sequences:
+                    self._scheduler.end(sequence, "abort")
+            case Stopped():
+                self._scheduler.end(message.sequence, "stop")
+            case Query():
+                counts = ProcessCounts("scheduler-0", self._scheduler.counts())
+                self._detokenizer.send(to_detokenizer.Report(message.query, [*message.counts, counts]))
+
+
+def run(worker: Worker) -> None:
+    """The process's life."""
+    config = worker.config
+    model = load_model_config(Path(config.engine.model_path))
+    engine = Engine(
+        config.engine,
+        model,
+        tp=SingleRank(),
+        phase=worker.phase,
+        progress=True,
+        max_step_tokens=config.scheduler.max_prefill_tokens,
+    )
+    logger.info("engine: %s", engine.describe())
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox = Inbox(context, worker.addresses.scheduler, to_scheduler.ToScheduler)
+    detokenizer: Outbox[ToDetokenizer] = Outbox(context, worker.addresses.detokenizer)
+    process = SchedulerProcess(make_loop(config.scheduler, engine, model), inbox, detokenizer)
+    worker.ready(engine.limits)
+    process.run_forever()

@@ -1,0 +1,88 @@
+"""The slot table: what the host knows of every running request, as arrays indexed by slot.
+
+The device holds the same rows (`engine.state.SlotState`); the host's copy lets a step be planned and finished with a
+few array operations, whatever the number of requests.
+
+A row's lengths: `known_len` tokens have reached the host; `device_len` are known to the device or being sampled there;
+the KV of the first `cached_len` is written or being written. cached_len <= device_len <= max_len.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minisgl.core import Int32Array, pages_for
+from minisgl.scheduler.request import Request
+
+
+class SlotTable:
+    """Rows for `num_slots` running requests of up to `max_seq_len` tokens."""
+
+    def __init__(self, num_slots: int, max_seq_len: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.tokens = np.zeros((num_slots, max_seq_len), dtype=np.int32)
+        self.pages = np.zeros((num_slots, pages_for(max_seq_len, page_size)), dtype=np.int32)
+        self.num_pages = np.zeros(num_slots, dtype=np.int32)
+        self.known_len = np.zeros(num_slots, dtype=np.int32)
+        self.device_len = np.zeros(num_slots, dtype=np.int32)
+        self.cached_len = np.zeros(num_slots, dtype=np.int32)
+        self.prompt_len = np.zeros(num_slots, dtype=np.int32)
+        self.max_len = np.zeros(num_slots, dtype=np.int32)
+        self.last_step = np.full(num_slots, -1, dtype=np.int64)  # the last step that names the slot
+        self.sequence = np.full(num_slots, -1, dtype=np.int64)
+        self.live = np.zeros(num_slots, dtype=np.bool_)  # running, not ended
+        self.sampled = np.zeros(num_slots, dtype=np.bool_)  # not greedy
+        self.filtered = np.zeros(num_slots, dtype=np.bool_)  # top-k, top-p or min-p
+        self.stops_at_eos = np.zeros(num_slots, dtype=np.bool_)
+        self.own_stop_ids = np.zeros(num_slots, dtype=np.bool_)
+        self.requests: list[Request | None] = [None] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def enter(self, request: Request, cached_pages: Int32Array) -> int:
+        """Give the request a slot whose row begins with the pages of its cached prefix."""
+        slot = self._free.pop()
+        length = len(request.prompt_ids)
+        self.tokens[slot, :length] = request.prompt_ids
+        self.pages[slot, : len(cached_pages)] = cached_pages
+        self.num_pages[slot] = len(cached_pages)
+        self.prompt_len[slot] = self.known_len[slot] = self.device_len[slot] = length
+        self.cached_len[slot] = len(cached_pages) * self.page_size
+        self.max_len[slot] = request.max_len
+        self.last_step[slot] = -1
+        self.sequence[slot] = request.sequence
+        self.live[slot] = True
+        sampling = request.sampling
+        self.sampled[slot] = not sampling.greedy
+        self.filtered[slot] = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        self.stops_at_eos[slot] = not sampling.ignore_eos
+        self.own_stop_ids[slot] = bool(sampling.stop_token_ids)
+        self.requests[slot] = request
+        request.slot = slot
+        return slot
+
+    def leave(self, slot: int) -> None:
+        """Take the slot back. No step in flight may name it."""
+        self.requests[slot] = None
+        self.sequence[slot] = -1
+        self._free.append(slot)
+
+    def remaining(self, slots: Int32Array) -> Int32Array:
+        """Known tokens of each slot that have no KV yet; the last token of a request never needs it."""
+        wanted = np.minimum(self.device_len[slots], self.max_len[slots] - 1)
+        return wanted - self.cached_len[slots]
+
+    def row_pages(self, slot: int) -> Int32Array:
+        return self.pages[slot, : self.num_pages[slot]]
+
+    def extend_pages(self, slots: Int32Array, counts: Int32Array, pages: Int32Array) -> Int32Array:
+        """Append `counts[i]` of `pages` to the row of `slots[i]`; return [k, 3] (slot, index, page)."""
+        owners = np.repeat(slots, counts)
+        first_of_row = np.repeat(np.cumsum(counts) - counts, counts)
+        index = self.num_pages[owners] + np.arange(len(pages), dtype=np.int32) - first_of_row.astype(np.int32)
+        self.pages[owners, index] = pages
+        self.num_pages[slots] += counts
+        return np.stack([owners, index, pages], axis=1).astype(np.int32, copy=False)

@@ -1,0 +1,109 @@
+"""The HTTP side of one generation: an ASGI response that owns the request from its submission to its last byte.
+
+The request is submitted here and not in the handler, so that there is no moment in which it is on its way and nobody
+watches its client: `receive` is listened to from before the first byte until after the last, and however this ends,
+the `with` block gives everything back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from minisgl.server.api.client import ClientGone, Delta, EngineClient, Job, OpenRequest
+from minisgl.server.api.errors import ApiError, internal_error
+from minisgl.server.api.responses import PromptTokensDetails, Usage
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache, no-store"),
+    (b"x-accel-buffering", b"no"),  # reverse proxies must not collect events
+]
+
+
+class Writer(Protocol):
+    """How one route writes what the engine gave."""
+
+    def events(self, delta: Delta) -> bytes:
+        """The events of a delta; none when it brings no text."""
+        ...
+
+    def last_events(self, usage: Usage) -> bytes:
+        """What follows the last delta, before [DONE]."""
+        ...
+
+    def body(self, choices: list[Delta], usage: Usage) -> bytes:
+        """The whole answer, when it is not streamed."""
+        ...
+
+
+def usage_of(request: OpenRequest) -> Usage:
+    prompt, completion = request.prompt_tokens, request.completion_tokens
+    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(request.cached_tokens))
+
+
+class Answer:
+    """Submits a job and writes its answer, as a stream of events or as one JSON body."""
+
+    def __init__(self, client: EngineClient, job: Job, writer: Writer, *, stream: bool) -> None:
+        self._client = client
+        self._job = job
+        self._writer = writer
+        self._stream = stream
+        self._started = False  # the status line has left
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._client.open(self._job) as request:
+                watcher = asyncio.create_task(self._watch(request, receive))
+                try:
+                    await (self._send_stream if self._stream else self._send_body)(request, send)
+                finally:
+                    watcher.cancel()
+        except (ClientGone, OSError):  # servers of ASGI 2.4 raise OSError from send
+            return
+        except ApiError as error:
+            await self._send_error(error, scope, receive, send)
+        except Exception:
+            logger.exception("a request ended with an internal error")
+            await self._send_error(internal_error(), scope, receive, send)
+
+    async def _watch(self, request: OpenRequest, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._client.abandon(request)
+
+    async def _send_stream(self, request: OpenRequest, send: Send) -> None:
+        await request.accepted()  # what is refused before is an ordinary error response
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        last = False
+        while not last:
+            events = [self._writer.events(delta) for delta in await request.deltas()]
+            last = request.exhausted
+            if last:
+                events += [self._writer.last_events(usage_of(request)), DONE]
+            if data := b"".join(events):
+                # Waits while the client is behind; what comes meanwhile is merged.
+                await send({"type": "http.response.body", "body": data, "more_body": not last})
+
+    async def _send_body(self, request: OpenRequest, send: Send) -> None:
+        choices = await request.complete()
+        data = self._writer.body(choices, usage_of(request))
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._started:
+            await error.response()(scope, receive, send)
+        elif self._stream:
+            data = b"data: " + error.body() + b"\n\n" + DONE
+            await send({"type": "http.response.body", "body": data, "more_body": False})

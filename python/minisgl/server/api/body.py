@@ -1,0 +1,87 @@
+"""From the bytes of a request to a validated model of `schema`; whatever is wrong becomes an ApiError.
+
+The JSON is read once, strictly: nested 200 deep at most, no NaN, no lone surrogates, no integers beyond 64 bits. An
+explicit null counts as absent, at the top level, as OpenAI's clients send it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+from starlette.requests import Request
+
+from minisgl.server.api.errors import ApiError, invalid, too_large
+from minisgl.server.api.schema import RequestBody
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=RequestBody)
+
+MAX_LOGGED_FIELDS = 100
+_logged_fields: set[str] = set()
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body, unless it is too large: then no more of it is kept than the limit."""
+    declared = request.headers.get("content-length", "0")
+    if not declared.isdecimal() or int(declared) > max_bytes:
+        raise too_large(max_bytes)
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > max_bytes:
+            raise too_large(max_bytes)
+    return bytes(data)
+
+
+def parse_body(data: bytes, model: type[B]) -> B:
+    """The validated body, or ApiError naming the field."""
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid(None, f"the request body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise invalid(None, "the request body must be a JSON object")
+    fields = {name: field for name, field in value.items() if field is not None}
+    check_numbers((name, field) for name, field in fields.items() if name != "prompt")  # that has checks of its own
+    for name, neutral in model.not_supported.items():
+        if name in fields and fields[name] not in neutral:
+            raise invalid(name, f"{name} is not supported yet")
+    _log_unknown(fields.keys() - model.known_fields())
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise _first_error(error) from None
+
+
+def check_numbers(items: Iterable[tuple[str | int, Any]], path: str = "") -> None:
+    """Refuse numbers that would not survive the way to the chat template: infinities and integers beyond 64 bits."""
+    for key, value in items:
+        if isinstance(value, str):
+            continue
+        if isinstance(value, dict):
+            check_numbers(value.items(), f"{path}{key}.")
+        elif isinstance(value, list):
+            check_numbers(enumerate(value), f"{path}{key}.")
+        elif isinstance(value, float):
+            if not math.isfinite(value):
+                raise invalid(f"{path}{key}", f"{path}{key}: the number is out of range")
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise invalid(f"{path}{key}", f"{path}{key}: the integer does not fit 64 bits")
+
+
+def _first_error(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = ".".join(str(part) for part in first["loc"])
+    return invalid(param, f"{param}: {first['msg'][:1].lower()}{first['msg'][1:]}")
+
+
+def _log_unknown(names: set[str]) -> None:
+    for name in sorted(names - _logged_fields)[: MAX_LOGGED_FIELDS - len(_logged_fields)]:
+        _logged_fields.add(name)
+        logger.warning("requests have the unknown field %.80r; it has no effect", name)

@@ -1,0 +1,96 @@
+"""What a client is told when something is wrong: always OpenAI's error object, never an internal text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from starlette.responses import Response
+
+from minisgl.core import InvalidRequest
+
+RETRY_AFTER_SECONDS = 1
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An answer that is an error: the HTTP status and OpenAI's error object. `param` is the field's dotted name."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.detail = ErrorDetail(message, type, param, code)
+        self.headers = headers
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorBody(self.detail))
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+
+def invalid(param: str | None, message: str) -> ApiError:
+    """The client sent something wrong in this field."""
+    return ApiError(400, message, param=param)
+
+
+def invalid_request(error: InvalidRequest, field_names: Mapping[str, str] | None = None) -> ApiError:
+    """The one error of `core`, under the name that the client used for the field."""
+    return invalid((field_names or {}).get(error.field, error.field), error.message)
+
+
+def too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the request body is larger than the limit of {limit} bytes", code="request_too_large")
+
+
+def model_not_found(model: str) -> ApiError:
+    return ApiError(404, f"the model {model!r} does not exist", param="model", code="model_not_found")
+
+
+def overloaded(limit: int) -> ApiError:
+    return ApiError(
+        503,
+        f"the server is full: it takes {limit} sequences at a time; try again later",
+        type="server_error",
+        code="overloaded",
+        headers={"retry-after": str(RETRY_AFTER_SECONDS)},
+    )
+
+
+def shutting_down(reason: str | None) -> ApiError:
+    return ApiError(
+        503,
+        f"the server is shutting down: {reason}" if reason else "the server is shutting down",
+        type="server_error",
+        code="shutting_down",
+        headers={"retry-after": str(RETRY_AFTER_SECONDS)},
+    )
+
+
+def ended_early(finish: str) -> ApiError:
+    """The engine gave a sequence up: not the client's fault."""
+    text = "the request was aborted by the server" if finish == "abort" else "the generation failed in the server"
+    return ApiError(500, text, type="server_error", code=f"generation_{finish}")
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "internal server error", type="server_error", code="internal_error")

@@ -1,0 +1,104 @@
+"""The API server process: an inbox, an outbox to each tokenizer worker, and uvicorn on the supervisor's socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+import uvloop
+import zmq
+import zmq.asyncio
+from starlette.types import ASGIApp
+
+from minisgl.message.socket import Addresses, AsyncInbox, Outbox
+from minisgl.message.to_api import ToApi
+from minisgl.message.to_tokenizer import ToTokenizer
+from minisgl.server.api.app import build_app
+from minisgl.server.api.client import EngineClient
+from minisgl.server.worker import Worker
+
+SHUTDOWN_SECONDS = 0.9  # from the word to the end of the process, whatever clients do
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
+MESSAGES_A_TURN = 32  # taken from the inbox before requests get their turn
+
+
+def run(worker: Worker) -> None:
+    """Serve until told to shut down."""
+    assert worker.listen_fd is not None, "the API server needs a listening socket"
+    sock = socket.socket(fileno=worker.listen_fd)
+    uvloop.run(serve(worker, sock))
+    os._exit(0)  # nothing is left to do, and ZeroMQ would wait for tokenizers that are gone
+
+
+async def serve(worker: Worker, sock: socket.socket) -> None:
+    """Set everything up, say ready, and serve."""
+    config = worker.config
+    with worker.phase("starting the API server"):
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        inbox = open_inbox(context, worker.addresses)
+        outboxes = [
+            Outbox[ToTokenizer](context, worker.addresses.tokenizer(index)) for index in range(config.num_tokenizers)
+        ]
+        client = EngineClient(outboxes, config.max_queued_sequences)
+    limits = worker.ready()
+    server = Server(build_app(client, config, limits))
+    loop = asyncio.get_running_loop()
+
+    def shut_down(reason: str | None) -> None:
+        client.shut_down(reason)
+        server.should_exit = True
+
+    def on_shutdown(reason: str | None) -> None:
+        """On the control thread, which has nothing left to do: it also sees to it that there is an end."""
+        loop.call_soon_threadsafe(shut_down, reason)
+        time.sleep(SHUTDOWN_SECONDS)
+        os._exit(0)
+
+    worker.on_shutdown(on_shutdown)
+    receiving = asyncio.create_task(receive_forever(inbox, client))
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    ended, _ = await asyncio.wait({receiving, serving}, return_when=asyncio.FIRST_COMPLETED)
+    for task in ended:
+        task.result()  # without its receiver the process would answer nobody: its error ends the process
+
+
+def open_inbox(context: zmq.Context[zmq.Socket[bytes]], addresses: Addresses) -> AsyncInbox[ToApi]:
+    # A union of structs is a value to msgspec and no type to mypy.
+    return AsyncInbox(zmq.asyncio.Context(context), addresses.api, ToApi)  # type: ignore[arg-type]
+
+
+async def receive_forever(inbox: AsyncInbox[ToApi], client: EngineClient) -> None:
+    """Hand messages to the client as they come."""
+    while True:
+        for _ in range(MESSAGES_A_TURN):
+            client.dispatch(await inbox.receive())
+        await asyncio.sleep(0)  # receiving what is already there does not yield
+
+
+class Server(uvicorn.Server):
+    """uvicorn as we use it. It leaves signals alone: the supervisor has its own word for the end."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=1,
+        )
+        super().__init__(config)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

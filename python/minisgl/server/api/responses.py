@@ -1,0 +1,113 @@
+"""What clients get: OpenAI's response objects as msgspec structs, encoded without a detour through dictionaries."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from minisgl.core import FinishReason
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    content: str
+    role: str = "assistant"
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: ChatMessage
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    logprobs: None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """Only what is new: fields that are not set are not written."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    logprobs: None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "chat.completion.chunk"
+
+
+class TextChoice(msgspec.Struct, frozen=True):
+    index: int
+    text: str
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    logprobs: None = None
+
+
+class TextCompletion(msgspec.Struct, frozen=True):
+    """The whole answer, and also a chunk of it."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "text_completion"
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """The whole answer of /generate, and also a chunk of it."""
+
+    id: str
+    text: str
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    usage: Usage | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "minisgl"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+def server_sent_event(data: msgspec.Struct) -> bytes:
+    """One event of a stream."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"

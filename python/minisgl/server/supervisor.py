@@ -1,0 +1,212 @@
+"""The supervisor: the process that the user started. It launches the workers, watches them, and ends them.
+
+It binds the port first, so that a port in use is noticed before anything slow happens, and reads the model's config,
+so that an unsupported model is. A worker's death shows at once as the end of its control pipe.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import minisgl
+from minisgl.config import ConfigError, ServerConfig
+from minisgl.core import Limits
+from minisgl.message.control import ControlPipe, Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 1.0  # for workers to end by themselves after Shutdown
+
+
+class WorkerFailed(Exception):
+    """A worker said that it cannot go on, or died."""
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM."""
+
+
+@dataclass(slots=True)
+class _Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    pipe: ControlPipe[ToSupervisor]
+    ready: bool = False
+    said: list[str] = field(default_factory=list)  # why it failed
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket. ConfigError if the address cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from None
+    return sock
+
+
+class Supervisor:
+    """Runs one server from start to end."""
+
+    def __init__(self, config: ServerConfig, listener: socket.socket) -> None:
+        self._config = config
+        self._listener = listener
+        self._run_dir = tempfile.mkdtemp(prefix="minisgl-")  # of mode 0700
+        self._children: list[_Child] = []
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> int:
+        """Serve until interrupted (0) or until a worker fails (1)."""
+        begin = time.perf_counter()
+        try:
+            with _interrupts():
+                self._launch()
+                limits = self._wait_until_ready()
+                self._tell_all(Serve(limits))
+                host, port = self._listener.getsockname()[:2]
+                seconds = time.perf_counter() - begin
+                logger.info("ready after %.1f s: %s on http://%s:%d", seconds, self._config.model_name, host, port)
+                self._watch()
+        except Interrupted:
+            logger.info("ending")
+            self._end(error="the server is shutting down")
+            return 0
+        except WorkerFailed as error:
+            logger.error("%s", error)
+            self._end(error=str(error))
+            return 1
+        finally:
+            self._clean_up()
+
+    # --- start ------------------------------------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        self._start("scheduler-0", "minisgl.scheduler.process:run")
+        for index in range(self._config.num_tokenizers):
+            self._start(f"tokenizer-{index}", "minisgl.tokenizer.worker:run", index)
+        self._start("detokenizer", "minisgl.tokenizer.detokenizer_worker:run")
+        self._start("api", "minisgl.server.api.process:run", listen_fd=self._listener.fileno())
+
+    def _start(self, name: str, entry: str, index: int = 0, listen_fd: int | None = None) -> None:
+        ours, theirs = socket.socketpair()
+        fds = [theirs.fileno()] if listen_fd is None else [theirs.fileno(), listen_fd]
+        # The package is found where it was found for us, and nothing in the current folder shadows a module.
+        paths = [str(Path(minisgl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "minisgl.server.worker", entry, str(theirs.fileno())],
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends the others in order
+        )
+        theirs.close()
+        pipe: ControlPipe[ToSupervisor] = ControlPipe(ours, ToSupervisor)  # type: ignore[arg-type]
+        child = _Child(name, process, pipe)
+        pipe.send(Start(self._config, self._run_dir, index, listen_fd))
+        self._children.append(child)
+        self._selector.register(ours, selectors.EVENT_READ, child)
+
+    def _wait_until_ready(self) -> Limits:
+        limits: Limits | None = None
+        while not all(child.ready for child in self._children):
+            for child, message in self._messages():
+                if isinstance(message, Phase):
+                    logger.info("%s: %s, %.1f s", child.name, message.text, message.seconds)
+                elif isinstance(message, Ready):
+                    child.ready = True
+                    limits = message.limits or limits
+        if limits is None:
+            raise WorkerFailed("no worker told the engine's limits")
+        return limits
+
+    # --- watch ------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while True:
+            for child, message in self._messages():
+                logger.warning("%s said %r while serving", child.name, message)
+
+    def _messages(self) -> Iterator[tuple[_Child, ToSupervisor]]:
+        """Wait for workers to say something. Raises WorkerFailed when one fails or is gone."""
+        for key, _ in self._selector.select():
+            child: _Child = key.data
+            while True:
+                message = child.pipe.receive()
+                if message is None:
+                    raise WorkerFailed(self._obituary(child))
+                if isinstance(message, Failed):
+                    raise WorkerFailed(f"{child.name}: {message.message}" if child.ready else message.message)
+                yield child, message
+                if not child.pipe.has_buffered:
+                    break
+
+    def _obituary(self, child: _Child) -> str:
+        try:
+            code = child.process.wait(timeout=GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"the process {child.name} closed its control pipe"
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return f"the process {child.name} died ({how})"
+
+    # --- end --------------------------------------------------------------------------------------------------
+
+    def _tell_all(self, message: Serve | Shutdown) -> None:
+        for child in self._children:
+            child.pipe.send(message)
+
+    def _end(self, error: str) -> None:
+        """Let the API server answer who still waits, then end everybody."""
+        api = next((child for child in self._children if child.name == "api" and child.ready), None)
+        if api is not None:
+            api.pipe.send(Shutdown(error))
+            _wait(api.process, GRACE_SECONDS)
+        self._tell_all(Shutdown())
+
+    def _clean_up(self) -> None:
+        deadline = time.monotonic() + 0.3
+        for child in self._children:
+            _wait(child.process, deadline - time.monotonic())
+            child.process.kill()
+            child.process.wait()
+            child.pipe.close()
+        self._selector.close()
+        self._listener.close()
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    try:
+        process.wait(timeout=max(seconds, 0.0))
+    except subprocess.TimeoutExpired:
+        return
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Raise Interrupted on the first SIGINT or SIGTERM; ignore those that follow, the end is under way."""
+
+    def handle(_signum: int, _frame: FrameType | None) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        raise Interrupted
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    yield

@@ -1,0 +1,88 @@
+"""What every worker process starts with: `python -m minisgl.server.worker ENTRY FD`.
+
+ENTRY names a function ("package.module:function") that only this process imports; FD is its end of the control pipe.
+A thread reads that pipe for the whole life of the process, so that a worker ends with its parent, however that dies
+and whatever the worker is doing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from minisgl.config import ConfigError, ServerConfig
+from minisgl.core import Limits
+from minisgl.message.control import ControlPipe, Failed, Phase, Ready, Serve, Shutdown, Start, ToWorker
+from minisgl.message.socket import Addresses
+
+
+class Worker:
+    """A worker's view of its supervisor: its configuration, and the words it can say."""
+
+    def __init__(self, pipe: ControlPipe[ToWorker]) -> None:
+        self._pipe = pipe
+        first = pipe.receive()
+        if not isinstance(first, Start):
+            raise RuntimeError(f"the control pipe began with {first!r}")
+        self.config: ServerConfig = first.config
+        self.index: int = first.index
+        self.listen_fd: int | None = first.listen_fd
+        self.addresses = Addresses(first.run_dir)
+        self._serve: queue.SimpleQueue[Limits] = queue.SimpleQueue()
+        self._on_shutdown: Callable[[str | None], None] = lambda _error: os._exit(0)
+        threading.Thread(target=self._watch, name="control", daemon=True).start()
+
+    def _watch(self) -> None:
+        while (message := self._pipe.receive()) is not None:
+            if isinstance(message, Serve):
+                self._serve.put(message.limits)
+            elif isinstance(message, Shutdown):
+                self._on_shutdown(message.error)
+        os._exit(1)
+
+    def on_shutdown(self, callback: Callable[[str | None], None]) -> None:
+        """Call this, from the control thread, instead of exiting at once. The supervisor waits a second for it."""
+        self._on_shutdown = callback
+
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """Report the seconds that a part of the start took."""
+        begin = time.perf_counter()
+        yield
+        self._pipe.send(Phase(text, time.perf_counter() - begin))
+
+    def ready(self, limits: Limits | None = None) -> Limits:
+        """Say that this worker can work; return the engine's limits when all can. The scheduler says the limits."""
+        self._pipe.send(Ready(limits))
+        return self._serve.get()
+
+    def failed(self, message: str) -> None:
+        """Say in one line why this worker cannot go on."""
+        self._pipe.send(Failed(" ".join(message.split())))
+
+
+def main(entry: str, fd: int) -> None:
+    """Run one worker. Ctrl-C is the supervisor's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    worker = Worker(ControlPipe(socket.socket(fileno=fd), ToWorker))  # type: ignore[arg-type]
+    module, _, function = entry.partition(":")
+    try:
+        getattr(importlib.import_module(module), function)(worker)
+    except ConfigError as error:
+        worker.failed(str(error))
+        sys.exit(1)
+    except Exception as error:
+        worker.failed(f"{type(error).__name__}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

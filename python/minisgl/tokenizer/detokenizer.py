@@ -1,0 +1,108 @@
+"""The text state of all sequences in generation: token ids in, pieces of text out.
+
+A sequence's state is made by its Open and freed by its End, and by nothing else, so that a late token cannot bring it
+back. Each sequence gets exactly one finishing piece: at a stop string, or else at its End. Pure: the worker and the
+offline LLM bring the messages.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from minisgl.message.to_api import Piece
+from minisgl.message.to_detokenizer import End, StepOutput
+from minisgl.message.to_scheduler import Stopped
+from minisgl.message.types import TextOptions, unpack_ids
+from minisgl.tokenizer.incremental import TextDecoder
+from minisgl.tokenizer.stop import StopMatcher
+
+ID_BYTES = 4  # of one packed token id
+NO_TEXT = 2**31 - 1  # an id that no vocabulary has: it decodes to nothing
+
+
+class Detokenizer:
+    """Holds the states, and counts the tokens that came for no open sequence."""
+
+    def __init__(self, decoder: TextDecoder) -> None:
+        self._decoder = decoder
+        self._running: dict[int, _Sequence] = {}
+        self._stopped: set[int] = set()  # ended by a stop string; their End is still to come
+        self.dropped_tokens = 0
+
+    @property
+    def open_sequences(self) -> int:
+        """Opened and not yet ended."""
+        return len(self._running) + len(self._stopped)
+
+    def apply(self, step: StepOutput) -> tuple[list[Piece], list[Stopped]]:
+        """What one step brought: a piece for each sequence that got something, and those the scheduler must stop."""
+        running = self._running
+        for opened in step.opened:
+            running[opened.sequence] = _Sequence(self._decoder, opened.text)
+
+        pieces: dict[int, Piece] = {}
+        packed = step.tokens
+        ids_of_each = [packed[at : at + ID_BYTES] for at in range(0, len(packed), ID_BYTES)]
+        for sequence, ids, token in zip(step.sequences, ids_of_each, _tokens_with_text(step), strict=True):
+            state = running.get(sequence)
+            if state is None:
+                self.dropped_tokens += sequence not in self._stopped
+                continue
+            text = state.feed(token)
+            stop = None
+            if state.matcher is not None:
+                text, stop = state.matcher.feed(text)
+            if sequence in pieces:  # its second token in this step
+                ids = pieces[sequence].ids + ids
+                text = pieces[sequence].text + text
+            if stop is None:
+                pieces[sequence] = Piece(sequence, ids, text)
+            else:
+                pieces[sequence] = Piece(sequence, ids, text, "stop", stop_reason=stop)
+                del running[sequence]
+                self._stopped.add(sequence)
+
+        for end in step.ended:
+            piece = pieces.get(end.sequence)
+            ending = running.pop(end.sequence, None)
+            if ending is not None:
+                pieces[end.sequence] = ending.finish(end, piece)
+            elif piece is not None:  # stopped in this very step
+                pieces[end.sequence] = msgspec.structs.replace(piece, cached_tokens=end.cached_tokens)
+            self._stopped.discard(end.sequence)
+        stopped = [Stopped(sequence) for sequence in pieces if sequence in self._stopped] if self._stopped else []
+        return list(pieces.values()), stopped
+
+
+class _Sequence:
+    """The state of one running sequence."""
+
+    __slots__ = ("_flush", "feed", "matcher")
+
+    def __init__(self, decoder: TextDecoder, options: TextOptions) -> None:
+        stream = decoder.stream(options.skip_special_tokens)
+        self.feed = stream.feed
+        self._flush = stream.flush
+        self.matcher = StopMatcher(options.stop) if options.stop else None
+
+    def finish(self, end: End, piece: Piece | None) -> Piece:
+        """The last piece: what this step brought, and what was held back. That may still have a stop string."""
+        ids, shown = (b"", "") if piece is None else (piece.ids, piece.text)
+        text, stop = self._flush(), None
+        if self.matcher is not None:
+            text, stop = self.matcher.feed(text)
+            text += self.matcher.flush()
+        if stop is not None:
+            return Piece(end.sequence, ids, shown + text, "stop", end.cached_tokens, stop)
+        return Piece(end.sequence, ids, shown + text, end.reason, end.cached_tokens, end.stop_token)
+
+
+def _tokens_with_text(step: StepOutput) -> list[int]:
+    """The step's token ids. Where a sequence ended by its last token, that token must not become text."""
+    tokens: list[int] = unpack_ids(step.tokens).tolist()
+    ended_by_token = {end.sequence for end in step.ended if end.stop_token is not None}
+    if ended_by_token:
+        last = {sequence: index for index, sequence in enumerate(step.sequences)}
+        for sequence in ended_by_token & last.keys():
+            tokens[last[sequence]] = NO_TEXT
+    return tokens

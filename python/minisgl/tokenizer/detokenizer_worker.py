@@ -1,0 +1,47 @@
+"""The detokenizer worker: output ids from the scheduler, text to the API server, stop strings back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import zmq
+
+from minisgl.message import to_api
+from minisgl.message.socket import Inbox, Outbox
+from minisgl.message.to_api import Pieces, ToApi
+from minisgl.message.to_detokenizer import StepOutput, ToDetokenizer
+from minisgl.message.to_scheduler import ToScheduler
+from minisgl.message.types import ProcessCounts
+from minisgl.server.worker import Worker
+from minisgl.tokenizer.detokenizer import Detokenizer
+from minisgl.tokenizer.files import load_tokenizer
+from minisgl.tokenizer.incremental import make_decoder
+
+
+def run(worker: Worker) -> None:
+    """The process: load, say ready, serve until the supervisor ends it."""
+    with worker.phase("load detokenizer"):
+        detokenizer = Detokenizer(make_decoder(load_tokenizer(Path(worker.config.engine.model_path))))
+    context = zmq.Context()
+    inbox: Inbox[ToDetokenizer] = Inbox(
+        context,
+        worker.addresses.detokenizer,
+        ToDetokenizer,  # type: ignore[arg-type]
+    )
+    api: Outbox[ToApi] = Outbox(context, worker.addresses.api)
+    scheduler: Outbox[ToScheduler] = Outbox(context, worker.addresses.scheduler)
+    worker.ready()
+    while True:
+        message = inbox.receive()
+        if isinstance(message, StepOutput):
+            pieces, stopped = detokenizer.apply(message)
+            if pieces:
+                api.send(Pieces(pieces))
+            for stop in stopped:
+                scheduler.send(stop)
+        else:
+            counts = ProcessCounts(
+                "detokenizer",
+                {"sequences": detokenizer.open_sequences, "dropped_tokens": detokenizer.dropped_tokens},
+            )
+            api.send(to_api.Report(message.query, [*message.counts, counts]))

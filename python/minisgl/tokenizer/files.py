@@ -1,0 +1,130 @@
+"""What a model folder says about its tokenizer: the vocabulary, the special tokens, the chat templates.
+
+A tokenizer.json is read by `tokenizers` alone. Other formats are converted by transformers, which is slow and large
+and imported only then.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from minisgl.config import ConfigError
+
+CONVERTIBLE = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The folder's tokenizer; ConfigError if it has none that works. It neither cuts nor pads what it encodes."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        _add_missing_tokens(tokenizer, load_tokenizer_config(folder))
+    else:
+        tokenizer = _convert(folder)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
+    """Some folders name added tokens in tokenizer_config.json only. Each must get the id that is written there."""
+    listed: dict[str, dict[str, Any]] = config.get("added_tokens_decoder") or {}
+    for token_id, fields in sorted((int(key), value) for key, value in listed.items()):
+        if tokenizer.id_to_token(token_id) is not None:
+            continue
+        content = fields["content"]
+        token = AddedToken(
+            content,
+            single_word=fields.get("single_word", False),
+            lstrip=fields.get("lstrip", False),
+            rstrip=fields.get("rstrip", False),
+            normalized=fields.get("normalized", True),
+            special=fields.get("special", False),
+        )
+        if fields.get("special", False):
+            tokenizer.add_special_tokens([token])
+        else:
+            tokenizer.add_tokens([token])
+        if tokenizer.token_to_id(content) != token_id:
+            raise ConfigError(
+                f"tokenizer_config.json gives the token {content!r} the id {token_id}, which tokenizer.json skips"
+            )
+
+
+def _convert(folder: Path) -> Tokenizer:
+    found = [name for name in CONVERTIBLE if (folder / name).is_file()]
+    found += sorted(path.name for path in folder.glob("*.tiktoken"))
+    if not found:
+        raise ConfigError(f"{folder} has no tokenizer: neither tokenizer.json nor a file that could be converted")
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return Tokenizer.from_str(converted.backend_tokenizer.to_str())
+    except Exception as error:  # whatever transformers and the converters under it raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{folder} has no tokenizer.json, and {found[0]} cannot be converted: {reason}") from error
+
+
+def load_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, over the older special_tokens_map.json; empty if there is neither."""
+    return _load_json(folder / "special_tokens_map.json") | _load_json(folder / "tokenizer_config.json")
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The texts of bos_token, eos_token and so on, for those that the configuration sets."""
+    texts: dict[str, str] = {}
+    for name in SPECIAL_TOKENS:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            texts[name] = value
+    return texts
+
+
+def chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The folder's chat templates by name. A single one is called "default"; empty if the model has none."""
+    templates: dict[str, str] = {}
+    for configured in (
+        _load_json(folder / "chat_template.json").get("chat_template"),
+        config.get("chat_template"),
+    ):
+        if isinstance(configured, str):
+            templates = {"default": configured}
+        elif isinstance(configured, list):
+            templates = {entry["name"]: entry["template"] for entry in configured}
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    if files:  # files of their own replace what the configuration says
+        templates = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    return templates
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return content

@@ -1,0 +1,249 @@
+"""Output ids to text, one token at a time.
+
+The pieces that a stream gives, with its flush at the end, are together exactly what `tokenizers` decodes from all ids
+at once, whatever the ids; and each character comes with the first token after which no further token can change it.
+
+There are two kinds of decoder. Byte-level ones (GPT-2, Llama 3, Qwen, DeepSeek) map every token to bytes, of which
+all together are read as UTF-8. The others (Llama 2, Gemma, T5, BERT) map every token to text by itself, except that
+the first token may lose a space and that a run of byte tokens (<0xE4>) is one unit.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+from minisgl.config import ConfigError
+
+REPLACEMENT = "\ufffd"
+
+
+class TextStream(Protocol):
+    """The decoding state of one sequence."""
+
+    def feed(self, token: int) -> str:
+        """The text that is certain after one more token and was not before."""
+
+    def flush(self) -> str:
+        """What is left when no token follows."""
+
+
+class TextDecoder(Protocol):
+    """What all sequences share."""
+
+    def stream(self, skip_special_tokens: bool) -> TextStream:
+        """The state of a new sequence."""
+
+
+def make_decoder(tokenizer: Tokenizer) -> TextDecoder:
+    """The decoder for this tokenizer; ConfigError if its kind is not known to be decodable piece by piece."""
+    steps = _decoder_steps(tokenizer)
+    kinds = [step["type"] for step in steps]
+    if kinds[:1] == ["ByteLevel"] and all(kind == "Fuse" for kind in kinds[1:]):
+        return ByteLevelDecoder(tokenizer)
+    fuse = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
+    unknown = [step["type"] for step in steps[:fuse] if step["type"] not in _PER_TOKEN]
+    unknown += [step["type"] for step in steps[fuse:] if not _is_incremental_on_text(step)]
+    if unknown:
+        raise ConfigError(f"the tokenizer's decoder {unknown[0]} is not supported")
+    return TokenwiseDecoder(tokenizer, byte_fallback="ByteFallback" in kinds)
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The decoder's description, a list of the steps that tokens go through."""
+    if tokenizer.decoder is None:
+        return []
+
+    def flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
+        if step["type"] != "Sequence":
+            return [step]
+        return [inner for part in step["decoders"] for inner in flatten(part)]
+
+    return flatten(json.loads(tokenizer.decoder.__getstate__()))
+
+
+_PER_TOKEN = ("Replace", "Metaspace", "WordPiece", "Strip", "ByteFallback")  # the next tokens do not matter to them
+
+
+def _is_incremental_on_text(step: dict[str, Any]) -> bool:
+    """Whether this step after Fuse, on the whole text, looks at single characters or at the start only."""
+    kind: str = step["type"]
+    if kind == "Replace":
+        return len(step["pattern"].get("String", "")) == 1
+    return kind == "Fuse" or (kind == "Strip" and step["stop"] == 0)
+
+
+# --- byte-level decoders ---
+
+
+def _byte_of_character() -> dict[int, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the other 68 bytes for the characters from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
+
+
+class ByteLevelDecoder:
+    """A table of what every token is: a string if it is whole characters (almost all are), otherwise bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        alphabet = _byte_of_character()
+        encode = codecs.charmap_encode
+        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+        added = tokenizer.get_added_tokens_decoder()
+        size = 1 + max([*vocabulary.values(), *added])
+        table: list[str | bytes] = [""] * size  # an id without a token is no text
+        entries = [*vocabulary.items(), *((token.content, token_id) for token_id, token in added.items())]
+        for token, token_id in entries:
+            try:
+                data = encode(token, "strict", alphabet)[0]
+            except UnicodeEncodeError:  # an added token with another character: it stands for itself
+                table[token_id] = token
+                continue
+            try:
+                table[token_id] = data.decode()
+            except UnicodeDecodeError:
+                table[token_id] = data
+        without_special = table.copy()
+        for token_id, added_token in added.items():
+            if added_token.special:
+                without_special[token_id] = ""
+        self._table = table
+        self._without_special = without_special
+
+    def stream(self, skip_special_tokens: bool) -> TextStream:
+        return _ByteLevelStream(self._without_special if skip_special_tokens else self._table)
+
+
+class _ByteLevelStream:
+    __slots__ = ("_incomplete", "_table")
+
+    def __init__(self, table: list[str | bytes]) -> None:
+        self._table = table
+        self._incomplete = b""  # the beginning of a character
+
+    def feed(self, token: int) -> str:
+        table = self._table
+        piece = table[token] if token < len(table) else ""
+        if type(piece) is str and not self._incomplete:
+            return piece
+        data = self._incomplete + (piece.encode() if isinstance(piece, str) else piece)
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._incomplete = data[used:]
+        return text
+
+    def flush(self) -> str:
+        text = self._incomplete.decode(errors="replace")
+        self._incomplete = b""
+        return text
+
+
+# --- decoders that map every token by itself ---
+
+
+class TokenwiseDecoder:
+    """Learns the text of each token from `tokenizers` itself, when it first comes, as what it adds to an anchor.
+
+    A token's text in the middle of a sequence depends on no other token, so it is what decode([anchor, token]) has
+    more than decode([anchor]), the anchor being any token with text. A unit here is a token or a run of byte tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, byte_fallback: bool) -> None:
+        self._tokenizer = tokenizer
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+        self._special = {token_id for token, token_id in vocabulary.items() if token in special}
+        self.byte_of: dict[int, int] = {}
+        if byte_fallback:
+            for token, token_id in vocabulary.items():
+                if match := _BYTE_TOKEN.fullmatch(token):
+                    self.byte_of[token_id] = int(match[1], 16)
+        self._anchor, self._anchor_text = self._find_anchor(vocabulary)
+        self._texts: dict[int, str] = {}
+
+    def _find_anchor(self, vocabulary: dict[str, int]) -> tuple[int, str]:
+        for token_id in sorted(vocabulary.values()):
+            text = self.decode([token_id])
+            if len(text) == 1 and text.isalnum() and token_id not in self.byte_of:
+                return token_id, text
+        raise ConfigError("the tokenizer has no token that is a single letter")
+
+    def stream(self, skip_special_tokens: bool) -> TextStream:
+        return _TokenwiseStream(self, skip_special_tokens)
+
+    def is_dropped(self, token: int, skip_special_tokens: bool) -> bool:
+        """Whether the token is taken out before decoding: runs of bytes go on over it."""
+        return (skip_special_tokens and token in self._special) or self._tokenizer.id_to_token(token) is None
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def text_of(self, unit: list[int]) -> str:
+        """The text that the unit adds anywhere but at the start."""
+        if len(unit) > 1:
+            return self._after_anchor(unit)
+        text = self._texts.get(unit[0])
+        if text is None:
+            text = self._texts[unit[0]] = self._after_anchor(unit)
+        return text
+
+    def _after_anchor(self, unit: list[int]) -> str:
+        return self.decode([self._anchor, *unit])[len(self._anchor_text) :]
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # as Rust reads two hexadecimal digits
+
+
+class _TokenwiseStream:
+    __slots__ = ("_broken", "_decoder", "_incomplete", "_run", "_skip_special", "_start")
+
+    def __init__(self, decoder: TokenwiseDecoder, skip_special_tokens: bool) -> None:
+        self._decoder = decoder
+        self._skip_special = skip_special_tokens
+        self._start: list[int] | None = []  # the tokens so far, until they have some text
+        self._run: list[int] = []  # byte tokens, held back since one invalid byte turns them all to U+FFFD
+        self._incomplete = b""  # the run's last bytes, if they are the beginning of a character
+        self._broken = False  # the run has an invalid byte
+
+    def feed(self, token: int) -> str:
+        decoder = self._decoder
+        if decoder.is_dropped(token, self._skip_special):
+            return ""
+        byte = decoder.byte_of.get(token)
+        if byte is None:
+            return self.flush() + self._add([token])
+        if self._broken:
+            return REPLACEMENT
+        self._run.append(token)
+        try:
+            data = self._incomplete + bytes([byte])
+            _, used = codecs.utf_8_decode(data, "strict", False)
+        except UnicodeDecodeError:
+            run, self._run = self._run, []
+            self._broken = True
+            return self._add(run)
+        self._incomplete = data[used:]
+        return ""
+
+    def flush(self) -> str:
+        """End the run of bytes."""
+        run, self._run = self._run, []
+        self._incomplete = b""
+        self._broken = False
+        return self._add(run) if run else ""
+
+    def _add(self, unit: list[int]) -> str:
+        """The text of one more unit. What is special about the start is over as soon as there is text."""
+        if self._start is None:
+            return self._decoder.text_of(unit)
+        tokens = self._start + unit
+        text = self._decoder.decode(tokens)
+        if text:
+            self._start = None
+        elif not self._start or self._decoder.text_of(unit):
+            self._start = tokens
+        return text

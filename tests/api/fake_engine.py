@@ -1,0 +1,162 @@
+"""The other side of the API server's sockets, scripted: tokenizer workers, scheduler and detokenizer in one thread.
+
+The first word of a prompt (or of a chat's last message) says what happens to it:
+
+    refuse    Refused, naming max_tokens           silent    nothing at all
+    hold      Accepted, then nothing               fail      two tokens, then the end "error"
+    endless   tokens until aborted                 stop      ends by the stop string "END"
+    big       tokens of 20,000 characters          (others)  max_tokens tokens (8 if none), then "length"
+
+Each tick sends one Pieces message with one token of every live sequence, as an engine's step does. An abort is
+answered as the real pipeline answers it: a token too late, and the end "abort".
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import zmq
+
+from minisgl.core import Limits
+from minisgl.message.socket import Addresses, Inbox, Outbox
+from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Report, ToApi
+from minisgl.message.to_tokenizer import Abort, ChatPrompt, Generate, IdsPrompt, Query, TextPrompt, ToTokenizer
+from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
+
+LIMITS = Limits(max_seq_len=4096, vocab_size=1000)
+DEFAULT_TOKENS = 8
+
+
+def prompt_text(prompt: TextPrompt | IdsPrompt | ChatPrompt) -> str:
+    match prompt:
+        case TextPrompt(text):
+            return text
+        case IdsPrompt(ids):
+            return "ids " + " ".join(map(str, unpack_ids(ids)))
+        case ChatPrompt(messages):
+            return str(messages[-1]["content"])
+
+
+def answer(text: str, choice: int, num_tokens: int) -> str:
+    """What the fake engine says in the end."""
+    return "".join(f"{text[:12]}·{choice}·{i} " for i in range(num_tokens))
+
+
+class FakeEngine(threading.Thread):
+    def __init__(self, run_dir: str, num_tokenizers: int = 1, tick: float = 0.0005) -> None:
+        super().__init__(daemon=True)
+        self.addresses = Addresses(run_dir)
+        self.num_tokenizers = num_tokenizers
+        self.tick = tick
+        self.received: list[tuple[int, ToTokenizer]] = []  # (tokenizer worker, message)
+        self.answers_queries = True
+        self._commands: queue.SimpleQueue[ToApi | None] = queue.SimpleQueue()
+        self._live: dict[int, Iterator[Piece]] = {}
+
+    # For tests.
+
+    def say(self, message: ToApi) -> None:
+        self._commands.put(message)
+
+    def of_type(self, kind: type[Any]) -> list[Any]:
+        return [message for _, message in list(self.received) if isinstance(message, kind)]
+
+    def wait_for(self, kind: type[Any], count: int = 1, timeout: float = 5.0) -> list[Any]:
+        wait_until(lambda: len(self.of_type(kind)) >= count, timeout)
+        return self.of_type(kind)
+
+    def stop(self) -> None:
+        self._commands.put(None)
+        self.join(5)
+
+    # The thread.
+
+    def run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        inboxes = [Inbox(context, self.addresses.tokenizer(i), ToTokenizer) for i in range(self.num_tokenizers)]
+        api = Outbox[ToApi](context, self.addresses.api)
+        while True:
+            for index, inbox in enumerate(inboxes):
+                for message in inbox.drain():
+                    self.received.append((index, message))
+                    for reply in self._replies(index, message):
+                        api.send(reply)
+            while not self._commands.empty():
+                command = self._commands.get()
+                if command is None:
+                    context.destroy(linger=0)
+                    return
+                api.send(command)
+            if pieces := self._step():
+                api.send(Pieces(pieces))
+            time.sleep(self.tick)
+
+    def _replies(self, worker: int, message: ToTokenizer) -> Iterator[ToApi]:
+        match message:
+            case Generate():
+                text = prompt_text(message.prompt)
+                mode = text.partition(" ")[0]
+                if mode == "refuse":
+                    yield Refused(message.sequences, "max_tokens", "max_tokens is too large for this prompt")
+                elif mode != "silent":
+                    yield Accepted(message.sequences, pack_ids(list(range(len(text.split())))))
+                    for choice, sequence in enumerate(message.sequences):
+                        self._live[sequence] = self._pieces(sequence, text, choice, message)
+            case Abort(sequences):
+                late = [sequence for sequence in sequences if self._live.pop(sequence, None) is not None]
+                for sequence in late:
+                    yield Pieces([Piece(sequence, pack_ids([7]), "late")])
+                    yield Pieces([Piece(sequence, b"", "", "abort")])
+            case Query(query):
+                if self.answers_queries:
+                    counts = [
+                        ProcessCounts(f"tokenizer-{worker}", {"waiting": 0}),
+                        ProcessCounts("scheduler", {"running": len(self._live)}),
+                        ProcessCounts("detokenizer", {"open": len(self._live)}),
+                    ]
+                    yield Report(query, counts)
+
+    def _pieces(self, sequence: int, text: str, choice: int, message: Generate) -> Iterator[Piece]:
+        mode = text.partition(" ")[0]
+        if mode == "hold":
+            return
+        limit = message.sampling.max_tokens or DEFAULT_TOKENS
+        if mode == "endless":
+            limit = 10**9
+        held = ""
+        for i in range(limit):
+            word = "x" * 20_000 if mode == "big" else f"{text[:12]}·{choice}·{i} "
+            if mode == "fail" and i == 2:
+                yield Piece(sequence, b"", "", "error")
+                return
+            if i == limit - 1:
+                finish, reason = ("stop", "END") if mode == "stop" else ("length", None)
+                yield Piece(sequence, pack_ids([i]), held + word, finish, 1, reason)  # type: ignore[arg-type]
+            elif i % 3 == 1:  # text that is held back, then comes with the next
+                yield Piece(sequence, pack_ids([i]), "")
+                held = word
+            else:
+                yield Piece(sequence, pack_ids([i]), held + word)
+                held = ""
+
+    def _step(self) -> list[Piece]:
+        pieces = []
+        for sequence, script in list(self._live.items()):
+            piece = next(script, None)
+            if piece is None:
+                continue  # held
+            pieces.append(piece)
+            if piece.finish is not None:
+                del self._live[sequence]
+        return pieces
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)

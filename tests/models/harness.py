@@ -1,0 +1,97 @@
+"""Plays the engine: pages in random order, a ForwardContext for rows of (sequence, start, length)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from minisgl.attention.base import AttentionInputs
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.context import ForwardContext
+from minisgl.kernel.torch_ops import TorchOps
+from minisgl.kvcache.pool import KVPool
+from minisgl.layers.decoder import CausalLM
+
+
+@dataclass
+class Sequence_:
+    """Known tokens, and how many of them are in the pool."""
+
+    tokens: list[int]
+    pages: list[int] = field(default_factory=list)
+    done: int = 0
+
+
+class Harness:
+    def __init__(self, model: CausalLM, *, page_size: int = 4, num_pages: int = 300, seed: int = 0) -> None:
+        config = model.config
+        device = model.lm_head.weight.device
+        self.model = model
+        self.page_size = page_size
+        self.device = device
+        self.pool = KVPool(
+            num_layers=config.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=config.kv_heads_per_rank(model.tp.size),
+            head_dim=config.head_dim,
+            dtype=model.dtype,
+            device=device,
+        )
+        # What nobody wrote must not matter: NaN would spread through a masked product, so large but finite.
+        self.pool.keys(0).fill_(50.0)
+        self.pool.values(0).fill_(50.0)
+        self.free = np.random.default_rng(seed).permutation(num_pages).tolist()
+        self.attention = TorchAttention(page_size)
+
+    def add(self, tokens: Sequence[int]) -> Sequence_:
+        return Sequence_(list(tokens))
+
+    @torch.no_grad()
+    def step(self, rows: Sequence[tuple[Sequence_, int]], *, every_token: bool = False) -> torch.Tensor:
+        """Extend each sequence by a number of its known tokens; logits of the last of each row (or of all)."""
+        starts = [seq.done for seq, _ in rows]
+        lengths = [length for _, length in rows]
+        for seq, length in rows:
+            seq.done += length
+            assert seq.done <= len(seq.tokens)
+            while len(seq.pages) * self.page_size < seq.done:
+                seq.pages.append(self.free.pop())
+        table = torch.full((len(rows), max(len(seq.pages) for seq, _ in rows) + 1), 10**6, dtype=torch.int32)
+        for row, (seq, _) in enumerate(rows):
+            table[row, : len(seq.pages)] = torch.tensor(seq.pages, dtype=torch.int32)
+        positions = [start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)]
+        row_of = [row for row, length in enumerate(lengths) for _ in range(length)]
+        slots = [
+            rows[row][0].pages[position // self.page_size] * self.page_size + position % self.page_size
+            for row, position in zip(row_of, positions, strict=True)
+        ]
+        tokens = [rows[row][0].tokens[position] for row, position in zip(row_of, positions, strict=True)]
+        ends = np.cumsum(lengths)
+        kv_lens = np.array(starts, np.int32) + np.array(lengths, np.int32)
+        inputs = AttentionInputs(
+            query_lens=np.array(lengths, np.int32),
+            kv_lens=kv_lens,
+            query_starts=self._tensor([0, *ends], torch.int32),
+            kv_lens_device=self._tensor(kv_lens, torch.int32),
+            page_table=table.to(self.device),
+        )
+        every_row_samples = every_token or max(lengths) == 1
+        ctx = ForwardContext(
+            input_ids=self._tensor(tokens),
+            positions=self._tensor(positions),
+            kv_slots=self._tensor(slots),
+            sample_rows=None if every_row_samples else self._tensor(ends - 1),
+            kv=self.pool,
+            ops=TorchOps(),
+            attention=self.attention,
+            plan=self.attention.plan(inputs),
+        )
+        logits: torch.Tensor = self.model(ctx)
+        return logits
+
+    def _tensor(self, values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(np.asarray(values), dtype=dtype, device=self.device)

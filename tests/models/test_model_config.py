@@ -1,0 +1,364 @@
+"""Configs: the published ones parse; what the layers lack is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from minisgl.models.config import (
+    Llama3Scaling,
+    ModelConfig,
+    RopeConfig,
+    UnsupportedModel,
+    load_model_config,
+    parse_config,
+)
+from minisgl.models.registry import FAMILIES
+
+LLAMA_3_2_1B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 128256,
+    "head_dim": 64,
+}
+LLAMA_3_1 = {
+    **{key: value for key, value in LLAMA_3_2_1B.items() if key != "head_dim"},
+    "rope_scaling": {**LLAMA_3_2_1B["rope_scaling"], "factor": 8.0},
+    "tie_word_embeddings": False,
+}
+LLAMA_3_1_8B = {
+    **LLAMA_3_1,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+}
+LLAMA_3_1_70B = {
+    **LLAMA_3_1,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
+LLAMA_2_7B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+QWEN3_0_6B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_14B = {
+    **QWEN3_0_6B,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "tie_word_embeddings": False,
+}
+PUBLISHED = {
+    "Llama-2-7B": LLAMA_2_7B,
+    "Llama-3.2-1B": LLAMA_3_2_1B,
+    "Llama-3.1-8B": LLAMA_3_1_8B,
+    "Llama-3.1-70B": LLAMA_3_1_70B,
+    "Qwen3-0.6B": QWEN3_0_6B,
+    "Qwen3-14B": QWEN3_14B,
+}
+
+
+def modern(raw: dict[str, Any]) -> dict[str, Any]:
+    """The same config as transformers 5 writes it."""
+    raw = dict(raw)
+    rope = raw.pop("rope_scaling") or {"rope_type": "default"}
+    return {
+        **raw,
+        "rope_parameters": {**rope, "rope_theta": raw.pop("rope_theta", 10000.0)},
+        "dtype": raw.pop("torch_dtype"),
+    }
+
+
+def test_llama_3_2() -> None:
+    assert parse_config(LLAMA_3_2_1B) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(500000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192)),
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        dtype="bfloat16",
+        initializer_range=0.02,
+        eos_token_ids=(128001, 128008, 128009),
+    )
+
+
+def test_defaults_of_older_files() -> None:
+    raw = dict(LLAMA_2_7B)
+    del raw["num_key_value_heads"], raw["torch_dtype"], raw["tie_word_embeddings"]
+    config = parse_config(raw)
+    assert (config.num_kv_heads, config.head_dim) == (32, 128)
+    assert config.rope == RopeConfig(10000.0)
+    assert config.dtype == "float32"
+    assert not config.tie_word_embeddings
+    del raw["eos_token_id"]
+    assert parse_config(raw).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("raw", PUBLISHED.values(), ids=PUBLISHED)
+def test_published_configs_in_old_and_new_form(raw: dict[str, Any]) -> None:
+    config = parse_config(raw)
+    assert parse_config(modern(raw)) == config
+    assert parse_config({**raw, "rope_scaling": raw["rope_scaling"] and _with_old_type(raw)}) == config
+    assert config.num_kv_heads == raw["num_key_value_heads"]
+
+
+def _with_old_type(raw: dict[str, Any]) -> dict[str, Any]:
+    rope = dict(raw["rope_scaling"])
+    return {**rope, "type": rope.pop("rope_type")}
+
+
+@pytest.mark.parametrize("raw", [modern(raw) for raw in PUBLISHED.values()], ids=PUBLISHED)
+def test_transformers_reads_and_writes_the_same(raw: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import LlamaConfig, Qwen3Config
+
+    kind = Qwen3Config if raw["model_type"] == "qwen3" else LlamaConfig
+    kind.from_dict(raw).save_pretrained(tmp_path)
+    assert load_model_config(tmp_path) == parse_config(raw)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown architecture": (
+        {"architectures": ["GPT2LMHeadModel"]},
+        "GPT2LMHeadModel is not supported; known are LlamaForCausalLM",
+    ),
+    "no architecture": ({"architectures": None}, "names no architecture"),
+    "linear rope": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope type "linear"'),
+    "yarn rope": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 'rope type "yarn"'),
+    "lesson 21, dynamic rope": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'rope type "dynamic"'),
+    "mrope": ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, 'rope type "mrope"'),
+    "rope is no object": ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
+    "rope by layer": (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": None}},
+        "rope parameters by layer type",
+    ),
+    "llama3 without factor": ({"rope_scaling": {"rope_type": "llama3"}}, "lacks factor"),
+    "llama3 without a ramp": (
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8,
+                "low_freq_factor": 4,
+                "high_freq_factor": 4,
+            }
+        },
+        "high_freq_factor",
+    ),
+    "gelu": ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
+    "window": ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 10}, "sliding_window 4096"),
+    "window by layer types": (
+        {
+            "use_sliding_window": True,
+            "sliding_window": 4096,
+            "layer_types": ["full_attention"] * 27 + ["sliding_attention"],
+        },
+        "sliding_window 4096",
+    ),
+    "linear attention": ({"layer_types": ["full_attention", "linear_attention"]}, "layer type linear_attention"),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    "partial rotary inside": (
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor 0.5",
+    ),
+    "softcap": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+    "final softcap": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+    "multipliers": ({"embedding_multiplier": 12.0}, "embedding_multiplier 12.0"),
+    "experts": ({"num_experts": 128}, "num_experts 128"),
+    "float8": ({"torch_dtype": "float8_e4m3fn"}, 'dtype "float8_e4m3fn"'),
+    "no vocabulary": ({"vocab_size": None}, "lacks vocab_size"),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1"),
+    "bool for a number": ({"hidden_size": True}, "hidden_size must be an integer"),
+    "text for a flag": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+    "nan": ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
+    "KV heads that do not divide": ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+    "odd head": ({"head_dim": 63}, "head_dim 63 is odd"),
+    "eos": ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel) as error:
+        parse_config({**QWEN3_0_6B, **change})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": 4096},  # not used
+        {"use_sliding_window": True, "sliding_window": 4096},  # from layer 28 on, which there is not
+        {"use_sliding_window": True, "sliding_window": 40960, "max_window_layers": 0},  # holds everything
+        {"partial_rotary_factor": 1.0},
+        {"quantization_config": None},
+        {"layer_types": ["full_attention"] * 28},
+        {"architectures": ["SomethingElse", "Qwen3ForCausalLM"]},
+        {"attention_dropout": 0.1, "use_cache": False, "transformers_version": "4.51.0", "auto_map": {}},
+    ],
+)
+def test_what_changes_nothing_is_ignored(change: dict[str, Any]) -> None:
+    assert parse_config({**QWEN3_0_6B, **change}) == parse_config(QWEN3_0_6B)
+
+
+def test_a_window_that_llama_asks_for_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="sliding_window 1024"):
+        parse_config({**LLAMA_3_2_1B, "sliding_window": 1024})
+
+
+def test_lesson_18_eos_ids_of_both_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_0_6B, "eos_token_id": 151645}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643]}))
+    assert load_model_config(tmp_path).eos_token_ids == (151645, 151643)
+
+
+def test_unreadable_folders(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="is not a folder"):
+        load_model_config(tmp_path / "nowhere")
+    with pytest.raises(UnsupportedModel, match=r"has no config\.json"):
+        load_model_config(tmp_path)
+    for content in ("{", "\xff", "[]", ""):
+        (tmp_path / "config.json").write_text(content, encoding="latin-1")
+        with pytest.raises(UnsupportedModel, match=r"config\.json (cannot be read as JSON|does not hold)") as error:
+            load_model_config(tmp_path)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "want"),
+    [
+        (8, 8, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (8, 4, 2, [[0, 1], [2, 3]]),
+        (8, 2, 4, [[0], [0], [1], [1]]),
+        (8, 1, 2, [[0], [0]]),
+        (6, 2, 3, [[0, 0], [0, 1], [1, 1]]),  # neither divides the other: every rank has as many
+        (12, 4, 3, [[0, 0, 0, 1], [1, 1, 2, 2], [2, 3, 3, 3]]),
+        (12, 4, 6, [[0, 0], [0, 1], [1, 1], [2, 2], [2, 3], [3, 3]]),
+    ],
+)
+def test_kv_heads_of_each_rank(heads: int, kv_heads: int, tp: int, want: list[list[int]]) -> None:
+    config = parse_config({**QWEN3_0_6B, "num_attention_heads": heads, "num_key_value_heads": kv_heads})
+    have = [config.kv_heads_of(rank, tp) for rank in range(tp)]
+    assert have == want
+    share, stored = config.heads_per_rank(tp), config.kv_heads_per_rank(tp)
+    for head in range(heads):  # the head that a query finds is the one that the model means
+        rank, local = divmod(head, share)
+        assert have[rank][local // (share // stored)] == head // (heads // kv_heads)
+
+
+def test_tensor_parallel_sizes_that_do_not_divide() -> None:
+    config = parse_config(QWEN3_0_6B)
+    config.check_tp(16)
+    with pytest.raises(UnsupportedModel, match=r"over 5 ranks does not divide the model's attention heads \(16\)"):
+        config.check_tp(5)
+    with pytest.raises(UnsupportedModel, match=r"intermediate size \(3070\)"):
+        parse_config({**QWEN3_0_6B, "intermediate_size": 3070}).check_tp(4)
+
+
+def test_importing_configs_loads_no_torch() -> None:
+    code = (
+        "import sys, minisgl.models, minisgl.models.config, minisgl.models.hub, minisgl.models.registry\n"
+        "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_every_family_is_where_the_registry_says() -> None:
+    from minisgl.layers.decoder import CausalLM
+    from minisgl.models.registry import model_class
+
+    for architecture in FAMILIES:
+        assert issubclass(model_class(architecture), CausalLM)

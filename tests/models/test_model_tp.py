@@ -1,0 +1,120 @@
+"""Tensor parallelism over gloo: the logits of one rank, on every rank, each reading only its share."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from minisgl.distributed.group import ProcessGroupTP, SingleRank, TPGroup
+from minisgl.models import weights
+from minisgl.models.build import build_model, load_model
+from minisgl.models.config import UnsupportedModel, load_model_config
+from models.harness import Harness
+from models.tiny import VOCAB
+
+KINDS = ("llama-bias", "llama-tied", "qwen3")
+PROMPTS = ([5, 198, 0, 17, 101, 66, 67, 133, 134, 2], list(range(40, 61)))
+
+
+def logits_of(folder: Path, tp: TPGroup) -> torch.Tensor:
+    """A prefill of two rows, a mixed step and a decode step: [9, vocab]."""
+    config = load_model_config(folder)
+    model = load_model(config, folder, tp=tp, dtype=torch.float32, device=torch.device("cpu"))
+    harness = Harness(model, num_pages=20)
+    a, b = (harness.add(tokens) for tokens in PROMPTS)
+    plans = [[(a, 8), (b, 5)], [(b, 15), (a, 1)], [(a, 1), (b, 1)]]
+    return torch.cat([harness.step(plan) for plan in plans])
+
+
+def run_rank(rank: int, rendezvous: str, folders: dict[str, Path], out: Path) -> None:
+    """Three ranks, then two of the same processes: starting one costs more than all it does."""
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    three = ProcessGroupTP.connect(rank=rank, size=3, init_method=rendezvous, device=device, timeout_s=60)
+    pair = dist.new_group([0, 1])
+    groups = [three] if rank == 2 else [three, ProcessGroupTP(pair)]
+    results: dict[str, Any] = {
+        f"{kind} {tp.size}": logits_of(folder, tp) for tp in groups for kind, folder in folders.items()
+    }
+    half = torch.full((2, 3), float(rank + 1), dtype=torch.bfloat16)
+    results["sum"] = three.all_reduce(half.clone())
+    results["gathered"] = three.all_gather(half)
+    torch.save(results, out / f"{rank}.pt")
+    three.close()
+
+
+def test_lesson_17_logits_do_not_depend_on_the_number_of_ranks(
+    saved: Callable[[str], tuple[Any, Path]], tmp_path: Path
+) -> None:
+    """199 tokens and 2 KV heads divide by neither 2 nor 3 ranks alike: padded and replicated."""
+    folders = {kind: saved(kind)[1] for kind in KINDS}
+    spawn = multiprocessing.get_context("spawn")
+    rendezvous = f"file://{tmp_path / 'rendezvous'}"
+    ranks = [
+        spawn.Process(target=run_rank, args=(rank, rendezvous, folders, tmp_path), daemon=True) for rank in range(3)
+    ]
+    for process in ranks:
+        process.start()
+    want = {kind: logits_of(folder, SingleRank()) for kind, folder in folders.items()}
+    for process in ranks:
+        process.join(100)
+    for process in ranks:
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0, 0, 0]
+
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)]
+    for kind in KINDS:
+        for size in (2, 3):
+            logits = results[0][f"{kind} {size}"]
+            assert logits.shape == want[kind].shape == (6, VOCAB)
+            assert (logits - want[kind]).abs().max() < 1e-4 * want[kind].abs().max()
+            for other in results[1:size]:
+                assert torch.equal(other[f"{kind} {size}"], logits)
+    for result in results:
+        assert torch.equal(result["sum"], torch.full((2, 3), 6.0, dtype=torch.bfloat16))
+        assert result["gathered"].tolist() == [[1.0] * 3 + [2.0] * 3 + [3.0] * 3] * 2
+
+
+class Rank:
+    """One of several ranks whose peers nobody hears: enough to build and to load."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    all_gather = all_reduce
+
+
+def test_lesson_17_a_rank_reads_only_what_it_keeps(
+    saved: Callable[[str], tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = saved("llama")
+    config = load_model_config(folder)
+    read = weights._read
+    seen: list[int] = []
+
+    def counted(file: Any, piece: Any) -> torch.Tensor:
+        tensor = read(file, piece)
+        seen.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(weights, "_read", counted)
+    sizes = []
+    for tp in (SingleRank(), Rank(1, 2)):
+        seen.clear()
+        load_model(config, folder, tp=tp, dtype=torch.float32, device=torch.device("cpu"))
+        sizes.append(sum(seen))
+    assert sizes[1] < 0.51 * sizes[0]
+
+
+def test_what_cannot_be_divided_is_refused(saved: Callable[[str], tuple[Any, Path]]) -> None:
+    config = load_model_config(saved("llama")[1])
+    with pytest.raises(UnsupportedModel, match="over 4 ranks does not divide the model's attention heads"):
+        build_model(config, tp=Rank(0, 4), dtype=torch.float32, device=torch.device("cpu"))

@@ -1,0 +1,251 @@
+"""Loading: sharded and odd checkpoints load right or are refused by a line that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from minisgl.distributed.group import SingleRank
+from minisgl.layers.decoder import CausalLM
+from minisgl.models.build import build_model, load_model
+from minisgl.models.config import UnsupportedModel, WeightError, load_model_config
+from minisgl.models.hub import resolve_model
+from minisgl.models.weights import model_pieces
+from models.test_model_tp import Rank
+from models.tiny import FAMILIES, make_model
+from safetensors.torch import load_file, save_file
+
+CPU = torch.device("cpu")
+Saved = Callable[[str], tuple[Any, Path]]
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def load(folder: Path, **options: Any) -> CausalLM:
+    options = {"tp": SingleRank(), "dtype": torch.float32, "device": CPU, **options}
+    return load_model(load_model_config(folder), folder, **options)
+
+
+def assert_same(a: CausalLM, b: CausalLM) -> None:
+    for (name, x), (other, y) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(x, y), name
+
+
+@pytest.fixture
+def changed(saved: Saved, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a saved model with some tensors replaced (None: left out) and config keys changed."""
+
+    def make(kind: str, tensors: dict[str, torch.Tensor | None], **config: Any) -> Path:
+        _, folder = saved(kind)
+        raw = json.loads((folder / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**raw, **config}))
+        both = {**load_file(folder / "model.safetensors"), **tensors}
+        save_file(
+            {name: tensor for name, tensor in both.items() if tensor is not None},
+            tmp_path / "model.safetensors",
+        )
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_sharded_checkpoints(saved: Saved, kind: str, tmp_path: Path) -> None:
+    model, folder = saved(kind)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    assert_same(load(tmp_path), load(folder))
+
+
+def test_pieces_fill_every_parameter_on_every_rank(saved: Saved) -> None:
+    """Each element of each parameter is filled once, but for the padding of the vocabulary, which is zero."""
+    for kind in FAMILIES:
+        config = load_model_config(saved(kind)[1])
+        for tp in (SingleRank(), *(Rank(rank, 3) for rank in range(3))):
+            model = build_model(config, tp=tp, dtype=torch.float32, device=CPU)
+            padding = 2 if tp.rank == 2 else 0
+            for parameter in model.parameters():
+                parameter.zero_()
+            for piece in model_pieces(model):
+                assert piece.target.shape == torch.empty(piece.shape)[piece.source].shape
+                if not piece.tied:
+                    piece.target.add_(1)
+            for name, parameter in model.named_parameters():
+                unfilled = padding * config.hidden_size if name in (HEAD, EMBEDDING) else 0
+                assert parameter.sum() == parameter.numel() - unfilled, name
+
+
+def test_weights_are_cast_to_the_model_dtype(saved: Saved, tmp_path: Path) -> None:
+    _, folder = saved("qwen3")
+    half = make_model("qwen3").to(torch.bfloat16)
+    half.save_pretrained(tmp_path)
+    assert_same(load(folder, dtype=torch.bfloat16), load(tmp_path, dtype=torch.bfloat16))
+    assert load(tmp_path).dtype == torch.float32
+    assert {p.dtype for p in load(tmp_path).parameters()} == {torch.float32}
+
+
+def test_tied_model_with_a_head_in_its_file(saved: Saved, changed: Callable[..., Path]) -> None:
+    _, folder = saved("llama-tied")
+    embedding = load_file(folder / "model.safetensors")[EMBEDDING]
+    model = load(changed("llama-tied", {HEAD: embedding.clone()}))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert_same(model, load(folder))
+
+
+def test_tied_model_with_another_head_in_its_file(changed: Callable[..., Path]) -> None:
+    """transformers would use the file's head; the config says otherwise, so we say which is wrong."""
+    folder = changed("llama-tied", {HEAD: torch.ones(199, 72)})
+    with pytest.raises(WeightError, match=r"lm_head\.weight differs .* set tie_word_embeddings to false"):
+        load(folder)
+
+
+def test_untied_config_without_a_head(changed: Callable[..., Path]) -> None:
+    with pytest.raises(WeightError, match=r"lacks lm_head\.weight$"):
+        load(changed("llama", {HEAD: None}))
+
+
+def test_old_rotary_buffers_are_ignored(changed: Callable[..., Path], saved: Saved) -> None:
+    folder = changed("llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    assert_same(load(folder), load(saved("llama")[1]))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        (
+            {"model.layers.0.self_attn.k_proj.weight": torch.ones(31, 72)},
+            {},
+            r"model\.layers\.0\.self_attn\.k_proj\.weight has shape \[31, 72\], but .* asks for \[32, 72\]",
+        ),
+        ({"model.norm.weight": torch.ones(1, 72)}, {}, r"model\.norm\.weight has shape \[1, 72\]"),
+        ({"model.layers.1.mlp.up_proj.weight": None}, {}, r"lacks model\.layers\.1\.mlp\.up_proj\.weight$"),
+        ({"model.layers.0.mlp.router.weight": torch.ones(4, 72)}, {}, r"does not use: .*router\.weight$"),
+        ({}, {"num_hidden_layers": 3}, r"lacks model\.layers\.2\..* and \d+ more$"),
+        ({}, {"num_hidden_layers": 1}, r"does not use: model\.layers\.1\..* and \d+ more$"),
+        ({}, {"attention_bias": True}, r"lacks .*bias and \d+ more$"),
+    ],
+)
+def test_checkpoints_that_do_not_fit(
+    changed: Callable[..., Path], tensors: dict[str, Any], config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(WeightError, match=message) as error:
+        load(changed("llama", tensors, **config))
+    assert "\n" not in str(error.value)
+
+
+def test_missing_and_broken_files(saved: Saved, tmp_path: Path) -> None:
+    model, folder = saved("llama")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(WeightError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json$"):
+        load(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(WeightError, match=r"pytorch_model\.bin is not supported: convert it to safetensors"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
+    with pytest.raises(WeightError, match="is not a readable safetensors file"):
+        load(tmp_path)
+
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    first = min(tmp_path.glob("model-*.safetensors"))
+    first.unlink()
+    with pytest.raises(WeightError, match=rf"lacks {first.name}, named by"):
+        load(tmp_path)
+    for broken in ("{", "[]", '{"weight_map": 3}'):
+        (tmp_path / "model.safetensors.index.json").write_text(broken)
+        with pytest.raises(WeightError, match="is not a safetensors index"):
+            load(tmp_path)
+
+
+def test_progress_bar_is_shown_only_if_asked(saved: Saved, capfd: pytest.CaptureFixture[str]) -> None:
+    load(saved("llama")[1])
+    assert capfd.readouterr() == ("", "")
+    load(saved("llama")[1], progress=True)
+    out, err = capfd.readouterr()
+    assert not out
+    assert "Loading weights: 100%" in err
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_dummy_weights(saved: Saved, kind: str, tmp_path: Path) -> None:
+    """No file is read; the same for a seed, and plausible."""
+    config = load_model_config(saved(kind)[1])
+
+    def make(seed: int, tp: Any = SingleRank()) -> CausalLM:  # noqa: B008
+        return load_model(config, tmp_path, tp=tp, dtype=torch.float32, device=CPU, load_format="dummy", seed=seed)
+
+    model = make(1)
+    assert_same(model, make(1))
+    assert not torch.equal(model.model.embed_tokens.weight, make(2).model.embed_tokens.weight)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            assert parameter.std().item() == pytest.approx(config.initializer_range, rel=0.1), name
+        else:
+            assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
+    padded = make(1, Rank(2, 3)).model.embed_tokens.weight
+    assert (padded[-2:] == 0).all()
+    assert (padded[:-2] != 0).all()
+
+
+def test_meta_device_takes_no_memory(saved: Saved) -> None:
+    config = load_model_config(saved("llama")[1])
+    model = build_model(config, tp=SingleRank(), dtype=torch.bfloat16, device=torch.device("meta"))
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+
+
+def test_local_folders_are_taken_as_they_are(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "a/b/c", "../up", "", "bad name", "x--y/.."])
+def test_names_that_cannot_be_hub_ids(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match=r"does not exist|is a file"):
+        resolve_model(name)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(UnsupportedModel, match="is a file; a model is a folder or a hub id"):
+        resolve_model(str(tmp_path / "model.gguf"))
+
+
+def test_hub_ids_are_downloaded_with_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        calls.append((name, "*.safetensors" in allow_patterns, "*.json" in allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model("owner/name") == tmp_path
+    assert resolve_model("gpt2", weights=False) == tmp_path
+    assert calls == [("owner/name", True, True), ("gpt2", False, True)]
+
+
+def test_hub_errors_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+    from huggingface_hub import errors
+
+    response = httpx.Response(403, request=httpx.Request("GET", "https://hub"))
+    for raised, message in (
+        (errors.GatedRepoError("a\nb", response=response), "is gated: ask for access"),
+        (errors.RepositoryNotFoundError("a\nb", response=response), "the hub knows no such model"),
+        (errors.LocalEntryNotFoundError("a\nb"), "the hub cannot be reached"),
+        (errors.HFValidationError("a\nb"), "not a hub id"),
+        (errors.HfHubHTTPError("server\nerror", response=response), "could not be downloaded: server$"),
+        (httpx.ConnectError("no route"), "could not be downloaded: no route$"),
+        (OSError("disk full"), "could not be downloaded: disk full$"),
+    ):
+
+        def fail(*args: Any, error: Exception = raised, **kwargs: Any) -> str:
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+        with pytest.raises(UnsupportedModel, match=message) as error:
+            resolve_model("owner/name")
+        assert "\n" not in str(error.value)

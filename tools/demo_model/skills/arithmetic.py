@@ -1,0 +1,75 @@
+"""Small arithmetic: sums and differences of numbers up to 99, products up to 12 x 12.
+
+Sums and differences in tests are of pairs that training never shows; the multiplication table is too small
+to keep part of it back (it can only be learned by heart), so there the phrasing is what is new.
+"""
+
+from __future__ import annotations
+
+from demo_model.case import Case
+from demo_model.source import Source, held_out
+
+_NUMBERS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen twenty"
+).split()
+
+_SIGNS = {
+    "+": ["+", "+", "+", "plus"],
+    "-": ["-", "-", "-", "minus"],
+    "x": ["x", "*", "times", "×", "multiplied by"],
+}
+
+_QUESTIONS = [
+    "What is {}?",
+    "Calculate {}.",
+    "How much is {}?",
+    "{} = ?",
+    "Compute {}",
+    "{}",
+    "Tell me what {} is.",
+    "Please calculate {}.",
+    "What does {} give?",
+    "What's {}?",
+    "{} =",
+    "What is the result of {}?",
+    "Work out {}.",
+    "Can you calculate {}?",
+    "{}?",
+    "Solve {}.",
+    "what is {}",
+    "Please compute {}.",
+    "Give me the result of {}.",
+    "Do you know what {} is?",
+    "What do you get for {}?",
+]
+
+
+def generate(source: Source) -> Case:
+    sign, left, right = _problem(source)
+    result = {"+": left + right, "-": left - right, "x": left * right}[sign]
+    left_text, right_text = str(left), str(right)
+    spoken = source.pick(_SIGNS[sign])
+    if max(left, right) <= 20 and spoken.isalpha() and source.chance(0.3):
+        left_text, right_text = _NUMBERS[left], _NUMBERS[right]
+    space = "" if not spoken[0].isalpha() and source.chance(0.15) else " "
+    question = source.new_phrase(_QUESTIONS).format(f"{left_text}{space}{spoken}{space}{right_text}")
+    return Case(
+        "arithmetic",
+        [{"role": "user", "content": question}],
+        f"{left} {sign} {right} = {result}",
+        f"I have to calculate {left} {sign} {right}. That is {result}.",
+    )
+
+
+def _problem(source: Source) -> tuple[str, int, int]:
+    sign = source.pick("++--x")
+    if sign == "x":
+        return sign, source.integer(0, 12), source.integer(0, 12)
+    while True:
+        top = source.pick([12, 20, 99, 99])
+        left, right = source.integer(0, top), source.integer(0, top)
+        if left < right and sign == "-" and source.chance(0.7):
+            left, right = right, left
+        if held_out(f"{left}{sign}{right}") == source.test:
+            return sign, left, right
