@@ -4,6 +4,7 @@
 // nothing but (seed, position); at temperature 0 it is the first of the largest logits. See engine/sampler.py.
 #include "common.cuh"
 
+#define INF __int_as_float(0x7f800000)
 constexpr int CHUNK = 4096;
 constexpr int THREADS = 256;
 constexpr int PER_THREAD = CHUNK / THREADS;
@@ -42,7 +43,7 @@ __device__ __forceinline__ void load(const T* row, int start, int vocab, float* 
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) x[i] = start + i < vocab ? to_float(row[start + i]) : -INFINITY;
+    for (int i = 0; i < PER_THREAD; ++i) x[i] = start + i < vocab ? to_float(row[start + i]) : -INF;
   }
 }
 
@@ -92,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_choose(
   const Partial* mine = partials + (long long)row * chunks;
   float t = temperature[slot];
 
-  float best = -INFINITY;
+  float best = -INF;
   int place = 0x7fffffff;
   for (int c = 0; c < chunks; ++c) take_larger(best, place, mine[c].max, mine[c].argmax);
 
@@ -128,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_choose(
         before += sums[i];
       }
       chosen_chunk = thread >= 0 ? thread : last;  // now the thread that holds the token
-      rest = thread >= 0 ? rest - before : INFINITY;
+      rest = thread >= 0 ? rest - before : INF;
     }
     __syncthreads();
     if (threadIdx.x == chosen_chunk) {

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from minisgl import __version__
-from minisgl.config import DEFAULT_PORT, AttentionName, ConfigError, EngineConfig, SchedulerConfig, ServerConfig
+from minisgl.config import (
+    DEFAULT_PORT,
+    AttentionName,
+    ConfigError,
+    EngineConfig,
+    LoadFormat,
+    SchedulerConfig,
+    ServerConfig,
+)
 from minisgl.models.demo import DEMO_MODEL, demo_folder
 from minisgl.models.hub import resolve_model
 
@@ -113,7 +121,7 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
     for flag, unused in (("--disable-pynccl", args.disable_pynccl),):
         if unused:
             logger.info("%s has no effect", flag)
-    load_format = "dummy" if args.dummy_weight else args.load_format
+    load_format: LoadFormat = "dummy" if args.dummy_weight else args.load_format
     config = ServerConfig(
         engine=EngineConfig(
             model_path="",

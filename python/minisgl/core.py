@@ -93,6 +93,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
                     f"stop token id {token} is outside the vocabulary of {limits.vocab_size}",
                 )
 
+    def with_max_tokens(self, max_tokens: int) -> SamplingParams:
+        return msgspec.structs.replace(self, max_tokens=max_tokens)
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
@@ -147,7 +150,7 @@ class Batch:
     new_pages: Int32Array  # [k, 3]: (slot, index in its page-table row, page)
     entering: list[EnteringRow] = field(default_factory=list)
     greedy: bool = True  # every sampling row is greedy
-    filtered: bool = False  # some sampling row has top-k, top-p or min-p
+    filtered: bool = False  # some sampling row that is not greedy has top-k, top-p or min-p
 
     @property
     def is_decode(self) -> bool:

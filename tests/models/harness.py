@@ -17,7 +17,7 @@ from minisgl.layers.decoder import CausalLM
 
 
 @dataclass
-class Sequence_:
+class Tracked:
     """Known tokens, and how many of them are in the pool."""
 
     tokens: list[int]
@@ -47,11 +47,11 @@ class Harness:
         self.free = np.random.default_rng(seed).permutation(num_pages).tolist()
         self.attention = TorchAttention(page_size)
 
-    def add(self, tokens: Sequence[int]) -> Sequence_:
-        return Sequence_(list(tokens))
+    def add(self, tokens: Sequence[int]) -> Tracked:
+        return Tracked(list(tokens))
 
     @torch.no_grad()
-    def step(self, rows: Sequence[tuple[Sequence_, int]], *, every_token: bool = False) -> torch.Tensor:
+    def step(self, rows: Sequence[tuple[Tracked, int]], *, every_token: bool = False) -> torch.Tensor:
         """Extend each sequence by a number of its known tokens; logits of the last of each row (or of all)."""
         starts = [seq.done for seq, _ in rows]
         lengths = [length for _, length in rows]

@@ -19,8 +19,9 @@ from minisgl.engine.forward import StepRunner
 from minisgl.engine.graph import DecodeGraphs
 from minisgl.engine.memory import free_bytes, pool_pages
 from minisgl.engine.queue import PendingTokens, make_queue
+from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
-from minisgl.kernel.select import make_ops
+from minisgl.kernel.select import has_kernels, make_ops
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.build import load_model
 from minisgl.models.config import ModelConfig
@@ -35,7 +36,16 @@ DEFAULT_PAGE_SIZE = {"cuda": 64, "cpu": 16}
 class Engine:
     """Model, KV pool and slot state on one device. Several may live in one process."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, *, tp: TPGroup, phase: Phase, progress: bool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        *,
+        tp: TPGroup,
+        max_step_tokens: int,
+        phase: Phase,
+        progress: bool,
+    ) -> None:
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, model.dtype)
         self.page_size = config.page_size or DEFAULT_PAGE_SIZE[self.device.type]
@@ -90,7 +100,9 @@ class Engine:
             device=self.device,
         )
         attention = make_attention(config.attention, page_size=self.page_size, device=self.device)
-        self._runner = StepRunner(loaded, self._kv, state, attention, make_ops(self.device))
+        self._runner = StepRunner(
+            loaded, self._kv, state, attention, make_ops(self.device), _make_sampler(self.device)
+        )
         self._graphs: DecodeGraphs | None = None
         graph_max_bs = self.num_slots if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
         if self.device.type == "cuda" and graph_max_bs > 0:
@@ -122,3 +134,11 @@ class Engine:
         self._queue.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _make_sampler(device: torch.device) -> Sampler:
+    if has_kernels(device):
+        from minisgl.engine.cuda_sampler import CudaSampler
+
+        return CudaSampler(device)
+    return TorchSampler()

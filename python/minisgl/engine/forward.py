@@ -12,8 +12,8 @@ from torch import Tensor
 from minisgl.attention.base import AttentionBackend, AttentionInputs
 from minisgl.context import ForwardContext
 from minisgl.core import Batch, pages_for
-from minisgl.engine.sampler import sample
-from minisgl.engine.state import SlotState, upload
+from minisgl.engine.sampler import SampleKind, Sampler
+from minisgl.engine.state import SlotState, upload_together
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.decoder import CausalLM
@@ -23,22 +23,27 @@ class StepRunner:
     """The parts that a step needs, and the two launches it is made of: forward, then sample."""
 
     def __init__(
-        self, model: CausalLM, kv: KVPool, state: SlotState, attention: AttentionBackend, ops: Ops
+        self,
+        model: CausalLM,
+        kv: KVPool,
+        state: SlotState,
+        attention: AttentionBackend,
+        ops: Ops,
+        sampler: Sampler,
     ) -> None:
         self.model = model
         self.kv = kv
         self.state = state
         self.attention = attention
         self.ops = ops
+        self.sampler = sampler
 
     def run(self, batch: Batch) -> Tensor:
         """Execute a plan; the sampled tokens [S] int64, which the slots have been advanced by."""
         logits, slots = self._forward(batch)
         if len(slots) == 0:
             return slots
-        sampled = sample(logits, slots, self.state, greedy=batch.greedy, filtered=batch.filtered)
-        self.state.advance(slots, sampled)
-        return sampled
+        return self.sampler.sample(logits, slots, self.state, SampleKind(batch.greedy, batch.filtered))
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits of the rows that sample, and their slots."""
@@ -49,12 +54,14 @@ class StepRunner:
         token_slots = np.repeat(batch.slots, lengths)
         positions = np.arange(len(token_slots)) - np.repeat(query_starts[:-1] - batch.starts, lengths)
         sample_rows = query_starts[1:][batch.samples] - 1
-        # One copy to the device for all of them.
-        parts = [token_slots, positions, sample_rows, batch.slots[batch.samples], batch.slots, kv_lens, query_starts]
-        packed = upload(np.concatenate(parts).astype(np.int32), state.device)
-        split = packed.split([len(part) for part in parts])
-        slots_of_tokens, device_positions, rows, sampling_slots = (part.long() for part in split[:4])
-        slots, kv_lens_device, query_starts_device = split[4:]
+        slots_of_tokens, device_positions, rows, sampling_slots, slots, kv_lens_device, query_starts_device = (
+            upload_together(
+                [token_slots, positions, sample_rows, batch.slots[batch.samples], batch.slots, kv_lens, query_starts],
+                state.device,
+            )
+        )
+        slots_of_tokens, device_positions = slots_of_tokens.long(), device_positions.long()
+        rows, sampling_slots = rows.long(), sampling_slots.long()
 
         width = pages_for(int(kv_lens.max()), state.page_size)
         inputs = AttentionInputs(

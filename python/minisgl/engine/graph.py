@@ -16,16 +16,8 @@ from torch import Tensor
 
 from minisgl.core import Batch
 from minisgl.engine.forward import StepRunner
-from minisgl.engine.sampler import sample
+from minisgl.engine.sampler import SampleKind
 from minisgl.engine.state import upload
-
-
-@dataclass(frozen=True, slots=True)
-class SampleKind:
-    """Which sampling a graph holds; with the batch size, the key of a sample graph."""
-
-    greedy: bool
-    filtered: bool
 
 
 SAMPLE_KINDS = (SampleKind(True, False), SampleKind(False, False), SampleKind(False, True))
@@ -78,9 +70,7 @@ class DecodeGraphs:
             return runner.model(ctx), ctx
 
         def choose(kind: SampleKind) -> Tensor:
-            sampled = sample(logits, slots, runner.state, greedy=kind.greedy, filtered=kind.filtered)
-            runner.state.advance(slots, sampled)
-            return sampled
+            return runner.sampler.sample(logits, slots, runner.state, kind)
 
         forward()  # libraries allocate their workspaces at the first call, which a graph must not hold
         forward_graph = torch.cuda.CUDAGraph()
@@ -106,6 +96,6 @@ class DecodeGraphs:
             self._rows[size] = padded
             captured.slots.copy_(upload(padded, self._device))
         captured.forward.replay()
-        graph, sampled = captured.sample[SampleKind(batch.greedy, batch.filtered and not batch.greedy)]
+        graph, sampled = captured.sample[SampleKind(batch.greedy, batch.filtered)]
         graph.replay()
         return sampled[:rows]

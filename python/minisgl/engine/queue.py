@@ -84,14 +84,14 @@ class CudaQueue:
     """A stream of its own. Tokens are copied to pinned memory behind the step; waiting for an event reads them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def submit(self, step: Callable[[], Tensor]) -> _CudaTokens:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             sampled = step()
             host = torch.empty(sampled.shape, dtype=torch.int32, pin_memory=True)
             host.copy_(sampled, non_blocking=True)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         return _CudaTokens(host, done)
 

@@ -10,6 +10,9 @@ OOPSLA 2014) applied to seed and position.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -62,16 +65,32 @@ def filter_threshold(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor)
     return ordered.gather(1, last)
 
 
-def sample(
-    logits: Tensor, slots: Tensor, state: SlotState, *, greedy: bool, filtered: bool
-) -> Tensor:
-    """logits [S, V] of the rows in `slots` [S] -> tokens [S] int64.
+@dataclass(frozen=True, slots=True)
+class SampleKind:
+    """What the rows of a step ask of the sampler; both flags only save work."""
 
-    `greedy`: every row is. `filtered`: some row has top-k, top-p or min-p. Both only save work.
-    """
-    best = logits.argmax(dim=1)
-    if greedy:
-        return best
+    greedy: bool  # every row is greedy
+    filtered: bool  # some row has top-k, top-p or min-p
+
+
+class Sampler(Protocol):
+    """Chooses a token for each row, and appends it to the row's slot for the next step to read."""
+
+    def sample(self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind) -> Tensor:
+        """logits [S, V] of the rows in `slots` [S] int64 -> tokens [S] int64."""
+        ...
+
+
+class TorchSampler:
+    """The reference, in plain torch on any device."""
+
+    def sample(self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind) -> Tensor:
+        sampled = logits.argmax(dim=1) if kind.greedy else _draw(logits, slots, state, filtered=kind.filtered)
+        state.advance(slots, sampled)
+        return sampled
+
+
+def _draw(logits: Tensor, slots: Tensor, state: SlotState, *, filtered: bool) -> Tensor:
     temperature = state.temperature[slots].unsqueeze(1)
     is_greedy = temperature == 0.0
     probs = torch.softmax(logits.float() / torch.where(is_greedy, 1.0, temperature), dim=1)
@@ -84,4 +103,4 @@ def sample(
     # Below the total even when the product rounds up, so that the token found has a probability above 0.
     target = torch.minimum(draw * total, torch.nextafter(total, torch.zeros_like(total)))
     chosen = torch.searchsorted(cdf, target, right=True).squeeze(1)
-    return torch.where(is_greedy.squeeze(1), best, chosen)
+    return torch.where(is_greedy.squeeze(1), logits.argmax(dim=1), chosen)

@@ -6,6 +6,9 @@ its input tokens here and leaves the sampled ones here, so the next step can be 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,6 +23,12 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor
+
+
+def upload_together(arrays: Sequence[NDArray[np.integer[Any]]], device: torch.device) -> Sequence[Tensor]:
+    """The arrays as int32 tensors on the device, in one copy."""
+    packed = upload(np.concatenate(arrays, dtype=np.int32, casting="same_kind"), device)
+    return torch.split(packed, [len(array) for array in arrays])
 
 
 class SlotState:

@@ -39,7 +39,7 @@ class Compiler:
     """Compiles files of csrc/ for one device."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         self._device = Device(device.index or 0)
         self._device.set_current()
         self._folder = Path(minisgl.__file__).parent / "csrc"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,16 +11,6 @@ from minisgl.kernel.torch_ops import TorchOps
 
 _VECTOR_BYTES = 16
 _WARPS = 4  # of a block that works warp by warp
-
-
-@dataclass(frozen=True, slots=True)
-class _Kernels:
-    """All kernels for one dtype and head size."""
-
-    rms_norm: Kernel
-    add_rms_norm: Kernel
-    silu_and_mul: Kernel
-    norm_rope_store: Kernel
 
 
 class CudaOps:

@@ -1,17 +1,32 @@
-"""Which implementation of the fused operations an engine uses."""
+"""Whether the kernels of csrc/ are used, and so which implementation of the fused operations."""
 
 from __future__ import annotations
+
+import importlib.util
+import logging
 
 import torch
 
 from minisgl.kernel.base import Ops
 from minisgl.kernel.torch_ops import TorchOps
 
+logger = logging.getLogger(__name__)
+
 
 def make_ops(device: torch.device) -> Ops:
     """Kernels of csrc/ on CUDA, plain torch elsewhere."""
-    if device.type == "cuda":
+    if has_kernels(device):
         from minisgl.kernel.cuda_ops import CudaOps
 
         return CudaOps(device)
     return TorchOps()
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether csrc/ can be compiled and run for this device; says so if not."""
+    if device.type != "cuda":
+        return False
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        logger.warning("the kernels of csrc/ need cuda-core (pip install 'minisgl[cuda]'); torch is used, slower")
+        return False
+    return True

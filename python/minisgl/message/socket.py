@@ -45,11 +45,11 @@ class Addresses:
 class Inbox(Generic[T]):
     """The PULL socket of a synchronous process."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, message_type: type[T]) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, message_type: object) -> None:
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(0)
         self._socket.bind(address)
-        self._decoder = msgspec.msgpack.Decoder(message_type)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
 
     def receive(self) -> T:
         """Wait for one message."""
@@ -68,11 +68,11 @@ class Inbox(Generic[T]):
 class AsyncInbox(Generic[T]):
     """The PULL socket of an asyncio process."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str, message_type: type[T]) -> None:
+    def __init__(self, context: zmq.asyncio.Context, address: str, message_type: object) -> None:
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(0)
         self._socket.bind(address)
-        self._decoder = msgspec.msgpack.Decoder(message_type)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
 
     async def receive(self) -> T:
         """Wait for one message."""

@@ -9,7 +9,7 @@ import zmq
 
 from minisgl.distributed.group import SingleRank
 from minisgl.engine.engine import Engine
-from minisgl.message import to_detokenizer, to_scheduler
+from minisgl.message import to_detokenizer
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import Open, StepOutput, ToDetokenizer
 from minisgl.message.to_scheduler import Abort, Add, Query, Stopped, ToScheduler
@@ -76,7 +76,7 @@ def run(worker: Worker) -> None:
     )
     logger.info("engine: %s", engine.describe())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox = Inbox(context, worker.addresses.scheduler, to_scheduler.ToScheduler)
+    inbox: Inbox[ToScheduler] = Inbox(context, worker.addresses.scheduler, ToScheduler)
     detokenizer: Outbox[ToDetokenizer] = Outbox(context, worker.addresses.detokenizer)
     process = SchedulerProcess(make_loop(config.scheduler, engine, model), inbox, detokenizer)
     worker.ready(engine.limits)

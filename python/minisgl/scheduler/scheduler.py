@@ -7,6 +7,7 @@ where slots, pages and locks are given back, and only after the last step that n
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ from minisgl.message.to_detokenizer import End
 from minisgl.scheduler import policy
 from minisgl.scheduler.request import Request, RequestState
 from minisgl.scheduler.table import SlotTable
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +291,12 @@ class Scheduler:
             "requests_retiring": len(self._retiring),
             "sequences": len(self._by_sequence),
         }
+
+    def check_balance(self) -> None:
+        """Say so if, with nothing to do, free + cached pages are not all pages. Costs nothing."""
+        counts = self.counts()
+        if counts["pages_free"] + counts["pages_cached"] != counts["pages"] or counts["pages_locked"]:
+            logger.critical("pages are lost or held at idle: %s", counts)
 
     def check_idle(self) -> None:
         """Raise if anything is held although nothing runs: free + cached pages must be all pages."""

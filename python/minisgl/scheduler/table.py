@@ -57,7 +57,8 @@ class SlotTable:
         self.live[slot] = True
         sampling = request.sampling
         self.sampled[slot] = not sampling.greedy
-        self.filtered[slot] = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        filters = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        self.filtered[slot] = filters and not sampling.greedy
         self.stops_at_eos[slot] = not sampling.ignore_eos
         self.own_stop_ids[slot] = bool(sampling.stop_token_ids)
         self.requests[slot] = request

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import minisgl
 from minisgl.config import ConfigError, ServerConfig
@@ -83,7 +84,7 @@ class Supervisor:
                 host, port = self._listener.getsockname()[:2]
                 seconds = time.perf_counter() - begin
                 logger.info("ready after %.1f s: %s on http://%s:%d", seconds, self._config.model_name, host, port)
-                self._watch()
+                self._watch()  # until one of these is raised
         except Interrupted:
             logger.info("ending")
             self._end(error="the server is shutting down")
@@ -138,7 +139,7 @@ class Supervisor:
 
     # --- watch ------------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _watch(self) -> NoReturn:
         while True:
             for child, message in self._messages():
                 logger.warning("%s said %r while serving", child.name, message)

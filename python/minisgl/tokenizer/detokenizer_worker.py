@@ -14,19 +14,18 @@ from minisgl.message.to_scheduler import ToScheduler
 from minisgl.message.types import ProcessCounts
 from minisgl.server.worker import Worker
 from minisgl.tokenizer.detokenizer import Detokenizer
-from minisgl.tokenizer.files import load_tokenizer
-from minisgl.tokenizer.incremental import make_decoder
+from minisgl.tokenizer.files import load_decoder
 
 
 def run(worker: Worker) -> None:
     """The process: load, say ready, serve until the supervisor ends it."""
     with worker.phase("load detokenizer"):
-        detokenizer = Detokenizer(make_decoder(load_tokenizer(Path(worker.config.engine.model_path))))
+        detokenizer = Detokenizer(load_decoder(Path(worker.config.engine.model_path)))
     context = zmq.Context()
     inbox: Inbox[ToDetokenizer] = Inbox(
         context,
         worker.addresses.detokenizer,
-        ToDetokenizer,  # type: ignore[arg-type]
+        ToDetokenizer,
     )
     api: Outbox[ToApi] = Outbox(context, worker.addresses.api)
     scheduler: Outbox[ToScheduler] = Outbox(context, worker.addresses.scheduler)

@@ -21,6 +21,8 @@ from minisgl.config import ConfigError
 
 REPLACEMENT = "\ufffd"
 
+AddedTokens = dict[int, tuple[str, bool]]  # id: (content, whether it is special)
+
 
 class TextStream(Protocol):
     """The decoding state of one sequence."""
@@ -41,29 +43,33 @@ class TextDecoder(Protocol):
 
 def make_decoder(tokenizer: Tokenizer) -> TextDecoder:
     """The decoder for this tokenizer; ConfigError if its kind is not known to be decodable piece by piece."""
-    steps = _decoder_steps(tokenizer)
+    description = None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+    added = {token_id: (t.content, t.special) for token_id, t in tokenizer.get_added_tokens_decoder().items()}
+    if is_byte_level(description):
+        return ByteLevelDecoder(tokenizer.get_vocab(with_added_tokens=False), added)
+    steps = _flatten(description)
     kinds = [step["type"] for step in steps]
-    if kinds[:1] == ["ByteLevel"] and all(kind == "Fuse" for kind in kinds[1:]):
-        return ByteLevelDecoder(tokenizer)
     fuse = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     unknown = [step["type"] for step in steps[:fuse] if step["type"] not in _PER_TOKEN]
     unknown += [step["type"] for step in steps[fuse:] if not _is_incremental_on_text(step)]
     if unknown:
         raise ConfigError(f"the tokenizer's decoder {unknown[0]} is not supported")
-    return TokenwiseDecoder(tokenizer, byte_fallback="ByteFallback" in kinds)
+    return TokenwiseDecoder(tokenizer, added, byte_fallback="ByteFallback" in kinds)
 
 
-def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The decoder's description, a list of the steps that tokens go through."""
-    if tokenizer.decoder is None:
+def is_byte_level(description: dict[str, Any] | None) -> bool:
+    """Whether the decoder that tokenizer.json describes so is nothing but byte-level."""
+    kinds = [step["type"] for step in _flatten(description)]
+    return kinds[:1] == ["ByteLevel"] and all(kind == "Fuse" for kind in kinds[1:])
+
+
+def _flatten(description: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps that tokens go through."""
+    if description is None:
         return []
-
-    def flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
-        if step["type"] != "Sequence":
-            return [step]
-        return [inner for part in step["decoders"] for inner in flatten(part)]
-
-    return flatten(json.loads(tokenizer.decoder.__getstate__()))
+    if description["type"] != "Sequence":
+        return [description]
+    return [step for part in description["decoders"] for step in _flatten(part)]
 
 
 _PER_TOKEN = ("Replace", "Metaspace", "WordPiece", "Strip", "ByteFallback")  # the next tokens do not matter to them
@@ -75,6 +81,12 @@ def _is_incremental_on_text(step: dict[str, Any]) -> bool:
     if kind == "Replace":
         return len(step["pattern"].get("String", "")) == 1
     return kind == "Fuse" or (kind == "Strip" and step["stop"] == 0)
+
+
+def special_ids(tokens: dict[int, str], added: AddedTokens) -> list[int]:
+    """The ids that skip_special_tokens leaves out: those whose token reads like a special one."""
+    special = {content for content, is_special in added.values() if is_special}
+    return [token_id for token_id, token in tokens.items() if token in special]
 
 
 # --- byte-level decoders ---
@@ -90,30 +102,29 @@ def _byte_of_character() -> dict[int, int]:
 class ByteLevelDecoder:
     """A table of what every token is: a string if it is whole characters (almost all are), otherwise bytes."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, vocabulary: dict[str, int], added: AddedTokens) -> None:
+        tokens = {token_id: token for token, token_id in vocabulary.items()}
+        tokens |= {token_id: content for token_id, (content, _) in added.items()}
         alphabet = _byte_of_character()
         encode = codecs.charmap_encode
-        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-        added = tokenizer.get_added_tokens_decoder()
-        size = 1 + max([*vocabulary.values(), *added])
-        table: list[str | bytes] = [""] * size  # an id without a token is no text
-        entries = [*vocabulary.items(), *((token.content, token_id) for token_id, token in added.items())]
-        for token, token_id in entries:
+        table: list[str | bytes] = [""] * (1 + max(tokens, default=-1))  # an id without a token is no text
+        for token_id, token in tokens.items():
+            if token.isascii():  # in the alphabet or not, it stands for itself
+                table[token_id] = token
+                continue
             try:
                 data = encode(token, "strict", alphabet)[0]
-            except UnicodeEncodeError:  # an added token with another character: it stands for itself
+            except UnicodeEncodeError:  # an added token, with a character that is not in the alphabet
                 table[token_id] = token
                 continue
             try:
                 table[token_id] = data.decode()
             except UnicodeDecodeError:
                 table[token_id] = data
-        without_special = table.copy()
-        for token_id, added_token in added.items():
-            if added_token.special:
-                without_special[token_id] = ""
         self._table = table
-        self._without_special = without_special
+        self._without_special = table.copy()
+        for token_id in special_ids(tokens, added):
+            self._without_special[token_id] = ""
 
     def stream(self, skip_special_tokens: bool) -> TextStream:
         return _ByteLevelStream(self._without_special if skip_special_tokens else self._table)
@@ -152,21 +163,23 @@ class TokenwiseDecoder:
     more than decode([anchor]), the anchor being any token with text. A unit here is a token or a run of byte tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, byte_fallback: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, added: AddedTokens, byte_fallback: bool) -> None:
         self._tokenizer = tokenizer
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-        self._special = {token_id for token, token_id in vocabulary.items() if token in special}
+        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+        tokens = {token_id: token for token, token_id in vocabulary.items()}
+        tokens |= {token_id: content for token_id, (content, _) in added.items()}
+        self._special = set(special_ids(tokens, added))
         self.byte_of: dict[int, int] = {}
         if byte_fallback:
-            for token, token_id in vocabulary.items():
+            for token_id, token in tokens.items():
                 if match := _BYTE_TOKEN.fullmatch(token):
                     self.byte_of[token_id] = int(match[1], 16)
-        self._anchor, self._anchor_text = self._find_anchor(vocabulary)
+        self._known = set(tokens)
+        self._anchor, self._anchor_text = self._find_anchor()
         self._texts: dict[int, str] = {}
 
-    def _find_anchor(self, vocabulary: dict[str, int]) -> tuple[int, str]:
-        for token_id in sorted(vocabulary.values()):
+    def _find_anchor(self) -> tuple[int, str]:
+        for token_id in sorted(self._known):
             text = self.decode([token_id])
             if len(text) == 1 and text.isalnum() and token_id not in self.byte_of:
                 return token_id, text
@@ -177,7 +190,7 @@ class TokenwiseDecoder:
 
     def is_dropped(self, token: int, skip_special_tokens: bool) -> bool:
         """Whether the token is taken out before decoding: runs of bytes go on over it."""
-        return (skip_special_tokens and token in self._special) or self._tokenizer.id_to_token(token) is None
+        return (skip_special_tokens and token in self._special) or token not in self._known
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -32,7 +32,7 @@ def run(worker: Worker) -> None:
     inbox: Inbox[ToTokenizer] = Inbox(
         context,
         worker.addresses.tokenizer(worker.index),
-        ToTokenizer,  # type: ignore[arg-type]
+        ToTokenizer,
     )
     api: Outbox[ToApi] = Outbox(context, worker.addresses.api)
     scheduler: Outbox[ToScheduler] = Outbox(context, worker.addresses.scheduler)

@@ -40,7 +40,7 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
     config = worker.config
     with worker.phase("starting the API server"):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        inbox = open_inbox(context, worker.addresses)
+        inbox = open_inbox(zmq.asyncio.Context(context), worker.addresses)
         outboxes = [
             Outbox[ToTokenizer](context, worker.addresses.tokenizer(index)) for index in range(config.num_tokenizers)
         ]
@@ -67,9 +67,9 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
         task.result()  # without its receiver the process would answer nobody: its error ends the process
 
 
-def open_inbox(context: zmq.Context[zmq.Socket[bytes]], addresses: Addresses) -> AsyncInbox[ToApi]:
+def open_inbox(context: zmq.asyncio.Context, addresses: Addresses) -> AsyncInbox[ToApi]:
     # A union of structs is a value to msgspec and no type to mypy.
-    return AsyncInbox(zmq.asyncio.Context(context), addresses.api, ToApi)  # type: ignore[arg-type]
+    return AsyncInbox(context, addresses.api, ToApi)
 
 
 async def receive_forever(inbox: AsyncInbox[ToApi], client: EngineClient) -> None:

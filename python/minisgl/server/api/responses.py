@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's response objects as msgspec structs, encoded without a detour through dictionaries."""
+"""What clients get: OpenAI's response objects as msgspec structs (`object` is the tag), encoded without detours."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ class ChatChoice(msgspec.Struct, frozen=True):
     logprobs: None = None
 
 
-class ChatCompletion(msgspec.Struct, frozen=True):
+class ChatCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion"):
     id: str
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    object: str = "chat.completion"
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
@@ -56,13 +55,12 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     logprobs: None = None
 
 
-class ChatChunk(msgspec.Struct, frozen=True):
+class ChatChunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion.chunk"):
     id: str
     created: int
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    object: str = "chat.completion.chunk"
 
 
 class TextChoice(msgspec.Struct, frozen=True):
@@ -73,7 +71,7 @@ class TextChoice(msgspec.Struct, frozen=True):
     logprobs: None = None
 
 
-class TextCompletion(msgspec.Struct, frozen=True):
+class TextCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="text_completion"):
     """The whole answer, and also a chunk of it."""
 
     id: str
@@ -81,7 +79,6 @@ class TextCompletion(msgspec.Struct, frozen=True):
     model: str
     choices: list[TextChoice]
     usage: Usage | UnsetType | None = UNSET
-    object: str = "text_completion"
 
 
 class Generated(msgspec.Struct, frozen=True):
@@ -94,18 +91,16 @@ class Generated(msgspec.Struct, frozen=True):
     usage: Usage | UnsetType = UNSET
 
 
-class ModelCard(msgspec.Struct, frozen=True):
+class ModelCard(msgspec.Struct, frozen=True, tag_field="object", tag="model"):
     id: str
     created: int
     root: str
     max_model_len: int
-    object: str = "model"
     owned_by: str = "minisgl"
 
 
-class ModelList(msgspec.Struct, frozen=True):
+class ModelList(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
     data: list[ModelCard]
-    object: str = "list"
 
 
 def server_sent_event(data: msgspec.Struct) -> bytes:

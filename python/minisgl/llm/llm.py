@@ -1,0 +1,217 @@
+"""LLM: generation from Python, without a server. It has a scheduler and an engine in the caller's process.
+
+The parameters are those of Mini-SGLang's LLM, so that programs written for it run unchanged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from minisgl.cli import model_folder
+from minisgl.config import AttentionName, CacheType, Device, EngineConfig, SchedulerConfig
+from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParams, resolve_max_tokens
+from minisgl.distributed.group import SingleRank
+from minisgl.engine.engine import Engine
+from minisgl.message.to_api import Piece
+from minisgl.message.to_detokenizer import Open, StepOutput
+from minisgl.message.types import TextOptions, pack_ids, unpack_ids
+from minisgl.models.config import load_model_config
+from minisgl.scheduler.build import make_loop
+from minisgl.seeds import choice_seed, random_seed
+from minisgl.tokenizer.detokenizer import Detokenizer
+from minisgl.tokenizer.incremental import TextDecoder
+from minisgl.tokenizer.text import TextTokenizer
+
+Prompt = str | Sequence[int]
+Message = dict[str, Any]
+
+
+class Completion(TypedDict):
+    """One prompt's answer."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    cached_tokens: int  # of the prompt, found in the prefix cache
+
+
+class LLM:
+    """A loaded model. Raises ConfigError when it cannot be loaded; `close` (or `with`) gives the device back."""
+
+    def __init__(
+        self,
+        model: str,
+        dtype: str | torch.dtype = "auto",
+        *,
+        max_seq_len_override: int | None = None,
+        max_extend_tokens: int = 8192,
+        cuda_graph_max_bs: int | None = None,
+        page_size: int | None = None,
+        max_running_req: int = 256,
+        num_page_override: int | None = None,
+        memory_ratio: float = 0.9,
+        cache_type: CacheType = "radix",
+        attention_backend: AttentionName = "auto",
+        use_dummy_weight: bool = False,
+        device: Device = "auto",
+        overlap: bool = True,
+    ) -> None:
+        folder = model_folder(model, weights=not use_dummy_weight)
+        config = EngineConfig(
+            model_path=str(folder),
+            device=device,
+            dtype=str(dtype).removeprefix("torch."),
+            load_format="dummy" if use_dummy_weight else "safetensors",
+            attention=attention_backend,
+            page_size=page_size,
+            num_pages=num_page_override,
+            memory_ratio=memory_ratio,
+            max_running_requests=max_running_req,
+            max_seq_len=max_seq_len_override,
+            cuda_graph_max_bs=cuda_graph_max_bs,
+        )
+        config.validate()
+        scheduling = SchedulerConfig(cache=cache_type, max_prefill_tokens=max_extend_tokens, overlap=overlap)
+        scheduling.validate()
+        model_config = load_model_config(folder)
+        self.phases: dict[str, float] = {}  # seconds of each phase of the start
+        with self._phase("load tokenizer"):
+            self.tokenizer = TextTokenizer.from_folder(folder)
+            self._decoder = TextDecoder(self.tokenizer.tokenizer)
+        self._engine = Engine(
+            config,
+            model_config,
+            tp=SingleRank(),
+            max_step_tokens=max_extend_tokens,
+            phase=self._phase,
+            progress=not use_dummy_weight,
+        )
+        self._loop = make_loop(scheduling, self._engine, model_config)
+
+    @contextmanager
+    def _phase(self, text: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.phases[text] = time.perf_counter() - begin
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[Completion]:
+        """Answer all prompts (texts or token ids) in their order, batched as they fit.
+
+        One SamplingParams serves all prompts; a list gives each its own. Raises InvalidRequest for the first prompt
+        or parameter that cannot be served, before anything runs.
+        """
+        ids = [self._encode(prompt) for prompt in prompts]
+        return self._run(ids, self._params_for(ids, sampling_params), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        **template_kwargs: Any,
+    ) -> list[Completion]:
+        """Answer one conversation, or several; `template_kwargs` go to the model's chat template."""
+        several = bool(messages) and not isinstance(messages[0], dict)
+        conversations: list[Any] = list(messages) if several else [messages]
+        ids = [self.tokenizer.encode_chat(list(one), None, template_kwargs) for one in conversations]
+        return self._run(ids, self._params_for(ids, sampling_params), use_tqdm)
+
+    def close(self) -> None:
+        """End the engine; the object cannot be used afterwards."""
+        self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def check_idle(self) -> None:
+        """Raise if anything is held although nothing runs."""
+        self._loop.scheduler.check_idle()
+
+    def _encode(self, prompt: Prompt) -> Int32Array:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        ids = np.asarray(prompt, dtype=np.int32)
+        vocab_size = self._engine.limits.vocab_size
+        if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < vocab_size):
+            raise InvalidRequest("prompt", f"token ids must be between 0 and {vocab_size - 1}")
+        return ids
+
+    def _params_for(
+        self, prompts: list[Int32Array], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        """One validated SamplingParams a prompt, with max_tokens resolved."""
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
+        limits = self._engine.limits
+        resolved = []
+        for ids, one in zip(prompts, params, strict=True):
+            one.validate(limits)
+            resolved.append(one.with_max_tokens(resolve_max_tokens(len(ids), one.max_tokens, limits)))
+        return resolved
+
+    def _run(self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool) -> list[Completion]:
+        scheduler, detokenizer = self._loop.scheduler, Detokenizer(self._decoder)
+        opened = []
+        for sequence, (ids, one) in enumerate(zip(prompts, params, strict=True)):
+            seed = choice_seed(random_seed() if one.seed is None else one.seed, 0)
+            scheduler.add(sequence, ids, one, seed)
+            opened.append(Open(sequence, TextOptions(one.stop)))
+        detokenizer.apply(StepOutput(opened, [], b"", []))
+
+        answers = [_Answer() for _ in prompts]
+        with tqdm(total=len(prompts), desc="Generating", unit="request", disable=not use_tqdm) as bar:
+            while self._loop.has_work:
+                report = self._loop.step()
+                if not report:
+                    continue
+                step = StepOutput([], report.sequences, pack_ids(report.tokens), report.ended)
+                pieces, stopped = detokenizer.apply(step)
+                for piece in pieces:
+                    answers[piece.sequence].take(piece)
+                    bar.update(piece.finish is not None)
+                for message in stopped:
+                    scheduler.end(message.sequence, "stop")
+        return [answer.completion() for answer in answers]
+
+
+class _Answer:
+    """Gathers the pieces of one sequence."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._ids: list[bytes] = []
+        self._last: Piece | None = None
+
+    def take(self, piece: Piece) -> None:
+        self._texts.append(piece.text)
+        self._ids.append(piece.ids)
+        self._last = piece
+
+    def completion(self) -> Completion:
+        assert self._last is not None
+        assert self._last.finish is not None
+        return Completion(
+            text="".join(self._texts),
+            token_ids=unpack_ids(b"".join(self._ids)).tolist(),
+            finish_reason=self._last.finish,
+            cached_tokens=self._last.cached_tokens,
+        )

@@ -1,0 +1,117 @@
+"""A real server on a real socket, in a thread, with the scripted engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import httpx
+import openai
+import zmq
+import zmq.asyncio
+from fake_engine import LIMITS, FakeEngine, wait_until
+from minisgl.config import EngineConfig, ServerConfig
+from minisgl.message.socket import Addresses, Outbox
+from minisgl.message.to_tokenizer import ToTokenizer
+from minisgl.server.api.app import build_app
+from minisgl.server.api.client import EngineClient
+from minisgl.server.api.process import Server, open_inbox, receive_forever
+
+MODEL = "test-model"
+
+
+def make_config(**changes: Any) -> ServerConfig:
+    return ServerConfig(engine=EngineConfig(model_path="/models/test"), model_name=MODEL, **changes)
+
+
+def listening_socket() -> socket.socket:
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    return sock
+
+
+# Making a client reads the certificates of the world, which takes longer than most tests.
+
+
+@cache
+def _http() -> httpx.Client:
+    return httpx.Client(verify=False, trust_env=False, timeout=10)
+
+
+@cache
+def _sdk() -> openai.OpenAI:
+    return openai.OpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=10)
+
+
+class RunningServer:
+    """The API server of `process.serve`, without the process."""
+
+    def __init__(self, config: ServerConfig, engine: FakeEngine, run_dir: str) -> None:
+        self.config, self.engine = config, engine
+        self._addresses = Addresses(run_dir)
+        self._socket = listening_socket()
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
+        self._thread.start()
+        assert self._started.wait(5)
+        wait_until(lambda: self._server.started)
+
+    async def _main(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        async_context = zmq.asyncio.Context()
+        inbox = open_inbox(async_context, self._addresses)
+        outboxes = [
+            Outbox[ToTokenizer](context, self._addresses.tokenizer(i)) for i in range(self.config.num_tokenizers)
+        ]
+        self.client = EngineClient(outboxes, self.config.max_queued_sequences)
+        self._server = Server(build_app(self.client, self.config, LIMITS))
+        self._loop = asyncio.get_running_loop()
+        receiver = asyncio.create_task(receive_forever(inbox, self.client))
+        self._started.set()
+        await self._server.serve(sockets=[self._socket])
+        receiver.cancel()
+        async_context.destroy(linger=0)
+        context.destroy(linger=0)
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Call on the server's event loop."""
+
+        async def call() -> Any:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(5)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(5)
+        assert not self._thread.is_alive()
+
+    # Clients.
+
+    @property
+    def sdk(self) -> openai.OpenAI:
+        return _sdk().with_options(base_url=f"{self.url}/v1")
+
+    def post(self, path: str, **kwargs: Any) -> httpx.Response:
+        return _http().post(self.url + path, **kwargs)
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return _http().get(self.url + path, **kwargs)
+
+    def stream(self, path: str, **kwargs: Any) -> AbstractContextManager[httpx.Response]:
+        return _http().stream("POST", self.url + path, **kwargs)
+
+    def counts(self) -> dict[str, int]:
+        return self.client.counts().counts
+
+    def assert_idle(self, timeout: float = 2.0) -> None:
+        """Nothing of any request is left."""
+        names = ("open_requests", "open_sequences", "open_queries")
+        wait_until(lambda: not any(self.counts()[name] for name in names), timeout)

@@ -1,0 +1,340 @@
+"""Everything that is wrong with a request, and what its client is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import openai
+import pytest
+from api_harness import MODEL, RunningServer
+from fake_engine import LIMITS
+from minisgl.message.to_tokenizer import Generate
+from minisgl.server.api import body as body_module
+from minisgl.server.api.body import parse_body
+from minisgl.server.api.schema import ChatBody
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def check_error(response: Any, status: int, param: str | None) -> dict[str, Any]:
+    """It is OpenAI's error object and nothing else."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    assert response.json().keys() == {"error"}
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    assert error["message"]
+    if param is not None:
+        assert param.split(".")[0] in error["message"], "the message names the field"
+    return error  # type: ignore[no-any-return]
+
+
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    # Types: strict, as OpenAI's.
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 5.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": []}, "temperature"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream": 1}, "stream"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a", 5]}, "stop.1"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids.0"),
+    ({"stop_token_ids": 5}, "stop_token_ids"),
+    ({"seed": 1.5}, "seed"),
+    ({"n": "2"}, "n"),
+    ({"ignore_eos": 0}, "ignore_eos"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ({"stream_options": True, "stream": True}, "stream_options"),
+    ({"stream_options": {"include_usage": "x"}, "stream": True}, "stream_options.include_usage"),
+    # Ranges.
+    ({"n": 0}, "n"),
+    ({"n": 65}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": -3}, "max_completion_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 1e6}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 2**31}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": "x" * 1025}, "stop"),
+    ({"stop": ["x"] * 33}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [LIMITS.vocab_size]}, "stop_token_ids"),
+    ({"stop_token_ids": [0] * 257}, "stop_token_ids"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream_options": {}, "stream": False}, "stream_options"),
+    # Numbers that no machine holds.
+    ({"max_tokens": 10**29}, "max_tokens"),
+    ({"seed": 10**29}, "seed"),
+    ({"top_k": -(10**29)}, "top_k"),
+    ({"temperature": 10**400}, "temperature"),
+    ({"messages": [{**HELLO[0], "weight": 10**29}]}, "messages.0.weight"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "x": [1, 10**29]}}]}, "tools.0.function.x.1"),
+    ({"chat_template_kwargs": {"a": 10**29}}, "chat_template_kwargs.a"),
+    ({"no_such_field": 10**29}, "no_such_field"),
+    # Messages.
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": {}}, "messages"),
+    ({"messages": ["hello"]}, "messages.0"),
+    ({"messages": [None]}, "messages.0"),
+    ({"messages": [{}]}, "messages.0.role"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": 5, "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages.0.role"),
+    ({"messages": [*HELLO, {"role": "user"}]}, "messages.1.content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    ({"messages": [{"role": "assistant"}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": {"type": "text"}}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages.0.content.0.text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+    ({"messages": [{"role": "user", "content": [{}]}]}, "messages.0.content.0.type"),
+    # Tools.
+    ({"tools": {}}, "tools"),
+    ({"tools": ["f"]}, "tools.0"),
+    ({"tools": [{}]}, "tools.0.type"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    # OpenAI's fields that would change the answer.
+    ({"logprobs": True}, "logprobs"),
+    ({"top_logprobs": 5}, "top_logprobs"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"frequency_penalty": -0.5}, "frequency_penalty"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": "text"}, "response_format"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": {"name": "f"}}, "function_call"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"audio": {"voice": "alloy"}}, "audio"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"min_tokens": 3}, "min_tokens"),
+    ({"guided_json": {}}, "guided_json"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), BAD_CHATS, ids=lambda value: str(value)[:60])
+def test_bad_chat(server: RunningServer, change: dict[str, Any], param: str) -> None:
+    body = json.dumps({"model": MODEL, "messages": HELLO, **change})
+    check_error(server.post(CHAT, content=body), 400, param)
+    assert not server.engine.of_type(Generate), "nothing of it reached the engine"
+
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": {}}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt.0"),
+    ({"prompt": [None]}, "prompt.0"),
+    ({"prompt": ["a", 5]}, "prompt.1"),
+    ({"prompt": [5, "a"]}, "prompt.1"),
+    ({"prompt": [True]}, "prompt.0"),
+    ({"prompt": [1.0]}, "prompt.0"),
+    ({"prompt": [-1]}, "prompt.0"),
+    ({"prompt": [0, LIMITS.vocab_size]}, "prompt.1"),
+    ({"prompt": [10**29]}, "prompt.0"),
+    ({"prompt": [[1], [2, 10**29]]}, "prompt.1.1"),
+    ({"prompt": [[1], "a"]}, "prompt.1"),
+    ({"prompt": [[[1]]]}, "prompt.0.0"),
+    ({"prompt": [1] * LIMITS.max_seq_len}, "prompt"),
+    ({"prompt": [[1], [1] * 5000]}, "prompt.1"),
+    ({"prompt": ["a"] * 8193}, "prompt"),
+    ({"suffix": "x"}, "suffix"),
+    ({"best_of": 3}, "best_of"),
+    ({"logprobs": 0}, "logprobs"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"echo": "x"}, "echo"),
+    ({"echo": True, "prompt": [1, 2]}, "echo"),
+    ({"max_tokens": 0}, "max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), BAD_COMPLETIONS, ids=lambda value: str(value)[:60])
+def test_bad_completion(server: RunningServer, change: dict[str, Any], param: str) -> None:
+    check_error(server.post(COMPLETIONS, content=json.dumps({"prompt": "hello", **change})), 400, param)
+    assert not server.engine.of_type(Generate)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ["a"]}, "prompt.0"),
+        ({"n": 2}, "n"),
+        ({"sampling_params": {"temperature": 1}}, "sampling_params"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_bad_generate(server: RunningServer, change: dict[str, Any], param: str) -> None:
+    check_error(server.post("/generate", json={"prompt": "hello", **change}), 400, param)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"hello",
+        b"{} {}",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"5",
+        b"\xff\xfe",
+        b"\xef\xbb\xbf{}",
+        b'{"messages": [{"role": "user", "content": "\xff"}]}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "user", "content": "\\udc00 x"}]}',
+        b'{"temperature": NaN}',
+        b'{"temperature": -Infinity}',
+        b'{"messages": [{"role": "user", "content": "x", "extra": NaN}]}',
+        b'{"seed": ' + b"1" * 5000 + b"}",
+        b"[" * 100_000,
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"messages":' + b"[" * 300 + b"]" * 300 + b"}",
+        b"\x00",
+    ],
+    ids=lambda body: repr(body[:40]),
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/generate"])
+def test_not_json(server: RunningServer, path: str, body: bytes) -> None:
+    check_error(server.post(path, content=body), 400, None)
+
+
+def test_infinite_number(server: RunningServer) -> None:
+    body = b'{"messages": [{"role": "user", "content": "x", "extra": 1e999}]}'
+    check_error(server.post(CHAT, content=body), 400, "messages.0.extra")
+
+
+def test_deepest_json_that_is_taken(server: RunningServer) -> None:
+    """What passes must survive the way to the tokenizer."""
+    extra = b"[" * 190 + b"]" * 190
+    body = b'{"messages": [{"role": "user", "content": "x", "extra": ' + extra + b"}]}"
+    assert server.post(CHAT, content=body).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_body_too_large(server: RunningServer, stream: bool) -> None:
+    """Announced by its length or found out on the way."""
+    body = json.dumps({"messages": [{"role": "user", "content": "x" * server.config.max_body_bytes}]}).encode()
+    content = iter([body[: len(body) // 2], body[len(body) // 2 :]]) if stream else body
+    error = check_error(server.post(CHAT, content=content), 413, None)
+    assert str(server.config.max_body_bytes) in error["message"]
+
+
+def test_unknown_model(server: RunningServer) -> None:
+    response = server.post(CHAT, json={"model": "gpt-99", "messages": HELLO})
+    assert check_error(response, 404, "model")["code"] == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        server.sdk.completions.create(model="gpt-99", prompt="x")
+    check_error(server.get("/v1/models/gpt-99"), 404, "model")
+    assert server.post(CHAT, json={"messages": HELLO}).status_code == 200, "no model means the model"
+
+
+def test_unknown_routes_and_methods(server: RunningServer) -> None:
+    check_error(server.get("/"), 404, None)
+    check_error(server.post("/v1/chat/completions/"), 404, None)
+    check_error(server.get(CHAT), 405, None)
+    check_error(server.post("/v1/models"), 405, None)
+
+
+def test_sdk_gets_the_field(server: RunningServer) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.sdk.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], n=0)
+    assert caught.value.param == "n"
+    assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("limit", "param"), [({}, "max_tokens"), ({"max_completion_tokens": 9}, None)])
+def test_refused_by_the_tokenizer(
+    server: RunningServer, stream: bool, limit: dict[str, int], param: str | None
+) -> None:
+    """A plain 400 even where a stream was asked for, under the name that the client used."""
+    body = {"messages": [{"role": "user", "content": "refuse this"}], "stream": stream, "n": 2, **limit}
+    error = server.post(CHAT, json=body)
+    assert error.status_code == 400
+    assert error.json()["error"]["param"] == param or "max_completion_tokens"
+    server.assert_idle()
+
+
+def test_refused_prompt_of_a_list(server: RunningServer) -> None:
+    """The whole request is refused, and the prompts that were taken are aborted."""
+    response = server.post(COMPLETIONS, json={"prompt": ["endless a", "refuse b"], "stream": True})
+    assert response.status_code == 400
+    server.assert_idle()
+
+
+def test_request_id(server: RunningServer) -> None:
+    headers = {"x-request-id": "abc-123"}
+    assert server.get("/health", headers=headers).headers["x-request-id"] == "abc-123"
+    assert server.get("/nope", headers=headers).headers["x-request-id"] == "abc-123"
+    stream = server.post(CHAT, json={"messages": HELLO, "stream": True}, headers=headers)
+    assert stream.headers["x-request-id"] == "abc-123"
+    strange = server.get("/health", headers={"x-request-id": "a b" + "c" * 300}).headers["x-request-id"]
+    assert len(strange) == 32
+
+
+def test_internal_error_hides_internals(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_args: object) -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr("minisgl.server.api.app.parse_body", broken)
+    response = server.post(CHAT, json={"messages": HELLO})
+    assert "secret" not in response.text
+    assert check_error(response, 500, None)["type"] == "server_error"
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert "secret detail" in str(record.exc_info)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_internal_error_while_answering(server: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    def broken(*_args: object) -> bytes:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr("minisgl.server.api.chat.ChatWriter.events", broken)
+    monkeypatch.setattr("minisgl.server.api.chat.ChatWriter.body", broken)
+    response = server.post(CHAT, json={"messages": [{"role": "user", "content": "x"}], "stream": stream})
+    assert "secret" not in response.text
+    assert "internal server error" in response.text
+    assert response.status_code == (200 if stream else 500)
+    server.assert_idle()
+
+
+def test_unknown_fields_are_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(body_module, "_logged_fields", set())
+    raw = json.dumps({"messages": HELLO, "tempreature": 1, "user": "u"}).encode()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            parse_body(raw, ChatBody)
+        for index in range(300):
+            parse_body(json.dumps({"messages": HELLO, f"field{index}": 1}).encode(), ChatBody)
+    assert len([record for record in caplog.records if "tempreature" in record.message]) == 1
+    assert len(caplog.records) == body_module.MAX_LOGGED_FIELDS, "the log is bounded too"

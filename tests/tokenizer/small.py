@@ -1,0 +1,81 @@
+"""Small tokenizers of every kind that the decoders know, built on the spot."""
+
+from __future__ import annotations
+
+import string
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+SPECIAL = ["<s>", "</s>"]
+
+
+def byte_level() -> Tokenizer:
+    """GPT-2's kind: all bytes, a few merges, and added tokens in and out of the byte alphabet."""
+    vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("Ã", "©"), ("ä", "¸"), ("#", "#")]
+    for left, right in merges:
+        vocabulary[left + right] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_tokens(["<think>", "with space é", "中文", "Ã¤"])
+    return tokenizer
+
+
+def llama(strip: bool = True) -> Tokenizer:
+    """Llama 2's kind: bytes where the vocabulary lacks a character. Gemma's does not strip the first space."""
+    tokens = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["▁", *string.ascii_letters, *".,'!", "é", "世"]
+    merges = [("▁", "▁"), ("h", "e"), ("▁", "he"), ("l", "l"), ("▁he", "ll"), ("▁hell", "o"), ("a", "b")]
+    tokens += [left + right for left, right in merges]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    tokenizer.add_special_tokens(["<unk>", *SPECIAL])
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """T5's kind."""
+    tokens = ["<unk>", "▁", *string.ascii_letters, ".", "▁the", "▁he", "llo", "▁▁", "é", "世", ""]
+    tokenizer = Tokenizer(models.Unigram([(token, -float(i)) for i, token in enumerate(tokens)], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def wordpiece() -> Tokenizer:
+    """BERT's kind."""
+    tokens = ["[UNK]", *string.ascii_letters, *(f"##{c}" for c in string.ascii_lowercase), "##", "hello", "world"]
+    tokens += [".", ",", "'", "n't", "do not", "##'s", "é", "世"]
+    tokenizer = Tokenizer(models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def words() -> Tokenizer:
+    """No decoder: tokens are joined by spaces."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "hello": 3, "世": 4}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+KINDS = {
+    "byte_level": byte_level,
+    "llama": llama,
+    "gemma": lambda: llama(strip=False),
+    "metaspace": metaspace,
+    "wordpiece": wordpiece,
+    "words": words,
+}
