@@ -15,6 +15,7 @@ import openai
 import zmq
 import zmq.asyncio
 from fake_engine import LIMITS, FakeEngine, wait_until
+
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.message.socket import Addresses, Outbox
 from minisgl.message.to_tokenizer import ToTokenizer
@@ -113,5 +114,5 @@ class RunningServer:
 
     def assert_idle(self, timeout: float = 2.0) -> None:
         """Nothing of any request is left."""
-        names = ("open_requests", "open_sequences", "open_queries")
+        names = ("open_requests", "open_sequences", "open_prompts", "open_queries")
         wait_until(lambda: not any(self.counts()[name] for name in names), timeout)

@@ -44,4 +44,5 @@ def _start(stack: ExitStack, run_dir: Path, tick: float, changes: dict[str, Any]
     stack.callback(engine.stop)
     server = RunningServer(config, engine, str(run_dir))
     stack.callback(server.stop)
+    server.get("/server_info")  # by its answer all sockets are connected
     return server

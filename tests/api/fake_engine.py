@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import zmq
+
 from minisgl.core import Limits
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Report, ToApi

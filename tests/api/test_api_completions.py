@@ -8,6 +8,7 @@ import pytest
 from api_harness import MODEL, RunningServer
 from api_sse import parse_events
 from fake_engine import answer
+
 from minisgl.message.to_tokenizer import Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import pack_ids
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from minisgl.core import Int32Array, pages_for
 from minisgl.kvcache import make_cache
 from minisgl.kvcache.allocator import OutOfPages

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from minisgl.core import Int32Array
 from minisgl.kvcache import make_cache
 from minisgl.kvcache.allocator import OutOfPages, PageAllocator

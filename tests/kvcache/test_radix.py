@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from minisgl.core import Int32Array
 from minisgl.kvcache.base import BrokenInvariant
 from minisgl.kvcache.pages import PagePool
@@ -39,10 +40,10 @@ def test_whole_pages_only() -> None:
     result = cache.insert(span(0, 11), ids(7, 8))  # the last 3 tokens fill no page
     assert result.handle.cached_len == 8
     assert result.handle.pages.tolist() == [7, 8]
+    assert cache.match(ids(0, 1, 2, 3, 4, 5, 6, 9)).pages.tolist() == [7]  # differs in the middle of a page
     assert cache.match(span(0, 11)).pages.tolist() == [7, 8]
     assert cache.match(span(0, 7)).pages.tolist() == [7]
     assert cache.match(span(0, 3)).cached_len == 0
-    assert cache.match(ids(0, 1, 2, 3, 4, 5, 6, 9)).pages.tolist() == [7]  # differs in the middle of a page
     cache.check()
 
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizer.qwen import Unavailable, qwen_folder
 from tokenizers import Tokenizer
+
+from tokenizer.qwen import Unavailable, qwen_folder
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -149,7 +150,7 @@ def _last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
         return known[0]
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:  # encode it with the merges that come before its own
-        pairs = [ranks.get(left + right, ranks[token]) for left, right in zip(parts, parts[1:], strict=False)]
+        pairs = [ranks.get(left + right, ranks[token]) for left, right in itertools.pairwise(parts)]
         at = min(range(len(pairs)), key=pairs.__getitem__)
         if pairs[at] >= ranks[token]:
             raise ValueError(f"no merge makes {token!r}")

@@ -8,11 +8,11 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer import small
 from tokenizers import Tokenizer, decoders, models
 
 from minisgl.config import ConfigError
 from minisgl.tokenizer.incremental import ByteLevelDecoder, TextDecoder, make_decoder
+from tokenizer import small
 
 REPLACEMENT = "\ufffd"
 PEOPLE = "👩‍👩‍👧‍👦👍🏽🇩🇪🏴‍☠️"
@@ -47,7 +47,7 @@ def qwen_decoder(qwen: Tokenizer) -> TextDecoder:
     return make_decoder(qwen)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(text=ANY_TEXT)
 def test_qwen_text(qwen: Tokenizer, qwen_decoder: TextDecoder, text: str) -> None:
     ids = qwen.encode(text).ids
@@ -57,7 +57,7 @@ def test_qwen_text(qwen: Tokenizer, qwen_decoder: TextDecoder, text: str) -> Non
     assert not shown[-1]  # whole characters leave nothing to flush
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(data=st.data(), skip=st.booleans())
 def test_qwen_any_ids(qwen: Tokenizer, qwen_decoder: TextDecoder, data: st.DataObject, skip: bool) -> None:
     broken = [i for i in range(600) if REPLACEMENT in qwen.decode([i])]
@@ -67,7 +67,7 @@ def test_qwen_any_ids(qwen: Tokenizer, qwen_decoder: TextDecoder, data: st.DataO
 
 
 @pytest.mark.parametrize("kind", small.KINDS)
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(data=st.data(), skip=st.booleans())
 def test_any_ids_of_any_kind(kind: str, data: st.DataObject, skip: bool) -> None:
     tokenizer, decoder = pair(kind)
@@ -80,7 +80,7 @@ def test_any_ids_of_any_kind(kind: str, data: st.DataObject, skip: bool) -> None
 
 
 @pytest.mark.parametrize("kind", small.KINDS)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(text=ANY_TEXT)
 def test_any_text_of_any_kind(kind: str, text: str) -> None:
     tokenizer, decoder = pair(kind)
@@ -89,7 +89,7 @@ def test_any_text_of_any_kind(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama", "gemma"])
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(data=st.binary(max_size=12))
 def test_runs_of_bytes(kind: str, data: bytes) -> None:
     """As bytes.decode for byte-level tokenizers: so Rust's from_utf8_lossy and Python agree on what is replaced."""
@@ -119,7 +119,7 @@ ENDINGS += [b"\x80" + b"A", b"\x80\x80A", b"\x80\x80\x80A", b"\xa0\x80A", b"\x90
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama", "gemma"])
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(data=st.lists(st.sampled_from(INTERESTING), max_size=8).map(bytes), word=st.booleans())
 def test_nothing_is_held_back_that_is_certain(kind: str, data: bytes, word: bool) -> None:
     """What has come out is all that any continuation has in common."""

@@ -42,7 +42,6 @@ class Engine:
         model: ModelConfig,
         *,
         tp: TPGroup,
-        max_step_tokens: int,
         phase: Phase,
         progress: bool,
     ) -> None:

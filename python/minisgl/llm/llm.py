@@ -26,7 +26,7 @@ from minisgl.models.config import load_model_config
 from minisgl.scheduler.build import make_loop
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.tokenizer.detokenizer import Detokenizer
-from minisgl.tokenizer.incremental import TextDecoder
+from minisgl.tokenizer.incremental import make_decoder
 from minisgl.tokenizer.text import TextTokenizer
 
 Prompt = str | Sequence[int]
@@ -84,12 +84,11 @@ class LLM:
         self.phases: dict[str, float] = {}  # seconds of each phase of the start
         with self._phase("load tokenizer"):
             self.tokenizer = TextTokenizer.from_folder(folder)
-            self._decoder = TextDecoder(self.tokenizer.tokenizer)
+            self._decoder = make_decoder(self.tokenizer.tokenizer)
         self._engine = Engine(
             config,
             model_config,
             tp=SingleRank(),
-            max_step_tokens=max_extend_tokens,
             phase=self._phase,
             progress=not use_dummy_weight,
         )

@@ -72,7 +72,6 @@ def run(worker: Worker) -> None:
         tp=SingleRank(),
         phase=worker.phase,
         progress=True,
-        max_step_tokens=config.scheduler.max_prefill_tokens,
     )
     logger.info("engine: %s", engine.describe())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from tokenizers import Tokenizer
 
@@ -89,6 +89,15 @@ def special_ids(tokens: dict[int, str], added: AddedTokens) -> list[int]:
     return [token_id for token_id, token in tokens.items() if token in special]
 
 
+def _decode_certain(data: bytes, errors: Literal["strict", "replace"]) -> tuple[str, bytes]:
+    """The text that no further byte can change, and the bytes that may yet be the beginning of a character."""
+    text, used = codecs.utf_8_decode(data, errors, False)
+    rest = data[used:]
+    if rest[:1] == b"\xed" and rest[1:] >= b"\xa0":  # a surrogate, whose third byte Python would wait for
+        return text + codecs.utf_8_decode(rest, errors, True)[0], b""
+    return text, rest
+
+
 # --- byte-level decoders ---
 
 
@@ -143,8 +152,7 @@ class _ByteLevelStream:
         if type(piece) is str and not self._incomplete:
             return piece
         data = self._incomplete + (piece.encode() if isinstance(piece, str) else piece)
-        text, used = codecs.utf_8_decode(data, "replace", False)
-        self._incomplete = data[used:]
+        text, self._incomplete = _decode_certain(data, "replace")
         return text
 
     def flush(self) -> str:
@@ -233,13 +241,11 @@ class _TokenwiseStream:
             return REPLACEMENT
         self._run.append(token)
         try:
-            data = self._incomplete + bytes([byte])
-            _, used = codecs.utf_8_decode(data, "strict", False)
+            _, self._incomplete = _decode_certain(self._incomplete + bytes([byte]), "strict")
         except UnicodeDecodeError:
             run, self._run = self._run, []
             self._broken = True
             return self._add(run)
-        self._incomplete = data[used:]
         return ""
 
     def flush(self) -> str:

@@ -13,6 +13,7 @@ from minisgl.core import InvalidRequest, Limits
 from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.message.types import TextOptions
 from minisgl.server.api.client import Delta, Job
+from minisgl.server.api.errors import invalid_request
 from minisgl.server.api.responses import (
     ChatChoice,
     ChatChunk,
@@ -29,13 +30,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def chat_job(body: ChatBody, limits: Limits) -> Job:
-    """What the body asks of the engine, or InvalidRequest."""
+    """What the body asks of the engine; InvalidRequest or ApiError if that is not possible."""
     limit_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     field_names = {"prompt": "messages", "max_tokens": limit_field}
     try:
         sampling = body.sampling(limits)
     except InvalidRequest as error:
-        raise InvalidRequest(field_names.get(error.field, error.field), error.message) from None
+        raise invalid_request(error, field_names) from None
     messages = [template_message(message, f"messages.{index}") for index, message in enumerate(body.messages)]
     tools = template_tools(body.tools) if body.tools and body.tool_choice != "none" else None
     prompt = ChatPrompt(messages, tools, body.chat_template_kwargs)

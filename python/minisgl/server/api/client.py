@@ -3,7 +3,8 @@
 `EngineClient` owns every open request. The map from sequence to request is the truth: a sequence is in it from before
 its Generate is sent until its last piece arrives, it is refused, or it is aborted. Whoever takes it out of the map
 does the one thing that belongs to that, so each sequence ends exactly once, and what comes after is dropped and
-counted.
+counted. Prompts that wait for the tokenizer have a map of their own, because Accepted and Pieces come from different
+processes and nothing orders them.
 
 `OpenRequest` collects what has come for one HTTP request. A reader that is behind finds everything since its last
 visit merged into one `Delta` a choice: memory is bounded by the length of the answer, and nobody waits for anybody.
@@ -20,11 +21,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from minisgl.core import FinishReason, SamplingParams
+from minisgl.core import FinishReason, InvalidRequest, SamplingParams
 from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Report, ToApi
 from minisgl.message.to_tokenizer import Abort, ChatPrompt, Generate, IdsPrompt, Query, TextPrompt, ToTokenizer
 from minisgl.message.types import ProcessCounts, TextOptions
-from minisgl.server.api.errors import ApiError, ended_early, invalid, overloaded, shutting_down
+from minisgl.server.api.errors import ApiError, ended_early, invalid, invalid_request, overloaded, shutting_down
 from minisgl.server.api.seeds import choice_seed, random_seed
 
 ID_BYTES = 4  # of a packed token id
@@ -186,7 +187,8 @@ class EngineClient:
         self._max_sequences = max_sequences
         self._next_sequence = 1
         self._round_robin = itertools.cycle(range(len(tokenizers)))
-        self._sequences: dict[int, OpenRequest] = {}
+        self._sequences: dict[int, OpenRequest] = {}  # that have not ended
+        self._prompts: dict[int, OpenRequest] = {}  # neither accepted nor refused yet, by their first sequence
         self._open: set[OpenRequest] = set()
         self._query_ids = itertools.count(1)
         self._queries: dict[int, asyncio.Future[list[ProcessCounts]]] = {}
@@ -213,8 +215,11 @@ class EngineClient:
         if self.is_shut_down:
             raise shutting_down(self._shutdown_reason)
         if job.num_choices > self._max_sequences:
-            text = f"{job.num_choices} answers are asked for, but the server gives {self._max_sequences} at a time"
-            raise invalid("n" if job.n > 1 else "prompt", text)
+            param = "n" if job.n > 1 else "prompt"
+            text = (
+                f"{param}: {job.num_choices} answers are asked for, the server gives {self._max_sequences} at a time"
+            )
+            raise invalid(param, text)
         if len(self._sequences) + job.num_choices > self._max_sequences:
             raise overloaded(self._max_sequences)
 
@@ -224,12 +229,15 @@ class EngineClient:
             start = request.sequences.start + index * job.n
             sequences = list(range(start, start + job.n))
             self._sequences.update(dict.fromkeys(sequences, request))
+            self._prompts[start] = request
             seed = random_seed() if job.sampling.seed is None else job.sampling.seed
             seeds = [choice_seed(seed, choice) for choice in range(job.n)]
             outbox.send(Generate(sequences, seeds, prompt, job.sampling, job.text))
 
     def _release(self, request: OpenRequest) -> None:
         """Abort what has not ended. Harmless when repeated."""
+        for start in request.sequences[:: request.job.n]:
+            self._prompts.pop(start, None)
         unfinished = [sequence for sequence in request.sequences if self._sequences.pop(sequence, None) is not None]
         if unfinished:
             self._tokenizers[request.tokenizer].send(Abort(unfinished))
@@ -245,7 +253,7 @@ class EngineClient:
             case Pieces(pieces):
                 self._dispatch_pieces(pieces)
             case Accepted(sequences, prompt_ids):
-                request = self._sequences.get(sequences[0])
+                request = self._prompts.pop(sequences[0], None)
                 if request is not None:
                     request.accept(len(prompt_ids) // ID_BYTES)
             case Refused():
@@ -269,14 +277,15 @@ class EngineClient:
             request.put(piece)
 
     def _dispatch_refused(self, refused: Refused) -> None:
+        self._prompts.pop(refused.sequences[0], None)
         for sequence in refused.sequences:
             request = self._sequences.pop(sequence, None)
             if request is not None:
                 job = request.job
-                param = job.field_names.get(refused.field, refused.field)
-                if param == "prompt" and len(job.prompts) > 1:
-                    param = f"prompt.{(sequence - request.sequences.start) // job.n}"
-                request.fail(invalid(param, refused.message))
+                names = dict(job.field_names)
+                if len(job.prompts) > 1:
+                    names["prompt"] = f"prompt.{(sequence - request.sequences.start) // job.n}"
+                request.fail(invalid_request(InvalidRequest(refused.field, refused.message), names))
 
     def shut_down(self, reason: str | None) -> None:
         """End every open request with an error and admit no other."""
@@ -291,6 +300,7 @@ class EngineClient:
             {
                 "open_requests": len(self._open),
                 "open_sequences": len(self._sequences),
+                "open_prompts": len(self._prompts),
                 "open_queries": len(self._queries),
                 "dropped_pieces": self._dropped_pieces,
                 "dropped_reports": self._dropped_reports,

@@ -55,7 +55,11 @@ def invalid(param: str | None, message: str) -> ApiError:
 
 def invalid_request(error: InvalidRequest, field_names: Mapping[str, str] | None = None) -> ApiError:
     """The one error of `core`, under the name that the client used for the field."""
-    return invalid((field_names or {}).get(error.field, error.field), error.message)
+    name = (field_names or {}).get(error.field, error.field)
+    message = error.message
+    if message.startswith(f"{error.field} "):
+        message = name + message.removeprefix(error.field)
+    return invalid(name, message)
 
 
 def too_large(limit: int) -> ApiError:

@@ -1,0 +1,1 @@
+"""Workloads and measuring code that the scripts in benchmark/ share."""

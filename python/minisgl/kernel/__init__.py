@@ -1,0 +1,1 @@
+"""Fused operations: the interface, the torch reference, and the CUDA kernels of csrc/."""

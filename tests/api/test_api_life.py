@@ -1,0 +1,347 @@
+"""A request's life: however it ends, it ends once, and nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from api_harness import MODEL, RunningServer
+from api_sse import parse_events
+from fake_engine import answer, wait_until
+
+from minisgl.message.to_api import Accepted, Piece, Pieces
+from minisgl.message.to_tokenizer import Abort, Generate
+from minisgl.message.types import pack_ids
+
+CHAT = "/v1/chat/completions"
+
+
+def chat(text: str, **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
+
+
+class RawClient:
+    """A client that can be rude: half a request, no reading, sudden ends."""
+
+    def __init__(self, server: RunningServer, receive_buffer: int | None = None) -> None:
+        self.socket = socket.socket()
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.settimeout(5)
+        self.socket.connect(("127.0.0.1", server.port))
+
+    def post(self, path: str, body: dict[str, Any], *, cut: int = 0) -> None:
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+        self.socket.sendall(head.encode() + data[: len(data) - cut])
+
+    def read_until(self, mark: bytes) -> bytes:
+        data = b""
+        while mark not in data:
+            received = self.socket.recv(65536)
+            assert received, data
+            data += received
+        return data
+
+    def read_all(self) -> bytes:
+        data = b""
+        while received := self.socket.recv(65536):
+            data += received
+        return data
+
+    def leave(self, *, reset: bool = False) -> None:
+        if reset:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
+
+
+def check_aborted_once(server: RunningServer) -> None:
+    """Every sequence that was sent was aborted, once, and nothing of it is left."""
+    sequences = [sequence for generate in server.engine.of_type(Generate) for sequence in generate.sequences]
+    assert sequences
+    server.assert_idle()
+    wait_until(lambda: bool(server.engine.of_type(Abort)))
+    time.sleep(0.05)
+    aborted = [sequence for abort in server.engine.of_type(Abort) for sequence in abort.sequences]
+    assert sorted(aborted) == sorted(sequences)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_leaves_while_waiting_for_tokens(server: RunningServer, stream: bool, reset: bool) -> None:
+    client = RawClient(server)
+    client.post(CHAT, chat("hold", stream=stream, n=3))
+    server.engine.wait_for(Generate)
+    client.leave(reset=reset)
+    check_aborted_once(server)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/generate"])
+@pytest.mark.parametrize("reset", [False, True])
+def test_client_leaves_in_the_middle_of_a_stream(server: RunningServer, path: str, reset: bool) -> None:
+    client = RawClient(server)
+    client.post(path, {**chat("endless"), "prompt": "endless", "stream": True})
+    client.read_until(b"data: ")
+    client.leave(reset=reset)
+    check_aborted_once(server)
+
+
+def test_client_leaves_a_whole_answer_that_is_being_made(server: RunningServer) -> None:
+    client = RawClient(server)
+    client.post(CHAT, chat("endless"))
+    server.engine.wait_for(Generate)
+    client.leave()
+    check_aborted_once(server)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_leaves_before_its_prompt_is_tokenized(server: RunningServer, stream: bool) -> None:
+    client = RawClient(server)
+    client.post(CHAT, chat("silent", stream=stream))
+    server.engine.wait_for(Generate)
+    client.leave()
+    check_aborted_once(server)
+
+
+def test_client_leaves_while_sending(server: RunningServer) -> None:
+    client = RawClient(server)
+    client.post(CHAT, chat("endless"), cut=5)
+    time.sleep(0.05)
+    client.leave()
+    server.assert_idle()
+    assert not server.engine.of_type(Generate)
+
+
+def test_sdk_closes_a_stream(server: RunningServer) -> None:
+    stream = server.sdk.chat.completions.create(**chat("endless"), stream=True)
+    for index, _ in enumerate(stream):
+        if index == 5:
+            break
+    stream.close()
+    check_aborted_once(server)
+
+
+def test_client_is_freed_within_a_step(server: RunningServer) -> None:
+    """From the client's end to the abort: no polling in between."""
+    times = []
+    for _ in range(5):
+        client = RawClient(server)
+        client.post(CHAT, chat("endless", stream=True))
+        client.read_until(b"data: ")
+        before = len(server.engine.of_type(Abort))
+        start = time.perf_counter()
+        client.leave()
+        server.engine.wait_for(Abort, before + 1)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.05, times
+
+
+def test_no_abort_for_what_has_ended(server: RunningServer) -> None:
+    for stream in (False, True):
+        assert server.post(CHAT, json=chat("x", stream=stream, n=2)).status_code == 200
+    server.assert_idle()
+    assert not server.engine.of_type(Abort)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_what_has_not_ended_is_aborted(server: RunningServer, stream: bool) -> None:
+    """One prompt of the list fails: the others end with it."""
+    body = {"prompt": ["fail a", "endless b", "hold c"], "stream": stream}
+    response = server.post("/v1/completions", json=body)
+    failed, endless, hold = (generate.sequences[0] for generate in server.engine.of_type(Generate))
+    assert "the generation failed" in response.text
+    server.assert_idle()
+    (abort,) = server.engine.wait_for(Abort)
+    assert abort.sequences == [endless, hold]
+    assert failed not in abort.sequences
+
+
+def test_engine_error_in_a_stream(server: RunningServer) -> None:
+    response = server.post(CHAT, json=chat("fail", stream=True))
+    assert response.status_code == 200
+    *chunks, last = parse_events(response.text)
+    assert chunks
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+    assert last["error"]["type"] == "server_error"
+    with pytest.raises(openai.APIError, match="failed"):
+        list(server.sdk.chat.completions.create(**chat("fail"), stream=True))
+
+
+def test_engine_error_in_a_whole_answer(server: RunningServer) -> None:
+    response = server.post(CHAT, json=chat("fail"))
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_abort_by_the_engine_is_an_error(server: RunningServer, stream: bool) -> None:
+    client = RawClient(server)
+    client.post(CHAT, chat("hold", stream=stream))
+    (generate,) = server.engine.wait_for(Generate)
+    server.engine.say(Pieces([Piece(generate.sequences[0], b"", "", "abort")]))
+    assert b'"error"' in client.read_all()
+    server.assert_idle()
+    assert not server.engine.of_type(Abort)
+
+
+def test_late_pieces_are_dropped_and_counted(server: RunningServer) -> None:
+    dropped = server.counts()["dropped_pieces"]
+    late = [Piece(10**9, pack_ids([1]), "x"), Piece(10**9 + 1, pack_ids([1]), "x", "stop")]
+    server.engine.say(Pieces(late))
+    wait_until(lambda: server.counts()["dropped_pieces"] == dropped + 2)
+    server.assert_idle()
+
+
+def test_pieces_may_overtake_accepted(server: RunningServer) -> None:
+    """They come from different processes, so nothing orders them: the answer is whole all the same."""
+    for stream in (False, True):
+        server.engine.received.clear()
+        client = RawClient(server)
+        client.post(CHAT, chat("silent", stream=stream, stream_options={"include_usage": True} if stream else None))
+        (generate,) = server.engine.wait_for(Generate)
+        server.engine.say(Pieces([Piece(generate.sequences[0], pack_ids([1]), "text", "stop", 2)]))
+        time.sleep(0.02)
+        server.engine.say(Accepted(generate.sequences, pack_ids([1, 2, 3])))
+        data = client.read_all()
+        assert b"text" in data
+        assert b'"prompt_tokens":3' in data
+        assert b'"cached_tokens":2' in data
+
+
+def test_too_many_sequences(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server(max_queued_sequences=4)
+    clients = [RawClient(server) for _ in range(2)]
+    for client in clients:
+        client.post(CHAT, chat("hold", n=2))
+    server.engine.wait_for(Generate, 2)
+    refused = server.post(CHAT, json=chat("x", stream=True))
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "overloaded"
+    assert server.get("/health").status_code == 200
+    for client in clients:
+        client.leave()
+    server.assert_idle()
+    assert server.post(CHAT, json=chat("x", n=4)).status_code == 200
+    never = server.post(CHAT, json=chat("x", n=5))
+    assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
+
+
+def test_slow_client_gets_merged_events_and_blocks_nobody(server: RunningServer) -> None:
+    """The tokens of a client that does not read wait as one delta, and it gets all of them in the end."""
+    slow = RawClient(server, receive_buffer=4096)
+    num_tokens = 1500
+    slow.post(CHAT, chat("big", stream=True, max_tokens=num_tokens))  # 30 MB: more than any socket buffer holds
+    server.engine.wait_for(Generate)
+    start = time.monotonic()
+    quick = server.post(CHAT, json=chat("quick", stream=True, max_tokens=50))
+    assert len(parse_events(quick.text)) > 25
+    assert time.monotonic() - start < 5
+    wait_until(lambda: server.counts()["open_sequences"] == 0, 10)  # the engine is done with it
+    assert server.counts()["open_requests"] == 1
+    data = slow.read_all()
+    assert data.count(b"x" * 20_000) <= data.count(b"data: ") * num_tokens
+    assert data.count(b"data: ") < num_tokens / 2, "tokens were merged"
+    assert data.count(b"x") >= 20_000 * num_tokens, "nothing was lost"
+    server.assert_idle()
+
+
+def test_slow_client_leaves(server: RunningServer) -> None:
+    slow = RawClient(server, receive_buffer=4096)
+    slow.post(CHAT, chat("big", stream=True, max_tokens=4000))
+    server.engine.wait_for(Generate)
+    time.sleep(0.2)
+    slow.leave(reset=True)
+    server.assert_idle()
+
+
+def test_shutdown_with_open_requests(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server()
+    streaming, held, whole = (RawClient(server) for _ in range(3))
+    streaming.post(CHAT, chat("endless", stream=True))
+    head = streaming.read_until(b"data: ")
+    held.post(CHAT, chat("silent", stream=True))
+    whole.post(CHAT, chat("endless"))
+    server.engine.wait_for(Generate, 3)
+    server.call(lambda: server.client.shut_down("a worker died"))
+    data = head + streaming.read_all()
+    assert b'data: {"error":{"message":"the server is shutting down: a worker died"' in data
+    assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    for client in (held, whole):
+        answered = client.read_all()
+        assert b" 503 " in answered
+        assert b"retry-after" in answered
+        assert b"a worker died" in answered
+    assert server.get("/health").status_code == 503
+    assert server.post(CHAT, json=chat("x")).status_code == 503
+    server.assert_idle()
+
+
+def test_200_concurrent_streams(server: RunningServer) -> None:
+    """Each gets its own answer, whole."""
+
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=30) as sdk:
+
+            async def one(index: int) -> str:
+                text = ""
+                stream = await sdk.chat.completions.create(**chat(f"p{index}"), stream=True, max_tokens=20)
+                async for chunk in stream:
+                    for choice in chunk.choices:
+                        text += choice.delta.content or ""
+                return text
+
+            return list(await asyncio.gather(*(one(index) for index in range(200))))
+
+    assert asyncio.run(main()) == [answer(f"p{index}", 0, 20) for index in range(200)]
+    server.assert_idle()
+    assert not server.engine.of_type(Abort)
+
+
+def test_200_cut_streams(server: RunningServer) -> None:
+    clients = [RawClient(server) for _ in range(200)]
+    for client in clients:
+        client.post(CHAT, chat("endless", stream=True))
+    for client in clients:
+        client.read_until(b"data: ")
+        client.leave(reset=True)
+    check_aborted_once(server)
+
+
+def test_server_info(server: RunningServer) -> None:
+    info = server.get("/server_info").json()
+    assert info["complete"] is True
+    assert info["processes"].keys() == {"api", "tokenizer-0", "scheduler", "detokenizer"}
+    assert info["processes"]["api"]["open_requests"] == 0
+    assert info["limits"] == {"max_seq_len": 4096, "vocab_size": 1000}
+    assert info["config"]["model_name"] == MODEL
+
+
+def test_server_info_of_several_tokenizers(start_server: Callable[..., RunningServer]) -> None:
+    info = start_server(num_tokenizers=3).get("/server_info").json()
+    assert {f"tokenizer-{index}" for index in range(3)} <= info["processes"].keys()
+
+
+def test_server_info_when_a_process_is_silent(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl.server.api.app.SERVER_INFO_TIMEOUT", 0.1)
+    monkeypatch.setattr(server.engine, "answers_queries", False)
+    info = server.get("/server_info").json()
+    assert info["complete"] is False
+    assert info["processes"].keys() == {"api"}
+    server.assert_idle()
+
+
+def test_models_health_version(server: RunningServer) -> None:
+    assert [model.id for model in server.sdk.models.list()] == [MODEL]
+    model = server.sdk.models.retrieve(MODEL)
+    assert (model.object, model.owned_by) == ("model", "minisgl")
+    assert server.get(f"/v1/models/{MODEL}").json()["max_model_len"] == 4096
+    assert server.get("/health").json() == {"status": "ok"}
+    assert server.get("/version").json()["version"]

@@ -1,0 +1,240 @@
+"""The detokenizer's promises: every sequence finishes once, every id is delivered, no state is left."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from minisgl.core import FinishReason
+from minisgl.message.to_api import Piece
+from minisgl.message.to_detokenizer import End, Open, StepOutput
+from minisgl.message.to_scheduler import Stopped
+from minisgl.message.types import TextOptions, pack_ids, unpack_ids
+from minisgl.tokenizer.detokenizer import Detokenizer
+from minisgl.tokenizer.incremental import make_decoder
+from tokenizer import small
+from tokenizer.test_stop_strings import oracle
+
+TOKENIZER = small.byte_level()
+DECODER = make_decoder(TOKENIZER)
+EOS = TOKENIZER.token_to_id("</s>")
+assert EOS is not None
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text).ids
+
+
+def step(
+    *tokens: tuple[int, int], opened: dict[int, TextOptions] | None = None, ended: list[End] | None = None
+) -> StepOutput:
+    return StepOutput(
+        [Open(sequence, options) for sequence, options in (opened or {}).items()],
+        [sequence for sequence, _ in tokens],
+        pack_ids([token for _, token in tokens]),
+        ended or [],
+    )
+
+
+def opened(*stop: str) -> Detokenizer:
+    """A detokenizer with sequence 1 open."""
+    detokenizer = Detokenizer(DECODER)
+    detokenizer.apply(step(opened={1: TextOptions(stop=stop)}))
+    return detokenizer
+
+
+def test_text_and_ids_come_at_once() -> None:
+    detokenizer = Detokenizer(DECODER)
+    h, e, *_ = (TOKENIZER.token_to_id(letter) for letter in "hello")
+    pieces, stopped = detokenizer.apply(step((1, h), (2, e), opened={1: TextOptions(), 2: TextOptions()}))
+    assert pieces == [Piece(1, pack_ids([h]), "h"), Piece(2, pack_ids([e]), "e")]
+    assert stopped == []
+    pieces, _ = detokenizer.apply(step((2, h), ended=[End(1, "length", cached_tokens=7)]))
+    assert pieces == [Piece(2, pack_ids([h]), "h"), Piece(1, b"", "", "length", 7)]
+    assert detokenizer.open_sequences == 1
+
+
+def test_ids_come_while_text_is_held_back() -> None:
+    detokenizer = opened()
+    first, *rest = ids_of("世")
+    assert detokenizer.apply(step((1, first)))[0] == [Piece(1, pack_ids([first]), "")]
+    texts = [detokenizer.apply(step((1, token)))[0][0].text for token in rest]
+    assert "".join(texts) == "世"
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
+def test_lesson_07_tail_of_a_sequence_is_flushed(reason: FinishReason) -> None:
+    detokenizer = opened("no such")
+    first = ids_of("世")[0]
+    detokenizer.apply(step((1, first)))
+    letter = ids_of("n")[0]
+    pieces, _ = detokenizer.apply(step((1, letter), ended=[End(1, reason)]))
+    assert pieces == [Piece(1, pack_ids([letter]), "\ufffdn", reason)]
+
+
+def test_lesson_07_two_tokens_in_one_message() -> None:
+    detokenizer = opened()
+    tokens = [(1, token) for token in ids_of("ab世c")]
+    pieces, _ = detokenizer.apply(step(*tokens))
+    assert pieces == [Piece(1, pack_ids([token for _, token in tokens]), "ab世c")]
+
+
+def test_lesson_11_late_token_creates_no_state() -> None:
+    detokenizer = opened()
+    letter = ids_of("a")[0]
+    detokenizer.apply(step((1, letter), ended=[End(1, "stop", stop_token=letter)]))
+    assert detokenizer.apply(step((1, letter), (5, letter), ended=[End(5, "abort")])) == ([], [])
+    assert detokenizer.open_sequences == 0
+    assert detokenizer.dropped_tokens == 2
+
+
+def test_lesson_19_stop_token_is_an_id_but_no_text() -> None:
+    letter, other = ids_of("ab")
+    detokenizer = opened()
+    pieces, _ = detokenizer.apply(step((1, letter), (1, other), ended=[End(1, "stop", 3, stop_token=other)]))
+    assert pieces == [Piece(1, pack_ids([letter, other]), "a", "stop", 3, other)]
+
+
+def test_special_tokens_are_text_if_asked_for() -> None:
+    detokenizer = Detokenizer(DECODER)
+    options = {1: TextOptions(skip_special_tokens=False), 2: TextOptions()}
+    pieces, _ = detokenizer.apply(step((1, EOS), (2, EOS), opened=options))
+    assert [piece.text for piece in pieces] == ["</s>", ""]
+
+
+def test_stop_string_over_tokens() -> None:
+    detokenizer = opened("##", "lo w")
+    shown = ""
+    for token in [*ids_of("hel"), *ids_of("lo"), *ids_of(" ")]:
+        pieces, stopped = detokenizer.apply(step((1, token)))
+        assert stopped == []
+        assert pieces[0].finish is None
+        shown += pieces[0].text
+    assert shown == "hel"
+    last = ids_of("w")[0]
+    pieces, stopped = detokenizer.apply(step((1, last), (1, last)))
+    assert pieces == [Piece(1, pack_ids([last]), "", "stop", 0, "lo w")]
+    assert stopped == [Stopped(1)]
+    # The scheduler hears of it some steps later: nothing more is said, and the state is freed by the End alone.
+    assert detokenizer.apply(step((1, last))) == ([], [])
+    assert detokenizer.open_sequences == 1
+    assert detokenizer.apply(step((1, last), ended=[End(1, "stop")])) == ([], [])
+    assert detokenizer.open_sequences == detokenizer.dropped_tokens == 0
+
+
+def test_stop_string_and_end_in_one_step() -> None:
+    detokenizer = opened("ab")
+    tokens = ids_of("xab") + ids_of("y")
+    pieces, stopped = detokenizer.apply(step(*((1, token) for token in tokens), ended=[End(1, "length", 4)]))
+    assert pieces == [Piece(1, pack_ids(tokens[:3]), "x", "stop", 4, "ab")]
+    assert stopped == []  # the scheduler has ended it already
+    assert detokenizer.open_sequences == 0
+
+
+def test_stop_string_in_what_was_held_back() -> None:
+    detokenizer = opened("\ufffd")
+    first = ids_of("世")[0]
+    detokenizer.apply(step((1, first)))
+    pieces, stopped = detokenizer.apply(step(ended=[End(1, "length")]))
+    assert pieces == [Piece(1, b"", "", "stop", 0, "\ufffd")]
+    assert stopped == []
+
+
+class Machine(RuleBasedStateMachine):
+    """Any mixture of sequences, steps and late messages, against decoding each sequence's ids at once."""
+
+    sequences = Bundle("sequences")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.detokenizer = Detokenizer(DECODER)
+        self.next = 0
+        self.options: dict[int, TextOptions] = {}
+        self.sent: dict[int, list[int]] = defaultdict(list)
+        self.pieces: dict[int, list[Piece]] = defaultdict(list)
+        self.stopped: set[int] = set()
+        self.ends: dict[int, End] = {}
+        self.late = 0
+
+    def apply(self, message: StepOutput) -> None:
+        for sequence, token in zip(message.sequences, unpack_ids(message.tokens).tolist(), strict=True):
+            self.sent[sequence].append(token)
+        self.ends |= {end.sequence: end for end in message.ended}
+        pieces, stopped = self.detokenizer.apply(message)
+        assert len({piece.sequence for piece in pieces}) == len(pieces)
+        for piece in pieces:
+            earlier = self.pieces[piece.sequence]
+            assert all(before.finish is None for before in earlier)
+            earlier.append(piece)
+        for stop in stopped:
+            assert stop.sequence not in self.stopped
+            assert self.pieces[stop.sequence][-1].finish == "stop"
+            self.stopped.add(stop.sequence)
+        for end in message.ended:
+            self.check(end.sequence)
+
+    @rule(
+        target=sequences,
+        stop=st.lists(st.text("abhelo wé#\ufffd", min_size=1, max_size=4), max_size=2).map(tuple),
+        skip=st.booleans(),
+    )
+    def open(self, stop: tuple[str, ...], skip: bool) -> int:
+        self.next += 1
+        self.options[self.next] = TextOptions(stop, skip)
+        self.apply(step(opened={self.next: self.options[self.next]}))
+        return self.next
+
+    @rule(
+        open_now=st.lists(sequences, max_size=6),
+        ending=st.lists(consumes(sequences), max_size=2, unique=True),
+        data=st.data(),
+        reason=st.sampled_from(["length", "abort", "error", "token"]),
+        texts=st.lists(st.text("abhelo wé#世👍", min_size=1, max_size=3), min_size=1, max_size=4),
+    )
+    def step(
+        self, open_now: list[int], ending: list[int], data: st.DataObject, reason: str, texts: list[str]
+    ) -> None:
+        ids = [token for text in texts for token in ids_of(text)] + [EOS, 10_000]
+        receivers = [sequence for sequence in open_now + ending if sequence not in self.ends]
+        tokens = [(sequence, data.draw(st.sampled_from(ids))) for sequence in receivers]
+        ended = []
+        for sequence in ending:
+            last = next((token for receiver, token in reversed(tokens) if receiver == sequence), None)
+            by_token = last if reason == "token" else None
+            ended.append(End(sequence, "stop" if reason == "token" else reason, sequence % 5, by_token))
+        self.apply(step(*tokens, ended=ended))
+
+    @rule(token=st.integers(0, 300), past=st.integers(0, 3))
+    def late_message(self, token: int, past: int) -> None:
+        sequence = next((sequence for sequence in self.ends if sequence % 4 == past), self.next + 100)
+        assert self.detokenizer.apply(step((sequence, token), ended=[End(sequence, "abort")])) == ([], [])
+        self.late += 1
+
+    def check(self, sequence: int) -> None:
+        """At its End a sequence has said everything."""
+        end, options, sent = self.ends[sequence], self.options[sequence], self.sent[sequence]
+        *_, last = pieces = self.pieces[sequence]
+        text = "".join(piece.text for piece in pieces)
+        got = [int(token) for piece in pieces for token in unpack_ids(piece.ids)]
+        assert got == sent[: len(got)]
+        by_string = last.finish == "stop" and isinstance(last.stop_reason, str)
+        to_text = got if end.stop_token is None or (by_string and len(got) < len(sent)) else sent[:-1]
+        full = TOKENIZER.decode(to_text, skip_special_tokens=options.skip_special_tokens)
+        assert (text, last.stop_reason if by_string else None) == oracle(full, options.stop)
+        if not by_string:
+            assert got == sent
+            assert (last.finish, last.stop_reason) == (end.reason, end.stop_token)
+            assert last.cached_tokens == end.cached_tokens
+
+    @invariant()
+    def state_is_what_is_open(self) -> None:
+        assert self.detokenizer.open_sequences == self.next - len(self.ends)
+        assert self.detokenizer.dropped_tokens == self.late
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)

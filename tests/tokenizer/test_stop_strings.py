@@ -1,0 +1,93 @@
+"""Stop strings: found wherever the text is cut, never shown, and nothing held back without need."""
+
+from __future__ import annotations
+
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl.core import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from minisgl.tokenizer.stop import StopMatcher
+
+STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple)
+PIECES = st.lists(st.text("ab\nc", max_size=6), max_size=12)
+
+
+def oracle(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
+    """Read one character after the other, and end as soon as the text ends with a stop string: the longest."""
+    for end in range(len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def run(stops: tuple[str, ...], pieces: list[str]) -> tuple[list[str], str | None]:
+    matcher = StopMatcher(stops)
+    shown = []
+    for piece in pieces:
+        text, stop = matcher.feed(piece)
+        shown.append(text)
+        if stop is not None:
+            return shown, stop
+    shown.append(matcher.flush())
+    return shown, None
+
+
+@settings(max_examples=500)
+@given(stops=STOPS, pieces=PIECES)
+def test_oracle(stops: tuple[str, ...], pieces: list[str]) -> None:
+    shown, stop = run(stops, pieces)
+    assert ("".join(shown), stop) == oracle("".join(pieces), stops)
+
+
+@settings(max_examples=300)
+@given(stops=STOPS, pieces=PIECES)
+def test_held_back_is_what_may_be_a_stop_string(stops: tuple[str, ...], pieces: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    received = shown = ""
+    for piece in pieces:
+        text, stop = matcher.feed(piece)
+        received += piece
+        shown += text
+        if stop is not None:
+            assert received.startswith(shown + stop)
+            return
+        assert received.startswith(shown)
+        possible = [size for size in range(len(received) + 1) if begins(received[len(received) - size :], stops)]
+        assert len(received) - len(shown) == max(possible)
+
+
+def begins(end: str, stops: tuple[str, ...]) -> bool:
+    return any(len(end) < len(stop) and stop.startswith(end) for stop in stops)
+
+
+@settings(max_examples=200)
+@given(stops=STOPS, pieces=PIECES)
+def test_the_same_however_the_text_is_cut(stops: tuple[str, ...], pieces: list[str]) -> None:
+    text = "".join(pieces)
+    results = [run(stops, cut) for cut in (pieces, [text], list(text))]
+    assert len({("".join(shown), stop) for shown, stop in results}) == 1
+
+
+def test_examples() -> None:
+    assert run(("STOP",), ["a ST", "OP b"]) == (["a ", ""], "STOP")
+    assert run(("STOP",), ["a ST", "ART"]) == (["a ", "START", ""], None)
+    assert run(("STOP",), ["a ST"]) == (["a ", "ST"], None)
+    assert run(("\n\n",), ["x\n", "\n", "y"]) == (["x", ""], "\n\n")
+    assert run(("abcd", "bc"), ["xabcd"]) == (["xa"], "bc")  # complete first
+    assert run(("bc", "abc"), ["xabc"]) == (["x"], "abc")  # as soon, and longer
+    assert run(("世界",), ["hello 世", "界!"]) == (["hello ", ""], "世界")
+
+
+def test_the_worst_stop_strings_are_cheap() -> None:
+    """As many and as long as allowed, and text that almost matches all the time."""
+    stops = tuple("a" * (MAX_STOP_STRING_CHARS - 1 - i) + "b" for i in range(MAX_STOP_STRINGS))
+    matcher = StopMatcher(stops)
+    begin = time.perf_counter()
+    for _ in range(500):
+        assert matcher.feed("aaaa")[1] is None
+        matcher.feed("ac")
+    assert time.perf_counter() - begin < 2.0
