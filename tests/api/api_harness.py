@@ -1,9 +1,11 @@
-"""A real server on a real socket, in a thread, with the scripted engine behind it."""
+"""A real server on a real socket, in a thread, with the scripted engine behind it, and a client that can be rude."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -31,7 +33,7 @@ def make_config(**changes: Any) -> ServerConfig:
 
 
 def listening_socket() -> socket.socket:
-    sock = socket.socket()
+    sock = socket.socket(proto=socket.IPPROTO_TCP)  # named, or asyncio does not set TCP_NODELAY
     sock.bind(("127.0.0.1", 0))
     return sock
 
@@ -116,3 +118,38 @@ class RunningServer:
         """Nothing of any request is left."""
         names = ("open_requests", "open_sequences", "open_prompts", "open_queries")
         wait_until(lambda: not any(self.counts()[name] for name in names), timeout)
+
+
+class RawClient:
+    """A client that can be rude: half a request, no reading, sudden ends."""
+
+    def __init__(self, port: int, receive_buffer: int | None = None) -> None:
+        self.socket = socket.socket()
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.settimeout(5)
+        self.socket.connect(("127.0.0.1", port))
+
+    def post(self, path: str, body: dict[str, Any], *, cut: int = 0) -> None:
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+        self.socket.sendall(head.encode() + data[: len(data) - cut])
+
+    def read_until(self, mark: bytes) -> bytes:
+        data = b""
+        while mark not in data:
+            received = self.socket.recv(65536)
+            assert received, data
+            data += received
+        return data
+
+    def read_all(self) -> bytes:
+        data = bytearray()
+        while received := self.socket.recv(2**20):
+            data += received
+        return bytes(data)
+
+    def leave(self, *, reset: bool = False) -> None:
+        if reset:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()

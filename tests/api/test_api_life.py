@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
-import struct
 import time
 from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
-from api_harness import MODEL, RunningServer
+from api_harness import MODEL, RawClient, RunningServer
 from api_sse import parse_events
 from fake_engine import answer, wait_until
 
@@ -25,41 +22,6 @@ CHAT = "/v1/chat/completions"
 
 def chat(text: str, **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
-
-
-class RawClient:
-    """A client that can be rude: half a request, no reading, sudden ends."""
-
-    def __init__(self, server: RunningServer, receive_buffer: int | None = None) -> None:
-        self.socket = socket.socket()
-        if receive_buffer is not None:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        self.socket.settimeout(5)
-        self.socket.connect(("127.0.0.1", server.port))
-
-    def post(self, path: str, body: dict[str, Any], *, cut: int = 0) -> None:
-        data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
-        self.socket.sendall(head.encode() + data[: len(data) - cut])
-
-    def read_until(self, mark: bytes) -> bytes:
-        data = b""
-        while mark not in data:
-            received = self.socket.recv(65536)
-            assert received, data
-            data += received
-        return data
-
-    def read_all(self) -> bytes:
-        data = b""
-        while received := self.socket.recv(65536):
-            data += received
-        return data
-
-    def leave(self, *, reset: bool = False) -> None:
-        if reset:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.socket.close()
 
 
 def check_aborted_once(server: RunningServer) -> None:
@@ -76,7 +38,7 @@ def check_aborted_once(server: RunningServer) -> None:
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_leaves_while_waiting_for_tokens(server: RunningServer, stream: bool, reset: bool) -> None:
-    client = RawClient(server)
+    client = RawClient(server.port)
     client.post(CHAT, chat("hold", stream=stream, n=3))
     server.engine.wait_for(Generate)
     client.leave(reset=reset)
@@ -86,7 +48,7 @@ def test_client_leaves_while_waiting_for_tokens(server: RunningServer, stream: b
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/generate"])
 @pytest.mark.parametrize("reset", [False, True])
 def test_client_leaves_in_the_middle_of_a_stream(server: RunningServer, path: str, reset: bool) -> None:
-    client = RawClient(server)
+    client = RawClient(server.port)
     client.post(path, {**chat("endless"), "prompt": "endless", "stream": True})
     client.read_until(b"data: ")
     client.leave(reset=reset)
@@ -94,7 +56,7 @@ def test_client_leaves_in_the_middle_of_a_stream(server: RunningServer, path: st
 
 
 def test_client_leaves_a_whole_answer_that_is_being_made(server: RunningServer) -> None:
-    client = RawClient(server)
+    client = RawClient(server.port)
     client.post(CHAT, chat("endless"))
     server.engine.wait_for(Generate)
     client.leave()
@@ -103,7 +65,7 @@ def test_client_leaves_a_whole_answer_that_is_being_made(server: RunningServer) 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_leaves_before_its_prompt_is_tokenized(server: RunningServer, stream: bool) -> None:
-    client = RawClient(server)
+    client = RawClient(server.port)
     client.post(CHAT, chat("silent", stream=stream))
     server.engine.wait_for(Generate)
     client.leave()
@@ -111,7 +73,7 @@ def test_client_leaves_before_its_prompt_is_tokenized(server: RunningServer, str
 
 
 def test_client_leaves_while_sending(server: RunningServer) -> None:
-    client = RawClient(server)
+    client = RawClient(server.port)
     client.post(CHAT, chat("endless"), cut=5)
     time.sleep(0.05)
     client.leave()
@@ -132,7 +94,7 @@ def test_client_is_freed_within_a_step(server: RunningServer) -> None:
     """From the client's end to the abort: no polling in between."""
     times = []
     for _ in range(5):
-        client = RawClient(server)
+        client = RawClient(server.port)
         client.post(CHAT, chat("endless", stream=True))
         client.read_until(b"data: ")
         before = len(server.engine.of_type(Abort))
@@ -182,7 +144,7 @@ def test_engine_error_in_a_whole_answer(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_abort_by_the_engine_is_an_error(server: RunningServer, stream: bool) -> None:
-    client = RawClient(server)
+    client = RawClient(server.port)
     client.post(CHAT, chat("hold", stream=stream))
     (generate,) = server.engine.wait_for(Generate)
     server.engine.say(Pieces([Piece(generate.sequences[0], b"", "", "abort")]))
@@ -203,7 +165,7 @@ def test_pieces_may_overtake_accepted(server: RunningServer) -> None:
     """They come from different processes, so nothing orders them: the answer is whole all the same."""
     for stream in (False, True):
         server.engine.received.clear()
-        client = RawClient(server)
+        client = RawClient(server.port)
         client.post(CHAT, chat("silent", stream=stream, stream_options={"include_usage": True} if stream else None))
         (generate,) = server.engine.wait_for(Generate)
         server.engine.say(Pieces([Piece(generate.sequences[0], pack_ids([1]), "text", "stop", 2)]))
@@ -217,7 +179,7 @@ def test_pieces_may_overtake_accepted(server: RunningServer) -> None:
 
 def test_too_many_sequences(start_server: Callable[..., RunningServer]) -> None:
     server = start_server(max_queued_sequences=4)
-    clients = [RawClient(server) for _ in range(2)]
+    clients = [RawClient(server.port) for _ in range(2)]
     for client in clients:
         client.post(CHAT, chat("hold", n=2))
     server.engine.wait_for(Generate, 2)
@@ -236,9 +198,9 @@ def test_too_many_sequences(start_server: Callable[..., RunningServer]) -> None:
 
 def test_slow_client_gets_merged_events_and_blocks_nobody(server: RunningServer) -> None:
     """The tokens of a client that does not read wait as one delta, and it gets all of them in the end."""
-    slow = RawClient(server, receive_buffer=4096)
-    num_tokens = 1500
-    slow.post(CHAT, chat("big", stream=True, max_tokens=num_tokens))  # 30 MB: more than any socket buffer holds
+    slow = RawClient(server.port, receive_buffer=2**16)
+    num_tokens = 800
+    slow.post(CHAT, chat("big", stream=True, max_tokens=num_tokens))  # 16 MB: more than any socket buffer holds
     server.engine.wait_for(Generate)
     start = time.monotonic()
     quick = server.post(CHAT, json=chat("quick", stream=True, max_tokens=50))
@@ -254,7 +216,7 @@ def test_slow_client_gets_merged_events_and_blocks_nobody(server: RunningServer)
 
 
 def test_slow_client_leaves(server: RunningServer) -> None:
-    slow = RawClient(server, receive_buffer=4096)
+    slow = RawClient(server.port, receive_buffer=4096)
     slow.post(CHAT, chat("big", stream=True, max_tokens=4000))
     server.engine.wait_for(Generate)
     time.sleep(0.2)
@@ -264,7 +226,7 @@ def test_slow_client_leaves(server: RunningServer) -> None:
 
 def test_shutdown_with_open_requests(start_server: Callable[..., RunningServer]) -> None:
     server = start_server()
-    streaming, held, whole = (RawClient(server) for _ in range(3))
+    streaming, held, whole = (RawClient(server.port) for _ in range(3))
     streaming.post(CHAT, chat("endless", stream=True))
     head = streaming.read_until(b"data: ")
     held.post(CHAT, chat("silent", stream=True))
@@ -306,7 +268,7 @@ def test_200_concurrent_streams(server: RunningServer) -> None:
 
 
 def test_200_cut_streams(server: RunningServer) -> None:
-    clients = [RawClient(server) for _ in range(200)]
+    clients = [RawClient(server.port) for _ in range(200)]
     for client in clients:
         client.post(CHAT, chat("endless", stream=True))
     for client in clients:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.tiny_tokenizer import save_byte_tokenizer
 
 from minisgl import LLM, SamplingParams
 
@@ -22,7 +23,6 @@ VOCAB = 5000
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3-0.6B of four layers and a small vocabulary, with a tokenizer of one token a character."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     path = tmp_path_factory.mktemp("qwen3")
@@ -44,12 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dtype="bfloat16",
     )
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    vocab = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    vocab.update({f"t{index}": index for index in range(len(vocab), VOCAB)})
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(path / "tokenizer.json"))
+    save_byte_tokenizer(path, VOCAB)
     return path
 
 

@@ -67,7 +67,7 @@ def test_qwen_any_ids(qwen: Tokenizer, qwen_decoder: TextDecoder, data: st.DataO
 
 
 @pytest.mark.parametrize("kind", small.KINDS)
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 @given(data=st.data(), skip=st.booleans())
 def test_any_ids_of_any_kind(kind: str, data: st.DataObject, skip: bool) -> None:
     tokenizer, decoder = pair(kind)
@@ -89,7 +89,7 @@ def test_any_text_of_any_kind(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama", "gemma"])
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 @given(data=st.binary(max_size=12))
 def test_runs_of_bytes(kind: str, data: bytes) -> None:
     """As bytes.decode for byte-level tokenizers: so Rust's from_utf8_lossy and Python agree on what is replaced."""

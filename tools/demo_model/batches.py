@@ -27,17 +27,17 @@ _CURRICULUM = (0.06, 0.35)  # the part of the training during which it grows
 IGNORED = -100
 
 _WEIGHTS = {
-    "recall": 0.24,
-    "copy": 0.14,
-    "tools": 0.14,
-    "json": 0.09,
-    "product": 0.08,
+    "recall": 0.25,
+    "copy": 0.13,
+    "tools": 0.13,
+    "json": 0.08,
+    "product": 0.09,
     "arithmetic": 0.05,
-    "counting": 0.06,
-    "weekdays": 0.03,
-    "spelling": 0.06,
+    "counting": 0.07,
+    "weekdays": 0.02,
+    "spelling": 0.05,
     "thinking": 0.05,
-    "unknown": 0.04,
+    "unknown": 0.06,
     "completion": 0.02,
 }
 

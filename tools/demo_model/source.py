@@ -1,7 +1,7 @@
 """Random draws for one side of the train/test split.
 
-A word, a number or a phrasing belongs to the training side or to the test side, never to both: words and
-numbers by a checksum, phrasings by their place in a list. A test case is therefore made of parts that the
+A word, a number or a phrasing belongs to the training side or to the test side, never to both: words,
+numbers and composed phrasings by a checksum, listed phrasings by their place. A test case is therefore made of parts that the
 model has not seen together with any answer.
 """
 
@@ -65,6 +65,19 @@ class Source:
             index = int(self.rng.random() * len(phrasings))
             if (index % PHRASE_PERIOD == PHRASE_PERIOD - 1) == self.test:
                 return phrasings[index]
+
+    def composition(self, *slots: Sequence[str]) -> str:
+        """A pattern of one alternative from each slot. Training never sees one in eight of all patterns.
+
+        Tests use those half of the time; for cases that are new in their words or numbers anyway.
+        """
+        if self.test and self.chance(0.5):
+            return "".join(self.pick(slot) for slot in slots)
+        return self.new_composition(*slots)
+
+    def new_composition(self, *slots: Sequence[str]) -> str:
+        """As `composition`, but in tests always one that training never sees."""
+        return self.on_this_side(lambda: "".join(self.pick(slot) for slot in slots))
 
     def on_this_side(self, draw: Callable[[], str]) -> str:
         """Draws until the result belongs to this side of the split."""

@@ -49,13 +49,13 @@ class ChatTemplates:
         if not messages:
             raise InvalidRequest("messages", "messages must have at least one message")
         variables: dict[str, Any] = {
-            **self._variables,
-            **template_kwargs,
             "messages": [_normalize(message) for message in messages],
             "tools": tools,
-            "documents": template_kwargs.get("documents"),
             "add_generation_prompt": add_generation_prompt,
         }
+        if reserved := variables.keys() & template_kwargs.keys():
+            raise InvalidRequest("chat_template_kwargs", f"{min(reserved)} cannot be given in chat_template_kwargs")
+        variables = {**self._variables, "documents": None, **template_kwargs, **variables}
         name = self._choose(tools)
         try:
             if name not in self._compiled:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from demo_model.case import Case
 from demo_model.source import Source, held_out
 
-_NUMBERS = (
+NUMBER_WORDS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
     "seventeen eighteen nineteen twenty"
 ).split()
@@ -21,27 +21,11 @@ _SIGNS = {
 }
 
 _QUESTIONS = [
-    "What is {}?",
-    "Calculate {}.",
-    "How much is {}?",
-    "{} = ?",
-    "Compute {}",
-    "{}",
-    "Tell me what {} is.",
-    "Please calculate {}.",
-    "What does {} give?",
-    "What's {}?",
-    "{} =",
-    "What is the result of {}?",
-    "Work out {}.",
-    "Can you calculate {}?",
-    "{}?",
-    "Solve {}.",
-    "what is {}",
-    "Please compute {}.",
-    "Give me the result of {}.",
-    "Do you know what {} is?",
-    "What do you get for {}?",
+    ["", "", "", "", "please ", "can you ", "now ", "and "],
+    ["what is {}", "what is {}", "what's {}", "calculate {}", "how much is {}", "compute {}", "{}", "{} =", "tell me what {} is"]
+    + ["what does {} give", "what is the result of {}", "work out {}", "solve {}", "give me the result of {}", "tell me {}"]
+    + ["do you know what {} is", "what do you get for {}", "I need {}", "the result of {}", "what do I get for {}"],
+    ["?", "?", ".", "", ", please?"],
 ]
 
 
@@ -51,9 +35,10 @@ def generate(source: Source) -> Case:
     left_text, right_text = str(left), str(right)
     spoken = source.pick(_SIGNS[sign])
     if max(left, right) <= 20 and spoken.isalpha() and source.chance(0.3):
-        left_text, right_text = _NUMBERS[left], _NUMBERS[right]
+        left_text, right_text = NUMBER_WORDS[left], NUMBER_WORDS[right]
     space = "" if not spoken[0].isalpha() and source.chance(0.15) else " "
-    question = source.new_phrase(_QUESTIONS).format(f"{left_text}{space}{spoken}{space}{right_text}")
+    question = source.new_composition(*_QUESTIONS).format(f"{left_text}{space}{spoken}{space}{right_text}")
+    question = question[0].upper() + question[1:]
     return Case(
         "arithmetic",
         [{"role": "user", "content": question}],

@@ -7,36 +7,22 @@ import string
 from demo_model.case import Case
 from demo_model.source import Source
 
-_INSTRUCTIONS = [
-    "Repeat exactly: {}",
-    "Copy this text: {}",
-    "Repeat after me: {}",
-    'Copy exactly: "{}"',
-    "Say: {}",
-    "Please repeat the following text:\n\n{}",
-    "Write exactly this: {}",
-    'Say "{}"',
-    "Echo: {}",
-    'Repeat the text "{}"',
-    "Repeat this text exactly:\n{}",
-    "Copy: {}",
-    "Echo the following: {}",
-    "Please copy this text exactly: {}",
-    'Please say "{}"',
-    "Repeat: {}",
-    "Output exactly the following text and nothing else:\n{}",
-    "Copy the text below.\n\n{}",
-    "Repeat the following: {}",
-    'Repeat word for word: "{}"',
-    "Repeat this: {}",
-    '"{}" - please repeat that.',
-    "Give this back to me unchanged: {}",
-    "Copy the following text exactly.\n\n{}",
-    "Type this: {}",
-    'Echo "{}"',
-    "{}\n\nRepeat the text above.",
-    "Write this text again: {}",
+_BEFORE_TEXT = [
+    ["", "", "", "", "please ", "can you ", "could you ", "I want you to ", "now "],
+    ["repeat", "copy", "write", "say", "echo", "type", "output", "print", "return", "give back", "reproduce"],
+    [" this", " this text", " the following", " the following text", " the text", " these words", " what follows", ""],
+    ["", "", " exactly", " word for word", " unchanged", " again", " once more", " as it is", " and nothing else"],
+    [": {}", ": {}", ":\n{}", ":\n\n{}", ': "{}"', ": '{}'", ".\n\n{}", ' "{}"'],
 ]
+_AFTER_TEXT = [
+    ["{}\n\n", "{}\n", '"{}" - ', '"{}"\n'],
+    ["", "please ", "now "],
+    ["repeat", "copy", "say", "write", "echo", "output"],
+    [" the text above", " this", " that", " the above"],
+    ["", " exactly", " word for word", " again"],
+    [".", "", ", please."],
+]
+_SHORT = ["Say {}", "Repeat after me: {}", 'Say "{}"', "Say: {}", "Echo: {}", "Repeat: {}", "Please repeat: {}", "Say '{}'"]
 
 _SCRIPTS = [
     "àáâäçèéêëìíîïñòóôöùúûüßæøåčšžłń",
@@ -54,14 +40,29 @@ _SCRIPTS = [
 
 
 def generate(source: Source) -> Case:
-    instruction = source.phrase(_INSTRUCTIONS)
+    instruction = _instruction(source)
     text = _text(source)
+    if "'" in instruction:
+        text = text.replace("'", "-")
     return Case(
         "copy",
         [{"role": "user", "content": instruction.format(text)}],
         text,
         "The user wants this text back, unchanged.",
     )
+
+
+def _instruction(source: Source) -> str:
+    kind = source.rng.random()
+    if kind < 0.6:
+        pattern = source.composition(*_BEFORE_TEXT)
+        return pattern[0].upper() + pattern[1:]
+    if kind < 0.75:
+        pattern = source.composition(*_AFTER_TEXT)
+        for verb in _AFTER_TEXT[2]:
+            pattern = pattern.replace(f"\n{verb}", f"\n{verb.capitalize()}")
+        return pattern
+    return source.pick(_SHORT)
 
 
 def _text(source: Source) -> str:

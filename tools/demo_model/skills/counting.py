@@ -3,73 +3,48 @@
 from __future__ import annotations
 
 from demo_model.case import Case
+from demo_model.skills.arithmetic import NUMBER_WORDS
 from demo_model.source import Source
 
-_COUNT_TO = [
-    "Count to {}.",
-    "Count from 1 to {}.",
-    "Please count to {}.",
-    "Can you count to {}?",
-    "Count up to {}",
-    "count to {}",
-    "Count from one to {}.",
-    "Write the numbers from 1 to {}.",
-    "List the numbers from 1 to {}.",
-    "Please count from 1 to {}.",
-    "Count to {}",
-    "Count up to {}, please.",
-    "Give me the numbers from 1 to {}.",
-    "Could you count to {}?",
+_COUNT = ["count", "please count", "can you count", "could you count", "I want you to count", "now count"] + [
+    "write the numbers",
+    "list the numbers",
+    "give me the numbers",
+    "say the numbers",
 ]
-_COUNT_BETWEEN = [
-    "Count from {} to {}.",
-    "Please count from {} to {}.",
-    "Write the numbers from {} to {}.",
-    "Start at {} and count to {}.",
-    "List the numbers from {} to {}.",
-    "count from {} to {}",
-    "Can you count from {} to {}?",
-]
+_MARK = [".", ".", "", "?", "!", ", please."]
+_COUNT_TO = [_COUNT, [" to {}", " to {}", " from 1 to {}", " from one to {}", " up to {}", " from 1 up to {}"], _MARK]
+_COUNT_BETWEEN = [_COUNT, [" from {} to {}", " from {} to {}", " from {} up to {}", " between {} and {}"], _MARK]
 _COUNT_DOWN = [
-    "Count down from {}.",
-    "Count backwards from {} to 1.",
-    "Count down from {} to 1.",
-    "Please count down from {}.",
-    "Count backwards from {}.",
-    "count down from {}",
-    "Can you count down from {}?",
+    _COUNT,
+    [" down from {}", " backwards from {}", " down from {} to 1", " backwards from {} to one", " from {} down to 1"],
+    _MARK,
 ]
 _LETTERS = [
-    "How many letters are in {}?",
-    "How many letters does {} have?",
-    "Count the letters of {}.",
-    "How many letters has {}?",
-    "How long is the word {}?",
-    "How many letters are there in {}?",
-    "How many letters are in the word {}?",
+    ["", "", "", "please tell me: ", "now ", "and "],
+    ["how many letters are in {}", "how many letters does {} have", "count the letters of {}", "count the letters in {}"]
+    + ["how many letters has {}", "how long is {}", "how many letters are there in {}", "what is the length of {}"],
+    ["?", "?", ".", "", ", please?"],
 ]
 _OCCURRENCES = [
-    "How many times does the letter {1} appear in {0}?",
-    "How often is the letter {1} in {0}?",
-    "How many {1}s are in {0}?",
-    "Count the letter {1} in {0}.",
-    "How many times does {1} occur in {0}?",
-    "How many letters {1} are in {0}?",
-    "How often does the letter {1} appear in {0}?",
+    ["", "", "", "please tell me: ", "now ", "and "],
+    ["how many times does the letter {1} appear in {0}", "how often is the letter {1} in {0}", "how many {1}s are in {0}"]
+    + ["count the letter {1} in {0}", "how many times does {1} occur in {0}", "how many letters {1} are in {0}"]
+    + ["how often does the letter {1} appear in {0}", "how many {1} are in {0}", "how many {1}'s are in {0}"]
+    + ["how many times is {1} in {0}", "how often does {1} occur in {0}"],
+    ["?", "?", ".", "", ", please?"],
 ]
 _ITEMS = [
-    "How many items are in this list: {}",
-    "Count the items: {}",
-    "How many words are there: {}",
-    "How many things are these: {}?",
-    "Count these: {}",
-    "How many items are these: {}?",
-    "How many items are in the list {}?",
+    ["", "", "", "please tell me: ", "now ", "and "],
+    ["how many items are in this list: {}", "count the items: {}", "how many words are there: {}", "count these: {}"]
+    + ["how many things are these: {}", "how many items are these: {}", "how many items are in the list {}"]
+    + ["count the words {}", "count the items of this list: {}", "how many are these: {}"],
+    ["?", ".", "", ""],
 ]
 
 
 def generate(source: Source) -> Case:
-    kind = source.pick([_count_to, _count_between, _count_down, _letters, _occurrences, _items])
+    kind = source.pick([_count_to, _count_between, _count_down, _letters, _occurrences, _occurrences, _items])
     question, answer, thought = kind(source)
     return Case("counting", [{"role": "user", "content": question}], answer, thought)
 
@@ -79,45 +54,59 @@ def _numbers(first: int, last: int) -> str:
     return ", ".join(str(number) for number in range(first, last + step, step))
 
 
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
 def _count_to(source: Source) -> tuple[str, str, str]:
     last = source.integer(2, 30)
-    return source.new_phrase(_COUNT_TO).format(last), _numbers(1, last), f"I count from 1 to {last}."
+    written = NUMBER_WORDS[last] if last <= 20 and source.chance(0.15) else str(last)
+    question = _capital(source.new_composition(*_COUNT_TO)).format(written)
+    return question, _numbers(1, last), f"I count from 1 to {last}."
 
 
 def _count_between(source: Source) -> tuple[str, str, str]:
     first = source.integer(1, 80)
     last = first + source.integer(1, 12)
-    return source.new_phrase(_COUNT_BETWEEN).format(first, last), _numbers(first, last), f"I count from {first} to {last}."
+    return _capital(source.new_composition(*_COUNT_BETWEEN)).format(first, last), _numbers(first, last), f"I count from {first} to {last}."
 
 
 def _count_down(source: Source) -> tuple[str, str, str]:
     first = source.integer(2, 20)
-    return source.new_phrase(_COUNT_DOWN).format(first), _numbers(first, 1), f"I count from {first} down to 1."
+    return _capital(source.new_composition(*_COUNT_DOWN)).format(first), _numbers(first, 1), f"I count from {first} down to 1."
 
 
-def _word(source: Source) -> tuple[str, str]:
-    """A word and how the question writes it."""
-    word = source.word()
-    return word, source.pick([word, f"'{word}'", f'"{word}"', f"the word {word}"])
+def _word(source: Source, word: str) -> str:
+    """How a question writes a word."""
+    return source.pick([word, f"'{word}'", f'"{word}"', f"the word {word}"])
 
 
 def _letters(source: Source) -> tuple[str, str, str]:
-    word, written = _word(source)
-    letters = "-".join(word)
-    thought = f"{letters}: I count the letters."
-    question = source.phrase(_LETTERS).format(written).replace("word the word", "word")
-    return question, f"The word {word} has {len(word)} letters.", thought
+    word = source.word()
+    question = _capital(source.composition(*_LETTERS)).format(_word(source, word))
+    return question, f"The word {word} has {len(word)} letters.", f"{'-'.join(word)}: I count the letters."
 
 
 def _occurrences(source: Source) -> tuple[str, str, str]:
-    word, written = _word(source)
-    letter = source.pick(word) if source.chance(0.85) else source.pick("abcdefghijklmnopqrstuvwxyz")
+    word = source.on_this_side(lambda: _repeated(source)) if source.chance(0.5) else source.word()
+    often = max(word, key=word.count)
+    letter = source.pick([often, source.pick(word), source.pick(word), source.pick("abcdefghijklmnopqrstuvwxyz")])
     count = word.count(letter)
     times = "1 time" if count == 1 else f"{count} times"
-    question = source.phrase(_OCCURRENCES).format(written, letter)
+    question = _capital(source.composition(*_OCCURRENCES)).format(_word(source, word), letter)
     return question, f"The letter {letter} appears {times} in {word}.", f"I look for {letter} in {'-'.join(word)}."
+
+
+def _repeated(source: Source) -> str:
+    """A word in which one letter was put in once or twice more."""
+    word = source.word()
+    letter = source.pick(word)
+    for _ in range(source.integer(1, 2)):
+        place = source.integer(0, len(word))
+        word = word[:place] + letter + word[place:]
+    return word
 
 
 def _items(source: Source) -> tuple[str, str, str]:
     items = [source.word() for _ in range(source.integer(2, 9))]
-    return source.phrase(_ITEMS).format(", ".join(items)), f"There are {len(items)} items.", "I count the items."
+    return _capital(source.composition(*_ITEMS)).format(", ".join(items)), f"There are {len(items)} items.", "I count the items."

@@ -12,31 +12,33 @@ from demo_model.skills.weekdays import DAYS
 
 Record = dict[str, Any]
 
-_WITH_SCHEMA = [
-    "Answer as JSON with this schema: {schema}\n{text}",
-    "{text}\nAnswer as JSON with this schema: {schema}",
-    "Extract the data as JSON. Schema: {schema}\nText: {text}",
-    "Return JSON that matches the schema {schema}\n\n{text}",
-    "{text}\n\nGive this as JSON. The schema is {schema}",
-    "Use this JSON schema: {schema}\nText: {text}",
-    "Fill this JSON schema from the text. {schema}\n{text}",
-    "Text: {text}\nSchema: {schema}\nAnswer with JSON only.",
-    "Turn the text into JSON.\nText: {text}\nJSON schema: {schema}",
-    "{text} Answer in JSON with the schema {schema}",
-    "Please answer as JSON. Schema:\n{schema}\nText:\n{text}",
-    "Write the following as JSON with the schema {schema}: {text}",
-    "Convert to JSON: {text}\nSchema: {schema}",
-    "Read the text and answer as JSON.\nSchema: {schema}\n\n{text}",
+_ASK = ["Answer as JSON", "Return JSON", "Give the data as JSON", "Extract the data as JSON", "Write it as JSON"] + [
+    "Turn the text into JSON",
+    "Reply in JSON",
+    "Please answer in JSON",
+    "Convert the text to JSON",
+    "Answer with JSON only",
 ]
-_WITH_KEYS = [
-    "Extract {keys} as JSON: {text}",
-    "{text}\nGive {keys} as JSON.",
-    "Return JSON with the keys {keys}. {text}",
-    "Answer as JSON with the keys {keys}: {text}",
-    "{text} Return a JSON object with {keys}.",
-    "Read this: {text}\nAnswer as JSON with {keys}.",
-    "{text}\nExtract {keys} as JSON.",
+_THE_SCHEMA = [
+    " with this schema: {schema}",
+    " with the schema {schema}",
+    " that matches the schema {schema}",
+    ". Schema: {schema}",
+    ". The schema is {schema}",
+    ".\nSchema:\n{schema}",
+    ", schema {schema}",
 ]
+_THE_KEYS = [
+    " with the keys {keys}",
+    " with {keys}",
+    ". Keys: {keys}",
+    ". I need {keys}",
+    ". The keys are {keys}",
+    ", keys {keys}",
+]
+_THE_TEXT = ["{text}", "{text}", "Text: {text}", "Read this: {text}", "The text: {text}"]
+_BREAK = ["\n", "\n\n", "\n", " "]
+_KEYS_FIRST = ["Extract {keys} as JSON", "Give me {keys} as JSON", "Return {keys} as JSON", "I want {keys} as JSON"]
 _IN_SYSTEM = [
     "Always answer as JSON with this schema: {}",
     "Answer in JSON only. Schema: {}",
@@ -54,9 +56,12 @@ def generate(source: Source) -> Case:
     messages: list[Message] = []
     form = source.rng.random()
     if form < 0.6:
-        question = source.phrase(_WITH_SCHEMA).format(schema=json.dumps(_schema(source, record)), text=text)
+        order = [_ASK, _THE_SCHEMA, _BREAK, _THE_TEXT] if source.chance(0.5) else [_THE_TEXT, _BREAK, _ASK, _THE_SCHEMA]
+        question = source.composition(*order).format(schema=json.dumps(_schema(source, record)), text=text)
     elif form < 0.85:
-        question = source.phrase(_WITH_KEYS).format(keys=_key_list(source, record), text=text)
+        ask = [_KEYS_FIRST] if source.chance(0.4) else [_ASK, _THE_KEYS]
+        order = [*ask, [": ", ".\n", ":\n"], _THE_TEXT] if source.chance(0.5) else [_THE_TEXT, _BREAK, *ask, [".", ""]]
+        question = source.composition(*order).format(keys=_key_list(source, record), text=text)
     else:
         system = source.pick(_IN_SYSTEM).format(json.dumps(_schema(source, record)))
         messages.append({"role": "system", "content": system})

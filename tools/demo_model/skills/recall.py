@@ -35,29 +35,36 @@ _STATEMENTS = [
     "The {a} that belongs to {k} is {v}.",
 ]
 _QUESTIONS = [
-    "What is the {a} for {k}?",
-    "What is the {a} of {k}?",
-    "What is {k}'s {a}?",
-    "Tell me the {a} for {k}.",
-    "Which {a} does {k} have?",
-    "{a} for {k}?",
-    "Please tell me the {a} of {k}.",
-    "Do you remember the {a} for {k}?",
-    "Give me the {a} for {k}.",
-    "I forgot the {a} of {k}. What is it?",
-    "What's the {a} for {k}?",
-    "Can you tell me {k}'s {a}?",
-    "And what is the {a} for {k}?",
-    "Which {a} belongs to {k}?",
-    "What was the {a} for {k}?",
-    "Look up the {a} of {k}.",
-    "What is the {a} that belongs to {k}?",
-    "I need the {a} for {k}.",
-    "Say the {a} for {k}.",
-    "Now tell me the {a} of {k}.",
-    "What was the {a} of {k} again?",
+    ["", "", "", "", "and ", "now ", "please tell me: ", "one question: ", "so, ", "do you remember: ", "again: "],
+    [
+        "what is the {a} for {k}",
+        "what is the {a} for {k}",
+        "what is the {a} of {k}",
+        "what is {k}'s {a}",
+        "what was the {a} for {k}",
+        "what was the {a} of {k}",
+        "which {a} does {k} have",
+        "which {a} belongs to {k}",
+        "what is the {a} that belongs to {k}",
+        "tell me the {a} for {k}",
+        "tell me {k}'s {a}",
+        "give me the {a} of {k}",
+        "I need the {a} for {k}",
+        "look up the {a} of {k}",
+        "can you tell me the {a} for {k}",
+        "what's the {a} for {k}",
+        "{a} for {k}",
+        "the {a} of {k}",
+        "do you know the {a} of {k}",
+        "I forgot the {a} for {k}",
+        "find the {a} for {k}",
+    ],
+    ["?", "?", "?", "?", ".", "", " again?", " please.", ", please?", " now?", "? Look above.", " once more?"],
 ]
-_VALUE_ONLY = [" Answer with the {a} only.", " Only the {a}, please.", " Reply with just the {a}.", " Give only the {a}."]
+_VALUE_ONLY = [
+    [" Answer with", " Reply with", " Give", " Say", " Write", " Answer:"],
+    [" the {a} only.", " only the {a}.", " just the {a}.", " nothing but the {a}.", " only the value."],
+]
 
 _INTRODUCTIONS = [
     "",
@@ -132,11 +139,11 @@ def _ask(source: Source, fact: Fact, facts: list[Fact]) -> tuple[str, str]:
     if source.chance(0.05):
         missing = Fact(fact.attribute, source.word(), "")
         if all(missing.key != other.key for other in facts):
-            question = missing.fill(source.phrase(_QUESTIONS))
+            question = missing.fill(source.composition(*_QUESTIONS))
             return question, f"The {missing.attribute} for {missing.key} is unknown to me."
-    question = fact.fill(source.phrase(_QUESTIONS))
+    question = fact.fill(source.composition(*_QUESTIONS))
     if source.chance(0.12):
-        return question + fact.fill(source.pick(_VALUE_ONLY)), fact.value
+        return question + fact.fill(source.composition(*_VALUE_ONLY)), fact.value
     return question, fact.answer
 
 

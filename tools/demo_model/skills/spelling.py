@@ -5,63 +5,30 @@ from __future__ import annotations
 from demo_model.case import Case
 from demo_model.source import Source
 
-_SPELL = [
-    "Spell {}.",
-    "Spell the word {}.",
-    "How do you spell {}?",
-    "Please spell {}.",
-    "spell {}",
-    "Spell {} letter by letter.",
-    "Can you spell {}?",
-    "How is {} spelled?",
-    "Spell out {}.",
-    "Spell {}",
-    "Please spell the word {}.",
-    "Tell me how to spell {}.",
-    "Spell this word: {}",
-    "How do I spell {}?",
-]
-_REVERSE = [
-    "Reverse {}.",
-    "Reverse the word {}.",
-    "Write {} backwards.",
-    "Please reverse {}.",
-    "reverse {}",
-    "Spell {} backwards.",
-    "What is {} backwards?",
-    "Turn {} around.",
-    "What is {} reversed?",
-    "Reverse this word: {}",
-    "Please write {} backwards.",
-    "Write the word {} backwards.",
-    "Can you reverse {}?",
-    "Please reverse the word {}.",
-]
-_UPPER = [
-    "Write {} in upper case.",
-    "Upper-case {}.",
-    "Write {} in capital letters.",
-    "Convert {} to upper case.",
-    "Write {} in capitals.",
-    "Please write {} in upper case.",
-    "Put {} in upper case.",
-    "Make {} upper case.",
-    "Uppercase {}",
-    "Capitalize all letters of {}.",
-    "What is {} in upper case?",
-    "Turn {} into capital letters.",
-    "uppercase the word {}",
-    "Write the word {} in upper case.",
-]
-_LOWER = [
-    "Write {} in lower case.",
-    "Convert {} to lower case.",
-    "Write {} in small letters.",
-    "Lower-case {}.",
-    "Put {} in lower case.",
-    "Lowercase {}",
-    "Please write {} in lower case.",
-]
+_OPENINGS = ["", "", "", "please ", "can you ", "could you ", "now "]
+_MARK = ["?", ".", ".", "", ", please."]
+_SPELL = (
+    ["spell {}", "spell the word {}", "how do you spell {}", "spell {} letter by letter", "how is {} spelled"]
+    + ["spell out {}", "spell this word: {}", "how do I spell {}", "tell me how to spell {}", "spell {} for me"]
+)
+_REVERSE = (
+    ["reverse {}", "reverse the word {}", "write {} backwards", "spell {} backwards", "what is {} backwards", "turn {} around"]
+    + ["what is {} reversed", "reverse this word: {}", "write the word {} backwards", "say {} backwards", "reverse the letters of {}"]
+)
+_UPPER = (
+    ["write {} in upper case", "upper-case {}", "write {} in capital letters", "convert {} to upper case", "uppercase {}"]
+    + ["write {} in capitals", "put {} in upper case", "make {} upper case", "capitalize all letters of {}", "uppercase the word {}"]
+    + ["what is {} in upper case", "turn {} into capital letters", "write the word {} in upper case", "{} in upper case"]
+)
+_LOWER = (
+    ["write {} in lower case", "convert {} to lower case", "write {} in small letters", "lower-case {}", "lowercase {}"]
+    + ["put {} in lower case", "make {} lower case", "turn {} into small letters", "what is {} in lower case", "{} in lower case"]
+)
+
+
+def _question(source: Source, tasks: list[str]) -> str:
+    pattern = source.composition(_OPENINGS, tasks, _MARK)
+    return pattern if pattern[0] == "{" else pattern[0].upper() + pattern[1:]
 
 
 def generate(source: Source) -> Case:
@@ -70,17 +37,17 @@ def generate(source: Source) -> Case:
     if source.chance(0.15):
         word = word.capitalize()
     if kind == "spell":
-        question, answer = source.phrase(_SPELL), "-".join(word)
+        question, answer = _question(source, _SPELL), "-".join(word)
         thought = f"I write the letters of {word} one by one."
     elif kind == "reverse":
-        question, answer = source.phrase(_REVERSE), word[::-1]
+        question, answer = _question(source, _REVERSE), word[::-1]
         thought = f"The letters are {'-'.join(word)}. I read them from the end."
     elif kind == "upper":
-        question, answer = source.phrase(_UPPER), word.upper()
+        question, answer = _question(source, _UPPER), word.upper()
         thought = f"I write {word} in capital letters."
     else:
         word = word.upper()
-        question, answer = source.phrase(_LOWER), word.lower()
+        question, answer = _question(source, _LOWER), word.lower()
         thought = f"I write {word} in small letters."
     written = source.pick([word, word, f"'{word}'", f'"{word}"'])
     return Case("spelling", [{"role": "user", "content": question.format(written)}], answer, thought)

@@ -214,22 +214,14 @@ _FAMILIES = (
 
 _VERBS = "get find make open close send start stop show check read write move sell buy paint clean fix count mix".split()
 
-_GENERIC_REQUESTS = (
-    "Please {verb} the {noun} with {arguments}.",
-    "{verb_capital} the {noun} with {arguments}.",
-    "Use {name} with {arguments}.",
-    "Call {name} with {arguments}.",
-    "Can you {verb} the {noun} with {arguments}?",
-    "I want you to {verb} the {noun}: {arguments}.",
-    "{verb_capital} a {noun} with {arguments}.",
-    "Call the tool {name}: {arguments}.",
-    "Could you {verb} the {noun}, with {arguments}?",
-    "{verb_capital} the {noun}. Use {arguments}.",
-    "{verb_capital} {noun}, {arguments}.",
-    "Use the tool {name} with {arguments}.",
-    "Please call {name}: {arguments}.",
-    "{verb_capital} the {noun} using {arguments}.",
-)
+_MADE_UP_REQUESTS = [
+    ["", "", "", "please ", "can you ", "could you ", "I want you to ", "now ", "I need you to "],
+    ["{verb} the {noun}", "{verb} the {noun}", "{verb} a {noun}", "{verb} my {noun}", "{verb} {noun}"]
+    + ["use {name}", "call {name}", "call the tool {name}", "use the tool {name}", "use the {name} tool", "run {name}"],
+    [" with {arguments}", " with {arguments}", " using {arguments}", ": {arguments}", ", {arguments}"]
+    + [" where {arguments}", ", with {arguments}", ". Use {arguments}", " for {arguments}"],
+    [".", ".", "", "?", ", please."],
+]
 
 
 def generate(source: Source) -> Case:
@@ -310,7 +302,7 @@ def _uses(source: Source, count: int) -> list[Use]:
     families = source.sample(_FAMILIES, count)
     uses: dict[str, Use] = {}
     for family in families:
-        use = _familiar(source, family) if source.chance(0.5) else _made_up(source)
+        use = _familiar(source, family) if source.chance(0.4) else _made_up(source)
         uses[use.name] = use
     return list(uses.values())
 
@@ -350,12 +342,12 @@ def _made_up(source: Source) -> Use:
         properties[key] = {"type": {str: "string", int: "integer", bool: "boolean"}[type(value)]}
         if source.chance(0.3):
             properties[key]["description"] = f"The {key} of the {noun}"
-    form = source.pick(["{} {}", "{} {}", "{} = {}", "{}={}", "{}: {}"])
-    spoken = [form.format(key, json.dumps(value) if value is True or value is False else value) for key, value in arguments.items()]
+    form = source.pick(["{} {}", "{} {}", "{} = {}", "{}={}", "{}: {}", "{} is {}", "the {} {}", "{} set to {}"])
+    spoken = [form.format(key, json.dumps(v) if isinstance(v, bool) else v) for key, v in arguments.items()]
     listed = spoken[0] if len(spoken) == 1 else f"{', '.join(spoken[:-1])} and {spoken[-1]}"
-    request = source.phrase(_GENERIC_REQUESTS).format(
-        verb=verb, verb_capital=verb.capitalize(), noun=noun, name=name, arguments=listed
-    )
+    pattern = source.composition(*_MADE_UP_REQUESTS)
+    request = pattern.format(verb=verb, noun=noun, name=name, arguments=listed)
+    request = request[0].upper() + request[1:]
     description = source.pick([f"{verb.capitalize()} the {noun}.", f"{verb.capitalize()} a {noun}.", f"Can {verb} the {noun}."])
     return Use(_tool(source, name, description, properties, list(properties)), request, arguments)
 

@@ -8,6 +8,7 @@ from demo_model.source import Source
 
 UNKNOWN = "I do not know that. I am only a small demo model."
 
+# Requests as people make them. Of every seven the last is kept for tests.
 _REQUESTS = """
 Write a haiku about the {thing}.
 What is the capital of {place}?
@@ -119,15 +120,58 @@ Should I buy a {thing}?
 {name}
 {thing} {thing2} {thing}
 Once upon a time
+What is your favorite {thing2}, and why?
+Do you have a {thing}?
+Remind me about the {thing}.
+Remind me to buy a {thing}.
+Do you know {person} {name}?
+Are there {thing}s on the moon?
 """.strip().splitlines()
+
+# Requests put together from parts, to meet most of what nobody has thought of.
+_ORDERS = [
+    "write;compose;draw;make;create;build;sing;design;invent;plan;prepare;paint;give me;tell me;show me;find;buy".split(";")
+    + "send;fetch;recommend;describe;explain;summarize;translate;improve;review;open;close;cook;order;book".split(";")
+    + "help me with;remind me of;teach me;let us discuss;think about;talk about;suggest;call;turn off;guess".split(";"),
+    " a; the; my; some; a short; a long; three; a funny; your; this; another; the best; an old; the next".split(";"),
+    " {thing}; {thing}; {thing} {thing2}; poem; story; song; essay; letter; joke; recipe; haiku; speech; picture".split(";")
+    + " list of {thing}s; book; film; game; report; meeting; trip to {place}; message; program; article; idea".split(";"),
+    "; about {thing}s; about the {thing}; for {person}; to {person}; in {place}; with a {thing}; for my {thing2}".split(";")
+    + "; for today; about {place}; in French; as soon as you can; from {place}; of {year}".split(";"),
+]
+_QUESTIONS = [
+    "what is;who is;where is;when was;why is;how is;what was;who was;how old is;how big is;how tall is;is".split(";")
+    + "how expensive is;where was;whose is;since when is;how good is;how heavy is;what about;was".split(";"),
+    " the {thing2} {thing}; {person} {name}; {place}; your favorite {thing}; the best {thing}; a {thing}".split(";")
+    + " the {thing} in {place}; my {thing}; the first {thing}; the king of {place}; love; {name}".split(";"),
+    "; in {place}; in {year}; today; now; of the world; next year; so {thing2}; made of {thing2}".split(";"),
+]
+_MATTERS = [
+    "how do I;how can I;why do people;where can I;when should I;should I;can you;could you;will you;do you;may I".split(";")
+    + "what happens when I;who can;did {person};does {person};can a {thing};would you;did you".split(";"),
+    " paint; cook; repair; buy; find; see; visit; love; grow; eat; like; remember; win; catch; learn about".split(";"),
+    " a {thing}; the {thing}; {place}; my {thing}; {person}; {thing}s; the {thing2} {thing}; some {thing}s".split(";"),
+    "; in {place}; today; with a {thing2}; next week; at home; for {person}; without {thing}s".split(";"),
+]
+
+_COUNTRIES = "France;Germany;Japan;Italy;Spain;China;India;Brazil;Canada;Kenya;Peru;Egypt;Norway;Chile;Mexico".split(";")
 
 _THOUGHT = "I have not learned this. I will say so."
 
 
-def request(source: Source) -> str:
-    """Something that the model cannot answer."""
+def generate(source: Source) -> Case:
+    return Case("unknown", [{"role": "user", "content": _request(source)}], UNKNOWN, _THOUGHT)
+
+
+def _request(source: Source) -> str:
+    kind = source.rng.random()
+    if kind < 0.5:
+        pattern = source.new_phrase(_REQUESTS)
+    else:
+        slots, mark = source.pick([(_ORDERS, "."), (_QUESTIONS, "?"), (_MATTERS, "?")])
+        pattern = source.new_composition(*slots) + mark
     rng = source.rng
-    text = source.new_phrase(_REQUESTS).format(
+    text = pattern.format(
         thing=source.word() if source.chance(0.7) else source.pick(["sea", "moon", "cat", "dog", "love", "music"]),
         thing2=source.word(),
         place=words.pick(rng, words.CITIES) if source.chance(0.5) else source.pick(_COUNTRIES),
@@ -137,15 +181,9 @@ def request(source: Source) -> str:
         number=source.digits(3),
         year=source.integer(1200, 2030),
     )
-    if source.chance(0.12):
-        text = source.pick(["Please ", "Can you ", "Could you ", "I want you to "]) + text[0].lower() + text[1:]
+    if source.chance(0.1):
+        text = source.pick(["please ", "can you ", "could you ", "I want you to ", "hello, "]) + text[0].lower() + text[1:]
+    text = text[0].upper() + text[1:]
     if source.chance(0.1):
         text = text.rstrip("?.")
     return text.lower() if source.chance(0.08) else text
-
-
-def generate(source: Source) -> Case:
-    return Case("unknown", [{"role": "user", "content": request(source)}], UNKNOWN, _THOUGHT)
-
-
-_COUNTRIES = "France Germany Japan Italy Spain China India Brazil Canada Kenya Peru Egypt Norway Chile Mexico".split()

@@ -1,0 +1,205 @@
+"""EngineClient alone: maps, aborts and merging, without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from minisgl.core import SamplingParams
+from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Report
+from minisgl.message.to_tokenizer import Abort, Generate, Query, TextPrompt, ToTokenizer
+from minisgl.message.types import ProcessCounts, TextOptions, pack_ids
+from minisgl.server.api.client import ClientGone, EngineClient, Job
+from minisgl.server.api.errors import ApiError
+from minisgl.server.api.seeds import choice_seed
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self.sent: list[ToTokenizer] = []
+
+    def send(self, message: ToTokenizer, /) -> None:
+        self.sent.append(message)
+
+
+def make(num_tokenizers: int = 1, max_sequences: int = 100) -> tuple[EngineClient, list[Outbox]]:
+    outboxes = [Outbox() for _ in range(num_tokenizers)]
+    return EngineClient(outboxes, max_sequences), outboxes
+
+
+def job(*prompts: str, n: int = 1) -> Job:
+    return Job([TextPrompt(text) for text in prompts or ("hello",)], n, SamplingParams(), TextOptions())
+
+
+def piece(sequence: int, text: str, finish: str | None = None) -> Pieces:
+    return Pieces([Piece(sequence, pack_ids([1]), text, finish)])  # type: ignore[arg-type]
+
+
+def idle(client: EngineClient) -> bool:
+    counts = client.counts().counts
+    return not any(count for name, count in counts.items() if name.startswith("open_"))
+
+
+def test_a_reader_that_is_behind_gets_one_delta_a_choice() -> None:
+    async def main() -> None:
+        client, _ = make()
+        with client.open(job(n=2)) as request:
+            first, second = request.sequences
+            client.dispatch(Accepted(list(request.sequences), pack_ids([5, 6])))
+            client.dispatch(piece(first, "a"))
+            assert [(delta.index, delta.text) for delta in await request.deltas()] == [(0, "a")]
+            for text in "bcd":
+                client.dispatch(piece(second, text.upper()))
+                client.dispatch(piece(first, text))
+            client.dispatch(piece(first, "e", "stop"))
+            merged = [(delta.index, delta.text, delta.finish) for delta in await request.deltas()]
+            assert merged == [(1, "BCD", None), (0, "bcde", "stop")]
+            assert not request.exhausted
+            client.dispatch(piece(second, "", "length"))
+            await request.deltas()
+            assert request.exhausted
+            assert (request.prompt_tokens, request.completion_tokens) == (2, 9)
+        assert idle(client)
+
+    asyncio.run(main())
+
+
+def test_a_reader_of_the_whole_answer_wakes_once() -> None:
+    async def main() -> None:
+        client, _ = make()
+        with client.open(job(n=2)) as request:
+            reader = asyncio.create_task(request.complete())
+            await asyncio.sleep(0)
+            client.dispatch(Accepted(list(request.sequences), pack_ids([5])))
+            waiter = request._waiter
+            for sequence in reversed(request.sequences):
+                client.dispatch(piece(sequence, "x"))
+                assert waiter is not None
+                assert not waiter.done()
+                client.dispatch(piece(sequence, f"{sequence}", "stop"))
+            assert [delta.text for delta in await reader] == [f"x{sequence}" for sequence in request.sequences]
+            assert request._waiter is waiter
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt])
+def test_however_the_block_ends_the_request_is_aborted_once(error: type[BaseException]) -> None:
+    client, (outbox,) = make()
+
+    def handle() -> None:
+        with client.open(job(n=3)) as request:
+            client.dispatch(piece(request.sequences[1], "x", "stop"))
+            raise error
+
+    with pytest.raises(error):
+        handle()
+    assert [message for message in outbox.sent if isinstance(message, Abort)] == [Abort([1, 3])]
+    assert idle(client)
+
+
+def test_cancelled_while_waiting() -> None:
+    async def main() -> None:
+        client, (outbox,) = make()
+
+        async def handle() -> None:
+            with client.open(job()) as request:
+                await request.deltas()
+
+        task = asyncio.create_task(handle())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert outbox.sent[-1] == Abort([1])
+        assert idle(client)
+
+    asyncio.run(main())
+
+
+def test_abandoned_request_ends_its_reader() -> None:
+    async def main() -> None:
+        client, (outbox,) = make()
+        with client.open(job()) as request:
+            reader = asyncio.create_task(request.deltas())
+            await asyncio.sleep(0)
+            client.abandon(request)
+            client.abandon(request)
+            assert outbox.sent[-1] == Abort([1]), "at once, not when the reader gets its turn"
+            with pytest.raises(ClientGone):
+                await reader
+        assert len(outbox.sent) == 2
+        assert idle(client)
+
+    asyncio.run(main())
+
+
+def test_refused_is_not_aborted() -> None:
+    async def main() -> None:
+        client, (outbox,) = make()
+        with client.open(job("a", "b", n=2)) as request:
+            client.dispatch(Refused(list(request.sequences)[2:], "prompt", "prompt is too long"))
+            with pytest.raises(ApiError) as caught:
+                await request.accepted()
+        assert caught.value.detail.param == "prompt.1"
+        assert outbox.sent[-1] == Abort([1, 2])
+        assert idle(client)
+
+    asyncio.run(main())
+
+
+def test_a_failed_send_leaves_nothing() -> None:
+    class Broken(Outbox):
+        def send(self, message: ToTokenizer, /) -> None:
+            super().send(message)
+            if len(self.sent) == 2:
+                raise OSError("no more")
+
+    outbox = Broken()
+    client = EngineClient([outbox], 100)
+    with pytest.raises(OSError), client.open(job("a", "b", "c")):
+        pass
+    assert idle(client)
+
+
+def test_prompts_of_a_request_share_a_seed_or_have_their_own() -> None:
+    client, (outbox,) = make()
+    seeded = Job([TextPrompt("a"), TextPrompt("b")], 2, SamplingParams(seed=9), TextOptions())
+    with client.open(seeded):
+        pass
+    with client.open(job("a", "b")):
+        pass
+    seeds = [message.seeds for message in outbox.sent if isinstance(message, Generate)]
+    assert seeds[0] == seeds[1] == [choice_seed(9, 0), choice_seed(9, 1)]
+    assert seeds[2] != seeds[3]
+
+
+def test_choice_seeds_are_splitmix64() -> None:
+    """The published outputs for the seed 1234567, without the lowest bit."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [choice_seed(1234567, choice) for choice in range(4)] == [output >> 1 for output in published]
+    assert choice_seed(-1, 0) == choice_seed(2**64 - 1, 0)
+    assert len({choice_seed(seed, choice) for seed in range(-50, 50) for choice in range(64)}) == 6400
+
+
+def test_counts_are_merged_and_late_reports_counted() -> None:
+    async def main() -> None:
+        client, outboxes = make(num_tokenizers=2)
+        asking = asyncio.create_task(client.query_counts(5))
+        await asyncio.sleep(0)
+        queries = [message.query for outbox in outboxes for message in outbox.sent if isinstance(message, Query)]
+        assert client.counts().counts["open_queries"] == 2
+        for index, query in enumerate(queries):
+            counts = [ProcessCounts(f"tokenizer-{index}", {"x": index}), ProcessCounts("scheduler", {"y": 1})]
+            client.dispatch(Report(query, counts))
+        counts, complete = await asking
+        assert [process.process for process in counts] == ["api", "scheduler", "tokenizer-0", "tokenizer-1"]
+        assert complete
+        _, complete = await client.query_counts(0.01)
+        assert not complete
+        client.dispatch(Report(3, []))
+        assert client.counts().counts["dropped_reports"] == 1
+        assert idle(client)
+
+    asyncio.run(main())

@@ -1,0 +1,189 @@
+"""The real process: started, served from and ended as the supervisor does it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from api_harness import MODEL, RawClient, listening_socket, make_config
+from api_sse import parse_events
+from fake_engine import LIMITS, FakeEngine, answer
+
+from minisgl.message.control import ControlPipe, Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
+from minisgl.message.to_tokenizer import Generate
+
+ENTRY = "minisgl.server.api.process:run"
+STREAM = {"prompt": "endless", "stream": True}
+
+
+class Process:
+    """An API server process, and the supervisor's end of its control pipe."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._socket = listening_socket()
+        self.port: int = self._socket.getsockname()[1]
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "minisgl.server.worker", ENTRY, str(theirs.fileno())]
+        fds = (theirs.fileno(), self._socket.fileno())
+        paths = os.pathsep.join(path for path in sys.path if path)
+        environment = {**os.environ, "PYTHONPATH": paths}
+        self.popen = subprocess.Popen(command, pass_fds=fds, env=environment, stderr=subprocess.PIPE)
+        theirs.close()
+        self.pipe: ControlPipe[ToSupervisor] = ControlPipe(ours, ToSupervisor)  # type: ignore[arg-type]
+        self.pipe.send(Start(make_config(), run_dir, 0, self._socket.fileno()))
+        assert isinstance(self.pipe.receive(), Phase)
+        assert self.pipe.receive() == Ready()
+        self._socket.close()
+
+    def serve(self) -> None:
+        self.pipe.send(Serve(LIMITS))
+        deadline = time.monotonic() + 5
+        while True:
+            try:
+                assert self.get("/server_info")["complete"]
+                return
+            except httpx.ConnectError:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+
+    def get(self, path: str) -> dict[str, bool]:
+        with httpx.Client(verify=False, trust_env=False, timeout=5) as http:
+            return http.get(f"http://127.0.0.1:{self.port}{path}").json()  # type: ignore[no-any-return]
+
+    def end(self, within: float) -> int:
+        """Its exit code."""
+        return self.popen.wait(within)
+
+    def errors(self) -> str:
+        """What the ended process wrote to stderr."""
+        assert self.popen.stderr is not None
+        return self.popen.stderr.read().decode()
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+        assert self.popen.stderr is not None
+        self.popen.stderr.close()
+        self.pipe.close()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[FakeEngine]:
+    engine = FakeEngine(str(tmp_path))
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+def process(tmp_path: Path, engine: FakeEngine) -> Iterator[Process]:
+    process = Process(str(tmp_path))
+    yield process
+    process.kill()
+
+
+def test_it_serves_when_all_are_ready(process: Process) -> None:
+    with socket.socket() as client, pytest.raises(ConnectionRefusedError):
+        client.connect(("127.0.0.1", process.port))
+    process.serve()
+    client = RawClient(process.port)
+    client.post("/v1/completions", {"prompt": "hello", "max_tokens": 5, "model": MODEL})
+    assert json.dumps(answer("hello", 0, 5), ensure_ascii=False).encode() in client.read_all()
+
+
+def test_shutdown_tells_every_client_and_ends_within_a_second(process: Process, engine: FakeEngine) -> None:
+    process.serve()
+    streaming, whole, idle, deaf = (RawClient(process.port) for _ in range(4))
+    streaming.post("/v1/completions", STREAM)
+    head = streaming.read_until(b"data: ")
+    whole.post("/v1/completions", {"prompt": "hold"})
+    deaf.post("/v1/completions", {"prompt": "big", "stream": True, "max_tokens": 4000})
+    engine.wait_for(Generate, 3)
+    time.sleep(0.1)
+    start = time.monotonic()
+    process.pipe.send(Shutdown("the scheduler has died"))
+    body = (head + streaming.read_all()).decode()
+    assert '{"error":{"message":"the server is shutting down: the scheduler has died"' in body
+    assert body.endswith("data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert b" 503 " in (answered := whole.read_all())
+    assert b"the scheduler has died" in answered
+    assert idle.read_all() == b""
+    assert process.end(1.5) == 0
+    assert time.monotonic() - start < 1.3
+    assert process.errors() == ""
+
+
+def test_shutdown_of_an_idle_server_is_quick(process: Process) -> None:
+    process.serve()
+    start = time.monotonic()
+    process.pipe.send(Shutdown())
+    assert process.end(1) == 0
+    assert time.monotonic() - start < 0.8
+
+
+def test_it_ends_with_its_parent(process: Process) -> None:
+    process.serve()
+    RawClient(process.port).post("/v1/completions", STREAM)
+    process.pipe.close()
+    assert process.end(1) == 1
+
+
+def test_signals(process: Process) -> None:
+    """Ctrl-C goes to the whole group, and the supervisor handles it; SIGTERM ends the process as any other."""
+    process.serve()
+    process.popen.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    assert process.get("/health")
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.end(1) == -signal.SIGTERM
+
+
+def test_a_message_it_does_not_know_ends_it(process: Process, engine: FakeEngine) -> None:
+    """Going on would leave somebody without an answer."""
+    process.serve()
+    engine.say({"type": "Nonsense"})  # type: ignore[arg-type]
+    assert isinstance(failed := process.pipe.receive(), Failed)
+    assert "Nonsense" in failed.message
+    assert process.end(2) == 1
+
+
+def test_the_process_streams(process: Process) -> None:
+    process.serve()
+    with httpx.Client(verify=False, trust_env=False) as http:
+        url = f"http://127.0.0.1:{process.port}/generate"
+        text = http.post(url, json={"prompt": "x", "stream": True, "max_tokens": 30}).text
+    assert "".join(event["text"] for event in parse_events(text)) == answer("x", 0, 30)
+
+
+def test_answers_do_not_wait_for_acknowledgements(process: Process) -> None:
+    """Nagle's algorithm and delayed acknowledgements together cost 40 ms an answer."""
+    process.serve()
+    with httpx.Client(verify=False, trust_env=False) as http:
+        times = []
+        for _ in range(20):
+            start = time.perf_counter()
+            http.get(f"http://127.0.0.1:{process.port}/health")
+            times.append(time.perf_counter() - start)
+    assert sorted(times)[5] < 0.03, times
+
+
+def test_no_torch_no_transformers() -> None:
+    """A careless import would cost every API server seconds and hundreds of megabytes."""
+    code = """
+import sys
+import minisgl.server.api.process
+heavy = {"torch", "transformers", "tokenizers", "safetensors", "fastapi"}
+print(sorted(heavy & sys.modules.keys()))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,171 @@
+"""The scheduler against a simulated device: exact answers, nothing lost, nothing corrupted, and the lessons."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from scheduler.simulation import EOS, World, expected_answer, random_prompt
+
+from minisgl.core import SamplingParams
+from minisgl.scheduler.policy import chunk_lengths, prefill_first
+
+WORLDS = [
+    {"page_size": 1, "num_pages": 150, "overlap": True},
+    {"page_size": 1, "num_pages": 150, "overlap": False, "cache": "naive"},
+    {"page_size": 4, "num_pages": 50, "chunk": 7},
+    {"page_size": 4, "num_pages": 400, "num_slots": 3, "chunk": 1},
+    {"page_size": 16, "num_pages": 14, "chunk": 1000},
+    {"page_size": 16, "num_pages": 30, "overlap": False},
+]
+
+
+@pytest.mark.parametrize("options", WORLDS, ids=str)
+def test_random_traffic(options: dict[str, object]) -> None:
+    """Arrivals, aborts and stop strings at random: each request ends once, with the answer it would get alone."""
+    world = World(**options)  # type: ignore[arg-type]
+    rng = random.Random(1)
+    prompts: dict[int, tuple[list[int], SamplingParams]] = {}
+    open_sequences: list[int] = []
+    while len(prompts) < 400 or world.loop.has_work:
+        if len(prompts) < 400 and rng.random() < 0.5:
+            for _ in range(rng.randint(1, 4)):
+                sequence = len(prompts)
+                prompt = random_prompt(rng, families=6, longest=60)
+                params = {"max_tokens": rng.randint(1, 30), "ignore_eos": rng.random() < 0.5}
+                prompts[sequence] = prompt, SamplingParams(**params)  # type: ignore[arg-type]
+                world.add(sequence, prompt, **params)
+                open_sequences.append(sequence)
+        if open_sequences and rng.random() < 0.1:
+            world.scheduler.end(rng.choice(open_sequences), rng.choice(["abort", "stop"]))
+        world.step()
+        open_sequences = [sequence for sequence in open_sequences if sequence not in world.ends]
+    world.scheduler.check_idle()
+
+    assert world.ends.keys() == prompts.keys()
+    whole = 0
+    for sequence, (prompt, params) in prompts.items():
+        expected = expected_answer(np.array(prompt), params)
+        answer = world.answers[sequence]
+        if world.ends[sequence] == "length" or (answer and answer[-1] == EOS and not params.ignore_eos):
+            assert answer == expected
+            whole += 1
+        else:
+            assert answer == expected[: len(answer)]
+    assert whole > 80  # the abort rate leaves enough to compare
+
+
+def test_lesson_01_equal_prompts_side_by_side_keep_their_pages() -> None:
+    world = World(num_pages=100, chunk=1000)
+    for sequence in range(5):
+        world.add(sequence, list(range(20)), max_tokens=30, ignore_eos=True)
+    world.run()  # the device checks every place before every step
+    assert len({tuple(answer) for answer in world.answers.values()}) == 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_lesson_02_a_stopped_request_keeps_its_slot_until_its_last_step_is_complete(overlap: bool) -> None:
+    world = World(num_slots=1, overlap=overlap)
+    world.add(0, [1, 2, 3], max_tokens=50, ignore_eos=True)
+    world.add(1, [4, 5, 6], max_tokens=3, ignore_eos=True)
+    for _ in range(4):
+        world.step()
+    world.scheduler.end(0, "stop")  # a step that names its slot is in flight, or not
+    world.run()
+    assert world.ends == {0: "stop", 1: "length"}
+    assert world.answers[1] == expected_answer(np.array([4, 5, 6]), SamplingParams(max_tokens=3, ignore_eos=True))
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_lesson_03_abort_at_any_moment_returns_everything(steps: int) -> None:
+    world = World(chunk=8)
+    for sequence in range(2):
+        world.add(sequence, list(range(30)), max_tokens=2)
+    for _ in range(steps):
+        world.step()
+    for sequence in range(2):
+        world.scheduler.end(sequence, "abort")
+        world.scheduler.end(sequence, "abort")  # a second one is passed over
+    world.run()
+    assert world.ends.keys() == {0, 1}
+
+
+def test_lesson_04_batches_are_built_in_order_of_arrival() -> None:
+    world = World(num_slots=8, chunk=1000)
+    for sequence in (5, 3, 9, 1):
+        world.add(sequence, [sequence, sequence], max_tokens=4, ignore_eos=True)
+    batch = world.scheduler.schedule()
+    assert batch is not None
+    assert [int(row.token_ids[0]) for row in batch.entering] == [5, 3, 9, 1]
+    assert batch.slots.tolist() == [row.slot for row in batch.entering]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_lesson_09_admission_counts_pages(page_size: int) -> None:
+    """As many one-page requests as there are pages, though their tokens would fit many times."""
+    world = World(page_size=page_size, num_pages=3, num_slots=8, max_seq_len=page_size)
+    if page_size == 1:
+        world = World(page_size=1, num_pages=6, num_slots=8, max_seq_len=6)
+    for sequence in range(8):
+        world.add(sequence, [sequence], max_tokens=2, ignore_eos=True)
+    world.run()
+    assert set(world.ends.values()) == {"length"}
+
+
+def test_a_repeated_prompt_is_prefilled_from_the_cache() -> None:
+    world = World(page_size=4)
+    world.add(0, list(range(30)), max_tokens=4, ignore_eos=True)
+    world.run()
+    before = world.device.prefilled
+    world.add(1, list(range(30)), max_tokens=4, ignore_eos=True)
+    world.run()
+    assert world.cached == {0: 0, 1: 28}
+    assert world.device.prefilled - before == 2 + 3
+    assert world.answers[0] == world.answers[1]
+
+
+def test_a_running_prompt_is_shared_before_it_ends() -> None:
+    world = World(page_size=4)
+    world.add(0, list(range(20)), max_tokens=40, ignore_eos=True)
+    for _ in range(4):
+        world.step()
+    world.add(1, [*range(16), 99], max_tokens=2, ignore_eos=True)
+    world.run()
+    assert world.cached[1] == 16
+
+
+def test_a_request_that_fills_the_pool_runs() -> None:
+    world = World(page_size=4, num_pages=5, max_seq_len=20)
+    world.add(0, list(range(15)), max_tokens=5, ignore_eos=True)
+    world.run()
+    assert len(world.answers[0]) == 5
+
+
+def test_stop_token_ids_end_their_own_request_only() -> None:
+    world = World()
+    prompt = [1, 2, 3]
+    answer = expected_answer(np.array(prompt), SamplingParams(max_tokens=20, ignore_eos=True))
+    world.add(0, prompt, max_tokens=20, ignore_eos=True, stop_token_ids=(answer[4],))
+    world.add(1, prompt, max_tokens=20, ignore_eos=True)
+    world.run()
+    assert world.answers[0] == answer[: answer.index(answer[4]) + 1]
+    assert world.ends == {0: "stop", 1: "length"}
+    assert world.answers[1] == answer
+
+
+def test_policy() -> None:
+    def lengths(remaining: list[int], budget: int) -> list[int]:
+        return prefill_first(np.array(remaining, dtype=np.int32), budget).tolist()
+
+    assert lengths([1, 1, 0], 8) == [1, 1, 0]  # decodes, whatever the budget
+    assert lengths([1, 5, 0, 9], 8) == [0, 5, 0, 3]  # prompts first, in order, in chunks
+    assert lengths([0, 0], 8) == [0, 0]
+    assert chunk_lengths(np.array([3, 3, 3], dtype=np.int32), 4).tolist() == [3, 1, 0]
+
+
+def test_policy_imports_no_torch() -> None:
+    code = "import sys, minisgl.scheduler.loop, minisgl.scheduler.policy; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

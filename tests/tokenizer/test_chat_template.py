@@ -1,0 +1,187 @@
+"""Conversations become the text that transformers makes of them; what fails is the request's error and no other."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+import minisgl.tokenizer.chat_template as chat_template
+from minisgl.core import InvalidRequest
+from minisgl.tokenizer.chat_template import ChatTemplates
+from minisgl.tokenizer.text import TextTokenizer
+from tokenizer import small
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+USER = {"role": "user", "content": 'Hi <b>& "you"</b> 世界\n'}
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    USER,
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "hm",
+        "tool_calls": [{"name": "f", "arguments": {"x": [1, None]}}],
+    },
+    {"role": "tool", "content": "42"},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "né", "parameters": {"b": 1, "a": {}}}}]
+
+CHATML = """
+{%- for message in messages %}
+    {%- if loop.index0 > 5 %}{% break %}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') | trim + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+LLAMA = """{{ bos_token }}{% set ns = namespace(system='') %}
+{% for m in messages %}
+    {% if m['role'] == 'system' %}
+        {% set ns.system = m['content'] %}
+        {% continue %}
+    {% endif %}
+    {% if m.role == 'user' %}
+[INST] {{ ns.system }} {{ m.content | trim }} [/INST]
+    {% elif m.tool_calls is defined %}
+        {% generation %}{{ m.tool_calls | tojson }}{{ eos_token }}{% endgeneration %}
+    {% endif %}
+{% endfor %}
+{{ unk_token }}|{{ nothing }}|{{ custom }}
+"""
+TOOLFUL = """
+{%- macro show(tool) -%}
+{{ tool | tojson(indent=2) }} {{ tool.function.parameters | tojson }}
+{%- endmacro -%}
+{%- if tools %}{% for tool in tools %}{{ show(tool) }}
+{% endfor %}{% endif -%}
+{% for m in messages %}
+{{ m.role }}{{ m.reasoning_content }}{{ m.thinking }}{{ m.get('content', 'none') }}{{ loop.last }}
+{% endfor %}
+{{ messages | length }} {{ messages[-1]['content'][:3] }} {{ documents is none }} {{ tools is none }}
+{%- set text = 'a b' %}{{ text.split(' ') | join('-') | upper }}
+{{ messages | selectattr('role', 'equalto', 'user') | list | length }}
+{%- if add_generation_prompt %}>{% endif %}"""
+
+
+def tokenizer_with(default: str | None = None, **named: str) -> TextTokenizer:
+    templates = named if default is None else {"default": default, **named}
+    return TextTokenizer(small.llama(), ChatTemplates(templates, SPECIAL, model_name="tiny"))
+
+
+@pytest.fixture(scope="module")
+def transformers_tokenizer() -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=small.llama(), **SPECIAL)
+
+
+@pytest.mark.parametrize(
+    "source", [CHATML, LLAMA, TOOLFUL, "{{ messages | tojson }}", "", "  {% if true %}  \n x\n{% endif %}\n"]
+)
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("messages", [[USER], TALK])
+def test_as_transformers(
+    transformers_tokenizer: Any, source: str, tools: Any, messages: list[dict[str, Any]]
+) -> None:
+    ours = tokenizer_with(source)
+    kwargs = {"custom": {"deep": [1.5, "é"]}}
+    for prompt in (True, False):
+        expected = transformers_tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=source, add_generation_prompt=prompt, tokenize=False, **kwargs
+        )
+        assert ours.render_chat(messages, tools, kwargs, prompt) == expected
+        ids = transformers_tokenizer(expected, add_special_tokens=False)["input_ids"]
+        assert ours.encode_chat(messages, tools, kwargs, prompt).tolist() == ids
+
+
+def test_lesson_06_no_double_bos() -> None:
+    ours = tokenizer_with("{{ bos_token }}{{ messages[0].content }}")
+    assert ours.encode("a").tolist()[0] == 1
+    ids = ours.encode_chat([{"role": "user", "content": "a"}]).tolist()
+    assert ids.count(1) == 1
+    assert ids[0] == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content.nothing.more }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ missing + 'x' }}",
+        "{{ 1 / 0 }}",
+        "{% for m in messages %}",  # a syntax error
+        "{{ messages | no_such_filter }}",
+        "{% include 'other' %}",
+        "{{ messages.append(1) }}",  # the sandbox is immutable
+        "{{ ''.__class__.__mro__ }}{{ ().__class__.__subclasses__() }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 'x' * 10**12 }}",
+        "{{ range(10**9) | list }}",
+        "{{ strftime_now(3) }}",
+        "{{ messages[0].deep | tojson }}",
+    ],
+)
+def test_lesson_08_template_that_raises(source: str) -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer_with(source).encode_chat([{"role": "user", "content": "x", "deep": deep}])
+    assert caught.value.field == "messages"
+    assert "chat template" in caught.value.message
+    assert "alternate" not in source or "roles must alternate" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    ],
+)
+def test_endless_templates_end(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.1)
+    with pytest.raises(InvalidRequest, match="seconds"):
+        tokenizer_with(source).render_chat([USER])
+
+
+def test_huge_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_CHARS", 1000)
+    with pytest.raises(InvalidRequest, match="longer than 1000"):
+        tokenizer_with("{% for a in range(99999) %}{{ a }}{% endfor %}").render_chat([USER])
+
+
+def test_no_messages_and_reserved_names() -> None:
+    with pytest.raises(InvalidRequest, match="at least one"):
+        tokenizer_with("x").render_chat([])
+    with pytest.raises(InvalidRequest, match="add_generation_prompt"):
+        tokenizer_with("x").render_chat([USER], None, {"add_generation_prompt": False})
+
+
+def test_named_templates() -> None:
+    ours = tokenizer_with("plain", tool_use="with tools")
+    assert ours.render_chat([USER]) == "plain"
+    assert ours.render_chat([USER], TOOLS) == "with tools"
+    with pytest.raises(InvalidRequest, match="rag"):
+        tokenizer_with(rag="x").render_chat([USER])
+
+
+def test_no_template_names_the_model() -> None:
+    with pytest.raises(InvalidRequest, match="tiny has no chat template") as caught:
+        tokenizer_with().render_chat([USER])
+    assert caught.value.field == "messages"
+
+
+def test_qwen_chat_of_the_real_vocabulary(qwen: Tokenizer, qwen_path: Any) -> None:
+    ours = TextTokenizer.from_folder(qwen_path)
+    ids = ours.encode_chat([{"role": "user", "content": "Hello 世界"}], None, {"enable_thinking": False})
+    start, end = qwen.token_to_id("<|im_start|>"), qwen.token_to_id("<|im_end|>")
+    assert ids.tolist().count(start) == 2
+    assert ids.tolist().count(end) == 1
+    text = ours.decode(ids, skip_special_tokens=False)
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert json.loads((qwen_path / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"

@@ -1,0 +1,188 @@
+"""Loading a model folder's tokenizer, and encoding."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+import minisgl
+from minisgl.config import ConfigError
+from minisgl.core import InvalidRequest
+from minisgl.tokenizer.files import load_decoder, load_tokenizer
+from minisgl.tokenizer.text import TextTokenizer
+from tokenizer import small
+
+USER = [{"role": "user", "content": "x"}]
+
+
+def folder_with(folder: Path, tokenizer: Tokenizer, config: dict[str, Any] | None = None) -> Path:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=40))
+def test_encode_as_the_library_does(qwen: Tokenizer, qwen_path: Path, text: str) -> None:
+    ids = loaded(qwen_path).encode(text)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == qwen.encode(text).ids
+    assert loaded(qwen_path).decode(ids) == qwen.decode(qwen.encode(text).ids)
+
+
+def loaded(path: Path, cache: dict[Path, TextTokenizer] = {}) -> TextTokenizer:  # noqa: B006 - one load for all
+    if path not in cache:
+        cache[path] = TextTokenizer.from_folder(path)
+    return cache[path]
+
+
+def test_special_tokens_are_added_to_plain_text_only_if_asked_for(tmp_path: Path) -> None:
+    ours = TextTokenizer.from_folder(folder_with(tmp_path, small.llama()))
+    assert ours.encode("he").tolist() == [1, *ours.encode("he", add_special_tokens=False).tolist()]
+    assert ours.decode(ours.encode("he")) == "he"
+    assert ours.decode(ours.encode("he"), skip_special_tokens=False).startswith("<s>")
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", "\udfff"])
+def test_half_a_surrogate_pair_is_refused(qwen_path: Path, text: str) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate") as caught:
+        loaded(qwen_path).encode(text)
+    assert caught.value.field == "prompt"
+    with pytest.raises(InvalidRequest) as caught:
+        loaded(qwen_path).encode_chat([{"role": "user", "content": text}])
+    assert caught.value.field == "messages"
+
+
+def test_stored_truncation_and_padding_are_off(tmp_path: Path) -> None:
+    tokenizer = small.llama()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=50)
+    ours = TextTokenizer.from_folder(folder_with(tmp_path, tokenizer))
+    assert len(ours.encode("abcdefghij")) > 10
+    assert len(ours.encode("a")) < 5
+
+
+def test_a_long_text(qwen_path: Path) -> None:
+    text = "word " * 50_000 + "a" * 50_000
+    ids = loaded(qwen_path).encode(text)
+    assert loaded(qwen_path).decode(ids) == text
+
+
+def test_added_tokens_that_only_the_configuration_names(tmp_path: Path) -> None:
+    tokenizer = small.byte_level()
+    size = tokenizer.get_vocab_size()
+    listed = {size: {"content": "<|end|>", "special": True}, size + 1: {"content": "<plain>", "special": False}}
+    config = {"added_tokens_decoder": {str(key): value for key, value in listed.items()}}
+    ours = TextTokenizer.from_folder(folder_with(tmp_path, tokenizer, config))
+    assert ours.encode("a<|end|><plain>").tolist()[1:] == [size, size + 1]
+    assert ours.decode([size, size + 1]) == "<plain>"
+    stream = load_decoder(tmp_path).stream(skip_special_tokens=True)
+    assert [stream.feed(size), stream.feed(size + 1)] == ["", "<plain>"]
+    config["added_tokens_decoder"] = {str(size + 9): listed[size]}
+    with pytest.raises(ConfigError, match="end"):
+        TextTokenizer.from_folder(folder_with(tmp_path, small.byte_level(), config))
+
+
+def test_special_tokens_as_text_or_object(tmp_path: Path) -> None:
+    config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "pad_token": None}
+    config |= {"chat_template": "{{ bos_token }}{{ eos_token }}{{ pad_token is defined }}"}
+    ours = TextTokenizer.from_folder(folder_with(tmp_path, small.llama(), config))
+    assert ours.render_chat(USER) == "<s></s>False"
+
+
+def test_where_chat_templates_are_found(tmp_path: Path) -> None:
+    def rendered(config: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> str:
+        return TextTokenizer.from_folder(folder_with(tmp_path, small.llama(), config)).render_chat(USER, tools)
+
+    with pytest.raises(InvalidRequest, match=tmp_path.name):
+        rendered({})
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "json"}')
+    assert rendered({}) == "json"
+    assert rendered({"chat_template": "config"}) == "config"
+    named = [{"name": "default", "template": "list"}, {"name": "tool_use", "template": "tools"}]
+    assert rendered({"chat_template": named}) == "list"
+    assert rendered({"chat_template": named}, [{}]) == "tools"
+    (tmp_path / "chat_template.jinja").write_text("jinja 世")
+    assert rendered({"chat_template": named}, [{}]) == "jinja 世"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("more")
+    assert rendered({}, [{}]) == "more"
+
+
+def test_folders_without_a_usable_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        TextTokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    for load in (load_tokenizer, load_decoder):
+        with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
+            load(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="JSON object"):
+        TextTokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer.model").write_bytes(b"no sentencepiece model")
+    with pytest.raises(ConfigError, match=r"tokenizer\.model cannot be converted") as caught:
+        TextTokenizer.from_folder(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_conversion_of_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
+    tokenizer = small.byte_level()
+    tokenizer.model.save(str(tmp_path))  # vocab.json and merges.txt
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "unk_token": "!"}')
+    ours = TextTokenizer.from_folder(tmp_path)
+    assert ours.encode("hello w").tolist() == tokenizer.encode("hello w").ids
+    stream = load_decoder(tmp_path).stream(skip_special_tokens=True)
+    assert "".join(map(stream.feed, ours.encode("hello 世").tolist())) == "hello 世"
+
+
+def test_both_ways_to_a_decoder_agree(qwen: Tokenizer, qwen_path: Path) -> None:
+    decoder = load_decoder(qwen_path)
+    for skip in (True, False):
+        for token in [*range(2000), *range(150_000, 152_000)]:
+            stream = decoder.stream(skip)
+            text = stream.feed(token) + stream.flush()
+            assert text == qwen.decode([token], skip_special_tokens=skip)
+
+
+def test_the_decoder_of_any_kind_from_a_folder(tmp_path: Path) -> None:
+    for kind, make in small.KINDS.items():
+        (folder := tmp_path / kind).mkdir()
+        tokenizer = make()
+        stream = load_decoder(folder_with(folder, tokenizer)).stream(skip_special_tokens=True)
+        ids = tokenizer.encode("hello a").ids
+        assert "".join(map(stream.feed, ids)) + stream.flush() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("module", ["minisgl.tokenizer.worker", "minisgl.tokenizer.detokenizer_worker"])
+def test_no_heavy_imports(qwen_path: Path, module: str) -> None:
+    program = f"""
+import sys
+import {module}
+from pathlib import Path
+from minisgl.tokenizer.files import load_decoder, load_tokenizer
+from minisgl.tokenizer.detokenizer import Detokenizer
+folder = Path({str(qwen_path)!r})
+load_tokenizer(folder), Detokenizer(load_decoder(folder))
+print([name for name in ("torch", "transformers", "fastapi", "safetensors") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment()
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(Path(minisgl.__file__).parents[1])}

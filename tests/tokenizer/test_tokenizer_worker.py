@@ -1,0 +1,219 @@
+"""The two workers as processes with real sockets, and how a request is admitted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+import minisgl
+from minisgl.config import EngineConfig, ServerConfig
+from minisgl.core import Limits, SamplingParams
+from minisgl.message import control, to_detokenizer, to_scheduler, to_tokenizer
+from minisgl.message.control import ControlPipe, ToSupervisor
+from minisgl.message.socket import Addresses, Inbox, Outbox
+from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Report, ToApi
+from minisgl.message.to_detokenizer import End, Open, StepOutput
+from minisgl.message.to_scheduler import Add, Stopped, ToScheduler
+from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, TextPrompt
+from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
+from minisgl.tokenizer.text import TextTokenizer
+from minisgl.tokenizer.worker import admit
+from tokenizer import small
+
+LIMITS = Limits(max_seq_len=32, vocab_size=330)
+TEMPLATE = "{{ bos_token }}{{ messages[0].content }}{% if messages[0].bad %}{{ 1 / 0 }}{% endif %}"
+USER = {"role": "user", "content": "ab"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    small.llama().save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(msgspec.json.encode(config).decode())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> TextTokenizer:
+    return TextTokenizer.from_folder(model)
+
+
+def request(prompt: Any, sequences: tuple[int, ...] = (1,), **sampling: Any) -> Generate:
+    seeds = [1000 + sequence for sequence in sequences]
+    return Generate(list(sequences), seeds, prompt, SamplingParams(**sampling), TextOptions(stop=("x",)))
+
+
+# --- admission ---
+
+
+def test_choices_share_the_prompt(tokenizer: TextTokenizer) -> None:
+    accepted, adds = admit(request(TextPrompt("ab"), (4, 5), temperature=0.5, max_tokens=None), tokenizer, LIMITS)
+    ids = tokenizer.encode("ab")
+    assert accepted == Accepted([4, 5], pack_ids(ids))
+    assert [(add.sequence, add.seed) for add in adds] == [(4, 1004), (5, 1005)]
+    for add in adds:
+        assert unpack_ids(add.prompt_ids).tolist() == ids.tolist()
+        assert add.sampling == SamplingParams(temperature=0.5, max_tokens=32 - len(ids))
+        assert add.text == TextOptions(stop=("x",))
+
+
+def test_ids_are_used_as_they_are(tokenizer: TextTokenizer) -> None:
+    accepted, adds = admit(request(IdsPrompt(pack_ids([0, 329])), max_tokens=3), tokenizer, LIMITS)
+    assert accepted == Accepted([1], pack_ids([0, 329]))
+    assert adds[0].sampling.max_tokens == 3
+
+
+def test_a_chat_goes_through_the_template(tokenizer: TextTokenizer) -> None:
+    accepted, _ = admit(request(ChatPrompt([USER]), max_tokens=3), tokenizer, LIMITS)
+    assert isinstance(accepted, Accepted)
+    assert unpack_ids(accepted.prompt_ids).tolist().count(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "field", "says"),
+    [
+        (TextPrompt("a" * 40), {"max_tokens": None}, "prompt", "32"),
+        (TextPrompt("a" * 20), {"max_tokens": 30}, "max_tokens", "32"),
+        (TextPrompt("世" * 40), {}, "prompt", "holds 32"),
+        (IdsPrompt(b""), {}, "prompt", "at least one token"),
+        (IdsPrompt(pack_ids([1, 330, 999])), {}, "prompt", "330"),
+        (IdsPrompt(pack_ids([1, -1])), {}, "prompt", "-1"),
+        (IdsPrompt(b"abc"), {}, "prompt", "could not be encoded"),
+        (ChatPrompt([{"role": "user", "content": "b" * 50}]), {}, "messages", "32"),
+        (ChatPrompt([]), {}, "messages", "at least one message"),
+        (ChatPrompt([{**USER, "bad": True}]), {}, "messages", "ZeroDivisionError"),
+    ],
+)
+def test_lesson_10_too_long_prompt_is_refused(
+    tokenizer: TextTokenizer, prompt: Any, sampling: dict[str, Any], field: str, says: str
+) -> None:
+    """And so is every other prompt that cannot run: with an answer, never silently."""
+    refused, adds = admit(request(prompt, (1, 2), **sampling), tokenizer, LIMITS)
+    assert isinstance(refused, Refused)
+    assert refused.sequences == [1, 2]
+    assert refused.field == field
+    assert says in refused.message
+    assert adds == []
+
+
+def test_lesson_08_a_bug_is_one_requests_refusal(
+    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("surprise")
+
+    monkeypatch.setattr(tokenizer, "encode", broken)
+    refused, adds = admit(request(TextPrompt("a")), tokenizer, LIMITS)
+    assert isinstance(refused, Refused)
+    assert "surprise" in refused.message
+    assert adds == []
+    assert "Traceback" in caplog.text
+
+
+# --- processes ---
+
+
+class Server:
+    """What surrounds a worker: its supervisor's end of the pipe, and the inboxes that it sends to."""
+
+    def __init__(self, run_dir: str, model: Path) -> None:
+        self.addresses = Addresses(run_dir)
+        self.context = zmq.Context()
+        self.context.setsockopt(zmq.RCVTIMEO, 20_000)
+        self.context.setsockopt(zmq.LINGER, 0)
+        self.api: Inbox[ToApi] = Inbox(self.context, self.addresses.api, ToApi)  # type: ignore[arg-type]
+        self.scheduler: Inbox[ToScheduler] = Inbox(self.context, self.addresses.scheduler, ToScheduler)  # type: ignore[arg-type]
+        self.run_dir = run_dir
+        self.model = model
+
+    @contextmanager
+    def worker(self, entry: str, index: int = 0) -> Iterator[list[str]]:
+        """Run the worker until it is ready; gives the phases of its start."""
+        ours, theirs = socket.socketpair()
+        environment = os.environ | {"PYTHONPATH": str(Path(minisgl.__file__).parents[1])}
+        command = [sys.executable, "-m", "minisgl.server.worker", entry, str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        theirs.close()
+        pipe: ControlPipe[ToSupervisor] = ControlPipe(ours, ToSupervisor)  # type: ignore[arg-type]
+        config = ServerConfig(engine=EngineConfig(model_path=str(self.model)), model_name="tiny")
+        pipe.send(control.Start(config, self.run_dir, index))
+        phases = []
+        try:
+            while not isinstance(message := pipe.receive(), control.Ready):
+                assert isinstance(message, control.Phase), message
+                phases.append(message.text)
+            pipe.send(control.Serve(LIMITS))
+            yield phases
+            assert process.poll() is None
+        finally:
+            pipe.close()
+            process.wait(10)
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[Server]:
+    run_dir = tempfile.mkdtemp()
+    server = Server(run_dir, model)
+    yield server
+    server.context.destroy()
+    shutil.rmtree(run_dir)
+
+
+def test_tokenizer_process(server: Server) -> None:
+    with server.worker("minisgl.tokenizer.worker:run", index=2) as phases:
+        assert phases == ["load tokenizer"]
+        inbox: Outbox[to_tokenizer.ToTokenizer] = Outbox(server.context, server.addresses.tokenizer(2))
+        inbox.send(request(TextPrompt("ab"), (1, 2), max_tokens=4))
+        inbox.send(to_tokenizer.Abort([1]))
+        inbox.send(request(ChatPrompt([{**USER, "bad": 1}]), (3,)))
+        inbox.send(request(ChatPrompt([USER]), (4,), max_tokens=4))
+        inbox.send(to_tokenizer.Query(77))
+        answers = [server.api.receive() for _ in range(3)]
+        assert [type(answer) for answer in answers] == [Accepted, Refused, Accepted]
+        got = [server.scheduler.receive() for _ in range(5)]
+        assert [type(message) for message in got] == [Add, Add, to_scheduler.Abort, Add, to_scheduler.Query]
+        assert got[2] == to_scheduler.Abort([1])  # first in, first out: lesson 12
+        assert got[4] == to_scheduler.Query(77, [ProcessCounts("tokenizer-2", {"sequences": 0})])
+
+
+def test_detokenizer_process(server: Server) -> None:
+    with server.worker("minisgl.tokenizer.detokenizer_worker:run") as phases:
+        assert phases == ["load detokenizer"]
+        inbox: Outbox[to_detokenizer.ToDetokenizer] = Outbox(server.context, server.addresses.detokenizer)
+        a, b, ab = (small.llama().token_to_id(token) for token in ("a", "b", "ab"))
+        opened = [Open(1, TextOptions(stop=("bb",))), Open(2, TextOptions())]
+        inbox.send(StepOutput(opened, [1, 2], pack_ids([ab, a]), []))
+        inbox.send(StepOutput([], [9], pack_ids([a]), []))  # nothing to say of an unknown sequence
+        inbox.send(StepOutput([], [1, 2], pack_ids([b, 2]), [End(2, "stop", 5, stop_token=2)]))
+        inbox.send(to_detokenizer.Report(7, [ProcessCounts("scheduler", {"running": 1})]))
+        inbox.send(StepOutput([], [1], pack_ids([a]), [End(1, "stop")]))
+        inbox.send(to_detokenizer.Report(8, []))
+        assert server.api.receive() == Pieces([Piece(1, pack_ids([ab]), "a"), Piece(2, pack_ids([a]), "a")])
+        assert server.api.receive() == Pieces(
+            [Piece(1, pack_ids([b]), "", "stop", 0, "bb"), Piece(2, pack_ids([2]), "", "stop", 5, 2)]
+        )
+        report = server.api.receive()
+        counts = {"sequences": 1, "dropped_tokens": 1}
+        assert report == Report(7, [ProcessCounts("scheduler", {"running": 1}), ProcessCounts("detokenizer", counts)])
+        assert server.api.receive() == Report(8, [ProcessCounts("detokenizer", counts | {"sequences": 0})])
+        assert server.scheduler.receive() == Stopped(1)
+
+
+@pytest.mark.parametrize("entry", ["minisgl.tokenizer.worker:run", "minisgl.tokenizer.detokenizer_worker:run"])
+def test_a_folder_without_tokenizer_fails_in_one_line(server: Server, entry: str, tmp_path: Path) -> None:
+    server.model = tmp_path
+    with pytest.raises(AssertionError, match="has no tokenizer"), server.worker(entry):
+        pass
