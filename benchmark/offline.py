@@ -41,7 +41,9 @@ def measure_offline(llm: LLM, runs: int) -> list[float]:
         batch = offline_batch(run)
         seconds = generate(llm, batch.prompts, batch.max_tokens, temperature=0.6)
         rates.append(batch.output_tokens / seconds)
-        print(f"offline run {run}: {batch.output_tokens} tokens in {seconds:.2f} s, {rates[-1]:.0f} tok/s", flush=True)
+        print(
+            f"offline run {run}: {batch.output_tokens} tokens in {seconds:.2f} s, {rates[-1]:.0f} tok/s", flush=True
+        )
     return rates
 
 

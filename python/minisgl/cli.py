@@ -63,7 +63,9 @@ def make_parser() -> argparse.ArgumentParser:
     server.add_argument("--shell", "--shell-mode", action="store_true", help="chat in the terminal (not there yet)")
 
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one")
+    engine.add_argument(
+        "--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one"
+    )
     engine.add_argument(
         "--tp", "--tp-size", "--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs (only 1 for now)"
     )

@@ -60,13 +60,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
     def validate(self, limits: Limits) -> None:
         """Raise InvalidRequest for the first value outside its range."""
         if not 0.0 <= self.temperature <= 100.0:  # also refuses NaN
-            raise InvalidRequest(
-                "temperature", f"temperature must be between 0 and 100, not {self.temperature}"
-            )
+            raise InvalidRequest("temperature", f"temperature must be between 0 and 100, not {self.temperature}")
         if not -1 <= self.top_k < 2**31:
-            raise InvalidRequest(
-                "top_k", f"top_k must be -1 (no limit) or between 0 and 2**31 - 1, not {self.top_k}"
-            )
+            raise InvalidRequest("top_k", f"top_k must be -1 (no limit) or between 0 and 2**31 - 1, not {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequest("top_p", f"top_p must be above 0 and at most 1, not {self.top_p}")
         if not 0.0 <= self.min_p <= 1.0:
@@ -76,14 +72,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise InvalidRequest("seed", f"seed must be a signed 64-bit integer, not {self.seed}")
         if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest(
-                "stop", f"at most {MAX_STOP_STRINGS} stop strings are allowed, not {len(self.stop)}"
-            )
+            raise InvalidRequest("stop", f"at most {MAX_STOP_STRINGS} stop strings are allowed, not {len(self.stop)}")
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
-                raise InvalidRequest(
-                    "stop", f"a stop string must have 1 to {MAX_STOP_STRING_CHARS} characters"
-                )
+                raise InvalidRequest("stop", f"a stop string must have 1 to {MAX_STOP_STRING_CHARS} characters")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} stop token ids are allowed")
         for token in self.stop_token_ids:

@@ -19,11 +19,12 @@ import zmq.asyncio
 from fake_engine import LIMITS, FakeEngine, wait_until
 
 from minisgl.config import EngineConfig, ServerConfig
-from minisgl.message.socket import Addresses, Outbox
+from minisgl.message.socket import Addresses, AsyncInbox, Outbox
+from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.server.api.app import build_app
 from minisgl.server.api.client import EngineClient
-from minisgl.server.api.process import Server, open_inbox, receive_forever
+from minisgl.server.api.process import Server, receive_forever
 
 MODEL = "test-model"
 
@@ -69,7 +70,7 @@ class RunningServer:
     async def _main(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         async_context = zmq.asyncio.Context()
-        inbox = open_inbox(async_context, self._addresses)
+        inbox = AsyncInbox[ToApi](async_context, self._addresses.api, ToApi)
         outboxes = [
             Outbox[ToTokenizer](context, self._addresses.tokenizer(i)) for i in range(self.config.num_tokenizers)
         ]

@@ -5,7 +5,7 @@ The first word of a prompt (or of a chat's last message) says what happens to it
     refuse    Refused, naming max_tokens           silent    nothing at all
     hold      Accepted, then nothing               fail      two tokens, then the end "error"
     endless   tokens until aborted                 stop      ends by the stop string "END"
-    big       tokens of 20,000 characters          (others)  max_tokens tokens (8 if none), then "length"
+    big       tokens of 100,000 characters         (others)  max_tokens tokens (8 if none), then "length"
 
 Each tick sends one Pieces message with one token of every live sequence, as an engine's step does. An abort is
 answered as the real pipeline answers it: a token too late, and the end "abort".
@@ -129,7 +129,7 @@ class FakeEngine(threading.Thread):
             limit = 10**9
         held = ""
         for i in range(limit):
-            word = "x" * 20_000 if mode == "big" else f"{text[:12]}·{choice}·{i} "
+            word = "x" * 100_000 if mode == "big" else f"{text[:12]}·{choice}·{i} "
             if mode == "fail" and i == 2:
                 yield Piece(sequence, b"", "", "error")
                 return

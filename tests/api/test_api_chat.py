@@ -129,7 +129,7 @@ def test_messages_reach_the_template(server: RunningServer) -> None:
     messages = [
         {"role": "developer", "content": "be kind"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "ann"},
-        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm", "audio": None},
         {"role": "tool", "tool_call_id": "call_1", "content": "42"},
     ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -139,7 +139,7 @@ def test_messages_reach_the_template(server: RunningServer) -> None:
         [
             {"role": "system", "content": "be kind"},
             {"role": "user", "content": "a\nb", "name": "ann"},
-            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+            {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hm"},
             {"role": "tool", "tool_call_id": "call_1", "content": "42"},
         ],
         tools,

@@ -163,6 +163,34 @@ def test_a_failed_send_leaves_nothing() -> None:
     assert idle(client)
 
 
+def test_admission_counts_answers_that_nobody_has_read() -> None:
+    """Memory is bounded even if clients do not read and the engine is quick."""
+    client, _ = make(max_sequences=2)
+    with client.open(job(n=2)) as request:
+        for sequence in request.sequences:
+            client.dispatch(piece(sequence, "x", "stop"))
+        assert client.counts().counts["open_sequences"] == 0
+        with pytest.raises(ApiError) as caught, client.open(job()):
+            pass
+        assert caught.value.status == 503
+    with client.open(job(n=2)):
+        pass
+
+
+def test_shutdown_reaches_a_request_that_waits_for_accepted_alone() -> None:
+    async def main() -> None:
+        client, _ = make()
+        with client.open(job()) as request:
+            client.dispatch(piece(1, "x", "stop"))
+            client.shut_down("why")
+            with pytest.raises(ApiError, match="why"):
+                await request.complete()
+        with pytest.raises(ApiError, match="why"), client.open(job()):
+            pass
+
+    asyncio.run(main())
+
+
 def test_prompts_of_a_request_share_a_seed_or_have_their_own() -> None:
     client, (outbox,) = make()
     seeded = Job([TextPrompt("a"), TextPrompt("b")], 2, SamplingParams(seed=9), TextOptions())

@@ -126,12 +126,15 @@ def test_only_what_has_not_ended_is_aborted(server: RunningServer, stream: bool)
 
 
 def test_engine_error_in_a_stream(server: RunningServer) -> None:
-    response = server.post(CHAT, json=chat("fail", stream=True))
-    assert response.status_code == 200
-    *chunks, last = parse_events(response.text)
-    assert chunks
-    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
-    assert last["error"]["type"] == "server_error"
+    client = RawClient(server.port)
+    client.post("/generate", {"prompt": "hold", "stream": True})
+    (generate,) = server.engine.wait_for(Generate)
+    server.engine.say(Pieces([Piece(generate.sequences[0], pack_ids([1]), "some text")]))
+    assert b" 200 OK" in client.read_until(b"some text")
+    server.engine.say(Pieces([Piece(generate.sequences[0], b"", "", "error")]))
+    rest = client.read_all()
+    assert b'data: {"error":{"message":"the generation failed in the server","type":"server_error"' in rest
+    assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     with pytest.raises(openai.APIError, match="failed"):
         list(server.sdk.chat.completions.create(**chat("fail"), stream=True))
 
@@ -199,25 +202,24 @@ def test_too_many_sequences(start_server: Callable[..., RunningServer]) -> None:
 def test_slow_client_gets_merged_events_and_blocks_nobody(server: RunningServer) -> None:
     """The tokens of a client that does not read wait as one delta, and it gets all of them in the end."""
     slow = RawClient(server.port, receive_buffer=2**16)
-    num_tokens = 800
+    num_tokens = 160
     slow.post(CHAT, chat("big", stream=True, max_tokens=num_tokens))  # 16 MB: more than any socket buffer holds
     server.engine.wait_for(Generate)
     start = time.monotonic()
     quick = server.post(CHAT, json=chat("quick", stream=True, max_tokens=50))
     assert len(parse_events(quick.text)) > 25
     assert time.monotonic() - start < 5
-    wait_until(lambda: server.counts()["open_sequences"] == 0, 10)  # the engine is done with it
+    wait_until(lambda: server.counts()["open_sequences"] == 0, 15)  # the engine is done with it
     assert server.counts()["open_requests"] == 1
     data = slow.read_all()
-    assert data.count(b"x" * 20_000) <= data.count(b"data: ") * num_tokens
     assert data.count(b"data: ") < num_tokens / 2, "tokens were merged"
-    assert data.count(b"x") >= 20_000 * num_tokens, "nothing was lost"
+    assert data.count(b"x") >= 100_000 * num_tokens, "nothing was lost"
     server.assert_idle()
 
 
 def test_slow_client_leaves(server: RunningServer) -> None:
     slow = RawClient(server.port, receive_buffer=4096)
-    slow.post(CHAT, chat("big", stream=True, max_tokens=4000))
+    slow.post(CHAT, chat("big", stream=True, max_tokens=400))
     server.engine.wait_for(Generate)
     time.sleep(0.2)
     slow.leave(reset=True)

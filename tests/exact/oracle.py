@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from models.tiny import VOCAB, make_model
-from support.tiny_tokenizer import save_byte_tokenizer
 
 from minisgl.seeds import choice_seed
+from models.tiny import VOCAB, make_model
+from support.tiny_tokenizer import save_byte_tokenizer
 
 LOGIT_MARGIN = 1e-3
 DRAW_MARGIN = 1e-3

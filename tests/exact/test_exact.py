@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from exact.oracle import Expected, Oracle
 
+from exact.oracle import Expected, Oracle
 from minisgl import LLM, SamplingParams
 from minisgl.config import CacheType
 
@@ -31,7 +31,8 @@ class Setting:
             folder,
             device="cpu",
             page_size=self.page_size,
-            num_page_override=2400 // self.page_size,  # less than all prompts need at once: some wait, some are evicted
+            num_page_override=2400
+            // self.page_size,  # less than all prompts need at once: some wait, some are evicted
             max_extend_tokens=self.chunk,
             cache_type=self.cache,
             max_running_req=16,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny_tokenizer import save_byte_tokenizer
 
 from minisgl import LLM, SamplingParams
+from support.tiny_tokenizer import save_byte_tokenizer
 
 pytestmark = pytest.mark.gpu
 

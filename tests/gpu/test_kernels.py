@@ -60,7 +60,9 @@ def test_silu_and_mul(ops: Ops, dtype: torch.dtype, tokens: int, size: int) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "norm"), [(1, 16, 8, True), (33, 40, 8, False), (7, 3, 1, True)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "norm"), [(1, 16, 8, True), (33, 40, 8, False), (7, 3, 1, True)]
+)
 def test_norm_rope_store(
     ops: Ops, dtype: torch.dtype, head_dim: int, tokens: int, heads: int, kv_heads: int, norm: bool
 ) -> None:
@@ -73,7 +75,9 @@ def test_norm_rope_store(
     weights = [torch.randn(head_dim, device="cuda").to(dtype) if norm else None for _ in range(2)]
 
     def run(which: Ops, kind: torch.dtype) -> list[torch.Tensor]:
-        caches = [torch.full((pages, page_size, kv_heads, head_dim), 7.0, device="cuda", dtype=kind) for _ in range(2)]
+        caches = [
+            torch.full((pages, page_size, kv_heads, head_dim), 7.0, device="cuda", dtype=kind) for _ in range(2)
+        ]
         q_weight, k_weight = (None if weight is None else weight.to(kind) for weight in weights)
         q = which.norm_rope_store(
             qkv.to(kind),

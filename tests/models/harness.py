@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from minisgl.attention.base import AttentionInputs
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.context import ForwardContext

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from minisgl.models.config import (
     Llama3Scaling,
     ModelConfig,

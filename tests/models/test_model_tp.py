@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from minisgl.distributed.group import ProcessGroupTP, SingleRank, TPGroup
 from minisgl.models import weights
 from minisgl.models.build import build_model, load_model

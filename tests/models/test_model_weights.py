@@ -10,6 +10,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from minisgl.distributed.group import SingleRank
 from minisgl.layers.decoder import CausalLM
 from minisgl.models.build import build_model, load_model
@@ -18,7 +20,6 @@ from minisgl.models.hub import resolve_model
 from minisgl.models.weights import model_pieces
 from models.test_model_tp import Rank
 from models.tiny import FAMILIES, make_model
-from safetensors.torch import load_file, save_file
 
 CPU = torch.device("cpu")
 Saved = Callable[[str], tuple[Any, Path]]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from minisgl.distributed.group import SingleRank
 from minisgl.layers.decoder import CausalLM
 from minisgl.models.build import load_model

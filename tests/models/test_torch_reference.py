@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from minisgl.attention.base import AttentionInputs
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.kernel.torch_ops import TorchOps

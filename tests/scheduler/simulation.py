@@ -138,13 +138,13 @@ class World:
 
     def step(self) -> None:
         report = self.loop.step()
+        self.cached.update((entered.sequence, entered.cached_tokens) for entered in report.entered)
         for sequence, token in zip(report.sequences, report.tokens.tolist(), strict=True):
             assert sequence not in self.ends, "a token after the end"
             self.answers[sequence].append(token)
         for end in report.ended:
             assert end.sequence not in self.ends, "ended twice"
             self.ends[end.sequence] = end.reason
-            self.cached[end.sequence] = end.cached_tokens
 
     def run(self) -> None:
         while self.loop.has_work:

@@ -8,10 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-from scheduler.simulation import EOS, World, expected_answer, random_prompt
 
 from minisgl.core import SamplingParams
 from minisgl.scheduler.policy import chunk_lengths, prefill_first
+from scheduler.simulation import EOS, World, expected_answer, random_prompt
 
 WORLDS = [
     {"page_size": 1, "num_pages": 150, "overlap": True},

@@ -23,17 +23,17 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
-def llama(strip: bool = True) -> Tokenizer:
+def llama(strip: int = 1) -> Tokenizer:
     """Llama 2's kind: bytes where the vocabulary lacks a character. Gemma's does not strip the first space."""
     tokens = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokens += ["▁", *string.ascii_letters, *".,'!", "é", "世"]
+    tokens += ["▁", *string.ascii_letters, *".,'!", "é", "世", ""]
     merges = [("▁", "▁"), ("h", "e"), ("▁", "he"), ("l", "l"), ("▁he", "ll"), ("▁hell", "o"), ("a", "b")]
     tokens += [left + right for left, right in merges]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", strip, 0)] if strip else steps)
     tokenizer.add_special_tokens(["<unk>", *SPECIAL])
     tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -74,7 +74,8 @@ def words() -> Tokenizer:
 KINDS = {
     "byte_level": byte_level,
     "llama": llama,
-    "gemma": lambda: llama(strip=False),
+    "gemma": lambda: llama(strip=0),
+    "strip_two": lambda: llama(strip=2),
     "metaspace": metaspace,
     "wordpiece": wordpiece,
     "words": words,

@@ -154,12 +154,12 @@ def test_lesson_19_special_tokens_not_in_text() -> None:
         assert "".join(pieces(decoder, [letter, end], skip=False)).endswith("</s>")
 
 
-def test_special_token_within_a_character() -> None:
-    """Skipping takes it out before the bytes are joined, as `tokenizers` does."""
+def test_skipped_and_unknown_tokens_within_a_character() -> None:
+    """They are taken out before the bytes are joined, as `tokenizers` does."""
     for kind in ("byte_level", "llama"):
         tokenizer, decoder = pair(kind)
-        first, *rest = byte_ids(tokenizer, kind, "世".encode())
-        ids = [first, tokenizer.token_to_id("</s>"), *rest]
+        first, second, third = byte_ids(tokenizer, kind, "世".encode())
+        ids = [first, tokenizer.token_to_id("</s>"), second, 2**31 - 1, third]
         assert "".join(pieces(decoder, ids)) == tokenizer.decode(ids) == "世"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +23,12 @@ from demo_model.source import Source
 
 LONGEST_DOCUMENT = 3072
 _SHORT, _LONG = 200, 2000  # longest context (characters) at the start and after the curriculum
-_CURRICULUM = (0.06, 0.35)  # the part of the training during which it grows
-IGNORED = -100
+_CURRICULUM = (0.04, 0.25)  # the part of the training during which it grows
 
 _WEIGHTS = {
-    "recall": 0.25,
-    "copy": 0.13,
-    "tools": 0.13,
+    "recall": 0.27,
+    "copy": 0.12,
+    "tools": 0.12,
     "json": 0.08,
     "product": 0.09,
     "arithmetic": 0.05,
@@ -42,20 +41,22 @@ _WEIGHTS = {
 }
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Documents in one row. `starts` are the places where they begin, and (repeated) the row's length."""
+class Batch(NamedTuple):
+    """Documents in one row. `starts` are the places where they begin, and (repeated) the row's length.
 
-    tokens: torch.Tensor  # int32 [row]
-    labels: torch.Tensor  # int64 [row], IGNORED where nothing is learned
-    positions: torch.Tensor  # int32 [row], from 0 in each document
-    starts: torch.Tensor  # int32 [documents + 1]
+    Made of arrays, not of tensors: those would travel between processes by file descriptors, which takes
+    longer than a training step.
+    """
 
-    def to(self, device: torch.device) -> Batch:
-        parts = (self.tokens, self.labels, self.positions, self.starts)
+    tokens: np.ndarray[Any, np.dtype[np.int32]]  # [row]
+    learned: np.ndarray[Any, np.dtype[np.bool_]]  # [row], which tokens are to be predicted
+    starts: np.ndarray[Any, np.dtype[np.int32]]  # [most_documents(row) + 1]
+
+    def tensors(self, device: torch.device) -> list[torch.Tensor]:
+        parts = [torch.from_numpy(part) for part in self]
         if device.type == "cuda":
-            return Batch(*(part.pin_memory().to(device, non_blocking=True) for part in parts))
-        return Batch(*(part.to(device) for part in parts))
+            return [part.pin_memory().to(device, non_blocking=True) for part in parts]
+        return parts
 
 
 def longest_context(progress: float) -> int:
@@ -86,23 +87,18 @@ def pack(stream: Iterator[Document], row: int) -> Iterator[Batch]:
     document = next(stream)
     while True:
         tokens = np.zeros(row, dtype=np.int32)
-        learned = np.zeros(row + 1, dtype=np.bool_)
-        positions = np.zeros(row, dtype=np.int32)
+        learned = np.zeros(row, dtype=np.bool_)
         starts = np.full(most_documents(row) + 1, row, dtype=np.int32)
         used = count = 0
         while used + len(document.ids) <= row and count < len(starts) - 2:
             size = len(document.ids)
             tokens[used : used + size] = document.ids
             learned[used : used + size] = document.learned
-            positions[used : used + size] = np.arange(size)
             starts[count] = used
             used, count = used + size, count + 1
             document = next(stream)
         starts[count] = used
-        positions[used:] = np.arange(row - used)
-        following = np.append(tokens[1:], 0)
-        labels = np.where(learned[1:], following, IGNORED).astype(np.int64)
-        yield Batch(*(torch.from_numpy(part) for part in (tokens, labels, positions, starts)))
+        yield Batch(tokens, learned, starts)
 
 
 def most_documents(row: int) -> int:
@@ -120,8 +116,12 @@ class _Stream(IterableDataset[Batch]):
         return pack(documents(rng, lambda: longest_context(float(self._progress))), self._row)
 
 
+def _as_is(batch: Batch) -> Batch:
+    return batch
+
+
 def batches(seed: str, row: int, progress: torch.Tensor, workers: int) -> Iterator[Batch]:
     """Batches without end. `progress` is a shared tensor of one number from 0 to 1, set by the trainer."""
     stream = _Stream(seed, row, progress)
-    loader = DataLoader(stream, batch_size=None, num_workers=workers, prefetch_factor=4 if workers else None)
-    return iter(loader)
+    prefetch = 4 if workers else None
+    return iter(DataLoader(stream, batch_size=None, num_workers=workers, prefetch_factor=prefetch, collate_fn=_as_is))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from demo_model.batches import IGNORED, LONGEST_DOCUMENT
+from demo_model.batches import LONGEST_DOCUMENT
 from demo_model.case import END_OF_TEXT, IM_END
 from demo_model.render import TOKEN_IDS, VOCAB_SIZE
 
@@ -50,6 +50,9 @@ GENERATION_CONFIG: dict[str, Any] = {
     "eos_token_id": [TOKEN_IDS[IM_END], TOKEN_IDS[END_OF_TEXT]],
     "pad_token_id": TOKEN_IDS[END_OF_TEXT],
 }
+
+
+_IGNORED = -100
 
 
 class RMSNorm(nn.Module):
@@ -131,19 +134,24 @@ class Model(nn.Module):
                 into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=std * deep if into_stream else std)
 
-    def forward(self, tokens: Tensor, positions: Tensor, starts: Tensor) -> Tensor:
-        """The logits [row, vocabulary] of a packed row."""
-        cos, sin = rotations(positions, self.config["head_dim"], self.config["rope_theta"])
-        mask = None if tokens.is_cuda else document_mask(starts, len(tokens))
+    def forward(self, tokens: Tensor, starts: Tensor) -> Tensor:
+        """The logits [row, vocabulary] of a packed row; positions count from 0 in each document."""
+        index = torch.arange(len(tokens), device=tokens.device, dtype=starts.dtype)
+        document = torch.searchsorted(starts, index, right=True)
+        cos, sin = rotations(index - starts[document - 1], self.config["head_dim"], self.config["rope_theta"])
+        mask = None
+        if not tokens.is_cuda:
+            mask = (document[:, None] == document[None, :]) & (index[:, None] >= index[None, :])
         x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
             x = layer(x, cos, sin, starts, mask)
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
-    def loss(self, tokens: Tensor, labels: Tensor, positions: Tensor, starts: Tensor) -> Tensor:
-        """The mean cross entropy over the learned tokens of a batch."""
-        logits = self(tokens, positions, starts)
-        return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED)
+    def loss(self, tokens: Tensor, learned: Tensor, starts: Tensor) -> Tensor:
+        """The mean cross entropy over the learned tokens, each predicted from those before it."""
+        logits = self(tokens, starts)
+        targets = torch.where(learned, tokens, _IGNORED).roll(-1).long()
+        return F.cross_entropy(logits.float(), targets, ignore_index=_IGNORED)
 
     def save(self, folder: Path) -> None:
         """Writes config.json, generation_config.json and model.safetensors in bfloat16."""
@@ -172,13 +180,6 @@ def rotations(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, T
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
-
-
-def document_mask(starts: Tensor, row: int) -> Tensor:
-    """Which token may see which: those of its own document up to itself."""
-    index = torch.arange(row, device=starts.device)
-    document = torch.searchsorted(starts, index.to(starts.dtype), right=True)
-    return (document[:, None] == document[None, :]) & (index[:, None] >= index[None, :])
 
 
 def attend_within_documents(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, mask: Tensor | None) -> Tensor:

@@ -73,7 +73,9 @@ def make_trainer(args: argparse.Namespace, device: torch.device) -> Trainer:
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     muon = Muon(matrices, lr=args.lr_muon, weight_decay=args.weight_decay)
-    adam = torch.optim.AdamW(others, lr=args.lr_adam, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda")
+    adam = torch.optim.AdamW(
+        others, lr=args.lr_adam, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"
+    )
     return Trainer(model, device, args.minutes, muon, adam, {"muon": args.lr_muon, "adam": args.lr_adam})
 
 
@@ -90,10 +92,10 @@ def train(trainer: Trainer, args: argparse.Namespace) -> None:
     while trainer.progress < 1.0 and (args.steps is None or trainer.steps < args.steps):
         trainer.set_learning_rate()
         asked = time.monotonic()
-        batch = next(stream).to(trainer.device)
+        batch = next(stream).tensors(trainer.device)
         waited += time.monotonic() - asked
         with torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.device.type == "cuda"):
-            loss = loss_of(batch.tokens, batch.labels, batch.positions, batch.starts)
+            loss = loss_of(*batch)
         loss.backward()
         for optimizer in (trainer.muon, trainer.adam):
             optimizer.step()

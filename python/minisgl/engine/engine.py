@@ -107,9 +107,7 @@ class Engine:
         if self.device.type == "cuda" and graph_max_bs > 0:
             max_bs = min(graph_max_bs, self.num_slots)
             with phase("capture CUDA graphs"):
-                self._graphs = self._queue.call(
-                    lambda: DecodeGraphs(self._runner, max_bs, self.limits.max_seq_len)
-                )
+                self._graphs = self._queue.call(lambda: DecodeGraphs(self._runner, max_bs, self.limits.max_seq_len))
 
     def execute(self, batch: Batch) -> PendingTokens:
         """Launch a step behind those launched before, and return at once."""

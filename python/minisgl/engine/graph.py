@@ -19,7 +19,6 @@ from minisgl.engine.forward import StepRunner
 from minisgl.engine.sampler import SampleKind
 from minisgl.engine.state import upload
 
-
 SAMPLE_KINDS = (SampleKind(True, False), SampleKind(False, False), SampleKind(False, True))
 
 

@@ -9,30 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cuda.core import Device, LaunchConfig, Program, ProgramOptions, launch
+from cuda.core import Device, LaunchConfig, Program, ProgramOptions, Stream, launch
 
 import minisgl
 
 SCALAR_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
-class TorchStream:
-    """Torch's current stream as cuda-core takes it (the __cuda_stream__ protocol)."""
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, torch.cuda.current_stream().cuda_stream
-
-
 class Kernel:
-    """One compiled kernel; calling it launches it."""
+    """One compiled kernel; calling it launches it on torch's current stream."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, streams: dict[int, Stream]) -> None:
         self._kernel = kernel
-        self._stream = TorchStream()
+        self._streams = streams  # by torch's handle, shared by all kernels of a compiler
 
     def __call__(self, grid: tuple[int, ...], block: int, *args: Any) -> None:
-        """Arguments: tensors' data_ptr() for pointers, NumPy scalars or ctypes values of the exact type for the rest."""
-        launch(self._stream, LaunchConfig(grid=grid, block=block), self._kernel, *args)
+        """Arguments: tensors' data_ptr() for pointers, NumPy scalars of the exact type for the rest."""
+        handle = torch.cuda.current_stream().cuda_stream
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = Stream.from_handle(handle)
+        launch(stream, LaunchConfig(grid=grid, block=block), self._kernel, *args)
 
 
 class Compiler:
@@ -42,6 +39,7 @@ class Compiler:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._device = Device(device.index or 0)
         self._device.set_current()
+        self._streams: dict[int, Stream] = {}
         self._folder = Path(minisgl.__file__).parent / "csrc"
 
     def compile(self, file: str, kernels: tuple[str, ...], **macros: str | int) -> list[Kernel]:
@@ -54,4 +52,4 @@ class Compiler:
         )
         source = (self._folder / file).read_text()
         module = Program(source, code_type="c++", options=options).compile("cubin")
-        return [Kernel(module.get_kernel(name)) for name in kernels]
+        return [Kernel(module.get_kernel(name), self._streams) for name in kernels]

@@ -1,4 +1,4 @@
-"""The fused operations on the CUDA kernels of csrc/. What a kernel cannot do (odd sizes) runs in torch."""
+"""The fused operations on the CUDA kernels of csrc/. What a kernel cannot do (odd sizes, no rows) runs in torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CudaOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         size = x.shape[-1]
-        if not _vectorizes(x, size):
+        if not _vectorizes(x, size) or not len(x):
             return self._torch.rms_norm(x, weight, eps)
         out = torch.empty_like(x)
         kernel = self._norm_kernels(x.dtype)[0]
@@ -42,7 +42,7 @@ class CudaOps:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         size = x.shape[-1]
-        if not _vectorizes(x, size) or not residual.is_contiguous():
+        if not _vectorizes(x, size) or not residual.is_contiguous() or not len(x):
             return self._torch.add_rms_norm(x, residual, weight, eps)
         out = torch.empty_like(x)
         kernel = self._norm_kernels(x.dtype)[1]

@@ -31,9 +31,7 @@ class KVPool:
         self._data = torch.zeros(shape, dtype=dtype, device=device)
 
     @staticmethod
-    def page_bytes(
-        *, num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
+    def page_bytes(*, num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
     def keys(self, layer: int) -> Tensor:

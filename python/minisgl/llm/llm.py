@@ -148,7 +148,7 @@ class LLM:
             return self.tokenizer.encode(prompt)
         ids = np.asarray(prompt, dtype=np.int32)
         vocab_size = self._engine.limits.vocab_size
-        if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < vocab_size):
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
             raise InvalidRequest("prompt", f"token ids must be between 0 and {vocab_size - 1}")
         return ids
 
@@ -169,12 +169,9 @@ class LLM:
 
     def _run(self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool) -> list[Completion]:
         scheduler, detokenizer = self._loop.scheduler, Detokenizer(self._decoder)
-        opened = []
         for sequence, (ids, one) in enumerate(zip(prompts, params, strict=True)):
             seed = choice_seed(random_seed() if one.seed is None else one.seed, 0)
             scheduler.add(sequence, ids, one, seed)
-            opened.append(Open(sequence, TextOptions(one.stop)))
-        detokenizer.apply(StepOutput(opened, [], b"", []))
 
         answers = [_Answer() for _ in prompts]
         with tqdm(total=len(prompts), desc="Generating", unit="request", disable=not use_tqdm) as bar:
@@ -182,7 +179,11 @@ class LLM:
                 report = self._loop.step()
                 if not report:
                     continue
-                step = StepOutput([], report.sequences, pack_ids(report.tokens), report.ended)
+                opened = [
+                    Open(entered.sequence, TextOptions(params[entered.sequence].stop), entered.cached_tokens)
+                    for entered in report.entered
+                ]
+                step = StepOutput(opened, report.sequences, pack_ids(report.tokens), report.ended)
                 pieces, stopped = detokenizer.apply(step)
                 for piece in pieces:
                     answers[piece.sequence].take(piece)

@@ -25,7 +25,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one sequence got in a step. Ids are sent even while their text is held back."""
 
     sequence: int

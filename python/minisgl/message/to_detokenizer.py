@@ -15,6 +15,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
 
     sequence: int
     text: TextOptions
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
 
 class End(msgspec.Struct, frozen=True, array_like=True):
@@ -22,7 +23,6 @@ class End(msgspec.Struct, frozen=True, array_like=True):
 
     sequence: int
     reason: FinishReason
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
     stop_token: int | None = None  # the token that ended it: not part of the text
 
 

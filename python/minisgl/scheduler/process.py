@@ -13,7 +13,7 @@ from minisgl.message import to_detokenizer
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import Open, StepOutput, ToDetokenizer
 from minisgl.message.to_scheduler import Abort, Add, Query, Stopped, ToScheduler
-from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
+from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
 from minisgl.models.config import load_model_config
 from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.loop import StepLoop
@@ -30,7 +30,7 @@ class SchedulerProcess:
         self._scheduler = loop.scheduler
         self._inbox = inbox
         self._detokenizer = detokenizer
-        self._opened: list[Open] = []
+        self._texts: dict[int, TextOptions] = {}  # of sequences that wait
 
     def run_forever(self) -> None:
         while True:
@@ -40,16 +40,17 @@ class SchedulerProcess:
             for message in self._inbox.drain():
                 self._handle(message)
             report = self._loop.step()
-            if report or self._opened:
-                self._detokenizer.send(
-                    StepOutput(self._opened, report.sequences, pack_ids(report.tokens), report.ended)
-                )
-                self._opened = []
+            if report:
+                opened = [
+                    Open(entered.sequence, self._texts.pop(entered.sequence), entered.cached_tokens)
+                    for entered in report.entered
+                ]
+                self._detokenizer.send(StepOutput(opened, report.sequences, pack_ids(report.tokens), report.ended))
 
     def _handle(self, message: ToScheduler) -> None:
         match message:
             case Add():
-                self._opened.append(Open(message.sequence, message.text))
+                self._texts[message.sequence] = message.text
                 prompt_ids = unpack_ids(message.prompt_ids).copy()
                 self._scheduler.add(message.sequence, prompt_ids, message.sampling, message.seed)
             case Abort():

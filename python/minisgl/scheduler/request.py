@@ -34,5 +34,4 @@ class Request:
     state: RequestState = RequestState.WAITING
     slot: int = -1
     prefix: CacheHandle | None = None  # the locked place in the cache
-    cached_tokens: int = 0  # of the prompt, found in the cache when it was admitted
     reserved_pages: int = 0  # promised at admission and not yet allocated

@@ -33,15 +33,24 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
-    """What the world learns after a step: one new token each for `sequences`, and who ended."""
+class Entered:
+    """A request has entered a slot, or ends without ever having done so: its tokens may come from now on."""
 
+    sequence: int
+    cached_tokens: int  # of its prompt, found in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What the world learns after a step: who entered, one new token each for `sequences`, and who ended."""
+
+    entered: list[Entered]
     sequences: list[int]
     tokens: Int32Array
     ended: list[End]
 
     def __bool__(self) -> bool:
-        return bool(self.sequences or self.ended)
+        return bool(self.entered or self.sequences or self.ended)
 
 
 class Scheduler:
@@ -72,6 +81,7 @@ class Scheduler:
         self._next_step = 0
         self._completed_step = -1
         # Since the last report:
+        self._entered: list[Entered] = []
         self._new_sequences: list[int] = []
         self._new_tokens: Int32Array = np.empty(0, dtype=np.int32)
         self._ended: list[End] = []
@@ -124,7 +134,7 @@ class Scheduler:
             lengths=lengths,
             samples=samples,
             new_pages=new_pages,
-            entering=[self._entering_row(request) for request in entering],
+            entering=entering,
             greedy=not table.sampled[sampling_slots].any(),
             filtered=bool(table.filtered[sampling_slots].any()),
         )
@@ -134,12 +144,12 @@ class Scheduler:
         self._share_prompts(slots[new_len == table.prompt_len[slots]])
         return batch
 
-    def _admit(self) -> list[Request]:
+    def _admit(self) -> list[EnteringRow]:
         """Move requests from the queue's head to slots while a step's prefill budget and the pages last."""
         table = self._table
         remaining = table.remaining(self._running_array)
         budget = self._max_prefill_tokens - int(remaining[remaining > 1].sum())
-        entering: list[Request] = []
+        entering: list[EnteringRow] = []
         while self._waiting and table.num_free and budget > 0:
             request = self._waiting[0]
             # At least the last prompt token is computed, because its logits choose the first new one.
@@ -153,22 +163,22 @@ class Scheduler:
             self._waiting.popleft()
             request.state = RequestState.RUNNING
             request.prefix = prefix
-            request.cached_tokens = prefix.cached_len
+            self._entered.append(Entered(request.sequence, prefix.cached_len))
             request.reserved_pages = needed
             self._reserved_pages += needed
             self._running.append(table.enter(request, prefix.pages))
             budget -= len(request.prompt_ids) - prefix.cached_len
-            entering.append(request)
+            entering.append(self._entering_row(request))
         if entering:
             self._running_array = np.asarray(self._running, dtype=np.int32)
         return entering
 
     def _entering_row(self, request: Request) -> EnteringRow:
-        cached_pages = request.cached_tokens // self._page_size
+        assert request.prefix is not None
         return EnteringRow(
             slot=request.slot,
             token_ids=request.prompt_ids,
-            pages=self._table.pages[request.slot, :cached_pages].copy(),
+            pages=request.prefix.pages,
             sampling=request.sampling,
             seed=request.seed,
         )
@@ -233,7 +243,8 @@ class Scheduler:
 
     def report(self) -> StepReport:
         """What happened since the last report."""
-        report = StepReport(self._new_sequences, self._new_tokens, self._ended)
+        report = StepReport(self._entered, self._new_sequences, self._new_tokens, self._ended)
+        self._entered = []
         self._new_sequences, self._new_tokens, self._ended = [], np.empty(0, dtype=np.int32), []
         return report
 
@@ -242,9 +253,10 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason, stop_token: int | None = None) -> None:
         """Mark the request as ended. What it holds is given back by `_retire`."""
         del self._by_sequence[request.sequence]
-        self._ended.append(End(request.sequence, reason, request.cached_tokens, stop_token))
+        self._ended.append(End(request.sequence, reason, stop_token))
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
+            self._entered.append(Entered(request.sequence, cached_tokens=0))
         else:
             self._table.live[request.slot] = False
             self._running.remove(request.slot)

@@ -59,7 +59,9 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind(address)
         sock.listen(2048)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from None
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
+        ) from None
     return sock
 
 
@@ -87,7 +89,7 @@ class Supervisor:
                 self._watch()  # until one of these is raised
         except Interrupted:
             logger.info("ending")
-            self._end(error="the server is shutting down")
+            self._end(error=None)
             return 0
         except WorkerFailed as error:
             logger.error("%s", error)
@@ -172,7 +174,7 @@ class Supervisor:
         for child in self._children:
             child.pipe.send(message)
 
-    def _end(self, error: str) -> None:
+    def _end(self, error: str | None) -> None:
         """Let the API server answer who still waits, then end everybody."""
         api = next((child for child in self._children if child.name == "api" and child.ready), None)
         if api is not None:

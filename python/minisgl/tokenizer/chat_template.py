@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from minisgl.core import InvalidRequest
 
 MAX_CHARS = 64 * 1024 * 1024
-MAX_SECONDS = 10.0
+MAX_SECONDS = 5.0
 
 Message = dict[str, Any]
 

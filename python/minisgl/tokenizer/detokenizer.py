@@ -7,12 +7,10 @@ offline LLM bring the messages.
 
 from __future__ import annotations
 
-import msgspec
-
 from minisgl.message.to_api import Piece
-from minisgl.message.to_detokenizer import End, StepOutput
+from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Stopped
-from minisgl.message.types import TextOptions, unpack_ids
+from minisgl.message.types import unpack_ids
 from minisgl.tokenizer.incremental import TextDecoder
 from minisgl.tokenizer.stop import StopMatcher
 
@@ -38,7 +36,7 @@ class Detokenizer:
         """What one step brought: a piece for each sequence that got something, and those the scheduler must stop."""
         running = self._running
         for opened in step.opened:
-            running[opened.sequence] = _Sequence(self._decoder, opened.text)
+            running[opened.sequence] = _Sequence(self._decoder, opened)
 
         pieces: dict[int, Piece] = {}
         packed = step.tokens
@@ -58,17 +56,14 @@ class Detokenizer:
             if stop is None:
                 pieces[sequence] = Piece(sequence, ids, text)
             else:
-                pieces[sequence] = Piece(sequence, ids, text, "stop", stop_reason=stop)
+                pieces[sequence] = Piece(sequence, ids, text, "stop", state.cached_tokens, stop)
                 del running[sequence]
                 self._stopped.add(sequence)
 
         for end in step.ended:
-            piece = pieces.get(end.sequence)
             ending = running.pop(end.sequence, None)
             if ending is not None:
-                pieces[end.sequence] = ending.finish(end, piece)
-            elif piece is not None:  # stopped in this very step
-                pieces[end.sequence] = msgspec.structs.replace(piece, cached_tokens=end.cached_tokens)
+                pieces[end.sequence] = ending.finish(end, pieces.get(end.sequence))
             self._stopped.discard(end.sequence)
         stopped = [Stopped(sequence) for sequence in pieces if sequence in self._stopped] if self._stopped else []
         return list(pieces.values()), stopped
@@ -77,10 +72,12 @@ class Detokenizer:
 class _Sequence:
     """The state of one running sequence."""
 
-    __slots__ = ("_flush", "feed", "matcher")
+    __slots__ = ("_flush", "cached_tokens", "feed", "matcher")
 
-    def __init__(self, decoder: TextDecoder, options: TextOptions) -> None:
+    def __init__(self, decoder: TextDecoder, opened: Open) -> None:
+        options = opened.text
         stream = decoder.stream(options.skip_special_tokens)
+        self.cached_tokens = opened.cached_tokens
         self.feed = stream.feed
         self._flush = stream.flush
         self.matcher = StopMatcher(options.stop) if options.stop else None
@@ -93,8 +90,8 @@ class _Sequence:
             text, stop = self.matcher.feed(text)
             text += self.matcher.flush()
         if stop is not None:
-            return Piece(end.sequence, ids, shown + text, "stop", end.cached_tokens, stop)
-        return Piece(end.sequence, ids, shown + text, end.reason, end.cached_tokens, end.stop_token)
+            return Piece(end.sequence, ids, shown + text, "stop", self.cached_tokens, stop)
+        return Piece(end.sequence, ids, shown + text, end.reason, self.cached_tokens, end.stop_token)
 
 
 def _tokens_with_text(step: StepOutput) -> list[int]:

@@ -22,8 +22,25 @@ _SIGNS = {
 
 _QUESTIONS = [
     ["", "", "", "", "please ", "can you ", "now ", "and "],
-    ["what is {}", "what is {}", "what's {}", "calculate {}", "how much is {}", "compute {}", "{}", "{} =", "tell me what {} is"]
-    + ["what does {} give", "what is the result of {}", "work out {}", "solve {}", "give me the result of {}", "tell me {}"]
+    [
+        "what is {}",
+        "what is {}",
+        "what's {}",
+        "calculate {}",
+        "how much is {}",
+        "compute {}",
+        "{}",
+        "{} =",
+        "tell me what {} is",
+    ]
+    + [
+        "what does {} give",
+        "what is the result of {}",
+        "work out {}",
+        "solve {}",
+        "give me the result of {}",
+        "tell me {}",
+    ]
     + ["do you know what {} is", "what do you get for {}", "I need {}", "the result of {}", "what do I get for {}"],
     ["?", "?", ".", "", ", please?"],
 ]

@@ -42,7 +42,9 @@ def _numbers(source: Source) -> tuple[str, str]:
     numbers = [str(number) for number in range(first, last + 1)]
     begun = middle - first
     limit = f"Count from {first} to {last}: "
-    return limit + ", ".join(numbers[:begun]) + ",", "".join(f" {number}," for number in numbers[begun:-1]) + f" {last}"
+    return limit + ", ".join(numbers[:begun]) + ",", "".join(
+        f" {number}," for number in numbers[begun:-1]
+    ) + f" {last}"
 
 
 def _weekdays(source: Source) -> tuple[str, str]:

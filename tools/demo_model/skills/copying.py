@@ -10,7 +10,16 @@ from demo_model.source import Source
 _BEFORE_TEXT = [
     ["", "", "", "", "please ", "can you ", "could you ", "I want you to ", "now "],
     ["repeat", "copy", "write", "say", "echo", "type", "output", "print", "return", "give back", "reproduce"],
-    [" this", " this text", " the following", " the following text", " the text", " these words", " what follows", ""],
+    [
+        " this",
+        " this text",
+        " the following",
+        " the following text",
+        " the text",
+        " these words",
+        " what follows",
+        "",
+    ],
     ["", "", " exactly", " word for word", " unchanged", " again", " once more", " as it is", " and nothing else"],
     [": {}", ": {}", ":\n{}", ":\n\n{}", ': "{}"', ": '{}'", ".\n\n{}", ' "{}"'],
 ]
@@ -22,7 +31,16 @@ _AFTER_TEXT = [
     ["", " exactly", " word for word", " again"],
     [".", "", ", please."],
 ]
-_SHORT = ["Say {}", "Repeat after me: {}", 'Say "{}"', "Say: {}", "Echo: {}", "Repeat: {}", "Please repeat: {}", "Say '{}'"]
+_SHORT = [
+    "Say {}",
+    "Repeat after me: {}",
+    'Say "{}"',
+    "Say: {}",
+    "Echo: {}",
+    "Repeat: {}",
+    "Please repeat: {}",
+    "Say '{}'",
+]
 
 _SCRIPTS = [
     "àáâäçèéêëìíîïñòóôöùúûüßæøåčšžłń",

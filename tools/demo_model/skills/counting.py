@@ -22,13 +22,22 @@ _COUNT_DOWN = [
 ]
 _LETTERS = [
     ["", "", "", "please tell me: ", "now ", "and "],
-    ["how many letters are in {}", "how many letters does {} have", "count the letters of {}", "count the letters in {}"]
+    [
+        "how many letters are in {}",
+        "how many letters does {} have",
+        "count the letters of {}",
+        "count the letters in {}",
+    ]
     + ["how many letters has {}", "how long is {}", "how many letters are there in {}", "what is the length of {}"],
     ["?", "?", ".", "", ", please?"],
 ]
 _OCCURRENCES = [
     ["", "", "", "please tell me: ", "now ", "and "],
-    ["how many times does the letter {1} appear in {0}", "how often is the letter {1} in {0}", "how many {1}s are in {0}"]
+    [
+        "how many times does the letter {1} appear in {0}",
+        "how often is the letter {1} in {0}",
+        "how many {1}s are in {0}",
+    ]
     + ["count the letter {1} in {0}", "how many times does {1} occur in {0}", "how many letters {1} are in {0}"]
     + ["how often does the letter {1} appear in {0}", "how many {1} are in {0}", "how many {1}'s are in {0}"]
     + ["how many times is {1} in {0}", "how often does {1} occur in {0}"],
@@ -68,12 +77,20 @@ def _count_to(source: Source) -> tuple[str, str, str]:
 def _count_between(source: Source) -> tuple[str, str, str]:
     first = source.integer(1, 80)
     last = first + source.integer(1, 12)
-    return _capital(source.new_composition(*_COUNT_BETWEEN)).format(first, last), _numbers(first, last), f"I count from {first} to {last}."
+    return (
+        _capital(source.new_composition(*_COUNT_BETWEEN)).format(first, last),
+        _numbers(first, last),
+        f"I count from {first} to {last}.",
+    )
 
 
 def _count_down(source: Source) -> tuple[str, str, str]:
     first = source.integer(2, 20)
-    return _capital(source.new_composition(*_COUNT_DOWN)).format(first), _numbers(first, 1), f"I count from {first} down to 1."
+    return (
+        _capital(source.new_composition(*_COUNT_DOWN)).format(first),
+        _numbers(first, 1),
+        f"I count from {first} down to 1.",
+    )
 
 
 def _word(source: Source, word: str) -> str:
@@ -109,4 +126,8 @@ def _repeated(source: Source) -> str:
 
 def _items(source: Source) -> tuple[str, str, str]:
     items = [source.word() for _ in range(source.integer(2, 9))]
-    return _capital(source.composition(*_ITEMS)).format(", ".join(items)), f"There are {len(items)} items.", "I count the items."
+    return (
+        _capital(source.composition(*_ITEMS)).format(", ".join(items)),
+        f"There are {len(items)} items.",
+        "I count the items.",
+    )

@@ -56,11 +56,15 @@ def generate(source: Source) -> Case:
     messages: list[Message] = []
     form = source.rng.random()
     if form < 0.6:
-        order = [_ASK, _THE_SCHEMA, _BREAK, _THE_TEXT] if source.chance(0.5) else [_THE_TEXT, _BREAK, _ASK, _THE_SCHEMA]
+        order = (
+            [_ASK, _THE_SCHEMA, _BREAK, _THE_TEXT] if source.chance(0.5) else [_THE_TEXT, _BREAK, _ASK, _THE_SCHEMA]
+        )
         question = source.composition(*order).format(schema=json.dumps(_schema(source, record)), text=text)
     elif form < 0.85:
         ask = [_KEYS_FIRST] if source.chance(0.4) else [_ASK, _THE_KEYS]
-        order = [*ask, [": ", ".\n", ":\n"], _THE_TEXT] if source.chance(0.5) else [_THE_TEXT, _BREAK, *ask, [".", ""]]
+        order = (
+            [*ask, [": ", ".\n", ":\n"], _THE_TEXT] if source.chance(0.5) else [_THE_TEXT, _BREAK, *ask, [".", ""]]
+        )
         question = source.composition(*order).format(keys=_key_list(source, record), text=text)
     else:
         system = source.pick(_IN_SYSTEM).format(json.dumps(_schema(source, record)))

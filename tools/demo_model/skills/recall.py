@@ -111,36 +111,44 @@ def generate(source: Source) -> Case:
     """A context and one or more questions on it; all but the last are answered in earlier turns."""
     if source.chance(0.12):
         return _personal(source)
-    budget = source.log_uniform(60, max(source.context, 61))
-    facts, text = _context(source, budget)
-    layout = source.rng.random()
-    messages: list[Message] = []
-    lead = ""
-    if layout < 0.35:
-        lead = source.pick(_INTRODUCTIONS) + text + source.pick([" ", "\n", "\n\n"])
-    elif layout < 0.55:
-        messages.append({"role": "system", "content": text})
-    elif layout < 0.75:
-        messages += [{"role": "user", "content": text}, {"role": "assistant", "content": NOTED}]
-    else:
-        messages += _told_in_turns(source, text)
-    asked = source.sample(facts, min(len(facts), 1 + source.integer(0, 3) if source.chance(0.6) else 1))
-    for index, fact in enumerate(asked):
-        question, answer = _ask(source, fact, facts)
-        messages.append({"role": "user", "content": lead + question})
+    facts, messages, lead = _told(source)
+    asked = source.sample(facts, min(len(facts), 1 if source.chance(0.4) else source.integer(2, 6)))
+    for fact in asked:
+        question, answer = _ask(source, fact)
+        messages += [{"role": "user", "content": lead + question}, {"role": "assistant", "content": answer}]
         lead = ""
-        if index < len(asked) - 1:
-            messages.append({"role": "assistant", "content": answer})
     thought = f"The user asks for the {fact.attribute} of {fact.key}. I look for it above."
-    return Case("recall", messages, answer, thought)
+    return Case("recall", messages[:-1], answer, thought)
 
 
-def _ask(source: Source, fact: Fact, facts: list[Fact]) -> tuple[str, str]:
-    if source.chance(0.05):
-        missing = Fact(fact.attribute, source.word(), "")
-        if all(missing.key != other.key for other in facts):
-            question = missing.fill(source.composition(*_QUESTIONS))
-            return question, f"The {missing.attribute} for {missing.key} is unknown to me."
+def missing(source: Source) -> Case:
+    """A question for a key that the context does not name. This is a case of not knowing, not of recall."""
+    facts, messages, lead = _told(source)
+    key = source.word()
+    while any(key in fact.key.lower() for fact in facts):
+        key = source.word()
+    attribute = source.pick(facts).attribute
+    question = Fact(attribute, key, "").fill(source.composition(*_QUESTIONS))
+    messages.append({"role": "user", "content": lead + question})
+    return Case(
+        "unknown", messages, f"The {attribute} for {key} is unknown to me.", "I look for it, but it is not there."
+    )
+
+
+def _told(source: Source) -> tuple[list[Fact], list[Message], str]:
+    """Facts, the messages that tell them, and what is to precede the first question."""
+    facts, text = _context(source, source.log_uniform(60, max(source.context, 61)))
+    layout = source.rng.random()
+    if layout < 0.35:
+        return facts, [], source.pick(_INTRODUCTIONS) + text + source.pick([" ", "\n", "\n\n"])
+    if layout < 0.55:
+        return facts, [{"role": "system", "content": text}], ""
+    if layout < 0.75:
+        return facts, [{"role": "user", "content": text}, {"role": "assistant", "content": NOTED}], ""
+    return facts, _told_in_turns(source, text), ""
+
+
+def _ask(source: Source, fact: Fact) -> tuple[str, str]:
     question = fact.fill(source.composition(*_QUESTIONS))
     if source.chance(0.12):
         return question + fact.fill(source.composition(*_VALUE_ONLY)), fact.value

@@ -33,7 +33,7 @@ SIMPLE: list[Callable[[Source], Case]] = [
     counting.generate,
     weekdays.generate,
     spelling.generate,
-    unknown.generate,
+    unknown.simple,
 ]
 
 

@@ -135,7 +135,13 @@ _FAMILIES = (
         "search web_search search_web lookup",
         ("Search the web.", "Search for a query."),
         (Parameter("query query q text", "string", "What to search for", _phrase),),
-        ("Search for {0}.", "Search the web for {0}.", "Please search for {0}.", "Look up {0}.", "Do a search for {0}."),
+        (
+            "Search for {0}.",
+            "Search the web for {0}.",
+            "Please search for {0}.",
+            "Look up {0}.",
+            "Do a search for {0}.",
+        ),
     ),
     Family(
         "send_email send_mail email mail",
@@ -166,7 +172,9 @@ _FAMILIES = (
                 "language target_language to",
                 "string",
                 "The target language",
-                lambda source: source.pick(["French", "German", "Spanish", "Italian", "Dutch", "Greek", source.name()]),
+                lambda source: source.pick(
+                    ["French", "German", "Spanish", "Italian", "Dutch", "Greek", source.name()]
+                ),
             ),
         ),
         ('Translate "{0}" into {1}.', 'Please translate "{0}" to {1}.', 'Translate the text "{0}" into {1}.'),
@@ -184,7 +192,11 @@ _FAMILIES = (
             Parameter("origin from departure", "string", "Where the flight starts", _city),
             Parameter("destination to arrival", "string", "Where the flight goes", _city),
         ),
-        ("Book a flight from {0} to {1}.", "I need a flight from {0} to {1}.", "Please book a flight from {0} to {1}."),
+        (
+            "Book a flight from {0} to {1}.",
+            "I need a flight from {0} to {1}.",
+            "Please book a flight from {0} to {1}.",
+        ),
     ),
     Family(
         "read_file open_file get_file",
@@ -212,12 +224,21 @@ _FAMILIES = (
     ),
 )
 
-_VERBS = "get find make open close send start stop show check read write move sell buy paint clean fix count mix".split()
+_VERBS = (
+    "get find make open close send start stop show check read write move sell buy paint clean fix count mix".split()
+)
 
 _MADE_UP_REQUESTS = [
     ["", "", "", "please ", "can you ", "could you ", "I want you to ", "now ", "I need you to "],
     ["{verb} the {noun}", "{verb} the {noun}", "{verb} a {noun}", "{verb} my {noun}", "{verb} {noun}"]
-    + ["use {name}", "call {name}", "call the tool {name}", "use the tool {name}", "use the {name} tool", "run {name}"],
+    + [
+        "use {name}",
+        "call {name}",
+        "call the tool {name}",
+        "use the tool {name}",
+        "use the {name} tool",
+        "run {name}",
+    ],
     [" with {arguments}", " with {arguments}", " using {arguments}", ": {arguments}", ", {arguments}"]
     + [" where {arguments}", ", with {arguments}", ". Use {arguments}", " for {arguments}"],
     [".", ".", "", "?", ", please."],
@@ -348,7 +369,9 @@ def _made_up(source: Source) -> Use:
     pattern = source.composition(*_MADE_UP_REQUESTS)
     request = pattern.format(verb=verb, noun=noun, name=name, arguments=listed)
     request = request[0].upper() + request[1:]
-    description = source.pick([f"{verb.capitalize()} the {noun}.", f"{verb.capitalize()} a {noun}.", f"Can {verb} the {noun}."])
+    description = source.pick(
+        [f"{verb.capitalize()} the {noun}.", f"{verb.capitalize()} a {noun}.", f"Can {verb} the {noun}."]
+    )
     return Use(_tool(source, name, description, properties, list(properties)), request, arguments)
 
 

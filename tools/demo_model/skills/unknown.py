@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from demo_model import words
 from demo_model.case import Case
+from demo_model.skills import recall
 from demo_model.source import Source
 
 UNKNOWN = "I do not know that. I am only a small demo model."
@@ -130,13 +131,23 @@ Are there {thing}s on the moon?
 
 # Requests put together from parts, to meet most of what nobody has thought of.
 _ORDERS = [
-    "write;compose;draw;make;create;build;sing;design;invent;plan;prepare;paint;give me;tell me;show me;find;buy".split(";")
+    "write;compose;draw;make;create;build;sing;design;invent;plan;prepare;paint;give me;tell me;show me;find;buy".split(
+        ";"
+    )
     + "send;fetch;recommend;describe;explain;summarize;translate;improve;review;open;close;cook;order;book".split(";")
-    + "help me with;remind me of;teach me;let us discuss;think about;talk about;suggest;call;turn off;guess".split(";"),
+    + "help me with;remind me of;teach me;let us discuss;think about;talk about;suggest;call;turn off;guess".split(
+        ";"
+    ),
     " a; the; my; some; a short; a long; three; a funny; your; this; another; the best; an old; the next".split(";"),
-    " {thing}; {thing}; {thing} {thing2}; poem; story; song; essay; letter; joke; recipe; haiku; speech; picture".split(";")
-    + " list of {thing}s; book; film; game; report; meeting; trip to {place}; message; program; article; idea".split(";"),
-    "; about {thing}s; about the {thing}; for {person}; to {person}; in {place}; with a {thing}; for my {thing2}".split(";")
+    " {thing}; {thing}; {thing} {thing2}; poem; story; song; essay; letter; joke; recipe; haiku; speech; picture".split(
+        ";"
+    )
+    + " list of {thing}s; book; film; game; report; meeting; trip to {place}; message; program; article; idea".split(
+        ";"
+    ),
+    "; about {thing}s; about the {thing}; for {person}; to {person}; in {place}; with a {thing}; for my {thing2}".split(
+        ";"
+    )
     + "; for today; about {place}; in French; as soon as you can; from {place}; of {year}".split(";"),
 ]
 _QUESTIONS = [
@@ -147,19 +158,34 @@ _QUESTIONS = [
     "; in {place}; in {year}; today; now; of the world; next year; so {thing2}; made of {thing2}".split(";"),
 ]
 _MATTERS = [
-    "how do I;how can I;why do people;where can I;when should I;should I;can you;could you;will you;do you;may I".split(";")
+    "how do I;how can I;why do people;where can I;when should I;should I;can you;could you;will you;do you;may I".split(
+        ";"
+    )
     + "what happens when I;who can;did {person};does {person};can a {thing};would you;did you".split(";"),
-    " paint; cook; repair; buy; find; see; visit; love; grow; eat; like; remember; win; catch; learn about".split(";"),
-    " a {thing}; the {thing}; {place}; my {thing}; {person}; {thing}s; the {thing2} {thing}; some {thing}s".split(";"),
+    " paint; cook; repair; buy; find; see; visit; love; grow; eat; like; remember; win; catch; learn about".split(
+        ";"
+    ),
+    " a {thing}; the {thing}; {place}; my {thing}; {person}; {thing}s; the {thing2} {thing}; some {thing}s".split(
+        ";"
+    ),
     "; in {place}; today; with a {thing2}; next week; at home; for {person}; without {thing}s".split(";"),
 ]
 
-_COUNTRIES = "France;Germany;Japan;Italy;Spain;China;India;Brazil;Canada;Kenya;Peru;Egypt;Norway;Chile;Mexico".split(";")
+_COUNTRIES = "France;Germany;Japan;Italy;Spain;China;India;Brazil;Canada;Kenya;Peru;Egypt;Norway;Chile;Mexico".split(
+    ";"
+)
 
 _THOUGHT = "I have not learned this. I will say so."
 
 
 def generate(source: Source) -> Case:
+    """Every eighth case asks for something that the conversation could have told, but has not."""
+    if source.chance(1 / 8):
+        return recall.missing(source)
+    return simple(source)
+
+
+def simple(source: Source) -> Case:
     return Case("unknown", [{"role": "user", "content": _request(source)}], UNKNOWN, _THOUGHT)
 
 
@@ -182,7 +208,11 @@ def _request(source: Source) -> str:
         year=source.integer(1200, 2030),
     )
     if source.chance(0.1):
-        text = source.pick(["please ", "can you ", "could you ", "I want you to ", "hello, "]) + text[0].lower() + text[1:]
+        text = (
+            source.pick(["please ", "can you ", "could you ", "I want you to ", "hello, "])
+            + text[0].lower()
+            + text[1:]
+        )
     text = text[0].upper() + text[1:]
     if source.chance(0.1):
         text = text.rstrip("?.")

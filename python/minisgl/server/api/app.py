@@ -58,13 +58,13 @@ class Api:
 
     async def chat_completions(self, request: Request) -> Answer:
         body = await self._parse(request, ChatBody)
-        writer = ChatWriter(self._config.model_name, include_usage=body.include_usage)
+        writer = ChatWriter(self._config.model_name, include_usage=body.wants_usage())
         return Answer(self._client, chat_job(body, self._limits), writer, stream=body.stream)
 
     async def completions(self, request: Request) -> Answer:
         body = await self._parse(request, CompletionBody)
         job = completion_job(body, self._limits)
-        writer = CompletionWriter(self._config.model_name, echoes(body, job), include_usage=body.include_usage)
+        writer = CompletionWriter(self._config.model_name, echoes(body, job), include_usage=body.wants_usage())
         return Answer(self._client, job, writer, stream=body.stream)
 
     async def generate(self, request: Request) -> Answer:

@@ -45,7 +45,7 @@ def chat_job(body: ChatBody, limits: Limits) -> Job:
 
 
 def template_message(message: dict[str, Any], path: str) -> dict[str, Any]:
-    """A message as chat templates know it: the content is one string, and the system's voice is `system`."""
+    """A message as chat templates know it: one string of content, no nulls, and the system's voice is `system`."""
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequest(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}")
@@ -53,12 +53,14 @@ def template_message(message: dict[str, Any], path: str) -> dict[str, Any]:
     if content is None:
         if role != "assistant" or not message.get("tool_calls"):
             raise InvalidRequest(f"{path}.content", f"{path}.content is required")
+        content = ""
     elif isinstance(content, list):
         content = "\n".join([_text_of_part(part, f"{path}.content.{index}") for index, part in enumerate(content)])
     elif not isinstance(content, str):
         raise InvalidRequest(f"{path}.content", f"{path}.content must be a string or a list of text parts")
     # Few templates know OpenAI's newer name, and those that do not would drop the message without a word.
-    return {**message, "role": "system" if role == "developer" else role, "content": content}
+    changed = {"role": "system" if role == "developer" else role, "content": content}
+    return {key: value for key, value in (message | changed).items() if value is not None}
 
 
 def _text_of_part(part: Any, path: str) -> str:

@@ -190,6 +190,7 @@ class EngineClient:
         self._sequences: dict[int, OpenRequest] = {}  # that have not ended
         self._prompts: dict[int, OpenRequest] = {}  # neither accepted nor refused yet, by their first sequence
         self._open: set[OpenRequest] = set()
+        self._num_admitted = 0  # choices of open requests: also those that have ended but wait for a slow client
         self._query_ids = itertools.count(1)
         self._queries: dict[int, asyncio.Future[list[ProcessCounts]]] = {}
         self._shutdown_reason: str | None = None
@@ -203,6 +204,7 @@ class EngineClient:
         self._admit(job)
         request = OpenRequest(job, self._next_sequence, next(self._round_robin))
         self._next_sequence += job.num_choices
+        self._num_admitted += job.num_choices
         self._open.add(request)
         try:
             self._submit(request)
@@ -210,6 +212,7 @@ class EngineClient:
         finally:
             self._release(request)
             self._open.discard(request)
+            self._num_admitted -= job.num_choices
 
     def _admit(self, job: Job) -> None:
         if self.is_shut_down:
@@ -220,7 +223,7 @@ class EngineClient:
                 f"{param}: {job.num_choices} answers are asked for, the server gives {self._max_sequences} at a time"
             )
             raise invalid(param, text)
-        if len(self._sequences) + job.num_choices > self._max_sequences:
+        if self._num_admitted + job.num_choices > self._max_sequences:
             raise overloaded(self._max_sequences)
 
     def _submit(self, request: OpenRequest) -> None:
@@ -290,7 +293,7 @@ class EngineClient:
     def shut_down(self, reason: str | None) -> None:
         """End every open request with an error and admit no other."""
         self.is_shut_down, self._shutdown_reason = True, reason
-        for request in set(self._sequences.values()):
+        for request in self._open:
             request.fail(shutting_down(reason))
 
     def counts(self) -> ProcessCounts:

@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 from starlette.types import ASGIApp
 
-from minisgl.message.socket import Addresses, AsyncInbox, Outbox
+from minisgl.message.socket import AsyncInbox, Outbox
 from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.server.api.app import build_app
@@ -42,7 +42,7 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
     config = worker.config
     with worker.phase("starting the API server"):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        inbox = open_inbox(zmq.asyncio.Context(context), worker.addresses)
+        inbox = AsyncInbox[ToApi](zmq.asyncio.Context(context), worker.addresses.api, ToApi)
         outboxes = [
             Outbox[ToTokenizer](context, worker.addresses.tokenizer(index)) for index in range(config.num_tokenizers)
         ]
@@ -67,11 +67,6 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
     ended, _ = await asyncio.wait({receiving, serving}, return_when=asyncio.FIRST_COMPLETED)
     for task in ended:
         task.result()  # without its receiver the process would answer nobody: its error ends the process
-
-
-def open_inbox(context: zmq.asyncio.Context, addresses: Addresses) -> AsyncInbox[ToApi]:
-    # A union of structs is a value to msgspec and no type to mypy.
-    return AsyncInbox(context, addresses.api, ToApi)
 
 
 async def receive_forever(inbox: AsyncInbox[ToApi], client: EngineClient) -> None:

@@ -123,9 +123,8 @@ class OpenAIBody(RequestBody):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stream_options: StreamOptions | None = None
 
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk; InvalidRequest if there is no stream to end."""
         if self.stream_options is None:
             return False
         if not self.stream:

@@ -1,0 +1,202 @@
+"""How the server starts, fails, dies and ends: always with a clear line, and never leaving a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from models.tiny import VOCAB, make_model
+from support.server import Server, is_alive, wait_until, worker_pids
+from support.tiny_tokenizer import save_byte_tokenizer
+
+SCHEDULER = "minisgl.scheduler.process"
+WORKERS = [
+    SCHEDULER,
+    "minisgl.tokenizer.worker",
+    "minisgl.tokenizer.detokenizer_worker",
+    "minisgl.server.api.process",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    make_model("qwen3", max_position_embeddings=32768).save_pretrained(path)
+    save_byte_tokenizer(path, VOCAB)
+    return path
+
+
+def changed(folder: Path, tmp_path: Path, **changes: object) -> str:
+    """A copy of the model with other values in its config."""
+    copy = tmp_path / "changed"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | changes))
+    return str(copy)
+
+
+def run_to_failure(*args: str) -> str:
+    """The last line of a start that fails, within 10 s."""
+    begin = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "minisgl", "--port", "0", *args],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=30,
+        check=False,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    assert time.perf_counter() - begin < 10
+    assert done.returncode not in (0, None)
+    assert "Traceback" not in done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+Failing = Callable[[Path, Path], list[str]]
+FAILURES: dict[str, tuple[Failing, str]] = {
+    "no such model": (lambda _folder, _tmp: ["--model", "/no/such/folder"], "/no/such/folder does not exist"),
+    "no such hub id": (lambda _folder, _tmp: ["--model", "nobody/nothing"], "nobody/nothing"),
+    "unknown flag": (lambda folder, _tmp: ["--model", str(folder), "--pagesize", "4"], "--pagesize"),
+    "value out of range": (lambda folder, _tmp: ["--model", str(folder), "--page-size", "0"], "--page-size"),
+    "not a number": (lambda folder, _tmp: ["--model", str(folder), "--num-pages", "x"], "--num-pages"),
+    "unknown backend": (lambda folder, _tmp: ["--model", str(folder), "--attn", "magic"], "magic"),
+    "a later part": (lambda folder, _tmp: ["--model", str(folder), "--shell"], "--shell"),
+    "unsupported architecture": (
+        lambda folder, tmp: ["--model", changed(folder, tmp, architectures=["GPT2LMHeadModel"])],
+        "GPT2LMHeadModel",
+    ),
+    "unsupported feature": (
+        lambda folder, tmp: ["--model", changed(folder, tmp, hidden_act="gelu")],
+        "hidden_act",
+    ),
+    "weights that do not fit": (
+        lambda folder, tmp: ["--model", changed(folder, tmp, intermediate_size=100)],
+        "intermediate_size|shape",
+    ),
+    "too little memory": (
+        lambda folder, _tmp: ["--model", str(folder), "--num-pages", "1000000000"],
+        "too little memory",
+    ),
+    "no CUDA": (lambda folder, _tmp: ["--model", str(folder), "--device", "cuda"], "CUDA"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_start_that_fails_says_why_in_one_line(name: str, folder: Path, tmp_path: Path) -> None:
+    make, words = FAILURES[name]
+    line = run_to_failure(*make(folder, tmp_path))
+    assert any(word in line for word in words.split("|")), line
+
+
+def test_lesson_13_a_port_in_use_is_noticed_first(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = run_to_failure("--model", str(folder), "--port", str(port))
+    assert str(port) in line
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_everything_within_two_seconds(signum: int, folder: Path) -> None:
+    with Server("--model", str(folder)) as server:
+        pids = worker_pids(server.process.pid)
+        assert sorted(pids) == sorted(WORKERS)
+        errors = _open_request(server)
+        assert server.end(signum) < 2
+        assert server.process.returncode == 0
+        assert not any(map(is_alive, pids.values()))
+        assert errors() == "the server is shutting down"
+
+
+def test_lesson_13_sockets_are_private(folder: Path) -> None:
+    with Server("--model", str(folder)) as server:
+        (run_dir,) = Path(server.tmp).iterdir()
+        assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+        assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+
+
+def test_workers_die_with_a_killed_supervisor(folder: Path) -> None:
+    server = Server("--model", str(folder)).wait_ready()
+    pids = worker_pids(server.process.pid)
+    server.process.kill()
+    wait_until(lambda: not any(map(is_alive, pids.values())), 2)
+    shutil.rmtree(server.tmp)
+
+
+def test_workers_die_with_a_supervisor_killed_while_they_start(folder: Path) -> None:
+    server = Server("--model", str(folder))
+    wait_until(lambda: len(worker_pids(server.process.pid)) == len(WORKERS), 10)
+    pids = worker_pids(server.process.pid)
+    server.process.kill()
+    wait_until(lambda: not any(map(is_alive, pids.values())), 8)  # an import of torch may have to end first
+    shutil.rmtree(server.tmp)
+
+
+@pytest.mark.parametrize("worker", WORKERS[:3])
+def test_lesson_10_a_dead_worker_ends_the_server_with_an_error_to_every_request(worker: str, folder: Path) -> None:
+    with Server("--model", str(folder)) as server:
+        pids = worker_pids(server.process.pid)
+        errors = _open_request(server)
+        begin = time.perf_counter()
+        os.kill(pids[worker], signal.SIGKILL)
+        server.process.wait(timeout=10)
+        assert time.perf_counter() - begin < 3
+        assert server.process.returncode == 1
+        assert "died (killed by signal 9)" in errors()
+        assert not any(map(is_alive, pids.values()))
+
+
+def test_lesson_10_a_worker_that_dies_at_start_ends_the_start(folder: Path) -> None:
+    server = Server("--model", str(folder))
+    wait_until(lambda: SCHEDULER in worker_pids(server.process.pid), 10)
+    os.kill(worker_pids(server.process.pid)[SCHEDULER], signal.SIGKILL)
+    assert server.process.wait(timeout=10) == 1
+    server._reader.join(timeout=5)
+    assert "scheduler-0 died" in server.log[-1]
+
+
+def _open_request(server: Server) -> Callable[[], str]:
+    """A stream that is running; call the result for the error that ended it."""
+    body = {"prompt": "abc", "max_tokens": 30000, "ignore_eos": True, "stream": True}
+    lines: list[str] = []
+    started = threading.Event()
+
+    def read() -> None:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            for line in response.iter_lines():
+                lines.append(line)
+                started.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert started.wait(20)
+
+    def error() -> str:
+        thread.join(timeout=10)
+        events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]", events[-2:]
+        message: str = json.loads(events[-2].removeprefix("data: "))["error"]["message"]
+        return message
+
+    return error
+
+
+def test_workers_load_no_more_than_they_use(folder: Path) -> None:
+    """Lean processes: torch is the scheduler's alone."""
+    with Server("--model", str(folder)) as server:
+        for entry, pid in worker_pids(server.process.pid).items():
+            maps = (Path("/proc") / str(pid) / "maps").read_text()
+            assert ("libtorch" in maps) == (entry == SCHEDULER), entry
+        assert "libtorch" not in (Path("/proc") / str(server.process.pid) / "maps").read_text()

@@ -1,0 +1,124 @@
+"""Starts the real server as a user would, on any free port, and looks at what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+START_SECONDS = 60.0
+
+
+class Server:
+    """A running server. Use it as a context manager."""
+
+    def __init__(self, *args: str) -> None:
+        # A run directory of our own, so that what is left in it can be seen.
+        self.tmp = tempfile.mkdtemp(prefix="minisgl-test-")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "minisgl", "--port", "0", *args],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"TMPDIR": self.tmp, "HF_HUB_OFFLINE": "1"},
+        )
+        self.log: list[str] = []
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line.rstrip("\n"))
+            if found := re.search(r"ready after .* on (http://\S+)", line):
+                self.url = found[1]
+                self._ready.set()
+        self._ready.set()
+
+    def wait_ready(self) -> Server:
+        assert self._ready.wait(START_SECONDS), f"not ready: {self.log}"
+        assert hasattr(self, "url"), f"the server ended: {self.log}"
+        return self
+
+    @property
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def info(self) -> dict[str, dict[str, int]]:
+        """What each process holds."""
+        answer: dict[str, Any] = httpx.get(f"{self.url}/server_info", timeout=30).json()
+        assert answer["complete"]
+        return answer["processes"]
+
+    def wait_idle(self, seconds: float = 10.0) -> None:
+        """Wait until no process holds anything of any request, and every page is free or cached."""
+        wait_until(lambda: is_idle(self.info()), seconds, lambda: str(self.info()))
+
+    def end(self, signum: int = signal.SIGTERM) -> float:
+        """Send a signal; the seconds until the process was gone."""
+        begin = time.perf_counter()
+        self.process.send_signal(signum)
+        self.process.wait(timeout=30)
+        self._reader.join(timeout=10)
+        return time.perf_counter() - begin
+
+    def __enter__(self) -> Server:
+        return self.wait_ready()
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.end()
+        assert not list(Path(self.tmp).iterdir()), "the run directory is left behind"
+
+
+def is_idle(processes: dict[str, dict[str, int]]) -> bool:
+    scheduler = processes["scheduler-0"]
+    pages = scheduler["pages_free"] + scheduler["pages_cached"] == scheduler["pages"]
+    held = [
+        count
+        for process, counts in processes.items()
+        for name, count in counts.items()
+        if name.startswith(("sequences", "requests", "open_sequences", "pages_locked", "pages_reserved"))
+    ]
+    return pages and not any(held)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, describe: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {describe()}"
+        time.sleep(0.02)
+
+
+def worker_pids(parent: int) -> dict[str, int]:
+    """The worker processes of a supervisor, by the name of their entry function's module."""
+    pids = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            status = (path / "stat").read_text().rpartition(")")[2].split()
+            command = (path / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if int(status[1]) == parent and "minisgl.server.worker" in command:
+            entry = command[command.index("minisgl.server.worker") + 1]
+            pids[entry.partition(":")[0]] = int(path.name)
+    return pids
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
