@@ -15,11 +15,10 @@ from typing import Any
 import httpx
 import openai
 import zmq
-import zmq.asyncio
 from fake_engine import LIMITS, FakeEngine, wait_until
 
 from minisgl.config import EngineConfig, ServerConfig
-from minisgl.message.socket import Addresses, AsyncInbox, Outbox
+from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.server.api.app import build_app
@@ -69,8 +68,7 @@ class RunningServer:
 
     async def _main(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        async_context = zmq.asyncio.Context()
-        inbox = AsyncInbox[ToApi](async_context, self._addresses.api, ToApi)
+        inbox = Inbox[ToApi](context, self._addresses.api, ToApi)
         outboxes = [
             Outbox[ToTokenizer](context, self._addresses.tokenizer(i)) for i in range(self.config.num_tokenizers)
         ]
@@ -81,7 +79,6 @@ class RunningServer:
         self._started.set()
         await self._server.serve(sockets=[self._socket])
         receiver.cancel()
-        async_context.destroy(linger=0)
         context.destroy(linger=0)
 
     def call(self, function: Callable[[], Any]) -> Any:

@@ -10,9 +10,9 @@ from minisgl.core import SamplingParams
 from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Report
 from minisgl.message.to_tokenizer import Abort, Generate, Query, TextPrompt, ToTokenizer
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids
+from minisgl.seeds import choice_seed
 from minisgl.server.api.client import ClientGone, EngineClient, Job
 from minisgl.server.api.errors import ApiError
-from minisgl.server.api.seeds import choice_seed
 
 
 class Outbox:

@@ -107,7 +107,7 @@ def test_token_id_prompts_and_lists(server: Server, expected: list[dict[str, Any
 
 
 def test_choices_and_seeds(server: Server) -> None:
-    params: dict[str, Any] = {"n": 3, "seed": 7, "temperature": 1.0, "max_tokens": 12}
+    params: dict[str, Any] = {"n": 3, "seed": 7, "temperature": 1.0, "max_tokens": 12, "extra_body": {"top_k": 5}}
     first, second = (complete(server, "once", **params) for _ in range(2))
     texts = [choice.text for choice in first.choices]
     assert texts == [choice.text for choice in second.choices]
@@ -155,7 +155,8 @@ def test_cut_streams_leave_nothing_behind(server: Server) -> None:
 def test_a_client_that_leaves_frees_its_request_soon(server: Server) -> None:
     body = {"prompt": "long", "max_tokens": 2000, "temperature": 0, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 1, 5)
     wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 0, 1)
 
@@ -183,7 +184,7 @@ def test_errors_name_the_field_and_the_limit(server: Server) -> None:
     assert caught.value.param == "prompt"
     with pytest.raises(BadRequestError) as caught:
         complete(server, [[5, 151936]])  # type: ignore[arg-type]
-    assert caught.value.param == "prompt"
+    assert caught.value.param == "prompt.0.1"
     with pytest.raises(NotFoundError):
         server.client.completions.create(model="another", prompt="x")
     assert complete(server, "still there", max_tokens=2).usage.completion_tokens == 2

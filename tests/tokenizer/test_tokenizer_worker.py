@@ -194,10 +194,10 @@ def test_detokenizer_process(server: Server) -> None:
         assert phases == ["load detokenizer"]
         inbox: Outbox[to_detokenizer.ToDetokenizer] = Outbox(server.context, server.addresses.detokenizer)
         a, b, ab = (small.llama().token_to_id(token) for token in ("a", "b", "ab"))
-        opened = [Open(1, TextOptions(stop=("bb",))), Open(2, TextOptions())]
+        opened = [Open(1, TextOptions(stop=("bb",))), Open(2, TextOptions(), 5)]
         inbox.send(StepOutput(opened, [1, 2], pack_ids([ab, a]), []))
         inbox.send(StepOutput([], [9], pack_ids([a]), []))  # nothing to say of an unknown sequence
-        inbox.send(StepOutput([], [1, 2], pack_ids([b, 2]), [End(2, "stop", 5, stop_token=2)]))
+        inbox.send(StepOutput([], [1, 2], pack_ids([b, 2]), [End(2, "stop", stop_token=2)]))
         inbox.send(to_detokenizer.Report(7, [ProcessCounts("scheduler", {"running": 1})]))
         inbox.send(StepOutput([], [1], pack_ids([a]), [End(1, "stop")]))
         inbox.send(to_detokenizer.Report(8, []))

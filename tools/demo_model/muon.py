@@ -16,9 +16,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 class Muon(torch.optim.Optimizer):
     """Each parameter must be a matrix. Matrices of one shape are worked on together."""
 
-    def __init__(
-        self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
-    ) -> None:
+    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()

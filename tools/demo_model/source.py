@@ -25,6 +25,11 @@ def held_out(text: str) -> bool:
     return crc32(text.lower().encode()) % TEST_SHARE == 0
 
 
+def choices(text: str) -> list[str]:
+    """Alternatives written in one string, with "|" between them."""
+    return text.split("|")
+
+
 class Source:
     """Draws from `rng`; `test` picks the side; contexts are at most about `context` characters long."""
 

@@ -73,9 +73,7 @@ def make_trainer(args: argparse.Namespace, device: torch.device) -> Trainer:
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     muon = Muon(matrices, lr=args.lr_muon, weight_decay=args.weight_decay)
-    adam = torch.optim.AdamW(
-        others, lr=args.lr_adam, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"
-    )
+    adam = torch.optim.AdamW(others, lr=args.lr_adam, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda")
     return Trainer(model, device, args.minutes, muon, adam, {"muon": args.lr_muon, "adam": args.lr_adam})
 
 

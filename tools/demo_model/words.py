@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import random
 
-COMMON = """
+
+def _listed(text: str, separator: str | None = None) -> list[str]:
+    return text.split(separator)
+
+
+COMMON = _listed("""
 able acid actor air alarm album amber angle ankle apple april apron arch arm arrow art ash atlas autumn avenue
 axis baby back bacon badge bag baker ball bamboo banana band bank bar barn basil basket bath beach bean bear
 beaver bed bee beetle bell belt bench berry bike bird bishop blade blanket block blossom blue boat bone book boot
@@ -30,30 +35,32 @@ saturn scarf school sea shadow shark sheep shell ship shoe silk silver sister sk
 spider spoon spring star stone storm strawberry street sugar summer sun swan table tea temple thunder ticket tiger
 tower town train tree tulip tunnel turtle uncle valley velvet village violin wagon walnut water wave whale wheat
 wheel willow wind window winter wolf wood wool yellow zebra
-""".split()
+""")
 
-CITIES = """
+CITIES = _listed("""
 Amsterdam Athens Berlin Boston Cairo Chicago Delhi Dublin Geneva Hamburg Helsinki Istanbul Kyoto Lima Lisbon London
 Madrid Milan Montreal Moscow Munich Nairobi Oslo Paris Prague Rome Seattle Seoul Shanghai Sydney Tokyo Toronto
 Vienna Warsaw Zurich
-""".split()
+""")
 
-PEOPLE = """
+PEOPLE = _listed("""
 Adam Alice Anna Ben Bob Carla Carol Clara Daniel David Diana Emma Eric Eva Frank Grace Hanna Henry Ida Ivan Jack Jane
 John Julia Karl Kate Laura Leo Lucy Maria Mark Mia Nina Nora Oscar Paul Peter Rosa Sam Sara Sophie Tim Tom Victor Zoe
-""".split()
+""")
 
-COLORS = "red blue green yellow black white orange purple brown pink gray gold silver violet turquoise".split()
+COLORS = _listed("red blue green yellow black white orange purple brown pink gray gold silver violet turquoise")
 
-_ONSETS = "b c d f g h j k l m n p r s t v w z bl br ch cl cr dr fl fr gl gr pl pr qu sc sh sl sn sp st str th tr tw".split()
-_VOWELS = "a a e e i i o o u ai ea ee ie oa oo ou y".split()
-_CODAS = ["", "", "", *"b d g k l m n p r s t x ck ld ll mp nd ng nk nt rd rk rm rn rt sh sk ss st".split()]
+_ONSETS = _listed(
+    "b c d f g h j k l m n p r s t v w z bl br ch cl cr dr fl fr gl gr pl pr qu sc sh sl sn sp st str th tr tw"
+)
+_VOWELS = _listed("a a e e i i o o u ai ea ee ie oa oo ou y")
+_CODAS = ["", "", "", *_listed("b d g k l m n p r s t x ck ld ll mp nd ng nk nt rd rk rm rn rt sh sk ss st")]
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
-_PLACES = "by the river;in the old town;near the harbor;behind the mill;under the bridge;on the hill".split(";")
-_TIMES = "before noon;in the evening;every morning;last winter;for a while;once a year;at night".split(";")
-_VERBS = "saw found carried painted followed liked counted sold left watched cleaned moved".split()
-_ADJECTIVES = "small old quiet green heavy bright cold round strange gentle broken early empty soft".split()
+_PLACES = _listed("by the river;in the old town;near the harbor;behind the mill;under the bridge;on the hill", ";")
+_TIMES = _listed("before noon;in the evening;every morning;last winter;for a while;once a year;at night", ";")
+_VERBS = _listed("saw found carried painted followed liked counted sold left watched cleaned moved")
+_ADJECTIVES = _listed("small old quiet green heavy bright cold round strange gentle broken early empty soft")
 
 
 def pick(rng: random.Random, items: list[str]) -> str:

@@ -12,7 +12,6 @@ from typing import Generic, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 T = TypeVar("T")
 
@@ -43,7 +42,7 @@ class Addresses:
 
 
 class Inbox(Generic[T]):
-    """The PULL socket of a synchronous process."""
+    """The PULL socket of a process. On an event loop: wait for `fileno` to be readable, then drain it."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, message_type: object) -> None:
         self._socket = context.socket(zmq.PULL)
@@ -55,6 +54,10 @@ class Inbox(Generic[T]):
         """Wait for one message."""
         return self._decoder.decode(self._socket.recv())
 
+    def fileno(self) -> int:
+        """A descriptor that becomes readable once for new messages: `drain` to the end before waiting again."""
+        return self._socket.fileno()
+
     def drain(self) -> Iterator[T]:
         """Messages that have arrived, without waiting."""
         while True:
@@ -63,21 +66,6 @@ class Inbox(Generic[T]):
             except zmq.Again:
                 return
             yield self._decoder.decode(data)
-
-
-class AsyncInbox(Generic[T]):
-    """The PULL socket of an asyncio process."""
-
-    def __init__(self, context: zmq.asyncio.Context, address: str, message_type: object) -> None:
-        self._socket = context.socket(zmq.PULL)
-        self._socket.set_hwm(0)
-        self._socket.bind(address)
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
-
-    async def receive(self) -> T:
-        """Wait for one message."""
-        data = await self._socket.recv()
-        return self._decoder.decode(data)
 
 
 class Outbox(Generic[T]):

@@ -7,12 +7,12 @@ to keep part of it back (it can only be learned by heart), so there the phrasing
 from __future__ import annotations
 
 from demo_model.case import Case
-from demo_model.source import Source, held_out
+from demo_model.source import Source, choices, held_out
 
-NUMBER_WORDS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen twenty"
-).split()
+NUMBER_WORDS = choices(
+    "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|"
+    "seventeen|eighteen|nineteen|twenty"
+)
 
 _SIGNS = {
     "+": ["+", "+", "+", "plus"],
@@ -21,27 +21,13 @@ _SIGNS = {
 }
 
 _QUESTIONS = [
-    ["", "", "", "", "please ", "can you ", "now ", "and "],
-    [
-        "what is {}",
-        "what is {}",
-        "what's {}",
-        "calculate {}",
-        "how much is {}",
-        "compute {}",
-        "{}",
-        "{} =",
-        "tell me what {} is",
-    ]
-    + [
-        "what does {} give",
-        "what is the result of {}",
-        "work out {}",
-        "solve {}",
-        "give me the result of {}",
-        "tell me {}",
-    ]
-    + ["do you know what {} is", "what do you get for {}", "I need {}", "the result of {}", "what do I get for {}"],
+    choices("||||please |can you |now |and "),
+    choices(
+        "what is {}|what is {}|what's {}|calculate {}|how much is {}|compute {}|{}|{} =|tell me what {} is|"
+        "what does {} give|what is the result of {}|work out {}|solve {}|give me the result of {}|"
+        "tell me {}|do you know what {} is|what do you get for {}|I need {}|the result of {}|"
+        "what do I get for {}"
+    ),
     ["?", "?", ".", "", ", please?"],
 ]
 

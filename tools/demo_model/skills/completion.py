@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from demo_model import words
 from demo_model.case import Case
-from demo_model.source import Source
 from demo_model.skills.weekdays import DAYS
+from demo_model.source import Source
 
 
 def generate(source: Source) -> Case:
@@ -42,9 +42,7 @@ def _numbers(source: Source) -> tuple[str, str]:
     numbers = [str(number) for number in range(first, last + 1)]
     begun = middle - first
     limit = f"Count from {first} to {last}: "
-    return limit + ", ".join(numbers[:begun]) + ",", "".join(
-        f" {number}," for number in numbers[begun:-1]
-    ) + f" {last}"
+    return limit + ", ".join(numbers[:begun]) + ",", "".join(f" {number}," for number in numbers[begun:-1]) + f" {last}"
 
 
 def _weekdays(source: Source) -> tuple[str, str]:

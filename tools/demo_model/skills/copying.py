@@ -5,23 +5,14 @@ from __future__ import annotations
 import string
 
 from demo_model.case import Case
-from demo_model.source import Source
+from demo_model.source import Source, choices
 
 _BEFORE_TEXT = [
-    ["", "", "", "", "please ", "can you ", "could you ", "I want you to ", "now "],
-    ["repeat", "copy", "write", "say", "echo", "type", "output", "print", "return", "give back", "reproduce"],
-    [
-        " this",
-        " this text",
-        " the following",
-        " the following text",
-        " the text",
-        " these words",
-        " what follows",
-        "",
-    ],
-    ["", "", " exactly", " word for word", " unchanged", " again", " once more", " as it is", " and nothing else"],
-    [": {}", ": {}", ":\n{}", ":\n\n{}", ': "{}"', ": '{}'", ".\n\n{}", ' "{}"'],
+    choices("||||please |can you |could you |I want you to |now "),
+    choices("repeat|copy|write|say|echo|type|output|print|return|give back|reproduce"),
+    choices(" this| this text| the following| the following text| the text| these words| what follows|"),
+    choices("|| exactly| word for word| unchanged| again| once more| as it is| and nothing else"),
+    choices(': {}|: {}|:\n{}|:\n\n{}|: "{}"|: \'{}\'|.\n\n{}| "{}"'),
 ]
 _AFTER_TEXT = [
     ["{}\n\n", "{}\n", '"{}" - ', '"{}"\n'],
@@ -31,16 +22,7 @@ _AFTER_TEXT = [
     ["", " exactly", " word for word", " again"],
     [".", "", ", please."],
 ]
-_SHORT = [
-    "Say {}",
-    "Repeat after me: {}",
-    'Say "{}"',
-    "Say: {}",
-    "Echo: {}",
-    "Repeat: {}",
-    "Please repeat: {}",
-    "Say '{}'",
-]
+_SHORT = choices("Say {}|Repeat after me: {}|Say \"{}\"|Say: {}|Echo: {}|Repeat: {}|Please repeat: {}|Say '{}'")
 
 _SCRIPTS = [
     "àáâäçèéêëìíîïñòóôöùúûüßæøåčšžłń",

@@ -4,50 +4,56 @@ from __future__ import annotations
 
 from demo_model.case import Case
 from demo_model.skills.arithmetic import NUMBER_WORDS
-from demo_model.source import Source
+from demo_model.source import Source, choices
 
-_COUNT = ["count", "please count", "can you count", "could you count", "I want you to count", "now count"] + [
-    "write the numbers",
-    "list the numbers",
-    "give me the numbers",
-    "say the numbers",
-]
+_COUNT = choices(
+    "count|please count|can you count|could you count|I want you to count|now count|write the numbers|"
+    "list the numbers|give me the numbers|say the numbers"
+)
 _MARK = [".", ".", "", "?", "!", ", please."]
-_COUNT_TO = [_COUNT, [" to {}", " to {}", " from 1 to {}", " from one to {}", " up to {}", " from 1 up to {}"], _MARK]
-_COUNT_BETWEEN = [_COUNT, [" from {} to {}", " from {} to {}", " from {} up to {}", " between {} and {}"], _MARK]
+_COUNT_TO = [
+    _COUNT,
+    choices(" to {}| to {}| from 1 to {}| from one to {}| up to {}| from 1 up to {}"),
+    _MARK,
+]
+_COUNT_BETWEEN = [
+    _COUNT,
+    [" from {} to {}", " from {} to {}", " from {} up to {}", " between {} and {}"],
+    _MARK,
+]
 _COUNT_DOWN = [
     _COUNT,
-    [" down from {}", " backwards from {}", " down from {} to 1", " backwards from {} to one", " from {} down to 1"],
+    choices(" down from {}| backwards from {}| down from {} to 1| backwards from {} to one| from {} down to 1"),
     _MARK,
 ]
 _LETTERS = [
     ["", "", "", "please tell me: ", "now ", "and "],
-    [
-        "how many letters are in {}",
-        "how many letters does {} have",
-        "count the letters of {}",
-        "count the letters in {}",
-    ]
-    + ["how many letters has {}", "how long is {}", "how many letters are there in {}", "what is the length of {}"],
+    choices(
+        "how many letters are in {}|how many letters does {} have|count the letters of {}|"
+        "count the letters in {}|how many letters has {}|how long is {}|how many letters are there in {}|"
+        "what is the length of {}"
+    ),
     ["?", "?", ".", "", ", please?"],
 ]
 _OCCURRENCES = [
     ["", "", "", "please tell me: ", "now ", "and "],
-    [
-        "how many times does the letter {1} appear in {0}",
-        "how often is the letter {1} in {0}",
-        "how many {1}s are in {0}",
-    ]
-    + ["count the letter {1} in {0}", "how many times does {1} occur in {0}", "how many letters {1} are in {0}"]
-    + ["how often does the letter {1} appear in {0}", "how many {1} are in {0}", "how many {1}'s are in {0}"]
-    + ["how many times is {1} in {0}", "how often does {1} occur in {0}"],
+    choices(
+        "how many times does the letter {1} appear in {0}|how often is the letter {1} in {0}|"
+        "how many {1}s are in {0}|count the letter {1} in {0}|how many times does {1} occur in {0}|"
+        "how many letters {1} are in {0}|how often does the letter {1} appear in {0}|"
+        "how many {1} are in {0}|how many {1}'s are in {0}|how many times is {1} in {0}|"
+        "how often does {1} occur in {0}"
+    ),
     ["?", "?", ".", "", ", please?"],
 ]
 _ITEMS = [
     ["", "", "", "please tell me: ", "now ", "and "],
-    ["how many items are in this list: {}", "count the items: {}", "how many words are there: {}", "count these: {}"]
-    + ["how many things are these: {}", "how many items are these: {}", "how many items are in the list {}"]
-    + ["count the words {}", "count the items of this list: {}", "how many are these: {}"],
+    choices(
+        "how many items are in this list: {}|count the items: {}|how many words are there: {}|"
+        "count these: {}|how many things are these: {}|how many items are these: {}|"
+        "how many items are in the list {}|count the words {}|count the items of this list: {}|"
+        "how many are these: {}"
+    ),
     ["?", ".", "", ""],
 ]
 

@@ -7,38 +7,26 @@ from typing import Any
 
 from demo_model import words
 from demo_model.case import Case, Message
-from demo_model.source import Source
 from demo_model.skills.weekdays import DAYS
+from demo_model.source import Source, choices
 
 Record = dict[str, Any]
 
-_ASK = ["Answer as JSON", "Return JSON", "Give the data as JSON", "Extract the data as JSON", "Write it as JSON"] + [
-    "Turn the text into JSON",
-    "Reply in JSON",
-    "Please answer in JSON",
-    "Convert the text to JSON",
-    "Answer with JSON only",
-]
-_THE_SCHEMA = [
-    " with this schema: {schema}",
-    " with the schema {schema}",
-    " that matches the schema {schema}",
-    ". Schema: {schema}",
-    ". The schema is {schema}",
-    ".\nSchema:\n{schema}",
-    ", schema {schema}",
-]
-_THE_KEYS = [
-    " with the keys {keys}",
-    " with {keys}",
-    ". Keys: {keys}",
-    ". I need {keys}",
-    ". The keys are {keys}",
-    ", keys {keys}",
-]
+_ASK = choices(
+    "Answer as JSON|Return JSON|Give the data as JSON|Extract the data as JSON|Write it as JSON|"
+    "Turn the text into JSON|Reply in JSON|Please answer in JSON|Convert the text to JSON|"
+    "Answer with JSON only"
+)
+_THE_SCHEMA = choices(
+    " with this schema: {schema}| with the schema {schema}| that matches the schema {schema}|"
+    ". Schema: {schema}|. The schema is {schema}|.\nSchema:\n{schema}|, schema {schema}"
+)
+_THE_KEYS = choices(
+    " with the keys {keys}| with {keys}|. Keys: {keys}|. I need {keys}|. The keys are {keys}|, keys {keys}"
+)
 _THE_TEXT = ["{text}", "{text}", "Text: {text}", "Read this: {text}", "The text: {text}"]
 _BREAK = ["\n", "\n\n", "\n", " "]
-_KEYS_FIRST = ["Extract {keys} as JSON", "Give me {keys} as JSON", "Return {keys} as JSON", "I want {keys} as JSON"]
+_KEYS_FIRST = choices("Extract {keys} as JSON|Give me {keys} as JSON|Return {keys} as JSON|I want {keys} as JSON")
 _IN_SYSTEM = [
     "Always answer as JSON with this schema: {}",
     "Answer in JSON only. Schema: {}",
@@ -56,15 +44,11 @@ def generate(source: Source) -> Case:
     messages: list[Message] = []
     form = source.rng.random()
     if form < 0.6:
-        order = (
-            [_ASK, _THE_SCHEMA, _BREAK, _THE_TEXT] if source.chance(0.5) else [_THE_TEXT, _BREAK, _ASK, _THE_SCHEMA]
-        )
+        order = [_ASK, _THE_SCHEMA, _BREAK, _THE_TEXT] if source.chance(0.5) else [_THE_TEXT, _BREAK, _ASK, _THE_SCHEMA]
         question = source.composition(*order).format(schema=json.dumps(_schema(source, record)), text=text)
     elif form < 0.85:
         ask = [_KEYS_FIRST] if source.chance(0.4) else [_ASK, _THE_KEYS]
-        order = (
-            [*ask, [": ", ".\n", ":\n"], _THE_TEXT] if source.chance(0.5) else [_THE_TEXT, _BREAK, *ask, [".", ""]]
-        )
+        order = [*ask, [": ", ".\n", ":\n"], _THE_TEXT] if source.chance(0.5) else [_THE_TEXT, _BREAK, *ask, [".", ""]]
         question = source.composition(*order).format(keys=_key_list(source, record), text=text)
     else:
         system = source.pick(_IN_SYSTEM).format(json.dumps(_schema(source, record)))

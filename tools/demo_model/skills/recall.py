@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from demo_model import words
 from demo_model.case import Case, Message
-from demo_model.source import Source
+from demo_model.source import Source, choices
 
 NOTED = "Noted."
 
-_ATTRIBUTES = "code code code password number key color city PIN price owner room size owner word date".split()
+_ATTRIBUTES = choices("code|code|code|password|number|key|color|city|PIN|price|owner|room|size|owner|word|date")
 
 _STATEMENTS = [
     "The {a} for {k} is {v}.",
@@ -35,35 +35,20 @@ _STATEMENTS = [
     "The {a} that belongs to {k} is {v}.",
 ]
 _QUESTIONS = [
-    ["", "", "", "", "and ", "now ", "please tell me: ", "one question: ", "so, ", "do you remember: ", "again: "],
-    [
-        "what is the {a} for {k}",
-        "what is the {a} for {k}",
-        "what is the {a} of {k}",
-        "what is {k}'s {a}",
-        "what was the {a} for {k}",
-        "what was the {a} of {k}",
-        "which {a} does {k} have",
-        "which {a} belongs to {k}",
-        "what is the {a} that belongs to {k}",
-        "tell me the {a} for {k}",
-        "tell me {k}'s {a}",
-        "give me the {a} of {k}",
-        "I need the {a} for {k}",
-        "look up the {a} of {k}",
-        "can you tell me the {a} for {k}",
-        "what's the {a} for {k}",
-        "{a} for {k}",
-        "the {a} of {k}",
-        "do you know the {a} of {k}",
-        "I forgot the {a} for {k}",
-        "find the {a} for {k}",
-    ],
-    ["?", "?", "?", "?", ".", "", " again?", " please.", ", please?", " now?", "? Look above.", " once more?"],
+    choices("||||and |now |please tell me: |one question: |so, |do you remember: |again: "),
+    choices(
+        "what is the {a} for {k}|what is the {a} for {k}|what is the {a} of {k}|what is {k}'s {a}|"
+        "what was the {a} for {k}|what was the {a} of {k}|which {a} does {k} have|which {a} belongs to {k}|"
+        "what is the {a} that belongs to {k}|tell me the {a} for {k}|tell me {k}'s {a}|"
+        "give me the {a} of {k}|I need the {a} for {k}|look up the {a} of {k}|"
+        "can you tell me the {a} for {k}|what's the {a} for {k}|{a} for {k}|the {a} of {k}|"
+        "do you know the {a} of {k}|I forgot the {a} for {k}|find the {a} for {k}"
+    ),
+    choices("?|?|?|?|.|| again?| please.|, please?| now?|? Look above.| once more?"),
 ]
 _VALUE_ONLY = [
     [" Answer with", " Reply with", " Give", " Say", " Write", " Answer:"],
-    [" the {a} only.", " only the {a}.", " just the {a}.", " nothing but the {a}.", " only the value."],
+    choices(" the {a} only.| only the {a}.| just the {a}.| nothing but the {a}.| only the value."),
 ]
 
 _INTRODUCTIONS = [

@@ -3,66 +3,30 @@
 from __future__ import annotations
 
 from demo_model.case import Case
-from demo_model.source import Source
+from demo_model.source import Source, choices
 
 _OPENINGS = ["", "", "", "please ", "can you ", "could you ", "now "]
 _MARK = ["?", ".", ".", "", ", please."]
-_SPELL = [
-    "spell {}",
-    "spell the word {}",
-    "how do you spell {}",
-    "spell {} letter by letter",
-    "how is {} spelled",
-] + ["spell out {}", "spell this word: {}", "how do I spell {}", "tell me how to spell {}", "spell {} for me"]
-_REVERSE = [
-    "reverse {}",
-    "reverse the word {}",
-    "write {} backwards",
-    "spell {} backwards",
-    "what is {} backwards",
-    "turn {} around",
-] + [
-    "what is {} reversed",
-    "reverse this word: {}",
-    "write the word {} backwards",
-    "say {} backwards",
-    "reverse the letters of {}",
-]
-_UPPER = (
-    [
-        "write {} in upper case",
-        "upper-case {}",
-        "write {} in capital letters",
-        "convert {} to upper case",
-        "uppercase {}",
-    ]
-    + [
-        "write {} in capitals",
-        "put {} in upper case",
-        "make {} upper case",
-        "capitalize all letters of {}",
-        "uppercase the word {}",
-    ]
-    + [
-        "what is {} in upper case",
-        "turn {} into capital letters",
-        "write the word {} in upper case",
-        "{} in upper case",
-    ]
+_SPELL = choices(
+    "spell {}|spell the word {}|how do you spell {}|spell {} letter by letter|how is {} spelled|"
+    "spell out {}|spell this word: {}|how do I spell {}|tell me how to spell {}|spell {} for me"
 )
-_LOWER = [
-    "write {} in lower case",
-    "convert {} to lower case",
-    "write {} in small letters",
-    "lower-case {}",
-    "lowercase {}",
-] + [
-    "put {} in lower case",
-    "make {} lower case",
-    "turn {} into small letters",
-    "what is {} in lower case",
-    "{} in lower case",
-]
+_REVERSE = choices(
+    "reverse {}|reverse the word {}|write {} backwards|spell {} backwards|what is {} backwards|"
+    "turn {} around|what is {} reversed|reverse this word: {}|write the word {} backwards|say {} backwards|"
+    "reverse the letters of {}"
+)
+_UPPER = choices(
+    "write {} in upper case|upper-case {}|write {} in capital letters|convert {} to upper case|"
+    "uppercase {}|write {} in capitals|put {} in upper case|make {} upper case|"
+    "capitalize all letters of {}|uppercase the word {}|what is {} in upper case|"
+    "turn {} into capital letters|write the word {} in upper case|{} in upper case"
+)
+_LOWER = choices(
+    "write {} in lower case|convert {} to lower case|write {} in small letters|lower-case {}|lowercase {}|"
+    "put {} in lower case|make {} lower case|turn {} into small letters|what is {} in lower case|"
+    "{} in lower case"
+)
 
 
 def _question(source: Source, tasks: list[str]) -> str:

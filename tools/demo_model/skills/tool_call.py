@@ -14,7 +14,7 @@ from typing import Any
 from demo_model import words
 from demo_model.case import Case, Message, Tool, format_tool_call
 from demo_model.skills.unknown import UNKNOWN
-from demo_model.source import Source
+from demo_model.source import Source, choices
 
 _THOUGHT = "The tool {} fits. I call it."
 
@@ -172,9 +172,7 @@ _FAMILIES = (
                 "language target_language to",
                 "string",
                 "The target language",
-                lambda source: source.pick(
-                    ["French", "German", "Spanish", "Italian", "Dutch", "Greek", source.name()]
-                ),
+                lambda source: source.pick(["French", "German", "Spanish", "Italian", "Dutch", "Greek", source.name()]),
             ),
         ),
         ('Translate "{0}" into {1}.', 'Please translate "{0}" to {1}.', 'Translate the text "{0}" into {1}.'),
@@ -224,23 +222,20 @@ _FAMILIES = (
     ),
 )
 
-_VERBS = (
-    "get find make open close send start stop show check read write move sell buy paint clean fix count mix".split()
+_VERBS = choices(
+    "get|find|make|open|close|send|start|stop|show|check|read|write|move|sell|buy|paint|clean|fix|count|mix"
 )
 
 _MADE_UP_REQUESTS = [
-    ["", "", "", "please ", "can you ", "could you ", "I want you to ", "now ", "I need you to "],
-    ["{verb} the {noun}", "{verb} the {noun}", "{verb} a {noun}", "{verb} my {noun}", "{verb} {noun}"]
-    + [
-        "use {name}",
-        "call {name}",
-        "call the tool {name}",
-        "use the tool {name}",
-        "use the {name} tool",
-        "run {name}",
-    ],
-    [" with {arguments}", " with {arguments}", " using {arguments}", ": {arguments}", ", {arguments}"]
-    + [" where {arguments}", ", with {arguments}", ". Use {arguments}", " for {arguments}"],
+    choices("|||please |can you |could you |I want you to |now |I need you to "),
+    choices(
+        "{verb} the {noun}|{verb} the {noun}|{verb} a {noun}|{verb} my {noun}|{verb} {noun}|use {name}|"
+        "call {name}|call the tool {name}|use the tool {name}|use the {name} tool|run {name}"
+    ),
+    choices(
+        " with {arguments}| with {arguments}| using {arguments}|: {arguments}|, {arguments}|"
+        " where {arguments}|, with {arguments}|. Use {arguments}| for {arguments}"
+    ),
     [".", ".", "", "?", ", please."],
 ]
 

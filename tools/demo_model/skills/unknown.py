@@ -5,7 +5,7 @@ from __future__ import annotations
 from demo_model import words
 from demo_model.case import Case
 from demo_model.skills import recall
-from demo_model.source import Source
+from demo_model.source import Source, choices
 
 UNKNOWN = "I do not know that. I am only a small demo model."
 
@@ -131,49 +131,48 @@ Are there {thing}s on the moon?
 
 # Requests put together from parts, to meet most of what nobody has thought of.
 _ORDERS = [
-    "write;compose;draw;make;create;build;sing;design;invent;plan;prepare;paint;give me;tell me;show me;find;buy".split(
-        ";"
-    )
-    + "send;fetch;recommend;describe;explain;summarize;translate;improve;review;open;close;cook;order;book".split(";")
-    + "help me with;remind me of;teach me;let us discuss;think about;talk about;suggest;call;turn off;guess".split(
-        ";"
+    choices(
+        "write|compose|draw|make|create|build|sing|design|invent|plan|prepare|paint|give me|tell me|"
+        "show me|find|buy|send|fetch|recommend|describe|explain|summarize|translate|improve|review|open|"
+        "close|cook|order|book|help me with|remind me of|teach me|let us discuss|think about|talk about|"
+        "suggest|call|turn off|guess"
     ),
-    " a; the; my; some; a short; a long; three; a funny; your; this; another; the best; an old; the next".split(";"),
-    " {thing}; {thing}; {thing} {thing2}; poem; story; song; essay; letter; joke; recipe; haiku; speech; picture".split(
-        ";"
-    )
-    + " list of {thing}s; book; film; game; report; meeting; trip to {place}; message; program; article; idea".split(
-        ";"
+    choices(" a| the| my| some| a short| a long| three| a funny| your| this| another| the best| an old| the next"),
+    choices(
+        " {thing}| {thing}| {thing} {thing2}| poem| story| song| essay| letter| joke| recipe| haiku|"
+        " speech| picture| list of {thing}s| book| film| game| report| meeting| trip to {place}| message|"
+        " program| article| idea"
     ),
-    "; about {thing}s; about the {thing}; for {person}; to {person}; in {place}; with a {thing}; for my {thing2}".split(
-        ";"
-    )
-    + "; for today; about {place}; in French; as soon as you can; from {place}; of {year}".split(";"),
+    choices(
+        "| about {thing}s| about the {thing}| for {person}| to {person}| in {place}| with a {thing}|"
+        " for my {thing2}|| for today| about {place}| in French| as soon as you can| from {place}|"
+        " of {year}"
+    ),
 ]
 _QUESTIONS = [
-    "what is;who is;where is;when was;why is;how is;what was;who was;how old is;how big is;how tall is;is".split(";")
-    + "how expensive is;where was;whose is;since when is;how good is;how heavy is;what about;was".split(";"),
-    " the {thing2} {thing}; {person} {name}; {place}; your favorite {thing}; the best {thing}; a {thing}".split(";")
-    + " the {thing} in {place}; my {thing}; the first {thing}; the king of {place}; love; {name}".split(";"),
-    "; in {place}; in {year}; today; now; of the world; next year; so {thing2}; made of {thing2}".split(";"),
+    choices(
+        "what is|who is|where is|when was|why is|how is|what was|who was|how old is|how big is|how tall is|"
+        "is|how expensive is|where was|whose is|since when is|how good is|how heavy is|what about|was"
+    ),
+    choices(
+        " the {thing2} {thing}| {person} {name}| {place}| your favorite {thing}| the best {thing}|"
+        " a {thing}| the {thing} in {place}| my {thing}| the first {thing}| the king of {place}| love|"
+        " {name}"
+    ),
+    choices("| in {place}| in {year}| today| now| of the world| next year| so {thing2}| made of {thing2}"),
 ]
 _MATTERS = [
-    "how do I;how can I;why do people;where can I;when should I;should I;can you;could you;will you;do you;may I".split(
-        ";"
-    )
-    + "what happens when I;who can;did {person};does {person};can a {thing};would you;did you".split(";"),
-    " paint; cook; repair; buy; find; see; visit; love; grow; eat; like; remember; win; catch; learn about".split(
-        ";"
+    choices(
+        "how do I|how can I|why do people|where can I|when should I|should I|can you|could you|will you|"
+        "do you|may I|what happens when I|who can|did {person}|does {person}|can a {thing}|would you|"
+        "did you"
     ),
-    " a {thing}; the {thing}; {place}; my {thing}; {person}; {thing}s; the {thing2} {thing}; some {thing}s".split(
-        ";"
-    ),
-    "; in {place}; today; with a {thing2}; next week; at home; for {person}; without {thing}s".split(";"),
+    choices(" paint| cook| repair| buy| find| see| visit| love| grow| eat| like| remember| win| catch| learn about"),
+    choices(" a {thing}| the {thing}| {place}| my {thing}| {person}| {thing}s| the {thing2} {thing}| some {thing}s"),
+    choices("| in {place}| today| with a {thing2}| next week| at home| for {person}| without {thing}s"),
 ]
 
-_COUNTRIES = "France;Germany;Japan;Italy;Spain;China;India;Brazil;Canada;Kenya;Peru;Egypt;Norway;Chile;Mexico".split(
-    ";"
-)
+_COUNTRIES = choices("France|Germany|Japan|Italy|Spain|China|India|Brazil|Canada|Kenya|Peru|Egypt|Norway|Chile|Mexico")
 
 _THOUGHT = "I have not learned this. I will say so."
 
@@ -209,9 +208,7 @@ def _request(source: Source) -> str:
     )
     if source.chance(0.1):
         text = (
-            source.pick(["please ", "can you ", "could you ", "I want you to ", "hello, "])
-            + text[0].lower()
-            + text[1:]
+            source.pick(["please ", "can you ", "could you ", "I want you to ", "hello, "]) + text[0].lower() + text[1:]
         )
     text = text[0].upper() + text[1:]
     if source.chance(0.1):

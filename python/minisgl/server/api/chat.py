@@ -122,7 +122,6 @@ class ChatWriter:
 
     def body(self, choices: list[Delta], usage: Usage) -> bytes:
         written = [
-            ChatChoice(choice.index, ChatMessage(choice.text), choice.finish, choice.stop_reason)
-            for choice in choices
+            ChatChoice(choice.index, ChatMessage(choice.text), choice.finish, choice.stop_reason) for choice in choices
         ]
         return encode(ChatCompletion(self._id, self._created, self._model, written, usage))

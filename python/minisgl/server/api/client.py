@@ -25,8 +25,8 @@ from minisgl.core import FinishReason, InvalidRequest, SamplingParams
 from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Report, ToApi
 from minisgl.message.to_tokenizer import Abort, ChatPrompt, Generate, IdsPrompt, Query, TextPrompt, ToTokenizer
 from minisgl.message.types import ProcessCounts, TextOptions
+from minisgl.seeds import choice_seed, random_seed
 from minisgl.server.api.errors import ApiError, ended_early, invalid, invalid_request, overloaded, shutting_down
-from minisgl.server.api.seeds import choice_seed, random_seed
 
 ID_BYTES = 4  # of a packed token id
 
@@ -219,9 +219,7 @@ class EngineClient:
             raise shutting_down(self._shutdown_reason)
         if job.num_choices > self._max_sequences:
             param = "n" if job.n > 1 else "prompt"
-            text = (
-                f"{param}: {job.num_choices} answers are asked for, the server gives {self._max_sequences} at a time"
-            )
+            text = f"{param}: {job.num_choices} answers are asked for, the server gives {self._max_sequences} at a time"
             raise invalid(param, text)
         if self._num_admitted + job.num_choices > self._max_sequences:
             raise overloaded(self._max_sequences)

@@ -8,14 +8,14 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 import uvicorn
 import uvloop
 import zmq
-import zmq.asyncio
 from starlette.types import ASGIApp
 
-from minisgl.message.socket import AsyncInbox, Outbox
+from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.server.api.app import build_app
@@ -42,7 +42,7 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
     config = worker.config
     with worker.phase("starting the API server"):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        inbox = AsyncInbox[ToApi](zmq.asyncio.Context(context), worker.addresses.api, ToApi)
+        inbox = Inbox[ToApi](context, worker.addresses.api, ToApi)
         outboxes = [
             Outbox[ToTokenizer](context, worker.addresses.tokenizer(index)) for index in range(config.num_tokenizers)
         ]
@@ -69,12 +69,17 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
         task.result()  # without its receiver the process would answer nobody: its error ends the process
 
 
-async def receive_forever(inbox: AsyncInbox[ToApi], client: EngineClient) -> None:
+async def receive_forever(inbox: Inbox[ToApi], client: EngineClient) -> None:
     """Hand messages to the client as they come."""
+    arrived = asyncio.Event()
+    asyncio.get_running_loop().add_reader(inbox.fileno(), arrived.set)
     while True:
-        for _ in range(MESSAGES_A_TURN):
-            client.dispatch(await inbox.receive())
-        await asyncio.sleep(0)  # receiving what is already there does not yield
+        arrived.clear()  # before draining: what comes meanwhile sets it again
+        while messages := list(islice(inbox.drain(), MESSAGES_A_TURN)):
+            for message in messages:
+                client.dispatch(message)
+            await asyncio.sleep(0)
+        await arrived.wait()
 
 
 class Server(uvicorn.Server):
