@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 
 import msgspec
 
 from minisgl.cli import parse_args
 from minisgl.config import ConfigError
+from minisgl.logs import set_up_logging
 from minisgl.models.config import load_model_config
 from minisgl.server.supervisor import Supervisor, bind
 
 
 def main() -> int:
     """The process's exit code: 0 after an interrupt, 1 after a failure, 2 for what the user can change."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    set_up_logging()
     try:
         config, resolve = parse_args(sys.argv[1:])
         listener = bind(config.host, config.port)

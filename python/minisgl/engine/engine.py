@@ -104,6 +104,8 @@ class Engine:
         )
         self._graphs: DecodeGraphs | None = None
         graph_max_bs = self.num_slots if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
+        if self.device.type == "cpu" and config.cuda_graph_max_bs is not None:
+            logger.info("--cuda-graph-max-bs is for GPUs and not used on the CPU")
         if self.device.type == "cuda" and graph_max_bs > 0:
             max_bs = min(graph_max_bs, self.num_slots)
             with phase("capture CUDA graphs"):

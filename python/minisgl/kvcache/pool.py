@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +31,7 @@ class KVPool:
         self.page_size = page_size
         self.scratch_page = num_pages
         shape = (2, num_layers, num_pages + 1, page_size, num_kv_heads, head_dim)
-        self._data = torch.zeros(shape, dtype=dtype, device=device)
+        self._data = _zeros(shape, dtype, device)
 
     @staticmethod
     def page_bytes(*, num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -39,3 +42,10 @@ class KVPool:
 
     def values(self, layer: int) -> Tensor:
         return self._data[1, layer]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # NumPy asks the system for zeroed memory, which costs nothing until a page is used; torch would write it all.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 
 from minisgl.config import ConfigError, ServerConfig
 from minisgl.core import Limits
+from minisgl.logs import set_up_logging
 from minisgl.message.control import ControlPipe, Failed, Phase, Ready, Serve, Shutdown, Start, ToWorker
 from minisgl.message.socket import Addresses
 
@@ -72,6 +73,7 @@ class Worker:
 def main(entry: str, fd: int) -> None:
     """Run one worker. Ctrl-C is the supervisor's to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_up_logging()
     worker = Worker(ControlPipe(socket.socket(fileno=fd), ToWorker))  # type: ignore[arg-type]
     module, _, function = entry.partition(":")
     try:

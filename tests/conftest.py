@@ -1,0 +1,11 @@
+"""Options of the whole suite."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--demo-cases", type=int, default=2, help="unseen cases of each skill that tests/e2e asks each server"
+    )
