@@ -9,3 +9,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--demo-cases", type=int, default=2, help="unseen cases of each skill that tests/e2e asks each server"
     )
+    parser.addoption(
+        "--simulated-requests", type=int, default=400, help="arrivals in each world of tests/scheduler's simulation"
+    )

@@ -14,6 +14,8 @@ DEFAULT_PORT = 1919
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 CacheType = Literal["radix", "naive"]
+BatchPolicyName = Literal["prefill-first", "mixed"]
+SchedulePolicy = Literal["fcfs", "lpm"]
 AttentionName = Literal["auto", "fa", "torch"]
 
 
@@ -58,6 +60,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     cache: CacheType = "radix"
     max_prefill_tokens: int = 8192  # tokens of prefill in one step: longer prompts are cut into chunks
+    batch_policy: BatchPolicyName = "prefill-first"
+    schedule_policy: SchedulePolicy = "fcfs"
     overlap: bool = True  # launch a step before the tokens of the one before it are read
 
     def validate(self) -> None:

@@ -54,7 +54,7 @@ class SimulatedDevice:
         self.tokens: dict[int, list[int]] = {}
         self.pages: dict[int, dict[int, int]] = {}
         self.kv: dict[tuple[int, int], int] = {}
-        self.prefilled = 0
+        self.computed = 0
         self._queue: list[_Launched] = []
 
     def execute(self, batch: Batch) -> _Launched:
@@ -77,15 +77,15 @@ class SimulatedDevice:
         sampled = []
         rows = zip(batch.slots, batch.starts, batch.lengths, batch.samples, strict=True)
         for slot, start, length, samples in ((int(a), int(b), int(c), bool(d)) for a, b, c, d in rows):
-            tokens, prefix = self.tokens[slot], 0
+            tokens, pages, prefix = self.tokens[slot], self.pages[slot], 0
             for position in range(start + length):
-                prefix = extend_hash(prefix, tokens[position])
-                place = self.pages[slot][position // self.page_size], position % self.page_size
+                prefix = hash((prefix, tokens[position]))
+                place = pages[position // self.page_size], position % self.page_size
                 if position < start:
                     assert self.kv[place] == prefix, f"slot {slot}: the cache of position {position} is another's"
                 else:
                     self.kv[place] = prefix
-            self.prefilled += length
+            self.computed += length
             assert samples == (start + length == len(tokens)), "a row samples iff it reaches the last known token"
             if samples:
                 sampled.append(next_token(prefix))
@@ -114,16 +114,23 @@ class World:
     num_slots: int = 8
     max_seq_len: int = 100
     chunk: int = 16
+    batch_policy: str = "prefill-first"
+    schedule_policy: str = "fcfs"
     cache: str = "radix"
     overlap: bool = True
     answers: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
+    entered: list[int] = field(default_factory=list)  # in their order
 
     def __post_init__(self) -> None:
         self.device = SimulatedDevice(self.page_size)
         self.scheduler = Scheduler(
-            SchedulerConfig(max_prefill_tokens=self.chunk),
+            SchedulerConfig(
+                max_prefill_tokens=self.chunk,
+                batch_policy=self.batch_policy,  # type: ignore[arg-type]
+                schedule_policy=self.schedule_policy,  # type: ignore[arg-type]
+            ),
             cache=make_cache(self.cache, self.page_size),  # type: ignore[arg-type]
             num_pages=self.num_pages,
             num_slots=self.num_slots,
@@ -132,12 +139,14 @@ class World:
         )
         self.loop = StepLoop(self.scheduler, self.device, overlap=self.overlap)
 
-    def add(self, sequence: int, prompt: list[int] | Int32Array, **params: object) -> None:
+    def add(self, sequence: int, prompt: list[int] | Int32Array, *, priority: int = 0, **params: object) -> None:
         self.answers[sequence] = []
-        self.scheduler.add(sequence, np.array(prompt, dtype=np.int32), SamplingParams(**params), seed=0)  # type: ignore[arg-type]
+        sampling = SamplingParams(**params)  # type: ignore[arg-type]
+        self.scheduler.add(sequence, np.array(prompt, dtype=np.int32), sampling, seed=0, priority=priority)
 
     def step(self) -> None:
         report = self.loop.step()
+        self.entered += [entered.sequence for entered in report.entered]
         self.cached.update((entered.sequence, entered.cached_tokens) for entered in report.entered)
         for sequence, token in zip(report.sequences, report.tokens.tolist(), strict=True):
             assert sequence not in self.ends, "a token after the end"

@@ -6,9 +6,15 @@ the next step is a decode, more while its prompt is being prefilled.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
 import numpy as np
 
+from minisgl.config import BatchPolicyName
 from minisgl.core import Int32Array
+
+BatchPolicy: TypeAlias = Callable[[Int32Array, int], Int32Array]
 
 
 def chunk_lengths(remaining: Int32Array, budget: int) -> Int32Array:
@@ -24,3 +30,14 @@ def prefill_first(remaining: Int32Array, budget: int) -> Int32Array:
     if prompts.any():
         return chunk_lengths(prompts, budget)
     return remaining
+
+
+def mixed(remaining: Int32Array, budget: int) -> Int32Array:
+    """All decodes in every step, and the rest of the budget in chunks of prompts: even times between tokens."""
+    prompts = np.where(remaining > 1, remaining, 0).astype(np.int32)
+    decodes = np.where(remaining == 1, remaining, 0).astype(np.int32)
+    lengths: Int32Array = decodes + chunk_lengths(prompts, max(budget - int(decodes.sum()), 1))
+    return lengths
+
+
+BATCH_POLICIES: Mapping[BatchPolicyName, BatchPolicy] = {"prefill-first": prefill_first, "mixed": mixed}

@@ -2,7 +2,11 @@
 
 ```
 WAITING --admitted--> RUNNING --ended--> FINISHED
-   \\------------------ended----------------^
+   |                   |   ^                 ^
+   |          retracted|   |readmitted       |
+   |                   v   |                 |
+   |                 RETRACTED --ended-------|
+   +----------------------------ended--------+
 ```
 A finished request still holds its slot and pages until the last step that names it is complete.
 """
@@ -19,6 +23,7 @@ from minisgl.kvcache.base import CacheHandle
 class RequestState(Enum):
     WAITING = auto()
     RUNNING = auto()
+    RETRACTED = auto()  # waits again, with the tokens it has
     FINISHED = auto()
 
 
@@ -27,11 +32,19 @@ class Request:
     """One sequence. While it has a slot, its lengths and tokens live in the SlotTable's row."""
 
     sequence: int
-    prompt_ids: Int32Array
+    token_ids: Int32Array  # the prompt; after a retraction, the output so far as well
     sampling: SamplingParams  # max_tokens is resolved
     seed: int
     max_len: int  # tokens at which it must stop
+    arrival: int  # a number that grows: who came first
+    priority: int = 0  # larger goes first
+    passed_over: int = 0  # times that a younger request of its priority was admitted before it
     state: RequestState = RequestState.WAITING
     slot: int = -1
     prefix: CacheHandle | None = None  # the locked place in the cache
-    reserved_pages: int = 0  # promised at admission and not yet allocated
+    reserved_pages: int = 0  # promised for its known tokens at admission and not yet allocated
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller goes first, and is retracted last."""
+        return -self.priority, self.arrival

@@ -8,28 +8,23 @@ where slots, pages and locks are given back, and only after the last step that n
 from __future__ import annotations
 
 import logging
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import (
-    Batch,
-    EnteringRow,
-    FinishReason,
-    Int32Array,
-    SamplingParams,
-    pages_for,
-)
-from minisgl.kvcache.base import CacheManager
+from minisgl.core import Batch, EnteringRow, FinishReason, Int32Array, SamplingParams, pages_for
+from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.kvcache.pages import PagePool
 from minisgl.message.to_detokenizer import End
-from minisgl.scheduler import policy
+from minisgl.scheduler.policy import BATCH_POLICIES
 from minisgl.scheduler.request import Request, RequestState
 from minisgl.scheduler.table import SlotTable
+from minisgl.scheduler.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
+
+WATERMARK = 0.02  # share of all pages that stays free at an admission, besides one page for each running request
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +49,12 @@ class StepReport:
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill over a paged, prefix-shared KV cache."""
+    """Continuous batching with chunked prefill over a paged, prefix-shared KV cache.
+
+    Pages are promised for a request's known tokens only. When the running requests outgrow the pool, the youngest is
+    retracted (the last to arrive, of the lowest priority): its computed pages go to the cache, and it waits again with the tokens it has. The oldest never is, so
+    there is always progress.
+    """
 
     def __init__(
         self,
@@ -67,19 +67,22 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
     ) -> None:
         self._max_prefill_tokens = config.max_prefill_tokens
+        self._batch_policy = BATCH_POLICIES[config.batch_policy]
         self._page_size = cache.page_size
         self._cache = cache
         self._pages = PagePool(num_pages, cache)
         self._table = SlotTable(num_slots, max_seq_len, cache.page_size)
         self._eos = np.asarray(eos_token_ids, dtype=np.int32)
-        self._waiting: deque[Request] = deque()
-        self._running: list[int] = []  # slots, oldest first
+        self._waiting = WaitingQueue(config.schedule_policy)
+        self._running: list[int] = []  # slots, oldest admission first
         self._running_array: Int32Array = np.empty(0, dtype=np.int32)  # the same, rebuilt when it changes
         self._retiring: list[int] = []  # slots of ended requests that a step in flight may still name
         self._by_sequence: dict[int, Request] = {}
         self._reserved_pages = 0  # promised to running requests and not yet allocated
+        self._arrivals = 0
         self._next_step = 0
         self._completed_step = -1
+        self.retractions = 0
         # Since the last report:
         self._entered: list[Entered] = []
         self._new_sequences: list[int] = []
@@ -88,12 +91,16 @@ class Scheduler:
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
-    def add(self, sequence: int, prompt_ids: Int32Array, sampling: SamplingParams, seed: int) -> None:
+    def add(
+        self, sequence: int, prompt_ids: Int32Array, sampling: SamplingParams, seed: int, priority: int = 0
+    ) -> None:
         """Queue a validated request: prompt and max_tokens fit the context."""
         assert sampling.max_tokens is not None, "max_tokens is resolved where the request is validated"
-        request = Request(sequence, prompt_ids, sampling, seed, max_len=len(prompt_ids) + sampling.max_tokens)
+        max_len = len(prompt_ids) + sampling.max_tokens
+        request = Request(sequence, prompt_ids, sampling, seed, max_len, self._arrivals, priority)
+        self._arrivals += 1
         self._by_sequence[sequence] = request
-        self._waiting.append(request)
+        self._waiting.add(request)
 
     def end(self, sequence: int, reason: FinishReason) -> None:
         """End a request from outside (abort, stop string). One that has ended already is passed over."""
@@ -109,12 +116,13 @@ class Scheduler:
     # --- a step is planned ------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
-        """Plan the next step, or None when there is nothing that could run now."""
+        """Plan the next step; None when nothing can run, or not before the steps in flight are complete."""
         self._retire()
+        if not self._make_room():
+            return None
         entering = self._admit()
-        running = self._running_array
-        table = self._table
-        lengths = policy.prefill_first(table.remaining(running), self._max_prefill_tokens)
+        running, table = self._running_array, self._table
+        lengths = self._batch_policy(table.remaining(running), self._max_prefill_tokens)
         chosen = lengths > 0
         if not chosen.any():
             return None
@@ -124,7 +132,7 @@ class Scheduler:
 
         starts = table.cached_len[slots]
         new_len = starts + lengths
-        new_pages = self._allocate(slots, -(-new_len // self._page_size) - table.num_pages[slots])
+        new_pages = self._allocate(slots, self._missing_pages(slots, new_len))
         samples = new_len == table.device_len[slots]
         sampling_slots = slots[samples]
         batch = Batch(
@@ -141,47 +149,75 @@ class Scheduler:
         table.cached_len[slots] = new_len
         table.device_len[sampling_slots] += 1
         table.last_step[slots] = step
-        self._share_prompts(slots[new_len == table.prompt_len[slots]])
+        self._share_prefixes(slots[new_len == table.entry_len[slots]])
         return batch
 
+    # --- admission --------------------------------------------------------------------------------------------
+
     def _admit(self) -> list[EnteringRow]:
-        """Move requests from the queue's head to slots while a step's prefill budget and the pages last."""
+        """Move waiting requests to slots while a step's prefill budget and the pages last."""
         table = self._table
         remaining = table.remaining(self._running_array)
         budget = self._max_prefill_tokens - int(remaining[remaining > 1].sum())
         entering: list[EnteringRow] = []
-        while self._waiting and table.num_free and budget > 0:
-            request = self._waiting[0]
-            # At least the last prompt token is computed, because its logits choose the first new one.
-            prefix = self._cache.match(request.prompt_ids[:-1])
+        if not self._waiting or not table.num_free or budget <= 0:
+            return entering
+        for request in self._waiting.candidates(lambda request: self._match(request).cached_len):
+            prefix = self._match(request)
+            if self._is_being_prefilled(request, prefix.cached_len):
+                continue
             self._cache.lock(prefix)
-            # The last token of a request is never written to the cache.
-            needed = pages_for(request.max_len - 1, self._page_size) - len(prefix.pages)
-            if needed > self._pages.available - self._reserved_pages:
+            needed = pages_for(len(request.token_ids), self._page_size) - len(prefix.pages)
+            if needed + self._headroom() > self._pages.available - self._reserved_pages:
                 self._cache.unlock(prefix)
                 break
-            self._waiting.popleft()
-            request.state = RequestState.RUNNING
-            request.prefix = prefix
-            self._entered.append(Entered(request.sequence, prefix.cached_len))
-            request.reserved_pages = needed
-            self._reserved_pages += needed
-            self._running.append(table.enter(request, prefix.pages))
-            budget -= len(request.prompt_ids) - prefix.cached_len
-            entering.append(self._entering_row(request))
-        if entering:
-            self._running_array = np.asarray(self._running, dtype=np.int32)
+            entering.append(self._enter(request, prefix, needed))
+            budget -= len(request.token_ids) - prefix.cached_len
+            if not table.num_free or budget <= 0:
+                break
         return entering
 
-    def _entering_row(self, request: Request) -> EnteringRow:
-        assert request.prefix is not None
-        return EnteringRow(
-            slot=request.slot,
-            token_ids=request.prompt_ids,
-            pages=request.prefix.pages,
-            sampling=request.sampling,
-            seed=request.seed,
-        )
+    def _match(self, request: Request) -> CacheHandle:
+        # At least the last known token is computed, because its logits choose the next one.
+        return self._cache.match(request.token_ids[:-1])
+
+    def _headroom(self) -> int:
+        """Pages to leave free at an admission, so that those who run, and then this one, can grow for a while."""
+        if not self._running:
+            return 0
+        return len(self._running) + int(WATERMARK * self._pages.num_pages)
+
+    def _is_being_prefilled(self, request: Request, cached_len: int) -> bool:
+        """A running request is computing more of this one's tokens than the cache holds: they are worth waiting for."""
+        table, tokens = self._table, request.token_ids
+        for slot in self._running:
+            length = min(int(table.entry_len[slot]), len(tokens) - 1) // self._page_size * self._page_size
+            if length <= cached_len or table.cached_len[slot] >= table.entry_len[slot]:
+                continue
+            # What counts is the first page beyond the cached ones.
+            page = slice(0, cached_len + self._page_size)
+            if np.array_equal(table.tokens[slot, page], tokens[page]):
+                return True
+        return False
+
+    def _enter(self, request: Request, prefix: CacheHandle, needed: int) -> EnteringRow:
+        if request.state is RequestState.WAITING:
+            self._entered.append(Entered(request.sequence, prefix.cached_len))
+        self._waiting.admitted(request)
+        request.state = RequestState.RUNNING
+        request.prefix = prefix
+        request.reserved_pages = needed
+        self._reserved_pages += needed
+        self._running.append(self._table.enter(request, prefix.pages))
+        self._running_array = np.asarray(self._running, dtype=np.int32)
+        return EnteringRow(request.slot, request.token_ids, prefix.pages, request.sampling, request.seed)
+
+    # --- pages ------------------------------------------------------------------------------------------------
+
+    def _missing_pages(self, slots: Int32Array, lengths: Int32Array) -> Int32Array:
+        """How many pages each row lacks for this many tokens."""
+        missing: Int32Array = -(-lengths // self._page_size) - self._table.num_pages[slots]
+        return missing
 
     def _allocate(self, slots: Int32Array, counts: Int32Array) -> Int32Array:
         """Pages for the rows that cross a page boundary: [k, 3] (slot, index in the row, page)."""
@@ -191,26 +227,50 @@ class Scheduler:
         slots, counts = slots[crossing], counts[crossing].astype(np.int32)
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
             request = self._request(slot)
-            request.reserved_pages -= count
-        total = int(counts.sum())
-        self._reserved_pages -= total
-        return self._table.extend_pages(slots, counts, self._pages.allocate(total))
+            promised = min(count, request.reserved_pages)
+            request.reserved_pages -= promised
+            self._reserved_pages -= promised
+        return self._table.extend_pages(slots, counts, self._pages.allocate(int(counts.sum())))
 
-    def _share_prompts(self, slots: Int32Array) -> None:
-        """Put prompts whose last chunk is planned into the cache: any later step may read what this one writes.
+    def _make_room(self) -> bool:
+        """See to it that every decode can have its next page. False: the steps in flight must be complete first."""
+        while True:
+            running, table = self._running_array, self._table
+            decodes = running[table.remaining(running) == 1]
+            missing = self._missing_pages(decodes, table.cached_len[decodes] + 1)
+            # A prompt of one last token has its page promised already.
+            promised = sum(self._request(slot).reserved_pages for slot in decodes[missing > 0].tolist())
+            if int(missing.sum()) - promised <= self._pages.available - self._reserved_pages:
+                return True
+            if self._completed_step < self._next_step - 1:
+                return False  # they may end requests, and they name the slots that would be retracted
+            self._retract(max(map(self._request, self._running), key=lambda request: request.rank))
+
+    def _retract(self, request: Request) -> None:
+        """Take everything from a running request; it waits again with the tokens it has. Nothing is in flight."""
+        slot = request.slot
+        request.token_ids = self._table.tokens[slot, : self._table.known_len[slot]].copy()
+        request.state = RequestState.RETRACTED
+        self._stop_running(slot)
+        self._give_back(slot)
+        self._waiting.add(request)
+        self.retractions += 1
+
+    def _share_prefixes(self, slots: Int32Array) -> None:
+        """Put the known tokens whose last chunk is planned into the cache: a later step may read what this one writes.
 
         Where another request came first with the same prefix, this one keeps its own pages until it ends: its row
         must not change under a running step, and locking the other's pages too would take memory that admission
-        has promised to others.
+        has promised.
         """
         for slot in slots.tolist():
             request = self._request(slot)
             assert request.prefix is not None
-            prompt = request.prompt_ids
-            if self._cache.match(prompt).cached_len > request.prefix.cached_len:
+            tokens = request.token_ids
+            if self._cache.match(tokens).cached_len > request.prefix.cached_len:
                 continue
-            whole = len(prompt) // self._page_size
-            shared = self._cache.insert(prompt[: whole * self._page_size], self._table.pages[slot, :whole]).handle
+            whole = len(tokens) // self._page_size
+            shared = self._cache.insert(tokens[: whole * self._page_size], self._table.pages[slot, :whole]).handle
             self._cache.lock(shared)
             self._cache.unlock(request.prefix)
             request.prefix = shared
@@ -225,6 +285,8 @@ class Scheduler:
         slots, tokens = slots[live], tokens[live]
         table.tokens[slots, table.known_len[slots]] = tokens
         table.known_len[slots] += 1
+        self._new_sequences = table.sequence[slots].tolist()
+        self._new_tokens = tokens
 
         stop = np.isin(tokens, self._eos) & table.stops_at_eos[slots]
         for row in np.flatnonzero(table.own_stop_ids[slots]).tolist():
@@ -236,16 +298,14 @@ class Scheduler:
                 self._end(request, "stop", stop_token=int(tokens[row]))
             else:
                 self._end(request, "length")
-        self._new_sequences = table.sequence[slots].tolist()
-        self._new_tokens = tokens
         self._completed_step = batch.step
         self._retire()
 
     def report(self) -> StepReport:
         """What happened since the last report."""
         report = StepReport(self._entered, self._new_sequences, self._new_tokens, self._ended)
-        self._entered = []
-        self._new_sequences, self._new_tokens, self._ended = [], np.empty(0, dtype=np.int32), []
+        self._entered, self._ended = [], []
+        self._new_sequences, self._new_tokens = [], np.empty(0, dtype=np.int32)
         return report
 
     # --- a request ends ---------------------------------------------------------------------------------------
@@ -254,15 +314,19 @@ class Scheduler:
         """Mark the request as ended. What it holds is given back by `_retire`."""
         del self._by_sequence[request.sequence]
         self._ended.append(End(request.sequence, reason, stop_token))
-        if request.state is RequestState.WAITING:
-            self._waiting.remove(request)
-            self._entered.append(Entered(request.sequence, cached_tokens=0))
-        else:
-            self._table.live[request.slot] = False
-            self._running.remove(request.slot)
-            self._running_array = np.asarray(self._running, dtype=np.int32)
+        if request.state is RequestState.RUNNING:
+            self._stop_running(request.slot)
             self._retiring.append(request.slot)
+        else:
+            self._waiting.remove(request)
+            if request.state is RequestState.WAITING:
+                self._entered.append(Entered(request.sequence, cached_tokens=0))
         request.state = RequestState.FINISHED
+
+    def _stop_running(self, slot: int) -> None:
+        self._table.live[slot] = False
+        self._running.remove(slot)
+        self._running_array = np.asarray(self._running, dtype=np.int32)
 
     def _retire(self) -> None:
         """Give back slots, pages and locks of ended requests that no incomplete step names."""
@@ -286,6 +350,7 @@ class Scheduler:
         self._pages.free(result.duplicates)
         self._pages.free(pages[whole:])
         self._reserved_pages -= request.reserved_pages
+        request.reserved_pages = 0
         table.leave(slot)
 
     # --- what others may ask ----------------------------------------------------------------------------------
@@ -302,6 +367,7 @@ class Scheduler:
             "requests_running": len(self._running),
             "requests_retiring": len(self._retiring),
             "sequences": len(self._by_sequence),
+            "retractions": self.retractions,
         }
 
     def check_balance(self) -> None:

@@ -26,7 +26,7 @@ class SlotTable:
         self.known_len = np.zeros(num_slots, dtype=np.int32)
         self.device_len = np.zeros(num_slots, dtype=np.int32)
         self.cached_len = np.zeros(num_slots, dtype=np.int32)
-        self.prompt_len = np.zeros(num_slots, dtype=np.int32)
+        self.entry_len = np.zeros(num_slots, dtype=np.int32)  # known tokens when it entered
         self.max_len = np.zeros(num_slots, dtype=np.int32)
         self.last_step = np.full(num_slots, -1, dtype=np.int64)  # the last step that names the slot
         self.sequence = np.full(num_slots, -1, dtype=np.int64)
@@ -45,11 +45,11 @@ class SlotTable:
     def enter(self, request: Request, cached_pages: Int32Array) -> int:
         """Give the request a slot whose row begins with the pages of its cached prefix."""
         slot = self._free.pop()
-        length = len(request.prompt_ids)
-        self.tokens[slot, :length] = request.prompt_ids
+        length = len(request.token_ids)
+        self.tokens[slot, :length] = request.token_ids
         self.pages[slot, : len(cached_pages)] = cached_pages
         self.num_pages[slot] = len(cached_pages)
-        self.prompt_len[slot] = self.known_len[slot] = self.device_len[slot] = length
+        self.entry_len[slot] = self.known_len[slot] = self.device_len[slot] = length
         self.cached_len[slot] = len(cached_pages) * self.page_size
         self.max_len[slot] = request.max_len
         self.last_step[slot] = -1
