@@ -20,7 +20,8 @@ def main() -> int:
         config, resolve = parse_args(sys.argv[1:])
         listener = bind(config.host, config.port)
         folder = resolve()
-        load_model_config(folder)  # an unsupported model is noticed before any process is started
+        # An unsupported model is noticed before any process is started.
+        load_model_config(folder).check_tp(config.engine.tp_size)
         engine = msgspec.structs.replace(config.engine, model_path=str(folder.resolve()))
         config = msgspec.structs.replace(config, engine=engine)
     except ConfigError as error:

@@ -63,11 +63,15 @@ def make_parser() -> argparse.ArgumentParser:
     server.add_argument("--shell", "--shell-mode", action="store_true", help="chat in the terminal (not there yet)")
 
     engine = parser.add_argument_group("engine")
+    engine.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one")
     engine.add_argument(
-        "--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one"
-    )
-    engine.add_argument(
-        "--tp", "--tp-size", "--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs (only 1 for now)"
+        "--tp",
+        "--tp-size",
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs, or processes on the CPU, that hold the model together",
     )
     engine.add_argument(
         "--attn", "--attention-backend", default="auto", metavar="NAME", help="attention backend: auto, fa or torch"
@@ -108,6 +112,19 @@ def make_parser() -> argparse.ArgumentParser:
         help="prompt tokens computed in one step; longer prompts are cut into chunks",
     )
     scheduler.add_argument(
+        "--batch-policy",
+        default="prefill-first",
+        choices=["prefill-first", "mixed"],
+        help="prefill-first: prompts before decodes; mixed: every decode in every step, prompts in what is left of "
+        "--max-prefill-length",
+    )
+    scheduler.add_argument(
+        "--schedule-policy",
+        default="fcfs",
+        choices=["fcfs", "lpm"],
+        help="who enters first: fcfs: who came first; lpm: longest cached prefix",
+    )
+    scheduler.add_argument(
         "--disable-overlap", action="store_true", help="read each step's tokens before launching the next step"
     )
     return parser
@@ -140,7 +157,11 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
             tp_size=args.tp,
         ),
         scheduler=SchedulerConfig(
-            cache=args.cache, max_prefill_tokens=args.max_prefill_length, overlap=not args.disable_overlap
+            cache=args.cache,
+            max_prefill_tokens=args.max_prefill_length,
+            batch_policy=args.batch_policy,
+            schedule_policy=args.schedule_policy,
+            overlap=not args.disable_overlap,
         ),
         model_name=model_name(args.model),
         host=args.host,
@@ -180,7 +201,6 @@ def _attention(name: str) -> AttentionName:
 
 def _refuse_later_parts(args: argparse.Namespace) -> None:
     later = {
-        f"--tp {args.tp}: tensor parallelism": args.tp != 1,
         "--shell: the terminal client": args.shell,
         f"--moe-backend {args.moe_backend}: mixture of experts": args.moe_backend is not None,
         f"--model-source {args.model_source}: another source than huggingface": args.model_source != "huggingface",

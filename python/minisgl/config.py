@@ -45,6 +45,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--page-size must be at least 1, not {self.page_size}")
         if self.num_pages is not None and self.num_pages < 1:
             raise ConfigError(f"--num-pages must be at least 1, not {self.num_pages}")
+        if not 1 <= self.tp_size <= 64:
+            raise ConfigError(f"--tp must be 1 to 64, not {self.tp_size}")
         if not 0.0 < self.memory_ratio <= 1.0:
             raise ConfigError(f"--memory-ratio must be above 0 and at most 1, not {self.memory_ratio}")
         if not 1 <= self.max_running_requests <= 4096:

@@ -30,6 +30,10 @@ class TPGroup(Protocol):
         """[..., n] -> [..., size * n]: the ranks' tensors side by side in rank order."""
         ...
 
+    def smallest(self, value: int) -> int:
+        """The smallest of the ranks' values; waits for all of them."""
+        ...
+
 
 class SingleRank:
     """The group of one."""
@@ -43,13 +47,17 @@ class SingleRank:
     def all_gather(self, x: Tensor) -> Tensor:
         return x
 
+    def smallest(self, value: int) -> int:
+        return value
+
 
 class ProcessGroupTP:
     """A torch.distributed group: gloo for tensors on the CPU, NCCL on GPUs."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
         self.rank = group.rank()
         self.size = group.size()
+        self._device = device or torch.device("cpu")  # where its collectives run
         self._group = group
 
     @classmethod
@@ -67,7 +75,7 @@ class ProcessGroupTP:
             device_id=device if cuda else None,
         )
         assert dist.group.WORLD is not None
-        return cls(dist.group.WORLD)
+        return cls(dist.group.WORLD, device)
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
@@ -80,3 +88,8 @@ class ProcessGroupTP:
         flat = x.new_empty(self.size * x.numel())
         _all_gather(flat, x.flatten(), group=self._group)
         return flat.view(self.size, *x.shape).movedim(0, -2).reshape(*x.shape[:-1], self.size * x.shape[-1])
+
+    def smallest(self, value: int) -> int:
+        tensor = torch.tensor([value], device=self._device)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group)
+        return int(tensor.item())

@@ -45,7 +45,7 @@ class Engine:
         phase: Phase,
         progress: bool,
     ) -> None:
-        self.device = resolve_device(config)
+        self.device = resolve_device(config, tp.rank)
         self.dtype = resolve_dtype(config, model.dtype)
         self.page_size = config.page_size or DEFAULT_PAGE_SIZE[self.device.type]
         self.num_slots = config.max_running_requests
@@ -76,7 +76,7 @@ class Engine:
                 config,
                 page_bytes=page_bytes,
                 useful_pages=self.num_slots * pages_for(context_len, self.page_size),
-                free=free_bytes(self.device, config.memory_ratio),
+                free=tp.smallest(free_bytes(self.device, config.memory_ratio, tp.size)),
             )
             self._kv = KVPool(
                 num_layers=model.num_layers,
@@ -88,9 +88,7 @@ class Engine:
                 device=self.device,
             )
         # A sequence must fit into the pool alone.
-        self.limits = Limits(
-            max_seq_len=min(context_len, self.num_pages * self.page_size), vocab_size=model.vocab_size
-        )
+        self.limits = Limits(max_seq_len=min(context_len, self.num_pages * self.page_size), vocab_size=model.vocab_size)
         state = SlotState(
             num_slots=self.num_slots,
             max_seq_len=self.limits.max_seq_len,
@@ -99,9 +97,7 @@ class Engine:
             device=self.device,
         )
         attention = make_attention(config.attention, page_size=self.page_size, device=self.device)
-        self._runner = StepRunner(
-            loaded, self._kv, state, attention, make_ops(self.device), _make_sampler(self.device)
-        )
+        self._runner = StepRunner(loaded, self._kv, state, attention, make_ops(self.device), _make_sampler(self.device))
         self._graphs: DecodeGraphs | None = None
         graph_max_bs = self.num_slots if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
         if self.device.type == "cpu" and config.cuda_graph_max_bs is not None:

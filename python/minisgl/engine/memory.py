@@ -11,13 +11,13 @@ from minisgl.config import ConfigError, EngineConfig
 CPU_POOL_LIMIT = 8 << 30  # bytes: more is of no use to a CPU and would surprise its owner
 
 
-def free_bytes(device: torch.device, memory_ratio: float) -> int:
+def free_bytes(device: torch.device, memory_ratio: float, tp_size: int) -> int:
     """What the engine may still allocate: the ratio of all the device's memory, less what is in use."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1.0 - memory_ratio) * total)
     page = os.sysconf("SC_PAGE_SIZE")
-    return min(int(os.sysconf("SC_AVPHYS_PAGES") * page * memory_ratio), CPU_POOL_LIMIT)
+    return min(int(os.sysconf("SC_AVPHYS_PAGES") * page * memory_ratio), CPU_POOL_LIMIT) // tp_size
 
 
 def pool_pages(config: EngineConfig, *, page_bytes: int, useful_pages: int, free: int) -> int:

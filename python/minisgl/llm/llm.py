@@ -15,10 +15,20 @@ import torch
 from tqdm import tqdm
 
 from minisgl.cli import model_folder
-from minisgl.config import AttentionName, CacheType, Device, EngineConfig, SchedulerConfig
+from minisgl.config import (
+    AttentionName,
+    BatchPolicyName,
+    CacheType,
+    Device,
+    EngineConfig,
+    SchedulePolicy,
+    SchedulerConfig,
+    ServerConfig,
+)
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParams, resolve_max_tokens
-from minisgl.distributed.group import SingleRank
 from minisgl.engine.engine import Engine
+from minisgl.engine.ranks import join_ranks
+from minisgl.llm.ranks import RankProcesses
 from minisgl.message.to_api import Piece
 from minisgl.message.to_detokenizer import Open, StepOutput
 from minisgl.message.types import TextOptions, pack_ids, unpack_ids
@@ -62,6 +72,9 @@ class LLM:
         use_dummy_weight: bool = False,
         device: Device = "auto",
         overlap: bool = True,
+        tp_size: int = 1,
+        batch_policy: BatchPolicyName = "prefill-first",
+        schedule_policy: SchedulePolicy = "fcfs",
     ) -> None:
         folder = model_folder(model, weights=not use_dummy_weight)
         config = EngineConfig(
@@ -76,23 +89,32 @@ class LLM:
             max_running_requests=max_running_req,
             max_seq_len=max_seq_len_override,
             cuda_graph_max_bs=cuda_graph_max_bs,
+            tp_size=tp_size,
         )
-        config.validate()
-        scheduling = SchedulerConfig(cache=cache_type, max_prefill_tokens=max_extend_tokens, overlap=overlap)
-        scheduling.validate()
+        scheduling = SchedulerConfig(
+            cache=cache_type,
+            max_prefill_tokens=max_extend_tokens,
+            batch_policy=batch_policy,
+            schedule_policy=schedule_policy,
+            overlap=overlap,
+        )
+        server = ServerConfig(engine=config, scheduler=scheduling, model_name=model)
+        server.validate()
         model_config = load_model_config(folder)
+        model_config.check_tp(tp_size)
         self.phases: dict[str, float] = {}  # seconds of each phase of the start
         with self._phase("load tokenizer"):
             self.tokenizer = TextTokenizer.from_folder(folder)
             self._decoder = make_decoder(self.tokenizer.tokenizer)
+        self._ranks = RankProcesses(server)
         self._engine = Engine(
             config,
             model_config,
-            tp=SingleRank(),
+            tp=join_ranks(config, 0, self._ranks.addresses),
             phase=self._phase,
             progress=not use_dummy_weight,
         )
-        self._loop = make_loop(scheduling, self._engine, model_config)
+        self._loop = make_loop(scheduling, self._engine, model_config, self._ranks.outboxes(self._engine.limits))
 
     @contextmanager
     def _phase(self, text: str) -> Iterator[None]:
@@ -132,6 +154,7 @@ class LLM:
     def close(self) -> None:
         """End the engine; the object cannot be used afterwards."""
         self._engine.close()
+        self._ranks.close()
 
     def __enter__(self) -> LLM:
         return self

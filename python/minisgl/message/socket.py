@@ -37,6 +37,15 @@ class Addresses:
     def detokenizer(self) -> str:
         return self._at("detokenizer")
 
+    def rank(self, rank: int) -> str:
+        """Of the scheduler of a tensor-parallel rank above 0."""
+        return self._at(f"rank-{rank}")
+
+    @property
+    def rendezvous(self) -> str:
+        """Where tensor-parallel ranks meet (torch.distributed's init_method)."""
+        return f"file://{self._dir / 'rendezvous'}"
+
     def tokenizer(self, index: int) -> str:
         return self._at(f"tokenizer-{index}")
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from minisgl.config import SchedulerConfig
 from minisgl.engine.engine import Engine
 from minisgl.kvcache import make_cache
+from minisgl.message.socket import Outbox
+from minisgl.message.to_rank import Plan
 from minisgl.models.config import ModelConfig
 from minisgl.scheduler.loop import StepLoop
+from minisgl.scheduler.ranks import LeadingEngine
 from minisgl.scheduler.scheduler import Scheduler
 
 
-def make_loop(config: SchedulerConfig, engine: Engine, model: ModelConfig) -> StepLoop:
-    """The step loop of rank 0."""
+def make_loop(
+    config: SchedulerConfig, engine: Engine, model: ModelConfig, followers: Sequence[Outbox[Plan]] = ()
+) -> StepLoop:
+    """The step loop of rank 0, which sends every plan to the other ranks as well."""
     scheduler = Scheduler(
         config,
         cache=make_cache(config.cache, engine.page_size),
@@ -20,4 +27,4 @@ def make_loop(config: SchedulerConfig, engine: Engine, model: ModelConfig) -> St
         max_seq_len=engine.limits.max_seq_len,
         eos_token_ids=model.eos_token_ids,
     )
-    return StepLoop(scheduler, engine, overlap=config.overlap)
+    return StepLoop(scheduler, LeadingEngine(engine, followers) if followers else engine, overlap=config.overlap)

@@ -1,4 +1,4 @@
-"""The scheduler process of rank 0: its inbox, the step loop, and one message a step to the detokenizer."""
+"""The scheduler processes. Rank 0: its inbox, the step loop, and one message a step to the detokenizer."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from pathlib import Path
 
 import zmq
 
-from minisgl.distributed.group import SingleRank
 from minisgl.engine.engine import Engine
+from minisgl.engine.ranks import join_ranks
 from minisgl.message import to_detokenizer
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import Open, StepOutput, ToDetokenizer
+from minisgl.message.to_rank import Plan
 from minisgl.message.to_scheduler import Abort, Add, Query, Stopped, ToScheduler
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
 from minisgl.models.config import load_model_config
 from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.loop import StepLoop
+from minisgl.scheduler.ranks import follow
 from minisgl.server.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -64,20 +66,20 @@ class SchedulerProcess:
 
 
 def run(worker: Worker) -> None:
-    """The process's life."""
+    """The life of the scheduler process of rank `worker.index`."""
     config = worker.config
     model = load_model_config(Path(config.engine.model_path))
-    engine = Engine(
-        config.engine,
-        model,
-        tp=SingleRank(),
-        phase=worker.phase,
-        progress=True,
-    )
-    logger.info("engine: %s", engine.describe())
+    tp = join_ranks(config.engine, worker.index, worker.addresses)
+    engine = Engine(config.engine, model, tp=tp, phase=worker.phase, progress=worker.index == 0)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    if worker.index > 0:
+        plans: Inbox[Plan] = Inbox(context, worker.addresses.rank(worker.index), Plan)
+        worker.ready()
+        follow(engine, plans)
+    logger.info("engine: %s", engine.describe())
     inbox: Inbox[ToScheduler] = Inbox(context, worker.addresses.scheduler, ToScheduler)
     detokenizer: Outbox[ToDetokenizer] = Outbox(context, worker.addresses.detokenizer)
-    process = SchedulerProcess(make_loop(config.scheduler, engine, model), inbox, detokenizer)
+    followers: list[Outbox[Plan]] = [Outbox(context, worker.addresses.rank(rank)) for rank in range(1, tp.size)]
+    process = SchedulerProcess(make_loop(config.scheduler, engine, model, followers), inbox, detokenizer)
     worker.ready(engine.limits)
     process.run_forever()

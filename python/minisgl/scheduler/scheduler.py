@@ -51,9 +51,9 @@ class StepReport:
 class Scheduler:
     """Continuous batching with chunked prefill over a paged, prefix-shared KV cache.
 
-    Pages are promised for a request's known tokens only. When the running requests outgrow the pool, the youngest is
-    retracted (the last to arrive, of the lowest priority): its computed pages go to the cache, and it waits again with the tokens it has. The oldest never is, so
-    there is always progress.
+    Pages are promised for a request's known tokens only. When the running requests outgrow the pool, the youngest (the
+    last to arrive, of the lowest priority) is retracted: its computed pages go to the cache, and it waits again with
+    the tokens it has. The oldest never is, so there is always progress.
     """
 
     def __init__(

@@ -7,26 +7,22 @@ so that an unsupported model is. A worker's death shows at once as the end of it
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-import minisgl
 from minisgl.config import ConfigError, ServerConfig
 from minisgl.core import Limits
-from minisgl.message.control import ControlPipe, Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
+from minisgl.message.control import Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
+from minisgl.server.launch import Child, start_worker
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +37,6 @@ class Interrupted(Exception):
     """SIGINT or SIGTERM."""
 
 
-@dataclass(slots=True)
-class _Child:
-    name: str
-    process: subprocess.Popen[bytes]
-    pipe: ControlPipe[ToSupervisor]
-    ready: bool = False
-    said: list[str] = field(default_factory=list)  # why it failed
-
-
 def bind(host: str, port: int) -> socket.socket:
     """The listening socket. ConfigError if the address cannot be had."""
     try:
@@ -59,9 +46,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind(address)
         sock.listen(2048)
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
-        ) from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from None
     return sock
 
 
@@ -72,7 +57,7 @@ class Supervisor:
         self._config = config
         self._listener = listener
         self._run_dir = tempfile.mkdtemp(prefix="minisgl-")  # of mode 0700
-        self._children: list[_Child] = []
+        self._children: list[Child] = []
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
@@ -101,30 +86,17 @@ class Supervisor:
     # --- start ------------------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        self._start("scheduler-0", "minisgl.scheduler.process:run")
+        for rank in range(self._config.engine.tp_size):
+            self._start(f"scheduler-{rank}", "minisgl.scheduler.process:run", rank)
         for index in range(self._config.num_tokenizers):
             self._start(f"tokenizer-{index}", "minisgl.tokenizer.worker:run", index)
         self._start("detokenizer", "minisgl.tokenizer.detokenizer_worker:run")
         self._start("api", "minisgl.server.api.process:run", listen_fd=self._listener.fileno())
 
     def _start(self, name: str, entry: str, index: int = 0, listen_fd: int | None = None) -> None:
-        ours, theirs = socket.socketpair()
-        fds = [theirs.fileno()] if listen_fd is None else [theirs.fileno(), listen_fd]
-        # The package is found where it was found for us, and nothing in the current folder shadows a module.
-        paths = [str(Path(minisgl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "minisgl.server.worker", entry, str(theirs.fileno())],
-            pass_fds=fds,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends the others in order
-        )
-        theirs.close()
-        pipe: ControlPipe[ToSupervisor] = ControlPipe(ours, ToSupervisor)  # type: ignore[arg-type]
-        child = _Child(name, process, pipe)
-        pipe.send(Start(self._config, self._run_dir, index, listen_fd))
+        child = start_worker(name, entry, Start(self._config, self._run_dir, index, listen_fd))
         self._children.append(child)
-        self._selector.register(ours, selectors.EVENT_READ, child)
+        self._selector.register(child.pipe, selectors.EVENT_READ, child)
 
     def _wait_until_ready(self) -> Limits:
         limits: Limits | None = None
@@ -146,10 +118,10 @@ class Supervisor:
             for child, message in self._messages():
                 logger.warning("%s said %r while serving", child.name, message)
 
-    def _messages(self) -> Iterator[tuple[_Child, ToSupervisor]]:
+    def _messages(self) -> Iterator[tuple[Child, ToSupervisor]]:
         """Wait for workers to say something. Raises WorkerFailed when one fails or is gone."""
         for key, _ in self._selector.select():
-            child: _Child = key.data
+            child: Child = key.data
             while True:
                 message = child.pipe.receive()
                 if message is None:
@@ -160,7 +132,7 @@ class Supervisor:
                 if not child.pipe.has_buffered:
                     break
 
-    def _obituary(self, child: _Child) -> str:
+    def _obituary(self, child: Child) -> str:
         try:
             code = child.process.wait(timeout=GRACE_SECONDS)
         except subprocess.TimeoutExpired:
