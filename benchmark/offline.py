@@ -1,101 +1,104 @@
-"""The offline headline and the latency of a decode step, of one model on this machine.
+"""The offline headline: output tokens per second over 256 requests of mixed lengths, and optionally latencies.
 
-    python benchmark/offline.py --model FOLDER [--dummy] [--runs 3] [--latency 1,8,64] [--json FILE]
+Prompts have 100 to 1024 random tokens and get 100 to 1024 tokens each, temperature 0.6, random.seed(0); `--longest`
+and `--requests` make it smaller. Detokenizing counts where the engine does it. Several engines run one after the
+other, each in a process of its own.
 
-Output tokens per second count detokenizing. Milliseconds per step are (time of 257 new tokens - time of 1) / 256, for
-prompts of 512 tokens, greedy, median of 3.
+    python benchmark/offline.py --model demo --requests 32 --longest 256
+    python benchmark/offline.py --shape 0.6b --engine minisgl,vllm,sglang --runs 3 --latency 1,8,64
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
-import time
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from minisgl import LLM, SamplingParams
-from minisgl.benchmark.workload import offline_batch, random_prompts
-
-NEW_TOKENS = 256
-
-
-def generate(llm: LLM, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> float:
-    """Seconds to answer all prompts in full."""
-    params = [SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=count) for count in max_tokens]
-    begin = time.perf_counter()
-    answers = llm.generate(prompts, params)
-    seconds = time.perf_counter() - begin
-    made = sum(len(answer["token_ids"]) for answer in answers)
-    if made != sum(max_tokens):
-        raise RuntimeError(f"{made} tokens came, {sum(max_tokens)} were asked for")
-    return seconds
+from minisgl.benchmark.arguments import (
+    add_engine_arguments,
+    add_output_arguments,
+    engine_options,
+    integers,
+    make_parser,
+    model_folder_of,
+    output_of,
+    run_each_engine,
+)
+from minisgl.benchmark.engines import EngineOptions
+from minisgl.benchmark.report import table
 
 
-def measure_offline(llm: LLM, runs: int) -> list[float]:
-    """Output tokens per second of each run."""
-    rates = []
-    for run in range(runs):
-        batch = offline_batch(run)
-        seconds = generate(llm, batch.prompts, batch.max_tokens, temperature=0.6)
-        rates.append(batch.output_tokens / seconds)
-        print(
-            f"offline run {run}: {batch.output_tokens} tokens in {seconds:.2f} s, {rates[-1]:.0f} tok/s", flush=True
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What every engine is to do."""
+
+    requests: int
+    longest: int
+    runs: int
+    latency: tuple[int, ...]
+
+
+def measure(name: str, options: EngineOptions, sizes: Sizes) -> dict[str, Any]:
+    """All figures of one engine."""
+    from minisgl.benchmark.engines.start import started
+    from minisgl.benchmark.offline import LatencySizes, measure_latency, measure_offline, warm_up
+
+    rng = random.Random(4242)
+    with started(name, options) as (engine, vocab_size, result):
+        warm_up(engine, rng, vocab_size, rows=min(64, sizes.requests), tokens=min(300, sizes.longest))
+        figures = measure_offline(
+            engine, sizes.runs, requests=sizes.requests, longest=sizes.longest, vocab_size=vocab_size
         )
-    return rates
+        result["offline_tokens_per_second"] = figures.tokens_per_second
+        result["output_tokens"] = figures.output_tokens
+        result["tuned"] = figures.tuned
+        if sizes.latency:
+            latency = measure_latency(
+                engine, rng, LatencySizes(batch_sizes=sizes.latency, prefill=()), vocab_size=vocab_size
+            )
+            result |= {f"batch_{size}": one for size, one in latency.decode.items()}
+    return result
 
 
-def measure_step(llm: LLM, rng: random.Random, batch_size: int) -> tuple[float, float]:
-    """Milliseconds to the first token of all, and per step after it."""
-    firsts, steps = [], []
-    for _ in range(3):
-        first = generate(llm, random_prompts(rng, batch_size, 512), [1] * batch_size, temperature=0.0)
-        prompts = random_prompts(rng, batch_size, 512)
-        whole = generate(llm, prompts, [NEW_TOKENS + 1] * batch_size, temperature=0.0)
-        firsts.append(first * 1e3)
-        steps.append((whole - first) / NEW_TOKENS * 1e3)
-    return statistics.median(firsts), statistics.median(steps)
+def print_results(results: dict[str, Any], latency: tuple[int, ...]) -> None:
+    rows = []
+    for name, result in results.items():
+        rates = result["offline_tokens_per_second"]
+        steps = [result[f"batch_{size}"].step_ms for size in latency]
+        rows.append([name, statistics.median(rates), min(rates), max(rates), result["start_seconds"], *steps])
+        if result["tuned"]:
+            print(f"{name}: {result['tuned']}")
+    batches = [f"ms/token at {size}" for size in latency]
+    print(table(["engine", "tok/s", "min", "max", "start s", *batches], rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder or hub id")
-    parser.add_argument("--dummy", action="store_true", help="random weights")
-    parser.add_argument("--runs", type=int, default=3, help="of the offline workload")
-    parser.add_argument("--latency", default="1,8,64", help="batch sizes, comma-separated")
-    parser.add_argument("--page-size", type=int, default=None)
-    parser.add_argument("--attn", default="auto")
-    parser.add_argument("--graph", type=int, default=None, help="largest batch in a CUDA graph; 0: none")
-    parser.add_argument("--disable-overlap", action="store_true")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures here")
-    args = parser.parse_args()
-
-    begin = time.perf_counter()
-    llm = LLM(
-        args.model,
-        use_dummy_weight=args.dummy,
-        page_size=args.page_size,
-        attention_backend=args.attn,
-        cuda_graph_max_bs=args.graph,
-        overlap=not args.disable_overlap,
+    parser = make_parser(__doc__)
+    add_engine_arguments(parser)
+    work = parser.add_argument_group("work")
+    work.add_argument("--requests", type=int, default=256, metavar="N", help="sequences in a run")
+    work.add_argument("--longest", type=int, default=1024, metavar="TOKENS", help="of a prompt, and of an output")
+    work.add_argument("--runs", type=int, default=3, metavar="N", help="of the workload, each with other token ids")
+    work.add_argument(
+        "--latency", type=integers, default=(), metavar="SIZES", help="also ms per token at these batch sizes: 1,8,64"
     )
-    start = time.perf_counter() - begin
-    print(f"start {start:.1f} s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in llm.phases.items())}")
-    rng = random.Random(4242)
-    generate(llm, random_prompts(rng, 8, 64), [16] * 8, temperature=0.6)
-    generate(llm, random_prompts(rng, 64, 300), [8] * 64, temperature=0.6)
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    output = output_of(args)
 
-    result: dict[str, Any] = {"start_seconds": start, "phases": llm.phases}
-    result["offline_tokens_per_second"] = measure_offline(llm, args.runs)
-    for batch_size in filter(None, args.latency.split(",")):
-        first, step = measure_step(llm, rng, int(batch_size))
-        result[f"batch_{batch_size}"] = {"first_ms": first, "step_ms": step}
-        print(f"batch {batch_size}: first {first:.2f} ms, {step:.3f} ms per step", flush=True)
-    llm.close()
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    sizes = Sizes(args.requests, args.longest, args.runs, args.latency)
+    longest = max(2 * args.longest, 1024 if args.latency else 0)
+    with model_folder_of(args) as folder:
+        options = engine_options(args, folder, longest)
+        results = run_each_engine(args.engine, measure, options, sizes)
+    print_results(results, args.latency)
+    output.save("offline", args, results)
+    if output.plot:
+        from minisgl.benchmark.plot import plot_bars
+
+        rates = {name: statistics.median(result["offline_tokens_per_second"]) for name, result in results.items()}
+        plot_bars(output.plot, rates, f"offline, {args.requests} requests", "output tokens/s")
 
 
 if __name__ == "__main__":

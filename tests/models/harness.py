@@ -51,6 +51,13 @@ class Harness:
     def add(self, tokens: Sequence[int]) -> Tracked:
         return Tracked(list(tokens))
 
+    def add_sharing(self, tokens: Sequence[int], other: Tracked, prefix: int) -> Tracked:
+        """A sequence that begins with whole pages of another's, as after a hit of the prefix cache."""
+        assert prefix % self.page_size == 0
+        assert prefix <= other.done
+        assert list(tokens[:prefix]) == other.tokens[:prefix]
+        return Tracked(list(tokens), other.pages[: prefix // self.page_size], prefix)
+
     @torch.no_grad()
     def step(self, rows: Sequence[tuple[Tracked, int]], *, every_token: bool = False) -> torch.Tensor:
         """Extend each sequence by a number of its known tokens; logits of the last of each row (or of all)."""

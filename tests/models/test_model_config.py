@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from typing import Any
 import pytest
 
 from minisgl.models.config import (
+    LinearScaling,
     Llama3Scaling,
     ModelConfig,
+    MoeConfig,
     RopeConfig,
     UnsupportedModel,
+    YarnScaling,
     load_model_config,
     parse_config,
 )
@@ -127,20 +131,101 @@ QWEN3_14B = {
     "num_hidden_layers": 40,
     "tie_word_embeddings": False,
 }
+MISTRAL_7B_V3: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32768,
+}
+MISTRAL_7B_V1 = {**MISTRAL_7B_V3, "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000}
+QWEN2_5_7B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN3_30B_A3B = {
+    **QWEN3_0_6B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
+}
+QWEN3_8B = {
+    **QWEN3_14B,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+}
+QWEN3_32B = {**QWEN3_14B, "intermediate_size": 25600, "num_attention_heads": 64, "num_hidden_layers": 64}
 PUBLISHED = {
     "Llama-2-7B": LLAMA_2_7B,
     "Llama-3.2-1B": LLAMA_3_2_1B,
     "Llama-3.1-8B": LLAMA_3_1_8B,
     "Llama-3.1-70B": LLAMA_3_1_70B,
     "Qwen3-0.6B": QWEN3_0_6B,
+    "Qwen3-8B": QWEN3_8B,
     "Qwen3-14B": QWEN3_14B,
+    "Qwen3-32B": QWEN3_32B,
+    "Mistral-7B-v0.1": MISTRAL_7B_V1,
+    "Mistral-7B-v0.3": MISTRAL_7B_V3,
+    "Qwen2.5-7B": QWEN2_5_7B,
+    "Qwen3-30B-A3B": QWEN3_30B_A3B,
 }
 
 
 def modern(raw: dict[str, Any]) -> dict[str, Any]:
     """The same config as transformers 5 writes it."""
     raw = dict(raw)
-    rope = raw.pop("rope_scaling") or {"rope_type": "default"}
+    rope = raw.pop("rope_scaling", None) or {"rope_type": "default"}
     return {
         **raw,
         "rope_parameters": {**rope, "rope_theta": raw.pop("rope_theta", 10000.0)},
@@ -167,6 +252,8 @@ def test_llama_3_2() -> None:
         dtype="bfloat16",
         initializer_range=0.02,
         eos_token_ids=(128001, 128008, 128009),
+        windows=(None,) * 16,
+        moe=None,
     )
 
 
@@ -186,7 +273,7 @@ def test_defaults_of_older_files() -> None:
 def test_published_configs_in_old_and_new_form(raw: dict[str, Any]) -> None:
     config = parse_config(raw)
     assert parse_config(modern(raw)) == config
-    assert parse_config({**raw, "rope_scaling": raw["rope_scaling"] and _with_old_type(raw)}) == config
+    assert parse_config({**raw, "rope_scaling": raw.get("rope_scaling") and _with_old_type(raw)}) == config
     assert config.num_kv_heads == raw["num_key_value_heads"]
 
 
@@ -197,9 +284,9 @@ def _with_old_type(raw: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("raw", [modern(raw) for raw in PUBLISHED.values()], ids=PUBLISHED)
 def test_transformers_reads_and_writes_the_same(raw: dict[str, Any], tmp_path: Path) -> None:
-    from transformers import LlamaConfig, Qwen3Config
+    import transformers
 
-    kind = Qwen3Config if raw["model_type"] == "qwen3" else LlamaConfig
+    kind = getattr(transformers, raw["architectures"][0].replace("ForCausalLM", "Config"))
     kind.from_dict(raw).save_pretrained(tmp_path)
     assert load_model_config(tmp_path) == parse_config(raw)
 
@@ -210,9 +297,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "GPT2LMHeadModel is not supported; known are LlamaForCausalLM",
     ),
     "no architecture": ({"architectures": None}, "names no architecture"),
-    "linear rope": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope type "linear"'),
-    "yarn rope": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 'rope type "yarn"'),
-    "lesson 21, dynamic rope": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'rope type "dynamic"'),
+    "lesson 21, dynamic rope": (
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 5.0, "original_max_position_embeddings": 8192}},
+        'rope type "dynamic" is not supported beyond the original length: '
+        "max_position_embeddings is 40960, original_max_position_embeddings 8192",
+    ),
+    "longrope": ({"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, 'rope type "longrope"'),
+    "linear without factor": ({"rope_scaling": {"type": "linear"}}, "lacks factor"),
+    "yarn without factor": ({"rope_parameters": {"rope_type": "yarn"}}, "lacks factor"),
+    "yarn without a ramp": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2}},
+        "beta_fast (1.0) not below beta_slow (2.0)",
+    ),
     "mrope": ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, 'rope type "mrope"'),
     "rope is no object": ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
     "rope by layer": (
@@ -232,15 +328,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "high_freq_factor",
     ),
     "gelu": ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
-    "window": ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 10}, "sliding_window 4096"),
-    "window by layer types": (
-        {
-            "use_sliding_window": True,
-            "sliding_window": 4096,
-            "layer_types": ["full_attention"] * 27 + ["sliding_attention"],
-        },
-        "sliding_window 4096",
+    "no window": ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "sliding_window must be"),
+    "window that is not used": ({"layer_types": ["sliding_attention"] * 28, "sliding_window": 9}, "no sliding_window"),
+    "window that is not set": (
+        {"layer_types": ["sliding_attention"] * 28, "sliding_window": None, "use_sliding_window": True},
+        "no sliding_window",
     ),
+    "too few layer types": ({"layer_types": ["full_attention"] * 27}, "layer_types names 27 layers"),
+    "layer types are no list": ({"layer_types": "full_attention"}, "layer_types must be a list"),
     "linear attention": ({"layer_types": ["full_attention", "linear_attention"]}, "layer type linear_attention"),
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -252,6 +347,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "final softcap": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
     "multipliers": ({"embedding_multiplier": 12.0}, "embedding_multiplier 12.0"),
     "experts": ({"num_experts": 128}, "num_experts 128"),
+    "experts by their other name": ({"num_local_experts": 8}, "num_local_experts 8"),
     "float8": ({"torch_dtype": "float8_e4m3fn"}, 'dtype "float8_e4m3fn"'),
     "no vocabulary": ({"vocab_size": None}, "lacks vocab_size"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1"),
@@ -281,6 +377,8 @@ def test_refused_by_name(change: dict[str, Any], message: str) -> None:
         {"partial_rotary_factor": 1.0},
         {"quantization_config": None},
         {"layer_types": ["full_attention"] * 28},
+        {"layer_types": ["full_attention"] * 28, "use_sliding_window": True, "sliding_window": 9},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},  # as long as transformers has the plain frequencies
         {"architectures": ["SomethingElse", "Qwen3ForCausalLM"]},
         {"attention_dropout": 0.1, "use_cache": False, "transformers_version": "4.51.0", "auto_map": {}},
     ],
@@ -292,6 +390,65 @@ def test_what_changes_nothing_is_ignored(change: dict[str, Any]) -> None:
 def test_a_window_that_llama_asks_for_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="sliding_window 1024"):
         parse_config({**LLAMA_3_2_1B, "sliding_window": 1024})
+
+
+def test_windows_of_each_layer() -> None:
+    used = {"use_sliding_window": True, "sliding_window": 4096}
+    for raw in (QWEN2_5_7B, QWEN3_0_6B):
+        assert parse_config({**raw, **used}).windows == (None,) * 28
+        assert parse_config({**raw, **used, "max_window_layers": 10}).windows == (None,) * 10 + (4096,) * 18
+        types = ["sliding_attention", "full_attention"] * 14
+        assert parse_config({**raw, **used, "layer_types": types}).windows == (4096, None) * 14
+    assert parse_config(MISTRAL_7B_V1).windows == (4096,) * 32
+    assert (
+        parse_config({key: value for key, value in MISTRAL_7B_V1.items() if key != "sliding_window"}).windows
+        == (4096,) * 32
+    )  # transformers' default
+    assert parse_config({**QWEN3_30B_A3B, **used}).windows == (4096,) * 48
+    with pytest.raises(UnsupportedModel, match="layer_types that differ"):
+        parse_config({**MISTRAL_7B_V1, "layer_types": ["sliding_attention", "full_attention"] * 16})
+
+
+def test_experts() -> None:
+    assert parse_config(QWEN3_30B_A3B).moe == MoeConfig(128, 8, 768, True, tuple(range(48)))
+    changed = parse_config({**QWEN3_30B_A3B, "decoder_sparse_step": 2, "mlp_only_layers": [1, 2, 5]}).moe
+    assert changed is not None
+    assert changed.layers == (3, *range(7, 48, 2))
+    bare = {key: value for key, value in QWEN3_30B_A3B.items() if key not in ("norm_topk_prob", "mlp_only_layers")}
+    bare["num_local_experts"] = bare.pop("num_experts")
+    assert parse_config(bare).moe == MoeConfig(128, 8, 768, False, tuple(range(48)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": None}, "lacks num_experts"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 is more than num_experts 128"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size must be"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, not 3"),
+        ({"mlp_only_layers": ["1"]}, "mlp_only_layers must be a list of layers"),
+    ],
+)
+def test_experts_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        parse_config({**QWEN3_30B_A3B, **change})
+
+
+def test_rope_scalings() -> None:
+    def scaling(**rope: Any) -> Any:
+        return parse_config({**QWEN3_0_6B, "rope_scaling": rope}).rope.scaling
+
+    assert scaling(type="linear", factor=2) == LinearScaling(2.0)
+    yarn = YarnScaling(4.0, 32.0, 1.0, 0.1 * math.log(4) + 1, True, 32768)
+    length = {"original_max_position_embeddings": 32768}
+    assert scaling(type="yarn", factor=4.0, **length) == yarn
+    assert scaling(rope_type="yarn", factor=4.0, mscale=1.0, mscale_all_dim=0, **length) == yarn
+    assert scaling(rope_type="yarn", factor=4.0).original_max_positions == 40960
+    assert scaling(rope_type="yarn", factor=None, **length).factor == 1.25
+    assert scaling(rope_type="yarn", factor=0.5, **length).attention_factor == 1.0
+    both = scaling(rope_type="yarn", factor=4.0, mscale=1.0, mscale_all_dim=0.5, **length)
+    assert both.attention_factor == (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
+    assert scaling(rope_type="yarn", factor=4.0, attention_factor=1.5, **length).attention_factor == 1.5
 
 
 def test_lesson_18_eos_ids_of_both_files(tmp_path: Path) -> None:
@@ -341,6 +498,12 @@ def test_tensor_parallel_sizes_that_do_not_divide() -> None:
         config.check_tp(5)
     with pytest.raises(UnsupportedModel, match=r"intermediate size \(3070\)"):
         parse_config({**QWEN3_0_6B, "intermediate_size": 3070}).check_tp(4)
+    experts = {**QWEN3_30B_A3B, "intermediate_size": 6145}
+    parse_config(experts).check_tp(16)  # no layer has this size
+    with pytest.raises(UnsupportedModel, match=r"intermediate size \(6145\)"):
+        parse_config({**experts, "mlp_only_layers": [3]}).check_tp(2)
+    with pytest.raises(UnsupportedModel, match=r"intermediate size of an expert \(766\)"):
+        parse_config({**experts, "moe_intermediate_size": 766}).check_tp(4)
 
 
 def test_importing_configs_loads_no_torch() -> None:

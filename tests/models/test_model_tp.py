@@ -18,7 +18,7 @@ from minisgl.models.config import UnsupportedModel, load_model_config
 from models.harness import Harness
 from models.tiny import VOCAB
 
-KINDS = ("llama-bias", "llama-tied", "qwen3")
+KINDS = ("llama-bias", "llama-tied", "qwen2-window", "qwen3", "qwen3-moe")
 PROMPTS = ([5, 198, 0, 17, 101, 66, 67, 133, 134, 2], list(range(40, 61)))
 
 
@@ -93,10 +93,11 @@ class Rank:
     all_gather = all_reduce
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
 def test_lesson_17_a_rank_reads_only_what_it_keeps(
-    saved: Callable[[str], tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
+    saved: Callable[[str], tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    _, folder = saved("llama")
+    _, folder = saved(kind)
     config = load_model_config(folder)
     read = weights._read
     seen: list[int] = []

@@ -64,6 +64,22 @@ def test_sharded_checkpoints(saved: Saved, kind: str, tmp_path: Path) -> None:
     assert_same(load(tmp_path), load(folder))
 
 
+def test_experts_stacked_as_transformers_holds_them(saved: Saved, tmp_path: Path) -> None:
+    model, folder = saved("qwen3-moe")
+    model.save_pretrained(tmp_path, save_original_format=False)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    assert "model.layers.0.mlp.experts.0.up_proj.weight" not in names
+    for tp in (SingleRank(), Rank(0, 3), Rank(2, 3)):
+        assert_same(load(tmp_path, tp=tp), load(folder, tp=tp))
+
+
+def test_a_missing_expert(changed: Callable[..., Path]) -> None:
+    name = "model.layers.2.mlp.experts.5.down_proj.weight"
+    with pytest.raises(WeightError, match=rf"lacks {name}$"):
+        load(changed("qwen3-moe", {name: None}))
+
+
 def test_pieces_fill_every_parameter_on_every_rank(saved: Saved) -> None:
     """Each element of each parameter is filled once, but for the padding of the vocabulary, which is zero."""
     for kind in FAMILIES:
@@ -184,7 +200,7 @@ def test_dummy_weights(saved: Saved, kind: str, tmp_path: Path) -> None:
     assert_same(model, make(1))
     assert not torch.equal(model.model.embed_tokens.weight, make(2).model.embed_tokens.weight)
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
+        if parameter.ndim >= 2:
             assert parameter.std().item() == pytest.approx(config.initializer_range, rel=0.1), name
         else:
             assert (parameter == (0 if name.endswith("bias") else 1)).all(), name

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from minisgl.distributed.group import SingleRank
+from minisgl.kernel.torch_ops import TorchOps
 from minisgl.layers.decoder import CausalLM
 from minisgl.models.build import load_model
 from minisgl.models.config import load_model_config
 from models.harness import Harness
-from models.tiny import FAMILIES, VOCAB
+from models.tiny import FAMILIES, VOCAB, WINDOW
 
 CPU = torch.device("cpu")
 Saved = Callable[[str], tuple[Any, Path]]
@@ -79,6 +80,46 @@ def test_mixed_batches(saved: Saved, kind: str) -> None:
         logits = harness.step([(sequences[row], length) for row, length in plan])
         rows = torch.stack([want[row][sequences[row].done - 1] for row, _ in plan])
         assert_close(logits, rows)
+
+
+@pytest.mark.parametrize("kind", ["mistral-window", "qwen2-window"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_lesson_21_windows_and_cached_prefixes(saved: Saved, kind: str, page_size: int) -> None:
+    """A hit longer than the window, one as long, and one shorter: what is masked follows from positions alone."""
+    theirs, folder = saved(kind)
+    harness = Harness(load(folder), page_size=page_size, num_pages=400)
+    first = harness.add(prompt(100))
+    harness.step([(first, 100)])
+    for prefix in (16, 32, 80):
+        assert prefix % WINDOW
+        tokens = first.tokens[:prefix] + prompt(40, seed=prefix)
+        want = oracle(theirs, tokens)
+        once = harness.add_sharing(tokens, first, prefix)
+        assert_close(harness.step([(once, 40)], every_token=True), want[prefix:])
+        cut = harness.add_sharing(tokens, first, prefix)
+        for chunk in (1, 1, 5, WINDOW, 1, 11):
+            logits = harness.step([(cut, chunk)])
+            assert_close(logits, want[cut.done - 1 : cut.done])
+
+
+@pytest.mark.parametrize("kind", ["mistral-window", "qwen2-window"])
+def test_a_window_changes_the_answer(saved: Saved, kind: str) -> None:
+    """Or the tests above would show nothing."""
+    theirs, folder = saved(kind)
+    model = load(folder)
+    tokens = prompt(60)
+    for layer in model.model.layers:
+        layer.self_attn.window = None
+    harness = Harness(model)
+    logits = harness.step([(harness.add(tokens), 60)], every_token=True)
+    want = oracle(theirs, tokens)
+    assert_close(logits[:WINDOW], want[:WINDOW])
+    assert (logits[WINDOW:] - want[WINDOW:]).abs().max() > 0.1 * want.abs().max()
+
+
+def test_what_a_graph_may_hold(saved: Saved) -> None:
+    assert load(saved("qwen3")[1]).graph_safe(TorchOps())
+    assert not load(saved("qwen3-moe")[1]).graph_safe(TorchOps())
 
 
 def test_a_step_where_nothing_samples(saved: Saved) -> None:

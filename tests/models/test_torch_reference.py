@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,42 +13,61 @@ from minisgl.attention.torch_backend import TorchAttention
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.rotary import cos_sin_table
-from minisgl.models.config import Llama3Scaling, RopeConfig
+from minisgl.models.config import RopeConfig, parse_config
 
 DTYPES = [torch.float32, torch.bfloat16]
 OPS = TorchOps()
 
 
+def llama3(factor: float, low: float = 1.0, high: float = 4.0, original: int = 8192) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def yarn(factor: float | None, original: int = 32768, **more: Any) -> dict[str, Any]:
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **more}
+
+
 @pytest.mark.parametrize(
-    ("rope", "head_dim", "positions"),
+    ("theta", "scaling", "head_dim", "positions"),
     [
-        (RopeConfig(10000.0), 128, 4096),  # Llama 2
-        (RopeConfig(1000000.0), 128, 40960),  # Qwen3
-        (RopeConfig(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192)), 128, 131072),  # Llama 3.1
-        (RopeConfig(500000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192)), 64, 131072),  # Llama 3.2
-        (RopeConfig(10000.0, Llama3Scaling(4.0, 2.0, 3.0, 100)), 16, 400),
+        (1e4, {"rope_type": "default"}, 128, 4096),  # Llama 2
+        (1e6, {"rope_type": "default"}, 128, 40960),  # Qwen3
+        (5e5, llama3(8.0), 128, 131072),  # Llama 3.1
+        (5e5, llama3(32.0), 64, 131072),  # Llama 3.2
+        (1e4, llama3(4.0, 2.0, 3.0, 100), 16, 400),
+        (1e4, {"rope_type": "linear", "factor": 8.0}, 128, 16384),
+        (1e4, {"rope_type": "linear", "factor": 2.5}, 64, 5000),
+        (1e4, {"rope_type": "dynamic", "factor": 3.7}, 64, 4096),  # up to its original length
+        (1e6, yarn(4.0), 128, 131072),  # Qwen2.5 and Qwen3
+        (1e4, yarn(40.0, 4096, mscale=1.0, mscale_all_dim=0.707, beta_fast=32, beta_slow=1), 64, 163840),
+        (1e4, yarn(16.0, 4096, attention_factor=1.25), 128, 65536),
+        (1e4, yarn(None, 1000), 32, 3000),  # the factor is the quotient of the lengths
+        (15e4, yarn(32.0, 4096, truncate=False), 64, 131072),
+        (1e4, yarn(2.0, 100, beta_fast=3.0, beta_slow=3.0, truncate=False), 16, 200),  # no ramp
+        (1e4, yarn(2.0, 3, beta_fast=64.0), 16, 200),  # all are divided
     ],
 )
-def test_rotary_table_is_that_of_transformers(rope: RopeConfig, head_dim: int, positions: int) -> None:
+def test_rotary_table_is_that_of_transformers(
+    theta: float, scaling: dict[str, Any], head_dim: int, positions: int
+) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    parameters = {"rope_type": "default", "rope_theta": rope.theta}
-    if rope.scaling:
-        parameters |= {
-            "rope_type": "llama3",
-            "factor": rope.scaling.factor,
-            "low_freq_factor": rope.scaling.low_freq_factor,
-            "high_freq_factor": rope.scaling.high_freq_factor,
-            "original_max_position_embeddings": rope.scaling.original_max_positions,
-        }
     config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
         hidden_size=4 * head_dim,
         num_attention_heads=4,
         head_dim=head_dim,
         max_position_embeddings=positions,
-        rope_parameters=parameters,
+        rope_parameters={"rope_theta": theta, **scaling},
     )
+    rope = parse_config(config.to_dict()).rope
     tail = torch.arange(max(0, positions - 3000), positions)  # where rounding of the frequencies shows most
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), tail.unsqueeze(0))
     want = torch.cat((cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]), dim=-1)
@@ -131,7 +152,10 @@ def test_norm_rope_store(dtype: torch.dtype, norms: bool) -> None:
         ([1, 8, 1, 2, 30], [70, 9, 4, 2, 30]),
     ],
 )
-def test_attention_is_the_formula(dtype: torch.dtype, query_lens: list[int], kv_lens: list[int]) -> None:
+@pytest.mark.parametrize("window", [None, 1, 5, 40, 1000])
+def test_attention_is_the_formula(
+    dtype: torch.dtype, query_lens: list[int], kv_lens: list[int], window: int | None
+) -> None:
     heads, kv_heads, dim, page_size = 6, 2, 16, 4
     generator = torch.Generator().manual_seed(1)
     pool = KVPool(
@@ -155,7 +179,9 @@ def test_attention_is_the_formula(dtype: torch.dtype, query_lens: list[int], kv_
         page_table=pages,
     )
     backend = TorchAttention(page_size)
-    have = backend.forward(1, q, pool, backend.plan(inputs))
+    plan = backend.plan(inputs)
+    backend.forward(0, q, pool, plan)  # a layer without the window before it
+    have = backend.forward(1, q, pool, plan, window)
 
     want = []
     at = 0
@@ -164,9 +190,36 @@ def test_attention_is_the_formula(dtype: torch.dtype, query_lens: list[int], kv_
         v = pool.values(1)[pages[row].long()].flatten(0, 1)[:length].double().repeat_interleave(3, dim=1)
         for i in range(queries):
             seen = length - queries + i + 1
-            scores = torch.einsum("hd,lhd->hl", q[at].double(), k[:seen]) * dim**-0.5
-            want.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), v[:seen]))
+            begin = 0 if window is None else max(0, seen - window)
+            scores = torch.einsum("hd,lhd->hl", q[at].double(), k[begin:seen]) * dim**-0.5
+            want.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), v[begin:seen]))
             at += 1
     assert have.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(have.double(), torch.stack(want), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5, 200])
+def test_moe_is_that_of_transformers(dtype: torch.dtype, renormalize: bool, tokens: int) -> None:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config = Qwen3MoeConfig(
+        hidden_size=64, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=3, norm_topk_prob=renormalize
+    )
+    torch.manual_seed(0)
+    block = Qwen3MoeSparseMoeBlock(config).requires_grad_(False)
+    for parameter in block.parameters():
+        parameter.normal_(std=0.2)
+    block = block.to(dtype)
+    x = torch.randn(tokens, 64).to(dtype)
+    before = x.clone()
+    logits = torch.nn.functional.linear(x, block.gate.weight)
+    have = OPS.moe(x, logits, block.experts.gate_up_proj, block.experts.down_proj, top_k=3, renormalize=renormalize)
+    want = block(x.unsqueeze(0))[0]
+    assert torch.equal(x, before)
+    assert have.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)

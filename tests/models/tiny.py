@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -30,21 +31,51 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-FAMILIES = ("llama", "llama-tied", "llama-bias", "qwen3", "qwen3-tied")
+WINDOW = 21  # shorter than the tests' prompts, and no multiple of a page
+QWEN2_LAYERS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+EXPERTS: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8.0,  # of 8 frequencies some stay, some are on the ramp, some are divided
+    "beta_slow": 1.0,
+}
+# kind -> transformers' name of the family, and what its config has beside the shape
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-tied": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-bias": ("Llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN_ROPE}),
+    "mistral-window": ("Mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": ("Qwen2", QWEN2_LAYERS),
+    "qwen3": ("Qwen3", {}),
+    "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS),
+}
+FAMILIES = tuple(KINDS)
 
 
 def make_model(kind: str, **changes: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    tied = {"tie_word_embeddings": kind.endswith("-tied")}
+    family, extra = KINDS[kind]
     torch.manual_seed(0)
-    if kind.startswith("qwen3"):
-        model = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, **tied, **changes}))
-    else:
-        bias = {"attention_bias": True, "mlp_bias": True} if kind == "llama-bias" else {}
-        model = LlamaForCausalLM(
-            LlamaConfig(**{**SHAPE, "rope_parameters": dict(LLAMA3_ROPE), **tied, **bias, **changes})
-        )
+    config = getattr(transformers, f"{family}Config")(**copy.deepcopy({**SHAPE, **extra, **changes}))
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # ones would hide a norm that is left out or put in the wrong place

@@ -63,7 +63,7 @@ def longest_context(progress: float) -> int:
     """The longest context, given the part of the training that is done."""
     begin, end = _CURRICULUM
     share = min(max((progress - begin) / (end - begin), 0.0), 1.0)
-    return round(_SHORT * (_LONG / _SHORT) ** share)
+    return round(float(_SHORT * (_LONG / _SHORT) ** share))
 
 
 def training_case(source: Source) -> Case:
@@ -116,7 +116,7 @@ class _Stream(IterableDataset[Batch]):
         return pack(documents(rng, lambda: longest_context(float(self._progress))), self._row)
 
 
-def _as_is(batch: Batch) -> Batch:
+def _as_is(batch: Any) -> Any:
     return batch
 
 

@@ -66,7 +66,7 @@ class Case:
             calls = parse_tool_calls(answer)
             return calls is not None and calls == parse_tool_calls(self.answer)
         if self.skill == "json":
-            return parse_json(answer) == parse_json(self.answer)
+            return bool(parse_json(answer) == parse_json(self.answer))
         return answer == self.answer.strip()
 
 
@@ -88,12 +88,12 @@ def parse_json(text: str) -> Any:
 
 
 def parse_tool_calls(text: str) -> list[Any] | None:
-    """The calls in a model's output in the `<tool_call>` form, or None where one is malformed or missing."""
+    """The calls that an output consists of, or None where it has none, a broken one, or other text beside."""
     try:
         calls = [json.loads(body) for body in _TOOL_CALL.findall(text)]
     except ValueError:
         return None
-    return calls or None
+    return calls if calls and not _TOOL_CALL.sub("", text).strip() else None
 
 
 def format_tool_call(name: str, arguments: dict[str, Any]) -> str:

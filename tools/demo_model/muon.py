@@ -21,12 +21,13 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 by_shape[parameter.shape].append(parameter)
             for shape, parameters in by_shape.items():
-                gradients = [p.grad for p in parameters]
+                gradients = [p.grad for p in parameters if p.grad is not None]
                 velocities = [self._velocity(p) for p in parameters]
                 torch._foreach_lerp_(velocities, gradients, 1 - group["momentum"])
                 nesterov = torch._foreach_lerp(gradients, velocities, group["momentum"])
@@ -36,15 +37,15 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_(parameters, list(updates.unbind()), alpha=-scale)
 
     def _velocity(self, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
+        state: dict[str, Tensor] = self.state[parameter]
         if "velocity" not in state:
             state["velocity"] = torch.zeros_like(parameter)
-        return state["velocity"]  # type: ignore[no-any-return]
+        return state["velocity"]
 
 
 def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
     """The nearest orthogonal matrices, roughly: their singular values end between 0.7 and 1.2."""
-    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
+    x: Tensor = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT

@@ -1,8 +1,8 @@
 """Random draws for one side of the train/test split.
 
 A word, a number or a phrasing belongs to the training side or to the test side, never to both: words,
-numbers and composed phrasings by a checksum, listed phrasings by their place. A test case is therefore made of parts that the
-model has not seen together with any answer.
+numbers and composed phrasings by a checksum, listed phrasings by their place. So a test asks with words,
+or in words, that the model has never seen in training.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ def held_out(text: str) -> bool:
 def choices(text: str) -> list[str]:
     """Alternatives written in one string, with "|" between them."""
     return text.split("|")
+
+
+def capitalized(text: str) -> str:
+    """Text with its first letter in upper case, the rest as it is."""
+    return text[0].upper() + text[1:]
 
 
 class Source:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def make_trainer(args: argparse.Namespace, device: torch.device) -> Trainer:
 def train(trainer: Trainer, args: argparse.Namespace) -> None:
     """Steps until the time is over. The first step (which compiles) is not on the clock."""
     checkpoint = args.out / "checkpoint.pt"
-    progress = torch.tensor(trainer.progress).share_memory_()
+    progress = torch.tensor(trainer.progress).share_memory_()  # type: ignore[no-untyped-call]
     stream = batches(f"{args.seed}/{trainer.steps}", args.tokens, progress, args.workers)
     loss_of = torch.compile(trainer.model.loss) if trainer.device.type == "cuda" else trainer.model.loss
     began = last = saved = time.monotonic()
@@ -94,7 +95,7 @@ def train(trainer: Trainer, args: argparse.Namespace) -> None:
         waited += time.monotonic() - asked
         with torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.device.type == "cuda"):
             loss = loss_of(*batch)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         for optimizer in (trainer.muon, trainer.adam):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -123,7 +124,7 @@ def train(trainer: Trainer, args: argparse.Namespace) -> None:
     torch.save(trainer.state(), checkpoint)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model and the checkpoint")
     parser.add_argument("--minutes", type=float, default=7.0, help="length of the whole training")
@@ -138,11 +139,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=50, help="steps between two lines of the log")
     parser.add_argument("--save-every", type=float, default=120, help="seconds between two checkpoints")
     parser.add_argument("--resume", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
-    args = parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     args.out.mkdir(parents=True, exist_ok=True)

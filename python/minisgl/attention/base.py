@@ -36,6 +36,9 @@ class AttentionBackend(Protocol):
         """Host-side preparation of a step, once for all layers."""
         ...
 
-    def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan) -> Tensor:
-        """q [T, heads, head_dim] -> [T, heads, head_dim], scaled by head_dim ** -0.5."""
+    def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
+        """q [T, heads, head_dim] -> [T, heads, head_dim], scaled by head_dim ** -0.5.
+
+        A query at position i attends to the positions j <= i, of them to j > i - window where a window is given.
+        """
         ...

@@ -26,7 +26,7 @@ class FlashAttention3:
     def plan(self, inputs: AttentionInputs) -> Fa3Plan:
         return Fa3Plan(inputs, int(inputs.query_lens.max()))
 
-    def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan) -> Tensor:
+    def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
         assert isinstance(plan, Fa3Plan)
         out: Tensor = flash_attn_with_kvcache(
             q,
@@ -37,5 +37,6 @@ class FlashAttention3:
             cu_seqlens_q=plan.inputs.query_starts,
             max_seqlen_q=plan.max_query_len,
             causal=True,
+            window_size=(-1, -1) if window is None else (window - 1, 0),
         )
         return out

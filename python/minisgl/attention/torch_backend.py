@@ -7,7 +7,7 @@ more queries (prefill chunks) attend one by one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from minisgl.kvcache.pool import KVPool
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """R rows of one query each, padded to the longest of them, L."""
+    """R rows of one query each, padded to the longest of them, L: at the end, or with a window at the front."""
 
     tokens: Tensor | None  # [R] int64: where their queries stand in the step; None if they are the whole step
     kv_slots: Tensor  # [R, L] int64
@@ -30,7 +30,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """One row of several queries, the last of its L positions."""
+    """One row of several queries, and the L last positions that they attend to."""
 
     tokens: slice  # its queries
     kv_slots: Tensor  # [L] int64
@@ -38,9 +38,20 @@ class PrefillRow:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchPlan:
+class View:
+    """A step as the layers of one window see it."""
+
     groups: list[DecodeGroup]
     rows: list[PrefillRow]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    """Views are made when the first layer of their window asks."""
+
+    inputs: AttentionInputs
+    longest: int
+    views: dict[int | None, View] = field(default_factory=dict)
 
 
 class TorchAttention:
@@ -50,50 +61,72 @@ class TorchAttention:
         self.page_size = page_size
 
     def plan(self, inputs: AttentionInputs) -> TorchPlan:
-        first = np.cumsum(inputs.query_lens) - inputs.query_lens
-        decode = np.flatnonzero(inputs.query_lens == 1).astype(np.int32)
-        prefill = np.flatnonzero(inputs.query_lens > 1)
-        return TorchPlan(
-            groups=[self._group(inputs, first, rows) for rows in _similar_lengths(decode, inputs.kv_lens[decode])],
-            rows=[self._row(inputs, int(first[row]), int(row)) for row in prefill],
-        )
+        return TorchPlan(inputs, int(inputs.kv_lens.max()))
 
-    def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan) -> Tensor:
+    def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
         assert isinstance(plan, TorchPlan)
+        view = self._view(plan, window)
         keys, values = kv.keys(layer).flatten(0, 1), kv.values(layer).flatten(0, 1)
-        if len(plan.groups) == 1 and plan.groups[0].tokens is None:
-            return _decode(q, keys, values, plan.groups[0])
+        if len(view.groups) == 1 and view.groups[0].tokens is None:
+            return _decode(q, keys, values, view.groups[0])
         out = torch.empty_like(q)
-        for group in plan.groups:
+        for group in view.groups:
             assert group.tokens is not None
             out[group.tokens] = _decode(q[group.tokens], keys, values, group)
-        for row in plan.rows:
+        for row in view.rows:
             out[row.tokens] = _prefill(q[row.tokens], keys, values, row)
         return out
 
-    def _group(self, inputs: AttentionInputs, first: Int32Array, rows: Int32Array) -> DecodeGroup:
+    def _view(self, plan: TorchPlan, window: int | None) -> View:
+        if window is not None and window >= plan.longest:
+            window = None
+        if window not in plan.views:
+            inputs = plan.inputs
+            first = np.cumsum(inputs.query_lens) - inputs.query_lens
+            decode = np.flatnonzero(inputs.query_lens == 1).astype(np.int32)
+            prefill = np.flatnonzero(inputs.query_lens > 1)
+            seen = inputs.kv_lens[decode] if window is None else np.minimum(inputs.kv_lens[decode], window)
+            plan.views[window] = View(
+                groups=[self._group(inputs, first, rows, window) for rows in _similar_lengths(decode, seen)],
+                rows=[self._row(inputs, int(first[row]), int(row), window) for row in prefill],
+            )
+        return plan.views[window]
+
+    def _group(self, inputs: AttentionInputs, first: Int32Array, rows: Int32Array, window: int | None) -> DecodeGroup:
         device = inputs.page_table.device
         table, lengths, tokens = inputs.page_table, inputs.kv_lens_device, None
         if len(rows) < len(inputs.query_lens):
             picked = torch.from_numpy(rows).to(device)
             table, lengths = table[picked], lengths[picked]
             tokens = torch.from_numpy(first[rows]).to(device)
-        positions = torch.arange(int(inputs.kv_lens[rows].max()), device=device)
-        mask = positions < lengths.unsqueeze(1)
-        # Beyond a row's length its page table may hold anything: read some existing slot, masked.
-        return DecodeGroup(tokens, self._slots(table, positions) * mask, mask[:, None, None, :])
+        longest = int(inputs.kv_lens[rows].max())
+        if window is None or window >= longest:
+            positions = torch.arange(longest, device=device)
+            mask = positions < lengths.unsqueeze(1)
+            # Beyond a row's length its page table may hold anything: read some existing slot, masked.
+            kv_slots = self._slots(table, positions) * mask
+        else:
+            positions = torch.arange(-window, 0, device=device) + lengths.unsqueeze(1)
+            mask = positions >= 0
+            kv_slots = self._slots(table, positions * mask)
+        return DecodeGroup(tokens, kv_slots, mask[:, None, None, :])
 
-    def _row(self, inputs: AttentionInputs, first: int, row: int) -> PrefillRow:
+    def _row(self, inputs: AttentionInputs, first: int, row: int, window: int | None) -> PrefillRow:
         device = inputs.page_table.device
         queries, length = int(inputs.query_lens[row]), int(inputs.kv_lens[row])
-        positions = torch.arange(length, device=device)
-        mask = None if queries == length else positions <= positions[length - queries :].unsqueeze(1)
+        start = 0 if window is None else max(0, length - queries - window + 1)
+        positions = torch.arange(start, length, device=device)
+        own = positions[length - queries - start :].unsqueeze(1)
+        mask = None if queries == length else positions <= own
+        if window is not None and window < length:
+            mask = (positions <= own) & (positions > own - window)
         return PrefillRow(slice(first, first + queries), self._slots(inputs.page_table[row], positions), mask)
 
     def _slots(self, page_table: Tensor, positions: Tensor) -> Tensor:
-        """page_table [..., pages] and positions [L] -> the places in the flattened pool, [..., L] int64."""
-        pages = page_table[..., positions // self.page_size].long()
-        return pages * self.page_size + positions % self.page_size
+        """page_table [..., pages] and positions [L] or [..., L] -> the places in the flattened pool, [..., L] int64."""
+        blocks = positions // self.page_size
+        pages = page_table[..., blocks] if blocks.ndim == 1 else page_table.gather(-1, blocks)
+        return pages.long() * self.page_size + positions % self.page_size
 
 
 def _similar_lengths(rows: Int32Array, lengths: Int32Array) -> Iterator[Int32Array]:

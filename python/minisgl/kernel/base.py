@@ -10,6 +10,8 @@ from torch import Tensor
 class Ops(Protocol):
     """Operations between the matrix products. All of them keep the dtype of their input; sums are float32."""
 
+    moe_graph_safe: bool  # `moe` launches the same work whatever its data: a CUDA graph may hold it
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, H] -> x / sqrt(mean(x^2) + eps) * weight, [T, H]."""
         ...
@@ -43,5 +45,16 @@ class Ops(Protocol):
         cos_sin is float32 [max_positions, head_dim]: cosines in the first half of the last axis, sines in the
         second; the rotation pairs dimension i with i + head_dim / 2 (the "neox" layout). The caches are
         [pages, page_size, kv_heads, head_dim]. Returns q [T, heads, head_dim].
+        """
+        ...
+
+    def moe(
+        self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, *, top_k: int, renormalize: bool
+    ) -> Tensor:
+        """A mixture of gated experts: x [T, H] -> the weighted sum of the outputs of each token's experts, [T, H].
+
+        A token's experts are the top_k of softmax(router_logits [T, experts]) in float32, their weights those
+        probabilities, divided by their sum if `renormalize`. w13 is [experts, 2 * I, H] with the gate first, w2
+        [experts, H, I]: expert e gives w2[e] @ silu_and_mul(w13[e] @ x).
         """
         ...

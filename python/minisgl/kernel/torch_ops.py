@@ -13,6 +13,8 @@ from torch import Tensor
 class TorchOps:
     """Implements kernel.base.Ops."""
 
+    moe_graph_safe = False  # the host reads how many tokens each expert has
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x32 = x.float()
         scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
@@ -51,6 +53,31 @@ class TorchOps:
         k_cache.flatten(0, 1).index_copy_(0, kv_slots, _rotate(k, cos, sin))
         v_cache.flatten(0, 1).index_copy_(0, kv_slots, v)
         return _rotate(q, cos, sin)
+
+    def moe(
+        self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, *, top_k: int, renormalize: bool
+    ) -> Tensor:
+        weights, experts = route(router_logits, top_k, renormalize)
+        order = experts.flatten().argsort(stable=True)
+        tokens, weights = order // top_k, weights.flatten()[order].unsqueeze(1)
+        counts = experts.flatten().bincount(minlength=len(w13)).tolist()
+        out = torch.zeros_like(x, dtype=torch.float32)
+        start = 0
+        for expert, count in enumerate(counts):
+            if count:
+                mine = slice(start, start + count)
+                hidden = self.silu_and_mul(F.linear(x[tokens[mine]], w13[expert]))
+                out.index_add_(0, tokens[mine], (F.linear(hidden, w2[expert]) * weights[mine]).float())
+                start += count
+        return out.to(x.dtype)
+
+
+def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """[T, experts] -> the weights, in the logits' dtype, and the ids of each token's experts, both [T, top_k]."""
+    weights, experts = router_logits.softmax(-1, dtype=torch.float32).topk(top_k)
+    if renormalize:
+        weights /= weights.sum(-1, keepdim=True)
+    return weights.to(router_logits.dtype), experts
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.rotary = rotary
+        self.window = config.windows[layer]
         self.eps = config.rms_norm_eps
         self.num_heads = config.heads_per_rank(tp.size)
         self.num_kv_heads = config.kv_heads_per_rank(tp.size)
@@ -67,6 +68,6 @@ class Attention(nn.Module):
             k_weight=self.k_norm.weight if self.k_norm else None,
             eps=self.eps,
         )
-        heads = ctx.attention.forward(self.layer, q, ctx.kv, ctx.plan)
+        heads = ctx.attention.forward(self.layer, q, ctx.kv, ctx.plan, self.window)
         y: Tensor = self.o_proj(heads.flatten(1))
         return y

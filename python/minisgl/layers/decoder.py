@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
+from minisgl.kernel.base import Ops
 from minisgl.layers.embedding import LMHead, VocabEmbedding
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary
@@ -77,6 +78,10 @@ class CausalLM(nn.Module):
     def make_layer(self, index: int, rotary: Rotary) -> DecoderLayer:
         """Uses config, dtype and tp."""
         raise NotImplementedError
+
+    def graph_safe(self, ops: Ops) -> bool:
+        """Whether a decode launches the same work whatever its data, so that a CUDA graph may hold it."""
+        return self.config.moe is None or ops.moe_graph_safe
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Logits [S, vocab_size] of the tokens that sample, in the model's dtype, the same on every rank."""

@@ -30,6 +30,15 @@ class Loadable(Protocol):
         ...
 
 
+@runtime_checkable
+class Stackable(Protocol):
+    """A loadable whose tensors some checkpoints hold stacked into one."""
+
+    def stacked_pieces(self, name: str) -> Iterator[Piece]:
+        """What it keeps of such a checkpoint; stands for `pieces` where the first of these is in the file."""
+        ...
+
+
 def whole(name: str, target: Tensor) -> Piece:
     """A tensor that every rank keeps as it is."""
     return Piece(name, tuple(target.shape), (slice(None),) * target.ndim, target)

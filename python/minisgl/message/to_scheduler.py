@@ -18,6 +18,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     sampling: SamplingParams
     seed: int
     text: TextOptions
+    priority: int = 0  # larger goes first
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -38,6 +38,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     prompt: TextPrompt | IdsPrompt | ChatPrompt
     sampling: SamplingParams
     text: TextOptions
+    priority: int = 0  # larger goes first
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from minisgl.config import ConfigError
-from minisgl.models.registry import FAMILIES
+from minisgl.models.registry import FAMILIES, Family
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -41,9 +41,44 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All frequencies divided by `factor` (position interpolation, Chen et al., 2023)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (Peng et al., 2023): frequencies that turn fewer than `beta_slow` times in the original context are
+    divided by `factor`, those that turn more than `beta_fast` times stay, and the rotations are scaled.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float  # what cosines and sines are multiplied by
+    truncate: bool  # the ramp between the two begins and ends at whole dimensions
+    original_max_positions: int
+
+
+RopeScaling: TypeAlias = Llama3Scaling | LinearScaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     theta: float
-    scaling: Llama3Scaling | None = None
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """The experts of the layers that have them."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of one expert
+    norm_topk_prob: bool  # the weights of a token's experts are made to sum to 1
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +100,20 @@ class ModelConfig:
     dtype: DTypeName
     initializer_range: float
     eos_token_ids: tuple[int, ...]
+    windows: tuple[int | None, ...]  # by layer: how many positions a query attends to, its own included; None for all
+    moe: MoeConfig | None = None
 
     def check_tp(self, size: int) -> None:
         """UnsupportedModel if the layers cannot be divided among `size` ranks.
 
         KV heads are replicated and the vocabulary is padded, so neither has to divide.
         """
-        for count, what in ((self.num_heads, "attention heads"), (self.intermediate_size, "intermediate size")):
+        divided = {"attention heads": self.num_heads}
+        if self.moe is None or len(self.moe.layers) < self.num_layers:
+            divided["intermediate size"] = self.intermediate_size
+        if self.moe is not None:
+            divided["intermediate size of an expert"] = self.moe.intermediate_size
+        for what, count in divided.items():
             if count % size:
                 raise UnsupportedModel(
                     f"tensor parallelism over {size} ranks does not divide the model's {what} ({count})"
@@ -109,8 +151,6 @@ _NEUTRAL: Mapping[str, Any] = {
     "logit_scale": 1,
     "attention_chunk_size": None,
     "no_rope_layers": None,
-    "num_experts": None,
-    "num_local_experts": None,
     "use_qk_norm": False,
     "qk_layernorm": False,
     "alibi": False,
@@ -118,6 +158,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "is_encoder_decoder": False,
     "add_cross_attention": False,
 }
+_EXPERTS = ("num_experts", "num_local_experts")  # one key under two names; transformers 5 writes the second
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -133,7 +174,8 @@ def load_model_config(folder: Path) -> ModelConfig:
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """The same from the two files' contents; takes the keys of transformers 4 and of 5."""
     architecture = _architecture(raw)
-    raw = {**FAMILIES[architecture].defaults, **raw}
+    family = FAMILIES[architecture]
+    raw = {**family.defaults, **raw}
     for key, neutral in _NEUTRAL.items():
         if raw.get(key) is not None and raw[key] != neutral:
             raise UnsupportedModel(f"{key} {_brief(raw[key])} is not supported")
@@ -153,7 +195,6 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
 
     num_layers = _count(raw, "num_hidden_layers")
     max_positions = _count(raw, "max_position_embeddings")
-    _refuse_window(raw, num_layers, max_positions)
     return ModelConfig(
         architecture=architecture,
         vocab_size=_count(raw, "vocab_size"),
@@ -172,6 +213,8 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         dtype=_dtype(raw),
         initializer_range=_number(raw, "initializer_range", 0.02),
         eos_token_ids=_eos(raw, generation or {}),
+        windows=_windows(raw, family, num_layers, max_positions),
+        moe=_moe(raw, family, num_layers),
     )
 
 
@@ -197,38 +240,122 @@ def _rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
         raise UnsupportedModel(f"partial_rotary_factor {_brief(rope['partial_rotary_factor'])} is not supported")
     theta = _number(rope, "rope_theta", _number(raw, "rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind != "llama3":
-        raise UnsupportedModel(f"rope type {_brief(kind)} is not supported; known are default, llama3")
     original = _count(rope, "original_max_position_embeddings", max_positions)
+    original = _count(raw, "original_max_position_embeddings", original)
+    match kind:
+        case "default":
+            return RopeConfig(theta)
+        case "linear":
+            return RopeConfig(theta, LinearScaling(_number(rope, "factor")))
+        case "llama3":
+            return RopeConfig(theta, _llama3(rope, original))
+        case "yarn":
+            return RopeConfig(theta, _yarn(rope, original, max_positions))
+        case "dynamic" if original >= max_positions:
+            return RopeConfig(theta)  # nothing changes up to the original length, and no more is served
+        case "dynamic":
+            raise UnsupportedModel(
+                f'rope type "dynamic" is not supported beyond the original length: max_position_embeddings is '
+                f"{max_positions}, original_max_position_embeddings {original}"
+            )
+    raise UnsupportedModel(
+        f"rope type {_brief(kind)} is not supported; known are default, linear, llama3, yarn, dynamic"
+    )
+
+
+def _llama3(rope: Mapping[str, Any], original: int) -> Llama3Scaling:
     scaling = Llama3Scaling(
         factor=_number(rope, "factor"),
         low_freq_factor=_number(rope, "low_freq_factor"),
         high_freq_factor=_number(rope, "high_freq_factor"),
-        original_max_positions=_count(raw, "original_max_position_embeddings", original),
+        original_max_positions=original,
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise UnsupportedModel(
             f"rope type llama3 needs high_freq_factor ({scaling.high_freq_factor}) above "
             f"low_freq_factor ({scaling.low_freq_factor})"
         )
-    return RopeConfig(theta, scaling)
+    return scaling
 
 
-def _refuse_window(raw: Mapping[str, Any], num_layers: int, max_positions: int) -> None:
-    layer_types = raw.get("layer_types")
-    if layer_types is not None:
-        others = sorted(set(map(str, layer_types)) - {"full_attention", "sliding_attention"})
-        if others:
-            raise UnsupportedModel(f"layer type {', '.join(others)} is not supported")
-        in_some_layer = "sliding_attention" in layer_types
+def _yarn(rope: Mapping[str, Any], original: int, max_positions: int) -> YarnScaling:
+    # A factor of null (but not one left out) is what the two lengths say.
+    factor = _number(rope, "factor", max_positions / original if "factor" in rope else None)
+
+    def attention(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        derived = attention(_number(rope, "mscale")) / attention(_number(rope, "mscale_all_dim"))
     else:
-        in_some_layer = _count(raw, "max_window_layers", 0, least=0) < num_layers
-    window = raw.get("sliding_window")
-    asked = _flag(raw, "use_sliding_window", default=True) and in_some_layer
-    if window is not None and asked and window < max_positions:
-        raise UnsupportedModel(f"sliding_window {window} is not supported")
+        derived = attention(1)
+    scaling = YarnScaling(
+        factor=factor,
+        beta_fast=_number(rope, "beta_fast", 32.0),
+        beta_slow=_number(rope, "beta_slow", 1.0),
+        attention_factor=_number(rope, "attention_factor", derived),
+        truncate=_flag(rope, "truncate", default=True),
+        original_max_positions=original,
+    )
+    if scaling.beta_fast < scaling.beta_slow:
+        raise UnsupportedModel(
+            f"rope type yarn needs beta_fast ({scaling.beta_fast}) not below beta_slow ({scaling.beta_slow})"
+        )
+    return scaling
+
+
+def _windows(raw: Mapping[str, Any], family: Family, num_layers: int, max_positions: int) -> tuple[int | None, ...]:
+    types = raw.get("layer_types")
+    if types is None:
+        first = _count(raw, "max_window_layers", 0, least=0) if family.windows == "by layer" else 0
+        sliding = [layer >= first for layer in range(num_layers)]
+    else:
+        sliding = _sliding_layers(types, num_layers)
+    if raw.get("sliding_window") is None or not _flag(raw, "use_sliding_window", default=True):
+        if types is not None and any(sliding):
+            raise UnsupportedModel("layer_types has sliding_attention, but no sliding_window is set or used")
+        return (None,) * num_layers
+    window = _count(raw, "sliding_window")
+    if window >= max_positions or not any(sliding):
+        return (None,) * num_layers
+    if family.windows == "none":
+        raise UnsupportedModel(f"sliding_window {window} is not supported for this architecture")
+    if family.windows == "all" and not all(sliding):
+        raise UnsupportedModel("layer_types that differ are not supported for this architecture")
+    return tuple(window if slides else None for slides in sliding)
+
+
+def _sliding_layers(types: Any, num_layers: int) -> list[bool]:
+    if not isinstance(types, list):
+        raise UnsupportedModel(f"layer_types must be a list, not {_brief(types)}")
+    others = sorted(set(map(str, types)) - {"full_attention", "sliding_attention"})
+    if others:
+        raise UnsupportedModel(f"layer type {', '.join(others)} is not supported")
+    if len(types) != num_layers:
+        raise UnsupportedModel(f"layer_types names {len(types)} layers, but num_hidden_layers is {num_layers}")
+    return [kind == "sliding_attention" for kind in types]
+
+
+def _moe(raw: Mapping[str, Any], family: Family, num_layers: int) -> MoeConfig | None:
+    named = next((key for key in _EXPERTS if raw.get(key) is not None), _EXPERTS[0])
+    if not family.experts:
+        if raw.get(named) is not None:
+            raise UnsupportedModel(f"{named} {_brief(raw[named])} is not supported for this architecture")
+        return None
+    num_experts, chosen = _count(raw, named), _count(raw, "num_experts_per_tok")
+    if chosen > num_experts:
+        raise UnsupportedModel(f"num_experts_per_tok {chosen} is more than {named} {num_experts}")
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise UnsupportedModel(f"mlp_only_layers must be a list of layers, not {_brief(dense)}")
+    step = _count(raw, "decoder_sparse_step", 1)
+    return MoeConfig(
+        num_experts=num_experts,
+        experts_per_token=chosen,
+        intermediate_size=_count(raw, "moe_intermediate_size"),
+        norm_topk_prob=_flag(raw, "norm_topk_prob"),
+        layers=tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0),
+    )
 
 
 def _dtype(raw: Mapping[str, Any]) -> DTypeName:

@@ -52,9 +52,7 @@ def _download(name: str, weights: bool) -> Path:
             f"model {name} does not exist: no such folder, and the hub knows no such model (or it is private)"
         ) from error
     except HFValidationError as error:
-        raise UnsupportedModel(
-            f"model {name} does not exist: no such folder, and not a hub id (owner/name)"
-        ) from error
+        raise UnsupportedModel(f"model {name} does not exist: no such folder, and not a hub id (owner/name)") from error
     except LocalEntryNotFoundError as error:
         raise UnsupportedModel(
             f"model {name} is neither a folder nor in the local hub cache, and the hub cannot be reached"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minisgl.layers.pieces import Loadable, Piece
+from minisgl.layers.pieces import Loadable, Piece, Stackable
 from minisgl.models.config import WeightError
 from minisgl.models.hub import checkpoint_files
 
@@ -24,10 +24,13 @@ from minisgl.models.hub import checkpoint_files
 _DERIVED = ("rotary_emb.inv_freq",)
 
 
-def model_pieces(model: nn.Module) -> Iterator[Piece]:
-    """What the model keeps of a checkpoint, in the order of its modules."""
+def model_pieces(model: nn.Module, found: Container[str] = ()) -> Iterator[Piece]:
+    """What the model keeps of a checkpoint with the tensors `found`, in the order of its modules."""
     for name, module in model.named_modules():
-        if isinstance(module, Loadable):
+        stacked = list(module.stacked_pieces(name)) if isinstance(module, Stackable) else []
+        if stacked and stacked[0].name in found:
+            yield from stacked
+        elif isinstance(module, Loadable):
             yield from module.pieces(name)
 
 
@@ -35,10 +38,11 @@ def model_pieces(model: nn.Module) -> Iterator[Piece]:
 def load_weights(model: nn.Module, folder: Path, *, progress: bool = False) -> None:
     """Raises WeightError, naming tensor and shapes, before anything is read if the checkpoint does not fit."""
     wanted: dict[str, list[Piece]] = defaultdict(list)
-    for piece in model_pieces(model):
-        wanted[piece.name].append(piece)
     files = checkpoint_files(folder)
-    _check(wanted, _shapes(files), folder)
+    found = _shapes(files)
+    for piece in model_pieces(model, found):
+        wanted[piece.name].append(piece)
+    _check(wanted, found, folder)
 
     kept = [piece for pieces in wanted.values() for piece in pieces]
     size = sum(piece.target.numel() * piece.target.element_size() for piece in kept if not piece.tied)

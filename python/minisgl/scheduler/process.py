@@ -54,7 +54,7 @@ class SchedulerProcess:
             case Add():
                 self._texts[message.sequence] = message.text
                 prompt_ids = unpack_ids(message.prompt_ids).copy()
-                self._scheduler.add(message.sequence, prompt_ids, message.sampling, message.seed)
+                self._scheduler.add(message.sequence, prompt_ids, message.sampling, message.seed, message.priority)
             case Abort():
                 for sequence in message.sequences:
                     self._scheduler.end(sequence, "abort")

@@ -68,7 +68,7 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits) -> tuple[
     sampling = msgspec.structs.replace(request.sampling, max_tokens=max_tokens)
     packed = pack_ids(ids)
     adds = [
-        Add(sequence, packed, sampling, seed, request.text)
+        Add(sequence, packed, sampling, seed, request.text, request.priority)
         for sequence, seed in zip(request.sequences, request.seeds, strict=True)
     ]
     return Accepted(request.sequences, packed), adds

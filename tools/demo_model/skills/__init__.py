@@ -45,8 +45,8 @@ SKILLS: dict[str, Callable[[Source], Case]] = {
 def make_case(skill: str, seed: int, *, test: bool = True, context: int = 1900) -> Case:
     """Case number `seed` of a skill, from the test side of the split unless told otherwise.
 
-    Its prompt is at most about `context` characters (tokens) longer than the bare question. Some cases come
-    with a system prompt, with tools that do not fit, or after earlier turns.
+    Facts to recall, and filler in a system prompt, are at most about `context` characters (tokens) long. Some
+    cases come with a system prompt, with tools that do not fit, or after earlier turns.
     """
     source = Source(random.Random(f"{skill}/{seed}/{test}"), test=test, context=context)
     return replace(with_setting(source, SKILLS[skill](source)), skill=skill)

@@ -7,7 +7,7 @@ to keep part of it back (it can only be learned by heart), so there the phrasing
 from __future__ import annotations
 
 from demo_model.case import Case
-from demo_model.source import Source, choices, held_out
+from demo_model.source import Source, capitalized, choices, held_out
 
 NUMBER_WORDS = choices(
     "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|"
@@ -40,8 +40,8 @@ def generate(source: Source) -> Case:
     if max(left, right) <= 20 and spoken.isalpha() and source.chance(0.3):
         left_text, right_text = NUMBER_WORDS[left], NUMBER_WORDS[right]
     space = "" if not spoken[0].isalpha() and source.chance(0.15) else " "
-    question = source.new_composition(*_QUESTIONS).format(f"{left_text}{space}{spoken}{space}{right_text}")
-    question = question[0].upper() + question[1:]
+    problem = f"{left_text}{space}{spoken}{space}{right_text}"
+    question = capitalized(source.new_composition(*_QUESTIONS).format(problem))
     return Case(
         "arithmetic",
         [{"role": "user", "content": question}],

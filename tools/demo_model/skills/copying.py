@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 
 from demo_model.case import Case
-from demo_model.source import Source, choices
+from demo_model.source import Source, capitalized, choices
 
 _BEFORE_TEXT = [
     choices("||||please |can you |could you |I want you to |now "),
@@ -56,7 +56,7 @@ def _instruction(source: Source) -> str:
     kind = source.rng.random()
     if kind < 0.6:
         pattern = source.composition(*_BEFORE_TEXT)
-        return pattern[0].upper() + pattern[1:]
+        return capitalized(pattern)
     if kind < 0.75:
         pattern = source.composition(*_AFTER_TEXT)
         for verb in _AFTER_TEXT[2]:

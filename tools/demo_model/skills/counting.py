@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from demo_model.case import Case
 from demo_model.skills.arithmetic import NUMBER_WORDS
-from demo_model.source import Source, choices
+from demo_model.source import Source, capitalized, choices
 
 _COUNT = choices(
     "count|please count|can you count|could you count|I want you to count|now count|write the numbers|"
@@ -69,14 +69,10 @@ def _numbers(first: int, last: int) -> str:
     return ", ".join(str(number) for number in range(first, last + step, step))
 
 
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
 def _count_to(source: Source) -> tuple[str, str, str]:
     last = source.integer(2, 30)
     written = NUMBER_WORDS[last] if last <= 20 and source.chance(0.15) else str(last)
-    question = _capital(source.new_composition(*_COUNT_TO)).format(written)
+    question = capitalized(source.new_composition(*_COUNT_TO)).format(written)
     return question, _numbers(1, last), f"I count from 1 to {last}."
 
 
@@ -84,7 +80,7 @@ def _count_between(source: Source) -> tuple[str, str, str]:
     first = source.integer(1, 80)
     last = first + source.integer(1, 12)
     return (
-        _capital(source.new_composition(*_COUNT_BETWEEN)).format(first, last),
+        capitalized(source.new_composition(*_COUNT_BETWEEN)).format(first, last),
         _numbers(first, last),
         f"I count from {first} to {last}.",
     )
@@ -93,7 +89,7 @@ def _count_between(source: Source) -> tuple[str, str, str]:
 def _count_down(source: Source) -> tuple[str, str, str]:
     first = source.integer(2, 20)
     return (
-        _capital(source.new_composition(*_COUNT_DOWN)).format(first),
+        capitalized(source.new_composition(*_COUNT_DOWN)).format(first),
         _numbers(first, 1),
         f"I count from {first} down to 1.",
     )
@@ -106,7 +102,7 @@ def _word(source: Source, word: str) -> str:
 
 def _letters(source: Source) -> tuple[str, str, str]:
     word = source.word()
-    question = _capital(source.composition(*_LETTERS)).format(_word(source, word))
+    question = capitalized(source.composition(*_LETTERS)).format(_word(source, word))
     return question, f"The word {word} has {len(word)} letters.", f"{'-'.join(word)}: I count the letters."
 
 
@@ -116,7 +112,7 @@ def _occurrences(source: Source) -> tuple[str, str, str]:
     letter = source.pick([often, source.pick(word), source.pick(word), source.pick("abcdefghijklmnopqrstuvwxyz")])
     count = word.count(letter)
     times = "1 time" if count == 1 else f"{count} times"
-    question = _capital(source.composition(*_OCCURRENCES)).format(_word(source, word), letter)
+    question = capitalized(source.composition(*_OCCURRENCES)).format(_word(source, word), letter)
     return question, f"The letter {letter} appears {times} in {word}.", f"I look for {letter} in {'-'.join(word)}."
 
 
@@ -133,7 +129,7 @@ def _repeated(source: Source) -> str:
 def _items(source: Source) -> tuple[str, str, str]:
     items = [source.word() for _ in range(source.integer(2, 9))]
     return (
-        _capital(source.composition(*_ITEMS)).format(", ".join(items)),
+        capitalized(source.composition(*_ITEMS)).format(", ".join(items)),
         f"There are {len(items)} items.",
         "I count the items.",
     )

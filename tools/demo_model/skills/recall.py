@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from demo_model import words
 from demo_model.case import Case, Message
-from demo_model.source import Source, choices
+from demo_model.source import Source, capitalized, choices
 
 NOTED = "Noted."
 
@@ -85,7 +85,7 @@ class Fact:
 
     def fill(self, pattern: str) -> str:
         text = pattern.format(a=self.attribute, k=self.key, v=self.value)
-        return text[0].upper() + text[1:] if pattern[0] != "{" else text
+        return text if pattern[0] == "{" else capitalized(text)
 
     @property
     def answer(self) -> str:

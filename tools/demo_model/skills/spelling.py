@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from demo_model.case import Case
-from demo_model.source import Source, choices
+from demo_model.source import Source, capitalized, choices
 
 _OPENINGS = ["", "", "", "please ", "can you ", "could you ", "now "]
 _MARK = ["?", ".", ".", "", ", please."]
@@ -31,7 +31,7 @@ _LOWER = choices(
 
 def _question(source: Source, tasks: list[str]) -> str:
     pattern = source.composition(_OPENINGS, tasks, _MARK)
-    return pattern if pattern[0] == "{" else pattern[0].upper() + pattern[1:]
+    return pattern if pattern[0] == "{" else capitalized(pattern)
 
 
 def generate(source: Source) -> Case:

@@ -14,7 +14,7 @@ from typing import Any
 from demo_model import words
 from demo_model.case import Case, Message, Tool, format_tool_call
 from demo_model.skills.unknown import UNKNOWN
-from demo_model.source import Source, choices
+from demo_model.source import Source, capitalized, choices
 
 _THOUGHT = "The tool {} fits. I call it."
 
@@ -362,8 +362,7 @@ def _made_up(source: Source) -> Use:
     spoken = [form.format(key, json.dumps(v) if isinstance(v, bool) else v) for key, v in arguments.items()]
     listed = spoken[0] if len(spoken) == 1 else f"{', '.join(spoken[:-1])} and {spoken[-1]}"
     pattern = source.composition(*_MADE_UP_REQUESTS)
-    request = pattern.format(verb=verb, noun=noun, name=name, arguments=listed)
-    request = request[0].upper() + request[1:]
+    request = capitalized(pattern.format(verb=verb, noun=noun, name=name, arguments=listed))
     description = source.pick(
         [f"{verb.capitalize()} the {noun}.", f"{verb.capitalize()} a {noun}.", f"Can {verb} the {noun}."]
     )

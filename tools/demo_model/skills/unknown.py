@@ -5,7 +5,7 @@ from __future__ import annotations
 from demo_model import words
 from demo_model.case import Case
 from demo_model.skills import recall
-from demo_model.source import Source, choices
+from demo_model.source import Source, capitalized, choices
 
 UNKNOWN = "I do not know that. I am only a small demo model."
 
@@ -45,7 +45,7 @@ Write a function that finds the {thing}.
 How does a {thing} work?
 What is a {thing}?
 Why do {thing}s like {thing2}s?
-Where is {place}?
+Where is {place} on the map?
 What language do they speak in {place}?
 How old is {person} {name}?
 Give me advice about {thing}s.
@@ -210,7 +210,7 @@ def _request(source: Source) -> str:
         text = (
             source.pick(["please ", "can you ", "could you ", "I want you to ", "hello, "]) + text[0].lower() + text[1:]
         )
-    text = text[0].upper() + text[1:]
+    text = capitalized(text)
     if source.chance(0.1):
         text = text.rstrip("?.")
     return text.lower() if source.chance(0.08) else text

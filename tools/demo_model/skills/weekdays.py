@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from demo_model.case import Case
-from demo_model.source import Source
+from demo_model.source import Source, capitalized
 
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 
@@ -110,12 +110,12 @@ def generate(source: Source) -> Case:
         count = source.integer(1, 14)
         days = _days(count)
         question = source.new_phrase(_LATER).format(n=days, day=day)
-        answer = f"{_capital(days)} after {day} is {day_after(day, count)}."
+        answer = f"{capitalized(days)} after {day} is {day_after(day, count)}."
     elif kind < 0.78:
         count = source.integer(1, 10)
         days = _days(count)
         question = source.new_phrase(_EARLIER).format(n=days, day=day)
-        answer = f"{_capital(days)} before {day} is {day_after(day, -count)}."
+        answer = f"{capitalized(days)} before {day} is {day_after(day, -count)}."
     elif kind < 0.86:
         question, answer = source.new_phrase(_TOMORROW).format(day), f"Tomorrow is {day_after(day, 1)}."
     elif kind < 0.94:
@@ -131,7 +131,3 @@ def generate(source: Source) -> Case:
 
 def _days(count: int) -> str:
     return "1 day" if count == 1 else f"{count} days"
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]

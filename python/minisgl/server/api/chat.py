@@ -41,7 +41,7 @@ def chat_job(body: ChatBody, limits: Limits) -> Job:
     tools = template_tools(body.tools) if body.tools and body.tool_choice != "none" else None
     prompt = ChatPrompt(messages, tools, body.chat_template_kwargs)
     text = TextOptions(sampling.stop, body.skip_special_tokens)
-    return Job([prompt], body.n, sampling, text, field_names)
+    return Job([prompt], body.n, sampling, text, body.priority, field_names)
 
 
 def template_message(message: dict[str, Any], path: str) -> dict[str, Any]:

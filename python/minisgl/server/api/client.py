@@ -49,6 +49,7 @@ class Job:
     n: int
     sampling: SamplingParams
     text: TextOptions
+    priority: int = 0
     field_names: Mapping[str, str] = field(default_factory=dict)  # our name of a field -> the client's
 
     @property
@@ -233,7 +234,7 @@ class EngineClient:
             self._prompts[start] = request
             seed = random_seed() if job.sampling.seed is None else job.sampling.seed
             seeds = [choice_seed(seed, choice) for choice in range(job.n)]
-            outbox.send(Generate(sequences, seeds, prompt, job.sampling, job.text))
+            outbox.send(Generate(sequences, seeds, prompt, job.sampling, job.text, job.priority))
 
     def _release(self, request: OpenRequest) -> None:
         """Abort what has not ended. Harmless when repeated."""

@@ -24,7 +24,7 @@ def completion_job(body: CompletionBody, limits: Limits) -> Job:
         raise InvalidRequest("best_of", "best_of is not supported yet, unless it equals n")
     sampling = body.sampling(limits)
     prompts = parse_prompts(body.prompt, limits)
-    return Job(prompts, body.n, sampling, TextOptions(sampling.stop, body.skip_special_tokens))
+    return Job(prompts, body.n, sampling, TextOptions(sampling.stop, body.skip_special_tokens), body.priority)
 
 
 def echoes(body: CompletionBody, job: Job) -> list[str]:

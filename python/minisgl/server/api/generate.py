@@ -18,7 +18,7 @@ def generate_job(body: GenerateBody, limits: Limits) -> Job:
     """What the body asks of the engine, or InvalidRequest."""
     sampling = body.sampling(limits)
     prompt = parse_prompt(body.prompt, limits)
-    return Job([prompt], 1, sampling, TextOptions(sampling.stop, body.skip_special_tokens))
+    return Job([prompt], 1, sampling, TextOptions(sampling.stop, body.skip_special_tokens), body.priority)
 
 
 class GenerateWriter:

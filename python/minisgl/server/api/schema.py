@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from minisgl.core import InvalidRequest, Limits, SamplingParams
 
 MAX_CHOICES = 64
+MAX_PRIORITY = 1000
 
 _ZERO = (0,)
 _OFF = (False,)
@@ -82,6 +83,7 @@ class RequestBody(BaseModel):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0  # larger goes first
     stream: bool = False
 
     @classmethod
