@@ -57,6 +57,14 @@ def test_a_prompt_in_a_list_gets_the_seeds_it_gets_alone(server: RunningServer) 
     assert first != second, "without a seed, equal prompts are drawn apart"
 
 
+def test_priority_goes_with_the_request(server: RunningServer) -> None:
+    assert server.post(PATH, json={"prompt": "one", "priority": 5}).status_code == 200
+    assert server.engine.of_type(Generate)[-1].priority == 5
+    error = server.post(PATH, json={"prompt": "one", "priority": 5000}).json()["error"]
+    assert error["param"] == "priority"
+    assert "1000" in error["message"]
+
+
 def test_default_is_16_tokens(server: RunningServer) -> None:
     completion = server.sdk.completions.create(model=MODEL, prompt="one")
     assert completion.usage is not None

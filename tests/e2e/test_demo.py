@@ -24,6 +24,8 @@ EXACT_SHARE, OTHER_SHARE = 0.93, 0.85
 SETTINGS: dict[str, tuple[str, ...]] = {
     "default flags": (),
     "few pages, small chunks": ("--page-size", "16", "--num-pages", "400", "--max-prefill-length", "32"),
+    "two ranks, mixed batches": ("--tp", "2", "--batch-policy", "mixed", "--max-prefill-length", "256"),
+    "retraction": ("--page-size", "4", "--num-pages", "1024", "--schedule-policy", "lpm"),
     "naive cache, no overlap": ("--cache", "naive", "--disable-overlap", "--page-size", "1"),
 }
 
