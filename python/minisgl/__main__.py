@@ -1,4 +1,7 @@
-"""`python -m minisgl`: starts the server and stays until it is ended. See `--help`."""
+"""`python -m minisgl`: starts the server and stays until it is ended. See `--help`.
+
+`python -m minisgl verify MODEL` compares a model with transformers instead.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,10 @@ from minisgl.server.supervisor import Supervisor, bind
 
 def main() -> int:
     """The process's exit code: 0 after an interrupt, 1 after a failure, 2 for what the user can change."""
+    if sys.argv[1:2] == ["verify"]:
+        from minisgl.verify.main import main as verify
+
+        return verify(sys.argv[2:])
     set_up_logging()
     try:
         config, resolve = parse_args(sys.argv[1:])

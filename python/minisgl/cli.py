@@ -60,7 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--num-tokenizer", "--tokenizer-count", type=int, default=1, metavar="N", help="tokenizer processes"
     )
-    server.add_argument("--shell", "--shell-mode", action="store_true", help="chat in the terminal (not there yet)")
+    server.add_argument("--shell", "--shell-mode", action="store_true", help="chat in the terminal; the server ends with it")
 
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one")
@@ -167,6 +167,7 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
         host=args.host,
         port=args.port,
         num_tokenizers=args.num_tokenizer,
+        shell=args.shell,
     )
     config.validate()
     return config, lambda: model_folder(args.model, weights=load_format != "dummy")
@@ -201,7 +202,6 @@ def _attention(name: str) -> AttentionName:
 
 def _refuse_later_parts(args: argparse.Namespace) -> None:
     later = {
-        "--shell: the terminal client": args.shell,
         f"--moe-backend {args.moe_backend}: mixture of experts": args.moe_backend is not None,
         f"--model-source {args.model_source}: another source than huggingface": args.model_source != "huggingface",
     }

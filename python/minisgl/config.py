@@ -82,6 +82,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = DEFAULT_PORT
     num_tokenizers: int = 1
     max_body_bytes: int = 32 * 1024 * 1024  # of one HTTP request
+    shell: bool = False  # chat in the terminal once the server is ready
     max_queued_sequences: int = 8192  # open sequences beyond which requests get 503
 
     def validate(self) -> None:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+
 from demo_model.case import message_text
 from demo_model.skills import SKILLS, Case, make_case
 from support.server import Server

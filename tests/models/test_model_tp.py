@@ -54,10 +54,11 @@ def test_lesson_17_logits_do_not_depend_on_the_number_of_ranks(
 ) -> None:
     """199 tokens and 2 KV heads divide by neither 2 nor 3 ranks alike: padded and replicated."""
     folders = {kind: saved(kind)[1] for kind in KINDS}
-    spawn = multiprocessing.get_context("spawn")
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch"])  # which costs seconds: once for all ranks
     rendezvous = f"file://{tmp_path / 'rendezvous'}"
     ranks = [
-        spawn.Process(target=run_rank, args=(rank, rendezvous, folders, tmp_path), daemon=True) for rank in range(3)
+        server.Process(target=run_rank, args=(rank, rendezvous, folders, tmp_path), daemon=True) for rank in range(3)
     ]
     for process in ranks:
         process.start()

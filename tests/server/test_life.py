@@ -73,7 +73,7 @@ FAILURES: dict[str, tuple[Failing, str]] = {
     "value out of range": (lambda folder, _tmp: ["--model", str(folder), "--page-size", "0"], "--page-size"),
     "not a number": (lambda folder, _tmp: ["--model", str(folder), "--num-pages", "x"], "--num-pages"),
     "unknown backend": (lambda folder, _tmp: ["--model", str(folder), "--attn", "magic"], "magic"),
-    "a later part": (lambda folder, _tmp: ["--model", str(folder), "--shell"], "--shell"),
+    "a later part": (lambda folder, _tmp: ["--model", str(folder), "--moe-backend", "x"], "--moe-backend"),
     "unsupported architecture": (
         lambda folder, tmp: ["--model", changed(folder, tmp, architectures=["GPT2LMHeadModel"])],
         "GPT2LMHeadModel",

@@ -16,6 +16,8 @@ _WARPS = 4  # of a block that works warp by warp
 class CudaOps:
     """Implements kernel.base.Ops. Kernels are compiled at the first use of a dtype and head size."""
 
+    moe_graph_safe = False  # it runs in torch, which asks the device how many tokens each expert has
+
     def __init__(self, device: torch.device) -> None:
         self._compiler = Compiler(device)
         self._torch = TorchOps()
@@ -127,6 +129,11 @@ class CudaOps:
             np.float32(eps),
         )
         return q
+
+    def moe(
+        self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, *, top_k: int, renormalize: bool
+    ) -> Tensor:
+        return self._torch.moe(x, router_logits, w13, w2, top_k=top_k, renormalize=renormalize)
 
     def _norm_kernels(self, dtype: torch.dtype) -> list[Kernel]:
         if dtype not in self._norms:

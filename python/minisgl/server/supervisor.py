@@ -7,6 +7,7 @@ so that an unsupported model is. A worker's death shows at once as the end of it
 from __future__ import annotations
 
 import logging
+import os
 import selectors
 import shutil
 import signal
@@ -17,12 +18,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from minisgl.config import ConfigError, ServerConfig
 from minisgl.core import Limits
 from minisgl.message.control import Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
 from minisgl.server.launch import Child, start_worker
+
+if TYPE_CHECKING:
+    from minisgl.shell.launch import ShellProcess
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +38,7 @@ class WorkerFailed(Exception):
 
 
 class Interrupted(Exception):
-    """SIGINT or SIGTERM."""
+    """SIGINT, SIGTERM, or the end of the shell."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -59,9 +63,10 @@ class Supervisor:
         self._run_dir = tempfile.mkdtemp(prefix="minisgl-")  # of mode 0700
         self._children: list[Child] = []
         self._selector = selectors.DefaultSelector()
+        self._shell: ShellProcess | None = None
 
     def run(self) -> int:
-        """Serve until interrupted (0) or until a worker fails (1)."""
+        """Serve until interrupted or the shell ends (0), or until a worker fails (1)."""
         begin = time.perf_counter()
         try:
             with _interrupts():
@@ -71,12 +76,16 @@ class Supervisor:
                 host, port = self._listener.getsockname()[:2]
                 seconds = time.perf_counter() - begin
                 logger.info("ready after %.1f s: %s on http://%s:%d", seconds, self._config.model_name, host, port)
+                if self._config.shell:
+                    self._open_shell(host, port)
                 self._watch()  # until one of these is raised
         except Interrupted:
+            self._close_shell()
             logger.info("ending")
             self._end(error=None)
             return 0
         except WorkerFailed as error:
+            self._close_shell()
             logger.error("%s", error)
             self._end(error=str(error))
             return 1
@@ -111,6 +120,21 @@ class Supervisor:
             raise WorkerFailed("no worker told the engine's limits")
         return limits
 
+    def _open_shell(self, host: str, port: int) -> None:
+        """Give the terminal to the shell: Ctrl-C is its word to stop an answer, and nothing else writes there."""
+        from minisgl.shell.launch import ShellProcess
+
+        # A function, because an ignored signal would be ignored by the shell too.
+        signal.signal(signal.SIGINT, lambda _signum, _frame: None)
+        logging.getLogger().setLevel(logging.WARNING)
+        self._shell = ShellProcess(host, port, self._config.model_name)
+        self._selector.register(os.pidfd_open(self._shell.process.pid), selectors.EVENT_READ, None)
+
+    def _close_shell(self) -> None:
+        """Before anything else is written to the terminal."""
+        if self._shell is not None:
+            self._shell.end()
+
     # --- watch ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> NoReturn:
@@ -119,9 +143,14 @@ class Supervisor:
                 logger.warning("%s said %r while serving", child.name, message)
 
     def _messages(self) -> Iterator[tuple[Child, ToSupervisor]]:
-        """Wait for workers to say something. Raises WorkerFailed when one fails or is gone."""
+        """Wait for workers to say something.
+
+        Raises WorkerFailed when one fails or is gone, Interrupted when the shell has ended.
+        """
         for key, _ in self._selector.select():
-            child: Child = key.data
+            child: Child | None = key.data
+            if child is None:
+                raise Interrupted
             while True:
                 message = child.pipe.receive()
                 if message is None:

@@ -1,0 +1,172 @@
+"""Open-loop load against an OpenAI-compatible server: latencies, throughput, goodput, cache hits.
+
+Requests leave on time whatever became of those before them, and latencies count from when they were due. Prompts are
+random token ids (POST /v1/completions), answers have an exact length (`ignore_eos`) and are streamed. The load is one
+of: Poisson arrivals (`--rate`), all at once (`--burst`), or the replay of a trace (`--trace`: Mooncake's JSON lines,
+whose shared blocks become shared prefixes, or Azure's CSV) at `--speed` times its pace. Several rates or speeds run
+one after the other. What follows `--` is a command that starts the server, which is ended afterwards.
+
+    python benchmark/serve.py --rate 4 --requests 50 --input 200 --output 40 -- python -m minisgl --port 0
+    python benchmark/serve.py --base-url http://127.0.0.1:1919 --trace mooncake.jsonl --requests 1000 --speed 1,2,4
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from minisgl.benchmark.arguments import add_output_arguments, make_parser, numbers, output_of
+from minisgl.benchmark.client import Target
+from minisgl.benchmark.launch import LaunchFailed, Served, ServerProcess, ask_served, exit_on_sigterm
+from minisgl.benchmark.load import run_load
+from minisgl.benchmark.report import Cell, table
+from minisgl.benchmark.statistics import LoadSummary, Slo, Spread, summarize
+from minisgl.benchmark.traces import TraceRow, read_trace, replay
+from minisgl.benchmark.workload import Lengths, TimedRequest, poisson_arrivals, synthetic_load
+
+WARM_UP_REQUESTS = 8
+
+
+def make_loads(
+    args: argparse.Namespace, rows: list[TraceRow], served: Served
+) -> list[tuple[str, list[TimedRequest], int]]:
+    """The loads by name, and of each how many requests were cut. No two share a prompt."""
+    lengths = Lengths(args.input, args.output, 0.0 if args.fixed else 0.7, 0.0 if args.fixed else 0.6)
+    limits = {"vocab_size": served.vocab_size, "context": served.context}
+    loads = []
+    if rows:
+        for index, speed in enumerate(args.speed):
+            loads.append((f"{speed:g}x", *replay(rows, speed=speed, seed=args.seed + index, **limits)))
+    elif args.burst:
+        loads.append(("burst", *synthetic_load(args.seed, [0.0] * args.burst, lengths, **limits)))
+    else:
+        for index, rate in enumerate(args.rate):
+            seed = args.seed + index
+            arrivals = poisson_arrivals(random.Random(seed), rate, args.requests or 100)
+            loads.append((f"{rate:g}/s", *synthetic_load(seed, arrivals, lengths, **limits)))
+    return loads
+
+
+def warm_up(target: Target, served: Served, seed: int) -> None:
+    """A few short requests at once."""
+    lengths = Lengths(min(256, served.context // 4), 16, 0.0, 0.0)
+    load, _ = synthetic_load(
+        seed + 10**6, [0.0] * WARM_UP_REQUESTS, lengths, vocab_size=served.vocab_size, context=served.context
+    )
+    run_load(target, load, label="warm up")
+
+
+def print_summaries(summaries: dict[str, LoadSummary]) -> None:
+    rows: list[list[Cell]] = [
+        [
+            name,
+            one.requests,
+            one.errors,
+            one.seconds,
+            one.requests_per_second,
+            one.prompt_tokens_per_second,
+            one.output_tokens_per_second,
+            one.good_requests_per_second,
+            f"{one.good_share:.1%}",
+            f"{one.hit_rate:.1%}",
+            one.tokens_per_event,
+            one.send_delay_ms.p99 if one.send_delay_ms else None,
+        ]
+        for name, one in summaries.items()
+    ]
+    header = "load requests errors seconds req/s prompt-tok/s output-tok/s good-req/s good hits tok/event late-p99-ms"
+    print(table(header.split(), rows), end="\n\n")
+    latencies: list[list[Cell]] = []
+    for name, one in summaries.items():
+        for what, values in (
+            ("TTFT", one.ttft_ms),
+            ("TBT", one.tbt_ms),
+            ("time per token", one.tpot_ms),
+            ("end to end", one.end_to_end_ms),
+        ):
+            spread: Spread | None = values
+            if spread is not None:
+                latencies.append([name, what, spread.mean, spread.p50, spread.p90, spread.p99])
+    print(table(["load", "latency, ms", "mean", "p50", "p90", "p99"], latencies))
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    """The arguments, and the server's command after `--`."""
+    argv = sys.argv[1:]
+    at = argv.index("--") if "--" in argv else len(argv)
+    parser = make_parser(__doc__)
+    server = parser.add_argument_group("server")
+    server.add_argument("--base-url", metavar="URL", help="without /v1; none: what the command after -- says")
+    server.add_argument("--model", metavar="NAME", help="as the server calls it; none: its first")
+    server.add_argument("--context", type=int, metavar="TOKENS", help="none: what /v1/models says, or else 4096")
+    server.add_argument("--vocab", type=int, metavar="N", help="token ids to draw from; none: asked for, or else 10000")
+    server.add_argument("--start-timeout", type=float, default=300, metavar="S", help="seconds for the server's start")
+    work = parser.add_argument_group("work")
+    work.add_argument("--rate", type=numbers, default=(1.0,), metavar="R", help="Poisson arrivals a second: 2,4,8")
+    work.add_argument("--burst", type=int, metavar="N", help="this many requests at once instead")
+    work.add_argument("--trace", type=Path, metavar="FILE", help="replay this trace instead")
+    work.add_argument("--speed", type=numbers, default=(1.0,), metavar="X", help="times the trace's pace: 1,2,4")
+    work.add_argument("--requests", type=int, metavar="N", help="none: 100, or the whole trace")
+    work.add_argument("--input", type=int, default=1750, metavar="TOKENS", help="mean prompt, log-normal")
+    work.add_argument("--output", type=int, default=350, metavar="TOKENS", help="mean answer, log-normal")
+    work.add_argument("--fixed", action="store_true", help="every prompt and answer of the mean length")
+    work.add_argument("--temperature", type=float, default=0.6, help="of sampling")
+    work.add_argument("--seed", type=int, default=0, help="of arrivals, lengths and tokens")
+    work.add_argument("--processes", type=int, default=1, metavar="N", help="of the load generator")
+    work.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds a request may take")
+    work.add_argument("--slo-ttft", type=float, default=1000, metavar="MS", help="a good answer's first token")
+    work.add_argument(
+        "--slo-tbt", type=float, default=50, metavar="MS", help="a good answer's mean time between tokens"
+    )
+    add_output_arguments(parser)
+    args = parser.parse_args(argv[:at])
+    command = argv[at + 1 :]
+    if not args.base_url and not command:
+        parser.error("give --base-url, or a command that starts the server after --")
+    if args.base_url:
+        args.base_url = args.base_url.rstrip("/").removesuffix("/v1")
+    return args, command
+
+
+def main() -> None:
+    args, command = parse()
+    output = output_of(args)
+    rows = read_trace(args.trace, args.requests) if args.trace else []
+    slo = Slo(args.slo_ttft, args.slo_tbt)
+    api_key = os.environ.get("OPENAI_API_KEY")
+    summaries, all_records, cuts = {}, [], {}
+    with ExitStack() as stack:
+        base_url = args.base_url
+        if command:
+            server = stack.enter_context(ServerProcess(command, base_url=base_url, timeout=args.start_timeout))
+            base_url = server.base_url
+            print(f"the server is ready after {server.start_seconds:.1f} s", file=sys.stderr)
+        served = ask_served(base_url, model=args.model, context=args.context, vocab_size=args.vocab, api_key=api_key)
+        target = Target(base_url, served.model, args.temperature, args.timeout, api_key)
+        warm_up(target, served, args.seed)
+        for name, load, num_cut in make_loads(args, rows, served):
+            if num_cut:
+                print(f"{name}: {num_cut} of {len(load)} requests were cut to the context of {served.context} tokens")
+            records = run_load(target, load, processes=args.processes, label=name)
+            for error in sorted({record.error for record in records if record.error})[:3]:
+                print(f"{name}: error: {error}")
+            summaries[name], cuts[name] = summarize(records, slo), num_cut
+            all_records.append(records)
+    print_summaries(summaries)
+    output.save("serve", args, {"loads": summaries, "cut_requests": cuts, "model": served.model})
+    if output.plot:
+        from minisgl.benchmark.plot import plot_loads
+
+        plot_loads(output.plot, list(summaries), list(summaries.values()), all_records)
+
+
+if __name__ == "__main__":
+    exit_on_sigterm()
+    try:
+        main()
+    except LaunchFailed as error:
+        sys.exit(f"serve: error: {error}")

@@ -1,0 +1,157 @@
+"""What the scripts in benchmark/ have in common: flags, the model's folder, one process an engine, output."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from minisgl.benchmark.engines.base import ENGINES, EngineOptions
+from minisgl.benchmark.report import write_json
+from minisgl.benchmark.shapes import SHAPES, make_shape, read_context
+
+T = TypeVar("T")
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults behind each flag, and the description as it was written."""
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=description, formatter_class=_HelpFormatter, allow_abbrev=False)
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Positive numbers, separated by commas."""
+    return tuple(_positive(int(part)) for part in text.split(",") if part)
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Numbers of at least 0, separated by commas."""
+    values = tuple(float(part) for part in text.split(",") if part)
+    if not values or min(values) < 0:
+        raise argparse.ArgumentTypeError(f"numbers of at least 0, separated by commas, not {text!r}")
+    return values
+
+
+def _positive(value: int) -> int:
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _engines(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(ENGINES):
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}")
+    return names
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that say which engines load which model."""
+    group = parser.add_argument_group("model and engine")
+    which = group.add_mutually_exclusive_group()
+    which.add_argument("--model", default="demo", help="folder or hub id; demo: the built-in one")
+    which.add_argument("--shape", choices=SHAPES, help="a Qwen3 of this size with random weights, made on the spot")
+    group.add_argument("--dummy", action="store_true", help="random weights; --shape means it")
+    group.add_argument(
+        "--engine", type=_engines, default=("minisgl",), metavar="NAMES", help=f"of {','.join(ENGINES)}; several run"
+    )
+    group.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32; auto: the checkpoint's")
+    group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="of minisgl and transformers")
+    group.add_argument("--max-running", type=int, default=256, metavar="N", help="sequences at the same time")
+    group.add_argument("--memory-ratio", type=float, default=0.9, help="share of the device's memory to use")
+    group.add_argument("--page-size", type=int, metavar="TOKENS", help="of minisgl's KV cache")
+    group.add_argument("--num-pages", type=int, metavar="PAGES", help="in minisgl's KV cache")
+    group.add_argument("--attn", default="auto", metavar="NAME", help="minisgl's attention backend")
+    group.add_argument("--graph", type=int, metavar="ROWS", help="minisgl: largest batch in a CUDA graph; 0: none")
+    group.add_argument("--disable-overlap", action="store_true", help="minisgl: read each step before the next")
+    group.add_argument(
+        "--static-batch", type=integers, default=(8, 32), metavar="SIZES", help="transformers: tried, the best counts"
+    )
+
+
+@contextmanager
+def model_folder_of(args: argparse.Namespace) -> Iterator[Path]:
+    """The folder of --model or --shape; a shape's lasts as long as the block."""
+    if args.shape is None:
+        from minisgl.cli import model_folder  # knows the hub
+
+        yield model_folder(args.model, weights=not args.dummy)
+        return
+    with tempfile.TemporaryDirectory(prefix="minisgl-shape-") as folder:
+        yield make_shape(args.shape, Path(folder))
+
+
+def engine_options(args: argparse.Namespace, folder: Path, longest: int) -> EngineOptions:
+    """How to load the model for sequences of up to `longest` tokens. SystemExit if it cannot hold them."""
+    context = read_context(folder)
+    if longest > context:
+        raise SystemExit(f"sequences of {longest} tokens do not fit into the model's context of {context}")
+    return EngineOptions(
+        model=str(folder),
+        dummy=args.dummy or args.shape is not None,
+        dtype=args.dtype,
+        device=args.device,
+        max_seq_len=min(context, max(longest, 4096)),
+        max_running_requests=args.max_running,
+        memory_ratio=args.memory_ratio,
+        page_size=args.page_size,
+        num_pages=args.num_pages,
+        attention=args.attn,
+        graph_max_bs=args.graph,
+        overlap=not args.disable_overlap,
+        static_batches=args.static_batch,
+    )
+
+
+def run_each_engine(
+    names: Sequence[str],
+    measure: Callable[[str, EngineOptions, T], dict[str, Any]],
+    options: EngineOptions,
+    sizes: T,
+) -> dict[str, dict[str, Any]]:
+    """Results by engine: one alone runs here; several run in a fresh process each, so that none disturbs another."""
+    if len(names) == 1:
+        return {names[0]: measure(names[0], options, sizes)}
+    spawn = multiprocessing.get_context("spawn")
+    results = {}
+    for name in names:
+        with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+            results[name] = pool.submit(measure, name, options, sizes).result()
+    return results
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where results go besides stdout."""
+
+    json: Path | None
+    plot: Path | None
+
+    def save(self, tool: str, args: argparse.Namespace, results: Any) -> None:
+        """Write the JSON file, if one is asked for."""
+        if self.json is not None:
+            arguments = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
+            write_json(self.json, tool, arguments, results)
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write figures, arguments and machine here")
+    group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them here; needs matplotlib")
+
+
+def output_of(args: argparse.Namespace) -> Output:
+    """Checked before anything is measured."""
+    if args.plot is not None:
+        from minisgl.benchmark.plot import check_plotting
+
+        check_plotting()
+    return Output(args.json, args.plot)

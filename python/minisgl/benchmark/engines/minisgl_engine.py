@@ -1,0 +1,42 @@
+"""Minisgl's LLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minisgl.benchmark.engines.base import EngineOptions
+from minisgl.benchmark.workload import OfflineBatch
+from minisgl.core import SamplingParams
+from minisgl.llm import LLM
+
+
+class MinisglEngine:
+    def __init__(self, options: EngineOptions) -> None:
+        literal: dict[str, Any] = {"device": options.device, "attention_backend": options.attention}
+        self._llm = LLM(
+            options.model,
+            options.dtype,
+            use_dummy_weight=options.dummy,
+            max_seq_len_override=options.max_seq_len,
+            max_running_req=options.max_running_requests,
+            memory_ratio=options.memory_ratio,
+            page_size=options.page_size,
+            num_page_override=options.num_pages,
+            cuda_graph_max_bs=options.graph_max_bs,
+            overlap=options.overlap,
+            **literal,
+        )
+        self.phases = self._llm.phases
+
+    def prepare(self, _work: OfflineBatch) -> None:
+        return None
+
+    def generate(self, work: OfflineBatch, temperature: float, *, progress: bool) -> int:
+        params = [
+            SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=count) for count in work.max_tokens
+        ]
+        answers = self._llm.generate(work.prompts, params, use_tqdm=progress)
+        return sum(len(answer["token_ids"]) for answer in answers)
+
+    def close(self) -> None:
+        self._llm.close()

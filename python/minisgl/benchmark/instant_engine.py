@@ -1,0 +1,100 @@
+"""A scheduler process without a model: its engine gives tokens at once, or after a fixed time a step.
+
+Everything else is real: SchedulerProcess, Scheduler, pages, cache. Tokens are single letters, so that a stream's
+characters count its tokens. Set by the environment: MINISGL_STEP_MS, milliseconds a step takes (default 0).
+"""
+
+from __future__ import annotations
+
+import os
+import string
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import zmq
+from tokenizers import Tokenizer
+
+from minisgl.benchmark.pipeline_server import STEP_MS
+from minisgl.config import ConfigError
+from minisgl.core import Batch, Int32Array, Limits, pages_for
+from minisgl.message.socket import Inbox, Outbox
+from minisgl.message.to_detokenizer import ToDetokenizer
+from minisgl.message.to_scheduler import ToScheduler
+from minisgl.models.config import load_model_config
+from minisgl.scheduler.build import make_loop
+from minisgl.scheduler.process import SchedulerProcess
+from minisgl.server.worker import Worker
+
+if TYPE_CHECKING:
+    from minisgl.engine.engine import Engine
+
+DEFAULT_PAGE_SIZE = 16
+LETTERS = 4096  # how many are drawn before they repeat
+
+
+class _Step:
+    """A step that is done at a time."""
+
+    def __init__(self, tokens: Int32Array, done_at: float) -> None:
+        self._tokens = tokens
+        self._done_at = done_at
+
+    def tokens(self) -> Int32Array:
+        delay = self._done_at - time.monotonic()
+        if delay > 0:
+            time.sleep(delay)
+        return self._tokens
+
+
+class InstantEngine:
+    """Executes any plan by waiting. Steps run one behind the other, as on a device."""
+
+    def __init__(
+        self, *, letters: Int32Array, step_seconds: float, page_size: int, num_slots: int, limits: Limits
+    ) -> None:
+        self.page_size = page_size
+        self.num_slots = num_slots
+        self.num_pages = num_slots * pages_for(limits.max_seq_len, page_size)
+        self.limits = limits
+        self._step_seconds = step_seconds
+        self._letters = np.random.default_rng(0).choice(letters, LETTERS).astype(np.int32)
+        self._free_at = 0.0  # when the last step launched is done
+
+    def execute(self, batch: Batch) -> _Step:
+        rows = np.flatnonzero(batch.samples)
+        self._free_at = max(self._free_at, time.monotonic()) + self._step_seconds
+        return _Step(self._letters[(batch.step * 7 + rows) % LETTERS], self._free_at)
+
+
+def letter_ids(folder: Path) -> Int32Array:
+    """The ids of single letters, which every byte-level vocabulary has."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = [tokenizer.token_to_id(letter) for letter in string.ascii_letters]
+    found = [token for token in ids if token is not None]
+    if not found:
+        raise ConfigError("the instant engine needs a tokenizer that has single letters as tokens")
+    return np.asarray(found, dtype=np.int32)
+
+
+def run(worker: Worker) -> None:
+    """The process's life, as that of `minisgl.scheduler.process`."""
+    config = worker.config
+    folder = Path(config.engine.model_path)
+    model = load_model_config(folder)
+    context_len = min(config.engine.max_seq_len or model.max_position_embeddings, model.max_position_embeddings)
+    instant = InstantEngine(
+        letters=letter_ids(folder),
+        step_seconds=float(os.environ.get(STEP_MS, "0")) / 1e3,
+        page_size=config.engine.page_size or DEFAULT_PAGE_SIZE,
+        num_slots=config.engine.max_running_requests,
+        limits=Limits(max_seq_len=context_len, vocab_size=model.vocab_size),
+    )
+    engine = cast("Engine", instant)  # all that a loop asks of it is here
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox: Inbox[ToScheduler] = Inbox(context, worker.addresses.scheduler, ToScheduler)
+    detokenizer: Outbox[ToDetokenizer] = Outbox(context, worker.addresses.detokenizer)
+    process = SchedulerProcess(make_loop(config.scheduler, engine, model), inbox, detokenizer)
+    worker.ready(instant.limits)
+    process.run_forever()

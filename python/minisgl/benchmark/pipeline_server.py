@@ -1,0 +1,74 @@
+"""The real server with the instant engine: `python -m minisgl.benchmark.pipeline_server FLAGS`, flags as of minisgl.
+
+MINISGL_STEP_MS is the time of an engine's step in milliseconds. With MINISGL_PROFILE_DIR in the environment every
+worker has a profiler (`minisgl.benchmark.profiler`) that SIGUSR1 starts and ends; its result is PROCESS.json there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import msgspec
+
+from minisgl.benchmark.profiler import Profiler
+from minisgl.cli import parse_args
+from minisgl.server.supervisor import Supervisor, bind
+from minisgl.server.worker import Worker
+
+STEP_MS = "MINISGL_STEP_MS"
+PROFILE_DIR = "MINISGL_PROFILE_DIR"
+ENTRIES = {  # what each kind of worker runs here
+    "scheduler": "minisgl.benchmark.instant_engine",
+    "tokenizer": "minisgl.tokenizer.worker",
+    "detokenizer": "minisgl.tokenizer.detokenizer_worker",
+    "api": "minisgl.server.api.process",
+}
+
+
+def _run(kind: str, worker: Worker) -> None:
+    if folder := os.environ.get(PROFILE_DIR):
+        Profiler(Path(folder) / f"{kind}.json")
+    run: Callable[[Worker], None] = import_module(ENTRIES[kind]).run
+    run(worker)
+
+
+# The workers' entry points: their names are what tells the processes apart.
+def scheduler(worker: Worker) -> None:
+    _run("scheduler", worker)
+
+
+def tokenizer(worker: Worker) -> None:
+    _run("tokenizer", worker)
+
+
+def detokenizer(worker: Worker) -> None:
+    _run("detokenizer", worker)
+
+
+def api(worker: Worker) -> None:
+    _run("api", worker)
+
+
+class PipelineSupervisor(Supervisor):
+    """Starts each worker through this module."""
+
+    def _start(self, name: str, entry: str, index: int = 0, listen_fd: int | None = None) -> None:  # noqa: ARG002
+        kind = name.partition("-")[0]
+        super()._start(name, f"minisgl.benchmark.pipeline_server:{kind}", index, listen_fd)
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    config, resolve = parse_args(sys.argv[1:])
+    listener = bind(config.host, config.port)
+    engine = msgspec.structs.replace(config.engine, model_path=str(resolve().resolve()))
+    return PipelineSupervisor(msgspec.structs.replace(config, engine=engine), listener).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

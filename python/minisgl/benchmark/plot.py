@@ -1,0 +1,96 @@
+"""Plots of results. matplotlib is imported here only, and only when a plot is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minisgl.benchmark.offline import LatencyFigures
+from minisgl.benchmark.record import RequestRecord
+from minisgl.benchmark.statistics import LoadSummary, Spread
+
+STYLE = {"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
+
+
+def check_plotting() -> None:
+    """Say so before a long measurement if its plot could not be made."""
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install 'minisgl[bench]'") from None
+
+
+@contextmanager
+def _figure(path: Path, columns: int) -> Iterator[Any]:
+    matplotlib: Any = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(1, columns, figsize=(4.2 * columns, 3.4), squeeze=False)
+        yield axes[0]
+        figure.tight_layout()
+        figure.savefig(path, dpi=150)
+        pyplot.close(figure)
+
+
+def plot_bars(path: Path, values: Mapping[str, float], title: str, unit: str) -> None:
+    """One bar a name."""
+    with _figure(path, 1) as (axis,):
+        bars = axis.bar(list(values), list(values.values()), color="tab:blue", width=0.6)
+        axis.bar_label(bars, fmt="{:,.4g}")
+        axis.set(title=title, ylabel=unit)
+
+
+def plot_latency(path: Path, engines: Mapping[str, LatencyFigures]) -> None:
+    """Milliseconds a decode step by batch size, prefill tokens per second by length."""
+    with _figure(path, 2) as (decode, prefill):
+        for name, figures in engines.items():
+            sizes = list(figures.decode)
+            decode.plot(sizes, [figures.decode[size].step_ms for size in sizes], "o-", label=name)
+            rates = figures.prefill_tokens_per_second
+            prefill.plot(list(rates), list(rates.values()), "o-", label=name)
+        decode.set(title="decode", xlabel="batch size", ylabel="ms per token", xscale="log")
+        decode.set_ylim(bottom=0)
+        prefill.set(title="prefill", xlabel="prompt tokens", ylabel="tokens/s", xscale="log")
+        prefill.set_ylim(bottom=0)
+        decode.legend()
+
+
+def plot_loads(
+    path: Path, names: Sequence[str], summaries: Sequence[LoadSummary], records: Sequence[Sequence[RequestRecord]]
+) -> None:
+    """Distributions of one load, or percentiles over several."""
+    with _figure(path, 3) as axes:
+        if len(summaries) == 1:
+            done = [record for record in records[0] if record.error is None]
+            gaps = np.concatenate([np.diff(record.times) for record in done] or [np.empty(0)])
+            _distribution(axes[0], "time to first token", [record.ttft for record in done])
+            _distribution(axes[1], "time between tokens", gaps)
+            _distribution(axes[2], "end to end", [record.end_to_end for record in done])
+            return
+        for axis, title, spreads in (
+            (axes[0], "time to first token", [summary.ttft_ms for summary in summaries]),
+            (axes[1], "time between tokens", [summary.tbt_ms for summary in summaries]),
+            (axes[2], "end to end", [summary.end_to_end_ms for summary in summaries]),
+        ):
+            _percentiles(axis, title, names, spreads)
+
+
+def _distribution(axis: Any, title: str, seconds: Any) -> None:
+    values = np.sort(np.asarray(seconds, dtype=float)) * 1e3
+    axis.plot(values, np.arange(1, len(values) + 1) / max(1, len(values)))
+    axis.set(title=title, xlabel="ms", ylabel="share")
+    if len(values) and values[0] > 0 and values[-1] > 20 * values[0]:
+        axis.set_xscale("log")
+
+
+def _percentiles(axis: Any, title: str, names: Sequence[str], spreads: Sequence[Spread | None]) -> None:
+    for percentile in ("p50", "p90", "p99"):
+        axis.plot(names, [getattr(one, percentile) if one else np.nan for one in spreads], "o-", label=percentile)
+    axis.set(title=title, ylabel="ms", yscale="log")
+    axis.legend()

@@ -1,0 +1,94 @@
+"""From the records of requests to the figures that services are judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from minisgl.benchmark.record import RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How values lie: mean and percentiles (linear between neighbours)."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    count: int
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """None for no values."""
+    if not len(values):
+        return None
+    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+    return Spread(float(np.mean(values)), p50, p90, p99, len(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a good answer keeps to."""
+
+    ttft_ms: float
+    tbt_ms: float  # mean over one answer
+
+    def met_by(self, record: RequestRecord) -> bool:
+        """A request that failed meets nothing."""
+        if record.error is not None:
+            return False
+        between = record.time_per_token or 0.0
+        return record.ttft * 1e3 <= self.ttft_ms and between * 1e3 <= self.tbt_ms
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSummary:
+    """One load, from its start to its last token. Latencies count from when a request was due, in ms."""
+
+    requests: int
+    errors: int
+    seconds: float
+    requests_per_second: float
+    prompt_tokens_per_second: float
+    output_tokens_per_second: float
+    ttft_ms: Spread | None  # to the first token
+    tbt_ms: Spread | None  # gaps between events with text
+    tpot_ms: Spread | None  # mean time between the tokens of one answer
+    end_to_end_ms: Spread | None
+    good_requests_per_second: float  # that met the objectives
+    good_share: float
+    hit_rate: float  # of prompt tokens, found in the server's prefix cache
+    tokens_per_event: float
+    send_delay_ms: Spread | None  # the generator's own lateness: large values mean that it is too slow
+
+
+def summarize(records: Sequence[RequestRecord], slo: Slo) -> LoadSummary:
+    """The figures of all requests of a load; failed ones count as errors and nowhere else."""
+    done = [record for record in records if record.error is None]
+    seconds = max((record.times[-1] for record in done), default=0.0)
+    per_second = 1.0 / seconds if seconds > 0 else 0.0
+    gaps = [np.diff(record.times) * 1e3 for record in done]
+    prompt_tokens = sum(record.prompt_tokens for record in done)
+    output_tokens = sum(record.completion_tokens for record in done)
+    num_events = sum(len(record.times) for record in done)
+    good = sum(slo.met_by(record) for record in records)
+    return LoadSummary(
+        requests=len(records),
+        errors=len(records) - len(done),
+        seconds=seconds,
+        requests_per_second=len(done) * per_second,
+        prompt_tokens_per_second=prompt_tokens * per_second,
+        output_tokens_per_second=output_tokens * per_second,
+        ttft_ms=spread([record.ttft * 1e3 for record in done]),
+        tbt_ms=spread(np.concatenate(gaps).tolist() if gaps else []),
+        tpot_ms=spread([between * 1e3 for record in done if (between := record.time_per_token) is not None]),
+        end_to_end_ms=spread([record.end_to_end * 1e3 for record in done]),
+        good_requests_per_second=good * per_second,
+        good_share=good / len(records) if records else 0.0,
+        hit_rate=sum(record.cached_tokens for record in done) / prompt_tokens if prompt_tokens else 0.0,
+        tokens_per_event=output_tokens / num_events if num_events else 0.0,
+        send_delay_ms=spread([(record.sent - record.begin) * 1e3 for record in records if record.sent is not None]),
+    )

@@ -1,0 +1,188 @@
+"""The loop: a question, its answer, the next question; and the commands that begin with a slash.
+
+Ctrl-C during an answer cancels the request by closing its connection; what had come stays in the conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+from minisgl.shell.client import ChatClient, ChatError
+from minisgl.shell.conversation import DEFAULT, SAMPLING_FIELDS, Conversation, Sampling
+from minisgl.shell.view import AnswerView, View
+
+HELP = {
+    "/help": "this list",
+    "/reset": "forget the conversation (the system message and the settings stay)",
+    "/save FILE": "write the conversation to FILE.json (as the body of a request) or FILE.md",
+    "/system TEXT": "set the system message; a lone - takes it away, without TEXT it is shown",
+    "/set NAME VALUE": f"set a sampling field ({DEFAULT}: the server's value); without VALUE, or alone, show",
+    "/exit": "end (also Ctrl-D)",
+}
+COMMANDS = tuple(usage.split()[0] for usage in HELP)
+KEYS = (
+    "Enter sends; Alt-Enter (or Esc, then Enter) or a backslash at the end of a line begins a new line. "
+    "Ctrl-C stops an answer. A message that begins with a slash is written with two."
+)
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer and its times, in seconds after the question was sent."""
+
+    text: str = ""
+    pieces: int = 0
+    tokens: int | None = None  # None: the server did not come to say it
+    finish: str | None = None
+    first: float | None = None
+    last: float = 0.0
+
+    def took(self, piece: bool, now: float) -> None:
+        if piece:
+            self.first = now if self.first is None else self.first
+            self.pieces += 1
+            self.last = now
+
+    def describe(self) -> str:
+        """Tokens, their rate and the time to the first: one line."""
+        tokens = self.pieces if self.tokens is None else self.tokens
+        about = "about " if self.tokens is None else ""
+        parts = [f"{about}{tokens} token{'s' if tokens != 1 else ''}"]
+        if self.first is not None and self.last > self.first and tokens > 1:
+            parts.append(f"{(tokens - 1) / (self.last - self.first):.1f} tokens/s")
+        if self.first is not None:
+            parts.append(f"first after {self.first:.2f} s")
+        if self.finish == "length":
+            parts.append("cut at the token limit")
+        return ", ".join(parts)
+
+
+class Session:
+    """One conversation with one model."""
+
+    def __init__(self, client: ChatClient, model: str, view: View, runner: asyncio.Runner) -> None:
+        self.conversation = Conversation()
+        self.sampling = Sampling()
+        self._client = client
+        self._model = model
+        self._view = view
+        self._runner = runner
+        self._failed = False
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": self._help,
+            "/reset": self._reset,
+            "/save": self._save,
+            "/system": self._system,
+            "/set": self._set,
+        }
+
+    def run(self) -> int:
+        """Until the end of the input or /exit; the exit code: not 0 if something failed and nobody sat there."""
+        while True:
+            try:
+                text = self._view.ask()
+                if text.strip() in ("/exit", "/quit"):
+                    break
+                self._handle(text)
+            except EOFError:
+                break
+            except KeyboardInterrupt:
+                if not self._view.interactive:
+                    return EXIT_INTERRUPTED
+        return int(self._failed and not self._view.interactive)
+
+    def _handle(self, text: str) -> None:
+        if not text.strip():
+            return
+        if not text.startswith("/") or text.startswith("//"):
+            self._ask(text[1:] if text.startswith("//") else text)
+            return
+        name, _, argument = text.partition(" ")
+        command = self._commands.get(name.strip())
+        if command is None:
+            self._fail(f"there is no command {name.strip()}; /help lists them")
+            return
+        try:
+            command(argument.strip())
+        except ValueError as error:
+            self._fail(str(error))
+
+    def _fail(self, text: str) -> None:
+        self._failed = True
+        self._view.error(text)
+
+    # --- the question -----------------------------------------------------------------------------------------
+
+    def _ask(self, question: str) -> None:
+        answer = Answer()
+        try:
+            with self._view.answer() as shown:
+                self._runner.run(self._stream(question, answer, shown))
+        except ChatError as error:
+            self._fail(str(error))
+            return
+        except KeyboardInterrupt:
+            if answer.text:
+                self.conversation.add(question, answer.text)
+            self._view.note(f"stopped: {answer.describe()}")
+            if not self._view.interactive:
+                raise
+            return
+        self.conversation.add(question, answer.text)
+        self._view.note(answer.describe())
+
+    async def _stream(self, question: str, answer: Answer, shown: AnswerView) -> None:
+        body = {"model": self._model, **self.sampling.fields(), "messages": self.conversation.messages(question)}
+        begin = time.perf_counter()
+        async with aclosing(self._client.chat(body)) as chunks:
+            async for chunk in chunks:
+                answer.took(bool(chunk.text or chunk.thought), time.perf_counter() - begin)
+                answer.finish = chunk.finish or answer.finish
+                answer.text += chunk.text
+                if chunk.thought:
+                    shown.think(chunk.thought)
+                if chunk.text:
+                    shown.add(chunk.text)
+                if chunk.usage is not None:
+                    answer.tokens = chunk.usage.completion_tokens
+
+    # --- the commands -----------------------------------------------------------------------------------------
+
+    def _help(self, _argument: str) -> None:
+        width = max(map(len, HELP))
+        self._view.note("\n".join([*(f"{usage:{width}}  {text}" for usage, text in HELP.items()), KEYS]))
+
+    def _reset(self, _argument: str) -> None:
+        self.conversation.turns.clear()
+        self._view.note("a new conversation")
+
+    def _save(self, argument: str) -> None:
+        if not argument:
+            raise ValueError("/save needs the name of a file that ends in .json or .md")
+        path = Path(argument).expanduser()
+        replaced = " (replaced)" if path.exists() else ""
+        try:
+            self.conversation.save(path, self._model, self.sampling.fields())
+        except OSError as error:
+            raise ValueError(f"cannot write {path}: {error.strerror}") from None
+        self._view.note(f"saved {len(self.conversation.messages())} messages to {path}{replaced}")
+
+    def _system(self, argument: str) -> None:
+        if argument:
+            self.conversation.system = "" if argument == "-" else argument
+        self._view.note(f"system: {self.conversation.system or '(none)'}")
+
+    def _set(self, argument: str) -> None:
+        name, _, value = argument.replace("=", " ", 1).partition(" ")
+        if value.strip():
+            self.sampling.set(name, value.strip())
+        elif name and name not in SAMPLING_FIELDS:
+            self.sampling.set(name, DEFAULT)  # says which there are
+        names = [name] if name else SAMPLING_FIELDS
+        self._view.note("\n".join(f"{name} = {self.sampling.get(name)}" for name in names))

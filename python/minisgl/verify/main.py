@@ -1,0 +1,160 @@
+"""The command line of `minisgl verify`.
+
+Both engines run one after the other, transformers first, so that memory for one of them is enough. The exit code is 0
+when every difference is within the dtype's rounding (`limits` says what that is), 1 when it is not, 2 when the model
+cannot be compared here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from tqdm import tqdm
+
+from minisgl.cli import model_folder
+from minisgl.config import ConfigError, EngineConfig, SchedulerConfig
+from minisgl.core import InvalidRequest
+from minisgl.engine.device import resolve_device, resolve_dtype
+from minisgl.models.config import ModelConfig, load_model_config
+from minisgl.tokenizer.text import TextTokenizer
+from minisgl.verify.limits import tolerance
+from minisgl.verify.oracle import ask_transformers
+from minisgl.verify.ours import ask_ourselves
+from minisgl.verify.prompts import make_prompts
+from minisgl.verify.report import Decode, judge, print_report
+
+GRAPH_MAX_BS = 8
+PIPE_COLUMNS = 110
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the comparison and print what it found."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    args = _parse(argv)
+    try:
+        return _verify(args)
+    except (ConfigError, InvalidRequest) as error:
+        print(f"minisgl verify: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _verify(args: argparse.Namespace) -> int:
+    folder = model_folder(args.model, weights=True)
+    reference = model_folder(args.reference, weights=True) if args.reference else folder
+    model = load_model_config(folder)
+    engine = EngineConfig(
+        model_path=str(folder),
+        device=args.device,
+        dtype=args.dtype,
+        attention=args.attn,
+        page_size=args.page_size,
+        num_pages=args.num_pages,
+        memory_ratio=args.memory_ratio,
+        max_running_requests=args.max_running_requests,
+        max_seq_len=args.max_seq_len_override,
+        cuda_graph_max_bs=GRAPH_MAX_BS,
+    )
+    scheduling = SchedulerConfig(
+        cache=args.cache, max_prefill_tokens=args.max_prefill_length, overlap=not args.disable_overlap
+    )
+    engine.validate()
+    scheduling.validate()
+    device, dtype = resolve_device(engine), resolve_dtype(engine, model.dtype)
+    tokenizer = _tokenizer(folder)
+    prompts = make_prompts(
+        None if tokenizer is None else lambda text: tokenizer.encode(text).tolist(),
+        vocab_size=model.vocab_size,
+        max_len=_max_prompt(engine, model, args.new_tokens),
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="minisgl-verify-", dir=args.scratch) as scratch,
+        tqdm(total=len(prompts) + 3, disable=None, leave=False) as bar,
+    ):
+        bar.set_description("transformers")
+        answers = ask_transformers(
+            reference,
+            prompts,
+            new_tokens=args.new_tokens,
+            dtype=dtype,
+            device=device,
+            scratch=Path(scratch),
+            progress=bar.update,
+        )
+        if len(answers.expected[0].logits[0]) != model.vocab_size:
+            raise ConfigError(f"{reference} has another vocabulary than {folder}")
+        bar.set_description("ours")
+        ours = ask_ourselves(engine, scheduling, model, answers, progress=bar.update)
+        bar.close()
+        limits = tolerance(str(dtype).removeprefix("torch."), model.num_layers, args.tolerance)
+        report = judge(answers, ours, limits)
+        if args.json:
+            about = {"model": args.model, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
+            print(json.dumps({**about, **report.to_json()}, indent=2, ensure_ascii=False))
+        else:
+            decode: Decode | None = None if tokenizer is None else lambda ids: tokenizer.decode(ids, False)
+            width = None if sys.stdout.isatty() else PIPE_COLUMNS
+            print_report(report, answers, decode, Console(highlight=False, width=width))
+    return 0 if report.ok else 1
+
+
+def _tokenizer(folder: Path) -> TextTokenizer | None:
+    """None if the model has none that can be read: then the prompts are random."""
+    try:
+        return TextTokenizer.from_folder(folder)
+    except ConfigError as error:
+        print(f"minisgl verify: random token ids are the prompts: {error}", file=sys.stderr)
+        return None
+
+
+def _max_prompt(config: EngineConfig, model: ModelConfig, new_tokens: int) -> int:
+    room = min(config.max_seq_len or model.max_position_embeddings, model.max_position_embeddings) - new_tokens
+    if config.num_pages is not None and config.page_size is not None:
+        room = min(room, config.num_pages * config.page_size - new_tokens)
+    if room < 1:
+        raise ConfigError(f"--new-tokens {new_tokens} leaves no room for a prompt")
+    return room
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="minisgl verify",
+        description="Compare logits and greedy tokens of a model with Hugging Face transformers on this machine.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", help="folder or hub id of the model; demo: the built-in one")
+    parser.add_argument("--reference", default=None, metavar="MODEL", help="what transformers loads; none: the same")
+    parser.add_argument("--dtype", default="float32", choices=["auto", "float16", "bfloat16", "float32"], help=" ")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="of both")
+    parser.add_argument("--attn", "--attention-backend", default="torch", metavar="NAME", help="auto, fa or torch")
+    parser.add_argument("--page-size", type=int, default=None, metavar="TOKENS", help="none: 64 on CUDA, 16 on CPU")
+    parser.add_argument("--num-pages", type=int, default=None, metavar="PAGES", help="none: as memory allows")
+    parser.add_argument("--memory-ratio", type=float, default=0.9, metavar="RATIO", help="of the device's memory")
+    parser.add_argument(
+        "--max-running-requests", type=int, default=8, metavar="N", help="fewer than prompts: some wait"
+    )
+    parser.add_argument("--max-seq-len-override", type=int, default=None, metavar="TOKENS", help="context length")
+    parser.add_argument("--max-prefill-length", type=int, default=96, metavar="TOKENS", help="small, to cut prompts")
+    parser.add_argument("--cache", default="radix", choices=["radix", "naive"], help="naive: no cache hits")
+    parser.add_argument("--disable-overlap", action="store_true", help="wait for each step")
+    parser.add_argument("--new-tokens", type=int, default=24, metavar="N", help="to generate for each prompt")
+    parser.add_argument("--tolerance", type=float, default=1.0, metavar="FACTOR", help="widens the limits")
+    parser.add_argument(
+        "--scratch", default=None, metavar="DIR", help="for the logits of transformers; none: as TMPDIR"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args(argv)
+    if args.new_tokens < 1:
+        parser.error(f"--new-tokens must be at least 1, not {args.new_tokens}")
+    if args.attn not in ("auto", "fa", "torch"):
+        parser.error(f"--attn must be auto, fa or torch, not {args.attn}")
+    return args

@@ -1,0 +1,190 @@
+"""What our engine answers: all prompts together, through the scheduler, twice, so that batches, chunks, pages and
+cache hits are in it. Every step's logits are compared as they come and not kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from minisgl.config import EngineConfig, SchedulerConfig
+from minisgl.context import ForwardContext
+from minisgl.core import Batch, SamplingParams
+from minisgl.distributed.group import SingleRank
+from minisgl.engine.engine import Engine
+from minisgl.models.config import ModelConfig
+from minisgl.scheduler.build import make_loop
+from minisgl.verify.compare import Run, common_length, compare_rows
+from minisgl.verify.oracle import TRACED, Answers, Expected, Float32Array
+
+# Called on the engine's device with each step's plan, the tokens of each row so far, and all logits [T, vocab].
+Observer = Callable[[Batch, Sequence[list[int]], Tensor], None]
+
+
+class ObservedEngine(Engine):
+    """An engine that shows the logits of every token. CUDA graphs, which keep only what samples, are passed over."""
+
+    observer: Observer | None = None
+
+    def _run(self, batch: Batch) -> Tensor:
+        if self.observer is None:
+            return super()._run(batch)
+        runner, observer = self._runner, self.observer
+        runner.state.apply(batch)
+        model = runner.model
+
+        def show(ctx: ForwardContext) -> Tensor:
+            logits: Tensor = model(dataclasses.replace(ctx, sample_rows=None))
+            ends = (batch.starts + batch.lengths).tolist()
+            known = [
+                runner.state.tokens[slot, :end].tolist() for slot, end in zip(batch.slots.tolist(), ends, strict=True)
+            ]
+            observer(batch, known, logits)
+            return logits if ctx.sample_rows is None else logits[ctx.sample_rows]
+
+        runner.model = show  # type: ignore[assignment]
+        try:
+            return runner.run(batch)
+        finally:
+            runner.model = model
+
+    @property
+    def has_graphs(self) -> bool:
+        return self._graphs is not None
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, each giving (x, residual)."""
+        return list(self._runner.model.model.layers)
+
+
+@dataclass(slots=True)
+class OurAnswers:
+    """One Run a prompt for each pass, and how far the hidden states are apart after each layer."""
+
+    passes: dict[str, list[Run]] = field(default_factory=dict)
+    layers: list[float] = field(default_factory=list)  # relative root mean square; 0 is the embedding
+
+
+def ask_ourselves(
+    config: EngineConfig,
+    scheduling: SchedulerConfig,
+    model: ModelConfig,
+    answers: Answers,
+    *,
+    progress: Callable[[], object],
+) -> OurAnswers:
+    """Raises ConfigError if the model cannot be loaded with this configuration."""
+    engine = ObservedEngine(config, model, tp=SingleRank(), phase=lambda _text: nullcontext(), progress=False)
+    try:
+        passes = _Passes(engine, scheduling, model, answers)
+        found = OurAnswers()
+        found.passes["first"] = passes.run(observe=True)
+        progress()
+        found.passes["again"] = passes.run(observe=True)
+        progress()
+        if engine.has_graphs:
+            found.passes["graphs"] = passes.run(observe=False)
+            progress()
+        found.layers = _compare_layers(engine, scheduling, model, answers)
+        progress()
+        return found
+    finally:
+        engine.close()
+
+
+class _Passes:
+    """Runs all prompts through one scheduler; its cache stays between the passes."""
+
+    def __init__(
+        self, engine: ObservedEngine, scheduling: SchedulerConfig, model: ModelConfig, answers: Answers
+    ) -> None:
+        self._engine = engine
+        self._loop = make_loop(scheduling, engine, model)
+        self._expected = answers.expected
+        self._begun = 0
+
+    def run(self, *, observe: bool) -> list[Run]:
+        runs = [Run() for _ in self._expected]
+        first = self._begun
+        self._begun += len(runs)
+        self._engine.observer = _comparing(self._expected, runs) if observe else None
+        for index, expected in enumerate(self._expected):
+            ids = np.array(expected.prompt.tokens, dtype=np.int32)
+            params = SamplingParams(max_tokens=len(expected.new_tokens), ignore_eos=True)
+            # Nothing is drawn, so the seed is free to say which prompt a row of the plan is.
+            self._loop.scheduler.add(first + index, ids, params, seed=index)
+        while self._loop.has_work:
+            report = self._loop.step()
+            for entered in report.entered:
+                runs[entered.sequence - first].cached_tokens = entered.cached_tokens
+            for sequence, token in zip(report.sequences, report.tokens.tolist(), strict=True):
+                runs[sequence - first].tokens.append(token)
+        self._engine.observer = None
+        return runs
+
+
+def _comparing(expected: Sequence[Expected], runs: Sequence[Run]) -> Observer:
+    """Compares what can be: positions whose tokens, to the first, are those of the oracle."""
+    prompt_of: dict[int, int] = {}  # by slot
+
+    def observe(batch: Batch, known: Sequence[list[int]], logits: Tensor) -> None:
+        prompt_of.update({row.slot: row.seed for row in batch.entering})
+        host: Float32Array = logits.float().cpu().numpy()
+        at = 0
+        for slot, start, length, tokens in zip(
+            batch.slots.tolist(), batch.starts.tolist(), batch.lengths.tolist(), known, strict=True
+        ):
+            theirs, run = expected[prompt_of[slot]], runs[prompt_of[slot]]
+            same = min(common_length(tokens, theirs.tokens), start + length, len(theirs.logits))
+            if same > start:
+                compared = compare_rows(start, host[at : at + same - start], theirs.logits[start:same])
+                run.positions.update({position.position: position for position in compared})
+            at += length
+
+    return observe
+
+
+def _compare_layers(
+    engine: ObservedEngine, scheduling: SchedulerConfig, model: ModelConfig, answers: Answers
+) -> list[float]:
+    """The relative difference of the hidden states after each layer, over the last tokens of the traced prompt."""
+    prompt = answers.expected[answers.traced].prompt.tokens
+    hidden: list[list[Tensor]] = [[] for _ in answers.hidden]
+    fresh = SchedulerConfig(cache="naive", max_prefill_tokens=scheduling.max_prefill_tokens, overlap=False)
+    loop = make_loop(fresh, engine, model)
+    loop.scheduler.add(0, np.array(prompt, dtype=np.int32), SamplingParams(max_tokens=1, ignore_eos=True), seed=0)
+    with _tapped(engine.layers[: len(hidden)], hidden):
+        while loop.has_work:
+            loop.step()
+    differences = []
+    for ours, theirs in zip(hidden, answers.hidden, strict=True):
+        mine = torch.cat(ours)[-TRACED:].float().cpu().numpy()
+        size = max(float(np.linalg.norm(theirs)), 1e-30)
+        differences.append(float(np.linalg.norm(mine - theirs)) / size)
+    return differences
+
+
+@contextmanager
+def _tapped(layers: Sequence[nn.Module], into: Sequence[list[Tensor]]) -> Iterator[None]:
+    """Keep what goes into each layer: what the one before it gave."""
+
+    def tap(kept: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, Tensor | None, ForwardContext]], None]:
+        def keep(_layer: nn.Module, inputs: tuple[Tensor, Tensor | None, ForwardContext]) -> None:
+            x, residual, _ = inputs
+            kept.append(x.clone() if residual is None else x.float() + residual.float())
+
+        return keep
+
+    hooks = [layer.register_forward_pre_hook(tap(kept)) for layer, kept in zip(layers, into, strict=True)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

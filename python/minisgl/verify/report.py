@@ -1,0 +1,194 @@
+"""What was found, as a verdict, a table and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from minisgl.verify.compare import Parting, Position
+from minisgl.verify.limits import Tolerance
+from minisgl.verify.oracle import Answers, Expected
+from minisgl.verify.ours import OurAnswers
+
+Decode = Callable[[Sequence[int]], str]
+SHOWN_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    """The first position of a prompt, in one pass, whose logits differ by more than rounding."""
+
+    run: str
+    logits: Position
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Where a prompt's tokens part, in one pass."""
+
+    run: str
+    parting: Parting
+    near_tie: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PromptResult:
+    """One prompt over all passes; differences in standard deviations of the oracle's logits."""
+
+    name: str
+    prompt_tokens: int
+    new_tokens: int
+    compared: int  # positions, all passes together
+    cached: int  # prompt tokens found in the cache, all passes together
+    absolute: float
+    largest: float
+    rms: float
+    beyond: Beyond | None
+    apart: list[Apart]
+
+    @property
+    def ok(self) -> bool:
+        return self.compared > 0 and self.beyond is None and all(apart.near_tie for apart in self.apart)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    tolerance: Tolerance
+    prompts: list[PromptResult]
+    layers: list[float]  # relative difference of what enters each layer
+
+    @property
+    def ok(self) -> bool:
+        return all(prompt.ok for prompt in self.prompts)
+
+    @property
+    def first_layer(self) -> str:
+        """The part of the model after which the hidden states are first apart by more than rounding."""
+        for index, difference in enumerate(self.layers):
+            if not difference <= self.tolerance.rms:
+                return "the embedding" if index == 0 else f"layer {index - 1}"
+        return f"layer {len(self.layers) - 1}, the final norm or the head"
+
+    def to_json(self) -> dict[str, Any]:
+        """NaN, where a logit is not known, is null."""
+        found: dict[str, Any] = _without_nan({"ok": self.ok, **asdict(self)})
+        for prompt, result in zip(found["prompts"], self.prompts, strict=True):
+            prompt["ok"] = result.ok
+        found["parts_at"] = None if self.ok else self.first_layer
+        return found
+
+
+def judge(answers: Answers, ours: OurAnswers, tolerance: Tolerance) -> Report:
+    """All passes beside the oracle."""
+    prompts = []
+    for index, expected in enumerate(answers.expected):
+        runs = {name: runs[index] for name, runs in ours.passes.items()}
+        positions = [
+            (name, run.positions[position]) for name, run in runs.items() for position in sorted(run.positions)
+        ]
+        apart = [
+            Apart(name, parting, parting.near_tie(tolerance))
+            for name, run in runs.items()
+            if (parting := run.parting(len(expected.prompt.tokens), expected.new_tokens, expected.logits))
+        ]
+        prompts.append(
+            PromptResult(
+                name=expected.prompt.name,
+                prompt_tokens=len(expected.prompt.tokens),
+                new_tokens=len(expected.new_tokens),
+                compared=len(positions),
+                cached=sum(run.cached_tokens for run in runs.values()),
+                absolute=max((one.absolute for _, one in positions), default=0.0),
+                largest=max((one.largest for _, one in positions), default=0.0),
+                rms=max((one.rms for _, one in positions), default=0.0),
+                beyond=next((Beyond(name, one) for name, one in positions if not one.within(tolerance)), None),
+                apart=apart,
+            )
+        )
+    return Report(tolerance, prompts, ours.layers)
+
+
+def print_report(report: Report, answers: Answers, decode: Decode | None, console: Console) -> None:
+    """The table, then every place where the two part, then the verdict."""
+    table = Table(title="ours beside transformers: logits' differences, also in standard deviations")
+    table.add_column("prompt", no_wrap=True)
+    for heading in ("tokens", "cached", "compared", "largest", "/ std", "rms / std", "equal"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for prompt in report.prompts:
+        equal = min((apart.parting.step for apart in prompt.apart), default=prompt.new_tokens)
+        tie = " (near tie)" if prompt.apart and all(apart.near_tie for apart in prompt.apart) else ""
+        table.add_row(
+            prompt.name,
+            str(prompt.prompt_tokens),
+            str(prompt.cached),
+            str(prompt.compared),
+            f"{prompt.absolute:.2g}",
+            f"{prompt.largest:.2g}",
+            f"{prompt.rms:.2g}",
+            f"{equal}/{prompt.new_tokens}{tie}",
+            style=None if prompt.ok else "red",
+        )
+    console.print(table)
+    for prompt, expected in zip(report.prompts, answers.expected, strict=True):
+        for line in _places(prompt, expected, decode):
+            console.print(Text(line), soft_wrap=True)
+    limits = f"limits: rms {report.tolerance.rms:.2g}, largest {report.tolerance.largest:.2g}"
+    if report.ok:
+        text = f"PASSED: every difference is within rounding ({limits})"
+        console.print(Text(text, style="green"), soft_wrap=True)
+        return
+    layers = ", ".join(f"{difference:.1g}" for difference in report.layers)
+    console.print(Text(f"hidden states before each layer differ by (relative): {layers}"), soft_wrap=True)
+    text = f"FAILED: beyond rounding ({limits}); the two part at {report.first_layer}"
+    console.print(Text(text, style="bold red"), soft_wrap=True)
+
+
+def _places(prompt: PromptResult, expected: Expected, decode: Decode | None) -> list[str]:
+    lines = []
+    tokens = expected.tokens
+
+    def context(end: int) -> str:
+        """The end of the text before a position, or the ids."""
+        return repr(decode(tokens[:end])[-SHOWN_CHARS:]) if decode else f"token ids {tokens[max(end - 8, 0) : end]}"
+
+    def name(token: int) -> str:
+        return f"{token} {decode([token])!r}" if decode else str(token)
+
+    if prompt.beyond is not None:
+        one = prompt.beyond.logits
+        lines.append(
+            f"{prompt.name} ({prompt.beyond.run} pass): logits differ beyond rounding from position {one.position} "
+            f"(rms {one.rms:.2g}, largest {one.largest:.2g}), after {context(one.position + 1)}"
+        )
+    for apart in prompt.apart:
+        parting = apart.parting
+        reason = (
+            "a near tie, within rounding"
+            if apart.near_tie
+            else "no near tie"
+            if parting.is_our_best
+            else "the sampler did not take the best of our logits"
+        )
+        lines.append(
+            f"{prompt.name} ({apart.run} pass): tokens part at new token {parting.step}, "
+            f"after {context(prompt.prompt_tokens + parting.step)}:\n"
+            + "".join(
+                f"    {side} {name(choice.token)}: logit {choice.ours:.6g} ours, {choice.theirs:.6g} transformers\n"
+                for side, choice in (("ours        ", parting.ours), ("transformers", parting.theirs))
+            )
+            + f"    the margin of transformers is {parting.margin:.2g} standard deviations: {reason}"
+        )
+    return lines
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(one) for one in value]
+    return None if isinstance(value, float) and value != value else value

@@ -1,0 +1,204 @@
+"""The shell as people use it: on a terminal, against the real server on the demo model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from minisgl.shell.client import CONNECT_SECONDS
+from shell.terminal import ALT_ENTER, CTRL_C, CTRL_D, Terminal
+from support.server import Server
+
+SHELL = ("-m", "minisgl.shell")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server("--model", "demo", "--device", "cpu", "--num-pages", "512") as server:
+        yield server
+        server.wait_idle()
+
+
+@pytest.fixture
+def shell(server: Server, tmp_path: Path) -> Iterator[Terminal]:
+    with Terminal(*SHELL, "--base-url", f"{server.url}/v1", "--set", "temperature=0", home=tmp_path) as terminal:
+        terminal.prompt()
+        yield terminal
+
+
+def run_plain(server: Server, lines: str, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *SHELL, "--base-url", f"{server.url}/v1", "--set", "temperature=0", *args],
+        input=lines,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_conversation_with_commands(shell: Terminal, tmp_path: Path) -> None:
+    shell.ask("What is 3 + 4?")
+    shell.expect(r"3 \+ 4 = 7 .*\d+ tokens, [\d.]+ tokens/s, first after [\d.]+ s")
+    shell.prompt()
+    shell.ask("/system You are brief.")
+    shell.expect("system: You are brief.")
+    shell.prompt()
+    shell.ask("/set max_tokens 3")
+    shell.expect("max_tokens = 3")
+    shell.prompt()
+    shell.ask("Spell the word cat.")
+    shell.expect("3 tokens,.*cut at the token limit")
+    shell.prompt()
+    shell.ask("/set temprature 1")
+    shell.expect("temprature is not a sampling field; known are temperature,")
+    shell.prompt()
+    shell.ask("/nonsense")
+    shell.expect("there is no command /nonsense; /help lists them")
+    shell.prompt()
+    saved = tmp_path / "talk.json"
+    shell.ask(f"/save {saved}")
+    shell.expect("saved 5 messages")
+    body = json.loads(saved.read_text())
+    assert [message["role"] for message in body["messages"]] == ["system", *["user", "assistant"] * 2]
+    assert body["messages"][2]["content"] == "3 + 4 = 7"
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("demo", 0.0, 3)
+    shell.prompt()
+    shell.ask("/reset")
+    shell.expect("a new conversation")
+    shell.prompt()
+    shell.ask(f"/save {tmp_path / 'talk.md'}")
+    shell.expect("saved 1 messages")
+    assert "## System\n\nYou are brief." in (tmp_path / "talk.md").read_text()
+    shell.prompt()
+    shell.ask("/exit")
+    assert shell.wait() == 0
+    history = tmp_path / "minisgl" / "shell_history"
+    assert "+What is 3 + 4?" in history.read_text()
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+def test_ctrl_c_stops_the_answer_at_the_server_and_not_the_program(server: Server, shell: Terminal) -> None:
+    shell.ask("/set ignore_eos true")
+    shell.prompt()
+    shell.ask("Count from 1 to 9.")  # and on, as far as the context goes
+    shell.expect("1, 2, 3, 4")
+    assert server.info()["scheduler-0"]["requests_running"] == 1
+    assert not shell.echoes
+    shell.type(CTRL_C)
+    shell.expect("stopped: about")
+    server.wait_idle(3)
+    shell.prompt()
+    shell.type("this is taken back" + CTRL_C)
+    shell.prompt()
+    shell.ask("/set ignore_eos default")
+    shell.prompt()
+    shell.ask("What is 2 + 2?")
+    shell.expect(r"2 \+ 2 = 4")
+    shell.prompt()
+    shell.type(CTRL_D)
+    assert shell.wait() == 0
+    assert shell.echoes
+
+
+def test_lines_join_by_alt_enter_a_backslash_and_pasting(shell: Terminal, tmp_path: Path) -> None:
+    shell.type("first" + ALT_ENTER + "second\\")
+    shell.ask("")
+    shell.type("\x1b[200~third\nfourth\x1b[201~")
+    shell.ask("")
+    shell.expect("tokens")
+    shell.prompt()
+    saved = tmp_path / "talk.json"
+    shell.ask(f"/save {saved}")
+    shell.expect("saved 2 messages")
+    assert json.loads(saved.read_text())["messages"][0]["content"] == "first\nsecond\nthird\nfourth"
+
+
+def test_a_signal_leaves_the_terminal_as_it_was(shell: Terminal) -> None:
+    assert not shell.echoes  # the line editor has it
+    shell.process.send_signal(signal.SIGTERM)
+    assert shell.wait() == 128 + signal.SIGTERM
+    assert shell.echoes
+
+
+LAUNCHER = """
+import signal, sys
+from minisgl.shell.launch import ShellProcess
+signal.signal(signal.SIGINT, lambda *_: None)
+shell = ShellProcess("127.0.0.1", int(sys.argv[1]), "demo")
+shell.process.wait()
+sys.exit(shell.end() + 7)
+"""
+
+
+def test_a_parent_lends_its_terminal(server: Server, tmp_path: Path) -> None:
+    with Terminal("-c", LAUNCHER, server.url.rpartition(":")[2], home=tmp_path) as terminal:
+        terminal.prompt()
+        terminal.ask("/set ignore_eos true")
+        terminal.prompt()
+        terminal.ask("Count from 1 to 9.")
+        terminal.expect("1, 2, 3")
+        terminal.type(CTRL_C)  # reaches both
+        terminal.expect("stopped")
+        terminal.prompt()
+        terminal.type(CTRL_D)
+        assert terminal.wait() == 7
+        assert terminal.echoes
+
+
+def test_pipes_get_the_answers_and_nothing_else(server: Server) -> None:
+    done = run_plain(server, "What is 3 + 4?\n\nWhat is\\\n2 + 2?\n/set\n/help\n")
+    assert done.stdout.splitlines()[0] == "3 + 4 = 7"
+    assert len(done.stdout.splitlines()) == 2
+    assert "temperature = 0.0" in done.stderr
+    assert "/save FILE" in done.stderr
+    assert done.returncode == 0
+
+
+def test_a_script_learns_that_something_failed(server: Server) -> None:
+    done = run_plain(server, "/nonsense\nHello\n", "--model", "other")
+    assert done.returncode == 1
+    assert "there is no command /nonsense" in done.stderr
+    assert "the model 'other' does not exist" in done.stderr
+
+
+def test_ctrl_c_ends_a_script_and_its_request(server: Server) -> None:
+    process = subprocess.Popen(
+        [sys.executable, *SHELL, "--base-url", f"{server.url}/v1", "--set", "ignore_eos=true"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"Count from 1 to 9.\n")
+    process.stdin.flush()
+    process.stdout.read(10)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 130
+    process.stdin.close()
+    process.stdout.close()
+    server.wait_idle(3)
+
+
+def test_without_a_server_it_says_so() -> None:
+    begin = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *SHELL, "--base-url", "http://127.0.0.1:1/v1"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "cannot reach http://127.0.0.1:1/v1" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.perf_counter() - begin < CONNECT_SECONDS
