@@ -60,7 +60,9 @@ def make_parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--num-tokenizer", "--tokenizer-count", type=int, default=1, metavar="N", help="tokenizer processes"
     )
-    server.add_argument("--shell", "--shell-mode", action="store_true", help="chat in the terminal; the server ends with it")
+    server.add_argument(
+        "--shell", "--shell-mode", action="store_true", help="chat in the terminal; the server ends with it"
+    )
 
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one")

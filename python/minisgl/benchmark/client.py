@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -76,7 +76,7 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _decode = msgspec.json.Decoder(_Event).decode
@@ -163,7 +163,7 @@ class Stream(asyncio.Protocol):
         if event.usage is not None:
             self._usage = event.usage
         if event.error is not None:
-            self.end(f"error in the stream: {bytes(event.error)[:300].decode(errors='replace')}")
+            self.end(f"error in the stream: {msgspec.json.encode(event.error)[:300].decode(errors='replace')}")
 
 
 async def ask(target: Target, payload: bytes, record: RequestRecord, start: float) -> None:

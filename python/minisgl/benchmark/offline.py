@@ -75,7 +75,7 @@ def measure_offline(
     def work(run: int) -> OfflineBatch:
         return offline_batch(run, requests=requests, longest=longest, vocab_size=vocab_size)
 
-    tuned = engine.prepare(work(runs))
+    tuned = engine.prepare(work(runs), whole=False)
     rates = []
     for run in range(runs):
         batch = work(run)
@@ -112,7 +112,7 @@ def _measure_decode(
             prompts = random_prompts(rng, batch_size, sizes.prompt_tokens, vocab_size)
             yield OfflineBatch(prompts, [new] * batch_size)
 
-    engine.prepare(next(works()))
+    engine.prepare(next(works()), whole=True)
     firsts, steps = [], []
     for _ in range(sizes.repeats):
         first, whole = (timed(engine, work, temperature=0.0) for work in works())

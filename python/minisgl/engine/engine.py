@@ -102,7 +102,7 @@ class Engine:
         graph_max_bs = self.num_slots if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
         if self.device.type == "cpu" and config.cuda_graph_max_bs is not None:
             logger.info("--cuda-graph-max-bs is for GPUs and not used on the CPU")
-        if self.device.type == "cuda" and graph_max_bs > 0:
+        if self.device.type == "cuda" and graph_max_bs > 0 and loaded.graph_safe(self._runner.ops):
             max_bs = min(graph_max_bs, self.num_slots)
             with phase("capture CUDA graphs"):
                 self._graphs = self._queue.call(lambda: DecodeGraphs(self._runner, max_bs, self.limits.max_seq_len))

@@ -40,8 +40,11 @@ class OfflineEngine(Protocol):
 
     phases: dict[str, float]  # seconds of the parts of its start, as far as it says
 
-    def prepare(self, work: OfflineBatch) -> str | None:
-        """Tune to this work before it is measured; say how, if there was anything to choose."""
+    def prepare(self, work: OfflineBatch, *, whole: bool) -> str | None:
+        """Tune to this work before it is measured; say how, if there was anything to choose.
+
+        `whole`: all of it is to run as one batch.
+        """
         ...
 
     def generate(self, work: OfflineBatch, temperature: float, *, progress: bool) -> int:

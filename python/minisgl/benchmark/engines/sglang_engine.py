@@ -28,7 +28,7 @@ class SglangEngine:
         )
         self.phases: dict[str, float] = {}
 
-    def prepare(self, _work: OfflineBatch) -> None:
+    def prepare(self, _work: OfflineBatch, *, whole: bool) -> None:  # noqa: ARG002
         return None
 
     def generate(self, work: OfflineBatch, temperature: float, *, progress: bool) -> int:  # noqa: ARG002

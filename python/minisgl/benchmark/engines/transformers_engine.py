@@ -27,7 +27,7 @@ class TransformersEngine:
             with torch.device(device):
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
         else:
-            model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, device_map=device)
+            model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device)
         self._model = model.eval()
         # Nothing ends an answer but its length.
         self._model.generation_config.eos_token_id = None
@@ -36,11 +36,14 @@ class TransformersEngine:
         self._batch_size = self._candidates[0]
         self.phases: dict[str, float] = {}
 
-    def prepare(self, work: OfflineBatch) -> str | None:
-        """Keep the batch size that answers this work fastest; more than the first is tried only if it makes one."""
+    def prepare(self, work: OfflineBatch, *, whole: bool) -> str | None:
+        """Keep the batch size that answers this work fastest."""
+        if whole:
+            self._batch_size = len(work.prompts)
+            return None
         seconds = {}
         for size in self._candidates:
-            if size // 2 < len(work.prompts) and len(self._candidates) > 1:
+            if size // 2 < len(work.prompts):  # or else a smaller one did the same
                 self._batch_size = size
                 begin = time.perf_counter()
                 self.generate(work, 0.6, progress=True)

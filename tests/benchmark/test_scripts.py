@@ -1,0 +1,107 @@
+"""Each script from end to end on something tiny. What they measure is not looked at, only that they do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.benchmark.shapes import SHAPES, make_shape, read_vocab_size
+
+SCRIPTS = Path(__file__).parents[2] / "benchmark"
+SERVER = ["--", sys.executable, "-m", "minisgl", "--port", "0", "--num-pages", "400"]
+
+
+def run(tmp_path: Path, script: str, *arguments: str) -> tuple[str, Any]:
+    """A script's stdout, and the results in its JSON file."""
+    file = tmp_path / "result.json"
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), *arguments[:at], "--json", str(file), *arguments[at:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(file.read_text())
+    assert document["tool"] == script
+    assert document["environment"]["cores"] >= 1
+    return done.stdout, document["results"]
+
+
+def test_offline(tmp_path: Path):
+    work = ("--requests", "3", "--longest", "12", "--runs", "2", "--num-pages", "400")
+    engines = ("--engine", "minisgl,transformers", "--static-batch", "2,3")
+    stdout, results = run(tmp_path, "offline", *work, *engines, "--dtype", "float32")
+    assert "tok/s" in stdout
+    assert list(results) == ["minisgl", "transformers"]
+    for result in results.values():
+        assert len(result["offline_tokens_per_second"]) == 2
+        assert result["environment"]["torch"]
+    assert "static batches of" in results["transformers"]["tuned"]
+
+
+def test_latency(tmp_path: Path):
+    sizes = ("--batch-sizes", "1,2", "--prompt", "8", "--new", "4", "--prefill", "16", "--repeats", "1")
+    stdout, results = run(tmp_path, "latency", *sizes, "--num-pages", "400")
+    assert "ms/token" in stdout
+    figures = results["minisgl"]["latency"]
+    assert list(figures["decode"]) == ["1", "2"]
+    assert figures["prefill_tokens_per_second"]["16"] > 0
+
+
+def test_serve(tmp_path: Path):
+    trace = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [1, 2]}
+    rows = [row, row | {"timestamp": 3000, "hash_ids": [1, 3]}, row | {"timestamp": 3000, "input_length": 9000}]
+    trace.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    work = ("--trace", str(trace), "--speed", "2", "--processes", "2")
+    stdout, results = run(tmp_path, "serve", *work, *SERVER, "--max-seq-len-override", "1024")
+    assert "1 of 3 requests were cut to the context of 1024 tokens" in stdout
+    assert results["cut_requests"] == {"2x": 1}
+    figures = results["loads"]["2x"]
+    assert (figures["requests"], figures["errors"]) == (3, 0)
+    assert figures["hit_rate"] > 0.2
+
+
+def test_serve_at_several_rates(tmp_path: Path):
+    work = ("--rate", "20,40", "--requests", "4", "--input", "20", "--output", "4", "--fixed")
+    _, results = run(tmp_path, "serve", *work, *SERVER)
+    for figures in results["loads"].values():
+        assert (figures["requests"], figures["errors"], figures["ttft_ms"]["count"]) == (4, 0, 4)
+
+
+def test_serve_says_why_it_cannot(tmp_path: Path):
+    command = [sys.executable, str(SCRIPTS / "serve.py"), "--", sys.executable, "-c", "print('out of luck'); exit(3)"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "the server ended with 3" in done.stderr
+    assert "out of luck" in done.stderr
+
+
+def test_pipeline(tmp_path: Path):
+    work = ("--clients", "4", "--prompt", "8", "--output", "60", "--step-ms", "5", "--profile")
+    stdout, (figures,) = run(tmp_path, "pipeline", *work)
+    assert "CPU us/token" in stdout
+    assert set(figures["processes"]) == {"scheduler", "tokenizer", "detokenizer", "api", "load generator"}
+    assert set(figures["profiles"]) == {"scheduler", "tokenizer", "detokenizer", "api"}
+    assert figures["tokens_per_event"] >= 1
+
+
+@pytest.mark.parametrize("script", ["offline", "latency", "serve", "pipeline"])
+def test_help(script: str):
+    done = subprocess.run([sys.executable, str(SCRIPTS / f"{script}.py"), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "--json" in done.stdout
+
+
+def test_shapes_are_models_with_their_sizes(tmp_path: Path):
+    from minisgl.models.config import load_model_config
+    from minisgl.tokenizer.text import TextTokenizer
+
+    folder = make_shape("0.6b", tmp_path)
+    config = load_model_config(folder)
+    assert (config.num_layers, config.hidden_size) == (SHAPES["0.6b"].layers, SHAPES["0.6b"].hidden)
+    assert read_vocab_size(folder) == config.vocab_size
+    ids = TextTokenizer.from_folder(folder).encode("héllo")
+    assert len(ids) == len("héllo".encode())

@@ -1,0 +1,74 @@
+"""The figures that records become."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from minisgl.benchmark.record import RequestRecord
+from minisgl.benchmark.statistics import Slo, spread, summarize
+
+SLO = Slo(ttft_ms=600, tbt_ms=100)
+
+
+def record(due: float, times: list[float], *, tokens: int | None = None, **changes: object) -> RequestRecord:
+    made = RequestRecord(0, due, prompt_tokens=10, max_tokens=len(times), sent=due + 0.001)
+    made.times, made.sizes = array("d", times), array("i", [1] * len(times))
+    made.completion_tokens = len(times) if tokens is None else tokens
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_percentiles_lie_between_values():
+    values = spread([float(value) for value in range(101)])
+    assert values is not None
+    assert (values.mean, values.p50, values.p90, values.p99, values.count) == (50, 50, 90, 99, 101)
+
+
+def test_nothing_has_no_spread():
+    assert spread([]) is None
+
+
+def test_latencies_count_from_when_a_request_was_due():
+    late = record(1.0, [1.5, 1.6], sent=1.4)
+    assert late.ttft == pytest.approx(0.5)
+    assert late.end_to_end == pytest.approx(0.6)
+
+
+def test_a_request_sent_early_counts_from_then():
+    assert record(1.0, [1.5], sent=0.999).ttft == pytest.approx(0.501)
+
+
+def test_time_per_token_counts_tokens_and_not_events():
+    assert record(0.0, [1.0, 2.0], tokens=5).time_per_token == pytest.approx(0.25)
+    assert record(0.0, [1.0]).time_per_token is None
+
+
+def test_summary_of_a_load():
+    records = [
+        record(0.0, [0.5, 0.55, 0.6], cached_tokens=5),
+        record(1.0, [1.7, 1.8]),  # first token too late
+        record(1.0, [1.5, 2.0]),  # tokens too far apart
+        record(1.0, [], error="refused"),
+    ]
+    summary = summarize(records, SLO)
+    assert (summary.requests, summary.errors) == (4, 1)
+    assert summary.seconds == pytest.approx(2.0)
+    assert summary.requests_per_second == pytest.approx(1.5)
+    assert summary.output_tokens_per_second == pytest.approx(3.5)
+    assert summary.prompt_tokens_per_second == pytest.approx(15)
+    assert summary.good_requests_per_second == pytest.approx(0.5)
+    assert summary.good_share == pytest.approx(0.25)
+    assert summary.hit_rate == pytest.approx(5 / 30)
+    assert summary.tbt_ms is not None
+    assert summary.tbt_ms.count == 4
+    assert summary.ttft_ms is not None
+    assert summary.ttft_ms.p50 == pytest.approx(500)
+
+
+def test_a_load_that_failed_has_figures():
+    summary = summarize([record(0.0, [], error="refused")], SLO)
+    assert (summary.errors, summary.seconds, summary.output_tokens_per_second) == (1, 0.0, 0.0)
+    assert summary.ttft_ms is None
