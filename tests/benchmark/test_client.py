@@ -80,7 +80,7 @@ def test_failures_are_errors():
     head = HEAD.replace(b"connection: close", b"content-length: 1000")
     assert "lost" in str(answered_by(sending(head + EVENTS[:40])).error)
     failed = b'data: {"error": {"message": "x"}}\n\n'
-    assert answered_by(sending(head + failed)).error == 'error in the stream: {"message": "x"}'
+    assert answered_by(sending(head + failed)).error == 'error in the stream: {"message":"x"}'
 
 
 def test_a_request_without_an_end_is_given_up():

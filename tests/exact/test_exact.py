@@ -1,57 +1,43 @@
-"""Token for token what transformers generates, whatever the page size, chunk size, cache and company."""
+"""Token for token what transformers generates, whatever the family, batch, pages, chunks, cache, ranks or policy."""
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-
 from exact.oracle import Expected, Oracle
+from exact.pairwise import pairwise
+
 from minisgl import LLM, SamplingParams
-from minisgl.config import CacheType
 
 NEW_TOKENS = 64
 TEMPERATURE, TOP_K = 0.8, 20
+WHOLE = 8192  # more than any prompt: no chunks
 
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A row of the pairwise selection: every two values of different columns meet in some row."""
-
-    kind: str
-    page_size: int
-    chunk: int
-    cache: CacheType
-    overlap: bool
-
-    def open(self, folder: str) -> LLM:
-        return LLM(
-            folder,
-            device="cpu",
-            page_size=self.page_size,
-            num_page_override=2400
-            // self.page_size,  # less than all prompts need at once: some wait, some are evicted
-            max_extend_tokens=self.chunk,
-            cache_type=self.cache,
-            max_running_req=16,
-            overlap=self.overlap,
-        )
-
-
-WHOLE = 8192
-SETTINGS = [
-    Setting("llama", 1, 7, "radix", True),
-    Setting("qwen3", 1, 64, "naive", True),
-    Setting("llama", 1, WHOLE, "radix", False),
-    Setting("qwen3", 4, 7, "naive", False),
-    Setting("llama", 4, 64, "radix", True),
-    Setting("qwen3", 4, WHOLE, "radix", True),
-    Setting("qwen3", 16, 7, "radix", True),
-    Setting("llama", 16, 64, "radix", False),
-    Setting("llama", 16, WHOLE, "naive", True),
-]
+# All prompts of the first issue's table go to these; the other kinds get fewer, to keep the suite short.
+MAIN_KINDS = ("llama", "qwen3")
+MAIN_COLUMNS = {
+    "kind": MAIN_KINDS,
+    "page_size": (1, 4, 16),
+    "chunk": (7, 64, WHOLE),
+    "cache": ("radix", "naive"),
+    "overlap": (True, False),
+}
+ALL_COLUMNS = {
+    "kind": (*MAIN_KINDS, "qwen2-window", "mistral-window", "qwen3-moe", "llama-linear", "llama-yarn"),
+    "page_size": (1, 4, 16),
+    "chunk": (7, 64, WHOLE),
+    "cache": ("radix", "naive"),
+    "tp": (1, 2, 3),
+    "batch_policy": ("prefill-first", "mixed"),
+    "schedule_policy": ("fcfs", "lpm"),
+    "overlap": (True, False),
+    "tight": (False, True),  # so few pages that requests are retracted
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,47 +47,98 @@ class Case:
     sampled: list[Expected]
 
 
+class Cases:
+    """Oracles by kind, made when first asked for."""
+
+    def __init__(self, make_folder: Any) -> None:
+        self._make_folder = make_folder
+        self._made: dict[tuple[str, int], Case] = {}
+
+    def get(self, kind: str, prompts: int, new_tokens: int) -> Case:
+        key = kind, prompts
+        if key not in self._made:
+            oracle = Oracle(kind, self._make_folder(kind))
+            rng = random.Random(0)
+            self._made[key] = Case(
+                oracle,
+                oracle.greedy(rng, prompts, new_tokens),
+                oracle.sampled(rng, max(prompts // 3, 4), new_tokens // 2, temperature=TEMPERATURE, top_k=TOP_K),
+            )
+        return self._made[key]
+
+
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     torch.set_num_threads(1)
-    made = {}
-    for kind in ("llama", "qwen3"):
-        oracle = Oracle(kind, tmp_path_factory.mktemp(kind))
-        rng = random.Random(0)
-        made[kind] = Case(
-            oracle,
-            oracle.greedy(rng, 30, NEW_TOKENS),
-            oracle.sampled(rng, 12, 32, temperature=TEMPERATURE, top_k=TOP_K),
-        )
-    return made
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the other ranks
+    return Cases(tmp_path_factory.mktemp)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_answers_are_those_of_transformers(cases: dict[str, Case], setting: Setting) -> None:
-    case = cases[setting.kind]
-    with setting.open(str(case.oracle.folder)) as llm:
-        first, again = (_check_greedy(llm, case.greedy) for _ in range(2))
-        if setting.cache == "radix":
+def open_llm(case: Case, *, page_size: int, chunk: int, tokens: int, **options: Any) -> LLM:
+    """`tokens`: of the KV cache. All prompts at once need about 5,000 and more with their answers."""
+    return LLM(
+        str(case.oracle.folder),
+        device="cpu",
+        page_size=page_size,
+        num_page_override=tokens // page_size,
+        max_extend_tokens=chunk,
+        max_running_req=16,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("row", pairwise(MAIN_COLUMNS), ids=lambda row: ",".join(map(str, row.values())))
+def test_answers_are_those_of_transformers(cases: Cases, row: dict[str, Any]) -> None:
+    row = dict(row)
+    case = cases.get(row.pop("kind"), 30, NEW_TOKENS)
+    with open_llm(case, cache_type=row.pop("cache"), tokens=2400, **row) as llm:
+        first, again = (check_greedy(llm, case.greedy) for _ in range(2))
+        if llm.cache_type == "radix":
             assert again > first  # the repeat prefilled fewer tokens
         else:
             assert first == again == 0
         for _ in range(2):
-            _check_sampled(llm, case.sampled)
+            check_sampled(llm, case.sampled)
         llm.check_idle()
 
 
-def _check_greedy(llm: LLM, expected: list[Expected]) -> int:
+@pytest.mark.parametrize("row", pairwise(ALL_COLUMNS), ids=lambda row: ",".join(map(str, row.values())))
+def test_every_family_policy_and_number_of_ranks(cases: Cases, row: dict[str, Any]) -> None:
+    row = dict(row)
+    case = cases.get(row.pop("kind"), 8, 32)
+    tokens = 448 if row.pop("tight") else 2400
+    with open_llm(case, tp_size=row.pop("tp"), cache_type=row.pop("cache"), tokens=tokens, **row) as llm:
+        for _ in range(2):
+            check_greedy(llm, case.greedy)
+        check_sampled(llm, case.sampled)
+        llm.check_idle()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_twenty_retractions_change_nothing(cases: Cases, overlap: bool) -> None:
+    case = cases.get("qwen3", 30, NEW_TOKENS)
+    with open_llm(case, page_size=1, chunk=64, tokens=420, overlap=overlap) as llm:
+        for _ in range(2):
+            check_greedy(llm, case.greedy)
+        check_sampled(llm, case.sampled)
+        assert llm.retractions >= 20
+        llm.check_idle()
+
+
+def check_greedy(llm: LLM, expected: list[Expected]) -> int:
     """Tokens found in the cache."""
-    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    params = SamplingParams(max_tokens=len(expected[0].tokens), ignore_eos=True)
     answers = llm.generate([one.prompt for one in expected], params)
     assert [answer["token_ids"] for answer in answers] == [one.tokens for one in expected]
     assert {answer["finish_reason"] for answer in answers} == {"length"}
     return sum(answer["cached_tokens"] for answer in answers)
 
 
-def _check_sampled(llm: LLM, expected: list[Expected]) -> None:
+def check_sampled(llm: LLM, expected: list[Expected]) -> None:
     params = [
-        SamplingParams(temperature=TEMPERATURE, top_k=TOP_K, seed=one.seed, max_tokens=32, ignore_eos=True)
+        SamplingParams(
+            temperature=TEMPERATURE, top_k=TOP_K, seed=one.seed, max_tokens=len(one.tokens), ignore_eos=True
+        )
         for one in expected
     ]
     answers = llm.generate([one.prompt for one in expected], params)

@@ -1,7 +1,8 @@
 """A sampling profiler inside a process: where its main thread is at every millisecond of CPU time it uses.
 
-SIGUSR1 starts it, and the next SIGUSR1 ends it and writes what it has seen as JSON: [[samples, function, file, line of
-the function, stack], ...]. Time inside C code counts for the Python line that called it. It costs about 1%.
+SIGUSR1 starts it, and the next SIGUSR1 ends it and writes what it has seen as JSON: [[samples, [[function, file,
+line], ... outwards]], ...]. Time inside C code counts for the Python function that called it. Time of C code that
+nobody in Python called, as that of an event loop, counts for the first function that it enters afterwards.
 """
 
 from __future__ import annotations

@@ -34,6 +34,10 @@ class TPGroup(Protocol):
         """The smallest of the ranks' values; waits for all of them."""
         ...
 
+    def close(self) -> None:
+        """Leave the group."""
+        ...
+
 
 class SingleRank:
     """The group of one."""
@@ -49,6 +53,9 @@ class SingleRank:
 
     def smallest(self, value: int) -> int:
         return value
+
+    def close(self) -> None:
+        pass
 
 
 class ProcessGroupTP:

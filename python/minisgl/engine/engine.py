@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.select import make_attention
-from minisgl.config import EngineConfig
+from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import Batch, Limits, pages_for
 from minisgl.distributed.group import TPGroup
 from minisgl.engine.device import resolve_device, resolve_dtype
@@ -49,6 +49,7 @@ class Engine:
         self.dtype = resolve_dtype(config, model.dtype)
         self.page_size = config.page_size or DEFAULT_PAGE_SIZE[self.device.type]
         self.num_slots = config.max_running_requests
+        self._tp = tp
         self._queue = make_queue(self.device)
         with phase("load weights"):
             loaded = self._queue.call(
@@ -62,7 +63,7 @@ class Engine:
                     progress=progress,
                 )
             )
-        context_len = min(config.max_seq_len or model.max_position_embeddings, model.max_position_embeddings)
+        context_len = _context_len(config, model)
         kv_heads = model.kv_heads_per_rank(tp.size)
         with phase("allocate the KV cache"):
             page_bytes = KVPool.page_bytes(
@@ -127,8 +128,16 @@ class Engine:
     def close(self) -> None:
         """Wait for the steps under way and let the device go."""
         self._queue.close()
+        self._tp.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _context_len(config: EngineConfig, model: ModelConfig) -> int:
+    longest = model.max_position_embeddings
+    if config.max_seq_len is not None and config.max_seq_len > longest:
+        raise ConfigError(f"--max-seq-len-override {config.max_seq_len}: the model's positions end at {longest}")
+    return config.max_seq_len or longest
 
 
 def _make_sampler(device: torch.device) -> Sampler:

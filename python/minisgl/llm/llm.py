@@ -102,6 +102,7 @@ class LLM:
         server.validate()
         model_config = load_model_config(folder)
         model_config.check_tp(tp_size)
+        self.cache_type = cache_type
         self.phases: dict[str, float] = {}  # seconds of each phase of the start
         with self._phase("load tokenizer"):
             self.tokenizer = TextTokenizer.from_folder(folder)
@@ -161,6 +162,11 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def retractions(self) -> int:
+        """How often a running request had to give its pages back and wait again."""
+        return self._loop.scheduler.retractions
 
     def check_idle(self) -> None:
         """Raise if anything is held although nothing runs."""
