@@ -12,6 +12,10 @@ class Ops(Protocol):
 
     moe_graph_safe: bool  # `moe` launches the same work whatever its data: a CUDA graph may hold it
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, in], weight [out, in], bias [out] -> x @ weight.T + bias, [T, out]."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, H] -> x / sqrt(mean(x^2) + eps) * weight, [T, H]."""
         ...

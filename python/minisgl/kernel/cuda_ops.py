@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
@@ -24,6 +25,9 @@ class CudaOps:
         self._norms: dict[torch.dtype, list[Kernel]] = {}
         self._silu: dict[torch.dtype, Kernel] = {}
         self._rope: dict[tuple[torch.dtype, int], Kernel] = {}
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         size = x.shape[-1]

@@ -9,11 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Few CPUs multiply 16-bit floats. From so many rows on, turning the weight into float32 costs less than it saves.
+_MANY_ROWS = 8
+_BLOCK = 1 << 20  # values of a weight in float32 at a time: they stay in the cache
+
 
 class TorchOps:
     """Implements kernel.base.Ops."""
 
     moe_graph_safe = False  # the host reads how many tokens each expert has
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.device.type == "cpu" and x.dtype != torch.float32 and len(x) >= _MANY_ROWS:
+            return _linear_in_float32(x, weight, bias)
+        return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x32 = x.float()
@@ -66,10 +75,19 @@ class TorchOps:
         for expert, count in enumerate(counts):
             if count:
                 mine = slice(start, start + count)
-                hidden = self.silu_and_mul(F.linear(x[tokens[mine]], w13[expert]))
-                out.index_add_(0, tokens[mine], (F.linear(hidden, w2[expert]) * weights[mine]).float())
+                hidden = self.silu_and_mul(self.linear(x[tokens[mine]], w13[expert], None))
+                out.index_add_(0, tokens[mine], (self.linear(hidden, w2[expert], None) * weights[mine]).float())
                 start += count
         return out.to(x.dtype)
+
+
+def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = x.new_empty((len(x), len(weight)))
+    rows, wide = max(_BLOCK // weight.shape[1], 1), x.float()
+    for start in range(0, len(weight), rows):
+        part = slice(start, start + rows)
+        out[:, part] = F.linear(wide, weight[part].float(), None if bias is None else bias[part].float())
+    return out
 
 
 def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:

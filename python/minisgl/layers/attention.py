@@ -56,7 +56,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         q = ctx.ops.norm_rope_store(
-            self.qkv_proj(x),
+            self.qkv_proj(x, ctx),
             ctx.positions,
             self.rotary.cos_sin,
             ctx.kv_slots,
@@ -69,5 +69,5 @@ class Attention(nn.Module):
             eps=self.eps,
         )
         heads = ctx.attention.forward(self.layer, q, ctx.kv, ctx.plan, self.window)
-        y: Tensor = self.o_proj(heads.flatten(1))
+        y: Tensor = self.o_proj(heads.flatten(1), ctx)
         return y

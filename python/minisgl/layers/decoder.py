@@ -85,5 +85,5 @@ class CausalLM(nn.Module):
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Logits [S, vocab_size] of the tokens that sample, in the model's dtype, the same on every rank."""
-        logits: Tensor = self.lm_head(self.model(ctx))
+        logits: Tensor = self.lm_head(self.model(ctx), ctx)
         return logits

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
 from minisgl.layers.linear import empty
 from minisgl.layers.pieces import Piece
@@ -62,8 +63,8 @@ class LMHead(nn.Module):
         self.tied = tied_to is not None
         self.weight = tied_to.weight if tied_to else vocab_weight(self.share, hidden_size, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.tp.all_gather(F.linear(x, self.weight))
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        logits = self.tp.all_gather(ctx.ops.linear(x, self.weight, None))
         return logits[:, : self.vocab_size]
 
     def pieces(self, name: str) -> Iterator[Piece]:

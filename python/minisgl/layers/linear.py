@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
 from minisgl.layers.pieces import Piece, whole
 
@@ -50,8 +50,8 @@ class ColumnParallelLinear(nn.Module):
         self.weight = empty(rows, in_features, dtype=dtype)
         self.bias = zeros(rows, dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        return ctx.ops.linear(x, self.weight, self.bias)
 
     def pieces(self, name: str) -> Iterator[Piece]:
         beside = name.rpartition(".")[0]
@@ -77,10 +77,10 @@ class RowParallelLinear(nn.Module):
         self.weight = empty(out_features, in_features // tp.size, dtype=dtype)
         self.bias = zeros(out_features, dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         if self.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = self.tp.all_reduce(F.linear(x, self.weight))
+            return ctx.ops.linear(x, self.weight, self.bias)
+        y = self.tp.all_reduce(ctx.ops.linear(x, self.weight, None))
         return y if self.bias is None else y.add_(self.bias)
 
     def pieces(self, name: str) -> Iterator[Piece]:

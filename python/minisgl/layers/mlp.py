@@ -22,5 +22,5 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, tp=tp, dtype=dtype)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        y: Tensor = self.down_proj(ctx.ops.silu_and_mul(self.gate_up_proj(x)))
+        y: Tensor = self.down_proj(ctx.ops.silu_and_mul(self.gate_up_proj(x, ctx)), ctx)
         return y

@@ -31,7 +31,7 @@ class SparseMLP(nn.Module):
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         y = ctx.ops.moe(
             x,
-            self.router(x),
+            self.router(x, ctx),
             self.experts.w13,
             self.experts.w2,
             top_k=self.moe.experts_per_token,
