@@ -67,7 +67,11 @@ def check_scores(cases: list[Case], answers: list[str]) -> None:
 @pytest.fixture(scope="module")
 def cases(request: pytest.FixtureRequest) -> list[Case]:
     count: int = request.config.getoption("--demo-cases")
-    return [make_case(skill, 5000 + number, context=500 if count < 10 else 1900) for skill in SKILLS for number in range(count)]
+    return [
+        make_case(skill, 5000 + number, context=500 if count < 10 else 1900)
+        for skill in SKILLS
+        for number in range(count)
+    ]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -10,16 +10,16 @@ from typing import Any
 def pairwise(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Greedy and deterministic: each row is the one that covers the most pairs still missing."""
     names = list(columns)
-    missing = {
-        ((a, x), (b, y)) for a, b in combinations(names, 2) for x, y in product(columns[a], columns[b])
-    }
+    missing = {((a, x), (b, y)) for a, b in combinations(names, 2) for x, y in product(columns[a], columns[b])}
     rows = []
     while missing:
         (a, x), (b, y) = min(missing, key=str)
         row = {a: x, b: y}
         for name in names:
             if name not in row:
-                row[name] = max(columns[name], key=lambda value, name=name: _covered(missing, row | {name: value}, names))
+                row[name] = max(
+                    columns[name], key=lambda value, name=name: _covered(missing, row | {name: value}, names)
+                )
         row = {name: row[name] for name in names}
         missing -= set(combinations(row.items(), 2))
         rows.append(row)

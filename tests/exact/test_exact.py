@@ -136,9 +136,7 @@ def check_greedy(llm: LLM, expected: list[Expected]) -> int:
 
 def check_sampled(llm: LLM, expected: list[Expected]) -> None:
     params = [
-        SamplingParams(
-            temperature=TEMPERATURE, top_k=TOP_K, seed=one.seed, max_tokens=len(one.tokens), ignore_eos=True
-        )
+        SamplingParams(temperature=TEMPERATURE, top_k=TOP_K, seed=one.seed, max_tokens=len(one.tokens), ignore_eos=True)
         for one in expected
     ]
     answers = llm.generate([one.prompt for one in expected], params)

@@ -75,9 +75,7 @@ def test_norm_rope_store(
     weights = [torch.randn(head_dim, device="cuda").to(dtype) if norm else None for _ in range(2)]
 
     def run(which: Ops, kind: torch.dtype) -> list[torch.Tensor]:
-        caches = [
-            torch.full((pages, page_size, kv_heads, head_dim), 7.0, device="cuda", dtype=kind) for _ in range(2)
-        ]
+        caches = [torch.full((pages, page_size, kv_heads, head_dim), 7.0, device="cuda", dtype=kind) for _ in range(2)]
         q_weight, k_weight = (None if weight is None else weight.to(kind) for weight in weights)
         q = which.norm_rope_store(
             qkv.to(kind),

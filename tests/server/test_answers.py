@@ -61,9 +61,7 @@ def test_chat_streams_what_it_answers(server: Server) -> None:
     messages = [{"role": "user", "content": "héllo 👋"}]
     params = {"model": "random-qwen", "messages": messages, "max_completion_tokens": 40, "temperature": 0}
     whole = server.client.chat.completions.create(**params)
-    chunks = list(
-        server.client.chat.completions.create(**params, stream=True, stream_options={"include_usage": True})
-    )
+    chunks = list(server.client.chat.completions.create(**params, stream=True, stream_options={"include_usage": True}))
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens

@@ -200,9 +200,7 @@ class Machine(RuleBasedStateMachine):
         reason=st.sampled_from(["length", "abort", "error", "token"]),
         texts=st.lists(st.text("abhelo wé#世👍", min_size=1, max_size=3), min_size=1, max_size=4),
     )
-    def step(
-        self, open_now: list[int], ending: list[int], data: st.DataObject, reason: str, texts: list[str]
-    ) -> None:
+    def step(self, open_now: list[int], ending: list[int], data: st.DataObject, reason: str, texts: list[str]) -> None:
         ids = [token for text in texts for token in ids_of(text)] + [EOS, 10_000]
         receivers = [sequence for sequence in open_now + ending if sequence not in self.ends]
         tokens = [(sequence, data.draw(st.sampled_from(ids))) for sequence in receivers]

@@ -20,8 +20,12 @@ class TorchOps:
     moe_graph_safe = False  # the host reads how many tokens each expert has
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.device.type == "cpu" and x.dtype != torch.float32 and len(x) >= _MANY_ROWS:
-            return _linear_in_float32(x, weight, bias)
+        if x.device.type == "cpu" and x.dtype != torch.float32:
+            if len(x) >= _MANY_ROWS:
+                return _linear_in_float32(x, weight, bias)
+            if len(x) == 1:  # reads the weight faster than a product of matrices does
+                row = weight.mv(x[0]) if bias is None else torch.addmv(bias, weight, x[0])
+                return row.unsqueeze(0)
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -211,13 +211,9 @@ class RadixCache:
             require(node.locks >= below, f"a node has {node.locks} locks, its children have {below}")
             require((node.locks == 0) == (node in place), "a node is queued and locked, or neither")
         unlocked = [node for node in nodes if node.locks == 0]
-        require(
-            len(place) == len(unlocked), f"{len(place)} nodes are queued, {len(unlocked)} in the tree are unlocked"
-        )
+        require(len(place) == len(unlocked), f"{len(place)} nodes are queued, {len(unlocked)} in the tree are unlocked")
         for node in unlocked:
-            require(
-                all(place[child] < place[node] for child in node.children.values()), "a child is behind its parent"
-            )
+            require(all(place[child] < place[node] for child in node.children.values()), "a child is behind its parent")
 
         owned = self.owned_pages()
         require(len(np.unique(owned)) == len(owned), "a page is in the tree twice")

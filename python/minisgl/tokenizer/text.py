@@ -58,9 +58,7 @@ class TextTokenizer:
 
     def decode(self, ids: Sequence[int] | Int32Array, skip_special_tokens: bool = True) -> str:
         """The text of ids, all at once."""
-        return self.tokenizer.decode(
-            np.asarray(ids, dtype=np.int32).tolist(), skip_special_tokens=skip_special_tokens
-        )
+        return self.tokenizer.decode(np.asarray(ids, dtype=np.int32).tolist(), skip_special_tokens=skip_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> Int32Array:
         try:
