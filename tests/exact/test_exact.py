@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from exact.oracle import Expected, Oracle
 from exact.pairwise import pairwise
-
 from minisgl import LLM, SamplingParams
 
 NEW_TOKENS = 64
