@@ -10,7 +10,6 @@ import os
 import string
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import zmq
@@ -24,11 +23,8 @@ from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_scheduler import ToScheduler
 from minisgl.models.config import load_model_config
 from minisgl.scheduler.build import make_loop
-from minisgl.scheduler.process import SchedulerProcess
+from minisgl.scheduler.serve import SchedulerProcess
 from minisgl.server.worker import Worker
-
-if TYPE_CHECKING:
-    from minisgl.engine.engine import Engine
 
 DEFAULT_PAGE_SIZE = 16
 LETTERS = 4096  # how many are drawn before they repeat
@@ -91,10 +87,9 @@ def run(worker: Worker) -> None:
         num_slots=config.engine.max_running_requests,
         limits=Limits(max_seq_len=context_len, vocab_size=model.vocab_size),
     )
-    engine = cast("Engine", instant)  # all that a loop asks of it is here
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Inbox[ToScheduler] = Inbox(context, worker.addresses.scheduler, ToScheduler)
     detokenizer: Outbox[ToDetokenizer] = Outbox(context, worker.addresses.detokenizer)
-    process = SchedulerProcess(make_loop(config.scheduler, engine, model), inbox, detokenizer)
+    process = SchedulerProcess(make_loop(config.scheduler, instant, model), inbox, detokenizer)
     worker.ready(instant.limits)
     process.run_forever()

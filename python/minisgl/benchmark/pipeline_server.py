@@ -54,20 +54,13 @@ def api(worker: Worker) -> None:
     _run("api", worker)
 
 
-class PipelineSupervisor(Supervisor):
-    """Starts each worker through this module."""
-
-    def _start(self, name: str, entry: str, index: int = 0, listen_fd: int | None = None) -> None:  # noqa: ARG002
-        kind = name.partition("-")[0]
-        super()._start(name, f"minisgl.benchmark.pipeline_server:{kind}", index, listen_fd)
-
-
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config, resolve = parse_args(sys.argv[1:])
     listener = bind(config.host, config.port)
     engine = msgspec.structs.replace(config.engine, model_path=str(resolve().resolve()))
-    return PipelineSupervisor(msgspec.structs.replace(config, engine=engine), listener).run()
+    entries = {kind: f"minisgl.benchmark.pipeline_server:{kind}" for kind in ENTRIES}
+    return Supervisor(msgspec.structs.replace(config, engine=engine), listener, entries).run()
 
 
 if __name__ == "__main__":

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from minisgl.config import SchedulerConfig
-from minisgl.engine.engine import Engine
+from minisgl.core import Limits
 from minisgl.kvcache import make_cache
 from minisgl.message.socket import Outbox
 from minisgl.message.to_rank import Plan
 from minisgl.models.config import ModelConfig
-from minisgl.scheduler.loop import StepLoop
+from minisgl.scheduler.loop import StepEngine, StepLoop
 from minisgl.scheduler.ranks import LeadingEngine
 from minisgl.scheduler.scheduler import Scheduler
 
 
+class SchedulableEngine(StepEngine, Protocol):
+    """What the scheduler must know of an engine."""
+
+    page_size: int
+    num_pages: int
+    num_slots: int
+    limits: Limits
+
+
 def make_loop(
-    config: SchedulerConfig, engine: Engine, model: ModelConfig, followers: Sequence[Outbox[Plan]] = ()
+    config: SchedulerConfig, engine: SchedulableEngine, model: ModelConfig, followers: Sequence[Outbox[Plan]] = ()
 ) -> StepLoop:
     """The step loop of rank 0, which sends every plan to the other ranks as well."""
     scheduler = Scheduler(

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ENTRIES: Mapping[str, str] = {  # what each kind of worker runs; only the worker imports it
+    "scheduler": "minisgl.scheduler.process:run",
+    "tokenizer": "minisgl.tokenizer.worker:run",
+    "detokenizer": "minisgl.tokenizer.detokenizer_worker:run",
+    "api": "minisgl.server.api.process:run",
+}
 GRACE_SECONDS = 1.0  # for workers to end by themselves after Shutdown
 
 
@@ -57,8 +63,9 @@ def bind(host: str, port: int) -> socket.socket:
 class Supervisor:
     """Runs one server from start to end."""
 
-    def __init__(self, config: ServerConfig, listener: socket.socket) -> None:
+    def __init__(self, config: ServerConfig, listener: socket.socket, entries: Mapping[str, str] = ENTRIES) -> None:
         self._config = config
+        self._entries = entries
         self._listener = listener
         self._run_dir = tempfile.mkdtemp(prefix="minisgl-")  # of mode 0700
         self._children: list[Child] = []
@@ -96,14 +103,14 @@ class Supervisor:
 
     def _launch(self) -> None:
         for rank in range(self._config.engine.tp_size):
-            self._start(f"scheduler-{rank}", "minisgl.scheduler.process:run", rank)
+            self._start(f"scheduler-{rank}", "scheduler", rank)
         for index in range(self._config.num_tokenizers):
-            self._start(f"tokenizer-{index}", "minisgl.tokenizer.worker:run", index)
-        self._start("detokenizer", "minisgl.tokenizer.detokenizer_worker:run")
-        self._start("api", "minisgl.server.api.process:run", listen_fd=self._listener.fileno())
+            self._start(f"tokenizer-{index}", "tokenizer", index)
+        self._start("detokenizer", "detokenizer")
+        self._start("api", "api", listen_fd=self._listener.fileno())
 
-    def _start(self, name: str, entry: str, index: int = 0, listen_fd: int | None = None) -> None:
-        child = start_worker(name, entry, Start(self._config, self._run_dir, index, listen_fd))
+    def _start(self, name: str, kind: str, index: int = 0, listen_fd: int | None = None) -> None:
+        child = start_worker(name, self._entries[kind], Start(self._config, self._run_dir, index, listen_fd))
         self._children.append(child)
         self._selector.register(child.pipe, selectors.EVENT_READ, child)
 

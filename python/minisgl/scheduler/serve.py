@@ -1,0 +1,51 @@
+"""Rank 0 as a server: feeds the step loop from the inbox and tells the detokenizer what each step brought. Pure."""
+
+from __future__ import annotations
+
+from minisgl.message import to_detokenizer
+from minisgl.message.socket import Inbox, Outbox
+from minisgl.message.to_detokenizer import Open, StepOutput, ToDetokenizer
+from minisgl.message.to_scheduler import Abort, Add, Query, Stopped, ToScheduler
+from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
+from minisgl.scheduler.loop import StepLoop
+
+
+class SchedulerProcess:
+    """Feeds the step loop from the inbox and tells the detokenizer what each step brought."""
+
+    def __init__(self, loop: StepLoop, inbox: Inbox[ToScheduler], detokenizer: Outbox[ToDetokenizer]) -> None:
+        self._loop = loop
+        self._scheduler = loop.scheduler
+        self._inbox = inbox
+        self._detokenizer = detokenizer
+        self._texts: dict[int, TextOptions] = {}  # of sequences that wait
+
+    def run_forever(self) -> None:
+        while True:
+            if not self._loop.has_work:
+                self._scheduler.check_balance()
+                self._handle(self._inbox.receive())
+            for message in self._inbox.drain():
+                self._handle(message)
+            report = self._loop.step()
+            if report:
+                opened = [
+                    Open(entered.sequence, self._texts.pop(entered.sequence), entered.cached_tokens)
+                    for entered in report.entered
+                ]
+                self._detokenizer.send(StepOutput(opened, report.sequences, pack_ids(report.tokens), report.ended))
+
+    def _handle(self, message: ToScheduler) -> None:
+        match message:
+            case Add():
+                self._texts[message.sequence] = message.text
+                prompt_ids = unpack_ids(message.prompt_ids).copy()
+                self._scheduler.add(message.sequence, prompt_ids, message.sampling, message.seed, message.priority)
+            case Abort():
+                for sequence in message.sequences:
+                    self._scheduler.end(sequence, "abort")
+            case Stopped():
+                self._scheduler.end(message.sequence, "stop")
+            case Query():
+                counts = ProcessCounts("scheduler-0", self._scheduler.counts())
+                self._detokenizer.send(to_detokenizer.Report(message.query, [*message.counts, counts]))
