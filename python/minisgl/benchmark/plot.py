@@ -94,3 +94,14 @@ def _percentiles(axis: Any, title: str, names: Sequence[str], spreads: Sequence[
         axis.plot(names, [getattr(one, percentile) if one else np.nan for one in spreads], "o-", label=percentile)
     axis.set(title=title, ylabel="ms", yscale="log")
     axis.legend()
+
+
+def plot_gaps(path: Path, gaps: Mapping[str, Sequence[float]]) -> None:
+    """How many of the gaps between tokens are longer than so many milliseconds, for each policy."""
+    with _figure(path, 1) as (axis,):
+        for name, values in gaps.items():
+            ordered = np.sort(np.asarray(values))
+            axis.plot(ordered, 1 - np.arange(len(ordered)) / len(ordered), label=name)
+        axis.set(title="gaps between tokens beside long prompts", xlabel="ms", ylabel="share of gaps that are longer")
+        axis.set(xscale="log", yscale="log")
+        axis.legend()
