@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Few CPUs multiply 16-bit floats. From so many rows on, turning the weight into float32 costs less than it saves.
-_MANY_ROWS = 8
+_MANY_ROWS = 4
 _BLOCK = 1 << 20  # values of a weight in float32 at a time: they stay in the cache
 
 
