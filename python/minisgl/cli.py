@@ -11,12 +11,12 @@ from typing import NoReturn
 from minisgl import __version__
 from minisgl.config import (
     DEFAULT_PORT,
-    AttentionName,
     ConfigError,
     EngineConfig,
     LoadFormat,
     SchedulerConfig,
     ServerConfig,
+    parse_attention,
 )
 from minisgl.models.demo import DEMO_MODEL, demo_folder
 from minisgl.models.hub import resolve_model
@@ -139,9 +139,8 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
     """
     args = make_parser().parse_args(argv)
     _refuse_later_parts(args)
-    for flag, unused in (("--disable-pynccl", args.disable_pynccl),):
-        if unused:
-            logger.info("%s has no effect", flag)
+    if args.disable_pynccl:
+        logger.info("--disable-pynccl has no effect")
     load_format: LoadFormat = "dummy" if args.dummy_weight else args.load_format
     config = ServerConfig(
         engine=EngineConfig(
@@ -149,7 +148,7 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
             device=args.device,
             dtype=args.dtype,
             load_format=load_format,
-            attention=_attention(args.attn),
+            attention=parse_attention(args.attn),
             page_size=args.page_size,
             num_pages=args.num_pages,
             memory_ratio=args.memory_ratio,
@@ -183,23 +182,6 @@ def model_folder(model: str, *, weights: bool) -> Path:
 def model_name(model: str) -> str:
     """What clients call it: a hub id as it is, a folder by its last part."""
     return Path(model).resolve().name if Path(model).is_dir() else model
-
-
-def _attention(name: str) -> AttentionName:
-    names = set(name.split(","))
-    if "fi" in names:
-        raise ConfigError(f"--attn {name}: the FlashInfer backend (fi) is not there yet")
-    if len(names) > 1:
-        raise ConfigError(f"--attn {name}: different backends for prefill and decode are not there yet")
-    match names.pop():
-        case "auto":
-            return "auto"
-        case "fa":
-            return "fa"
-        case "torch":
-            return "torch"
-        case _:
-            raise ConfigError(f"--attn must be auto, fa or torch, not {name}")
 
 
 def _refuse_later_parts(args: argparse.Namespace) -> None:

@@ -23,6 +23,24 @@ class ConfigError(ValueError):
     """A configuration that cannot be served. One line that says what to change."""
 
 
+def parse_attention(name: str) -> AttentionName:
+    """The backend that --attn names; ConfigError for one that is unknown or not there yet."""
+    names = set(name.split(","))
+    if "fi" in names:
+        raise ConfigError(f"--attn {name}: the FlashInfer backend (fi) is not there yet")
+    if len(names) > 1:
+        raise ConfigError(f"--attn {name}: different backends for prefill and decode are not there yet")
+    match names.pop():
+        case "auto":
+            return "auto"
+        case "fa":
+            return "fa"
+        case "torch":
+            return "torch"
+        case _:
+            raise ConfigError(f"--attn must be auto, fa or torch, not {name}")
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine needs: the model, where it runs, and the memory it may use."""
 

@@ -7,7 +7,6 @@ it reads: this object keeps everything that was alive at capture.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +42,6 @@ class DecodeGraphs:
     """Captures at construction, largest first, so that the smaller ones reuse its memory."""
 
     def __init__(self, runner: StepRunner, max_bs: int, max_seq_len: int) -> None:
-        begin = time.perf_counter()
         self._runner = runner
         self._device = runner.state.device
         self._sizes = graph_sizes(max_bs)
@@ -53,7 +51,6 @@ class DecodeGraphs:
         self._rows: dict[int, np.ndarray[tuple[int], np.dtype[np.int32]]] = {}  # what is in each size's `slots`
         for size in reversed(self._sizes):
             self._captured[size] = self._capture(size)
-        self.seconds = time.perf_counter() - begin
 
     @property
     def max_bs(self) -> int:

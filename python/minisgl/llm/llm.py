@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from minisgl.cli import model_folder
 from minisgl.config import (
-    AttentionName,
     BatchPolicyName,
     CacheType,
     Device,
@@ -24,6 +23,7 @@ from minisgl.config import (
     SchedulePolicy,
     SchedulerConfig,
     ServerConfig,
+    parse_attention,
 )
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParams, resolve_max_tokens
 from minisgl.engine.engine import Engine
@@ -68,7 +68,7 @@ class LLM:
         num_page_override: int | None = None,
         memory_ratio: float = 0.9,
         cache_type: CacheType = "radix",
-        attention_backend: AttentionName = "auto",
+        attention_backend: str = "auto",
         use_dummy_weight: bool = False,
         device: Device = "auto",
         overlap: bool = True,
@@ -82,7 +82,7 @@ class LLM:
             device=device,
             dtype=str(dtype).removeprefix("torch."),
             load_format="dummy" if use_dummy_weight else "safetensors",
-            attention=attention_backend,
+            attention=parse_attention(attention_backend),
             page_size=page_size,
             num_pages=num_page_override,
             memory_ratio=memory_ratio,
@@ -108,14 +108,18 @@ class LLM:
             self.tokenizer = TextTokenizer.from_folder(folder)
             self._decoder = make_decoder(self.tokenizer.tokenizer)
         self._ranks = RankProcesses(server)
-        self._engine = Engine(
-            config,
-            model_config,
-            tp=join_ranks(config, 0, self._ranks.addresses),
-            phase=self._phase,
-            progress=not use_dummy_weight,
-        )
-        self._loop = make_loop(scheduling, self._engine, model_config, self._ranks.outboxes(self._engine.limits))
+        try:
+            self._engine = Engine(
+                config,
+                model_config,
+                tp=join_ranks(config, 0, self._ranks.addresses),
+                phase=self._phase,
+                progress=not use_dummy_weight,
+            )
+            self._loop = make_loop(scheduling, self._engine, model_config, self._ranks.outboxes(self._engine.limits))
+        except BaseException:
+            self._ranks.close()
+            raise
 
     @contextmanager
     def _phase(self, text: str) -> Iterator[None]:
@@ -125,17 +129,17 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: str | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
     ) -> list[Completion]:
-        """Answer all prompts (texts or token ids) in their order, batched as they fit.
+        """Answer all prompts (texts or token ids; one text stands for a list of it) in order, batched as they fit.
 
         One SamplingParams serves all prompts; a list gives each its own. Raises InvalidRequest for the first prompt
         or parameter that cannot be served, before anything runs.
         """
-        ids = [self._encode(prompt) for prompt in prompts]
+        ids = [self._encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
         return self._run(ids, self._params_for(ids, sampling_params), use_tqdm)
 
     def chat(

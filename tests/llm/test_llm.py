@@ -1,0 +1,64 @@
+"""The offline interface, with the demo model: what programs written for Mini-SGLang use, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from minisgl.config import ConfigError
+from minisgl.core import InvalidRequest
+from minisgl.llm import LLM, SamplingParams
+
+QUESTION = [{"role": "user", "content": "What is Minisgl?"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", dtype="float32", max_running_req=4, num_page_override=600, page_size=4) as llm:
+        yield llm
+        llm.check_idle()
+
+
+def test_texts_ids_and_one_text(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    texts = llm.generate(["abc", "xyz"], params)
+    ids = llm.generate([llm.tokenizer.encode(text).tolist() for text in ("abc", "xyz")], [params, params])
+    assert [one["token_ids"] for one in texts] == [one["token_ids"] for one in ids]
+    assert llm.generate("abc", params)[0]["text"] == texts[0]["text"]
+    assert llm.generate([], params) == []
+
+
+def test_chat_and_stop_strings(llm: LLM) -> None:
+    whole = llm.chat(QUESTION, use_tqdm=True)[0]
+    assert "inference server" in whole["text"]
+    assert whole["finish_reason"] == "stop"
+    cut = llm.chat([QUESTION, QUESTION], SamplingParams(stop=("server",)))
+    assert [one["text"] for one in cut] == [whole["text"].partition("server")[0]] * 2
+    assert cut[0]["cached_tokens"] > 0
+
+
+def test_bad_requests_are_refused_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="at least one token"):
+        llm.generate([[]])
+    with pytest.raises(InvalidRequest, match="between 0 and"):
+        llm.generate([[10**6]])
+    with pytest.raises(InvalidRequest, match="top_p"):
+        llm.generate(["a"], SamplingParams(top_p=0.0))
+    with pytest.raises(ValueError, match="sampling parameters"):
+        llm.generate(["a", "b"], [SamplingParams()])
+    llm.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"attention_backend": "fa,fi"}, "FlashInfer"),
+        ({"max_seq_len_override": 10**6}, "positions end at 4096"),
+        ({"page_size": 0}, "--page-size"),
+        ({"tp_size": 3}, "tensor parallelism"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM("demo", **options)  # type: ignore[arg-type]
