@@ -79,23 +79,28 @@ class Engine:
                 useful_pages=self.num_slots * pages_for(context_len, self.page_size),
                 free=tp.smallest(free_bytes(self.device, config.memory_ratio, tp.size)),
             )
-            self._kv = KVPool(
-                num_layers=model.num_layers,
-                num_pages=self.num_pages,
-                page_size=self.page_size,
-                num_kv_heads=kv_heads,
-                head_dim=model.head_dim,
-                dtype=self.dtype,
-                device=self.device,
+            # On the queue, like all that follows: another stream's fill would race with the first step's reads.
+            self._kv = self._queue.call(
+                lambda: KVPool(
+                    num_layers=model.num_layers,
+                    num_pages=self.num_pages,
+                    page_size=self.page_size,
+                    num_kv_heads=kv_heads,
+                    head_dim=model.head_dim,
+                    dtype=self.dtype,
+                    device=self.device,
+                )
             )
         # A sequence must fit into the pool alone.
         self.limits = Limits(max_seq_len=min(context_len, self.num_pages * self.page_size), vocab_size=model.vocab_size)
-        state = SlotState(
-            num_slots=self.num_slots,
-            max_seq_len=self.limits.max_seq_len,
-            page_size=self.page_size,
-            scratch_page=self._kv.scratch_page,
-            device=self.device,
+        state = self._queue.call(
+            lambda: SlotState(
+                num_slots=self.num_slots,
+                max_seq_len=self.limits.max_seq_len,
+                page_size=self.page_size,
+                scratch_page=self._kv.scratch_page,
+                device=self.device,
+            )
         )
         attention = make_attention(config.attention, page_size=self.page_size, device=self.device)
         self._runner = StepRunner(loaded, self._kv, state, attention, make_ops(self.device), _make_sampler(self.device))
