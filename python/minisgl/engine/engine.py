@@ -59,7 +59,7 @@ class Engine:
                     tp=tp,
                     dtype=self.dtype,
                     device=self.device,
-                    load_format="dummy" if config.load_format == "dummy" else "auto",
+                    load_format=config.load_format,
                     progress=progress,
                 )
             )

@@ -80,7 +80,6 @@ class SlotState:
     def advance(self, slots: Tensor, sampled: Tensor) -> None:
         """Append the sampled token of each slot: the next step reads it from here. Slots may repeat only as scratch."""
         lengths = self.lengths[slots]
-        # The scratch slot always writes its first place.
         real = (slots != self.scratch_slot).int()
         # The scratch slot, of length 1 for ever, writes its first place again and again.
         self.tokens[slots, lengths.long() * real] = sampled.int()

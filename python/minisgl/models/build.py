@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import torch
 
+from minisgl.config import LoadFormat
 from minisgl.distributed.group import TPGroup
 from minisgl.layers.decoder import CausalLM
 from minisgl.models.config import ModelConfig
 from minisgl.models.registry import model_class
 from minisgl.models.weights import fill_random, load_weights
-
-LoadFormat = Literal["auto", "dummy"]
 
 
 def build_model(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> CausalLM:
@@ -30,7 +28,7 @@ def load_model(
     tp: TPGroup,
     dtype: torch.dtype,
     device: torch.device,
-    load_format: LoadFormat = "auto",
+    load_format: LoadFormat = "safetensors",
     progress: bool = False,
     seed: int = 0,
 ) -> CausalLM:
