@@ -119,9 +119,10 @@ class Engine:
 
     def _run(self, batch: Batch) -> Tensor:
         self._runner.state.apply(batch)
-        if self._graphs is not None and batch.is_decode and len(batch.slots) <= self._graphs.max_bs:
-            return self._graphs.replay(batch)
-        return self._runner.run(batch)
+        if self._graphs is not None and self._graphs.fits(batch):
+            self._graphs.forward(batch)
+            return self._graphs.sample(batch)
+        return self._runner.sample(batch, *self._runner.forward(batch))
 
     def describe(self) -> str:
         """One line for the log."""

@@ -20,7 +20,7 @@ from minisgl.layers.decoder import CausalLM
 
 
 class StepRunner:
-    """The parts that a step needs, and the two launches it is made of: forward, then sample."""
+    """The parts that a step needs, and the two launches it is made of: `forward`, then `sample`."""
 
     def __init__(
         self,
@@ -38,15 +38,8 @@ class StepRunner:
         self.ops = ops
         self.sampler = sampler
 
-    def run(self, batch: Batch) -> Tensor:
-        """Execute a plan; the sampled tokens [S] int64, which the slots have been advanced by."""
-        logits, slots = self._forward(batch)
-        if len(slots) == 0:
-            return slots
-        return self.sampler.sample(logits, slots, self.state, SampleKind(batch.greedy, batch.filtered))
-
-    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits of the rows that sample, and their slots."""
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits [S, vocab_size] of the rows that sample, and their slots [S] int64."""
         state = self.state
         lengths = batch.lengths
         query_starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -82,6 +75,12 @@ class StepRunner:
             plan=self.attention.plan(inputs),
         )
         return self.model(ctx), sampling_slots
+
+    def sample(self, batch: Batch, logits: Tensor, slots: Tensor) -> Tensor:
+        """The sampled tokens [S] int64; the slots have been advanced by them."""
+        if len(slots) == 0:
+            return slots
+        return self.sampler.sample(logits, slots, self.state, SampleKind(batch.greedy, batch.filtered))
 
     def decode_context(self, slots: Tensor, kv_lens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> ForwardContext:
         """The context of a decode of `slots` [rows] int64, made from device state alone so that a graph can hold it.

@@ -7,6 +7,7 @@ it reads: this object keeps everything that was alive at capture.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,10 +53,6 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             self._captured[size] = self._capture(size)
 
-    @property
-    def max_bs(self) -> int:
-        return self._sizes[-1]
-
     def _capture(self, size: int) -> _Captured:
         runner = self._runner
         slots = torch.full((size,), runner.state.scratch_slot, dtype=torch.int64, device=self._device)
@@ -81,17 +78,27 @@ class DecodeGraphs:
             samples[kind] = (graph, sampled)
         return _Captured(slots, forward_graph, logits, samples, context)
 
-    def replay(self, batch: Batch) -> Tensor:
-        """Run a decode plan of at most `max_bs` rows; the sampled tokens [rows], overwritten by the next replay."""
-        rows = len(batch.slots)
-        size = next(size for size in self._sizes if size >= rows)
+    def fits(self, batch: Batch) -> bool:
+        """Whether the plan is a decode that a graph was captured for."""
+        return batch.is_decode and len(batch.slots) <= self._sizes[-1]
+
+    def forward(self, batch: Batch) -> None:
+        """Replay the forward of a plan that fits. Its logits stay where `sample` finds them."""
+        size = self._size_for(batch)
         captured = self._captured[size]
         padded = np.full(size, self._runner.state.scratch_slot, dtype=np.int32)
-        padded[:rows] = batch.slots
+        padded[: len(batch.slots)] = batch.slots
         if not np.array_equal(self._rows.get(size, ()), padded):
             self._rows[size] = padded
             captured.slots.copy_(upload(padded, self._device))
         captured.forward.replay()
-        graph, sampled = captured.sample[SampleKind(batch.greedy, batch.filtered)]
+
+    def sample(self, batch: Batch) -> Tensor:
+        """The sampled tokens [rows] behind the same plan's forward, overwritten by the next replay."""
+        graph, sampled = self._captured[self._size_for(batch)].sample[SampleKind(batch.greedy, batch.filtered)]
         graph.replay()
-        return sampled[:rows]
+        return sampled[: len(batch.slots)]
+
+    def _size_for(self, batch: Batch) -> int:
+        """The smallest captured batch size that holds the plan's rows."""
+        return self._sizes[bisect_left(self._sizes, len(batch.slots))]
