@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.kernel.base import Ops
+from minisgl.kernel.base import Heads, Norm, Ops
 from minisgl.kernel.torch_ops import TorchOps
 
 pytestmark = pytest.mark.gpu
@@ -36,19 +36,7 @@ def close(out: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype) -> Non
 def test_rms_norm(ops: Ops, dtype: torch.dtype, tokens: int, size: int) -> None:
     x = torch.randn(tokens, size, device="cuda").to(dtype)
     weight = torch.randn(size, device="cuda").to(dtype)
-    close(ops.rms_norm(x, weight, 1e-6), TorchOps().rms_norm(x.double(), weight.double(), 1e-6), dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "size"), [(1, 1024), (3, 5120), (257, 2048)])
-def test_add_rms_norm(ops: Ops, dtype: torch.dtype, tokens: int, size: int) -> None:
-    x = torch.randn(tokens, size, device="cuda").to(dtype)
-    residual = torch.randn(tokens, size, device="cuda").to(dtype)
-    weight = torch.randn(size, device="cuda").to(dtype)
-    total = (x.double() + residual.double()).to(dtype)
-    out, new_residual = ops.add_rms_norm(x, residual.clone(), weight, 1e-6)
-    assert torch.equal(new_residual, total)
-    close(out, TorchOps().rms_norm(total.double(), weight.double(), 1e-6), dtype)
+    close(ops.rms_norm(x, Norm(weight, 1e-6)), TorchOps().rms_norm(x.double(), Norm(weight.double(), 1e-6)), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,20 +64,10 @@ def test_norm_rope_store(
 
     def run(which: Ops, kind: torch.dtype) -> list[torch.Tensor]:
         caches = [torch.full((pages, page_size, kv_heads, head_dim), 7.0, device="cuda", dtype=kind) for _ in range(2)]
-        q_weight, k_weight = (None if weight is None else weight.to(kind) for weight in weights)
-        q = which.norm_rope_store(
-            qkv.to(kind),
-            positions,
-            cos_sin.to(torch.float64 if kind == torch.float64 else torch.float32),
-            kv_slots,
-            *caches,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            q_weight=q_weight,
-            k_weight=k_weight,
-            eps=1e-6,
-        )
-        return [q, *caches]
+        q_norm, k_norm = (None if weight is None else Norm(weight.to(kind), 1e-6) for weight in weights)
+        table = cos_sin.to(torch.float64 if kind == torch.float64 else torch.float32)
+        made = Heads(heads, kv_heads, table, q_norm, k_norm)
+        return [which.norm_rope_store(qkv.to(kind), made, positions, kv_slots, *caches), *caches]
 
     for out, reference in zip(run(ops, dtype), run(TorchOps(), torch.float64), strict=True):
         close(out, reference, dtype)

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+
+class Norm(NamedTuple):
+    """The parameters of an RMSNorm: weight [H] and what is added to the mean square."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How a layer's q, k and v are made from their product.
+
+    cos_sin is float32 [max_positions, head_dim]: cosines in the first half of the last axis, sines in the second; the
+    rotation pairs dimension i with i + head_dim / 2 (the "neox" layout).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    cos_sin: Tensor
+    q_norm: Norm | None  # of each head, before its rotation (Qwen3)
+    k_norm: Norm | None
 
 
 class Ops(Protocol):
@@ -12,43 +35,27 @@ class Ops(Protocol):
 
     moe_graph_safe: bool  # `moe` launches the same work whatever its data: a CUDA graph may hold it
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, in], weight [out, in], bias [out] -> x @ weight.T + bias, [T, out]."""
-        ...
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """x [T, H] -> x / sqrt(mean(x^2) + eps) * weight, [T, H]."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual); may overwrite both arguments."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """x [T, in], weight [out, in], bias [out], residual [T, out] -> x @ weight.T + bias + residual, [T, out]."""
         ...
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 * I] with the gate first -> silu(gate) * up, [T, I]."""
+    def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """linear(rms_norm(x)): what begins each half of a decoder layer."""
+        ...
+
+    def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """silu(gate) * up of norm_linear(x), whose weight [2 * I, in] has the gate first: [T, I]."""
         ...
 
     def norm_rope_store(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor,
-        kv_slots: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
+        self, qkv: Tensor, heads: Heads, positions: Tensor, kv_slots: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        """Split qkv [T, (heads + 2 * kv_heads) * head_dim]; RMS-norm each head of q and k where weights are given
-        (Qwen3); rotate q and k by `cos_sin[positions]`; write k and v to the cache rows `kv_slots`.
-
-        cos_sin is float32 [max_positions, head_dim]: cosines in the first half of the last axis, sines in the
-        second; the rotation pairs dimension i with i + head_dim / 2 (the "neox" layout). The caches are
-        [pages, page_size, kv_heads, head_dim]. Returns q [T, heads, head_dim].
+        """Split qkv [T, (heads + 2 * kv_heads) * head_dim]; norm and rotate q and k as `heads` says; write k and v to
+        the cache rows `kv_slots`. The caches are [pages, page_size, kv_heads, head_dim]. Returns q [T, heads, head_dim].
         """
         ...
 

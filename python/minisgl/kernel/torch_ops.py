@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl.kernel.base import Heads, Norm
+
 # Few CPUs multiply 16-bit floats. From so many rows on, turning the weight into float32 costs less than it saves.
 _MANY_ROWS = 4
 _BLOCK = 1 << 20  # values of a weight in float32 at a time: they stay in the cache
@@ -19,7 +21,17 @@ class TorchOps:
 
     moe_graph_safe = False  # the host reads how many tokens each expert has
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        y = self._product(x, weight, bias)
+        return y if residual is None else y.add_(residual)
+
+    def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._product(self.rms_norm(x, norm), weight, bias)
+
+    def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return silu_and_mul(self.norm_linear(x, norm, weight, bias))
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.device.type == "cpu" and x.dtype != torch.float32:
             if len(x) >= _MANY_ROWS:
                 return _linear_in_float32(x, weight, bias)
@@ -28,41 +40,21 @@ class TorchOps:
                 return row.unsqueeze(0)
         return F.linear(x, weight, bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-        return (x32 * scale).to(x.dtype).mul_(weight)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        residual.add_(x)
-        return self.rms_norm(residual, weight, eps), residual
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + norm.eps)
+        return (x32 * scale).to(x.dtype).mul_(norm.weight)
 
     def norm_rope_store(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor,
-        kv_slots: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
+        self, qkv: Tensor, heads: Heads, positions: Tensor, kv_slots: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
-        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-        if q_weight is not None:
-            q = self.rms_norm(q, q_weight, eps)
-        if k_weight is not None:
-            k = self.rms_norm(k, k_weight, eps)
-        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+        parts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+        q, k, v = torch.split(qkv.view(len(qkv), sum(parts), -1), parts, dim=1)
+        if heads.q_norm is not None:
+            q = self.rms_norm(q, heads.q_norm)
+        if heads.k_norm is not None:
+            k = self.rms_norm(k, heads.k_norm)
+        cos, sin = heads.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
         k_cache.flatten(0, 1).index_copy_(0, kv_slots, _rotate(k, cos, sin))
         v_cache.flatten(0, 1).index_copy_(0, kv_slots, v)
         return _rotate(q, cos, sin)
@@ -79,10 +71,16 @@ class TorchOps:
         for expert, count in enumerate(counts):
             if count:
                 mine = slice(start, start + count)
-                hidden = self.silu_and_mul(self.linear(x[tokens[mine]], w13[expert], None))
-                out.index_add_(0, tokens[mine], (self.linear(hidden, w2[expert], None) * weights[mine]).float())
+                hidden = silu_and_mul(self._product(x[tokens[mine]], w13[expert]))
+                out.index_add_(0, tokens[mine], (self._product(hidden, w2[expert]) * weights[mine]).float())
                 start += count
         return out.to(x.dtype)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """[T, 2 * I] with the gate first -> silu(gate) * up, [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
 
 
 def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

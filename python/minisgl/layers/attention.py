@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
+from minisgl.kernel.base import Heads
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary
@@ -14,7 +15,7 @@ from minisgl.models.config import ModelConfig
 
 
 class Attention(nn.Module):
-    """[T, hidden_size] -> [T, hidden_size]. A rank has an even share of the query heads and the KV heads behind it.
+    """x + attention(norm(x)): [T, hidden_size] -> [T, hidden_size]. A rank has an even share of the query heads and the KV heads behind it.
 
     `qk_norm`: each head of q and k is RMS-normed before its rotation (Qwen3).
     """
@@ -35,7 +36,6 @@ class Attention(nn.Module):
         self.layer = layer
         self.rotary = rotary
         self.window = config.windows[layer]
-        self.eps = config.rms_norm_eps
         self.num_heads = config.heads_per_rank(tp.size)
         self.num_kv_heads = config.kv_heads_per_rank(tp.size)
         dim, hidden = config.head_dim, config.hidden_size
@@ -50,24 +50,21 @@ class Attention(nn.Module):
             bias=qkv_bias,
             dtype=dtype,
         )
-        self.q_norm = RMSNorm(dim, self.eps, dtype=dtype) if qk_norm else None
-        self.k_norm = RMSNorm(dim, self.eps, dtype=dtype) if qk_norm else None
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps, dtype=dtype) if qk_norm else None
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps, dtype=dtype) if qk_norm else None
         self.o_proj = RowParallelLinear(config.num_heads * dim, hidden, bias=out_bias, tp=tp, dtype=dtype)
 
-    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        q = ctx.ops.norm_rope_store(
-            self.qkv_proj(x, ctx),
-            ctx.positions,
-            self.rotary.cos_sin,
-            ctx.kv_slots,
-            ctx.kv.keys(self.layer),
-            ctx.kv.values(self.layer),
+    def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext) -> Tensor:
+        heads = Heads(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            q_weight=self.q_norm.weight if self.q_norm else None,
-            k_weight=self.k_norm.weight if self.k_norm else None,
-            eps=self.eps,
+            cos_sin=self.rotary.cos_sin,
+            q_norm=self.q_norm.params if self.q_norm else None,
+            k_norm=self.k_norm.params if self.k_norm else None,
         )
-        heads = ctx.attention.forward(self.layer, q, ctx.kv, ctx.plan, self.window)
-        y: Tensor = self.o_proj(heads.flatten(1), ctx)
+        keys, values = ctx.kv.keys(self.layer), ctx.kv.values(self.layer)
+        qkv = self.qkv_proj(x, norm, ctx)
+        q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.kv_slots, keys, values)
+        attended = ctx.attention.forward(self.layer, q, ctx.kv, ctx.plan, self.window)
+        y: Tensor = self.o_proj(attended.flatten(1), x, ctx)
         return y

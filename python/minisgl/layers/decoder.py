@@ -17,7 +17,7 @@ from minisgl.models.config import ModelConfig
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); each addition is left to the norm that follows it."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). Norms and additions are fused into the products beside them."""
 
     def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -26,16 +26,14 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, residual: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm(x, residual, ctx)
-        x = self.self_attn(x, ctx)
-        x, residual = self.post_attention_layernorm(x, residual, ctx)
-        x = self.mlp(x, ctx)
-        return x, residual
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        x = self.self_attn(x, self.input_layernorm, ctx)
+        x = self.mlp(x, self.post_attention_layernorm, ctx)
+        return x
 
 
 class Decoder(nn.Module):
-    """[T] token ids -> [S, hidden_size]: the normed states of the tokens that sample."""
+    """[T] token ids -> [S, hidden_size]: the states of the tokens that sample, which `norm` is still to be applied to."""
 
     def __init__(
         self,
@@ -53,14 +51,9 @@ class Decoder(nn.Module):
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         x: Tensor = self.embed_tokens(ctx.input_ids)
-        residual: Tensor | None = None
         for layer in self.layers:
-            x, residual = layer(x, residual, ctx)
-        if ctx.sample_rows is not None:
-            x = x[ctx.sample_rows]
-            residual = None if residual is None else residual[ctx.sample_rows]
-        x, _ = self.norm(x, residual, ctx)
-        return x
+            x = layer(x, ctx)
+        return x if ctx.sample_rows is None else x[ctx.sample_rows]
 
 
 class CausalLM(nn.Module):
@@ -85,5 +78,5 @@ class CausalLM(nn.Module):
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Logits [S, vocab_size] of the tokens that sample, in the model's dtype, the same on every rank."""
-        logits: Tensor = self.lm_head(self.model(ctx), ctx)
+        logits: Tensor = self.lm_head(self.model(ctx), self.model.norm, ctx)
         return logits

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
 from minisgl.layers.linear import empty
+from minisgl.layers.norm import RMSNorm
 from minisgl.layers.pieces import Piece
 
 
@@ -45,7 +46,7 @@ class VocabEmbedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """[S, hidden_size] -> logits [S, vocab_size] on every rank. Given an embedding, it uses that one's weight."""
+    """norm(x) of [S, hidden_size] -> logits [S, vocab_size] on every rank. Given an embedding, it uses its weight."""
 
     def __init__(
         self,
@@ -63,8 +64,8 @@ class LMHead(nn.Module):
         self.tied = tied_to is not None
         self.weight = tied_to.weight if tied_to else vocab_weight(self.share, hidden_size, dtype)
 
-    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        logits = self.tp.all_gather(ctx.ops.linear(x, self.weight, None))
+    def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext) -> Tensor:
+        logits = self.tp.all_gather(ctx.ops.norm_linear(x, norm.params, self.weight))
         return logits[:, : self.vocab_size]
 
     def pieces(self, name: str) -> Iterator[Piece]:

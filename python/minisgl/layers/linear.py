@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
+from minisgl.layers.norm import RMSNorm
 from minisgl.layers.pieces import Piece, whole
 
 
@@ -39,7 +40,7 @@ def zeros(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 class ColumnParallelLinear(nn.Module):
     """Matrices that share their input, merged into one product; each rank has some output rows of each.
 
-    [T, in_features] -> [T, rows kept], in the order of the parts. The parts stand in the checkpoint beside this
+    norm(x) of [T, in_features] -> [T, rows kept], in the order of the parts. The parts stand in the checkpoint beside this
     module: `mlp.gate_up_proj` with a part `gate_proj` is filled from `mlp.gate_proj.weight`.
     """
 
@@ -50,8 +51,8 @@ class ColumnParallelLinear(nn.Module):
         self.weight = empty(rows, in_features, dtype=dtype)
         self.bias = zeros(rows, dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        return ctx.ops.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext) -> Tensor:
+        return ctx.ops.norm_linear(x, norm.params, self.weight, self.bias)
 
     def pieces(self, name: str) -> Iterator[Piece]:
         beside = name.rpartition(".")[0]
@@ -68,7 +69,10 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """One matrix whose input columns are divided: [T, in_features / size] -> [T, out_features], summed over ranks."""
+    """One matrix whose input columns are divided, and the residual addition behind it.
+
+    [T, in_features / size], summed over ranks, + residual -> [T, out_features].
+    """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
@@ -77,11 +81,11 @@ class RowParallelLinear(nn.Module):
         self.weight = empty(out_features, in_features // tp.size, dtype=dtype)
         self.bias = zeros(out_features, dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
         if self.tp.size == 1:
-            return ctx.ops.linear(x, self.weight, self.bias)
-        y = self.tp.all_reduce(ctx.ops.linear(x, self.weight, None))
-        return y if self.bias is None else y.add_(self.bias)
+            return ctx.ops.linear(x, self.weight, self.bias, residual)
+        y = self.tp.all_reduce(ctx.ops.linear(x, self.weight))
+        return (y if self.bias is None else y.add_(self.bias)).add_(residual)
 
     def pieces(self, name: str) -> Iterator[Piece]:
         rows, share = self.weight.shape

@@ -12,32 +12,44 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
-from minisgl.layers.linear import ColumnParallelLinear, Part, empty
-from minisgl.layers.pieces import Piece
+from minisgl.layers.linear import empty
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.pieces import Piece, whole
 from minisgl.models.config import MoeConfig
 
 
 class SparseMLP(nn.Module):
-    """[T, hidden_size] -> [T, hidden_size]. The router's weight is the checkpoint's `gate`, the same on every rank."""
+    """x + experts(norm(x)): [T, hidden_size] -> [T, hidden_size]. Every rank has the router."""
 
     def __init__(self, hidden_size: int, moe: MoeConfig, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self.tp = tp
         self.moe = moe
-        gate = Part("gate", moe.num_experts, [range(moe.num_experts)])
-        self.router = ColumnParallelLinear(hidden_size, [gate], bias=False, dtype=dtype)
+        self.router = Router(hidden_size, moe.num_experts, dtype=dtype)
         self.experts = Experts(hidden_size, moe, tp=tp, dtype=dtype)
 
-    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext) -> Tensor:
+        normed = norm(x, ctx)
         y = ctx.ops.moe(
-            x,
-            self.router(x, ctx),
+            normed,
+            ctx.ops.linear(normed, self.router.weight),
             self.experts.w13,
             self.experts.w2,
             top_k=self.moe.experts_per_token,
             renormalize=self.moe.norm_topk_prob,
         )
-        return self.tp.all_reduce(y)
+        return self.tp.all_reduce(y).add_(x)
+
+
+class Router(nn.Module):
+    """The scores of the experts: weight [experts, hidden_size], in the checkpoint `gate` beside this module."""
+
+    def __init__(self, hidden_size: int, num_experts: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty(num_experts, hidden_size, dtype=dtype)
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        yield whole(f"{name.rpartition('.')[0]}.gate.weight", self.weight)
 
 
 class Experts(nn.Module):

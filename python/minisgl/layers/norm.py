@@ -1,4 +1,4 @@
-"""RMSNorm, alone or with the residual addition before it."""
+"""RMSNorm."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
+from minisgl.kernel.base import Norm
 from minisgl.layers.pieces import Piece, whole
 
 
@@ -19,11 +20,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
 
-    def forward(self, x: Tensor, residual: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual), both [T, size]; no residual stands for zero."""
-        if residual is None:
-            return ctx.ops.rms_norm(x, self.weight, self.eps), x
-        return ctx.ops.add_rms_norm(x, residual, self.weight, self.eps)
+    @property
+    def params(self) -> Norm:
+        """For the operations that begin with this norm."""
+        return Norm(self.weight, self.eps)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T, size] -> [T, size]"""
+        return ctx.ops.rms_norm(x, self.params)
 
     def pieces(self, name: str) -> Iterator[Piece]:
         yield whole(f"{name}.weight", self.weight)
