@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -10,11 +10,19 @@ from minisgl.core import FinishReason
 from minisgl.message.types import PackedIds, ProcessCounts
 
 
+class Echo(msgspec.Struct, frozen=True, array_like=True):
+    """The prompt as text, for those who asked for it."""
+
+    text: str
+    first_token: bytes  # the UTF-8 text of the prompt's first token, which has no log-probability
+
+
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     """The prompt of these sequences is tokenized, valid and on its way to the scheduler."""
 
     sequences: list[int]
     prompt_ids: PackedIds
+    echo: Echo | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -23,6 +31,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     sequences: list[int]
     field: str
     message: str
+    code: str | None = None  # OpenAI's name of the error, where it has one
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -49,4 +58,42 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     counts: list[ProcessCounts]
 
 
-ToApi: TypeAlias = Accepted | Refused | Pieces | Report
+class Encoded(msgspec.Struct, frozen=True, tag=True):
+    """To Encode: the ids."""
+
+    query: int
+    ids: PackedIds
+    strings: list[str] | None = None
+
+
+class Decoded(msgspec.Struct, frozen=True, tag=True):
+    """To Decode: the text."""
+
+    query: int
+    text: str
+
+
+class Described(msgspec.Struct, frozen=True, tag=True):
+    """To Describe: the tokenizer's configuration."""
+
+    query: int
+    config: dict[str, Any]
+
+
+class Flushed(msgspec.Struct, frozen=True, tag=True):
+    """To FlushCache: the pages that it freed."""
+
+    query: int
+    pages: int
+
+
+class Unanswered(msgspec.Struct, frozen=True, tag=True):
+    """To any question: what is wrong with it."""
+
+    query: int
+    field: str
+    message: str
+
+
+Reply: TypeAlias = Encoded | Decoded | Described | Flushed | Unanswered
+ToApi: TypeAlias = Accepted | Refused | Pieces | Report | Reply

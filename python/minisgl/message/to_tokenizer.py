@@ -11,9 +11,10 @@ from minisgl.message.types import PackedIds, TextOptions
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True):
-    """Plain text, encoded with the special tokens that the model's tokenizer adds (BOS)."""
+    """Plain text, encoded with the special tokens that the model's tokenizer adds (BOS), or without."""
 
     text: str
+    add_special_tokens: bool = True
 
 
 class IdsPrompt(msgspec.Struct, frozen=True, tag=True):
@@ -28,6 +29,8 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True  # end with the beginning of an assistant's message
+    continue_final_message: bool = False  # leave the last message open, to be written on
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
@@ -39,6 +42,9 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     sampling: SamplingParams
     text: TextOptions
     priority: int = 0  # larger goes first
+    truncate: int | None = None  # keep at most so many tokens of the prompt, the last; -1: as many as fit
+    echo: bool = False  # answer with the prompt's text as well
+    cache_salt: str = ""  # prefixes are shared between requests of the same salt only
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -53,4 +59,32 @@ class Query(msgspec.Struct, frozen=True, tag=True):
     query: int
 
 
-ToTokenizer: TypeAlias = Generate | Abort | Query
+class Encode(msgspec.Struct, frozen=True, tag=True):
+    """Say the prompt's ids; nothing is generated."""
+
+    query: int
+    prompt: TextPrompt | ChatPrompt
+    strings: bool = False  # and each token as the vocabulary writes it
+
+
+class Decode(msgspec.Struct, frozen=True, tag=True):
+    """Say the text of these ids."""
+
+    query: int
+    ids: PackedIds
+
+
+class Describe(msgspec.Struct, frozen=True, tag=True):
+    """Say what the model folder says about its tokenizer."""
+
+    query: int
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag=True):
+    """Forget every cached prefix that nobody uses; goes on to the scheduler."""
+
+    query: int
+
+
+Question: TypeAlias = Encode | Decode | Describe | FlushCache  # each gets one answer, which names its query
+ToTokenizer: TypeAlias = Generate | Abort | Query | Question
