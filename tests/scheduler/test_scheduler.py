@@ -26,12 +26,17 @@ WORLDS: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("options", WORLDS, ids=str)
 def test_random_traffic(options: dict[str, object], request: pytest.FixtureRequest) -> None:
-    """Arrivals, aborts and stop strings at random: each request ends once, with the answer it would get alone."""
+    """Arrivals, aborts and stop strings at random: each request ends once, with the answer it would get alone.
+
+    And none waits behind more younger ones of its priority than MAX_PASSED and those of one more step.
+    """
     count: int = request.config.getoption("--simulated-requests")
     world = World(**options)  # type: ignore[arg-type]
     rng = random.Random(1)
     prompts: dict[int, tuple[list[int], SamplingParams]] = {}
+    priorities: dict[int, int] = {}
     open_sequences: set[int] = set()
+    passed_over: dict[int, int] = {}  # of those who wait for their first slot
     whole = 0
     while len(prompts) < count or world.loop.has_work:
         # Bursts, and room to drain: the pool is full at times and idle at times.
@@ -41,11 +46,21 @@ def test_random_traffic(options: dict[str, object], request: pytest.FixtureReque
                 prompt = random_prompt(rng, families=6, longest=40)
                 params = {"max_tokens": rng.randint(1, 60), "ignore_eos": rng.random() < 0.5}
                 prompts[sequence] = prompt, SamplingParams(**params)  # type: ignore[arg-type]
-                world.add(sequence, prompt, priority=rng.choice([0, 0, 0, 1]), **params)
+                priorities[sequence] = rng.choice([0, 0, 0, 1])
+                world.add(sequence, prompt, priority=priorities[sequence], **params)
                 open_sequences.add(sequence)
+                passed_over[sequence] = 0
         if open_sequences and rng.random() < 0.03:
-            world.scheduler.end(rng.choice(sorted(open_sequences)), rng.choice(["abort", "stop"]))
+            ended = rng.choice(sorted(open_sequences))
+            world.scheduler.end(ended, rng.choice(["abort", "stop"]))
+            passed_over.pop(ended, None)
+        entered_before = len(world.entered)
         world.step()
+        for sequence in world.entered[entered_before:]:
+            if passed_over.pop(sequence, None) is not None:
+                for other in passed_over:
+                    passed_over[other] += other < sequence and priorities[other] == priorities[sequence]
+        assert all(count < MAX_PASSED + world.num_slots for count in passed_over.values())
         for sequence in [sequence for sequence in open_sequences if sequence in world.ends]:
             open_sequences.remove(sequence)
             prompt, params_ = prompts[sequence]

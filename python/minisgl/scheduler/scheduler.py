@@ -164,7 +164,7 @@ class Scheduler:
             return entering
         for request in self._waiting.candidates(lambda request: self._match(request).cached_len):
             prefix = self._match(request)
-            if self._is_being_prefilled(request, prefix.cached_len):
+            if not self._waiting.is_overdue(request) and self._is_being_prefilled(request, prefix.cached_len):
                 continue
             self._cache.lock(prefix)
             needed = pages_for(len(request.token_ids), self._page_size) - len(prefix.pages)

@@ -1,8 +1,8 @@
 """The requests that wait for a slot, in the order in which they should get one.
 
 Higher priority first, then who came first; a retracted request has kept its arrival and so comes before all that came
-after it. Under `lpm` (longest prefix match) the one with the most cached tokens is preferred, but no request is passed
-over more than MAX_PASSED times.
+after it. Under `lpm` (longest prefix match) the one with the most cached tokens is preferred. Whatever the policy, a
+request that MAX_PASSED younger ones of its priority have passed over goes first from the next step on.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         self._requests.remove(request)
 
+    def is_overdue(self, request: Request) -> bool:
+        """It is passed over no more, whatever it would gain by waiting."""
+        return request.passed_over >= MAX_PASSED
+
     def candidates(self, cached_tokens: Callable[[Request], int]) -> list[Request]:
         """The requests to try for admission, best first."""
         head = list(islice(self._requests, LOOKED_AT))
@@ -45,7 +49,7 @@ class WaitingQueue:
         cached = {request.sequence: cached_tokens(request) for request in head}
 
         def preference(request: Request) -> tuple[int, bool, int, int]:
-            overdue = request.passed_over >= MAX_PASSED
+            overdue = self.is_overdue(request)
             return -request.priority, not overdue, 0 if overdue else -cached[request.sequence], request.arrival
 
         return sorted(head, key=preference)
