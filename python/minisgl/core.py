@@ -20,12 +20,19 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class InvalidRequest(ValueError):
-    """The one error that a client's request can cause. `field` names what is wrong, the text says the limit."""
+    """The one error that a client's request can cause. `field` names what is wrong, the text says the limit.
 
-    def __init__(self, field: str, message: str) -> None:
+    `code` is OpenAI's name of the error, where it has one.
+    """
+
+    def __init__(self, field: str, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.field = field
         self.message = message
+        self.code = code
+
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # the code of a prompt, or prompt and answer, that do not fit
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -102,6 +109,7 @@ def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits) 
         raise InvalidRequest(
             "prompt",
             f"the prompt has {prompt_len} tokens, but the context holds {limits.max_seq_len} with the answer",
+            CONTEXT_LENGTH_EXCEEDED,
         )
     if max_tokens is None:
         return room
@@ -110,6 +118,7 @@ def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits) 
             "max_tokens",
             f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, "
             f"but the context holds {limits.max_seq_len} together",
+            CONTEXT_LENGTH_EXCEEDED,
         )
     return max_tokens
 

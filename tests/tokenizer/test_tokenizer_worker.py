@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from tokenizers import AddedToken
 
 import minisgl
 from minisgl.config import EngineConfig, ServerConfig
@@ -23,11 +25,25 @@ from minisgl.core import Limits, SamplingParams
 from minisgl.message import control, to_detokenizer, to_scheduler, to_tokenizer
 from minisgl.message.control import ControlPipe, ToSupervisor
 from minisgl.message.socket import Addresses, Inbox, Outbox
-from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Report, ToApi
+from minisgl.message.to_api import (
+    Accepted,
+    Decoded,
+    Described,
+    Echo,
+    Encoded,
+    Flushed,
+    Piece,
+    Pieces,
+    Refused,
+    Report,
+    ToApi,
+    Unanswered,
+)
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Add, Stopped, ToScheduler
 from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
+from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.text import TextTokenizer
 from minisgl.tokenizer.worker import admit
 from tokenizer import small
@@ -115,12 +131,71 @@ def test_lesson_08_a_bug_is_one_requests_refusal(
     def broken(*_: object) -> None:
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr(tokenizer, "encode", broken)
+    monkeypatch.setattr(tokenizer, "encode_fitting", broken)
     refused, adds = admit(request(TextPrompt("a")), tokenizer, LIMITS)
     assert isinstance(refused, Refused)
     assert "surprise" in refused.message
     assert adds == []
     assert "Traceback" in caplog.text
+
+
+def ids_of(message: Any) -> list[int]:
+    accepted, adds = message
+    assert isinstance(accepted, Accepted), accepted
+    assert [add.prompt_ids for add in adds] == [accepted.prompt_ids] * len(adds)
+    return unpack_ids(accepted.prompt_ids).tolist()  # type: ignore[no-any-return]
+
+
+def test_truncated_prompts_keep_their_end_and_bos(tokenizer: TextTokenizer) -> None:
+    text = "abcdefghijklmnopqrstuvwxyz" * 3
+    whole = tokenizer.encode(text).tolist()
+    for keep in (1, 2, 5, 25):
+        truncated = msgspec.structs.replace(request(TextPrompt(text), max_tokens=2), truncate=keep)
+        expected = [whole[0], *whole[len(whole) - keep + 1 :]] if keep > 1 else whole[-1:]
+        assert ids_of(admit(truncated, tokenizer, LIMITS)) == expected
+    short = msgspec.structs.replace(request(TextPrompt("abc"), max_tokens=2), truncate=20)
+    assert ids_of(admit(short, tokenizer, LIMITS)) == tokenizer.encode("abc").tolist()
+    fit = msgspec.structs.replace(request(TextPrompt(text), max_tokens=10), truncate=-1)
+    assert ids_of(admit(fit, tokenizer, LIMITS)) == [whole[0], *whole[-21:]]
+    ids = msgspec.structs.replace(request(IdsPrompt(pack_ids(list(range(60)))), max_tokens=2), truncate=4)
+    assert ids_of(admit(ids, tokenizer, LIMITS)) == [56, 57, 58, 59]
+    chat = msgspec.structs.replace(request(ChatPrompt([{"role": "user", "content": text}]), max_tokens=2), truncate=4)
+    assert ids_of(admit(chat, tokenizer, LIMITS)) == whole[-4:]
+
+
+def test_a_text_that_cannot_fit_is_refused_without_encoding_it(tokenizer: TextTokenizer) -> None:
+    """32 MB took twenty seconds, in which no other prompt moved."""
+    start = time.perf_counter()
+    for text in (" hello" * 5_000_000, "é" * 10_000_000, " " * 30_000_000):
+        refused, _ = admit(request(TextPrompt(text)), tokenizer, LIMITS)
+        assert isinstance(refused, Refused)
+        assert (refused.field, refused.code) == ("prompt", "context_length_exceeded")
+        assert "32" in refused.message
+    kept = msgspec.structs.replace(request(TextPrompt("a" * 30_000_000), max_tokens=1), truncate=8)
+    assert len(ids_of(admit(kept, tokenizer, LIMITS))) == 8
+    assert time.perf_counter() - start < 1
+
+
+def test_a_long_text_of_few_tokens_is_taken() -> None:
+    vocabulary = small.llama()
+    vocabulary.add_tokens([AddedToken("#" * 40, normalized=False)])
+    wide = TextTokenizer(vocabulary, ChatTemplates({}, {}))
+    ids = ids_of(admit(request(TextPrompt("#" * 400), max_tokens=1), wide, LIMITS))
+    assert ids[1:] == [vocabulary.token_to_id("#" * 40)] * 10, "400 characters are more than 8 times 32"
+
+
+def test_echo_is_the_prompts_text(tokenizer: TextTokenizer) -> None:
+    def echo(prompt: Any, **fields: Any) -> Any:
+        asked = msgspec.structs.replace(request(prompt, max_tokens=2), echo=True, **fields)
+        return admit(asked, tokenizer, LIMITS)[0].echo  # type: ignore[union-attr]
+
+    assert echo(TextPrompt(" ab  c")) == Echo(" ab  c", b"<s>")
+    ids = tokenizer.encode("hello", add_special_tokens=False)
+    assert echo(IdsPrompt(pack_ids(ids))) == Echo("hello", b"hello")
+    assert echo(TextPrompt("ab" * 50), truncate=3).text == "abab"
+    assert admit(request(TextPrompt("a"), max_tokens=2), tokenizer, LIMITS)[0] == Accepted(
+        [1], pack_ids(tokenizer.encode("a"))
+    )
 
 
 # --- processes ---
@@ -187,6 +262,33 @@ def test_tokenizer_process(server: Server) -> None:
         assert [type(message) for message in got] == [Add, Add, to_scheduler.Abort, Add, to_scheduler.Query]
         assert got[2] == to_scheduler.Abort([1])  # first in, first out: lesson 12
         assert got[4] == to_scheduler.Query(77, [ProcessCounts("tokenizer-2", {"sequences": 0})])
+
+
+def test_questions_to_the_tokenizer(server: Server) -> None:
+    ids = small.llama().encode("hello ab").ids
+    with server.worker("minisgl.tokenizer.worker:run"):
+        inbox: Outbox[to_tokenizer.ToTokenizer] = Outbox(server.context, server.addresses.tokenizer(0))
+        inbox.send(to_tokenizer.Encode(1, TextPrompt("hello ab"), strings=True))
+        inbox.send(to_tokenizer.Encode(2, TextPrompt("hello ab", add_special_tokens=False)))
+        inbox.send(to_tokenizer.Encode(3, ChatPrompt([{**USER, "bad": True}])))
+        inbox.send(to_tokenizer.Decode(4, pack_ids(ids)))
+        inbox.send(to_tokenizer.Decode(5, pack_ids([330])))
+        inbox.send(to_tokenizer.Describe(6))
+        inbox.send(to_tokenizer.FlushCache(7))
+        encoded, plain, refused, decoded, outside, described = (server.api.receive() for _ in range(6))
+        assert encoded == Encoded(1, pack_ids(ids), ["<s>", "▁hello", "▁", "ab"])
+        assert plain == Encoded(2, pack_ids(ids[1:]))
+        assert isinstance(refused, Unanswered)
+        assert (refused.query, refused.field) == (3, "messages")
+        assert decoded == Decoded(4, "<s> hello ab")
+        assert isinstance(outside, Unanswered)
+        assert "330" in outside.message
+        assert described == Described(6, {"bos_token": "<s>", "chat_template": TEMPLATE})
+        assert server.scheduler.receive() == to_scheduler.FlushCache(7)
+    with server.worker("minisgl.tokenizer.detokenizer_worker:run"):
+        detokenizer: Outbox[to_detokenizer.ToDetokenizer] = Outbox(server.context, server.addresses.detokenizer)
+        detokenizer.send(to_detokenizer.Flushed(7, 12))
+        assert server.api.receive() == Flushed(7, 12)
 
 
 def test_detokenizer_process(server: Server) -> None:

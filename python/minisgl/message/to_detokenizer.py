@@ -42,4 +42,11 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     counts: list[ProcessCounts]
 
 
-ToDetokenizer: TypeAlias = StepOutput | Report
+class Flushed(msgspec.Struct, frozen=True, tag=True):
+    """Pass this on: how many pages a FlushCache freed."""
+
+    query: int
+    pages: int
+
+
+ToDetokenizer: TypeAlias = StepOutput | Report | Flushed

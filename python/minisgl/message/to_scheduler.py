@@ -40,4 +40,10 @@ class Query(msgspec.Struct, frozen=True, tag=True):
     counts: list[ProcessCounts]
 
 
-ToScheduler: TypeAlias = Add | Abort | Stopped | Query
+class FlushCache(msgspec.Struct, frozen=True, tag=True):
+    """Forget every cached prefix that nobody uses, and pass on how many pages that freed."""
+
+    query: int
+
+
+ToScheduler: TypeAlias = Add | Abort | Stopped | Query | FlushCache

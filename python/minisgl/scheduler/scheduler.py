@@ -83,6 +83,8 @@ class Scheduler:
         self._next_step = 0
         self._completed_step = -1
         self.retractions = 0
+        self._prefix_tokens_queried = 0  # of all requests that entered
+        self._prefix_tokens_hit = 0  # of these, found in the cache
         # Since the last report:
         self._entered: list[Entered] = []
         self._new_sequences: list[int] = []
@@ -203,6 +205,8 @@ class Scheduler:
     def _enter(self, request: Request, prefix: CacheHandle, needed: int) -> EnteringRow:
         if request.state is RequestState.WAITING:
             self._entered.append(Entered(request.sequence, prefix.cached_len))
+            self._prefix_tokens_queried += len(request.token_ids)
+            self._prefix_tokens_hit += prefix.cached_len
         self._waiting.admitted(request)
         request.state = RequestState.RUNNING
         request.prefix = prefix
@@ -368,7 +372,13 @@ class Scheduler:
             "requests_retiring": len(self._retiring),
             "sequences": len(self._by_sequence),
             "retractions": self.retractions,
+            "prefix_tokens_queried": self._prefix_tokens_queried,
+            "prefix_tokens_hit": self._prefix_tokens_hit,
         }
+
+    def flush_cache(self) -> int:
+        """Forget every cached prefix that is not locked; how many pages that freed."""
+        return self._pages.flush_cache()
 
     def check_balance(self) -> None:
         """Say so if, with nothing to do, free + cached pages are not all pages. Costs nothing."""

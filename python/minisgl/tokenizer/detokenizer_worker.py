@@ -9,7 +9,7 @@ import zmq
 from minisgl.message import to_api
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_api import Pieces, ToApi
-from minisgl.message.to_detokenizer import StepOutput, ToDetokenizer
+from minisgl.message.to_detokenizer import Flushed, StepOutput, ToDetokenizer
 from minisgl.message.to_scheduler import ToScheduler
 from minisgl.message.types import ProcessCounts
 from minisgl.server.worker import Worker
@@ -38,6 +38,8 @@ def run(worker: Worker) -> None:
                 api.send(Pieces(pieces))
             for stop in stopped:
                 scheduler.send(stop)
+        elif isinstance(message, Flushed):
+            api.send(to_api.Flushed(message.query, message.pages))
         else:
             counts = ProcessCounts(
                 "detokenizer",

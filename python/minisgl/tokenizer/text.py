@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from minisgl.core import Int32Array, InvalidRequest
+from minisgl.core import CONTEXT_LENGTH_EXCEEDED, Int32Array, InvalidRequest
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.files import chat_templates, load_tokenizer, load_tokenizer_config, special_tokens
+
+# A text of more characters than this for each token of the context is not encoded whole without a look at its
+# beginning: encoding takes a second for some 2 MB, in which nobody else's prompt moves.
+CHARS_PER_TOKEN = 8
 
 
 class TextTokenizer:
@@ -34,6 +39,56 @@ class TextTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> Int32Array:
         """The ids of a text, with the special tokens (BOS) that the model's tokenizer adds unless told not to."""
         return self._encode(text, add_special_tokens, field="prompt")
+
+    def encode_fitting(self, text: str, max_tokens: int, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
+        """The ids of a text. InvalidRequest if it surely has more than `max_tokens`, without encoding it whole."""
+        probe = max_tokens * CHARS_PER_TOKEN
+        if len(text) > probe:
+            if len(text) > max_tokens * self._longest_token:
+                raise InvalidRequest(
+                    field,
+                    f"the prompt has {len(text)} characters, which are more than the {max_tokens} tokens "
+                    f"that the context holds with the answer",
+                    CONTEXT_LENGTH_EXCEEDED,
+                )
+            found = len(self._encode(text[:probe], add_special_tokens, field))
+            if self._outnumbers(found, max_tokens):
+                raise InvalidRequest(
+                    field,
+                    f"the first {probe} of the prompt's {len(text)} characters are {found} tokens, "
+                    f"but the context holds {max_tokens} with the answer",
+                    CONTEXT_LENGTH_EXCEEDED,
+                )
+        return self._encode(text, add_special_tokens, field)
+
+    def encode_last(self, text: str, num_tokens: int, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
+        """The last `num_tokens` ids of a text, among them the special tokens (BOS) that begin it."""
+        ids = np.empty(0, dtype=np.int32)
+        for chars in (num_tokens * CHARS_PER_TOKEN, num_tokens * self._longest_token):
+            tail = text[-chars:]
+            ids = self._encode(tail, add_special_tokens, field)
+            # Where a text is cut, its first tokens are not those of the whole: more than are kept must be there.
+            if len(tail) == len(text) or self._outnumbers(len(ids), num_tokens):
+                break
+        if len(ids) <= num_tokens:
+            return ids
+        front = self._encode("", add_special_tokens, field)
+        kept = len(front) if len(front) < num_tokens and np.array_equal(ids[: len(front)], front) else 0
+        return np.concatenate([ids[:kept], ids[len(ids) - num_tokens + kept :]])
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters that one token can stand for."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    @staticmethod
+    def _outnumbers(found: int, num_tokens: int) -> bool:
+        """A part of a text has so many tokens that the whole has certainly more than `num_tokens`."""
+        return found > num_tokens + num_tokens // 4 + 64
+
+    def strings(self, ids: Int32Array) -> list[str]:
+        """Each token as the vocabulary writes it."""
+        return [self.tokenizer.id_to_token(token) or "" for token in ids.tolist()]
 
     def encode_chat(
         self,

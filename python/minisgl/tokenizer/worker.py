@@ -7,6 +7,8 @@ nothing of a request. Whatever goes wrong with one prompt is answered as that re
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -14,11 +16,24 @@ import zmq
 from minisgl.core import Int32Array, InvalidRequest, Limits, resolve_max_tokens
 from minisgl.message import to_scheduler
 from minisgl.message.socket import Inbox, Outbox
-from minisgl.message.to_api import Accepted, Refused, ToApi
+from minisgl.message.to_api import Accepted, Decoded, Described, Echo, Encoded, Refused, Reply, ToApi, Unanswered
 from minisgl.message.to_scheduler import Add, ToScheduler
-from minisgl.message.to_tokenizer import Abort, ChatPrompt, Generate, IdsPrompt, Query, TextPrompt, ToTokenizer
+from minisgl.message.to_tokenizer import (
+    Abort,
+    ChatPrompt,
+    Decode,
+    Describe,
+    Encode,
+    FlushCache,
+    Generate,
+    IdsPrompt,
+    Query,
+    TextPrompt,
+    ToTokenizer,
+)
 from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
 from minisgl.server.worker import Worker
+from minisgl.tokenizer.files import chat_templates, load_tokenizer_config
 from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -26,8 +41,9 @@ logger = logging.getLogger(__name__)
 
 def run(worker: Worker) -> None:
     """The process: load, say ready, serve until the supervisor ends it."""
+    folder = Path(worker.config.engine.model_path)
     with worker.phase("load tokenizer"):
-        tokenizer = TextTokenizer.from_folder(worker.config.engine.model_path)
+        tokenizer = TextTokenizer.from_folder(folder)
     context = zmq.Context()
     inbox: Inbox[ToTokenizer] = Inbox(
         context,
@@ -39,28 +55,35 @@ def run(worker: Worker) -> None:
     limits = worker.ready()
     while True:
         message = inbox.receive()
-        if isinstance(message, Generate):
-            answer, adds = admit(message, tokenizer, limits)
-            api.send(answer)
-            for add in adds:
-                scheduler.send(add)
-        elif isinstance(message, Abort):
-            scheduler.send(to_scheduler.Abort(message.sequences))
-        elif isinstance(message, Query):
-            counts = ProcessCounts(f"tokenizer-{worker.index}", {"sequences": 0})
-            scheduler.send(to_scheduler.Query(message.query, [counts]))
+        match message:
+            case Generate():
+                answer, adds = admit(message, tokenizer, limits)
+                api.send(answer)
+                for add in adds:
+                    scheduler.send(add)
+            case Abort(sequences):
+                scheduler.send(to_scheduler.Abort(sequences))
+            case Query(query):
+                counts = ProcessCounts(f"tokenizer-{worker.index}", {"sequences": 0})
+                scheduler.send(to_scheduler.Query(query, [counts]))
+            case FlushCache(query):
+                scheduler.send(to_scheduler.FlushCache(query))
+            case Encode() | Decode():
+                api.send(reply_to(message, tokenizer, limits))
+            case Describe(query):
+                api.send(Described(query, describe(folder)))
 
 
 def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits) -> tuple[Accepted | Refused, list[Add]]:
     """The answer to the API server, and what the scheduler is to run: one Add for each of the request's choices."""
-    field = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
+    field = prompt_field(request.prompt)
     try:
-        ids = encode_prompt(request.prompt, tokenizer)
+        ids = encode_prompt(request.prompt, tokenizer, limits, tokens_to_keep(request, limits))
         check_vocabulary(ids, limits)
         max_tokens = resolve_max_tokens(len(ids), request.sampling.max_tokens, limits)
     except InvalidRequest as error:
         named = field if error.field == "prompt" else error.field
-        return Refused(request.sequences, named, error.message), []
+        return Refused(request.sequences, named, error.message, error.code), []
     except Exception as error:
         logger.exception("the prompt of sequences %s could not be encoded", request.sequences)
         reason = f"the prompt could not be encoded: {type(error).__name__}: {error}"
@@ -71,16 +94,73 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits) -> tuple[
         Add(sequence, packed, sampling, seed, request.text, request.priority)
         for sequence, seed in zip(request.sequences, request.seeds, strict=True)
     ]
-    return Accepted(request.sequences, packed), adds
+    return Accepted(request.sequences, packed, echo_of(request, ids, tokenizer) if request.echo else None), adds
 
 
-def encode_prompt(prompt: TextPrompt | IdsPrompt | ChatPrompt, tokenizer: TextTokenizer) -> Int32Array:
-    """The prompt's ids, whichever way it was given."""
-    if isinstance(prompt, TextPrompt):
-        return tokenizer.encode(prompt.text)
+def prompt_field(prompt: TextPrompt | IdsPrompt | ChatPrompt) -> str:
+    """What the client calls it."""
+    return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+def tokens_to_keep(request: Generate, limits: Limits) -> int | None:
+    """How many tokens of the prompt are kept at most; None: all."""
+    if request.truncate != -1:
+        return request.truncate
+    wanted = 1 if request.sampling.max_tokens is None else request.sampling.max_tokens
+    return max(limits.max_seq_len - wanted, 1)
+
+
+def encode_prompt(
+    prompt: TextPrompt | IdsPrompt | ChatPrompt, tokenizer: TextTokenizer, limits: Limits, keep: int | None = None
+) -> Int32Array:
+    """The prompt's ids, whichever way it was given: all, or the last `keep` of them."""
     if isinstance(prompt, IdsPrompt):
-        return unpack_ids(prompt.ids)
-    return tokenizer.encode_chat(prompt.messages, prompt.tools, prompt.template_kwargs)
+        ids = unpack_ids(prompt.ids)
+        return ids if keep is None else ids[-keep:]
+    field = prompt_field(prompt)
+    if isinstance(prompt, TextPrompt):
+        text, add_special_tokens = prompt.text, prompt.add_special_tokens
+    else:  # the template has written all special tokens
+        text, add_special_tokens = render(prompt, tokenizer), False
+    if keep is None:
+        return tokenizer.encode_fitting(text, limits.max_seq_len, add_special_tokens, field)
+    return tokenizer.encode_last(text, keep, add_special_tokens, field)
+
+
+def render(prompt: ChatPrompt, tokenizer: TextTokenizer) -> str:
+    return tokenizer.render_chat(prompt.messages, prompt.tools, prompt.template_kwargs, prompt.add_generation_prompt)
+
+
+def echo_of(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> Echo:
+    """The prompt's text: as it was sent, or else as the ids that are left of it read."""
+    if isinstance(request.prompt, TextPrompt) and request.truncate is None:
+        text = request.prompt.text
+    else:
+        text = tokenizer.decode(ids, request.text.skip_special_tokens)
+    return Echo(text, tokenizer.decode(ids[:1], skip_special_tokens=False).encode())
+
+
+def reply_to(question: Encode | Decode, tokenizer: TextTokenizer, limits: Limits) -> Reply:
+    """The answer to a question about text and ids."""
+    try:
+        if isinstance(question, Encode):
+            ids = encode_prompt(question.prompt, tokenizer, limits)
+            return Encoded(question.query, pack_ids(ids), tokenizer.strings(ids) if question.strings else None)
+        ids = unpack_ids(question.ids)
+        check_vocabulary(ids, limits)
+        return Decoded(question.query, tokenizer.decode(ids, skip_special_tokens=False))
+    except InvalidRequest as error:
+        return Unanswered(question.query, error.field, error.message)
+    except Exception as error:
+        logger.exception("a text could not be encoded or decoded")
+        return Unanswered(question.query, "prompt", f"{type(error).__name__}: {error}")
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """The tokenizer's configuration, with the chat template wherever it is kept."""
+    config = load_tokenizer_config(folder)
+    templates = chat_templates(folder, config)
+    return config | {"chat_template": templates.get("default", templates or None)}
 
 
 def check_vocabulary(ids: Int32Array, limits: Limits) -> None:
