@@ -1,0 +1,7 @@
+"""What a model wrote, taken apart: its reasoning, its content, its tool calls.
+
+Every parser is a pure state machine: pieces of text in, events out. However the text is cut into pieces, the events
+together are the same. Nothing is lost: what turns out not to be a tool call is content, and a parser holds back only
+what may yet be a marker or the head of a call. `select` chooses the parsers from a model's chat template, `output`
+joins them into one, and `constraint` writes the grammars that make a model call a tool in its own form.
+"""

@@ -1,0 +1,219 @@
+"""Reads a tool call that is written as a JSON object, while it is being written.
+
+Models make mistakes in JSON, and a client should see what they wrote. So values are followed (strings and brackets)
+rather than checked; only the object around them must be one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+
+_NO_ARGUMENTS = "{}"
+_PLAIN = re.compile(r'[^"\\]*')  # characters of a string that mean only themselves
+_BETWEEN = re.compile(r'[^"{}\[\]]*')  # what does not matter between brackets
+_SCALAR = re.compile(r"[^\s,{}\[\]\":]*")
+_SPACE = re.compile(r"\s*")
+
+
+class JsonValue:
+    """Finds the end of one JSON value, whose first character is known."""
+
+    def __init__(self, first: str) -> None:
+        self.is_string = first == '"'
+        self._is_scalar = first not in '"{['
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self.ended = False
+
+    def feed(self, text: str, at: int) -> int:
+        """Follow the value through the text from `at`; how far it goes. It may have ended there."""
+        if self._is_scalar:
+            match = _SCALAR.match(text, at)
+            assert match is not None
+            self.ended = match.end() < len(text)
+            return match.end()
+        while at < len(text):
+            if self._escaped:
+                self._escaped = False
+                at += 1
+                continue
+            match = (_PLAIN if self._in_string else _BETWEEN).match(text, at)
+            assert match is not None
+            at = match.end()
+            if at == len(text):
+                break
+            character = text[at]
+            at += 1
+            if character == '"':
+                self._in_string = not self._in_string
+            elif character == "\\":
+                self._escaped = True
+            else:
+                self._depth += 1 if character in "{[" else -1
+            if self._depth <= 0 and not self._in_string:
+                self.ended = True
+                break
+        return at
+
+
+class JsonCall:
+    """One call: `{"name": ..., "arguments": {...}}`, its members in any order and others beside them.
+
+    With `names`, a call of any other name is none. The call has `started` with the first character of its arguments
+    if its name is known by then, and from there on can no longer be taken back.
+    """
+
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        self._names = names
+        self.name: str | None = None
+        self.started = False
+        self.done = False  # the object is complete
+        self.failed = False  # it is not a call, or nothing more of one
+        self._key = ""
+        self._raw: list[str] = []  # the text of the key or value at hand, unless it is streamed
+        self._value = JsonValue('"')
+        self._arguments: list[str] = []  # not taken yet
+        self._has_arguments = False
+        self._state: Callable[[str, int], int] = self._open
+
+    def feed(self, text: str) -> int:
+        """More text; how much of it belongs to the object. All of it does until the call is done or has failed."""
+        at = 0
+        while at < len(text) and not self.done and not self.failed:
+            at = self._state(text, at)
+        self.started = self.name is not None and (self._has_arguments or self.done)
+        return at
+
+    def take_arguments(self) -> str:
+        """The arguments that came since they were last taken; none before the call has started."""
+        if not self.started:
+            return ""
+        text = "".join(self._arguments)
+        self._arguments.clear()
+        return text
+
+    # The states. Each takes text from `at` and returns how far it came; one that fails leaves the character alone.
+
+    def _open(self, text: str, at: int) -> int:
+        character, at = _next_character(text, at)
+        if character == "{":
+            self._state = self._member
+            return at + 1
+        return self._fail_unless(not character, at)
+
+    def _member(self, text: str, at: int) -> int:
+        character, at = _next_character(text, at)
+        if character == '"':
+            self._value = JsonValue(character)
+            self._raw.clear()
+            self._state = self._in_key
+            return at
+        if character == "}":
+            return self._close(at)
+        return self._fail_unless(not character, at)
+
+    def _in_key(self, text: str, at: int) -> int:
+        end = self._collect(text, at)
+        if self._value.ended:
+            key = _decoded("".join(self._raw))
+            self._key = key if isinstance(key, str) else ""
+            self._state = self._colon
+        return end
+
+    def _colon(self, text: str, at: int) -> int:
+        character, at = _next_character(text, at)
+        if character == ":":
+            self._state = self._begin_value
+            return at + 1
+        return self._fail_unless(not character, at)
+
+    def _begin_value(self, text: str, at: int) -> int:
+        character, at = _next_character(text, at)
+        if not character or character in ",}]:":
+            return self._fail_unless(not character, at)
+        self._value = JsonValue(character)
+        self._raw.clear()
+        if self._key in ARGUMENT_KEYS and character in "{[" and not self._has_arguments:
+            self._has_arguments = True
+            self._state = self._in_arguments
+        else:
+            self._state = self._in_value
+        return at
+
+    def _in_arguments(self, text: str, at: int) -> int:
+        end = self._value.feed(text, at)
+        self._arguments.append(text[at:end])
+        if self._value.ended:
+            self._state = self._after_value
+        return end
+
+    def _in_value(self, text: str, at: int) -> int:
+        end = self._collect(text, at)
+        if self._value.ended:
+            self._take_value("".join(self._raw))
+            self._state = self._after_value
+        return end
+
+    def _take_value(self, raw: str) -> None:
+        if self._key == "name" and self.name is None:
+            name = _decoded(raw)
+            if isinstance(name, str) and name and (self._names is None or name in self._names):
+                self.name = name
+            else:
+                self.failed = True
+            return
+        if self._key in ARGUMENT_KEYS and not self._has_arguments:
+            # Not an object. Some models write it as text, as OpenAI's API does; null stands for nothing.
+            value = _decoded(raw)
+            text = value if isinstance(value, str) else raw
+            self._arguments.append(_NO_ARGUMENTS if value is None or not text.strip() else text)
+            self._has_arguments = True
+
+    def _after_value(self, text: str, at: int) -> int:
+        character, at = _next_character(text, at)
+        if character == ",":
+            self._state = self._member
+            return at + 1
+        if character == "}":
+            return self._close(at)
+        return self._fail_unless(not character, at)
+
+    def _collect(self, text: str, at: int) -> int:
+        end = self._value.feed(text, at)
+        self._raw.append(text[at:end])
+        return end
+
+    def _close(self, at: int) -> int:
+        if self.name is None:
+            return self._fail_unless(False, at)
+        if not self._has_arguments:
+            self._arguments.append(_NO_ARGUMENTS)
+        self.done = True
+        return at + 1
+
+    def _fail_unless(self, fine: bool, at: int) -> int:
+        self.failed = not fine
+        return at
+
+
+def _next_character(text: str, at: int) -> tuple[str, int]:
+    """The first character that is not white space, and where it is; "" at the end."""
+    match = _SPACE.match(text, at)
+    assert match is not None
+    at = match.end()
+    return text[at : at + 1], at
+
+
+_BROKEN = object()
+
+
+def _decoded(raw: str) -> object:
+    try:
+        return json.loads(raw, strict=False)
+    except (ValueError, RecursionError):
+        return _BROKEN

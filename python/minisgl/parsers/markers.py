@@ -1,0 +1,23 @@
+"""Looking for markers in text that comes in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def find_first(text: str, markers: Iterable[str]) -> tuple[int, str] | None:
+    """Where the first marker begins, and which it is."""
+    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    return min(found, default=None)
+
+
+def possible_start(text: str, markers: Iterable[str]) -> int:
+    """Where the text's longest end begins that is the beginning of a marker; the text's length if there is none."""
+    first = len(text)
+    for marker in markers:
+        at = max(len(text) - len(marker) + 1, 0)
+        while 0 <= (at := text.find(marker[0], at)) < first:
+            if marker.startswith(text[at:]):
+                first = at
+            at += 1
+    return first

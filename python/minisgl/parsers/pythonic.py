@@ -1,0 +1,177 @@
+"""Tool calls of Llama 3.2 and 4 in Python's syntax: `[name(key=value, ...), ...]`, with literals as values.
+
+A call is held back until its closing parenthesis: only then is it sure that it is one.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Collection
+
+from minisgl.parsers.tool_calls import ToolCallParser, Tools
+
+_NAME = re.compile(r"(?:[^\W\d][\w.]*)?")
+_BETWEEN = re.compile(r"[^\"'()\[\]{}]*")
+_PLAIN = re.compile(r"[^\"'\\]*")
+_CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's, which models mix in
+
+
+class PythonicParser(ToolCallParser):
+    """The list of calls is the whole answer, or comes after `<|python_start|>`."""
+
+    markers = ("<|python_start|>",)
+    kept = ("<|python_start|>", "<|python_end|>")
+
+    def __init__(self, tools: Tools, new_id: Callable[[], str]) -> None:
+        super().__init__(tools, new_id)
+        self._call = _Call(tools)
+        self._state = self._at_list
+
+    def _begin(self) -> None:
+        self._state = self._at_list
+
+    def _at_list(self) -> bool:
+        stripped = self._buffer.lstrip()
+        if not stripped:
+            return False
+        if stripped[0] == "[":
+            self._begin_call(len(self._buffer) - len(stripped) + 1)
+        elif self._head:
+            self._reject()
+        else:
+            self._state = self._content
+        return True
+
+    def _begin_call(self, end: int) -> None:
+        self._take_head(end)
+        self._call = _Call(self._tools)
+        self._state = self._in_call
+
+    def _in_call(self) -> bool:
+        call = self._call
+        taken = call.feed(self._buffer)
+        self._raw += self._buffer[:taken]
+        self._buffer = self._buffer[taken:]
+        if call.failed:
+            self._reject()
+        elif call.done:
+            self._start(call.name)
+            self._add(call.arguments)
+            self._end(self._after_call_)
+        else:
+            return False
+        return True
+
+    def _after_call_(self) -> bool:
+        stripped = self._buffer.lstrip()
+        if not stripped:
+            return False
+        if stripped[0] == ",":
+            self._begin_call(len(self._buffer) - len(stripped) + 1)
+            return True
+        if stripped[0] == "]":
+            self._buffer = stripped[1:]
+            self._state = self._closing
+        else:
+            self._state = self._content
+        return True
+
+    def _closing(self) -> bool:
+        return self._expect("<|python_end|>", self._content)
+
+
+class _Call:
+    """`name(key=value, ...)`, read piece by piece."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._text = ""
+        self._quote = ""  # the quotation mark of the string that we are in
+        self._escaped = False
+        self._depth = 0
+        self.name = ""
+        self.arguments = ""  # JSON, when done
+        self.done = False
+        self.failed = False
+
+    def feed(self, text: str) -> int:
+        """More text; how much of it belongs to the call."""
+        at = 0
+        if not self.name:
+            at = self._read_name(text)
+        while at < len(text) and not self.done and not self.failed:
+            begin, at = at, self._read(text, at)
+            self._text += text[begin:at]
+            if self._depth == 0:
+                self._finish()
+        return at
+
+    def _read_name(self, text: str) -> int:
+        known = len(self._text)
+        self._text += text
+        stripped = self._text.lstrip()
+        match = _NAME.match(stripped)
+        assert match is not None
+        end = len(self._text) - len(stripped) + match.end()
+        if end < len(self._text):
+            name = match[0]
+            if self._text[end] == "(" and name in self._names:
+                self.name = name
+            else:
+                self.failed = True
+            self._text = self._text[:end]
+        return max(end - known, 0)
+
+    def _read(self, text: str, at: int) -> int:
+        """Up to and with the next character that means something."""
+        if self._escaped:
+            self._escaped = False
+            return at + 1
+        match = (_PLAIN if self._quote else _BETWEEN).match(text, at)
+        assert match is not None
+        at = match.end()
+        if at == len(text):
+            return at
+        character = text[at]
+        if character == "\\":
+            self._escaped = True
+        elif character in "\"'":
+            if not self._quote:
+                self._quote = character
+            elif self._quote == character:
+                self._quote = ""
+        else:
+            self._depth += 1 if character in "([{" else -1
+        return at + 1
+
+    def _finish(self) -> None:
+        try:
+            self.arguments = _arguments(self._text)
+            self.done = True
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            self.failed = True
+
+
+def _arguments(call: str) -> str:
+    """The keyword arguments of a call as a JSON object."""
+    expression = ast.parse(call.strip(), mode="eval").body
+    if not isinstance(expression, ast.Call) or expression.args:
+        raise ValueError("not a call with keyword arguments alone")
+    values = {keyword.arg: _literal(keyword.value) for keyword in expression.keywords}
+    if None in values:
+        raise ValueError("not a call with keyword arguments alone")
+    return json.dumps(values, ensure_ascii=False, allow_nan=False)
+
+
+def _literal(node: ast.expr) -> object:
+    for name in ast.walk(node):
+        if isinstance(name, ast.Name) and name.id not in _CONSTANTS:
+            raise ValueError(f"the name {name.id} is no literal")
+    return ast.literal_eval(_Constants().visit(node))
+
+
+class _Constants(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.copy_location(ast.Constant(_CONSTANTS[node.id]), node)

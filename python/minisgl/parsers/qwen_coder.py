@@ -1,0 +1,223 @@
+"""Tool calls of Qwen3-Coder, in tags:
+
+    <tool_call>
+    <function=name>
+    <parameter=key>
+    value, as many lines as it has
+    </parameter>
+    </function>
+    </tool_call>
+
+Values are plain text; what they mean, the tool's schema says. A value that can only be a string goes out while it is
+written, any other when it is complete.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+
+from minisgl.parsers.events import Event
+from minisgl.parsers.markers import find_first, possible_start
+from minisgl.parsers.tool_calls import ToolCallParser, Tools
+
+MAX_TAG = 1024  # characters
+
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_CALL_END = "</tool_call>"
+_VALUE_ENDS = (f"\n{_PARAMETER_END}", _PARAMETER_END)
+_INTEGER = re.compile(r"[+-]?\d{1,300}")
+
+
+class QwenCoderParser(ToolCallParser):
+    """The outer tags may be missing, as models forget them."""
+
+    markers = ("<tool_call>", _FUNCTION)
+    kept = ("<tool_call>", _CALL_END)
+
+    def __init__(self, tools: Tools, new_id: Callable[[], str]) -> None:
+        super().__init__(tools, new_id)
+        self._function = ""
+        self._key = ""
+        self._num_parameters = 0
+        self._value = ""
+
+    def _begin(self) -> None:
+        if self._head.endswith(_FUNCTION):
+            self._head = self._head.removesuffix(_FUNCTION)
+            self._buffer = _FUNCTION + self._buffer
+        self._state = self._in_function_tag
+
+    def _in_function_tag(self) -> bool:
+        name = self._tag(_FUNCTION)
+        if name is None:
+            return False
+        if not name:
+            # Not again as a marker, or this would go on for ever.
+            self._take_head(len(self._buffer) - len(self._buffer.lstrip().removeprefix(_FUNCTION)))
+            self._reject()
+            return True
+        self._function = name
+        self._num_parameters = 0
+        self._start(name)
+        self._state = self._between
+        return True
+
+    def _tag(self, opening: str) -> str | None:
+        """Consume `<opening=value>`, if it comes: its value. None while it may still come, empty if it does not."""
+        stripped = self._buffer.lstrip()
+        if opening.startswith(stripped):
+            return None
+        if not stripped.startswith(opening):
+            return ""
+        value, end, rest = stripped.removeprefix(opening).partition(">")
+        if len(value) > MAX_TAG or "<" in value or "\n" in value:
+            return ""
+        if not end:
+            return None
+        if name := value.strip():
+            self._buffer = rest
+        return name
+
+    def _between(self) -> bool:
+        """Between parameters."""
+        stripped = self._buffer.lstrip()
+        tags = (_PARAMETER, _FUNCTION_END, _CALL_END)
+        tag = next((tag for tag in tags if stripped.startswith(tag)), None)
+        if tag is None:
+            if any(tag.startswith(stripped) for tag in tags):
+                return False
+            self._end_call(self._content)
+        elif tag == _PARAMETER:
+            self._state = self._in_parameter_tag
+        elif tag == _FUNCTION_END:
+            self._buffer = stripped[len(tag) :]
+            self._end_call(self._closing)
+        else:
+            self._end_call(self._closing)
+        return True
+
+    def _closing(self) -> bool:
+        return self._expect(_CALL_END, self._content)
+
+    def _end_call(self, then: Callable[[], bool]) -> None:
+        self._add("}" if self._num_parameters else "{}")
+        self._end(then)
+
+    def _in_parameter_tag(self) -> bool:
+        key = self._tag(_PARAMETER)
+        if key is None:
+            return False
+        if not key:
+            self._end_call(self._content)
+            return True
+        self._key = key
+        self._add(f"{', ' if self._num_parameters else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+        self._num_parameters += 1
+        self._state = self._value_start
+        return True
+
+    def _value_start(self) -> bool:
+        self._buffer = self._buffer.removeprefix("\n")
+        if self._types() == {"string"}:
+            self._add('"')
+            self._state = self._string
+        else:
+            self._value = ""
+            self._state = self._typed_value
+        return True
+
+    def _string(self) -> bool:
+        text, ended = self._until_end()
+        self._add(json.dumps(text, ensure_ascii=False)[1:-1])
+        if ended:
+            self._add('"')
+            self._state = self._between
+        return ended
+
+    def _typed_value(self) -> bool:
+        text, ended = self._until_end()
+        self._value += text
+        if ended:
+            self._add(typed(self._value, self._types()))
+            self._state = self._between
+        return ended
+
+    def _until_end(self) -> tuple[str, bool]:
+        found = find_first(self._buffer, _VALUE_ENDS)
+        end = possible_start(self._buffer, _VALUE_ENDS) if found is None else found[0]
+        text = self._buffer[:end]
+        self._buffer = self._buffer[end + (len(found[1]) if found else 0) :]
+        return text, found is not None
+
+    def _types(self) -> set[str]:
+        properties = self._tools.get(self._function, {}).get("properties")
+        schema = properties.get(self._key) if isinstance(properties, Mapping) else None
+        return types_of(schema)
+
+    def finish(self) -> list[Event]:
+        if self._state in (self._between, self._in_parameter_tag):
+            self._end_call(self._content)
+        elif self._state == self._string:
+            self._add(json.dumps(self._buffer, ensure_ascii=False)[1:-1])
+            self._buffer = ""
+        elif self._state == self._typed_value:
+            self._add(self._value + self._buffer)
+            self._buffer = ""
+        return super().finish()
+
+
+def types_of(schema: object) -> set[str]:
+    """The JSON types that a schema allows; string where it does not say."""
+    if not isinstance(schema, Mapping):
+        return {"string"}
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return {kinds}
+    if isinstance(kinds, list):
+        return {kind for kind in kinds if isinstance(kind, str)}
+    if isinstance(values := schema.get("enum"), list):
+        return {_type_of(value) for value in values}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(key), list):
+            return {kind for option in options for kind in types_of(option)}
+    return {"object", "string"} if "$ref" in schema or "allOf" in schema else {"string"}
+
+
+def _type_of(value: object) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, (int, float)):
+        return "number"
+    return "null" if value is None else "string"
+
+
+def typed(text: str, types: set[str]) -> str:
+    """The JSON text of a value; a string if it is of none of these types."""
+    word = text.strip()
+    if "null" in types and word.lower() in ("null", "none"):
+        return "null"
+    if "boolean" in types and word.lower() in ("true", "false"):
+        return word.lower()
+    if types & {"integer", "number"} and _INTEGER.fullmatch(word):
+        return str(int(word))
+    if "number" in types:
+        try:
+            number = float(word)
+        except ValueError:
+            number = math.nan
+        if math.isfinite(number):
+            return json.dumps(number)
+    if types & {"object", "array"}:
+        for read in (json.loads, ast.literal_eval):
+            try:
+                value = read(word)
+                if ("object" in types and isinstance(value, dict)) or ("array" in types and isinstance(value, list)):
+                    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+                continue
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,121 @@
+"""Splits the thought that a model writes first from its answer.
+
+The thought is between an opening and a closing marker. A chat template may have written the opening one at the end of
+the prompt, or an empty thought, so that there is none in the answer. The line breaks beside the markers belong to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from minisgl.parsers.events import Content, Event, Reasoning
+from minisgl.parsers.markers import possible_start
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a family of models writes its thoughts."""
+
+    opening: str
+    closing: str
+    starts_inside: bool = False  # even where neither prompt nor answer has the opening marker
+
+
+REASONING_FORMATS = {
+    "qwen3": ReasoningFormat("<think>", "</think>"),
+    "deepseek_r1": ReasoningFormat("<think>", "</think>", starts_inside=True),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+}
+
+
+class Start(Enum):
+    """Where an answer begins."""
+
+    UNDECIDED = auto()  # a thought may follow
+    INSIDE = auto()  # of a thought
+    OUTSIDE = auto()  # there is no thought, or no longer
+
+
+def start_of_answer(form: ReasoningFormat, prompt_end: str) -> Start:
+    """Where the answer to a prompt with this end begins."""
+    end = prompt_end.rstrip()
+    if end.endswith(form.opening):
+        return Start.INSIDE
+    if end.endswith(form.closing):
+        return Start.OUTSIDE
+    return Start.INSIDE if form.starts_inside else Start.UNDECIDED
+
+
+class ReasoningParser:
+    """One answer. The text that is no thought comes as Content."""
+
+    def __init__(self, form: ReasoningFormat, start: Start) -> None:
+        self._form = form
+        self.position = start
+        self._buffer = ""  # not consumed yet
+        self._state = self._answer if start is Start.OUTSIDE else self._opening
+        self._events: list[Event] = []
+
+    def feed(self, text: str) -> list[Event]:
+        """More text; what is certain with it."""
+        self._buffer += text
+        while self._buffer and self._state():
+            pass
+        events, self._events = self._events, []
+        return events
+
+    def finish(self) -> list[Event]:
+        """What was held back, when no text follows."""
+        text, self._buffer = self._buffer, ""
+        if not text:
+            return []
+        return [Reasoning(text) if self.position is Start.INSIDE else Content(text)]
+
+    # The states take text from the buffer; False: they need more.
+
+    def _opening(self) -> bool:
+        stripped = self._buffer.lstrip()
+        if stripped.startswith(self._form.opening):
+            self._buffer = stripped[len(self._form.opening) :]
+            self.position = Start.INSIDE
+        elif self._form.opening.startswith(stripped):
+            return False
+        if self.position is Start.INSIDE:
+            self._state = self._thought_start
+        else:
+            self.position = Start.OUTSIDE
+            self._state = self._answer
+        return True
+
+    def _thought_start(self) -> bool:
+        self._buffer = self._buffer.lstrip("\n")
+        if self._buffer:
+            self._state = self._thought
+        return bool(self._buffer)
+
+    def _thought(self) -> bool:
+        closing = self._form.closing
+        found = self._buffer.find(closing)
+        end = found if found >= 0 else possible_start(self._buffer, (closing,))
+        shown = self._buffer[:end].rstrip("\n")
+        if shown:
+            self._events.append(Reasoning(shown))
+        if found < 0:
+            self._buffer = self._buffer[len(shown) :]
+            return False
+        self._buffer = self._buffer[found + len(closing) :]
+        self.position = Start.OUTSIDE
+        self._state = self._answer_start
+        return True
+
+    def _answer_start(self) -> bool:
+        self._buffer = self._buffer.lstrip("\n")
+        if self._buffer:
+            self._state = self._answer
+        return bool(self._buffer)
+
+    def _answer(self) -> bool:
+        self._events.append(Content(self._buffer))
+        self._buffer = ""
+        return False

@@ -1,0 +1,144 @@
+"""What the forms of tool calls share: the text around calls, and what was taken for a call and is none.
+
+White space next to a call belongs to it: models put a line break there that nobody should see.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from minisgl.parsers.events import CallArguments, CallStart, Content, Event
+from minisgl.parsers.json_call import JsonCall
+from minisgl.parsers.markers import find_first, possible_start
+
+Tools = Mapping[str, Mapping[str, Any]]  # the JSON schema of the parameters of each tool
+State = Callable[[], bool]  # takes text from the front of the buffer; False: it needs more
+
+
+class ToolCallParser(ABC):
+    """One answer. `new_id` makes the id of each call; `tools` are those that the client declared."""
+
+    markers: ClassVar[tuple[str, ...]]  # with one of these a call begins
+    kept: ClassVar[tuple[str, ...]]  # what must stay in the text, even where it is a special token
+
+    def __init__(self, tools: Tools, new_id: Callable[[], str]) -> None:
+        self._tools = tools
+        self._new_id = new_id
+        self._num_calls = 0
+        self._buffer = ""  # not consumed yet
+        self._head = ""  # consumed, but content again if no call comes of it: up to the call itself
+        self._raw = ""  # the same: of the call itself, where further calls may hide
+        self._after_call = False  # nothing but white space came since a call
+        self._json = JsonCall()
+        self._after_json: State = self._content
+        self._events: list[Event] = []
+        self._state: State = self._content
+
+    def feed(self, text: str) -> list[Event]:
+        """More text; the events that are certain with it."""
+        self._buffer += text
+        while self._buffer and self._state():
+            pass
+        events, self._events = self._events, []
+        return events
+
+    def finish(self) -> list[Event]:
+        """The events of what was held back, when no text follows."""
+        while self._head or self._raw:
+            self._reject()
+            while self._buffer and self._state():
+                pass
+        if not self._after_call or not self._buffer.isspace():
+            self._say(self._buffer)
+        self._buffer = ""
+        events, self._events = self._events, []
+        return events
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Choose the state for the text after a marker."""
+
+    def _content(self) -> bool:
+        """Between calls."""
+        found = find_first(self._buffer, self.markers)
+        end = possible_start(self._buffer, self.markers) if found is None else found[0]
+        shown = self._buffer[:end].rstrip()
+        self._say(shown)
+        if found is None:
+            self._buffer = self._buffer[len(shown) :]
+            return False
+        _, marker = found
+        self._take_head(end + len(marker), len(shown))
+        self._begin()
+        return True
+
+    def _take_head(self, end: int, start: int = 0) -> None:
+        """Consume the buffer up to `end`; what comes from `start` on is content if no call follows."""
+        self._head += self._buffer[start:end]
+        self._buffer = self._buffer[end:]
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._after_call = False
+            if self._events and isinstance(last := self._events[-1], Content):
+                text = last.text + text
+                self._events.pop()
+            self._events.append(Content(text))
+
+    def _reject(self) -> None:
+        """This is no call. In the text that looked like one, another may begin."""
+        head, raw, self._head, self._raw = self._head, self._raw, "", ""
+        self._say(head)
+        self._buffer = raw + self._buffer
+        self._state = self._content
+
+    def _start(self, name: str) -> None:
+        self._head = self._raw = ""
+        self._events.append(CallStart(self._num_calls, self._new_id(), name))
+        self._num_calls += 1
+
+    def _add(self, arguments: str) -> None:
+        """To the arguments of the last call that was started."""
+        if arguments:
+            self._events.append(CallArguments(self._num_calls - 1, arguments))
+
+    def _end(self, then: State) -> None:
+        self._after_call = True
+        self._state = then
+
+    def _begin_json(self, then: State, *, declared: bool = False) -> None:
+        """Read a call as a JSON object, then go on. Where no marker says that it is a call, it must be `declared`."""
+        self._json = JsonCall(self._tools.keys() if declared else None)
+        self._after_json = then
+        self._state = self._in_json
+
+    def _in_json(self) -> bool:
+        call = self._json
+        started = call.started
+        taken = call.feed(self._buffer)
+        if call.started and not started:
+            assert call.name is not None
+            self._start(call.name)
+        elif not call.started:
+            self._raw += self._buffer[:taken]
+        self._buffer = self._buffer[taken:]
+        self._add(call.take_arguments())
+        if not call.done and not call.failed:
+            return False
+        if call.started:
+            self._end(self._after_json)
+        else:
+            self._reject()
+        return True
+
+    def _expect(self, text: str, then: State) -> bool:
+        """Skip white space and this text, if it is there, and go on with `then` in any case."""
+        stripped = self._buffer.lstrip()
+        if text.startswith(stripped) and stripped != text:
+            return False
+        if stripped.startswith(text):
+            self._buffer = stripped[len(text) :]
+        self._state = then
+        return True

@@ -1,0 +1,109 @@
+"""The thought before the answer, and the two together with tool calls."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parsing import Parsed, cut, run
+
+from minisgl.parsers.events import Content, Reasoning
+from minisgl.parsers.hermes import HermesParser
+from minisgl.parsers.output import OutputParser
+from minisgl.parsers.reasoning import REASONING_FORMATS, ReasoningParser, Start, start_of_answer
+
+QWEN, R1, MISTRAL = (REASONING_FORMATS[name] for name in ("qwen3", "deepseek_r1", "mistral"))
+
+
+@pytest.mark.parametrize(
+    ("prompt_end", "qwen", "r1"),
+    [
+        ("<|im_start|>assistant\n", Start.UNDECIDED, Start.INSIDE),
+        ("<|im_start|>assistant\n<think>\n", Start.INSIDE, Start.INSIDE),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", Start.OUTSIDE, Start.OUTSIDE),
+        ("what is <think>?<|im_end|>\n<|im_start|>assistant\n", Start.UNDECIDED, Start.INSIDE),
+    ],
+)
+def test_start_of_answer(prompt_end: str, qwen: Start, r1: Start) -> None:
+    assert (start_of_answer(QWEN, prompt_end), start_of_answer(R1, prompt_end)) == (qwen, r1)
+
+
+@pytest.mark.parametrize(
+    ("form", "start", "text", "reasoning", "content"),
+    [
+        (QWEN, Start.UNDECIDED, "<think>\nHm.\nOk.\n</think>\n\nHello.\n", "Hm.\nOk.", "Hello.\n"),
+        (QWEN, Start.UNDECIDED, "\n <think>Hm.</think>Hello", "Hm.", "Hello"),
+        (QWEN, Start.UNDECIDED, "Hello <think>no</think>", "", "Hello <think>no</think>"),
+        (QWEN, Start.UNDECIDED, "<thin", "", "<thin"),
+        (QWEN, Start.UNDECIDED, "<think>\n\n</think>\n\nHello", "", "Hello"),
+        (QWEN, Start.UNDECIDED, "<think>Hm</thi", "Hm</thi", ""),
+        (QWEN, Start.UNDECIDED, "<think>\n a\n\nb \n", " a\n\nb \n", ""),
+        (QWEN, Start.INSIDE, "Hm.\n</think>\n\nHello </think>", "Hm.", "Hello </think>"),
+        (QWEN, Start.INSIDE, "<think>Hm.</think>Hello", "Hm.", "Hello"),  # the model opens it once more
+        (QWEN, Start.OUTSIDE, "\n<think>Hm.</think>Hello", "", "\n<think>Hm.</think>Hello"),
+        (R1, Start.INSIDE, "Hm.", "Hm.", ""),
+        (R1, Start.INSIDE, "</think>Hello", "", "Hello"),
+        (MISTRAL, Start.UNDECIDED, "[THINK]Hm.[/THINK]Hello", "Hm.", "Hello"),
+    ],
+)
+def test_thoughts(form: object, start: Start, text: str, reasoning: str, content: str) -> None:
+    expected = Parsed(content=content, reasoning=reasoning)
+    assert run(ReasoningParser(form, start), [text]) == expected  # type: ignore[arg-type]
+    assert run(ReasoningParser(form, start), list(text)) == expected  # type: ignore[arg-type]
+
+
+def whole_parser(start: Start) -> OutputParser:
+    ids = itertools.count()
+    return OutputParser(ReasoningParser(QWEN, start), HermesParser({}, lambda: f"id{next(ids)}"))
+
+
+FRAGMENTS = ["<think>", "</think>", "<th", "ink>", "\n", " ", "x", "<tool_call>", '{"name": "f"}', "</tool_call>", "é"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(Start), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.lists(st.integers(0, 99), max_size=9)
+)
+def test_any_cut_gives_the_same(start: Start, fragments: list[str], cuts: list[int]) -> None:
+    text = "".join(fragments)
+    whole = run(whole_parser(start), [text])
+    assert run(whole_parser(start), cut(text, cuts)) == whole
+    assert run(whole_parser(start), list(text)) == whole
+
+
+def test_thought_then_call() -> None:
+    text = 'Hm.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    parsed = run(whole_parser(Start.INSIDE), list(text))
+    assert parsed == Parsed(reasoning="Hm.", calls=[("f", '{"a": 1}')], ids=["id0"])
+
+
+def test_a_call_in_a_thought_is_a_thought() -> None:
+    text = '<think><tool_call>{"name": "f"}</tool_call></think>Hi'
+    parsed = run(whole_parser(Start.UNDECIDED), list(text))
+    assert parsed == Parsed(reasoning='<tool_call>{"name": "f"}</tool_call>', content="Hi")
+
+
+def test_tokens_of_the_thought_are_counted() -> None:
+    def count(start: Start, pieces: list[str]) -> int:
+        parser = whole_parser(start)
+        for piece in pieces:
+            parser.feed(piece, 1)
+        parser.finish()
+        return parser.reasoning_tokens
+
+    assert count(Start.UNDECIDED, ["<think>", "\n", "Hm", ".", "\n", "</think>", "\n\n", "Hello", "."]) == 6
+    assert count(Start.UNDECIDED, ["<", "think", ">", "Hm", "</", "think>", "Hello"]) == 6
+    assert count(Start.UNDECIDED, ["<", "b", ">"]) == 0
+    assert count(Start.INSIDE, ["Hm", "", "</think>", "Hello"]) == 3
+    assert count(Start.OUTSIDE, ["Hello"]) == 0
+
+
+def test_streamed() -> None:
+    parser = ReasoningParser(QWEN, Start.INSIDE)
+    assert parser.feed("I think") == [Reasoning("I think")]
+    assert parser.feed(" so.\n") == [Reasoning(" so.")]
+    assert parser.feed("</thin") == []
+    assert parser.feed("k>\n\nYes") == [Content("Yes")]
+    assert parser.feed(".\n") == [Content(".\n")]
