@@ -16,7 +16,6 @@ from minisgl.config import (
     LoadFormat,
     SchedulerConfig,
     ServerConfig,
-    parse_attention,
 )
 from minisgl.models.demo import DEMO_MODEL, demo_folder
 from minisgl.models.hub import resolve_model
@@ -76,7 +75,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="GPUs, or processes on the CPU, that hold the model together",
     )
     engine.add_argument(
-        "--attn", "--attention-backend", default="auto", metavar="NAME", help="attention backend: auto, fa or torch"
+        "--attn",
+        "--attention-backend",
+        default="auto",
+        metavar="NAME",
+        help="attention backend: auto, fa, fi or torch, or two with a comma: for prefill, for decode",
     )
     engine.add_argument(
         "--page-size", type=int, default=None, metavar="TOKENS", help="of the KV cache; none: 64 on CUDA, 16 on CPU"
@@ -148,7 +151,7 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
             device=args.device,
             dtype=args.dtype,
             load_format=load_format,
-            attention=parse_attention(args.attn),
+            attention=args.attn,
             page_size=args.page_size,
             num_pages=args.num_pages,
             memory_ratio=args.memory_ratio,

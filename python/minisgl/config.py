@@ -16,29 +16,20 @@ LoadFormat = Literal["safetensors", "dummy"]
 CacheType = Literal["radix", "naive"]
 BatchPolicyName = Literal["prefill-first", "mixed"]
 SchedulePolicy = Literal["fcfs", "lpm"]
-AttentionName = Literal["auto", "fa", "torch"]
+ATTENTION_BACKENDS = ("auto", "fa", "fi", "torch")
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be served. One line that says what to change."""
 
 
-def parse_attention(name: str) -> AttentionName:
-    """The backend that --attn names; ConfigError for one that is unknown or not there yet."""
-    names = set(name.split(","))
-    if "fi" in names:
-        raise ConfigError(f"--attn {name}: the FlashInfer backend (fi) is not there yet")
-    if len(names) > 1:
-        raise ConfigError(f"--attn {name}: different backends for prefill and decode are not there yet")
-    match names.pop():
-        case "auto":
-            return "auto"
-        case "fa":
-            return "fa"
-        case "torch":
-            return "torch"
-        case _:
-            raise ConfigError(f"--attn must be auto, fa or torch, not {name}")
+def attention_names(attention: str) -> tuple[str, str]:
+    """The backends for prefill and decode that --attn names; ConfigError for one that is unknown."""
+    names = attention.split(",")
+    if len(names) > 2 or not set(names) <= set(ATTENTION_BACKENDS):
+        known = ", ".join(ATTENTION_BACKENDS)
+        raise ConfigError(f"--attn must be one of {known}, or two of them with a comma (prefill, decode): {attention}")
+    return names[0], names[-1]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Device = "auto"
     dtype: str = "auto"  # auto: the checkpoint's on CUDA, and on the CPU
     load_format: LoadFormat = "safetensors"
-    attention: AttentionName = "auto"
+    attention: str = "auto"  # a backend, or two with a comma: of prefill (and mixed batches) and of decode
     page_size: int | None = None  # tokens; None: 64 on CUDA, 16 on the CPU
     num_pages: int | None = None  # None: from the free memory
     memory_ratio: float = 0.9  # share of the device's memory for weights and KV cache
@@ -59,6 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise ConfigError for the first value outside its range."""
+        attention_names(self.attention)
         if self.page_size is not None and self.page_size < 1:
             raise ConfigError(f"--page-size must be at least 1, not {self.page_size}")
         if self.num_pages is not None and self.num_pages < 1:

@@ -53,7 +53,7 @@ def test_bad_requests_are_refused_before_anything_runs(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"attention_backend": "fa,fi"}, "FlashInfer"),
+        ({"attention_backend": "fa,fi,torch"}, "--attn"),
         ({"max_seq_len_override": 10**6}, "positions end at 4096"),
         ({"page_size": 0}, "--page-size"),
         ({"tp_size": 3}, "tensor parallelism"),

@@ -5,10 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a backend must know of the model, as one rank has it, and of its pool."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    windowed: bool = False  # some layer has a sliding window
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +47,32 @@ class AttentionPlan(Protocol):
     """Made by a backend's `plan`, read by its `forward` in every layer; opaque to everyone else."""
 
 
+class GraphedDecode(Protocol):
+    """A backend's share in one captured decode of a fixed number of rows, and in its replays."""
+
+    def plan(self, inputs: AttentionInputs) -> AttentionPlan:
+        """What `AttentionBackend.plan` is to a step, once before the capture and once in it. Nothing on the host may
+        depend on the lengths: a replay finds others in the tensors.
+        """
+        ...
+
+    def prepare(self, positions: Int32Array) -> None:
+        """The host's work for the next replay: [rows or fewer] the position of each row's query.
+
+        Rows that are missing at the end are padding, of one token.
+        """
+        ...
+
+
 class AttentionBackend(Protocol):
     """Causal attention of new queries over the paged KV pool (K and V of the step are already stored there)."""
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """Host-side preparation of a step, once for all layers."""
+        ...
+
+    def graphed_decode(self, rows: int) -> GraphedDecode:
+        """To capture decodes of this many rows with. Asked for the largest number first."""
         ...
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
@@ -42,3 +81,13 @@ class AttentionBackend(Protocol):
         A query at position i attends to the positions j <= i, of them to j > i - window where a window is given.
         """
         ...
+
+
+class Unprepared:
+    """The GraphedDecode of a backend whose plans cost the host nothing."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self.plan = backend.plan
+
+    def prepare(self, positions: Int32Array) -> None:
+        pass

@@ -1,42 +1,80 @@
-"""FlashAttention 3 (Shah et al., 2024) on the paged pool, as packaged in sgl_kernel: Hopper GPUs, bf16 and fp16.
+"""FlashAttention 3 (Shah et al., 2024) on the paged pool, as packaged in sgl_kernel: Ampere to Hopper, bf16 and fp16.
 
-One call serves prefill, decode and mixed batches: queries of variable length against page tables.
+One call serves prefill, decode and mixed batches: queries of variable length against page tables. How the work is
+split over the GPU is worked out on the device, once a step instead of in every layer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from sgl_kernel.flash_attn import flash_attn_with_kvcache
+from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 from torch import Tensor
 
-from minisgl.attention.base import AttentionInputs, AttentionPlan
+from minisgl.attention.base import AttentionInputs, AttentionPlan, AttentionShape, Unprepared
 from minisgl.kvcache.pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)
 class Fa3Plan:
+    """Schedules are made when the first layer of their window asks."""
+
     inputs: AttentionInputs
     max_query_len: int
+    schedules: dict[int | None, Tensor] = field(default_factory=dict)
 
 
 class FlashAttention3:
     """Implements attention.base.AttentionBackend. Planning costs the host nothing."""
 
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+
     def plan(self, inputs: AttentionInputs) -> Fa3Plan:
         return Fa3Plan(inputs, int(inputs.query_lens.max()))
 
+    def graphed_decode(self, rows: int) -> Unprepared:  # noqa: ARG002
+        return Unprepared(self)
+
     def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
         assert isinstance(plan, Fa3Plan)
+        inputs = plan.inputs
+        if window not in plan.schedules:
+            plan.schedules[window] = self._schedule(plan, window)
         out: Tensor = flash_attn_with_kvcache(
             q,
             kv.keys(layer),
             kv.values(layer),
-            cache_seqlens=plan.inputs.kv_lens_device,
-            page_table=plan.inputs.page_table,
-            cu_seqlens_q=plan.inputs.query_starts,
+            cache_seqlens=inputs.kv_lens_device,
+            page_table=inputs.page_table,
+            cu_seqlens_q=inputs.query_starts,
             max_seqlen_q=plan.max_query_len,
             causal=True,
-            window_size=(-1, -1) if window is None else (window - 1, 0),
+            window_size=_left_right(window),
+            scheduler_metadata=plan.schedules[window],
         )
         return out
+
+    def _schedule(self, plan: Fa3Plan, window: int | None) -> Tensor:
+        """int32, on the device. Its arguments must be what `forward` passes for the same step."""
+        shape, inputs = self._shape, plan.inputs
+        schedule: Tensor = get_scheduler_metadata(
+            batch_size=len(inputs.query_lens),
+            max_seqlen_q=plan.max_query_len,
+            max_seqlen_k=inputs.page_table.shape[1] * shape.page_size,
+            num_heads=shape.num_heads,
+            num_heads_k=shape.num_kv_heads,
+            headdim=shape.head_dim,
+            cache_seqlens=inputs.kv_lens_device,
+            qkv_dtype=shape.dtype,
+            cu_seqlens_q=inputs.query_starts,
+            page_size=shape.page_size,
+            causal=True,
+            window_size=_left_right(window),
+        )
+        return schedule
+
+
+def _left_right(window: int | None) -> tuple[int, int]:
+    """Positions that a query sees to its left and right; -1: all."""
+    return (-1, -1) if window is None else (window - 1, 0)

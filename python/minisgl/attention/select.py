@@ -1,41 +1,169 @@
-"""Which attention backend an engine uses."""
+"""Which attention backends an engine uses: one for decodes, one for everything else, often the same.
+
+A `Candidate` says whether a backend can run a model on a GPU, and makes it. `preferences` is the order in which `auto`
+tries them, by what docs/performance.md shows; what is not measured there goes by the hardware's capability.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 
-from minisgl.attention.base import AttentionBackend
+from minisgl.attention.base import AttentionBackend, AttentionShape
+from minisgl.attention.pair import PairAttention
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.config import AttentionName, ConfigError
+from minisgl.config import attention_names
 
 logger = logging.getLogger(__name__)
 
+Role = Literal["prefill", "decode"]
+Capability = tuple[int, int]
 
-def make_attention(name: AttentionName, *, page_size: int, device: torch.device) -> AttentionBackend:
-    """The named backend; `auto` is FlashAttention 3 where it runs, else torch. ConfigError if it cannot run here."""
+SIXTEEN_BITS = torch.bfloat16, torch.float16
+TESTED: tuple[Capability, ...] = ((9, 0),)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A backend that may be chosen."""
+
+    title: str
+    missing: Callable[[AttentionShape, Capability], str | None]  # why it cannot run here
+    ready: Callable[[AttentionShape, Capability, Role], bool]  # without compiling anything for minutes
+    make: Callable[[AttentionShape, torch.device], AttentionBackend]
+
+
+def preferences(role: Role, shape: AttentionShape, capability: Capability) -> tuple[str, ...]:
+    """The backends' names, the fastest first."""
+    if capability[0] >= 10:
+        return "fi", "torch"
+    if role == "decode" and shape.group <= 2:
+        return "fi", "fa", "torch"
+    return "fa", "fi", "torch"
+
+
+def make_attention(name: str, shape: AttentionShape, device: torch.device) -> AttentionBackend:
+    """The backend or pair that --attn names; where one cannot run, the next best, which is said in the log."""
     if device.type == "cpu":
         if name not in ("auto", "torch"):
             logger.info("--attn %s is for GPUs; on the CPU attention runs in torch", name)
-        return TorchAttention(page_size)
-    missing = _fa_missing()
-    if name == "fa" and missing:
-        raise ConfigError(f"--attn fa: {missing}")
-    if name == "torch" or missing:
-        if missing and name == "auto":
-            logger.warning("attention runs in torch, which is slow: %s", missing)
-        return TorchAttention(page_size)
+        return TorchAttention(shape.page_size)
+    capability = torch.cuda.get_device_capability(device)
+    asked = attention_names(name)
+    prefill = choose(asked[0], "prefill", shape, capability, CANDIDATES)
+    decode = choose(asked[1], "decode", shape, capability, CANDIDATES)
+    if capability not in TESTED:
+        logger.warning("attention is not tested on GPUs of compute capability %d.%d", *capability)
+    logger.info("attention: %s", prefill if prefill == decode else f"{prefill} for prefill, {decode} for decode")
+    first = CANDIDATES[prefill].make(shape, device)
+    return first if decode == prefill else PairAttention(first, CANDIDATES[decode].make(shape, device))
+
+
+def choose(
+    asked: str, role: Role, shape: AttentionShape, capability: Capability, candidates: Mapping[str, Candidate]
+) -> str:
+    """The name of the backend for this role: the one asked for, or by `preferences` the first that runs (and for
+    `auto` is ready).
+    """
+    order = preferences(role, shape, capability)
+    if asked != "auto":
+        why = candidates[asked].missing(shape, capability)
+        if why is None:
+            return asked
+        order = tuple(name for name in order if name != asked)
+        logger.warning("--attn %s cannot be used: %s", asked, why)
+    for name in order:
+        candidate = candidates[name]
+        why = candidate.missing(shape, capability)
+        if why is None and not candidate.ready(shape, capability, role):
+            why = f"it would first be compiled, which takes a minute or more: --attn {name} does that"
+        if why is None:
+            if name == "torch":
+                logger.warning("attention runs in torch, which is slow")
+            return name
+        logger.info("%s attention would be faster with %s: %s", role, candidate.title, why)
+    raise AssertionError("torch always runs")
+
+
+def _fa_missing(shape: AttentionShape, capability: Capability) -> str | None:
+    if capability[0] not in (8, 9):
+        return f"it is built for compute capability 8.x and 9.0, not {capability[0]}.{capability[1]}"
+    why = _unsupported(shape, head_dims=range(8, 257, 8))
+    return why or import_error("sgl_kernel.flash_attn", "sglang-kernel", "cuda")
+
+
+def _fi_missing(shape: AttentionShape, capability: Capability) -> str | None:
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, not {capability[0]}.{capability[1]}"
+    why = _unsupported(shape, head_dims=(64, 128, 256))
+    why = why or import_error("flashinfer.decode", "flashinfer-python", "fi")
+    if why is None and not _has_nvcc():
+        roles: tuple[Role, ...] = ("prefill", "decode")
+        if not all(_fi_ready(shape, capability, role) for role in roles):
+            return "its kernels are not compiled, and there is no CUDA toolkit (nvcc) to do it"
+    return why
+
+
+def import_error(module: str, package: str, extra: str) -> str | None:
+    """Why a module of an optional package cannot be imported, in one line, or None."""
+    if importlib.util.find_spec(module.split(".")[0]) is None:
+        return f"the package {package} is not installed (pip install 'minisgl[{extra}]')"
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a package built for another torch or driver raises
+        return f"the package {package} does not load: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+def _unsupported(shape: AttentionShape, head_dims: range | tuple[int, ...]) -> str | None:
+    if shape.dtype not in SIXTEEN_BITS:
+        return f"it is for bfloat16 and float16, not {str(shape.dtype).removeprefix('torch.')}"
+    if shape.head_dim not in head_dims:
+        return f"it has no kernels for heads of {shape.head_dim}"
+    return None
+
+
+def _fi_ready(shape: AttentionShape, capability: Capability, role: Role) -> bool:
+    from minisgl.attention.fi import modules
+
+    return all(path.exists() for path in modules(shape, capability, decode=role == "decode"))
+
+
+def _make_fa(shape: AttentionShape, _: torch.device) -> AttentionBackend:
     from minisgl.attention.fa import FlashAttention3
 
-    return FlashAttention3()
+    return FlashAttention3(shape)
 
 
-def _fa_missing() -> str | None:
-    """Why FlashAttention 3 cannot run, or None."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        return "FlashAttention 3 needs a Hopper GPU (compute capability 9.0)"
-    if importlib.util.find_spec("sgl_kernel") is None:
-        return "FlashAttention 3 needs the package sglang-kernel (pip install 'minisgl[cuda]')"
-    return None
+def _make_fi(shape: AttentionShape, device: torch.device) -> AttentionBackend:
+    from minisgl.attention.fi import FlashInfer
+
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    if not all(_fi_ready(shape, torch.cuda.get_device_capability(device), role) for role in roles):
+        logger.info("FlashInfer compiles its kernels at their first use: up to a minute each, once")
+    return FlashInfer(shape, device)
+
+
+def _has_nvcc() -> bool:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return shutil.which("nvcc") is not None or (Path(home) / "bin" / "nvcc").exists()
+
+
+def _always(*_: object) -> bool:
+    return True
+
+
+CANDIDATES: Mapping[str, Candidate] = {
+    "fa": Candidate("FlashAttention 3 (fa)", _fa_missing, _always, _make_fa),
+    "fi": Candidate("FlashInfer (fi)", _fi_missing, _fi_ready, _make_fi),
+    "torch": Candidate("torch", lambda *_: None, _always, lambda shape, _: TorchAttention(shape.page_size)),
+}

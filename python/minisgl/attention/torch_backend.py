@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import AttentionInputs, AttentionPlan
+from minisgl.attention.base import AttentionInputs, AttentionPlan, Unprepared
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
 
@@ -62,6 +62,9 @@ class TorchAttention:
 
     def plan(self, inputs: AttentionInputs) -> TorchPlan:
         return TorchPlan(inputs, int(inputs.kv_lens.max()))
+
+    def graphed_decode(self, rows: int) -> Unprepared:  # noqa: ARG002
+        return Unprepared(self)
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
         assert isinstance(plan, TorchPlan)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minisgl.attention.base import AttentionShape
 from minisgl.attention.select import make_attention
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import Batch, Limits, pages_for
@@ -102,7 +103,18 @@ class Engine:
                 device=self.device,
             )
         )
-        attention = make_attention(config.attention, page_size=self.page_size, device=self.device)
+        attention = make_attention(
+            config.attention,
+            AttentionShape(
+                num_heads=model.heads_per_rank(tp.size),
+                num_kv_heads=kv_heads,
+                head_dim=model.head_dim,
+                page_size=self.page_size,
+                dtype=self.dtype,
+                windowed=any(window is not None for window in model.windows),
+            ),
+            self.device,
+        )
         self._runner = StepRunner(loaded, self._kv, state, attention, make_ops(self.device), _make_sampler(self.device))
         self._graphs: DecodeGraphs | None = None
         graph_max_bs = self.num_slots if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs

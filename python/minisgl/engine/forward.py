@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, AttentionInputs
+from minisgl.attention.base import AttentionBackend, AttentionInputs, GraphedDecode
 from minisgl.context import ForwardContext
 from minisgl.core import Batch, pages_for
 from minisgl.engine.sampler import SampleKind, Sampler
@@ -82,7 +82,9 @@ class StepRunner:
             return slots
         return self.sampler.sample(logits, slots, self.state, SampleKind(batch.greedy, batch.filtered))
 
-    def decode_context(self, slots: Tensor, kv_lens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> ForwardContext:
+    def decode_context(
+        self, slots: Tensor, kv_lens: np.ndarray[tuple[int], np.dtype[np.int32]], attention: GraphedDecode
+    ) -> ForwardContext:
         """The context of a decode of `slots` [rows] int64, made from device state alone so that a graph can hold it.
 
         `kv_lens` is the host's idea of the lengths: at capture, the longest possible.
@@ -106,5 +108,5 @@ class StepRunner:
             kv=self.kv,
             ops=self.ops,
             attention=self.attention,
-            plan=self.attention.plan(inputs),
+            plan=attention.plan(inputs),
         )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.attention.base import GraphedDecode
 from minisgl.core import Batch
 from minisgl.engine.forward import StepRunner
 from minisgl.engine.sampler import SampleKind
@@ -27,6 +28,7 @@ class _Captured:
     """A batch size's graphs and the tensors they read and write."""
 
     slots: Tensor
+    attention: GraphedDecode
     forward: torch.cuda.CUDAGraph
     logits: Tensor
     sample: dict[SampleKind, tuple[torch.cuda.CUDAGraph, Tensor]]
@@ -58,8 +60,11 @@ class DecodeGraphs:
         slots = torch.full((size,), runner.state.scratch_slot, dtype=torch.int64, device=self._device)
         kv_lens = np.full(size, self._max_seq_len, dtype=np.int32)
 
+        attention = runner.attention.graphed_decode(size)
+        attention.prepare(np.zeros(size, dtype=np.int32))
+
         def forward() -> tuple[Tensor, object]:
-            ctx = runner.decode_context(slots, kv_lens)
+            ctx = runner.decode_context(slots, kv_lens, attention)
             return runner.model(ctx), ctx
 
         def choose(kind: SampleKind) -> Tensor:
@@ -76,7 +81,7 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
                 sampled = choose(kind)
             samples[kind] = (graph, sampled)
-        return _Captured(slots, forward_graph, logits, samples, context)
+        return _Captured(slots, attention, forward_graph, logits, samples, context)
 
     def fits(self, batch: Batch) -> bool:
         """Whether the plan is a decode that a graph was captured for."""
@@ -91,6 +96,7 @@ class DecodeGraphs:
         if not np.array_equal(self._rows.get(size, ()), padded):
             self._rows[size] = padded
             captured.slots.copy_(upload(padded, self._device))
+        captured.attention.prepare(batch.starts)
         captured.forward.replay()
 
     def sample(self, batch: Batch) -> Tensor:

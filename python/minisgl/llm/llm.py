@@ -23,7 +23,6 @@ from minisgl.config import (
     SchedulePolicy,
     SchedulerConfig,
     ServerConfig,
-    parse_attention,
 )
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParams, resolve_max_tokens
 from minisgl.engine.engine import Engine
@@ -82,7 +81,7 @@ class LLM:
             device=device,
             dtype=str(dtype).removeprefix("torch."),
             load_format="dummy" if use_dummy_weight else "safetensors",
-            attention=parse_attention(attention_backend),
+            attention=attention_backend,
             page_size=page_size,
             num_pages=num_page_override,
             memory_ratio=memory_ratio,

@@ -1,0 +1,95 @@
+"""Which attention backends are chosen, for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minisgl.attention.base import AttentionShape
+from minisgl.attention.flatten import flatten_pages
+from minisgl.attention.select import CANDIDATES, Candidate, choose, import_error, make_attention
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.config import ConfigError, attention_names
+
+HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
+SMALL = AttentionShape(num_heads=16, num_kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16)
+LARGE = replace(SMALL, num_heads=40)
+
+
+def candidates(missing: Mapping[str, str] = {}, unready: tuple[str, ...] = ()) -> dict[str, Candidate]:
+    """The real ones, but for what is installed and compiled."""
+    return {
+        name: replace(
+            candidate,
+            missing=lambda *_, name=name: missing.get(name),
+            ready=lambda *_, name=name: name not in unready,
+        )
+        for name, candidate in CANDIDATES.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "capability", "prefill", "decode"),
+    [
+        (SMALL, HOPPER, "fa", "fi"),
+        (LARGE, HOPPER, "fa", "fa"),
+        (SMALL, AMPERE, "fa", "fi"),
+        (LARGE, BLACKWELL, "fi", "fi"),
+    ],
+)
+def test_auto_picks_the_fastest(shape: AttentionShape, capability: tuple[int, int], prefill: str, decode: str) -> None:
+    assert choose("auto", "prefill", shape, capability, candidates()) == prefill
+    assert choose("auto", "decode", shape, capability, candidates()) == decode
+
+
+def test_auto_compiles_nothing_and_says_what_would_be_faster(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert choose("auto", "decode", SMALL, HOPPER, candidates(unready=("fi",))) == "fa"
+    assert "decode attention would be faster with FlashInfer" in caplog.text
+    assert choose("fi", "decode", SMALL, HOPPER, candidates(unready=("fi",))) == "fi"
+
+
+def test_a_missing_package_gives_one_line_and_the_next_best(caplog: pytest.LogCaptureFixture) -> None:
+    missing = {"fi": "not installed", "fa": "broken"}
+    assert choose("fi", "decode", SMALL, HOPPER, candidates({"fi": "not installed"})) == "fa"
+    assert [record.getMessage() for record in caplog.records] == ["--attn fi cannot be used: not installed"]
+    assert choose("fa", "prefill", SMALL, HOPPER, candidates(missing)) == "torch"
+
+
+def test_what_a_backend_has_no_kernels_for() -> None:
+    fa, fi = CANDIDATES["fa"], CANDIDATES["fi"]
+    assert "not 10.0" in (fa.missing(SMALL, BLACKWELL) or "")
+    assert "float32" in (fa.missing(replace(SMALL, dtype=torch.float32), HOPPER) or "")
+    assert "heads of 96" in (fi.missing(replace(SMALL, head_dim=96), HOPPER) or "")
+    assert "8.0" in (fi.missing(SMALL, (7, 5)) or "")
+
+
+def test_packages_that_are_absent_or_do_not_load() -> None:
+    assert "pip install 'minisgl[fi]'" in (import_error("no_such_package.part", "no-such-package", "fi") or "")
+    assert "does not load: ModuleNotFoundError" in (import_error("json.no_such_part", "json", "fi") or "")
+    assert import_error("json.decoder", "json", "fi") is None
+
+
+def test_on_the_cpu_attention_runs_in_torch() -> None:
+    assert isinstance(make_attention("fa,fi", SMALL, torch.device("cpu")), TorchAttention)
+
+
+def test_the_flag() -> None:
+    assert attention_names("auto") == ("auto", "auto")
+    assert attention_names("fa,fi") == ("fa", "fi")
+    for wrong in ("", "fa,fi,torch", "fa,", "flash"):
+        with pytest.raises(ConfigError, match="--attn must be one of auto, fa, fi, torch"):
+            attention_names(wrong)
+
+
+def test_flattened_pages() -> None:
+    table = torch.tensor([[7, 8, 99], [5, 99, 99], [1, 2, 3]], dtype=torch.int32)
+    starts, last, pages = (torch.full((size,), -1, dtype=torch.int32) for size in (4, 3, 10))
+    flatten_pages(table, torch.tensor([5, 4, 12], dtype=torch.int32), 4, starts, last, pages)
+    assert starts.tolist() == [0, 2, 3, 6]
+    assert last.tolist() == [1, 4, 4]
+    assert pages[:6].tolist() == [7, 8, 5, 1, 2, 3]
