@@ -183,3 +183,56 @@ def test_qwen_chat_of_the_real_vocabulary(qwen: Tokenizer, qwen_path: Any) -> No
     text = ours.decode(ids, skip_special_tokens=False)
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert json.loads((qwen_path / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA.replace("{% elif m.tool_calls is defined %}", "{% else %}"), TOOLFUL])
+@pytest.mark.parametrize("content", ["The answer", " spaced \n", ""])
+def test_continued_as_transformers(transformers_tokenizer: Any, source: str, content: str) -> None:
+    """The text ends where the last message does, so that the model writes on."""
+    source = source.replace("m.get('content', 'none')", "m.content").replace("m.tool_calls | tojson", "m.content")
+    messages = [USER, {"role": "assistant", "content": content}]
+    ours = tokenizer_with(source).render_chat(messages, None, {}, True, True)
+    assert ours == transformers_tokenizer.apply_chat_template(
+        messages, chat_template=source, continue_final_message=True, tokenize=False
+    )
+    assert ours.rstrip().endswith(content.strip())
+
+
+def test_last_message_that_the_template_drops_cannot_be_continued() -> None:
+    with pytest.raises(InvalidRequest, match="does not show the last message"):
+        tokenizer_with("{{ messages[0].content }}").render_chat([USER, USER], None, {}, False, True)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ arguments | tojson }}", '{"b": 1, "a": "é"}'),  # Qwen, Llama, Mistral: an object
+        ("{{ arguments if arguments is string else arguments | tojson }}", '{"b": 1, "a": "é"}'),  # Qwen3
+        ("{% for key, value in arguments | items %}{{ key }}={{ value }} {% endfor %}", "b=1 a=é "),  # Qwen3-Coder
+        ("{% for key in arguments %}{{ key }}={{ arguments[key] }} {% endfor %}", "b=1 a=é "),
+        ("{{ 'x' + arguments + 'y' }}", 'x{"b":1, "a":"é"}y'),  # DeepSeek: the text as it was written
+        ("{{ arguments }}", '{"b":1, "a":"é"}'),
+        ("{{ arguments is mapping }}", "True"),
+    ],
+)
+def test_arguments_of_calls_are_what_templates_expect(source: str, expected: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b":1, "a":"é"}'}}
+    source = "{% set arguments = messages[0].tool_calls[0].function.arguments %}" + source
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert tokenizer_with(source).render_chat([message]) == expected
+    assert call["function"]["arguments"] == '{"b":1, "a":"é"}'  # type: ignore[index]
+
+
+def test_arguments_that_are_no_object_stay_text() -> None:
+    for text in ("{", "[1]", "", '{"a": ' + "[" * 100_000):
+        call = {"function": {"name": "f", "arguments": text}}
+        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        source = "{{ messages[0].tool_calls[0].function.arguments }}"
+        assert tokenizer_with(source).render_chat([message]) == text
+
+
+def test_developer_is_system_where_the_template_knows_no_better() -> None:
+    message = {"role": "developer", "content": "x"}
+    assert tokenizer_with("{{ messages[0].role }}").render_chat([message]) == "system"
+    knowing = "{% if messages[0].role == 'developer' %}dev{% endif %}"
+    assert tokenizer_with(knowing).render_chat([message]) == "dev"

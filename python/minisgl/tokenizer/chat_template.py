@@ -26,6 +26,7 @@ MAX_SECONDS = 5.0
 Message = dict[str, Any]
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same thing, the standard one first
+_END_TAG = "END-OF-FINAL-MESSAGE-f1b2c7 "  # marks where a message that is to be continued ends
 
 
 class ChatTemplates:
@@ -44,23 +45,32 @@ class ChatTemplates:
         tools: list[dict[str, Any]] | None,
         template_kwargs: dict[str, Any],
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
     ) -> str:
-        """The conversation as one text, special tokens written out. Any failure is an InvalidRequest("messages")."""
+        """The conversation as one text, special tokens written out. Any failure is an InvalidRequest("messages").
+
+        With `continue_final_message` the text ends where the last message's content does.
+        """
         if not messages:
             raise InvalidRequest("messages", "messages must have at least one message")
+        name = self._choose(tools)
+        knows_developer = "developer" in self._sources[name]
+        normalized = [_normalize(message, knows_developer) for message in messages]
+        if continue_final_message:
+            normalized[-1]["content"] = f"{normalized[-1].get('content', '')}{_END_TAG}"
         variables: dict[str, Any] = {
-            "messages": [_normalize(message) for message in messages],
+            "messages": normalized,
             "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         if reserved := variables.keys() & template_kwargs.keys():
             raise InvalidRequest("chat_template_kwargs", f"{min(reserved)} cannot be given in chat_template_kwargs")
         variables = {**self._variables, "documents": None, **template_kwargs, **variables}
-        name = self._choose(tools)
         try:
             if name not in self._compiled:
                 self._compiled[name] = self._environment.from_string(self._sources[name])
-            return self._environment.render_bounded(self._compiled[name], variables)
+            text = self._environment.render_bounded(self._compiled[name], variables)
+            return _cut_at_end_tag(text) if continue_final_message else text
         except Refusal as error:
             message = f"the model's chat template refuses these messages: {error}"
         except Exception as error:
@@ -83,13 +93,60 @@ class Refusal(jinja2.TemplateError):
     """The template called raise_exception, or went beyond its bounds."""
 
 
-def _normalize(message: Message) -> Message:
-    """What transformers does to a message: templates expect absent keys, not None, and one name for reasoning."""
+def _normalize(message: Message, knows_developer: bool) -> Message:
+    """What transformers does to a message: templates expect absent keys, not None, and one name for reasoning.
+
+    Beyond that: the newer name of the system's role is changed for templates that would drop it without a word, and
+    arguments of tool calls, which OpenAI's API has as text, become what templates expect.
+    """
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    if message.get("role") == "developer" and not knows_developer:
+        message["role"] = "system"
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [_with_arguments(call) for call in calls]
     return message
+
+
+def _with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": _Arguments(text, value)}} if isinstance(value, dict) else call
+
+
+class _Arguments(dict[str, Any]):
+    """The arguments of a call as most templates expect them, an object, which in a text reads as it was written.
+
+    Some templates join them to strings (DeepSeek's), so they must be both.
+    """
+
+    def __init__(self, text: str, value: dict[str, Any]) -> None:
+        super().__init__(value)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _cut_at_end_tag(text: str) -> str:
+    at = text.rfind(_END_TAG.strip())
+    if at < 0:
+        raise Refusal("it does not show the last message, which is to be continued")
+    # A template that trims the tag would have trimmed the message.
+    return text[:at] if text.startswith(_END_TAG, at) else text[:at].rstrip()
 
 
 class _GenerationTag(jinja2.ext.Extension):

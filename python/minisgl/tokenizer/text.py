@@ -107,9 +107,12 @@ class TextTokenizer:
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """A conversation as the text that the model was trained on."""
-        return self._templates.render(messages, tools, template_kwargs or {}, add_generation_prompt)
+        return self._templates.render(
+            messages, tools, template_kwargs or {}, add_generation_prompt, continue_final_message
+        )
 
     def decode(self, ids: Sequence[int] | Int32Array, skip_special_tokens: bool = True) -> str:
         """The text of ids, all at once."""
