@@ -1,0 +1,217 @@
+"""The attention backends on a GPU: eager and captured, against the torch backend in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionShape
+from minisgl.attention.pair import PairAttention
+from minisgl.attention.select import CANDIDATES
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.core import Int32Array
+from minisgl.kvcache.pool import KVPool
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+HEADS = [(8, 8), (16, 8), (32, 8), (40, 8), (64, 8), (16, 2)]
+PAGE_SIZES = [1, 16, 64]
+LONGEST = 1500
+TOLERANCE = 6e-3  # of the norm of the result: bf16 has 8 bits
+
+
+class World:
+    """A pool of random keys and values, rows whose pages are anywhere in it, and the answers in float32."""
+
+    def __init__(self, heads: tuple[int, int], page_size: int, rows: int, *, windowed: bool = False) -> None:
+        self.shape = AttentionShape(heads[0], heads[1], 128, page_size, torch.bfloat16, windowed)
+        self.generator = torch.Generator(DEVICE).manual_seed(rows * 1000 + page_size)
+        self.random = np.random.default_rng(rows * 1000 + page_size)
+        width = -(-LONGEST // page_size)
+        pages = 2 * max(rows * width // 4, width)
+        self.pool, self.exact = (
+            KVPool(
+                num_layers=2,
+                num_pages=pages,
+                page_size=page_size,
+                num_kv_heads=heads[1],
+                head_dim=128,
+                dtype=dtype,
+                device=DEVICE,
+            )
+            for dtype in (torch.bfloat16, torch.float32)
+        )
+        for half in (self.pool.keys, self.pool.values):
+            half(1).normal_(generator=self.generator)
+        self.exact.keys(1).copy_(self.pool.keys(1))
+        self.exact.values(1).copy_(self.pool.values(1))
+        # Pages may be shared between rows; what stands beyond a row's length is never looked at.
+        self.table = torch.randint(0, pages, (rows, width), dtype=torch.int32, device=DEVICE, generator=self.generator)
+
+    def inputs(self, query_lens: Int32Array, kv_lens: Int32Array) -> AttentionInputs:
+        rows = len(query_lens)
+        width = -(-int(kv_lens.max()) // self.shape.page_size)
+        return AttentionInputs(
+            query_lens=query_lens,
+            kv_lens=kv_lens,
+            query_starts=torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32, device=DEVICE),
+            kv_lens_device=torch.from_numpy(kv_lens).to(DEVICE),
+            page_table=self.table[:rows, :width].contiguous(),
+        )
+
+    def queries(self, tokens: int) -> Tensor:
+        return torch.randn(
+            tokens, self.shape.num_heads, 128, device=DEVICE, generator=self.generator, dtype=torch.float32
+        ).bfloat16()
+
+    def check(self, have: Tensor, q: Tensor, inputs: AttentionInputs, window: int | None) -> None:
+        oracle = TorchAttention(self.shape.page_size)
+        want = oracle.forward(1, q.float(), self.exact, oracle.plan(inputs), window)
+        assert have.shape == want.shape
+        worst = ((have.float() - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)).max()
+        assert worst < TOLERANCE, f"relative error {worst:.1e}"
+
+
+def make(name: str, shape: AttentionShape) -> AttentionBackend:
+    """The backend; skips what cannot run here or would first be compiled for a minute."""
+    if name == "fa,fi":
+        return PairAttention(make("fa", shape), make("fi", shape))
+    candidate, capability = CANDIDATES[name], torch.cuda.get_device_capability(DEVICE)
+    why = candidate.missing(shape, capability)
+    if why:
+        pytest.skip(why)
+    if not all(candidate.ready(shape, capability, role) for role in ("prefill", "decode")):
+        pytest.skip(f"{name}: kernels for this shape are not compiled")
+    return candidate.make(shape, DEVICE)
+
+
+BACKENDS = ["fa", "fi", "fa,fi", "torch"]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("window", [None, 100])
+def test_steps(name: str, heads: tuple[int, int], page_size: int, window: int | None) -> None:
+    world = World(heads, page_size, rows=40, windowed=window is not None)
+    backend = make(name, world.shape)
+    rng = world.random
+    for rows, longest_query in [(1, 1), (40, 1), (1, 700), (5, 300), (40, 30), (33, 2)]:
+        query_lens = rng.integers(1, longest_query + 1, rows).astype(np.int32)
+        kv_lens = (query_lens + rng.integers(0, LONGEST - longest_query, rows)).astype(np.int32)
+        kv_lens[::3] = query_lens[::3]  # nothing cached
+        inputs = world.inputs(query_lens, kv_lens)
+        q = world.queries(int(query_lens.sum()))
+        plan = backend.plan(inputs)
+        backend.forward(0, q, world.pool, plan)
+        world.check(backend.forward(1, q, world.pool, plan, window), q, inputs, window)
+
+
+class Graph:
+    """A captured decode, as the engine captures it: lengths and pages come from the device alone."""
+
+    def __init__(self, world: World, backend: AttentionBackend, rows: int, window: int | None) -> None:
+        self.rows = rows
+        self.lengths = torch.ones(rows, dtype=torch.int32, device=DEVICE)
+        self.q = world.queries(rows)
+        self.attention = backend.graphed_decode(rows)
+        self.attention.prepare(np.zeros(rows, dtype=np.int32))
+        inputs = AttentionInputs(
+            query_lens=np.ones(rows, dtype=np.int32),
+            kv_lens=np.full(rows, LONGEST, dtype=np.int32),
+            query_starts=torch.arange(rows + 1, dtype=torch.int32, device=DEVICE),
+            kv_lens_device=self.lengths,
+            page_table=world.table[:rows],
+        )
+
+        def run() -> Tensor:
+            self.plan = self.attention.plan(inputs)
+            backend.forward(0, self.q, world.pool, self.plan)
+            return backend.forward(1, self.q, world.pool, self.plan, window)
+
+        run()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+            self.out = run()
+
+    def replay(self, q: Tensor, lengths: Int32Array) -> Tensor:
+        """Of as many rows as there are lengths; the others are padding."""
+        padded = np.ones(self.rows, dtype=np.int32)
+        padded[: len(lengths)] = lengths
+        self.q[: len(q)] = q
+        self.lengths.copy_(torch.from_numpy(padded).pin_memory(), non_blocking=True)
+        self.attention.prepare(lengths - 1)
+        self.graph.replay()
+        return self.out[: len(lengths)]
+
+
+@pytest.mark.parametrize("name", ["fa", "fi", "fa,fi"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("heads", [(16, 8), (40, 8), (16, 2)])
+@pytest.mark.parametrize("window", [None, 100])
+def test_replays_with_other_lengths(name: str, heads: tuple[int, int], page_size: int, window: int | None) -> None:
+    world = World(heads, page_size, rows=300, windowed=window is not None)
+    backend = make(name, world.shape)
+    rng = world.random
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graphs = [Graph(world, backend, rows, window) for rows in (300, 24, 1)]
+        for graph in graphs:
+            rows = graph.rows
+            lengths = rng.integers(1, LONGEST // 2, rows).astype(np.int32)
+            for step in range(25):
+                live = lengths[: max(1, rows - step % 3)]
+                q = world.queries(len(live))
+                have = graph.replay(q, live).clone()
+                world.check(have, q, world.inputs(np.ones_like(live), live), window)
+                # Most rows grow by a token, some are others now.
+                lengths = np.minimum(lengths + 1, LONGEST).astype(np.int32)
+                changed = rng.random(rows) < 0.1
+                lengths[changed] = rng.integers(1, LONGEST + 1, int(changed.sum()))
+        torch.cuda.current_stream().synchronize()
+
+
+def test_plans_are_redone_only_when_rows_gain_or_lose_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    import minisgl.attention.fi as fi
+
+    world = World((16, 8), 64, rows=4)
+    backend = make("fi", world.shape)
+    plans = 0
+    original: Callable[..., None] = fi.fast_decode_plan
+
+    def counted(*args: object, **options: object) -> None:
+        nonlocal plans
+        plans += 1
+        original(*args, **options)
+
+    monkeypatch.setattr(fi, "fast_decode_plan", counted)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph = Graph(world, backend, 4, None)
+        plans = 0
+        for length in range(600, 600 + 256):
+            graph.replay(graph.q, np.full(4, length, dtype=np.int32))
+        torch.cuda.current_stream().synchronize()
+    assert 1 <= plans <= 6
+
+
+def test_two_plans_in_flight_do_not_mix() -> None:
+    """The host runs ahead: a plan written for the next replay must not reach the one before it."""
+    world = World((16, 8), 16, rows=8)
+    backend = make("fi", world.shape)
+    rng = world.random
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph = Graph(world, backend, 8, None)
+        steps = [rng.integers(1, LONGEST + 1, 8).astype(np.int32) for _ in range(20)]
+        q = world.queries(8)
+        busy = torch.randn(4096, 4096, device=DEVICE)
+        outs = []
+        for lengths in steps:
+            busy = busy @ busy
+            busy /= busy.norm()
+            outs.append(graph.replay(q, lengths).clone())
+        for lengths, out in zip(steps, outs, strict=True):
+            world.check(out, q, world.inputs(np.ones(8, dtype=np.int32), lengths), None)
