@@ -25,7 +25,7 @@ def main() -> int:
     set_up_logging()
     try:
         config, resolve = parse_args(sys.argv[1:])
-        listener = bind(config.host, config.port)
+        listener = bind(config.host, config.port, config.http.send_timeout)
         folder = resolve()
         # An unsupported model is noticed before any process is started.
         load_model_config(folder).check_tp(config.engine.tp_size)

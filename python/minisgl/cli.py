@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -13,6 +14,7 @@ from minisgl.config import (
     DEFAULT_PORT,
     ConfigError,
     EngineConfig,
+    HttpConfig,
     LoadFormat,
     SchedulerConfig,
     ServerConfig,
@@ -48,6 +50,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--load-format", default="safetensors", choices=["safetensors", "dummy"], help="dummy: random weights"
     )
     model.add_argument("--dummy-weight", action="store_true", help="the same as --load-format dummy")
+    model.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=None,
+        metavar="NAME",
+        help="what clients call the model; the first name is in the answers; none: the model's own",
+    )
     model.add_argument("--model-source", default="huggingface", help="only huggingface for now")
     model.add_argument(
         "--max-seq-len-override", type=int, default=None, metavar="TOKENS", help="context length; none: the model's"
@@ -62,6 +71,8 @@ def make_parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--shell", "--shell-mode", action="store_true", help="chat in the terminal; the server ends with it"
     )
+
+    _add_http_flags(parser.add_argument_group("http"))
 
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one")
@@ -135,6 +146,92 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_http_flags(http: argparse._ArgumentGroup) -> None:
+    default = HttpConfig()
+    http.add_argument(
+        "--api-key",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY",
+        help="clients must send one of these as bearer token; better in MINISGL_API_KEY or a file: others see flags",
+    )
+    http.add_argument("--api-key-file", default=None, metavar="FILE", help="more keys, one a line")
+    http.add_argument(
+        "--allowed-origins", nargs="+", default=[], metavar="ORIGIN", help="web pages that may call (CORS); * for all"
+    )
+    http.add_argument("--allowed-methods", nargs="+", default=["*"], metavar="METHOD", help="that such pages may use")
+    http.add_argument("--allowed-headers", nargs="+", default=["*"], metavar="HEADER", help="that such pages may send")
+    http.add_argument("--allow-credentials", action="store_true", help="such pages may send cookies")
+    http.add_argument("--root-path", default="", metavar="PATH", help="under which a reverse proxy shows the server")
+    http.add_argument("--ssl-keyfile", default=None, metavar="FILE", help="private key, for https")
+    http.add_argument("--ssl-certfile", default=None, metavar="FILE", help="certificate, for https")
+    http.add_argument(
+        "--max-body-bytes", type=int, default=default.max_body_bytes, metavar="BYTES", help="of one request"
+    )
+    http.add_argument(
+        "--max-queued-requests",
+        type=int,
+        default=default.max_queued_requests,
+        metavar="N",
+        help="answers under way or waiting, each choice counted; what comes beyond gets 503",
+    )
+    http.add_argument(
+        "--receive-timeout",
+        type=float,
+        default=default.receive_timeout,
+        metavar="SECONDS",
+        help="for a request to arrive whole",
+    )
+    http.add_argument(
+        "--send-timeout",
+        type=float,
+        default=default.send_timeout,
+        metavar="SECONDS",
+        help="that a client may take nothing of what is sent to it",
+    )
+    http.add_argument(
+        "--health-timeout",
+        type=float,
+        default=default.health_timeout,
+        metavar="SECONDS",
+        help="without a sign of life from the engine after which /health says so",
+    )
+
+
+def _http_config(args: argparse.Namespace) -> HttpConfig:
+    return HttpConfig(
+        api_keys=tuple(api_keys(args.api_key, args.api_key_file, os.environ.get("MINISGL_API_KEY", ""))),
+        allowed_origins=tuple(args.allowed_origins),
+        allowed_methods=tuple(args.allowed_methods),
+        allowed_headers=tuple(args.allowed_headers),
+        allow_credentials=args.allow_credentials,
+        root_path=args.root_path,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        max_body_bytes=args.max_body_bytes,
+        max_queued_requests=args.max_queued_requests,
+        receive_timeout=args.receive_timeout,
+        send_timeout=args.send_timeout,
+        health_timeout=args.health_timeout,
+    )
+
+
+def api_keys(flags: Sequence[str], file: str | None, environment: str) -> list[str]:
+    """The keys of the flag, the file (one a line) and the environment (separated by commas)."""
+    keys = [*flags, *filter(None, map(str.strip, environment.split(",")))]
+    if file is not None:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--api-key-file {file} cannot be read: {error}") from None
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise ConfigError(f"--api-key-file {file} has no key")  # and must not mean: open to all
+        keys += found
+    return keys
+
+
 def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
     """The configuration for these arguments, still without `model_path`, and what finds (or downloads) that folder.
 
@@ -145,6 +242,7 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
     if args.disable_pynccl:
         logger.info("--disable-pynccl has no effect")
     load_format: LoadFormat = "dummy" if args.dummy_weight else args.load_format
+    names: list[str] = args.served_model_name or [model_name(args.model)]
     config = ServerConfig(
         engine=EngineConfig(
             model_path="",
@@ -167,7 +265,9 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
             schedule_policy=args.schedule_policy,
             overlap=not args.disable_overlap,
         ),
-        model_name=model_name(args.model),
+        http=_http_config(args),
+        model_name=names[0],
+        model_aliases=tuple(names[1:]),
         host=args.host,
         port=args.port,
         num_tokenizers=args.num_tokenizer,

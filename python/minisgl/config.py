@@ -5,6 +5,7 @@ They travel to the worker processes as JSON over the control pipe (`message.cont
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -82,23 +83,76 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--max-prefill-length must be at least 1, not {self.max_prefill_tokens}")
 
 
+class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Who may call the API server and how."""
+
+    api_keys: tuple[str, ...] = ()  # any of these opens every route; none: all are open
+    allowed_origins: tuple[str, ...] = ()  # of web pages, for CORS; none: no CORS headers
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    root_path: str = ""  # under which a reverse proxy shows the server
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    max_body_bytes: int = 32 * 1024 * 1024  # of one request
+    max_queued_requests: int = 8192  # open sequences beyond which requests get 503
+    receive_timeout: float = 60.0  # seconds for a request to arrive whole
+    send_timeout: float = 300.0  # seconds that a client may take nothing of what is sent to it
+    health_timeout: float = 60.0  # seconds without a heartbeat after which the server is unhealthy
+
+    def validate(self) -> None:
+        """Raise ConfigError for the first value outside its range."""
+        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
+            raise ConfigError("--api-key: a key must have at least one character, all of them visible ASCII")
+        if "*" in self.allowed_origins and self.allow_credentials:
+            raise ConfigError("--allow-credentials needs the --allowed-origins by name, not *")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"--root-path must begin with / and not end with it, not {self.root_path}")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("--ssl-keyfile and --ssl-certfile must be given together")
+        for flag, path in {"--ssl-keyfile": self.ssl_keyfile, "--ssl-certfile": self.ssl_certfile}.items():
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{flag} {path}: there is no such file")
+        if self.max_body_bytes < 1:
+            raise ConfigError(f"--max-body-bytes must be at least 1, not {self.max_body_bytes}")
+        if self.max_queued_requests < 1:
+            raise ConfigError(f"--max-queued-requests must be at least 1, not {self.max_queued_requests}")
+        timeouts = {
+            "--receive-timeout": self.receive_timeout,
+            "--send-timeout": self.send_timeout,
+            "--health-timeout": self.health_timeout,
+        }
+        for flag, seconds in timeouts.items():
+            if not 0.0 < seconds <= 86_400.0:
+                raise ConfigError(f"{flag} must be above 0 and at most 86400 seconds, not {seconds}")
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The whole server."""
 
     engine: EngineConfig
     scheduler: SchedulerConfig = SchedulerConfig()
+    http: HttpConfig = HttpConfig()
     model_name: str  # as /v1/models shows it
+    model_aliases: tuple[str, ...] = ()  # other names that clients may use
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     num_tokenizers: int = 1
-    max_body_bytes: int = 32 * 1024 * 1024  # of one HTTP request
     shell: bool = False  # chat in the terminal once the server is ready
-    max_queued_sequences: int = 8192  # open sequences beyond which requests get 503
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return (self.model_name, *self.model_aliases)
 
     def validate(self) -> None:
         """Raise ConfigError for the first value outside its range."""
         self.engine.validate()
         self.scheduler.validate()
+        self.http.validate()
+        if self.shell and self.http.ssl_certfile is not None:
+            raise ConfigError("--shell does not speak https: start it by itself, or leave --ssl-certfile out")
+        if not all(self.model_names):
+            raise ConfigError("--served-model-name: a name must not be empty")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be 0 to 65535, not {self.port}")
         if not 1 <= self.num_tokenizers <= 64:

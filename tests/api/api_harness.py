@@ -17,19 +17,22 @@ import openai
 import zmq
 from fake_engine import LIMITS, FakeEngine, wait_until
 
-from minisgl.config import EngineConfig, ServerConfig
+from minisgl.config import EngineConfig, HttpConfig, ServerConfig
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.server.api.app import build_app
 from minisgl.server.api.client import EngineClient
+from minisgl.server.api.heartbeat import Heartbeat
 from minisgl.server.api.process import Server, receive_forever
 
 MODEL = "test-model"
 
 
 def make_config(**changes: Any) -> ServerConfig:
-    return ServerConfig(engine=EngineConfig(model_path="/models/test"), model_name=MODEL, **changes)
+    http = {name: changes.pop(name) for name in HttpConfig.__struct_fields__ if name in changes}
+    engine = EngineConfig(model_path="/models/test")
+    return ServerConfig(engine=engine, model_name=MODEL, http=HttpConfig(**http), **changes)
 
 
 def listening_socket() -> socket.socket:
@@ -54,8 +57,8 @@ def _sdk() -> openai.OpenAI:
 class RunningServer:
     """The API server of `process.serve`, without the process."""
 
-    def __init__(self, config: ServerConfig, engine: FakeEngine, run_dir: str) -> None:
-        self.config, self.engine = config, engine
+    def __init__(self, config: ServerConfig, engine: FakeEngine, run_dir: str, *, beats: bool = False) -> None:
+        self.config, self.engine, self._beats = config, engine, beats
         self._addresses = Addresses(run_dir)
         self._socket = listening_socket()
         self.port: int = self._socket.getsockname()[1]
@@ -72,13 +75,16 @@ class RunningServer:
         outboxes = [
             Outbox[ToTokenizer](context, self._addresses.tokenizer(i)) for i in range(self.config.num_tokenizers)
         ]
-        self.client = EngineClient(outboxes, self.config.max_queued_sequences)
-        self._server = Server(build_app(self.client, self.config, LIMITS))
+        self.client = EngineClient(outboxes, self.config.http.max_queued_requests)
+        heartbeat = Heartbeat(self.client)
+        self._server = Server(build_app(self.client, heartbeat, self.config, LIMITS), self.config.http)
         self._loop = asyncio.get_running_loop()
         receiver = asyncio.create_task(receive_forever(inbox, self.client))
+        beating = asyncio.create_task(heartbeat.beat_forever() if self._beats else asyncio.sleep(0))
         self._started.set()
         await self._server.serve(sockets=[self._socket])
         receiver.cancel()
+        beating.cancel()
         context.destroy(linger=0)
 
     def call(self, function: Callable[[], Any]) -> Any:

@@ -14,11 +14,12 @@ from fake_engine import FakeEngine
 
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
-    """Starts a server with these changes to its configuration; `tick` is the time of an engine's step in seconds."""
+    """Starts a server with these changes to its configuration; `tick` is the time of an engine's step in seconds; with
+    `beats` the server has a heartbeat."""
     with ExitStack() as stack:
 
-        def start(*, tick: float = 0.0005, **changes: Any) -> RunningServer:
-            return _start(stack, tmp_path, tick, changes)
+        def start(*, tick: float = 0.0005, beats: bool = False, **changes: Any) -> RunningServer:
+            return _start(stack, tmp_path, tick, changes, beats=beats)
 
         yield start
 
@@ -37,12 +38,14 @@ def server(_module_server: RunningServer) -> Iterator[RunningServer]:
     _module_server.assert_idle()
 
 
-def _start(stack: ExitStack, run_dir: Path, tick: float, changes: dict[str, Any]) -> RunningServer:
+def _start(
+    stack: ExitStack, run_dir: Path, tick: float, changes: dict[str, Any], *, beats: bool = False
+) -> RunningServer:
     config = make_config(**changes)
     engine = FakeEngine(str(run_dir), config.num_tokenizers, tick)
     engine.start()
     stack.callback(engine.stop)
-    server = RunningServer(config, engine, str(run_dir))
+    server = RunningServer(config, engine, str(run_dir), beats=beats)
     stack.callback(server.stop)
     server.get("/server_info")  # by its answer all sockets are connected
     return server

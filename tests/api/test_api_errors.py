@@ -243,10 +243,10 @@ def test_deepest_json_that_is_taken(server: RunningServer) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_body_too_large(server: RunningServer, stream: bool) -> None:
     """Announced by its length or found out on the way."""
-    body = json.dumps({"messages": [{"role": "user", "content": "x" * server.config.max_body_bytes}]}).encode()
+    body = json.dumps({"messages": [{"role": "user", "content": "x" * server.config.http.max_body_bytes}]}).encode()
     content = iter([body[: len(body) // 2], body[len(body) // 2 :]]) if stream else body
     error = check_error(server.post(CHAT, content=content), 413, None)
-    assert str(server.config.max_body_bytes) in error["message"]
+    assert str(server.config.http.max_body_bytes) in error["message"]
 
 
 def test_unknown_model(server: RunningServer) -> None:
@@ -305,7 +305,7 @@ def test_internal_error_hides_internals(
     def broken(*_args: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("minisgl.server.api.app.parse_body", broken)
+    monkeypatch.setattr("minisgl.server.api.service.parse_body", broken)
     response = server.post(CHAT, json={"messages": HELLO})
     assert "secret" not in response.text
     assert check_error(response, 500, None)["type"] == "server_error"

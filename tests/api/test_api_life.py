@@ -181,7 +181,7 @@ def test_pieces_may_overtake_accepted(server: RunningServer) -> None:
 
 
 def test_too_many_sequences(start_server: Callable[..., RunningServer]) -> None:
-    server = start_server(max_queued_sequences=4)
+    server = start_server(max_queued_requests=4)
     clients = [RawClient(server.port) for _ in range(2)]
     for client in clients:
         client.post(CHAT, chat("hold", n=2))
@@ -295,7 +295,7 @@ def test_server_info_of_several_tokenizers(start_server: Callable[..., RunningSe
 
 
 def test_server_info_when_a_process_is_silent(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl.server.api.app.SERVER_INFO_TIMEOUT", 0.1)
+    monkeypatch.setattr("minisgl.server.api.routes.status.SERVER_INFO_TIMEOUT", 0.1)
     monkeypatch.setattr(server.engine, "answers_queries", False)
     info = server.get("/server_info").json()
     assert info["complete"] is False

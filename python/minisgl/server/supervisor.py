@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from minisgl.config import ConfigError, ServerConfig
+from minisgl.config import ConfigError, HttpConfig, ServerConfig
 from minisgl.core import Limits
 from minisgl.message.control import Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
 from minisgl.server.launch import Child, start_worker
@@ -47,12 +47,15 @@ class Interrupted(Exception):
     """SIGINT, SIGTERM, or the end of the shell."""
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, send_timeout: float = HttpConfig().send_timeout) -> socket.socket:
     """The listening socket. ConfigError if the address cannot be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            # Ends the connection of a client that takes nothing of what is sent to it. Connections inherit it.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(send_timeout * 1000))
         sock.bind(address)
         sock.listen(2048)
     except OSError as error:
@@ -82,7 +85,9 @@ class Supervisor:
                 self._tell_all(Serve(limits))
                 host, port = self._listener.getsockname()[:2]
                 seconds = time.perf_counter() - begin
-                logger.info("ready after %.1f s: %s on http://%s:%d", seconds, self._config.model_name, host, port)
+                scheme = "https" if self._config.http.ssl_certfile else "http"
+                name = self._config.model_name
+                logger.info("ready after %.1f s: %s on %s://%s:%d", seconds, name, scheme, host, port)
                 if self._config.shell:
                     self._open_shell(host, port)
                 self._watch()  # until one of these is raised
@@ -134,7 +139,8 @@ class Supervisor:
         # A function, because an ignored signal would be ignored by the shell too.
         signal.signal(signal.SIGINT, lambda _signum, _frame: None)
         logging.getLogger().setLevel(logging.WARNING)
-        self._shell = ShellProcess(host, port, self._config.model_name)
+        keys = self._config.http.api_keys
+        self._shell = ShellProcess(host, port, self._config.model_name, keys[0] if keys else None)
         self._selector.register(os.pidfd_open(self._shell.process.pid), selectors.EVENT_READ, None)
 
     def _close_shell(self) -> None:

@@ -12,11 +12,10 @@ from types import FrameType
 
 from minisgl.config import DEFAULT_PORT
 from minisgl.shell.client import ChatClient, ChatError
+from minisgl.shell.launch import API_KEY
 from minisgl.shell.plain import PlainView
 from minisgl.shell.session import COMMANDS, Session
 from minisgl.shell.view import View
-
-API_KEY = "MINISGL_API_KEY"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

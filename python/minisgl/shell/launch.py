@@ -11,6 +11,7 @@ from typing import Any
 
 import minisgl
 
+API_KEY = "MINISGL_API_KEY"  # the environment variable of the shell's key
 GRACE_SECONDS = 1.0
 
 
@@ -21,13 +22,14 @@ class ShellProcess:
     stop an answer. `process` ends with Ctrl-D or /exit.
     """
 
-    def __init__(self, host: str, port: int, model: str) -> None:
+    def __init__(self, host: str, port: int, model: str, api_key: str | None = None) -> None:
         self._modes = _terminal_modes()
         # As for the workers: the package is found where it was found for us.
         paths = [str(Path(minisgl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        key = {} if api_key is None else {API_KEY: api_key}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "minisgl.shell", "--base-url", local_url(host, port), "--model", model],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | key,
         )
 
     def end(self) -> int:

@@ -30,6 +30,8 @@ STREAM_HEADERS = [
 class Writer(Protocol):
     """How one route writes what the engine gave."""
 
+    id: str  # of the answer
+
     def events(self, delta: Delta) -> bytes:
         """The events of a delta; none when it brings no text."""
         ...
@@ -51,8 +53,9 @@ def usage_of(request: OpenRequest) -> Usage:
 class Answer:
     """Submits a job and writes its answer, as a stream of events or as one JSON body."""
 
-    def __init__(self, client: EngineClient, job: Job, writer: Writer, *, stream: bool) -> None:
+    def __init__(self, client: EngineClient, job: Job, writer: Writer, *, stream: bool, request_id: str) -> None:
         self._client = client
+        self._names = (request_id, writer.id)
         self._job = job
         self._writer = writer
         self._stream = stream
@@ -60,7 +63,7 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._client.open(self._job) as request:
+            with self._client.open(self._job, self._names) as request:
                 watcher = asyncio.create_task(self._watch(request, receive))
                 try:
                     await (self._send_stream if self._stream else self._send_body)(request, send)

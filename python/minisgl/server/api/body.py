@@ -6,6 +6,7 @@ explicit null counts as absent, at the top level, as OpenAI's clients send it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Iterable
@@ -15,19 +16,27 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from minisgl.server.api.errors import ApiError, invalid, too_large
-from minisgl.server.api.schema import RequestBody
+from minisgl.server.api.errors import ApiError, invalid, too_large, too_slow
+from minisgl.server.api.schema import Body
 
 logger = logging.getLogger(__name__)
 
-B = TypeVar("B", bound=RequestBody)
+B = TypeVar("B", bound=Body)
 
 MAX_LOGGED_FIELDS = 100
 _logged_fields: set[str] = set()
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body, unless it is too large: then no more of it is kept than the limit."""
+async def read_body(request: Request, max_bytes: int, timeout_seconds: float) -> bytes:
+    """The whole body, unless it is too large (then no more of it is kept than the limit) or too slow."""
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            return await _read_body(request, max_bytes)
+    except TimeoutError:
+        raise too_slow(timeout_seconds) from None
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared) > max_bytes:
         raise too_large(max_bytes)

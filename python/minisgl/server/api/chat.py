@@ -94,7 +94,7 @@ class ChatWriter:
     """Writes chat.completion objects, and chat.completion.chunk events."""
 
     def __init__(self, model: str, *, include_usage: bool) -> None:
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
         self._include_usage = include_usage
@@ -113,15 +113,15 @@ class ChatWriter:
 
     def _event(self, choice: ChatChunkChoice) -> bytes:
         usage = None if self._include_usage else UNSET
-        return server_sent_event(ChatChunk(self._id, self._created, self._model, [choice], usage))
+        return server_sent_event(ChatChunk(self.id, self._created, self._model, [choice], usage))
 
     def last_events(self, usage: Usage) -> bytes:
         if not self._include_usage:
             return b""
-        return server_sent_event(ChatChunk(self._id, self._created, self._model, [], usage))
+        return server_sent_event(ChatChunk(self.id, self._created, self._model, [], usage))
 
     def body(self, choices: list[Delta], usage: Usage) -> bytes:
         written = [
             ChatChoice(choice.index, ChatMessage(choice.text), choice.finish, choice.stop_reason) for choice in choices
         ]
-        return encode(ChatCompletion(self._id, self._created, self._model, written, usage))
+        return encode(ChatCompletion(self.id, self._created, self._model, written, usage))

@@ -16,17 +16,37 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from minisgl.core import FinishReason, InvalidRequest, SamplingParams
-from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Report, ToApi
-from minisgl.message.to_tokenizer import Abort, ChatPrompt, Generate, IdsPrompt, Query, TextPrompt, ToTokenizer
+from minisgl.message.to_api import Accepted, Echo, Piece, Pieces, Refused, Reply, Report, ToApi, Unanswered
+from minisgl.message.to_tokenizer import (
+    Abort,
+    ChatPrompt,
+    Generate,
+    IdsPrompt,
+    Query,
+    Question,
+    TextPrompt,
+    ToTokenizer,
+)
 from minisgl.message.types import ProcessCounts, TextOptions
 from minisgl.seeds import choice_seed, random_seed
-from minisgl.server.api.errors import ApiError, ended_early, invalid, invalid_request, overloaded, shutting_down
+from minisgl.server.api.errors import (
+    ApiError,
+    aborted,
+    ended_early,
+    invalid,
+    invalid_request,
+    no_answer,
+    overloaded,
+    shutting_down,
+)
+from minisgl.server.api.metrics import RequestMetrics, SequenceClock
 
 ID_BYTES = 4  # of a packed token id
 
@@ -51,6 +71,9 @@ class Job:
     text: TextOptions
     priority: int = 0
     field_names: Mapping[str, str] = field(default_factory=dict)  # our name of a field -> the client's
+    truncate: int | None = None  # tokens of each prompt to keep; -1: as many as fit
+    echo: bool = False  # the prompts' texts are wanted back
+    cache_salt: str = ""
 
     @property
     def num_choices(self) -> int:
@@ -82,12 +105,15 @@ class Delta:
 class OpenRequest:
     """One HTTP request, from its admission to its answer: what has arrived for it, and the way to wait for more."""
 
-    def __init__(self, job: Job, first_sequence: int, tokenizer: int) -> None:
+    def __init__(self, job: Job, first_sequence: int, tokenizer: int, metrics: RequestMetrics) -> None:
         self.job = job
         self.sequences = range(first_sequence, first_sequence + job.num_choices)
         self.tokenizer = tokenizer  # all its messages go to this one, in order
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        self.echoes: dict[int, Echo] = {}  # by prompt, of those who asked
+        now = time.perf_counter()
+        self._clocks = [SequenceClock(metrics, now) for _ in self.sequences]
         self._num_accepted = 0
         self._num_finished = 0
         self._cached_tokens: dict[int, int] = {}  # by prompt; n choices share what was found for the first of them
@@ -131,12 +157,17 @@ class OpenRequest:
         self._num_accepted += 1
         self._wake()
 
-    def put(self, piece: Piece) -> None:
-        """A choice has got something."""
-        if piece.finish == "abort" or piece.finish == "error":
-            self.fail(ended_early(piece.finish))
-            return
+    def put(self, piece: Piece, now: float) -> None:
+        """A choice has got something, at this time of `perf_counter`."""
         index = piece.sequence - self.sequences.start
+        clock = self._clocks[index]
+        if piece.ids:
+            clock.tokens(len(piece.ids) // ID_BYTES, now)
+        if piece.finish is not None:
+            clock.end(piece.finish, now)
+            if piece.finish == "abort" or piece.finish == "error":
+                self.fail(ended_early(piece.finish))
+                return
         delta = self._pending.get(index)
         if delta is None:
             delta = self._pending[index] = Delta(index)
@@ -154,6 +185,10 @@ class OpenRequest:
         if self._failure is None:
             self._failure = failure
         self._wake()
+
+    def aborted(self, sequence: int) -> None:
+        """A choice has been given up."""
+        self._clocks[sequence - self.sequences.start].end("abort", time.perf_counter())
 
     def _is_accepted(self) -> bool:
         return self._num_accepted == len(self.job.prompts)
@@ -192,7 +227,10 @@ class EngineClient:
         self._prompts: dict[int, OpenRequest] = {}  # neither accepted nor refused yet, by their first sequence
         self._open: set[OpenRequest] = set()
         self._num_admitted = 0  # choices of open requests: also those that have ended but wait for a slow client
+        self._names: dict[str, OpenRequest] = {}  # the open requests by what clients know of them
+        self.metrics = RequestMetrics()
         self._query_ids = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[Reply]] = {}  # to questions
         self._queries: dict[int, asyncio.Future[list[ProcessCounts]]] = {}
         self._shutdown_reason: str | None = None
         self.is_shut_down = False
@@ -200,18 +238,25 @@ class EngineClient:
         self._dropped_reports = 0
 
     @contextmanager
-    def open(self, job: Job) -> Iterator[OpenRequest]:
-        """Send a request on its way. However the block ends, what has not finished by then is aborted."""
+    def open(self, job: Job, names: Sequence[str] = ()) -> Iterator[OpenRequest]:
+        """Send a request on its way. However the block ends, what has not finished by then is aborted.
+
+        `names` are the ids by which `abort` finds it.
+        """
         self._admit(job)
-        request = OpenRequest(job, self._next_sequence, next(self._round_robin))
+        request = OpenRequest(job, self._next_sequence, next(self._round_robin), self.metrics)
         self._next_sequence += job.num_choices
         self._num_admitted += job.num_choices
         self._open.add(request)
+        names = [name for name in names if name not in self._names]  # an id that a client sent twice is the first's
+        self._names.update(dict.fromkeys(names, request))
         try:
             self._submit(request)
             yield request
         finally:
             self._release(request)
+            for name in names:
+                del self._names[name]
             self._open.discard(request)
             self._num_admitted -= job.num_choices
 
@@ -234,30 +279,70 @@ class EngineClient:
             self._prompts[start] = request
             seed = random_seed() if job.sampling.seed is None else job.sampling.seed
             seeds = [choice_seed(seed, choice) for choice in range(job.n)]
-            outbox.send(Generate(sequences, seeds, prompt, job.sampling, job.text, job.priority))
+            outbox.send(
+                Generate(
+                    sequences,
+                    seeds,
+                    prompt,
+                    job.sampling,
+                    job.text,
+                    job.priority,
+                    job.truncate,
+                    job.echo,
+                    job.cache_salt,
+                )
+            )
 
     def _release(self, request: OpenRequest) -> None:
         """Abort what has not ended. Harmless when repeated."""
         for start in request.sequences[:: request.job.n]:
             self._prompts.pop(start, None)
         unfinished = [sequence for sequence in request.sequences if self._sequences.pop(sequence, None) is not None]
+        for sequence in unfinished:
+            request.aborted(sequence)
         if unfinished:
             self._tokenizers[request.tokenizer].send(Abort(unfinished))
+
+    async def run(self, job: Job, timeout_seconds: float) -> list[Delta]:
+        """A job's whole answer; TimeoutError, and the job aborted, if it is not there in time."""
+        with self.open(job) as request:
+            async with asyncio.timeout(timeout_seconds):
+                return await request.complete()
 
     def abandon(self, request: OpenRequest) -> None:
         """Its HTTP client has left: abort at once, without waiting for whoever is answering."""
         self._release(request)
         request.fail(ClientGone())
 
+    def abort(self, name: str) -> bool:
+        """End the open request of this id with an error; False if there is none."""
+        request = self._names.get(name)
+        if request is not None:
+            self._release(request)
+            request.fail(aborted())
+        return request is not None
+
+    def abort_all(self) -> int:
+        """End every open request with an error; how many there were."""
+        for request in self._open:
+            self._release(request)
+            request.fail(aborted())
+        return len(self._open)
+
     def dispatch(self, message: ToApi) -> None:
         """Take in one message of the API inbox."""
         match message:
             case Pieces(pieces):
                 self._dispatch_pieces(pieces)
-            case Accepted(sequences, prompt_ids):
+            case Accepted(sequences, prompt_ids, echo):
                 request = self._prompts.pop(sequences[0], None)
                 if request is not None:
-                    request.accept(len(prompt_ids) // ID_BYTES)
+                    num_tokens = len(prompt_ids) // ID_BYTES
+                    if echo is not None:
+                        request.echoes[(sequences[0] - request.sequences.start) // request.job.n] = echo
+                    request.accept(num_tokens)
+                    self.metrics.prompt_tokens += num_tokens
+                    self.metrics.request_prompt_tokens.observe(num_tokens)
             case Refused():
                 self._dispatch_refused(message)
             case Report(query, counts):
@@ -266,9 +351,14 @@ class EngineClient:
                     self._dropped_reports += 1
                 else:
                     waiter.set_result(counts)
+            case _:
+                reply = self._replies.pop(message.query, None)
+                if reply is not None and not reply.done():
+                    reply.set_result(message)
 
     def _dispatch_pieces(self, pieces: list[Piece]) -> None:
         sequences = self._sequences
+        now = time.perf_counter()
         for piece in pieces:
             request = sequences.get(piece.sequence)
             if request is None:  # a step or two after an abort
@@ -276,7 +366,7 @@ class EngineClient:
                 continue
             if piece.finish is not None:
                 del sequences[piece.sequence]
-            request.put(piece)
+            request.put(piece, now)
 
     def _dispatch_refused(self, refused: Refused) -> None:
         self._prompts.pop(refused.sequences[0], None)
@@ -287,13 +377,16 @@ class EngineClient:
                 names = dict(job.field_names)
                 if len(job.prompts) > 1:
                     names["prompt"] = f"prompt.{(sequence - request.sequences.start) // job.n}"
-                request.fail(invalid_request(InvalidRequest(refused.field, refused.message), names))
+                request.fail(invalid_request(InvalidRequest(refused.field, refused.message, refused.code), names))
 
     def shut_down(self, reason: str | None) -> None:
         """End every open request with an error and admit no other."""
         self.is_shut_down, self._shutdown_reason = True, reason
         for request in self._open:
             request.fail(shutting_down(reason))
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(shutting_down(reason))
 
     def counts(self) -> ProcessCounts:
         """What this process holds."""
@@ -303,11 +396,34 @@ class EngineClient:
                 "open_requests": len(self._open),
                 "open_sequences": len(self._sequences),
                 "open_prompts": len(self._prompts),
-                "open_queries": len(self._queries),
+                "open_queries": len(self._queries) + len(self._replies),
                 "dropped_pieces": self._dropped_pieces,
                 "dropped_reports": self._dropped_reports,
             },
         )
+
+    async def ask(self, question: Callable[[int], Question], timeout_seconds: float) -> Reply:
+        """Ask one tokenizer worker and wait for the answer. `question` makes the message for a query's number."""
+        if self.is_shut_down:
+            raise shutting_down(self._shutdown_reason)
+        query = next(self._query_ids)
+        reply = self._replies[query] = asyncio.get_running_loop().create_future()
+        try:
+            self._tokenizers[next(self._round_robin)].send(question(query))
+            async with asyncio.timeout(timeout_seconds):
+                answer = await reply
+        except TimeoutError:
+            raise no_answer(timeout_seconds) from None
+        finally:
+            self._replies.pop(query, None)
+        if isinstance(answer, Unanswered):
+            raise invalid(answer.field, answer.message)
+        return answer
+
+    @property
+    def has_room(self) -> bool:
+        """Another sequence would be admitted."""
+        return self._num_admitted < self._max_sequences
 
     async def query_counts(self, timeout_seconds: float) -> tuple[list[ProcessCounts], bool]:
         """What every process holds, and whether all of them answered in time."""

@@ -41,7 +41,7 @@ class CompletionWriter:
     """Writes text_completion objects: the whole answer, or one event a chunk."""
 
     def __init__(self, model: str, echoes: Sequence[str], *, include_usage: bool) -> None:
-        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self.id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
         self._echoes = list(echoes)  # what has not been written yet
@@ -61,15 +61,15 @@ class CompletionWriter:
 
     def _event(self, choice: TextChoice) -> bytes:
         usage = None if self._include_usage else UNSET
-        return server_sent_event(TextCompletion(self._id, self._created, self._model, [choice], usage))
+        return server_sent_event(TextCompletion(self.id, self._created, self._model, [choice], usage))
 
     def last_events(self, usage: Usage) -> bytes:
         if not self._include_usage:
             return b""
-        return server_sent_event(TextCompletion(self._id, self._created, self._model, [], usage))
+        return server_sent_event(TextCompletion(self.id, self._created, self._model, [], usage))
 
     def body(self, choices: list[Delta], usage: Usage) -> bytes:
         written = [
             TextChoice(choice.index, self._text(choice), choice.finish, choice.stop_reason) for choice in choices
         ]
-        return encode(TextCompletion(self._id, self._created, self._model, written, usage))
+        return encode(TextCompletion(self.id, self._created, self._model, written, usage))

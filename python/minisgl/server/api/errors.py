@@ -10,6 +10,7 @@ from starlette.responses import Response
 from minisgl.core import InvalidRequest
 
 RETRY_AFTER_SECONDS = 1
+NO_RETRY = {"x-should-retry": "false"}  # the same request would end in the same way
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -39,7 +40,9 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.detail = ErrorDetail(message, type, param, code)
-        self.headers = headers
+        # OpenAI's clients repeat a request after these, unless they are told not to.
+        retryable = status in (408, 409, 429) or status >= 500
+        self.headers = {**(headers or {}), **({} if retryable else NO_RETRY)}
 
     def body(self) -> bytes:
         return msgspec.json.encode(ErrorBody(self.detail))
@@ -48,9 +51,9 @@ class ApiError(Exception):
         return Response(self.body(), self.status, self.headers, media_type="application/json")
 
 
-def invalid(param: str | None, message: str) -> ApiError:
+def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
     """The client sent something wrong in this field."""
-    return ApiError(400, message, param=param)
+    return ApiError(400, message, param=param, code=code)
 
 
 def invalid_request(error: InvalidRequest, field_names: Mapping[str, str] | None = None) -> ApiError:
@@ -59,7 +62,7 @@ def invalid_request(error: InvalidRequest, field_names: Mapping[str, str] | None
     message = error.message
     if message.startswith(f"{error.field} "):
         message = name + message.removeprefix(error.field)
-    return invalid(name, message)
+    return invalid(name, message, error.code)
 
 
 def too_large(limit: int) -> ApiError:
@@ -90,6 +93,44 @@ def shutting_down(reason: str | None) -> ApiError:
     )
 
 
+def unauthorized() -> ApiError:
+    return ApiError(
+        401,
+        "the request must carry one of the server's API keys, as `Authorization: Bearer KEY`",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+    )
+
+
+def too_slow(seconds: float) -> ApiError:
+    return ApiError(408, f"the request body did not arrive within {seconds:g} seconds", code="request_timeout")
+
+
+def aborted() -> ApiError:
+    """Somebody asked for it, so the request must not come again by itself."""
+    return ApiError(499, "the request was aborted", type="server_error", code="request_aborted")
+
+
+def no_answer(seconds: float) -> ApiError:
+    return ApiError(
+        503,
+        f"a worker of the server gave no answer within {seconds:g} seconds",
+        type="server_error",
+        code="no_answer",
+        headers={"retry-after": str(RETRY_AFTER_SECONDS)},
+    )
+
+
+def unhealthy(seconds: float) -> ApiError:
+    return ApiError(
+        503,
+        f"the engine has given no sign of life for {seconds:.0f} seconds",
+        type="server_error",
+        code="unhealthy",
+        headers={"retry-after": str(RETRY_AFTER_SECONDS)},
+    )
+
+
 def ended_early(finish: str) -> ApiError:
     """The engine gave a sequence up: not the client's fault."""
     text = "the request was aborted by the server" if finish == "abort" else "the generation failed in the server"
@@ -97,4 +138,4 @@ def ended_early(finish: str) -> ApiError:
 
 
 def internal_error() -> ApiError:
-    return ApiError(500, "internal server error", type="server_error", code="internal_error")
+    return ApiError(500, "internal server error", type="server_error", code="internal_error", headers=NO_RETRY)

@@ -25,19 +25,19 @@ class GenerateWriter:
     """Writes `Generated` objects: the whole answer, or one event a chunk."""
 
     def __init__(self) -> None:
-        self._id = f"gen-{uuid.uuid4().hex}"
+        self.id = f"gen-{uuid.uuid4().hex}"
         self._end: Delta | None = None
 
     def events(self, delta: Delta) -> bytes:
         if delta.finish is not None:
             self._end = delta
         text = delta.text
-        return server_sent_event(Generated(self._id, text)) if text else b""
+        return server_sent_event(Generated(self.id, text)) if text else b""
 
     def last_events(self, usage: Usage) -> bytes:
         assert self._end is not None
-        return server_sent_event(Generated(self._id, "", self._end.finish, self._end.stop_reason, usage))
+        return server_sent_event(Generated(self.id, "", self._end.finish, self._end.stop_reason, usage))
 
     def body(self, choices: list[Delta], usage: Usage) -> bytes:
         (choice,) = choices
-        return encode(Generated(self._id, choice.text, choice.finish, choice.stop_reason, usage))
+        return encode(Generated(self.id, choice.text, choice.finish, choice.stop_reason, usage))

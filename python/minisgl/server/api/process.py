@@ -15,11 +15,13 @@ import uvloop
 import zmq
 from starlette.types import ASGIApp
 
+from minisgl.config import HttpConfig
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.server.api.app import build_app
 from minisgl.server.api.client import EngineClient
+from minisgl.server.api.heartbeat import Heartbeat
 from minisgl.server.worker import Worker
 
 SHUTDOWN_SECONDS = 0.9  # from the word to the end of the process, whatever clients do
@@ -46,9 +48,10 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
         outboxes = [
             Outbox[ToTokenizer](context, worker.addresses.tokenizer(index)) for index in range(config.num_tokenizers)
         ]
-        client = EngineClient(outboxes, config.max_queued_sequences)
+        client = EngineClient(outboxes, config.http.max_queued_requests)
     limits = worker.ready()
-    server = Server(build_app(client, config, limits))
+    heartbeat = Heartbeat(client)
+    server = Server(build_app(client, heartbeat, config, limits), config.http)
     loop = asyncio.get_running_loop()
 
     def shut_down(reason: str | None) -> None:
@@ -63,8 +66,9 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
 
     worker.on_shutdown(on_shutdown)
     receiving = asyncio.create_task(receive_forever(inbox, client))
+    beating = asyncio.create_task(heartbeat.beat_forever())
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    ended, _ = await asyncio.wait({receiving, serving}, return_when=asyncio.FIRST_COMPLETED)
+    ended, _ = await asyncio.wait({receiving, beating, serving}, return_when=asyncio.FIRST_COMPLETED)
     for task in ended:
         task.result()  # without its receiver the process would answer nobody: its error ends the process
 
@@ -85,9 +89,11 @@ async def receive_forever(inbox: Inbox[ToApi], client: EngineClient) -> None:
 class Server(uvicorn.Server):
     """uvicorn as we use it. It leaves signals alone: the supervisor has its own word for the end."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, http: HttpConfig) -> None:
         config = uvicorn.Config(
             app,
+            ssl_keyfile=http.ssl_keyfile,
+            ssl_certfile=http.ssl_certfile,
             http="httptools",
             ws="none",
             lifespan="off",

@@ -34,7 +34,7 @@ def parse_prompt(value: Any, limits: Limits, param: str = "prompt") -> PlainProm
     if isinstance(value, str):
         return TextPrompt(value)
     if isinstance(value, list):
-        return IdsPrompt(pack_ids(_checked_ids(value, limits, param)))
+        return IdsPrompt(pack_ids(checked_ids(value, limits, param)))
     raise InvalidRequest(param, f"{param} must be a string or a list of token ids")
 
 
@@ -42,7 +42,7 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and type(value[0]) is int
 
 
-def _checked_ids(ids: Sequence[Any], limits: Limits, param: str) -> list[int]:
+def checked_ids(ids: Sequence[Any], limits: Limits, param: str) -> list[int]:
     if not ids:
         raise InvalidRequest(param, f"{param} must have at least one token id")
     if len(ids) >= limits.max_seq_len:

@@ -103,6 +103,17 @@ class ModelList(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
     data: list[ModelCard]
 
 
+class Tokenized(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    prompt: str
+
+
 def server_sent_event(data: msgspec.Struct) -> bytes:
     """One event of a stream."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -38,12 +38,25 @@ OneOrMoreStrings = Annotated[list[str], BeforeValidator(_as_list), _any_of(_STRI
 Prompt = Annotated[Any, _any_of(_STRING, _STRINGS, _IDS, {"type": "array", "items": _IDS})]
 
 
-class RequestBody(BaseModel):
-    """What every generating route takes."""
+class Body(BaseModel):
+    """What every route takes."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
 
     # Fields of OpenAI's API, and of other servers', that would change the answer, with the values that would not.
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    no_effect: ClassVar[frozenset[str]] = frozenset()
+
+    model: str | None = None
+
+    @classmethod
+    def known_fields(cls) -> frozenset[str]:
+        return frozenset(cls.model_fields) | frozenset(cls.not_supported) | cls.no_effect
+
+
+class RequestBody(Body):
+    """What every generating route takes."""
+
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "presence_penalty": _ZERO,
         "frequency_penalty": _ZERO,
@@ -72,7 +85,6 @@ class RequestBody(BaseModel):
         {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction"}
     )
 
-    model: str | None = None
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
@@ -85,10 +97,6 @@ class RequestBody(BaseModel):
     skip_special_tokens: bool = True
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0  # larger goes first
     stream: bool = False
-
-    @classmethod
-    def known_fields(cls) -> frozenset[str]:
-        return frozenset(cls.model_fields) | frozenset(cls.not_supported) | cls.no_effect
 
     @property
     def token_limit(self) -> int | None:
@@ -194,3 +202,32 @@ class GenerateBody(RequestBody):
     prompt: Annotated[Any, _any_of(_STRING, _IDS)]
     max_tokens: int | None = 16
     temperature: float = 0.0
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or a conversation as /v1/chat/completions takes it."""
+
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None  # none: as generation does
+    return_token_strs: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize"""
+
+    tokens: list[int]
+
+
+class AbortBody(Body):
+    """POST /abort, and SGLang's /abort_request with its names."""
+
+    request_id: str | None = None
+    request_ids: list[str] = []
+    all: bool = False
+    rid: str | None = None
+    abort_all: bool = False

@@ -1,0 +1,47 @@
+"""The routes that generate: chat and text completions, and /generate."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.routing import Route
+
+from minisgl.server.api.answer import Answer, Writer
+from minisgl.server.api.boundary import request_id_of
+from minisgl.server.api.chat import ChatWriter, chat_job
+from minisgl.server.api.client import Job
+from minisgl.server.api.completions import CompletionWriter, completion_job, echoes
+from minisgl.server.api.generate import GenerateWriter, generate_job
+from minisgl.server.api.schema import ChatBody, CompletionBody, GenerateBody
+from minisgl.server.api.service import Service
+
+
+class GenerationRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/generate", self.generate, methods=["POST"]),
+        ]
+
+    async def chat_completions(self, request: Request) -> Answer:
+        body = await self._service.parse(request, ChatBody)
+        writer = ChatWriter(self._service.config.model_name, include_usage=body.wants_usage())
+        return self._answer(request, chat_job(body, self._service.limits), writer, stream=body.stream)
+
+    async def completions(self, request: Request) -> Answer:
+        body = await self._service.parse(request, CompletionBody)
+        job = completion_job(body, self._service.limits)
+        name = self._service.config.model_name
+        writer = CompletionWriter(name, echoes(body, job), include_usage=body.wants_usage())
+        return self._answer(request, job, writer, stream=body.stream)
+
+    async def generate(self, request: Request) -> Answer:
+        body = await self._service.parse(request, GenerateBody)
+        job = generate_job(body, self._service.limits)
+        return self._answer(request, job, GenerateWriter(), stream=body.stream)
+
+    def _answer(self, request: Request, job: Job, writer: Writer, *, stream: bool) -> Answer:
+        return Answer(self._service.client, job, writer, stream=stream, request_id=request_id_of(request))

@@ -1,0 +1,46 @@
+"""/v1/models: the served model, under each of its names."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from minisgl.server.api.responses import ModelCard, ModelList
+from minisgl.server.api.service import Service, json_response
+
+
+class ModelRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.model),
+            Route("/get_model_info", self.model_info),  # SGLang's
+        ]
+
+    async def models(self, _request: Request) -> Response:
+        return json_response(ModelList([self._card(name) for name in self._service.config.model_names]))
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        self._service.check_model(name)
+        return json_response(self._card(name))
+
+    def _card(self, name: str) -> ModelCard:
+        service = self._service
+        return ModelCard(name, service.created, service.config.engine.model_path, service.limits.max_seq_len)
+
+    async def model_info(self, _request: Request) -> Response:
+        path = self._service.config.engine.model_path
+        return json_response(
+            {
+                "model_path": path,
+                "tokenizer_path": path,
+                "served_model_name": self._service.config.model_name,
+                "is_generation": True,
+                "max_model_len": self._service.limits.max_seq_len,
+            }
+        )

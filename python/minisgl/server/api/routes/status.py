@@ -1,0 +1,95 @@
+"""How the server is: health, versions, what its processes hold, metrics."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from minisgl import __version__
+from minisgl.core import SamplingParams
+from minisgl.message.to_tokenizer import IdsPrompt
+from minisgl.message.types import TextOptions, pack_ids
+from minisgl.server.api.client import Job
+from minisgl.server.api.errors import no_answer, overloaded, shutting_down, unhealthy
+from minisgl.server.api.prometheus import CONTENT_TYPE, Exposition
+from minisgl.server.api.service import Service, json_response
+
+SERVER_INFO_TIMEOUT = 2.0  # seconds, for the answers of all processes
+GENERATE_TIMEOUT = 30.0  # seconds, for one token
+
+
+class StatusRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/health", self.health),
+            Route("/ping", self.health, methods=["GET", "POST"]),  # as some hosting services ask
+            Route("/ready", self.ready),
+            Route("/health_generate", self.health_generate),
+            Route("/version", self.version),
+            Route("/server_info", self.server_info),
+            Route("/get_server_info", self.server_info),  # SGLang's
+            Route("/metrics", self.metrics),
+        ]
+
+    async def health(self, _request: Request) -> Response:
+        """Whether the engine lives; asks nobody."""
+        self._check_health()
+        return json_response({"status": "ok"})
+
+    async def ready(self, _request: Request) -> Response:
+        """Whether a request that comes now would be taken."""
+        self._check_health()
+        if not self._service.client.has_room:
+            raise overloaded(self._service.config.http.max_queued_requests)
+        return json_response({"status": "ready"})
+
+    def _check_health(self) -> None:
+        service = self._service
+        if service.client.is_shut_down:
+            raise shutting_down(None)
+        if service.heartbeat.age > service.config.http.health_timeout:
+            raise unhealthy(service.heartbeat.age)
+
+    async def health_generate(self, _request: Request) -> Response:
+        """Whether the whole engine works: one token is really generated, ahead of all who wait."""
+        begin = time.perf_counter()
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+        job = Job([IdsPrompt(pack_ids([0]))], 1, sampling, TextOptions(), priority=2**31 - 1)
+        try:
+            await self._service.client.run(job, GENERATE_TIMEOUT)
+        except TimeoutError:
+            raise no_answer(GENERATE_TIMEOUT) from None
+        return json_response({"status": "ok", "seconds": time.perf_counter() - begin})
+
+    async def version(self, _request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    async def server_info(self, _request: Request) -> Response:
+        """What every process holds. `complete` is false if one did not answer in time."""
+        service = self._service
+        processes, complete = await service.client.query_counts(SERVER_INFO_TIMEOUT)
+        http = msgspec.structs.replace(service.config.http, api_keys=("***",) * len(service.config.http.api_keys))
+        return json_response(
+            {
+                "version": __version__,
+                "model": service.config.model_name,
+                "limits": service.limits,
+                "config": msgspec.structs.replace(service.config, http=http),
+                "complete": complete,
+                "processes": {process.process: process.counts for process in processes},
+            }
+        )
+
+    async def metrics(self, _request: Request) -> Response:
+        """Prometheus text. The engine's counts are those of the last heartbeat."""
+        service = self._service
+        scheduler = service.heartbeat.counts.get("scheduler-0", {})
+        text = Exposition(service.config.model_name, service.client.metrics, scheduler).text()
+        return Response(text, headers={"content-type": CONTENT_TYPE})

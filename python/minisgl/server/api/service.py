@@ -1,0 +1,43 @@
+"""What every route knows: the engine's client, the configuration, the limits."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from minisgl.config import ServerConfig
+from minisgl.core import Limits
+from minisgl.server.api.body import B, parse_body, read_body
+from minisgl.server.api.client import EngineClient
+from minisgl.server.api.errors import model_not_found
+from minisgl.server.api.heartbeat import Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    client: EngineClient
+    heartbeat: Heartbeat
+    config: ServerConfig
+    limits: Limits
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def parse(self, request: Request, model: type[B]) -> B:
+        """The request's body, or ApiError."""
+        http = self.config.http
+        body = parse_body(await read_body(request, http.max_body_bytes, http.receive_timeout), model)
+        if body.model is not None:
+            self.check_model(body.model)
+        return body
+
+    def check_model(self, name: str) -> None:
+        """ApiError if it is not one of the model's names."""
+        if name not in self.config.model_names:
+            raise model_not_found(name)
+
+
+def json_response(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
