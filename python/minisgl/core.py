@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32Array: TypeAlias = NDArray[np.int32]
+Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -45,13 +46,36 @@ class Limits(msgspec.Struct, frozen=True):
 MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 1024
+MAX_BAD_WORD_TOKENS = 16
+MAX_LOGPROBS = 20
+MAX_REPETITION_PENALTY = 10.0
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the output must look like.
+
+    `text` is the JSON text of the schema for json_schema, nothing for json_object, the expression for regex, a JSON
+    list of strings for choice, EBNF in GBNF's notation for ebnf, and llguidance's own notation for lark.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark"]
+    text: str = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
     """How the tokens of one sequence are chosen and when it ends.
 
     The defaults are greedy decoding of up to 1024 tokens. `max_tokens=None` means as many as the context holds.
-    `seed=None` means a fresh seed for every request. `top_k=-1` (or 0) means no limit.
+    `seed=None` means a fresh seed for every request. `top_k=-1` (or 0) means no limit. `max_tokens=0` scores the
+    prompt alone: it comes with `prompt_logprobs`.
+
+    Logits are changed in this order: ids that `grammar`, `allowed_token_ids`, `bad_words` or `min_tokens` forbid are
+    excluded, `logit_bias` is added, then come the repetition penalty (on all tokens so far), the frequency and the
+    presence penalty (on the output's), the temperature, and the filters. Log-probabilities are of the logits before
+    any of it.
     """
 
     temperature: float = 0.0
@@ -63,6 +87,17 @@ class SamplingParams(msgspec.Struct, frozen=True):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0  # the sequence cannot end by itself before
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # the same as token ids: `tokenizer.bad_words` resolves them
+    logprobs: int | None = None  # most likely alternatives to return with each output token; 0: the token alone
+    prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
+    grammar: Grammar | None = None
 
     def validate(self, limits: Limits) -> None:
         """Raise InvalidRequest for the first value outside its range."""
@@ -74,8 +109,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
             raise InvalidRequest("top_p", f"top_p must be above 0 and at most 1, not {self.top_p}")
         if not 0.0 <= self.min_p <= 1.0:
             raise InvalidRequest("min_p", f"min_p must be between 0 and 1, not {self.min_p}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidRequest("max_tokens", f"max_tokens must be at least 1, not {self.max_tokens}")
+        fewest = 1 if self.prompt_logprobs is None else 0
+        if self.max_tokens is not None and self.max_tokens < fewest:
+            raise InvalidRequest("max_tokens", f"max_tokens must be at least {fewest}, not {self.max_tokens}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise InvalidRequest("seed", f"seed must be a signed 64-bit integer, not {self.seed}")
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -91,6 +127,61 @@ class SamplingParams(msgspec.Struct, frozen=True):
                     "stop_token_ids",
                     f"stop token id {token} is outside the vocabulary of {limits.vocab_size}",
                 )
+        self._validate_processing(limits)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise InvalidRequest(name, f"{name} must be between 0 and {MAX_LOGPROBS}, not {count}")
+
+    def _validate_processing(self, limits: Limits) -> None:
+        """The values that change logits."""
+        longest = limits.max_seq_len if self.max_tokens is None else self.max_tokens
+        if not 0 <= self.min_tokens <= longest:
+            raise InvalidRequest("min_tokens", f"min_tokens must be between 0 and {longest}, not {self.min_tokens}")
+        for name, penalty in (
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+        ):
+            if not -2.0 <= penalty <= 2.0:
+                raise InvalidRequest(name, f"{name} must be between -2 and 2, not {penalty}")
+        if not 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
+            raise InvalidRequest(
+                "repetition_penalty",
+                f"repetition_penalty must be above 0 and at most {MAX_REPETITION_PENALTY:g}, "
+                f"not {self.repetition_penalty}",
+            )
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise InvalidRequest(
+                "logit_bias", f"logit_bias may have at most {MAX_LOGIT_BIASES} entries, not {len(self.logit_bias)}"
+            )
+        for token, bias in self.logit_bias:
+            if not 0 <= token < limits.vocab_size:
+                raise InvalidRequest(
+                    "logit_bias", f"logit_bias: token id {token} is outside the vocabulary of {limits.vocab_size}"
+                )
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequest("logit_bias", f"logit_bias: values must be between -100 and 100, not {bias}")
+        if self.allowed_token_ids is not None:
+            self._validate_allowed(self.allowed_token_ids, limits)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(
+                "bad_words", f"at most {MAX_BAD_WORDS} bad words are allowed, not {len(self.bad_words)}"
+            )
+        for word in self.bad_words:
+            if not 0 < len(word) <= MAX_BAD_WORD_CHARS:
+                raise InvalidRequest("bad_words", f"a bad word must have 1 to {MAX_BAD_WORD_CHARS} characters")
+
+    @staticmethod
+    def _validate_allowed(allowed: tuple[int, ...], limits: Limits) -> None:
+        if not 0 < len(allowed) <= limits.vocab_size:
+            raise InvalidRequest(
+                "allowed_token_ids", f"allowed_token_ids must have 1 to {limits.vocab_size} ids, not {len(allowed)}"
+            )
+        for token in (min(allowed), max(allowed)):
+            if not 0 <= token < limits.vocab_size:
+                raise InvalidRequest(
+                    "allowed_token_ids",
+                    f"allowed_token_ids: token id {token} is outside the vocabulary of {limits.vocab_size}",
+                )
 
     def with_max_tokens(self, max_tokens: int) -> SamplingParams:
         return msgspec.structs.replace(self, max_tokens=max_tokens)
@@ -99,13 +190,26 @@ class SamplingParams(msgspec.Struct, frozen=True):
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
 
+    @property
+    def processed(self) -> bool:
+        """Whether logits are changed before the temperature, other than by a grammar."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.min_tokens
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words_ids
+        )
+
 
 def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits) -> int:
     """The number of tokens that a prompt of this length may be given; InvalidRequest if it does not fit."""
     if prompt_len < 1:
         raise InvalidRequest("prompt", "the prompt must have at least one token")
     room = limits.max_seq_len - prompt_len
-    if room < 1:
+    if room < (0 if max_tokens == 0 else 1):
         raise InvalidRequest(
             "prompt",
             f"the prompt has {prompt_len} tokens, but the context holds {limits.max_seq_len} with the answer",
@@ -132,6 +236,36 @@ class EnteringRow:
     pages: Int32Array  # pages of the cached prefix, in order
     sampling: SamplingParams
     seed: int  # of this sequence alone: 64 bits, derived from the request's seed and the choice's index
+    prompt_len: int = 0  # how many of the known tokens are the prompt
+    stop_ids: tuple[int, ...] = ()  # what would end it, eos among them: forbidden before sampling.min_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobPlan:
+    """Of which tokens a step returns log-probabilities."""
+
+    rows: Int32Array  # of the tokens chosen by these, counted among the sampling rows
+    top: int  # with so many alternatives
+    prompt_lengths: Int32Array  # [rows of the batch]: of the tokens that follow so many first tokens of each row
+    prompt_top: int  # with so many alternatives
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural logarithms of probabilities at n positions: of the token that is there and of the k most likely."""
+
+    chosen: Float32Array  # [n]
+    ranks: Int32Array  # [n]: 1 is the most likely
+    top_ids: Int32Array  # [n, k], most likely first
+    top: Float32Array  # [n, k]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """What a step's LogprobPlan asked for, in its order."""
+
+    output: Logprobs
+    prompt: Logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +286,8 @@ class Batch:
     entering: list[EnteringRow] = field(default_factory=list)
     greedy: bool = True  # every sampling row is greedy
     filtered: bool = False  # some sampling row that is not greedy has top-k, top-p or min-p
+    processed: bool = False  # some sampling row has penalties, biases, or ids that it must not choose
+    logprobs: LogprobPlan | None = None  # None: nobody asked
 
     @property
     def is_decode(self) -> bool:

@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from minisgl.core import Batch
+from minisgl.engine.processing import mask_logits, process_logits
 from minisgl.engine.state import SlotState
 
 
@@ -67,24 +69,40 @@ def filter_threshold(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor)
 
 @dataclass(frozen=True, slots=True)
 class SampleKind:
-    """What the rows of a step ask of the sampler; both flags only save work."""
+    """What the rows of a step ask of the sampler; the flags only save work."""
 
     greedy: bool  # every row is greedy
     filtered: bool  # some row has top-k, top-p or min-p
+    processed: bool = False  # some row has penalties, biases, or ids that it must not choose
+
+    @classmethod
+    def of(cls, batch: Batch) -> SampleKind:
+        return cls(batch.greedy, batch.filtered, batch.processed)
 
 
 class Sampler(Protocol):
     """Chooses a token for each row, and appends it to the row's slot for the next step to read."""
 
-    def sample(self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind) -> Tensor:
-        """logits [S, V] of the rows in `slots` [S] int64 -> tokens [S] int64."""
+    def sample(
+        self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind, mask: Tensor | None = None
+    ) -> Tensor:
+        """logits [S, V] of the rows in `slots` [S] int64 -> tokens [S] int64. The logits are left as they are.
+
+        `mask` [S, ceil(V / 32)] int32 allows id 32 w + i where bit i of word w is set; None allows all.
+        """
         ...
 
 
 class TorchSampler:
     """The reference, in plain torch on any device."""
 
-    def sample(self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind) -> Tensor:
+    def sample(
+        self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind, mask: Tensor | None = None
+    ) -> Tensor:
+        if kind.processed:
+            logits = process_logits(logits, slots, state, mask)
+        elif mask is not None:
+            logits = mask_logits(logits, mask)
         sampled = logits.argmax(dim=1) if kind.greedy else _draw(logits, slots, state, filtered=kind.filtered)
         state.advance(slots, sampled)
         return sampled

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.core import Batch, EnteringRow, pages_for
+from minisgl.engine.processing import ProcessingState
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
@@ -51,6 +52,7 @@ class SlotState:
         self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
         self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.processing = ProcessingState(rows, device)
 
     def apply(self, batch: Batch) -> None:
         """Bring the rows up to date for this step."""
@@ -71,6 +73,7 @@ class SlotState:
         self.top_p[slot] = sampling.top_p
         self.min_p[slot] = sampling.min_p
         self.seed[slot] = row.seed
+        self.processing.enter(row)
 
     def kv_slots(self, slots: Tensor, positions: Tensor) -> Tensor:
         """[T] slots and positions -> [T] int64 places in the KV pool."""

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from minisgl.core import FinishReason
-from minisgl.message.types import PackedIds, ProcessCounts
+from minisgl.message.types import PackedIds, PositionLogprobs, ProcessCounts
 
 
 class Echo(msgspec.Struct, frozen=True, array_like=True):
@@ -23,6 +23,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
     sequences: list[int]
     prompt_ids: PackedIds
     echo: Echo | None = None
+    prompt_end: str = ""  # of a conversation: its last tokens as text, which say where the answer begins
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -43,6 +44,10 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: FinishReason | None = None  # set in exactly one piece, the last
     cached_tokens: int = 0  # in the last piece
     stop_reason: str | int | None = None  # in the last piece: the stop string or stop token that ended it
+    logprobs: list[PositionLogprobs] = []  # of the ids, if asked for
+    prompt_logprobs: list[
+        PositionLogprobs
+    ] = []  # in the first piece, if asked for: of all but the prompt's first token
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):

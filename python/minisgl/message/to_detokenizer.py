@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from minisgl.core import FinishReason
-from minisgl.message.types import PackedIds, ProcessCounts, TextOptions
+from minisgl.message.types import LogprobRows, PackedIds, ProcessCounts, TextOptions
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
@@ -16,6 +16,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
     text: TextOptions
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    min_tokens: int = 0  # no stop string ends the text before so many tokens
 
 
 class End(msgspec.Struct, frozen=True, array_like=True):
@@ -33,6 +34,8 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
     sequences: list[int]  # those that got a token
     tokens: PackedIds  # one each
     ended: list[End]
+    logprobs: dict[int, LogprobRows] = {}  # by sequence: of its token in this step
+    prompt_logprobs: dict[int, LogprobRows] = {}  # by sequence: of all but the first token of its prompt
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):

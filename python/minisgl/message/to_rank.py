@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from minisgl.core import Batch, EnteringRow, SamplingParams
+from minisgl.core import Batch, EnteringRow, LogprobPlan, SamplingParams
 from minisgl.message.types import PackedIds, pack_ids, unpack_ids
 
 
@@ -17,6 +17,17 @@ class PlanRow(msgspec.Struct, frozen=True, array_like=True):
     pages: PackedIds
     sampling: SamplingParams
     seed: int
+    prompt_len: int
+    stop_ids: tuple[int, ...]
+
+
+class PlanLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """core.LogprobPlan on the wire."""
+
+    rows: PackedIds
+    top: int
+    prompt_lengths: PackedIds
+    prompt_top: int
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
@@ -31,6 +42,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     entering: list[PlanRow]
     greedy: bool
     filtered: bool
+    processed: bool
+    logprobs: PlanLogprobs | None
 
 
 def pack_plan(batch: Batch) -> Plan:
@@ -41,12 +54,11 @@ def pack_plan(batch: Batch) -> Plan:
         pack_ids(batch.lengths),
         batch.samples.tobytes(),
         pack_ids(batch.new_pages.ravel()),
-        [
-            PlanRow(row.slot, pack_ids(row.token_ids), pack_ids(row.pages), row.sampling, row.seed)
-            for row in batch.entering
-        ],
+        [_pack_row(row) for row in batch.entering],
         batch.greedy,
         batch.filtered,
+        batch.processed,
+        batch.logprobs and _pack_logprobs(batch.logprobs),
     )
 
 
@@ -58,13 +70,42 @@ def unpack_plan(plan: Plan) -> Batch:
         lengths=unpack_ids(plan.lengths),
         samples=np.frombuffer(plan.samples, dtype=np.bool_),
         new_pages=unpack_ids(plan.new_pages).reshape(-1, 3),
-        # Copies, because torch wants arrays that it may write to.
-        entering=[
-            EnteringRow(
-                row.slot, unpack_ids(row.token_ids).copy(), unpack_ids(row.pages).copy(), row.sampling, row.seed
-            )
-            for row in plan.entering
-        ],
+        entering=[_unpack_row(row) for row in plan.entering],
         greedy=plan.greedy,
         filtered=plan.filtered,
+        processed=plan.processed,
+        logprobs=plan.logprobs and _unpack_logprobs(plan.logprobs),
     )
+
+
+def _pack_row(row: EnteringRow) -> PlanRow:
+    return PlanRow(
+        row.slot,
+        pack_ids(row.token_ids),
+        pack_ids(row.pages),
+        row.sampling,
+        row.seed,
+        row.prompt_len,
+        row.stop_ids,
+    )
+
+
+def _unpack_row(row: PlanRow) -> EnteringRow:
+    # Copies, because torch wants arrays that it may write to.
+    return EnteringRow(
+        row.slot,
+        unpack_ids(row.token_ids).copy(),
+        unpack_ids(row.pages).copy(),
+        row.sampling,
+        row.seed,
+        row.prompt_len,
+        row.stop_ids,
+    )
+
+
+def _pack_logprobs(plan: LogprobPlan) -> PlanLogprobs:
+    return PlanLogprobs(pack_ids(plan.rows), plan.top, pack_ids(plan.prompt_lengths), plan.prompt_top)
+
+
+def _unpack_logprobs(plan: PlanLogprobs) -> LogprobPlan:
+    return LogprobPlan(unpack_ids(plan.rows), plan.top, unpack_ids(plan.prompt_lengths), plan.prompt_top)

@@ -20,11 +20,38 @@ def unpack_ids(packed: PackedIds) -> Int32Array:
     return np.frombuffer(packed, dtype="<i4")
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A token that could stand at a position."""
+
+    token: int
+    text: bytes  # its UTF-8 bytes, perhaps a part of a character
+    logprob: float
+
+
+class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The token at a position, and the most likely ones there."""
+
+    chosen: TokenLogprob
+    rank: int  # of the chosen token: 1 is the most likely
+    top: list[TokenLogprob]
+
+
+class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The log-probabilities at n positions, packed; the number of alternatives k follows from the lengths."""
+
+    tokens: PackedIds  # [n]
+    logprobs: bytes  # [n] float32
+    ranks: PackedIds  # [n]
+    top_tokens: PackedIds  # [n, k]
+    top_logprobs: bytes  # [n, k] float32
+
+
 class TextOptions(msgspec.Struct, frozen=True):
     """How the output ids of a sequence become text, and which texts end it."""
 
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
+    include_stop: bool = False  # the stop string or token that ends the text is a part of it
 
 
 class ProcessCounts(msgspec.Struct, frozen=True):
