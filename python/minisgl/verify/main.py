@@ -135,7 +135,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--reference", default=None, metavar="MODEL", help="what transformers loads; none: the same")
     parser.add_argument("--dtype", default="float32", choices=["auto", "float16", "bfloat16", "float32"], help=" ")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="of both")
-    parser.add_argument("--attn", "--attention-backend", default="torch", metavar="NAME", help="auto, fa or torch")
+    parser.add_argument(
+        "--attn", "--attention-backend", default="torch", metavar="NAME", help="auto, fa, fi, torch, or two"
+    )
     parser.add_argument("--page-size", type=int, default=None, metavar="TOKENS", help="none: 64 on CUDA, 16 on CPU")
     parser.add_argument("--num-pages", type=int, default=None, metavar="PAGES", help="none: as memory allows")
     parser.add_argument("--memory-ratio", type=float, default=0.9, metavar="RATIO", help="of the device's memory")
@@ -155,6 +157,4 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.new_tokens < 1:
         parser.error(f"--new-tokens must be at least 1, not {args.new_tokens}")
-    if args.attn not in ("auto", "fa", "torch"):
-        parser.error(f"--attn must be auto, fa or torch, not {args.attn}")
     return args

@@ -50,7 +50,7 @@ class ObservedEngine(Engine):
 
         runner.model = show  # type: ignore[assignment]
         try:
-            return runner.run(batch)
+            return runner.sample(batch, *runner.forward(batch))
         finally:
             runner.model = model
 
@@ -60,7 +60,7 @@ class ObservedEngine(Engine):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder layers, each giving (x, residual)."""
+        """The decoder layers, from hidden states to hidden states."""
         return list(self._runner.model.model.layers)
 
 
@@ -175,10 +175,9 @@ def _compare_layers(
 def _tapped(layers: Sequence[nn.Module], into: Sequence[list[Tensor]]) -> Iterator[None]:
     """Keep what goes into each layer: what the one before it gave."""
 
-    def tap(kept: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, Tensor | None, ForwardContext]], None]:
-        def keep(_layer: nn.Module, inputs: tuple[Tensor, Tensor | None, ForwardContext]) -> None:
-            x, residual, _ = inputs
-            kept.append(x.clone() if residual is None else x.float() + residual.float())
+    def tap(kept: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, ForwardContext]], None]:
+        def keep(_layer: nn.Module, inputs: tuple[Tensor, ForwardContext]) -> None:
+            kept.append(inputs[0].clone())
 
         return keep
 
