@@ -1,0 +1,144 @@
+"""Each model family on a GPU in bf16, at true layer shapes: every token's logits against transformers.
+
+Two layers and a small vocabulary, weights drawn at random. `minisgl verify` compares logits in batches, chunks and from
+cached pages, and greedy tokens from captured graphs; its limits follow from the dtype's rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl.verify import main
+
+pytestmark = pytest.mark.gpu
+
+LLAMA_3_1_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+MISTRAL_7B: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+QWEN2_5_7B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+}
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+}
+QWEN3_06B = QWEN3 | {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+}
+QWEN3_14B = QWEN3 | {
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}
+SHAPES = {
+    "llama": LLAMA_3_1_8B,
+    "mistral": MISTRAL_7B,
+    "mistral-window": MISTRAL_7B | {"sliding_window": 100},
+    "qwen2": QWEN2_5_7B,
+    "qwen3-0.6b": QWEN3_06B,
+    "qwen3-14b": QWEN3_14B,
+    "qwen3_moe": QWEN3_30B_A3B,
+}
+SMALL = {
+    "num_hidden_layers": 2,
+    "vocab_size": 8192,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "initializer_range": 0.02,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path: Path = tmp_path_factory.mktemp("family") / request.param
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(SHAPES[request.param] | SMALL))
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("attn", ["fa", "fi", "fa,fi", "auto"])
+def test_logits(folder: Path, attn: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "fi" in attn and folder.name == "mistral-window":
+        pytest.skip("FlashInfer would compile kernels with a window")
+    pages = ["--num-pages", "400", "--page-size", "64", "--max-seq-len-override", "4096"]
+    code = main([str(folder), "--device", "cuda", "--dtype", "bfloat16", "--attn", attn, *pages, "--json"])
+    report = capsys.readouterr().out
+    assert code == 0, report
