@@ -45,9 +45,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_tokens: int = 0  # in the last piece
     stop_reason: str | int | None = None  # in the last piece: the stop string or stop token that ended it
     logprobs: list[PositionLogprobs] = []  # of the ids, if asked for
-    prompt_logprobs: list[
-        PositionLogprobs
-    ] = []  # in the first piece, if asked for: of all but the prompt's first token
+    prompt_logprobs: list[PositionLogprobs] = []  # in the first piece, if asked for: of all ids but the first
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):

@@ -34,7 +34,7 @@ from minisgl.message.to_tokenizer import (
     TextPrompt,
     ToTokenizer,
 )
-from minisgl.message.types import ProcessCounts, TextOptions
+from minisgl.message.types import PackedIds, PositionLogprobs, ProcessCounts, TextOptions, unpack_ids
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.server.api.errors import (
     ApiError,
@@ -83,16 +83,24 @@ class Job:
 class Delta:
     """What one choice got since its reader last looked."""
 
-    __slots__ = ("_texts", "finish", "index", "stop_reason")
+    __slots__ = ("_ids", "_texts", "finish", "index", "logprobs", "prompt_logprobs", "stop_reason")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.finish: FinishReason | None = None
         self.stop_reason: str | int | None = None
+        self.logprobs: list[PositionLogprobs] = []  # of the ids, if asked for
+        self.prompt_logprobs: list[PositionLogprobs] = []  # of all but the prompt's first id, if asked for; once
         self._texts: list[str] = []
+        self._ids: list[PackedIds] = []
 
     def add(self, piece: Piece) -> None:
         self._texts.append(piece.text)
+        self._ids.append(piece.ids)
+        if piece.logprobs:
+            self.logprobs += piece.logprobs
+        if piece.prompt_logprobs:
+            self.prompt_logprobs = piece.prompt_logprobs
         if piece.finish is not None:
             self.finish = piece.finish
             self.stop_reason = piece.stop_reason
@@ -100,6 +108,12 @@ class Delta:
     @property
     def text(self) -> str:
         return "".join(self._texts)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """May be ahead of the text, of which some may be held back."""
+        ids: list[int] = unpack_ids(b"".join(self._ids)).tolist()
+        return ids
 
 
 class OpenRequest:
@@ -111,6 +125,7 @@ class OpenRequest:
         self.tokenizer = tokenizer  # all its messages go to this one, in order
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        self.prompt_ids: dict[int, PackedIds] = {}  # by prompt
         self.echoes: dict[int, Echo] = {}  # by prompt, of those who asked
         now = time.perf_counter()
         self._clocks = [SequenceClock(metrics, now) for _ in self.sequences]
@@ -337,9 +352,11 @@ class EngineClient:
             case Accepted(sequences, prompt_ids, echo):
                 request = self._prompts.pop(sequences[0], None)
                 if request is not None:
+                    prompt = (sequences[0] - request.sequences.start) // request.job.n
+                    request.prompt_ids[prompt] = prompt_ids
                     num_tokens = len(prompt_ids) // ID_BYTES
                     if echo is not None:
-                        request.echoes[(sequences[0] - request.sequences.start) // request.job.n] = echo
+                        request.echoes[prompt] = echo
                     request.accept(num_tokens)
                     self.metrics.prompt_tokens += num_tokens
                     self.metrics.request_prompt_tokens.observe(num_tokens)
