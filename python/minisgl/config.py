@@ -113,6 +113,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
         for flag, path in {"--ssl-keyfile": self.ssl_keyfile, "--ssl-certfile": self.ssl_certfile}.items():
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{flag} {path}: there is no such file")
+        if self.ssl_keyfile is not None and self.ssl_certfile is not None:
+            _check_certificate(self.ssl_keyfile, self.ssl_certfile)
         if self.max_body_bytes < 1:
             raise ConfigError(f"--max-body-bytes must be at least 1, not {self.max_body_bytes}")
         if self.max_queued_requests < 1:
@@ -125,6 +127,15 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
         for flag, seconds in timeouts.items():
             if not 0.0 < seconds <= 86_400.0:
                 raise ConfigError(f"{flag} must be above 0 and at most 86400 seconds, not {seconds}")
+
+
+def _check_certificate(keyfile: str, certfile: str) -> None:
+    import ssl  # which no other process needs
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)
+    except OSError as error:
+        raise ConfigError(f"--ssl-certfile {certfile} and its --ssl-keyfile cannot be used: {error}") from None
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -57,10 +57,18 @@ def _sdk() -> openai.OpenAI:
 class RunningServer:
     """The API server of `process.serve`, without the process."""
 
-    def __init__(self, config: ServerConfig, engine: FakeEngine, run_dir: str, *, beats: bool = False) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine: FakeEngine,
+        run_dir: str,
+        *,
+        beats: bool = False,
+        listener: socket.socket | None = None,
+    ) -> None:
         self.config, self.engine, self._beats = config, engine, beats
         self._addresses = Addresses(run_dir)
-        self._socket = listening_socket()
+        self._socket = listener or listening_socket()
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._started = threading.Event()
@@ -77,7 +85,8 @@ class RunningServer:
         ]
         self.client = EngineClient(outboxes, self.config.http.max_queued_requests)
         heartbeat = Heartbeat(self.client)
-        self._server = Server(build_app(self.client, heartbeat, self.config, LIMITS), self.config.http)
+        self.app = build_app(self.client, heartbeat, self.config, LIMITS)
+        self._server = Server(self.app, self.config.http)
         self._loop = asyncio.get_running_loop()
         receiver = asyncio.create_task(receive_forever(inbox, self.client))
         beating = asyncio.create_task(heartbeat.beat_forever() if self._beats else asyncio.sleep(0))
@@ -94,6 +103,10 @@ class RunningServer:
             return function()
 
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result(5)
+
+    def wait_for(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Await on the server's event loop."""
+        return asyncio.run_coroutine_threadsafe(function(), self._loop).result(5)
 
     def stop(self) -> None:
         self._server.should_exit = True

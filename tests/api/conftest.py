@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,12 +15,14 @@ from fake_engine import FakeEngine
 
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
-    """Starts a server with these changes to its configuration; `tick` is the time of an engine's step in seconds; with
-    `beats` the server has a heartbeat."""
+    """Starts a server with these changes to its configuration.
+
+    `tick` is the time of an engine's step in seconds; with `beats` the server has a heartbeat.
+    """
     with ExitStack() as stack:
 
-        def start(*, tick: float = 0.0005, beats: bool = False, **changes: Any) -> RunningServer:
-            return _start(stack, tmp_path, tick, changes, beats=beats)
+        def start(*, tick: float = 0.0005, beats: bool = False, listener: Any = None, **changes: Any) -> RunningServer:
+            return _start(stack, tmp_path, tick, changes, beats=beats, listener=listener)
 
         yield start
 
@@ -39,13 +42,20 @@ def server(_module_server: RunningServer) -> Iterator[RunningServer]:
 
 
 def _start(
-    stack: ExitStack, run_dir: Path, tick: float, changes: dict[str, Any], *, beats: bool = False
+    stack: ExitStack,
+    run_dir: Path,
+    tick: float,
+    changes: dict[str, Any],
+    *,
+    beats: bool = False,
+    listener: socket.socket | None = None,
 ) -> RunningServer:
     config = make_config(**changes)
     engine = FakeEngine(str(run_dir), config.num_tokenizers, tick)
     engine.start()
     stack.callback(engine.stop)
-    server = RunningServer(config, engine, str(run_dir), beats=beats)
+    server = RunningServer(config, engine, str(run_dir), beats=beats, listener=listener)
     stack.callback(server.stop)
-    server.get("/server_info")  # by its answer all sockets are connected
+    # By its answer all sockets are connected.
+    server.wait_for(lambda: server.client.query_counts(5.0))
     return server

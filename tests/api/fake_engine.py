@@ -23,8 +23,33 @@ import zmq
 
 from minisgl.core import Limits
 from minisgl.message.socket import Addresses, Inbox, Outbox
-from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Report, ToApi
-from minisgl.message.to_tokenizer import Abort, ChatPrompt, Generate, IdsPrompt, Query, TextPrompt, ToTokenizer
+from minisgl.message.to_api import (
+    Accepted,
+    Decoded,
+    Described,
+    Echo,
+    Encoded,
+    Flushed,
+    Piece,
+    Pieces,
+    Refused,
+    Report,
+    ToApi,
+    Unanswered,
+)
+from minisgl.message.to_tokenizer import (
+    Abort,
+    ChatPrompt,
+    Decode,
+    Describe,
+    Encode,
+    FlushCache,
+    Generate,
+    IdsPrompt,
+    Query,
+    TextPrompt,
+    ToTokenizer,
+)
 from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
 
 LIMITS = Limits(max_seq_len=4096, vocab_size=1000)
@@ -54,6 +79,7 @@ class FakeEngine(threading.Thread):
         self.tick = tick
         self.received: list[tuple[int, ToTokenizer]] = []  # (tokenizer worker, message)
         self.answers_queries = True
+        self.scheduler_counts: dict[str, int] = {}
         self._commands: queue.SimpleQueue[ToApi | None] = queue.SimpleQueue()
         self._live: dict[int, Iterator[Piece]] = {}
 
@@ -103,7 +129,8 @@ class FakeEngine(threading.Thread):
                 if mode == "refuse":
                     yield Refused(message.sequences, "max_tokens", "max_tokens is too large for this prompt")
                 elif mode != "silent":
-                    yield Accepted(message.sequences, pack_ids(list(range(len(text.split())))))
+                    echo = Echo(text, text.split()[0].encode()) if message.echo else None
+                    yield Accepted(message.sequences, pack_ids(list(range(len(text.split())))), echo)
                     for choice, sequence in enumerate(message.sequences):
                         self._live[sequence] = self._pieces(sequence, text, choice, message)
             case Abort(sequences):
@@ -115,10 +142,23 @@ class FakeEngine(threading.Thread):
                 if self.answers_queries:
                     counts = [
                         ProcessCounts(f"tokenizer-{worker}", {"waiting": 0}),
-                        ProcessCounts("scheduler", {"running": len(self._live)}),
+                        ProcessCounts("scheduler-0", {"requests_running": len(self._live), **self.scheduler_counts}),
                         ProcessCounts("detokenizer", {"open": len(self._live)}),
                     ]
                     yield Report(query, counts)
+            case Encode(query, prompt, strings):
+                words = prompt_text(prompt).split()
+                if words[0] == "refuse":
+                    yield Unanswered(query, "messages", "messages cannot be rendered")
+                elif words[0] != "silent":
+                    ids = pack_ids([len(word) for word in words])  # a token is its word's length
+                    yield Encoded(query, ids, words if strings else None)
+            case Decode(query, ids):
+                yield Decoded(query, " ".join("x" * token for token in unpack_ids(ids).tolist()))
+            case Describe(query):
+                yield Described(query, {"tokenizer_class": "Words", "chat_template": None})
+            case FlushCache(query):
+                yield Flushed(query, 17)
 
     def _pieces(self, sequence: int, text: str, choice: int, message: Generate) -> Iterator[Piece]:
         mode = text.partition(" ")[0]

@@ -283,7 +283,7 @@ def test_200_cut_streams(server: RunningServer) -> None:
 def test_server_info(server: RunningServer) -> None:
     info = server.get("/server_info").json()
     assert info["complete"] is True
-    assert info["processes"].keys() == {"api", "tokenizer-0", "scheduler", "detokenizer"}
+    assert info["processes"].keys() == {"api", "tokenizer-0", "scheduler-0", "detokenizer"}
     assert info["processes"]["api"]["open_requests"] == 0
     assert info["limits"] == {"max_seq_len": 4096, "vocab_size": 1000}
     assert info["config"]["model_name"] == MODEL

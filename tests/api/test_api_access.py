@@ -1,0 +1,200 @@
+"""Who may call the server and how: keys, CORS, root path, TLS, clients that are too slow."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from api_harness import MODEL, RawClient, RunningServer
+from fake_engine import wait_until
+
+from minisgl.cli import parse_args
+from minisgl.config import ConfigError, HttpConfig
+from minisgl.message.to_tokenizer import Abort, Generate
+from minisgl.server.supervisor import bind
+
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+OPEN = ["/health", "/ready", "/ping", "/version"]
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_every_route_wants_a_key_but_the_open_ones(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server(api_keys=("one", "two"))
+    paths = {route.path for route in server.app.routes}  # type: ignore[attr-defined]
+    assert {CHAT, "/metrics", "/server_info", "/tokenize", "/flush_cache"} <= paths
+    for path in [*paths, "/no/such/route", "/health/", "//health", "/Health"]:
+        for response in (server.get(path), server.post(path, json=HELLO)):
+            if path in OPEN:
+                assert response.status_code in (200, 405), path
+            else:
+                assert response.status_code == 401, path
+                assert response.json()["error"]["code"] == "invalid_api_key"
+                assert response.headers["www-authenticate"] == "Bearer"
+                assert response.headers["x-request-id"]
+    assert not server.engine.of_type(Generate)
+
+
+def test_any_of_the_keys_opens(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server(api_keys=("one", "two"))
+    for key in ("one", "two"):
+        assert server.post(CHAT, json=HELLO, headers=bearer(key)).status_code == 200
+        assert server.post(CHAT, json=HELLO, headers={"authorization": f"bearer  {key}"}).status_code == 200
+        assert server.sdk.with_options(api_key=key).models.list().data[0].id == MODEL
+    for wrong in ("", "onetwo", "on", "ONE", "one,two", "one\ttwo"):
+        assert server.post(CHAT, json=HELLO, headers=bearer(wrong)).status_code == 401, wrong
+    for header in ("one", "Basic one", "Bearer", "Bearerone"):
+        assert server.post(CHAT, json=HELLO, headers={"authorization": header}).status_code == 401, header
+    twice = [("authorization", "Bearer one"), ("authorization", "Bearer two")]
+    assert server.post(CHAT, json=HELLO, headers=twice).status_code == 401
+    with pytest.raises(openai.AuthenticationError):
+        server.sdk.models.list()
+
+
+def test_keys_are_shown_to_nobody(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server(api_keys=("very-secret",))
+    info = server.get("/server_info", headers=bearer("very-secret"))
+    assert info.status_code == 200
+    assert "very-secret" not in info.text
+
+
+def test_keys_come_from_flag_file_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("three\n\n four \n")
+    monkeypatch.setenv("MINISGL_API_KEY", "five, six")
+    config, _ = parse_args(["--api-key", "one", "two", "--api-key-file", str(file)])
+    assert set(config.http.api_keys) == {"one", "two", "three", "four", "five", "six"}
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="has no key"):
+        parse_args(["--api-key-file", str(file)])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse_args(["--api-key-file", str(tmp_path / "none")])
+    with pytest.raises(ConfigError, match="--api-key"):
+        parse_args(["--api-key", "a b"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"ssl_keyfile": "/k"}, "together"),
+        ({"ssl_keyfile": "/no/k", "ssl_certfile": "/no/c"}, "no such file"),
+        ({"root_path": "api"}, "--root-path"),
+        ({"root_path": "/api/"}, "--root-path"),
+        ({"allowed_origins": ("*",), "allow_credentials": True}, "--allow-credentials"),
+        ({"max_body_bytes": 0}, "--max-body-bytes"),
+        ({"max_queued_requests": 0}, "--max-queued-requests"),
+        ({"send_timeout": 0.0}, "--send-timeout"),
+        ({"receive_timeout": float("nan")}, "--receive-timeout"),
+        ({"health_timeout": 1e9}, "--health-timeout"),
+    ],
+)
+def test_bad_flags(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        HttpConfig(**changes).validate()  # type: ignore[arg-type]
+
+
+def test_cors(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server(allowed_origins=("https://page.example",), api_keys=("key",))
+    ask = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    preflight = httpx.options(server.url + CHAT, headers={**ask, "access-control-request-headers": "authorization"})
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://page.example"
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    refused = server.post(CHAT, json=HELLO, headers={"origin": "https://page.example"})
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "https://page.example", "the page must see the refusal"
+    stranger = httpx.options(server.url + CHAT, headers={**ask, "origin": "https://other.example"})
+    assert "access-control-allow-origin" not in stranger.headers
+
+
+def test_no_cors_unless_asked_for(server: RunningServer) -> None:
+    response = server.get("/health", headers={"origin": "https://page.example"})
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_root_path(start_server: Callable[..., RunningServer]) -> None:
+    """Behind proxies that strip the prefix and those that do not; the gate sees the same path as the routes."""
+    server = start_server(root_path="/llm/a", api_keys=("key",))
+    for prefix in ("", "/llm/a"):
+        assert server.post(prefix + CHAT, json=HELLO, headers=bearer("key")).status_code == 200
+        assert server.get(f"{prefix}/health").status_code == 200
+        assert server.get(f"{prefix}/metrics").status_code == 401
+    assert server.get("/llm/health", headers=bearer("key")).status_code == 404
+    assert server.get("/llm/b/health").status_code == 401
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A key and a certificate for 127.0.0.1."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = str(folder / "key.pem"), str(folder / "certificate.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return key, certificate
+
+
+def test_tls(start_server: Callable[..., RunningServer], certificate: tuple[str, str]) -> None:
+    key, cert = certificate
+    server = start_server(ssl_keyfile=key, ssl_certfile=cert)
+    context = ssl.create_default_context(cafile=cert)
+    with httpx.Client(verify=context, trust_env=False) as http:
+        body = {"prompt": "hello", "stream": True, "max_tokens": 3}
+        with http.stream("POST", f"https://127.0.0.1:{server.port}/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            assert "".join(response.iter_text()).endswith("data: [DONE]\n\n")
+
+
+def test_a_certificate_that_is_none(certificate: tuple[str, str]) -> None:
+    key, _ = certificate
+    with pytest.raises(ConfigError, match="--ssl-certfile"):
+        HttpConfig(ssl_keyfile=key, ssl_certfile=key).validate()
+
+
+def test_a_body_that_never_ends(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server(receive_timeout=0.2)
+    client = RawClient(server.port)
+    client.post(CHAT, HELLO, cut=5)
+    assert b" 408 " in client.read_all()
+    assert not server.engine.of_type(Generate)
+
+
+def test_a_client_that_never_reads_and_never_leaves(start_server: Callable[..., RunningServer]) -> None:
+    """Its request ends with its connection, which the kernel ends when nothing is taken for too long."""
+    listener = bind("127.0.0.1", 0, send_timeout=0.5)
+    server = start_server(listener=listener)
+    deaf = RawClient(server.port, receive_buffer=4096)
+    deaf.post("/v1/completions", {"prompt": "big endless", "stream": True, "max_tokens": 4000})
+    (generate,) = server.engine.wait_for(Generate)
+    start = time.monotonic()
+    wait_until(lambda: bool(server.engine.of_type(Abort)), 10)
+    assert time.monotonic() - start < 5
+    assert server.engine.of_type(Abort)[0].sequences == generate.sequences
+    server.assert_idle()
+    deaf.leave()
+
+
+def test_a_slow_reader_is_not_cut(start_server: Callable[..., RunningServer]) -> None:
+    """As long as it takes something now and then."""
+    listener = bind("127.0.0.1", 0, send_timeout=0.5)
+    server = start_server(listener=listener)
+    slow = RawClient(server.port, receive_buffer=4096)
+    slow.post("/v1/completions", {"prompt": "big", "stream": True, "max_tokens": 20})
+    received = b""
+    deadline = time.monotonic() + 1.5
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        received += slow.socket.recv(4096)
+    slow.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
+    assert (received + slow.read_all()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    server.assert_idle()
