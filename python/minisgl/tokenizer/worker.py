@@ -38,6 +38,8 @@ from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
+PROMPT_END_TOKENS = 32  # that hold a marker and the line breaks around it, be a token a single character
+
 
 def run(worker: Worker) -> None:
     """The process: load, say ready, serve until the supervisor ends it."""
@@ -94,7 +96,8 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits) -> tuple[
         Add(sequence, packed, sampling, seed, request.text, request.priority)
         for sequence, seed in zip(request.sequences, request.seeds, strict=True)
     ]
-    return Accepted(request.sequences, packed, echo_of(request, ids, tokenizer) if request.echo else None), adds
+    echo = echo_of(request, ids, tokenizer) if request.echo else None
+    return Accepted(request.sequences, packed, echo, prompt_end(request, ids, tokenizer)), adds
 
 
 def prompt_field(prompt: TextPrompt | IdsPrompt | ChatPrompt) -> str:
@@ -128,7 +131,13 @@ def encode_prompt(
 
 
 def render(prompt: ChatPrompt, tokenizer: TextTokenizer) -> str:
-    return tokenizer.render_chat(prompt.messages, prompt.tools, prompt.template_kwargs, prompt.add_generation_prompt)
+    return tokenizer.render_chat(
+        prompt.messages,
+        prompt.tools,
+        prompt.template_kwargs,
+        prompt.add_generation_prompt,
+        prompt.continue_final_message,
+    )
 
 
 def echo_of(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> Echo:
@@ -138,6 +147,13 @@ def echo_of(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> Ech
     else:
         text = tokenizer.decode(ids, request.text.skip_special_tokens)
     return Echo(text, tokenizer.decode(ids[:1], skip_special_tokens=False).encode())
+
+
+def prompt_end(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> str:
+    """How a conversation's prompt ends."""
+    if not isinstance(request.prompt, ChatPrompt):
+        return ""
+    return tokenizer.decode(ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
 
 
 def reply_to(question: Encode | Decode, tokenizer: TextTokenizer, limits: Limits) -> Reply:

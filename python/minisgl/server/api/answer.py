@@ -32,6 +32,10 @@ class Writer(Protocol):
 
     id: str  # of the answer
 
+    def begin(self, request: OpenRequest) -> None:
+        """All prompts are accepted: what is known of them is there, for the calls that follow."""
+        ...
+
     def events(self, delta: Delta) -> bytes:
         """The events of a delta; none when it brings no text."""
         ...
@@ -84,6 +88,7 @@ class Answer:
 
     async def _send_stream(self, request: OpenRequest, send: Send) -> None:
         await request.accepted()  # what is refused before is an ordinary error response
+        self._writer.begin(request)
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         last = False
@@ -98,6 +103,7 @@ class Answer:
 
     async def _send_body(self, request: OpenRequest, send: Send) -> None:
         choices = await request.complete()
+        self._writer.begin(request)
         data = self._writer.body(choices, usage_of(request))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
         self._started = True

@@ -12,7 +12,7 @@ from msgspec.json import encode
 from minisgl.core import InvalidRequest, Limits
 from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.message.types import TextOptions
-from minisgl.server.api.client import Delta, Job
+from minisgl.server.api.client import Delta, Job, OpenRequest
 from minisgl.server.api.errors import invalid_request
 from minisgl.server.api.responses import (
     ChatChoice,
@@ -99,6 +99,9 @@ class ChatWriter:
         self._model = model
         self._include_usage = include_usage
         self._begun: set[int] = set()  # choices whose role has left
+
+    def begin(self, request: OpenRequest) -> None:
+        """It needs nothing of them."""
 
     def events(self, delta: Delta) -> bytes:
         data = b""

@@ -110,6 +110,11 @@ class Delta:
         return "".join(self._texts)
 
     @property
+    def pieces(self) -> Iterator[tuple[str, int]]:
+        """The text as it came, piece by piece, each with its number of ids."""
+        return zip(self._texts, [len(ids) // ID_BYTES for ids in self._ids], strict=True)
+
+    @property
     def token_ids(self) -> list[int]:
         """May be ahead of the text, of which some may be held back."""
         ids: list[int] = unpack_ids(b"".join(self._ids)).tolist()
@@ -126,6 +131,7 @@ class OpenRequest:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.prompt_ids: dict[int, PackedIds] = {}  # by prompt
+        self.prompt_ends: dict[int, str] = {}  # by prompt: how a conversation's prompt ends
         self.echoes: dict[int, Echo] = {}  # by prompt, of those who asked
         now = time.perf_counter()
         self._clocks = [SequenceClock(metrics, now) for _ in self.sequences]
@@ -349,11 +355,12 @@ class EngineClient:
         match message:
             case Pieces(pieces):
                 self._dispatch_pieces(pieces)
-            case Accepted(sequences, prompt_ids, echo):
+            case Accepted(sequences, prompt_ids, echo, prompt_end):
                 request = self._prompts.pop(sequences[0], None)
                 if request is not None:
                     prompt = (sequences[0] - request.sequences.start) // request.job.n
                     request.prompt_ids[prompt] = prompt_ids
+                    request.prompt_ends[prompt] = prompt_end
                     num_tokens = len(prompt_ids) // ID_BYTES
                     if echo is not None:
                         request.echoes[prompt] = echo

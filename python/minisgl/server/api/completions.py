@@ -12,7 +12,7 @@ from msgspec.json import encode
 from minisgl.core import InvalidRequest, Limits
 from minisgl.message.to_tokenizer import TextPrompt
 from minisgl.message.types import TextOptions
-from minisgl.server.api.client import Delta, Job
+from minisgl.server.api.client import Delta, Job, OpenRequest
 from minisgl.server.api.prompts import parse_prompts
 from minisgl.server.api.responses import TextChoice, TextCompletion, Usage, server_sent_event
 from minisgl.server.api.schema import CompletionBody
@@ -46,6 +46,9 @@ class CompletionWriter:
         self._model = model
         self._echoes = list(echoes)  # what has not been written yet
         self._include_usage = include_usage
+
+    def begin(self, request: OpenRequest) -> None:
+        """It needs nothing of them."""
 
     def events(self, delta: Delta) -> bytes:
         data = b""

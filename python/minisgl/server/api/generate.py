@@ -8,7 +8,7 @@ from msgspec.json import encode
 
 from minisgl.core import Limits
 from minisgl.message.types import TextOptions
-from minisgl.server.api.client import Delta, Job
+from minisgl.server.api.client import Delta, Job, OpenRequest
 from minisgl.server.api.prompts import parse_prompt
 from minisgl.server.api.responses import Generated, Usage, server_sent_event
 from minisgl.server.api.schema import GenerateBody
@@ -27,6 +27,9 @@ class GenerateWriter:
     def __init__(self) -> None:
         self.id = f"gen-{uuid.uuid4().hex}"
         self._end: Delta | None = None
+
+    def begin(self, request: OpenRequest) -> None:
+        """It needs nothing of them."""
 
     def events(self, delta: Delta) -> bytes:
         if delta.finish is not None:
