@@ -69,7 +69,7 @@ def main() -> None:
     sizes = LatencySizes(args.batch_sizes, args.prompt, args.new, args.prefill, args.repeats)
     longest = max(args.prompt + args.new, *args.prefill, 1) + 64
     with model_folder_of(args) as folder:
-        results = run_each_engine(args.engine, measure, engine_options(args, folder, longest), sizes)
+        results = run_each_engine(args, measure, engine_options(args, folder, longest), sizes)
     print_results(results, sizes)
     output.save("latency", args, results)
     if output.plot:

@@ -91,7 +91,7 @@ def main() -> None:
     longest = max(2 * args.longest, 1024 if args.latency else 0)
     with model_folder_of(args) as folder:
         options = engine_options(args, folder, longest)
-        results = run_each_engine(args.engine, measure, options, sizes)
+        results = run_each_engine(args, measure, options, sizes)
     print_results(results, args.latency)
     output.save("offline", args, results)
     if output.plot:

@@ -41,6 +41,38 @@ def test_offline(tmp_path: Path):
     assert "static batches of" in results["transformers"]["tuned"]
 
 
+PEER = """
+class SamplingParams:
+    def __init__(self, *, temperature, ignore_eos, max_tokens, detokenize):
+        assert ignore_eos and not detokenize
+        self.max_tokens = max_tokens
+
+
+class _Answer:
+    def __init__(self, count):
+        self.outputs, self.token_ids = [self], [0] * count
+
+
+class LLM:
+    def __init__(self, **options):
+        assert options["tensor_parallel_size"] == 2
+
+    def generate(self, prompts, params, use_tqdm):
+        assert all(prompt["prompt_token_ids"] for prompt in prompts)
+        return [_Answer(one.max_tokens) for one in params]
+"""
+
+
+def test_a_peer_is_found_where_its_path_says(tmp_path: Path):
+    """vLLM is not installed where this runs: something with the part of its interface that is used stands for it."""
+    (tmp_path / "site" / "vllm").mkdir(parents=True)
+    (tmp_path / "site" / "vllm" / "__init__.py").write_text(PEER)
+    work = ("--requests", "3", "--longest", "12", "--runs", "1", "--tp", "2")
+    stdout, results = run(tmp_path, "offline", *work, "--engine", "vllm", "--engine-path", f"vllm={tmp_path / 'site'}")
+    assert "vllm" in stdout
+    assert results["vllm"]["environment"]["vllm"] == "unknown"
+
+
 def test_latency(tmp_path: Path):
     sizes = ("--batch-sizes", "1,2", "--prompt", "8", "--new", "4", "--prefill", "16", "--repeats", "1")
     stdout, results = run(tmp_path, "latency", *sizes, "--num-pages", "400")

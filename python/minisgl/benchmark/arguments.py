@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from minisgl.benchmark.engines.base import ENGINES, EngineOptions
 from minisgl.benchmark.report import write_json
 from minisgl.benchmark.shapes import SHAPES, make_shape, read_context
+from minisgl.config import BatchPolicyName, SchedulePolicy
 
 T = TypeVar("T")
 
@@ -46,6 +49,14 @@ def _positive(value: int) -> int:
     return value
 
 
+def _engine_path(text: str) -> tuple[str, list[str]]:
+    name, _, folders = text.partition("=")
+    (name,) = _engines(name)
+    if missing := [folder for folder in folders.split(os.pathsep) if not Path(folder).is_dir()]:
+        raise argparse.ArgumentTypeError(f"no folder: {', '.join(missing)}; write NAME=FOLDER or NAME=FOLDER:FOLDER")
+    return name, [str(Path(folder).resolve()) for folder in folders.split(os.pathsep)]
+
+
 def _engines(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if unknown := set(names) - set(ENGINES):
@@ -63,15 +74,33 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--engine", type=_engines, default=("minisgl",), metavar="NAMES", help=f"of {','.join(ENGINES)}; several run"
     )
+    group.add_argument(
+        "--engine-path",
+        type=_engine_path,
+        action="append",
+        default=[],
+        metavar="NAME=FOLDERS",
+        help="where this engine is installed, if its packages must not meet the others'; may be repeated",
+    )
     group.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32; auto: the checkpoint's")
     group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="of minisgl and transformers")
     group.add_argument("--max-running", type=int, default=256, metavar="N", help="sequences at the same time")
     group.add_argument("--memory-ratio", type=float, default=0.9, help="share of the device's memory to use")
+    group.add_argument("--tp", type=int, default=1, metavar="N", help="devices that a model is divided among")
     group.add_argument("--page-size", type=int, metavar="TOKENS", help="of minisgl's KV cache")
     group.add_argument("--num-pages", type=int, metavar="PAGES", help="in minisgl's KV cache")
     group.add_argument("--attn", default="auto", metavar="NAME", help="minisgl's attention backend")
     group.add_argument("--graph", type=int, metavar="ROWS", help="minisgl: largest batch in a CUDA graph; 0: none")
     group.add_argument("--disable-overlap", action="store_true", help="minisgl: read each step before the next")
+    group.add_argument(
+        "--batch-policy", default="prefill-first", choices=get_args(BatchPolicyName), help="minisgl: what a step holds"
+    )
+    group.add_argument(
+        "--schedule-policy", default="fcfs", choices=get_args(SchedulePolicy), help="minisgl: who enters first"
+    )
+    group.add_argument(
+        "--max-prefill-length", type=int, default=8192, metavar="TOKENS", help="minisgl: prompt tokens of one step"
+    )
     group.add_argument(
         "--static-batch", type=integers, default=(8, 32), metavar="SIZES", help="transformers: tried, the best counts"
     )
@@ -102,30 +131,44 @@ def engine_options(args: argparse.Namespace, folder: Path, longest: int) -> Engi
         max_seq_len=min(context, max(longest, 4096)),
         max_running_requests=args.max_running,
         memory_ratio=args.memory_ratio,
+        tp_size=args.tp,
         page_size=args.page_size,
         num_pages=args.num_pages,
         attention=args.attn,
         graph_max_bs=args.graph,
         overlap=not args.disable_overlap,
+        batch_policy=args.batch_policy,
+        schedule_policy=args.schedule_policy,
+        max_prefill_tokens=args.max_prefill_length,
         static_batches=args.static_batch,
     )
 
 
 def run_each_engine(
-    names: Sequence[str],
+    args: argparse.Namespace,
     measure: Callable[[str, EngineOptions, T], dict[str, Any]],
     options: EngineOptions,
     sizes: T,
 ) -> dict[str, dict[str, Any]]:
     """Results by engine: one alone runs here; several run in a fresh process each, so that none disturbs another."""
-    if len(names) == 1:
+    names: Sequence[str] = args.engine
+    paths: dict[str, list[str]] = dict(args.engine_path)
+    if len(names) == 1 and not paths:
         return {names[0]: measure(names[0], options, sizes)}
     spawn = multiprocessing.get_context("spawn")
     results = {}
     for name in names:
-        with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+        folders = paths.get(name, [])
+        with ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=_search, initargs=(folders,)) as pool:
             results[name] = pool.submit(measure, name, options, sizes).result()
     return results
+
+
+def _search(folders: list[str]) -> None:
+    """Let imports look here first, in this process and those that it starts."""
+    sys.path[:0] = folders
+    if folders:
+        os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from minisgl.benchmark.workload import OfflineBatch
+from minisgl.config import BatchPolicyName, SchedulePolicy
 
 ENGINES = {
     "minisgl": "minisgl.benchmark.engines.minisgl_engine:MinisglEngine",
@@ -27,11 +28,15 @@ class EngineOptions:
     max_seq_len: int | None = None
     max_running_requests: int = 256
     memory_ratio: float = 0.9
+    tp_size: int = 1  # not transformers
     page_size: int | None = None  # minisgl
     num_pages: int | None = None  # minisgl
     attention: str = "auto"  # minisgl
     graph_max_bs: int | None = None  # minisgl
     overlap: bool = True  # minisgl
+    batch_policy: BatchPolicyName = "prefill-first"  # minisgl
+    schedule_policy: SchedulePolicy = "fcfs"  # minisgl
+    max_prefill_tokens: int = 8192  # minisgl: of one step
     static_batches: tuple[int, ...] = (8, 32)  # transformers: batch sizes to try
 
 

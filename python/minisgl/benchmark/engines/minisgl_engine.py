@@ -24,6 +24,10 @@ class MinisglEngine:
             num_page_override=options.num_pages,
             cuda_graph_max_bs=options.graph_max_bs,
             overlap=options.overlap,
+            tp_size=options.tp_size,
+            batch_policy=options.batch_policy,
+            schedule_policy=options.schedule_policy,
+            max_extend_tokens=options.max_prefill_tokens,
             **literal,
         )
         self.phases = self._llm.phases

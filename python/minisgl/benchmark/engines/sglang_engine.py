@@ -17,6 +17,7 @@ class SglangEngine:
             load_format="dummy" if options.dummy else "auto",
             dtype=options.dtype,
             context_length=options.max_seq_len,
+            tp_size=options.tp_size,
             log_level="warning",
             skip_tokenizer_init=True,
             mem_fraction_static=min(options.memory_ratio, 0.85),  # its graphs come on top

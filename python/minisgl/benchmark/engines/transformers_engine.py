@@ -18,6 +18,8 @@ from minisgl.benchmark.workload import OfflineBatch
 
 class TransformersEngine:
     def __init__(self, options: EngineOptions) -> None:
+        if options.tp_size > 1:
+            raise ValueError("transformers is measured on one device: leave it out with --tp")
         device = options.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"

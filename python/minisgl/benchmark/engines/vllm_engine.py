@@ -19,6 +19,7 @@ class VllmEngine:
             dtype=options.dtype,
             max_model_len=options.max_seq_len,
             gpu_memory_utilization=options.memory_ratio,
+            tensor_parallel_size=options.tp_size,
             max_num_seqs=rows,
             max_num_batched_tokens=16384,
             skip_tokenizer_init=True,
