@@ -191,3 +191,18 @@ def test_byte_level_in_a_sequence() -> None:
     tokenizer = small.byte_level()
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     assert isinstance(make_decoder(tokenizer), ByteLevelDecoder)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama"])
+def test_special_tokens_that_a_parser_needs_are_kept(kind: str) -> None:
+    """Markers of tool calls and thoughts are special tokens in some vocabularies."""
+    tokenizer, decoder = pair(kind)
+    ids = [tokenizer.token_to_id(token) for token in ("a", "</s>", "b", "<s>", "<think>", "a")]
+    for keep, text in {
+        (): "ab<think>a",
+        ("</s>", "[ARGS]"): "a</s>b<think>a",
+        ("<s>", "</s>"): "a</s>b<s><think>a",
+    }.items():
+        stream = decoder.stream(True, keep)
+        assert "".join([*map(stream.feed, ids), stream.flush()]) == text
+    assert "".join(pieces(decoder, ids, skip=False)) == "a</s>b<s><think>a"

@@ -52,6 +52,7 @@ class TextOptions(msgspec.Struct, frozen=True):
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     include_stop: bool = False  # the stop string or token that ends the text is a part of it
+    keep: tuple[str, ...] = ()  # special tokens that are not skipped
 
 
 class ProcessCounts(msgspec.Struct, frozen=True):

@@ -76,7 +76,7 @@ class _Sequence:
 
     def __init__(self, decoder: TextDecoder, opened: Open) -> None:
         options = opened.text
-        stream = decoder.stream(options.skip_special_tokens)
+        stream = decoder.stream(options.skip_special_tokens, options.keep)
         self.cached_tokens = opened.cached_tokens
         self.feed = stream.feed
         self._flush = stream.flush

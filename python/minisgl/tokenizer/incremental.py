@@ -37,8 +37,8 @@ class TextStream(Protocol):
 class TextDecoder(Protocol):
     """What all sequences share."""
 
-    def stream(self, skip_special_tokens: bool) -> TextStream:
-        """The state of a new sequence."""
+    def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = ()) -> TextStream:
+        """The state of a new sequence; special tokens of `keep` are not skipped."""
 
 
 def make_decoder(tokenizer: Tokenizer) -> TextDecoder:
@@ -132,11 +132,23 @@ class ByteLevelDecoder:
                 table[token_id] = data
         self._table = table
         self._without_special = table.copy()
-        for token_id in special_ids(tokens, added):
+        self._special = {token_id: tokens[token_id] for token_id in special_ids(tokens, added)}
+        for token_id in self._special:
             self._without_special[token_id] = ""
+        self._keeping: dict[tuple[str, ...], list[str | bytes]] = {(): self._without_special}
 
-    def stream(self, skip_special_tokens: bool) -> TextStream:
-        return _ByteLevelStream(self._without_special if skip_special_tokens else self._table)
+    def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = ()) -> TextStream:
+        return _ByteLevelStream(self._table_keeping(keep) if skip_special_tokens else self._table)
+
+    def _table_keeping(self, keep: tuple[str, ...]) -> list[str | bytes]:
+        table = self._keeping.get(keep)
+        if table is None:
+            kept = [token_id for token_id, token in self._special.items() if token in keep]
+            table = self._without_special.copy() if kept else self._without_special
+            for token_id in kept:
+                table[token_id] = self._table[token_id]
+            self._keeping[keep] = table
+        return table
 
 
 class _ByteLevelStream:
@@ -176,7 +188,8 @@ class TokenwiseDecoder:
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
         tokens = {token_id: token for token, token_id in vocabulary.items()}
         tokens |= {token_id: content for token_id, (content, _) in added.items()}
-        self._special = set(special_ids(tokens, added))
+        self._special = {token_id: tokens[token_id] for token_id in special_ids(tokens, added)}
+        self._skipped: dict[tuple[str, ...], frozenset[int]] = {}  # by the tokens to keep
         self.byte_of: dict[int, int] = {}
         if byte_fallback:
             for token_id, token in tokens.items():
@@ -193,12 +206,17 @@ class TokenwiseDecoder:
                 return token_id, text
         raise ConfigError("the tokenizer has no token that is a single letter")
 
-    def stream(self, skip_special_tokens: bool) -> TextStream:
-        return _TokenwiseStream(self, skip_special_tokens)
+    def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = ()) -> TextStream:
+        if not skip_special_tokens:
+            return _TokenwiseStream(self, frozenset())
+        skipped = self._skipped.get(keep)
+        if skipped is None:
+            skipped = frozenset(token_id for token_id, token in self._special.items() if token not in keep)
+            self._skipped[keep] = skipped
+        return _TokenwiseStream(self, skipped)
 
-    def is_dropped(self, token: int, skip_special_tokens: bool) -> bool:
-        """Whether the token is taken out before decoding: runs of bytes go on over it."""
-        return (skip_special_tokens and token in self._special) or token not in self._known
+    def is_unknown(self, token: int) -> bool:
+        return token not in self._known
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -220,11 +238,11 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # as Rust reads
 
 
 class _TokenwiseStream:
-    __slots__ = ("_broken", "_decoder", "_incomplete", "_run", "_skip_special", "_start")
+    __slots__ = ("_broken", "_decoder", "_incomplete", "_run", "_skipped", "_start")
 
-    def __init__(self, decoder: TokenwiseDecoder, skip_special_tokens: bool) -> None:
+    def __init__(self, decoder: TokenwiseDecoder, skipped: frozenset[int]) -> None:
         self._decoder = decoder
-        self._skip_special = skip_special_tokens
+        self._skipped = skipped
         self._start: list[int] | None = []  # the tokens so far, until they have some text
         self._run: list[int] = []  # byte tokens, held back since one invalid byte turns them all to U+FFFD
         self._incomplete = b""  # the run's last bytes, if they are the beginning of a character
@@ -232,7 +250,7 @@ class _TokenwiseStream:
 
     def feed(self, token: int) -> str:
         decoder = self._decoder
-        if decoder.is_dropped(token, self._skip_special):
+        if token in self._skipped or decoder.is_unknown(token):  # runs of bytes go on over it
             return ""
         byte = decoder.byte_of.get(token)
         if byte is None:
