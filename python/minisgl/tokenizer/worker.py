@@ -33,7 +33,7 @@ from minisgl.message.to_tokenizer import (
 )
 from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
 from minisgl.server.worker import Worker
-from minisgl.tokenizer.files import chat_templates, load_tokenizer_config
+from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config
 from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)

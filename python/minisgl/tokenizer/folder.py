@@ -1,0 +1,62 @@
+"""What a model folder says about its tokenizer beside the vocabulary: special tokens and chat templates.
+
+Small files, read without the tokenizer's libraries: the API server needs the templates too.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from minisgl.config import ConfigError
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def load_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, over the older special_tokens_map.json; empty if there is neither."""
+    return _load_json(folder / "special_tokens_map.json") | _load_json(folder / "tokenizer_config.json")
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The texts of bos_token, eos_token and so on, for those that the configuration sets."""
+    texts: dict[str, str] = {}
+    for name in SPECIAL_TOKENS:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            texts[name] = value
+    return texts
+
+
+def chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The folder's chat templates by name. A single one is called "default"; empty if the model has none."""
+    templates: dict[str, str] = {}
+    for configured in (
+        _load_json(folder / "chat_template.json").get("chat_template"),
+        config.get("chat_template"),
+    ):
+        if isinstance(configured, str):
+            templates = {"default": configured}
+        elif isinstance(configured, list):
+            templates = {entry["name"]: entry["template"] for entry in configured}
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    if files:  # files of their own replace what the configuration says
+        templates = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    return templates
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return content
