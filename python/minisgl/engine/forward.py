@@ -5,18 +5,30 @@ Any batch runs this way. A steady decode on CUDA replays the same operations fro
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, AttentionInputs, GraphedDecode
 from minisgl.context import ForwardContext
-from minisgl.core import Batch, pages_for
+from minisgl.core import Batch, Int32Array, pages_for
+from minisgl.engine.logprobs import LogprobTensors, compute_logprobs, no_logprobs
 from minisgl.engine.sampler import SampleKind, Sampler
-from minisgl.engine.state import SlotState, upload_together
+from minisgl.engine.state import SlotState, upload, upload_together
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.decoder import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What the forward of a step brings."""
+
+    logits: Tensor  # [S, vocab_size] of the rows that sample
+    slots: Tensor  # [S] int64
+    prompt_logprobs: LogprobTensors | None = None  # if the plan asks for some
 
 
 class StepRunner:
@@ -38,8 +50,8 @@ class StepRunner:
         self.ops = ops
         self.sampler = sampler
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits [S, vocab_size] of the rows that sample, and their slots [S] int64."""
+    def forward(self, batch: Batch) -> Forwarded:
+        """The model's work."""
         state = self.state
         lengths = batch.lengths
         query_starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -47,9 +59,18 @@ class StepRunner:
         token_slots = np.repeat(batch.slots, lengths)
         positions = np.arange(len(token_slots)) - np.repeat(query_starts[:-1] - batch.starts, lengths)
         sample_rows = query_starts[1:][batch.samples] - 1
+        scored = _scored_tokens(batch, query_starts)
         slots_of_tokens, device_positions, rows, sampling_slots, slots, kv_lens_device, query_starts_device = (
             upload_together(
-                [token_slots, positions, sample_rows, batch.slots[batch.samples], batch.slots, kv_lens, query_starts],
+                [
+                    token_slots,
+                    positions,
+                    np.concatenate([sample_rows, scored]),
+                    batch.slots[batch.samples],
+                    batch.slots,
+                    kv_lens,
+                    query_starts,
+                ],
                 state.device,
             )
         )
@@ -74,13 +95,39 @@ class StepRunner:
             attention=self.attention,
             plan=self.attention.plan(inputs),
         )
-        return self.model(ctx), sampling_slots
+        if batch.logprobs is None or len(scored) == 0:
+            return Forwarded(self.model(ctx), sampling_slots)
+        states = self.model.model(ctx)
+        sampling_states, scored_states = states[: len(sample_rows)], states[len(sample_rows) :]
+        tokens = rows[len(sample_rows) :]
+        return Forwarded(
+            self.model.logits(sampling_states, ctx),
+            sampling_slots,
+            compute_logprobs(
+                lambda piece: self.model.logits(scored_states[piece], ctx),
+                state.tokens[slots_of_tokens[tokens], device_positions[tokens] + 1].long(),
+                self.model.config.vocab_size,
+                batch.logprobs.prompt_top,
+            ),
+        )
 
-    def sample(self, batch: Batch, logits: Tensor, slots: Tensor) -> Tensor:
-        """The sampled tokens [S] int64; the slots have been advanced by them."""
+    def sample(self, batch: Batch, forwarded: Forwarded, mask: Tensor | None = None) -> Tensor:
+        """The sampled tokens [S] int64; the slots have been advanced by them. `mask` as in Sampler.sample."""
+        logits, slots = forwarded.logits, forwarded.slots
         if len(slots) == 0:
             return slots
-        return self.sampler.sample(logits, slots, self.state, SampleKind(batch.greedy, batch.filtered))
+        return self.sampler.sample(logits, slots, self.state, SampleKind.of(batch), mask)
+
+    def logprobs(
+        self, batch: Batch, forwarded: Forwarded, sampled: Tensor
+    ) -> tuple[LogprobTensors, LogprobTensors] | None:
+        """What the plan asks for, of the sampled tokens and of prompts."""
+        plan = batch.logprobs
+        if plan is None:
+            return None
+        rows, vocab = upload(plan.rows.astype(np.int64), self.state.device), self.model.config.vocab_size
+        output = compute_logprobs(lambda piece: forwarded.logits[rows[piece]], sampled[rows], vocab, plan.top)
+        return output, forwarded.prompt_logprobs or no_logprobs(self.state.device)
 
     def decode_context(
         self, slots: Tensor, kv_lens: np.ndarray[tuple[int], np.dtype[np.int32]], attention: GraphedDecode
@@ -110,3 +157,12 @@ class StepRunner:
             attention=self.attention,
             plan=attention.plan(inputs),
         )
+
+
+def _scored_tokens(batch: Batch, query_starts: Int32Array) -> Int32Array:
+    """Which of the step's tokens the model's opinion on the next one is wanted of."""
+    if batch.logprobs is None:
+        return np.empty(0, dtype=np.int32)
+    counts = batch.logprobs.prompt_lengths
+    before = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum()), dtype=np.int32) + np.repeat(query_starts[:-1] - before, counts).astype(np.int32)

@@ -8,6 +8,7 @@ it reads: this object keeps everything that was alive at capture.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from minisgl.attention.base import GraphedDecode
 from minisgl.core import Batch
-from minisgl.engine.forward import StepRunner
+from minisgl.engine.forward import Forwarded, StepRunner
 from minisgl.engine.sampler import SampleKind
 from minisgl.engine.state import upload
 
@@ -42,18 +43,24 @@ def graph_sizes(max_bs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Captures at construction, largest first, so that the smaller ones reuse its memory."""
+    """Captures at construction, largest first, so that the smaller ones reuse its memory.
 
-    def __init__(self, runner: StepRunner, max_bs: int, max_seq_len: int) -> None:
+    `captured` is called with each size that is done.
+    """
+
+    def __init__(
+        self, runner: StepRunner, sizes: list[int], max_seq_len: int, captured: Callable[[int], object]
+    ) -> None:
         self._runner = runner
         self._device = runner.state.device
-        self._sizes = graph_sizes(max_bs)
+        self._sizes = sizes
         self._max_seq_len = max_seq_len
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[int, _Captured] = {}
         self._rows: dict[int, np.ndarray[tuple[int], np.dtype[np.int32]]] = {}  # what is in each size's `slots`
         for size in reversed(self._sizes):
             self._captured[size] = self._capture(size)
+            captured(size)
 
     def _capture(self, size: int) -> _Captured:
         runner = self._runner
@@ -87,8 +94,8 @@ class DecodeGraphs:
         """Whether the plan is a decode that a graph was captured for."""
         return batch.is_decode and len(batch.slots) <= self._sizes[-1]
 
-    def forward(self, batch: Batch) -> None:
-        """Replay the forward of a plan that fits. Its logits stay where `sample` finds them."""
+    def forward(self, batch: Batch) -> Forwarded:
+        """Replay the forward of a plan that fits. What it brings is overwritten by the next replay."""
         size = self._size_for(batch)
         captured = self._captured[size]
         padded = np.full(size, self._runner.state.scratch_slot, dtype=np.int32)
@@ -98,10 +105,15 @@ class DecodeGraphs:
             captured.slots.copy_(upload(padded, self._device))
         captured.attention.prepare(batch.starts)
         captured.forward.replay()
+        rows = len(batch.slots)
+        return Forwarded(captured.logits[:rows], captured.slots[:rows])
 
     def sample(self, batch: Batch) -> Tensor:
-        """The sampled tokens [rows] behind the same plan's forward, overwritten by the next replay."""
-        graph, sampled = self._captured[self._size_for(batch)].sample[SampleKind(batch.greedy, batch.filtered)]
+        """The sampled tokens [rows] behind the same plan's forward, overwritten by the next replay.
+
+        Not for plans whose rows are `processed`: the tables for that grow, so no graph may hold them.
+        """
+        graph, sampled = self._captured[self._size_for(batch)].sample[SampleKind.of(batch)]
         graph.replay()
         return sampled[: len(batch.slots)]
 

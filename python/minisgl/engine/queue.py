@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from minisgl.core import Int32Array
+from minisgl.core import Int32Array, Logprobs, StepLogprobs
+from minisgl.engine.logprobs import LogprobTensors
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What a step brings, on its device."""
+
+    tokens: Tensor  # [S]: sampled
+    logprobs: tuple[LogprobTensors, LogprobTensors] | None = None  # of the output and of prompts, if asked for
 
 
 class PendingTokens(Protocol):
@@ -21,12 +31,16 @@ class PendingTokens(Protocol):
         """Wait for the step and return its tokens."""
         ...
 
+    def logprobs(self) -> StepLogprobs | None:
+        """Wait for the step and return the log-probabilities that its plan asked for."""
+        ...
+
 
 class DeviceQueue(Protocol):
     """Runs functions in the order of submission."""
 
-    def submit(self, step: Callable[[], Tensor]) -> PendingTokens:
-        """Queue a step that returns its sampled tokens [S] on the device; return at once."""
+    def submit(self, step: Callable[[], StepTensors]) -> PendingTokens:
+        """Queue a step; return at once."""
         ...
 
     def call(self, function: Callable[[], T]) -> T:
@@ -36,12 +50,25 @@ class DeviceQueue(Protocol):
     def close(self) -> None: ...
 
 
+def _on_host(logprobs: tuple[LogprobTensors, LogprobTensors] | None) -> StepLogprobs | None:
+    """As arrays that share the tensors' memory, which is the host's."""
+    if logprobs is None:
+        return None
+    output, prompt = (
+        Logprobs(one.chosen.numpy(), one.ranks.numpy(), one.top_ids.numpy(), one.top.numpy()) for one in logprobs
+    )
+    return StepLogprobs(output, prompt)
+
+
 class _CpuTokens:
-    def __init__(self, future: Future[Int32Array]) -> None:
+    def __init__(self, future: Future[tuple[Int32Array, StepLogprobs | None]]) -> None:
         self._future = future
 
     def tokens(self) -> Int32Array:
-        return self._future.result()
+        return self._future.result()[0]
+
+    def logprobs(self) -> StepLogprobs | None:
+        return self._future.result()[1]
 
 
 class CpuQueue:
@@ -50,11 +77,12 @@ class CpuQueue:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cpu-device")
 
-    def submit(self, step: Callable[[], Tensor]) -> _CpuTokens:
-        def run() -> Int32Array:
+    def submit(self, step: Callable[[], StepTensors]) -> _CpuTokens:
+        def run() -> tuple[Int32Array, StepLogprobs | None]:
             with torch.inference_mode():
-                array: Int32Array = step().int().numpy()
-                return array
+                result = step()
+                array: Int32Array = result.tokens.int().numpy()
+                return array, _on_host(result.logprobs)
 
         return _CpuTokens(self._thread.submit(run))
 
@@ -70,14 +98,38 @@ class CpuQueue:
 
 
 class _CudaTokens:
-    def __init__(self, host: Tensor, done: torch.cuda.Event) -> None:
-        self._host = host
+    """The host's copies, and the event that says when they are there."""
+
+    def __init__(
+        self, tokens: Tensor, logprobs: tuple[LogprobTensors, LogprobTensors] | None, done: torch.cuda.Event
+    ) -> None:
+        self._tokens = tokens
+        self._logprobs = logprobs
         self._done = done
 
     def tokens(self) -> Int32Array:
         self._done.synchronize()
-        array: Int32Array = self._host.numpy()
+        array: Int32Array = self._tokens.numpy()
         return array
+
+    def logprobs(self) -> StepLogprobs | None:
+        self._done.synchronize()
+        return _on_host(self._logprobs)
+
+
+def _copy_to_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in pinned memory, there when the stream has come so far."""
+    host = torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _copy_logprobs(one: LogprobTensors) -> LogprobTensors:
+    return LogprobTensors(
+        _copy_to_host(one.chosen, torch.float32),
+        _copy_to_host(one.ranks, torch.int32),
+        _copy_to_host(one.top_ids, torch.int32),
+        _copy_to_host(one.top, torch.float32),
+    )
 
 
 class CudaQueue:
@@ -86,14 +138,17 @@ class CudaQueue:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def submit(self, step: Callable[[], Tensor]) -> _CudaTokens:
+    def submit(self, step: Callable[[], StepTensors]) -> _CudaTokens:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            sampled = step()
-            host = torch.empty(sampled.shape, dtype=torch.int32, pin_memory=True)
-            host.copy_(sampled, non_blocking=True)
+            result = step()
+            tokens = _copy_to_host(result.tokens, torch.int32)
+            logprobs = None
+            if result.logprobs is not None:
+                output, prompt = result.logprobs
+                logprobs = _copy_logprobs(output), _copy_logprobs(prompt)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        return _CudaTokens(host, done)
+        return _CudaTokens(tokens, logprobs, done)
 
     def call(self, function: Callable[[], T]) -> T:
         with torch.inference_mode(), torch.cuda.stream(self._stream):

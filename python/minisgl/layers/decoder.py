@@ -78,5 +78,9 @@ class CausalLM(nn.Module):
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Logits [S, vocab_size] of the tokens that sample, in the model's dtype, the same on every rank."""
-        logits: Tensor = self.lm_head(self.model(ctx), self.model.norm, ctx)
+        return self.logits(self.model(ctx), ctx)
+
+    def logits(self, states: Tensor, ctx: ForwardContext) -> Tensor:
+        """The same of states [S, hidden_size] that the decoder gave."""
+        logits: Tensor = self.lm_head(states, self.model.norm, ctx)
         return logits

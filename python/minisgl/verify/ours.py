@@ -18,6 +18,7 @@ from minisgl.context import ForwardContext
 from minisgl.core import Batch, SamplingParams
 from minisgl.distributed.group import SingleRank
 from minisgl.engine.engine import Engine
+from minisgl.engine.queue import StepTensors
 from minisgl.models.config import ModelConfig
 from minisgl.scheduler.build import make_loop
 from minisgl.verify.compare import Run, common_length, compare_rows
@@ -32,7 +33,7 @@ class ObservedEngine(Engine):
 
     observer: Observer | None = None
 
-    def _run(self, batch: Batch) -> Tensor:
+    def _run(self, batch: Batch) -> StepTensors:
         if self.observer is None:
             return super()._run(batch)
         runner, observer = self._runner, self.observer
@@ -50,7 +51,7 @@ class ObservedEngine(Engine):
 
         runner.model = show  # type: ignore[assignment]
         try:
-            return runner.sample(batch, *runner.forward(batch))
+            return StepTensors(runner.sample(batch, runner.forward(batch)))
         finally:
             runner.model = model
 

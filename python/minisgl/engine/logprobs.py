@@ -1,0 +1,54 @@
+"""Log-probabilities of tokens: the float32 log-softmax of the logits as the model gave them.
+
+Rows are worked on in pieces, so that a long prompt takes no more memory than a short one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_PIECE_ELEMENTS = 2**25  # of a piece's logits: 128 MiB in float32
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """core.Logprobs on the device."""
+
+    chosen: Tensor  # [n] float32
+    ranks: Tensor  # [n] int32
+    top_ids: Tensor  # [n, k] int32
+    top: Tensor  # [n, k] float32
+
+
+def no_logprobs(device: torch.device) -> LogprobTensors:
+    """Of no position."""
+    ids = torch.empty((0, 0), dtype=torch.int32, device=device)
+    values = torch.empty((0, 0), dtype=torch.float32, device=device)
+    return LogprobTensors(values.flatten(), ids.flatten(), ids, values)
+
+
+def compute_logprobs(logits: Callable[[slice], Tensor], tokens: Tensor, vocab: int, top: int) -> LogprobTensors:
+    """Of tokens [n] int64, given what makes the logits [rows, vocab] of a slice of them; with `top` alternatives.
+
+    The chosen token's value is read from the same row as the alternatives': where it is one of them, the same bits.
+    """
+    if len(tokens) == 0:
+        return no_logprobs(tokens.device)
+    rows = max(_PIECE_ELEMENTS // vocab, 1)
+    pieces = [
+        _of_piece(logits(slice(begin, begin + rows)), tokens[begin : begin + rows], min(top, vocab))
+        for begin in range(0, len(tokens), rows)
+    ]
+    return LogprobTensors(*(torch.cat(columns) for columns in zip(*pieces, strict=True)))
+
+
+def _of_piece(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logprobs = torch.log_softmax(logits.float(), dim=1)
+    chosen = logprobs.gather(1, tokens.unsqueeze(1))
+    ranks = (logprobs > chosen).sum(dim=1) + 1
+    best = logprobs.topk(top, dim=1)
+    return chosen.squeeze(1), ranks.int(), best.indices.int(), best.values
