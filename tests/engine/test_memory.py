@@ -6,28 +6,56 @@ import pytest
 import torch
 
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.engine.memory import free_bytes, pool_pages
+from minisgl.engine.measure import largest_step
+from minisgl.engine.memory import Needs, Room, pool_pages, room_for_pool
 
 CONFIG = EngineConfig(model_path="")
+GIB = 1 << 30
+
+
+def room(pool: int) -> Room:
+    return Room(pool, total=100_000, free=60_000, needs=Needs(steps=40, graphs=60))
 
 
 def test_as_many_as_fit_and_are_useful() -> None:
-    assert pool_pages(CONFIG, page_bytes=100, useful_pages=1000, free=5050) == 50
-    assert pool_pages(CONFIG, page_bytes=100, useful_pages=20, free=5050) == 20
+    assert pool_pages(CONFIG, page_bytes=100, useful_pages=1000, room=room(5050)) == 50
+    assert pool_pages(CONFIG, page_bytes=100, useful_pages=20, room=room(5050)) == 20
 
 
 def test_what_the_user_asks_for() -> None:
     config = EngineConfig(model_path="", num_pages=7)
-    assert pool_pages(config, page_bytes=100, useful_pages=5, free=5050) == 7
-    with pytest.raises(ConfigError, match=r"7 pages.*--memory-ratio 0.9"):
-        pool_pages(config, page_bytes=100, useful_pages=5, free=650)
+    assert pool_pages(config, page_bytes=100, useful_pages=5, room=room(5050)) == 7
+
+
+def test_too_many_pages_name_the_values_that_fit() -> None:
+    config = EngineConfig(model_path="", num_pages=40, memory_ratio=0.5)
+    of_80_gib = Room(pool=30 * GIB, total=80 * GIB, free=70 * GIB, needs=Needs(2 * GIB, GIB))
+    with pytest.raises(ConfigError, match=r"40 pages.*40\.00 GiB.*there are 30\.00 GiB") as error:
+        pool_pages(config, page_bytes=GIB, useful_pages=5, room=of_80_gib)
+    assert "of 80.00 GiB 70.00 are free, 2.00 go to steps and 1.00 to CUDA graphs" in str(error.value)
+    assert str(error.value).endswith("What would do: --num-pages 30, or --memory-ratio 0.63")
+    # They do.
+    more = Room(pool=30 * GIB + int(0.13 * 80 * GIB), total=80 * GIB, free=70 * GIB)
+    assert pool_pages(config, page_bytes=GIB, useful_pages=5, room=more) == 40
 
 
 def test_not_even_one_page_fits() -> None:
-    with pytest.raises(ConfigError, match="too little memory"):
-        pool_pages(CONFIG, page_bytes=100, useful_pages=5, free=-3)
+    with pytest.raises(ConfigError, match=r"too little memory.*--memory-ratio 0\.91$"):
+        pool_pages(CONFIG, page_bytes=100, useful_pages=5, room=room(-3))
+    with pytest.raises(ConfigError, match=r"more ranks \(--tp\)"):
+        pool_pages(CONFIG, page_bytes=100, useful_pages=5, room=room(-50_000))
 
 
 def test_lesson_16_ranks_on_one_machine_share_its_memory() -> None:
     cpu = torch.device("cpu")
-    assert free_bytes(cpu, 0.5, tp_size=4) <= free_bytes(cpu, 0.5, tp_size=1) // 3
+    alone, four = (room_for_pool(cpu, 0.5, tp_size, Needs()).pool for tp_size in (1, 4))
+    assert four <= alone // 3
+
+
+@pytest.mark.parametrize(("slots", "longest", "tokens"), [(8, 100, 64), (8, 100, 500), (8, 10, 8192), (64, 100, 5)])
+def test_the_largest_step(slots: int, longest: int, tokens: int) -> None:
+    batch = largest_step(slots, longest, tokens)
+    assert batch.num_tokens == min(tokens, slots * longest)
+    assert len(batch.slots) == min(slots, tokens)
+    assert batch.lengths.min() >= 1
+    assert batch.lengths.max() <= longest

@@ -67,6 +67,11 @@ class GraphedDecode(Protocol):
 class AttentionBackend(Protocol):
     """Causal attention of new queries over the paged KV pool (K and V of the step are already stored there)."""
 
+    @property
+    def graph_safe(self) -> bool:
+        """Whether a decode does the same work whatever the lengths, so that a CUDA graph may hold it."""
+        ...
+
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """Host-side preparation of a step, once for all layers."""
         ...

@@ -27,6 +27,8 @@ class Fa3Plan:
 class FlashAttention3:
     """Implements attention.base.AttentionBackend. Planning costs the host nothing."""
 
+    graph_safe = True
+
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
 

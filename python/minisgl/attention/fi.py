@@ -37,6 +37,8 @@ _GRAPH_INT_BYTES = 256 << 10  # a decode's plan is a few words a row and a multi
 class FlashInfer:
     """Implements attention.base.AttentionBackend. Wrappers, one for each window, keep a plan between layers."""
 
+    graph_safe = True
+
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self.shape = shape
         self.device = device

@@ -23,6 +23,7 @@ class PairAttention:
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self._prefill = prefill
         self._decode = decode
+        self.graph_safe = decode.graph_safe
 
     def plan(self, inputs: AttentionInputs) -> PairPlan:
         backend = self._decode if int(inputs.query_lens.max()) == 1 else self._prefill

@@ -57,6 +57,8 @@ class TorchPlan:
 class TorchAttention:
     """Implements attention.base.AttentionBackend for any page size, head size and mix of rows."""
 
+    graph_safe = False  # it pads rows to the longest, which a graph would have to take for the longest possible
+
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
 

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
-from minisgl.attention.base import AttentionShape
+from minisgl.attention.base import AttentionBackend, AttentionShape
 from minisgl.attention.select import make_attention
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import Batch, Limits, pages_for
 from minisgl.distributed.group import TPGroup
 from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.engine.forward import StepRunner
-from minisgl.engine.graph import DecodeGraphs
-from minisgl.engine.memory import free_bytes, pool_pages
-from minisgl.engine.queue import PendingTokens, StepTensors, make_queue
+from minisgl.engine.graph import DecodeGraphs, graph_sizes
+from minisgl.engine.measure import graphs_bytes, steps_bytes
+from minisgl.engine.memory import GIB, Needs, pool_pages, room_for_pool
+from minisgl.engine.queue import PendingTokens, make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
+from minisgl.kernel.base import Ops
 from minisgl.kernel.select import has_kernels, make_ops
 from minisgl.kvcache.pool import KVPool
-from minisgl.models.build import load_model
+from minisgl.layers.decoder import CausalLM
+from minisgl.models.build import build_model, load_model
 from minisgl.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -44,6 +53,7 @@ class Engine:
         tp: TPGroup,
         phase: Phase,
         progress: bool,
+        max_prefill_tokens: int,
     ) -> None:
         self.device = resolve_device(config, tp.rank)
         self.dtype = resolve_dtype(config, model.dtype)
@@ -51,93 +61,55 @@ class Engine:
         self.num_slots = config.max_running_requests
         self._tp = tp
         self._queue = make_queue(self.device)
-        with phase("load weights"):
-            loaded = self._queue.call(
-                lambda: load_model(
-                    model,
-                    Path(config.model_path),
-                    tp=tp,
-                    dtype=self.dtype,
-                    device=self.device,
-                    load_format=config.load_format,
-                    progress=progress,
-                )
-            )
         context_len = _context_len(config, model)
-        kv_heads = model.kv_heads_per_rank(tp.size)
-        with phase("allocate the KV cache"):
-            page_bytes = KVPool.page_bytes(
-                num_layers=model.num_layers,
-                page_size=self.page_size,
-                num_kv_heads=kv_heads,
-                head_dim=model.head_dim,
-                dtype=self.dtype,
-            )
-            self.num_pages = pool_pages(
-                config,
-                page_bytes=page_bytes,
-                useful_pages=self.num_slots * pages_for(context_len, self.page_size),
-                free=tp.smallest(free_bytes(self.device, config.memory_ratio, tp.size)),
-            )
-            # On the queue, like all that follows: another stream's fill would race with the first step's reads.
-            self._kv = self._queue.call(
-                lambda: KVPool(
-                    num_layers=model.num_layers,
-                    num_pages=self.num_pages,
-                    page_size=self.page_size,
-                    num_kv_heads=kv_heads,
-                    head_dim=model.head_dim,
-                    dtype=self.dtype,
-                    device=self.device,
-                )
-            )
-        # A sequence must fit into the pool alone.
-        self.limits = Limits(max_seq_len=min(context_len, self.num_pages * self.page_size), vocab_size=model.vocab_size)
-        state = self._queue.call(
-            lambda: SlotState(
+        with phase("load weights"):
+            weights = self._queue.call(lambda: _load(config, model, tp, self.dtype, self.device, progress=progress))
+        with phase("load kernels"):
+            shape = _attention_shape(model, tp, self.page_size, self.dtype)
+            parts = _Parts(
+                model=weights,
+                shape=shape,
                 num_slots=self.num_slots,
-                max_seq_len=self.limits.max_seq_len,
-                page_size=self.page_size,
-                scratch_page=self._kv.scratch_page,
+                attention=self._queue.call(lambda: make_attention(config.attention, shape, self.device)),
+                ops=make_ops(self.device),
+                sampler=_make_sampler(self.device),
                 device=self.device,
             )
-        )
-        attention = make_attention(
-            config.attention,
-            AttentionShape(
-                num_heads=model.heads_per_rank(tp.size),
-                num_kv_heads=kv_heads,
-                head_dim=model.head_dim,
-                page_size=self.page_size,
-                dtype=self.dtype,
-                windowed=any(window is not None for window in model.windows),
-            ),
-            self.device,
-        )
-        self._runner = StepRunner(loaded, self._kv, state, attention, make_ops(self.device), _make_sampler(self.device))
+        sizes = _graph_sizes(config, parts)
+        needs = Needs()
+        if self.device.type == "cuda":
+            with phase("measure a step's memory"):
+                needs = self._queue.call(lambda: _measure(parts, sizes, context_len, max_prefill_tokens))
+        with phase("allocate the KV cache"):
+            room = room_for_pool(self.device, config.memory_ratio, tp.size, needs)
+            self.num_pages = pool_pages(
+                config,
+                page_bytes=parts.page_bytes,
+                useful_pages=self.num_slots * pages_for(context_len, self.page_size),
+                room=dataclasses.replace(room, pool=tp.smallest(room.pool)),
+            )
+            # A sequence must fit into the pool alone.
+            max_seq_len = min(context_len, self.num_pages * self.page_size)
+            self.limits = Limits(max_seq_len=max_seq_len, vocab_size=model.vocab_size)
+            # On the queue, like all that follows: another stream's fill would race with the first step's reads.
+            self._runner = self._queue.call(lambda: parts.runner(self.num_pages, max_seq_len))
         self._graphs: DecodeGraphs | None = None
-        graph_max_bs = self.num_slots if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs
-        if self.device.type == "cpu" and config.cuda_graph_max_bs is not None:
-            logger.info("--cuda-graph-max-bs is for GPUs and not used on the CPU")
-        if self.device.type == "cuda" and graph_max_bs > 0 and loaded.graph_safe(self._runner.ops):
-            max_bs = min(graph_max_bs, self.num_slots)
-            with phase("capture CUDA graphs"):
-                self._graphs = self._queue.call(lambda: DecodeGraphs(self._runner, max_bs, self.limits.max_seq_len))
+        if sizes:
+            with phase("capture CUDA graphs"), _progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:
+                self._graphs = self._queue.call(
+                    lambda: DecodeGraphs(self._runner, sizes, max_seq_len, lambda _: bar.update())
+                )
 
     def execute(self, batch: Batch) -> PendingTokens:
         """Launch a step behind those launched before, and return at once."""
         return self._queue.submit(lambda: self._run(batch))
 
-    def _run(self, batch: Batch) -> StepTensors:
-        runner, graphs = self._runner, self._graphs
-        runner.state.apply(batch)
-        if graphs is not None and graphs.fits(batch):
-            forwarded = graphs.forward(batch)
-            sampled = runner.sample(batch, forwarded) if batch.processed else graphs.sample(batch)
-        else:
-            forwarded = runner.forward(batch)
-            sampled = runner.sample(batch, forwarded)
-        return StepTensors(sampled, runner.logprobs(batch, forwarded, sampled))
+    def _run(self, batch: Batch) -> Tensor:
+        self._runner.state.apply(batch)
+        if self._graphs is not None and self._graphs.fits(batch):
+            self._graphs.forward(batch)
+            return self._graphs.sample(batch)
+        return self._runner.sample(batch, *self._runner.forward(batch))
 
     def describe(self) -> str:
         """One line for the log."""
@@ -152,6 +124,112 @@ class Engine:
         self._tp.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a runner is made of, whatever the size of its pool."""
+
+    model: CausalLM
+    shape: AttentionShape
+    num_slots: int
+    attention: AttentionBackend
+    ops: Ops
+    sampler: Sampler
+    device: torch.device
+
+    def runner(self, num_pages: int, max_seq_len: int) -> StepRunner:
+        shape = self.shape
+        kv = KVPool(
+            num_layers=self.model.config.num_layers,
+            num_pages=num_pages,
+            page_size=shape.page_size,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=shape.dtype,
+            device=self.device,
+        )
+        state = SlotState(
+            num_slots=self.num_slots,
+            max_seq_len=max_seq_len,
+            page_size=shape.page_size,
+            scratch_page=kv.scratch_page,
+            device=self.device,
+        )
+        return StepRunner(self.model, kv, state, self.attention, self.ops, self.sampler)
+
+    @property
+    def page_bytes(self) -> int:
+        shape = self.shape
+        return KVPool.page_bytes(
+            num_layers=self.model.config.num_layers,
+            page_size=shape.page_size,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=shape.dtype,
+        )
+
+
+def _load(
+    config: EngineConfig, model: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device, *, progress: bool
+) -> CausalLM:
+    try:
+        return load_model(
+            model,
+            Path(config.model_path),
+            tp=tp,
+            dtype=dtype,
+            device=device,
+            load_format=config.load_format,
+            progress=progress,
+        )
+    except torch.OutOfMemoryError as error:
+        on_paper = build_model(model, tp=tp, dtype=dtype, device=torch.device("meta"))
+        needed = sum(weight.nbytes for weight in on_paper.parameters())
+        total = torch.cuda.get_device_properties(device).total_memory
+        raise ConfigError(
+            f"the weights of {needed / GIB:.1f} GiB do not fit into {device} of {total / GIB:.1f} GiB: "
+            f"use --tp {tp.size * 2 ** math.ceil(math.log2(max(2.0, needed / (config.memory_ratio * total))))}"
+        ) from error
+
+
+def _measure(parts: _Parts, sizes: list[int], context_len: int, max_prefill_tokens: int) -> Needs:
+    """What steps and graphs take, from a trial."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(parts.device)
+    runner = parts.runner(0, context_len)
+    steps = steps_bytes(runner, before, context_len, max_prefill_tokens)
+    torch.cuda.empty_cache()
+    return Needs(steps, graphs_bytes(runner, sizes, context_len) if sizes else 0)
+
+
+def _attention_shape(model: ModelConfig, tp: TPGroup, page_size: int, dtype: torch.dtype) -> AttentionShape:
+    return AttentionShape(
+        num_heads=model.heads_per_rank(tp.size),
+        num_kv_heads=model.kv_heads_per_rank(tp.size),
+        head_dim=model.head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        windowed=any(window is not None for window in model.windows),
+    )
+
+
+def _graph_sizes(config: EngineConfig, parts: _Parts) -> list[int]:
+    """The decode sizes to capture; none where there are no graphs."""
+    if parts.device.type == "cpu":
+        if config.cuda_graph_max_bs is not None:
+            logger.info("--cuda-graph-max-bs is for GPUs and not used on the CPU")
+        return []
+    max_bs = config.max_running_requests
+    if config.cuda_graph_max_bs is not None:
+        max_bs = min(config.cuda_graph_max_bs, max_bs)
+    safe = parts.attention.graph_safe and parts.model.graph_safe(parts.ops)
+    return graph_sizes(max_bs) if safe and max_bs > 0 else []
+
+
+def _progress_bar(text: str, total: int, *, shown: bool) -> tqdm[NoReturn]:
+    """On a terminal only."""
+    return tqdm(desc=text, total=total, disable=None if shown else True, leave=False)
 
 
 def _context_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -114,6 +114,7 @@ class LLM:
                 tp=join_ranks(config, 0, self._ranks.addresses),
                 phase=self._phase,
                 progress=not use_dummy_weight,
+                max_prefill_tokens=max_extend_tokens,
             )
             self._loop = make_loop(scheduling, self._engine, model_config, self._ranks.outboxes(self._engine.limits))
         except BaseException:

@@ -27,7 +27,14 @@ def run(worker: Worker) -> None:
     config = worker.config
     model = load_model_config(Path(config.engine.model_path))
     tp = join_ranks(config.engine, worker.index, worker.addresses)
-    engine = Engine(config.engine, model, tp=tp, phase=worker.phase, progress=worker.index == 0)
+    engine = Engine(
+        config.engine,
+        model,
+        tp=tp,
+        phase=worker.phase,
+        progress=worker.index == 0,
+        max_prefill_tokens=config.scheduler.max_prefill_tokens,
+    )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     if worker.index > 0:
         plans: Inbox[Plan] = Inbox(context, worker.addresses.rank(worker.index), Plan)

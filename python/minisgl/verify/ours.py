@@ -82,7 +82,14 @@ def ask_ourselves(
     progress: Callable[[], object],
 ) -> OurAnswers:
     """Raises ConfigError if the model cannot be loaded with this configuration."""
-    engine = ObservedEngine(config, model, tp=SingleRank(), phase=lambda _text: nullcontext(), progress=False)
+    engine = ObservedEngine(
+        config,
+        model,
+        tp=SingleRank(),
+        phase=lambda _text: nullcontext(),
+        progress=False,
+        max_prefill_tokens=scheduling.max_prefill_tokens,
+    )
     try:
         passes = _Passes(engine, scheduling, model, answers)
         found = OurAnswers()

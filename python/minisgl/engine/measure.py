@@ -1,0 +1,91 @@
+"""What a running engine takes on its GPU besides weights and KV pool, found by trying it before the pool is made.
+
+The trial has the slots of the real engine and a pool of one page, in which all rows read and write: what is computed is
+of no use, but its memory is the real one.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import torch
+
+from minisgl.config import ConfigError
+from minisgl.core import Batch
+from minisgl.engine.forward import StepRunner
+from minisgl.engine.graph import DecodeGraphs
+from minisgl.engine.memory import GIB
+
+
+def largest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
+    """A prefill of `max_tokens` in which every slot has a part, the first ones the longest, and all sample."""
+    rows = min(num_slots, max_tokens)
+    lengths = np.ones(rows, dtype=np.int32)
+    left = max_tokens - rows
+    for row in range(rows):
+        lengths[row] += min(left, max_seq_len - 1)
+        left -= lengths[row] - 1
+    return Batch(
+        step=0,
+        slots=np.arange(rows, dtype=np.int32),
+        starts=np.zeros(rows, dtype=np.int32),
+        lengths=lengths,
+        samples=np.ones(rows, dtype=np.bool_),
+        new_pages=np.zeros((0, 3), dtype=np.int32),
+        greedy=False,
+        filtered=True,
+    )
+
+
+def steps_bytes(runner: StepRunner, before: int, max_seq_len: int, max_tokens: int) -> int:
+    """What the largest step adds to the `before` bytes that torch had. ConfigError if it does not fit."""
+    device = runner.state.device
+    runner.state.tokens.random_(0, runner.model.config.vocab_size)
+    batch = largest_step(runner.state.scratch_slot, max_seq_len, max_tokens)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        runner.sample(batch, runner.forward(batch))
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        total = torch.cuda.get_device_properties(device).total_memory
+        raise ConfigError(
+            f"a prefill of {batch.num_tokens} tokens does not fit beside the weights, which take "
+            f"{before / GIB:.2f} of {total / GIB:.2f} GiB: use a smaller --max-prefill-length "
+            f"(such as {max(batch.num_tokens // 4, 1)}) or more ranks (--tp)"
+        ) from error
+    return torch.cuda.max_memory_reserved(device) - before
+
+
+def graphs_bytes(runner: StepRunner, sizes: list[int], max_seq_len: int) -> int:
+    """What the graphs of all these decode sizes take, from captures of the two largest and of the smallest.
+
+    The largest brings the memory that all share; the others, what grows with their rows.
+    """
+    device = runner.state.device
+    trial = sorted({sizes[0], *sizes[-2:]})
+    free = [_free(device)]
+    taken: dict[int, int] = {}
+
+    def captured(size: int) -> None:
+        torch.cuda.synchronize(device)
+        free.append(_free(device))
+        taken[size] = max(free[-2] - free[-1], 0)
+
+    try:
+        graphs = DecodeGraphs(runner, trial, max_seq_len, captured)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"CUDA graphs of up to {sizes[-1]} rows do not fit: use a smaller --cuda-graph-max-bs "
+            f"(such as {sizes[-1] // 4}; 0: none)"
+        ) from error
+    del graphs
+    gc.collect()
+    torch.cuda.empty_cache()
+    if len(sizes) == 1:
+        return taken[sizes[0]]
+    return taken[sizes[-1]] + int(sum(np.interp(sizes[:-1], trial[:-1], [taken[size] for size in trial[:-1]])))
+
+
+def _free(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0]
