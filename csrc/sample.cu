@@ -1,154 +1,453 @@
-// Sampling in two launches: logits are read once in chunks, then one chunk of each row again.
+// Sampling in two launches: every group of GROUP logits is read once, then again the few groups that can matter.
 //
-// The token is the inverse of the softmax's cumulative sum in vocabulary order at a uniform number that depends on
-// nothing but (seed, position); at temperature 0 it is the first of the largest logits. See engine/sampler.py.
+// The token is the inverse, in vocabulary order, of the cumulative distribution that the filters leave, at a uniform
+// number that depends on nothing but (seed, position); at temperature 0 it is the first of the largest logits. See
+// engine/sampler.py for the meaning of the filters.
+//
+// What is kept is a limit on the distance from the largest logit, (max - x) / temperature, as a 32-bit integer: an
+// exact search by histograms, most significant bits first. All sums that decide are integers, so their order does not
+// matter and equal input gives equal tokens.
 #include "common.cuh"
 
 #define INF __int_as_float(0x7f800000)
-constexpr int CHUNK = 4096;
-constexpr int THREADS = 256;
-constexpr int PER_THREAD = CHUNK / THREADS;
+using u64 = unsigned long long;
 
-struct Partial {  // of one chunk of one row
+constexpr int GROUP = 512;          // neighbouring logits, read by one warp at a time
+constexpr int PER_LANE = GROUP / 32;
+constexpr int MAX_GROUPS = 2048;    // of a row
+constexpr int PARTIAL_WARPS = 8;    // of a block of sample_partials
+constexpr int THREADS = 1024;       // of a block of sample_choose
+constexpr int WARPS = THREADS / 32;
+constexpr unsigned ALL = 0xffffffffu;
+
+constexpr int BINS = 2048;                // of a histogram
+constexpr int FIRST_SHIFT = 21;           // 32 bits less the 11 of a bin
+constexpr float STEPS = 0x1p27f;          // of a distance, in one nat
+constexpr unsigned FARTHEST = ALL - 1;    // 32 nats: what is farther weighs less than 1e-13 and is never kept
+constexpr float SLACK_ONE = 0x1p18f;      // a bin's sum of (1 - weight / weight at its near end) in fixed point
+constexpr float MASS_ONE = 0x1p40f;       // the weight of the largest logit in sums of weights
+
+struct Partial {  // of one group of one row
   float max;      // of the logits
   float sum;      // of exp((logit - max) / temperature)
   int argmax;     // the first place of max
   int pad;
 };
 
-__device__ __forceinline__ unsigned long long mix(unsigned long long x) {
+struct Amount {  // of tokens
+  unsigned count;
+  u64 mass;
+};
+
+struct Found {       // the bin in which a running amount reaches what is wanted
+  int bin;           // -1: it is never reached
+  unsigned count;    // in the bin
+  Amount before;     // the bin
+  Amount with;       // the bin included
+};
+
+struct Shared {
+  float max[MAX_GROUPS];
+  float weight[MAX_GROUPS];   // of a group's kept tokens, in units of the largest logit's
+  unsigned count[BINS];
+  unsigned detail[BINS];      // first level: the slack; below: which bits of the distances differ
+  Amount warp_total[WARPS];
+  float value[WARPS];
+  int place[WARPS];
+  float kth;
+  int group, token;
+  u64 rest;
+  Found found;
+};
+
+__device__ __forceinline__ u64 mix(u64 x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
   return x ^ (x >> 31);
 }
 
-__device__ __forceinline__ float uniform(long long seed, int position) {
-  unsigned long long bits = mix(mix((unsigned long long)seed) + (position + 1ull) * 0x9E3779B97F4A7C15ull) >> 41;
-  return ((float)bits + 0.5f) * 0x1p-23f;
+// floor(uniform * total), below total: the uniform number is (bits + 1/2) / 2^23.
+__device__ __forceinline__ u64 uniform_part(long long seed, int position, u64 total) {
+  u64 bits = mix(mix((u64)seed) + (position + 1ull) * 0x9E3779B97F4A7C15ull) >> 41;
+  return __umul64hi(total, (2 * bits + 1) << 40);
 }
 
-// The larger value wins, then the smaller place.
-__device__ __forceinline__ void take_larger(float& value, int& place, float other, int other_place) {
-  if (other > value || (other == value && other_place < place)) value = other, place = other_place;
+// An unsigned integer that orders as the floats do; both zeros are the same.
+__device__ __forceinline__ unsigned ordered(float x) {
+  unsigned bits = __float_as_uint(x + 0.f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// A chunk's logits, PER_THREAD neighbours a thread; beyond the vocabulary they are -infinity.
-__device__ __forceinline__ void load(const T* row, int start, int vocab, float* x) {
-  if (start + PER_THREAD <= vocab && ((size_t)(row + start) % 16) == 0) {
+// Where in a group a lane's i-th logit is: vectors of all lanes follow each other.
+__device__ __forceinline__ int place_of(int i, int lane) { return i / VEC * 32 * VEC + lane * VEC + i % VEC; }
+
+// A lane's logits of a group; beyond the vocabulary they are -infinity.
+__device__ __forceinline__ void load(const T* row, int start, int vocab, int lane, float* x) {
+  if (start + GROUP <= vocab && (size_t)row % 16 == 0) {
 #pragma unroll
-    for (int i = 0; i < PER_THREAD; i += VEC) {
-      Vec<VEC> v = *(const Vec<VEC>*)(row + start + i);
+    for (int i = 0; i < PER_LANE; i += VEC) {
+      Vec<VEC> v = *(const Vec<VEC>*)(row + start + place_of(i, lane));
 #pragma unroll
       for (int j = 0; j < VEC; ++j) x[i + j] = to_float(v.v[j]);
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) x[i] = start + i < vocab ? to_float(row[start + i]) : -INF;
+    for (int i = 0; i < PER_LANE; ++i) {
+      int place = start + place_of(i, lane);
+      x[i] = place < vocab ? to_float(row[place]) : -INF;
+    }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) sample_partials(
-    const T* logits, long long row_stride, const long long* slots, const float* temperature, Partial* partials, int vocab) {
-  __shared__ float values[32];
-  __shared__ int places[32];
-  __shared__ float scratch[32];
-  int row = blockIdx.y, chunk = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int start = chunk * CHUNK + threadIdx.x * PER_THREAD;
-  float x[PER_THREAD];
-  load(logits + row * row_stride, start, vocab, x);
-
+extern "C" __global__ void __launch_bounds__(32 * PARTIAL_WARPS) sample_partials(
+    const T* logits, long long row_stride, const long long* slots, const float* temperature, Partial* partials, int groups,
+    int vocab) {
+  int row = blockIdx.y, lane = threadIdx.x & 31, group = blockIdx.x * PARTIAL_WARPS + (threadIdx.x >> 5);
+  wait_for_predecessor();
+  start_successor();
+  if (group >= groups) return;
+  int start = group * GROUP;
+  float x[PER_LANE];
+  load(logits + row * row_stride, start, vocab, lane, x);
   float best = x[0];
-  int place = start;
 #pragma unroll
-  for (int i = 1; i < PER_THREAD; ++i) take_larger(best, place, x[i], start + i);
+  for (int i = 1; i < PER_LANE; ++i) best = x[i] > best ? x[i] : best;
+  unsigned key = ordered(best), top = __reduce_max_sync(ALL, key);
+  best = __shfl_sync(ALL, best, __ffs(__ballot_sync(ALL, key == top)) - 1);
+  int place = GROUP;
 #pragma unroll
-  for (int offset = 16; offset > 0; offset >>= 1)
-    take_larger(best, place, __shfl_xor_sync(0xffffffffu, best, offset), __shfl_xor_sync(0xffffffffu, place, offset));
-  if (lane == 0) values[warp] = best, places[warp] = place;
-  __syncthreads();
-  best = values[0], place = places[0];
-  for (int w = 1; w < THREADS / 32; ++w) take_larger(best, place, values[w], places[w]);
+  for (int i = PER_LANE - 1; i >= 0; --i)
+    if (x[i] == best) place = place_of(i, lane);
+  place = __reduce_min_sync(ALL, (unsigned)place);
 
   float t = temperature[slots[row]], sum = 0.f;
-  if (t > 0.f) {
+  if (t > 0.f && best > -INF) {
     float inverse = 1.f / t;
 #pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) sum += __expf((x[i] - best) * inverse);
-    sum = block_sum(sum, scratch);
+    for (int i = 0; i < PER_LANE; ++i) sum += __expf((x[i] - best) * inverse);
+    sum = warp_sum(sum);
   }
-  if (threadIdx.x == 0) partials[row * gridDim.x + chunk] = {best, sum, place, 0};
+  if (lane == 0) partials[(long long)row * groups + group] = {best, sum, start + (place < GROUP ? place : 0), 0};
+}
+
+// A distance in nats as an integer.
+__device__ __forceinline__ unsigned steps(float nats) {
+  nats *= STEPS;
+  return nats < 4294967040.f ? (unsigned)nats : ALL;  // the largest float below 2^32
+}
+
+// A row as sample_choose sees it.
+struct Row {
+  const T* logits;
+  int vocab, groups;
+  float max, inverse;  // the largest logit; 1 / temperature
+
+  __device__ __forceinline__ unsigned distance(float x) const { return steps((max - x) * inverse); }
+};
+
+__device__ __forceinline__ float weight_at(unsigned distance) { return __expf((float)distance * (-1.f / STEPS)); }
+
+// The amount of all threads before this one, and of the whole block.
+__device__ __forceinline__ Amount scan(Amount own, Shared& s, Amount& total) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  Amount sum = own;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset <<= 1) {
+    unsigned count = __shfl_up_sync(ALL, sum.count, offset);
+    u64 mass = __shfl_up_sync(ALL, sum.mass, offset);
+    if (lane >= offset) sum.count += count, sum.mass += mass;
+  }
+  if (lane == 31) s.warp_total[warp] = sum;
+  __syncthreads();
+  Amount part = s.warp_total[lane];
+#pragma unroll
+  for (int offset = 1; offset < WARPS; offset <<= 1) {
+    unsigned count = __shfl_up_sync(ALL, part.count, offset);
+    u64 mass = __shfl_up_sync(ALL, part.mass, offset);
+    if (lane >= offset) part.count += count, part.mass += mass;
+  }
+  total = {__shfl_sync(ALL, part.count, 31), __shfl_sync(ALL, part.mass, 31)};
+  unsigned count = __shfl_sync(ALL, part.count, (warp + 31) & 31);
+  u64 mass = __shfl_sync(ALL, part.mass, (warp + 31) & 31);
+  if (warp == 0) count = 0, mass = 0;
+  __syncthreads();
+  return {count + sum.count - own.count, mass + sum.mass - own.mass};
+}
+
+// Count the tokens at distances from `near` to `far` in bins of 2^shift steps.
+template <bool FIRST> __device__ __forceinline__ void histogram(const Row& row, Shared& s, unsigned near, unsigned far, int shift) {
+  int lane = threadIdx.x & 31;
+  for (int i = threadIdx.x; i < BINS; i += THREADS) s.count[i] = s.detail[i] = 0;
+  __syncthreads();
+  for (int group = threadIdx.x >> 5; group < row.groups; group += WARPS) {
+    if (row.distance(s.max[group]) > far) continue;
+    float x[PER_LANE];
+    load(row.logits, group * GROUP, row.vocab, lane, x);
+    unsigned nearest = ALL, farthest = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      unsigned d = row.distance(x[i]);
+      if (d >= near && d <= far) nearest = min(nearest, d), farthest = max(farthest, d);
+    }
+    nearest = __reduce_min_sync(ALL, nearest), farthest = __reduce_max_sync(ALL, farthest);
+    if (nearest > farthest) continue;
+    bool same = (nearest - near) >> shift == (farthest - near) >> shift;
+    unsigned count = 0, detail = 0;  // when all go to one bin, so that equal logits do not queue up
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      unsigned d = row.distance(x[i]);
+      if (d < near || d > far) continue;
+      unsigned mine;
+      if (FIRST) {
+        float u = (float)(d & ((1u << FIRST_SHIFT) - 1)) * (1.f / STEPS);
+        mine = (unsigned)(u * (1.f - u * (0.5f - u * (1.f / 6.f))) * SLACK_ONE + 0.5f);  // 1 - exp(-u)
+      } else {
+        mine = (d & 1023) | (~d & 1023) << 10;
+      }
+      if (same) {
+        ++count;
+        detail = FIRST ? detail + mine : detail | mine;
+      } else {
+        unsigned bin = (d - near) >> shift;
+        atomicAdd(&s.count[bin], 1);
+        FIRST ? atomicAdd(&s.detail[bin], mine) : atomicOr(&s.detail[bin], mine);
+      }
+    }
+    if (same) {
+      count = __reduce_add_sync(ALL, count);
+      detail = FIRST ? __reduce_add_sync(ALL, detail) : __reduce_or_sync(ALL, detail);
+      if (lane == 0) {
+        unsigned bin = (nearest - near) >> shift;
+        atomicAdd(&s.count[bin], count);
+        FIRST ? atomicAdd(&s.detail[bin], detail) : atomicOr(&s.detail[bin], detail);
+      }
+    }
+  }
+  __syncthreads();
+}
+
+constexpr int BINS_PER_THREAD = BINS / THREADS;
+
+// What a thread's bins hold.
+template <bool FIRST> __device__ __forceinline__ void read_bins(const Shared& s, unsigned near, int shift, Amount* bins) {
+#pragma unroll
+  for (int i = 0; i < BINS_PER_THREAD; ++i) {
+    unsigned bin = threadIdx.x * BINS_PER_THREAD + i, count = s.count[bin];
+    unsigned distance = near + (bin << shift);
+    float weight = FIRST ? weight_at(distance) : weight_at(distance + (1u << shift >> 1));
+    float tokens = FIRST ? (float)count - (float)s.detail[bin] * (1.f / SLACK_ONE) : (float)count;
+    bins[i] = {count, (u64)(tokens * weight * MASS_ONE)};
+  }
+}
+
+// The first bin with which `before` and the bins up to it reach `wanted` tokens, or wanted mass.
+__device__ __forceinline__ Found find(const Amount* bins, Amount before, u64 wanted, bool by_mass, Shared& s) {
+  Amount own = {0, 0}, total;
+#pragma unroll
+  for (int i = 0; i < BINS_PER_THREAD; ++i) own.count += bins[i].count, own.mass += bins[i].mass;
+  if (threadIdx.x == 0) s.found.bin = -1;
+  Amount sum = scan(own, s, total);
+  sum.count += before.count, sum.mass += before.mass;
+#pragma unroll
+  for (int i = 0; i < BINS_PER_THREAD; ++i) {
+    Amount with = {sum.count + bins[i].count, sum.mass + bins[i].mass};
+    if ((by_mass ? sum.mass : sum.count) < wanted && (by_mass ? with.mass : with.count) >= wanted)
+      s.found = {(int)threadIdx.x * BINS_PER_THREAD + i, bins[i].count, sum, with};
+    sum = with;
+  }
+  __syncthreads();
+  Found found = s.found;
+  __syncthreads();
+  return found;
+}
+
+// From the bin found at the first level to the limit itself; `mass` becomes that of all tokens within it.
+__device__ __forceinline__ unsigned refine(
+    const Row& row, Found found, u64 wanted, bool by_mass, unsigned cut, Shared& s, u64& mass) {
+  unsigned near = (unsigned)found.bin << FIRST_SHIFT, far = min(near + ((1u << FIRST_SHIFT) - 1), cut);
+  mass = found.with.mass;
+  for (int shift = FIRST_SHIFT - 11; found.count > 1 && (by_mass || found.with.count != wanted); shift -= 10) {
+    histogram<false>(row, s, near, far, shift);
+    Amount bins[BINS_PER_THREAD];
+    read_bins<false>(s, near, shift, bins);
+    found = find(bins, found.before, wanted, by_mass, s);
+    if (found.bin < 0) break;  // rounding of the masses: the whole bin
+    near += (unsigned)found.bin << shift, far = min(near + ((1u << shift) - 1), far);
+    mass = found.with.mass;
+    unsigned differ = s.detail[found.bin];
+    __syncthreads();
+    if (shift == 0 || (differ & differ >> 10) == 0) break;  // all in the bin are equal
+  }
+  return far;
+}
+
+// The largest distance that the filters keep. `total` is the mass of all tokens in units of the largest.
+__device__ __forceinline__ unsigned find_limit(const Row& row, int top_k, float top_p, float min_p, float total, Shared& s) {
+  bool by_count = top_k > 0 && top_k < row.vocab, by_mass = top_p < 1.f;
+  unsigned min_p_limit = min_p > 0.f ? min(steps(-logf(min_p)), FARTHEST) : FARTHEST;
+  if (!by_count && !by_mass) return min_p_limit;
+
+  // Cheap bounds first, so that few groups need be read again.
+  unsigned cut = by_count && by_mass ? FARTHEST : min_p_limit;  // top-p counts what min-p will drop
+  if (by_count && top_k <= row.groups) {
+    // The k-th largest of the groups' maxima: k tokens are at least as large.
+    for (int group = threadIdx.x; group < row.groups; group += THREADS) {
+      float mine = s.max[group];
+      int larger = 0, equal = 0;
+      for (int other = 0; other < row.groups; ++other) larger += s.max[other] > mine, equal += s.max[other] == mine;
+      if (larger < top_k && top_k <= larger + equal) s.kth = mine;
+    }
+    __syncthreads();
+    cut = min(cut, row.distance(s.kth));
+  }
+  if (!by_count) {
+    // All tokens of a weight below (1 - top_p) * total / vocab together are less than what top-p drops.
+    float weight = 0.999f * (1.f - top_p) * total / row.vocab;
+    cut = min(cut, steps(-logf(weight)));
+  }
+
+  histogram<true>(row, s, 0, cut, FIRST_SHIFT);
+  Amount bins[BINS_PER_THREAD];
+  read_bins<true>(s, 0, FIRST_SHIFT, bins);
+  unsigned limit = min(cut, min_p_limit);
+  u64 mass = (u64)(total * MASS_ONE);
+  if (by_count) {
+    Found found = find(bins, {0, 0}, top_k, false, s);
+    if (found.bin >= 0) limit = min(limit, refine(row, found, top_k, false, cut, s, mass));
+  }
+  if (by_mass) {
+    u64 wanted = max((u64)((double)top_p * (double)mass), 1ull), reached;
+    Found found = find(bins, {0, 0}, wanted, true, s);
+    if (found.bin >= 0) limit = min(limit, refine(row, found, wanted, true, cut, s, reached));
+  }
+  return limit;
+}
+
+// The place at which the running weight exceeds a uniform part of the whole; `fallback` if nothing weighs anything.
+__device__ __forceinline__ int choose(const Row& row, unsigned limit, long long seed, int position, int fallback, Shared& s) {
+  constexpr int OWN = MAX_GROUPS / THREADS;
+  int lane = threadIdx.x & 31;
+  Amount own = {0, 0}, total;
+#pragma unroll
+  for (int i = 0; i < OWN; ++i) {
+    int group = threadIdx.x * OWN + i;
+    if (group < row.groups) own.mass += (u64)(s.weight[group] * MASS_ONE);
+  }
+  Amount sum = scan(own, s, total);
+  if (total.mass == 0) return fallback;
+  u64 target = uniform_part(seed, position, total.mass);
+#pragma unroll
+  for (int i = 0; i < OWN; ++i) {
+    int group = threadIdx.x * OWN + i;
+    u64 mass = group < row.groups ? (u64)(s.weight[group] * MASS_ONE) : 0;
+    if (sum.mass <= target && target < sum.mass + mass) s.group = group, s.rest = target - sum.mass;
+    sum.mass += mass;
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    int start = s.group * GROUP, last = -1, chosen = -1;
+    u64 rest = s.rest;
+    float x[PER_LANE];
+    load(row.logits, start, row.vocab, lane, x);
+    for (int i = 0; i < PER_LANE; i += VEC) {
+      u64 mass[VEC], sum = 0;
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        bool kept = row.distance(x[i + j]) <= limit;
+        mass[j] = kept ? (u64)(__expf((x[i + j] - row.max) * row.inverse) * MASS_ONE) : 0;
+        sum += mass[j];
+        if (kept && mass[j] > 0) last = place_of(i + j, lane);
+      }
+      u64 upto = sum;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset <<= 1) {
+        u64 other = __shfl_up_sync(ALL, upto, offset);
+        if (lane >= offset) upto += other;
+      }
+      u64 before = upto - sum;
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        if (chosen < 0 && before <= rest && rest < before + mass[j]) chosen = place_of(i + j, lane);
+        before += mass[j];
+      }
+      u64 all = __shfl_sync(ALL, upto, 31);
+      if (__any_sync(ALL, chosen >= 0)) break;
+      rest -= all;
+    }
+    // Should rounding leave the target beyond all sums: the last with any weight.
+    int found = __reduce_max_sync(ALL, chosen), end = __reduce_max_sync(ALL, last);
+    if (lane == 0) s.token = found >= 0 ? start + found : end >= 0 ? start + end : fallback;
+  }
+  __syncthreads();
+  return s.token;
 }
 
 // One block a row: choose, append the token to the slot's sequence and advance its length.
 extern "C" __global__ void __launch_bounds__(THREADS) sample_choose(
-    const T* logits, long long row_stride, const long long* slots, const float* temperature, const long long* seeds,
-    const Partial* partials, int chunks, int vocab, int* tokens, long long tokens_stride, int* lengths, int scratch_slot,
-    long long* sampled) {
-  __shared__ float sums[THREADS];
-  __shared__ int chosen_chunk;
-  __shared__ float rest;  // of the target, inside the chosen chunk
-  int row = blockIdx.x;
-  long long slot = slots[row];
-  int length = lengths[slot];
-  const Partial* mine = partials + (long long)row * chunks;
+    const T* logits, long long row_stride, const long long* slots, const float* temperature, const int* top_k,
+    const float* top_p, const float* min_p, const long long* seeds, const Partial* partials, int groups, int vocab,
+    int* tokens, long long tokens_stride, int* lengths, int scratch_slot, long long* sampled) {
+  __shared__ Shared s;
+  int index = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  long long slot = slots[index];
+  const Partial* mine = partials + (long long)index * groups;
   float t = temperature[slot];
+  int length = lengths[slot];
+  wait_for_predecessor();
+  start_successor();
 
-  float best = -INF;
-  int place = 0x7fffffff;
-  for (int c = 0; c < chunks; ++c) take_larger(best, place, mine[c].max, mine[c].argmax);
+  unsigned key = 0;
+  int place = vocab;
+  for (int group = threadIdx.x; group < groups; group += THREADS) {
+    Partial part = mine[group];
+    s.max[group] = part.max, s.weight[group] = part.sum;
+    unsigned other = ordered(part.max);
+    if (other > key || place == vocab) key = other, place = part.argmax;  // later groups lie behind
+  }
+  unsigned top = __reduce_max_sync(ALL, key);
+  place = __reduce_min_sync(ALL, key == top ? (unsigned)place : vocab);
+  if (lane == 0) s.value[warp] = __uint_as_float(top), s.place[warp] = place;
+  __syncthreads();
+  key = __float_as_uint(s.value[lane]);
+  top = __reduce_max_sync(ALL, key);
+  place = __reduce_min_sync(ALL, key == top ? (unsigned)s.place[lane] : vocab);
 
+  int token = place;
   if (t > 0.f) {
-    float inverse = 1.f / t;
-    if (threadIdx.x == 0) {
-      float total = 0.f;
-      for (int c = 0; c < chunks; ++c) total += mine[c].sum * __expf((mine[c].max - best) * inverse);
-      float target = uniform(seeds[slot], length) * total, before = 0.f;
-      // The last chunk with any weight, should rounding leave the target beyond all sums.
-      for (int c = 0; c < chunks; ++c) {
-        float here = mine[c].sum * __expf((mine[c].max - best) * inverse);
-        if (here <= 0.f) continue;
-        chosen_chunk = c, rest = target - before;
-        if (before + here > target) break;
-        before += here;
-      }
+    Row row = {logits + index * row_stride, vocab, groups, s.max[place / GROUP], 1.f / t};
+    float sum = 0.f;
+    for (int group = threadIdx.x; group < groups; group += THREADS) {
+      float weight = s.weight[group];
+      if (weight > 0.f) weight *= __expf((s.max[group] - row.max) * row.inverse);
+      s.weight[group] = weight;
+      sum += weight;
     }
     __syncthreads();
-    int start = chosen_chunk * CHUNK + threadIdx.x * PER_THREAD;
-    float x[PER_THREAD], sum = 0.f;
-    load(logits + row * row_stride, start, vocab, x);
+    int k = top_k[slot];
+    float p = top_p[slot], least = min_p[slot];
+    unsigned limit = ALL;
+    if ((k > 0 && k < vocab) || p < 1.f || least > 0.f) {
+      limit = find_limit(row, k, p, least, block_sum(sum, s.value), s);
+      for (int group = warp; group < groups; group += WARPS) {
+        float kept = 0.f;
+        if (row.distance(s.max[group]) <= limit) {
+          float x[PER_LANE];
+          load(row.logits, group * GROUP, vocab, lane, x);
 #pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) sum += x[i] = __expf((x[i] - best) * inverse);
-    sums[threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      float before = 0.f;
-      int thread = -1, last = 0;
-      for (int i = 0; i < THREADS; ++i) {
-        if (sums[i] > 0.f) last = i;
-        if (before + sums[i] > rest) { thread = i; break; }
-        before += sums[i];
+          for (int i = 0; i < PER_LANE; ++i)
+            if (row.distance(x[i]) <= limit) kept += __expf((x[i] - row.max) * row.inverse);
+          kept = warp_sum(kept);
+        }
+        if (lane == 0) s.weight[group] = kept;
       }
-      chosen_chunk = thread >= 0 ? thread : last;  // now the thread that holds the token
-      rest = thread >= 0 ? rest - before : INF;
+      __syncthreads();
     }
-    __syncthreads();
-    if (threadIdx.x == chosen_chunk) {
-      float before = 0.f;
-      place = start;
-      for (int i = 0; i < PER_THREAD; ++i) {
-        if (x[i] > 0.f) place = start + i;
-        before += x[i];
-        if (before > rest) break;
-      }
-      sums[0] = __int_as_float(place);
-    }
-    __syncthreads();
-    place = __float_as_int(sums[0]);
+    token = choose(row, limit, seeds[slot], length, place, s);
   }
   if (threadIdx.x == 0) {
-    sampled[row] = place;
+    sampled[index] = token;
     bool real = slot != scratch_slot;  // the scratch slot of padding rows never grows
-    tokens[slot * tokens_stride + (real ? length : 0)] = place;
+    tokens[slot * tokens_stride + (real ? length : 0)] = token;
     if (real) lengths[slot] = length + 1;
   }
 }

@@ -4,37 +4,63 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from minisgl.engine.sampler import SampleKind, TorchSampler
+from minisgl.engine.sampler import SampleKind, Sampler, TorchSampler, filter_threshold, uniform
 from minisgl.engine.state import SlotState
 
 pytestmark = pytest.mark.gpu
 
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+PLAIN = SampleKind(greedy=False, filtered=False)
+FILTERED = SampleKind(greedy=False, filtered=True)
 
-def make_state(rows: int) -> SlotState:
+
+@pytest.fixture(scope="module")
+def sampler() -> Sampler:
+    from minisgl.engine.cuda_sampler import CudaSampler
+
+    return CudaSampler(torch.device("cuda", 0))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def make_state(rows: int, *, greedy: int = 0) -> SlotState:
+    """Random seeds, lengths and temperatures for `rows` slots; the first `greedy` of them are greedy."""
     device = torch.device("cuda", 0)
     state = SlotState(num_slots=rows, max_seq_len=64, page_size=16, scratch_page=0, device=device)
     generator = torch.Generator(device).manual_seed(1)
     state.lengths[:rows] = torch.randint(1, 60, (rows,), device=device, generator=generator, dtype=torch.int32)
     state.seed[:rows] = torch.randint(-(2**62), 2**62, (rows,), device=device, generator=generator)
     state.temperature[:rows] = torch.rand(rows, device=device, generator=generator) * 2
-    state.temperature[: rows // 4] = 0.0
+    state.temperature[:greedy] = 0.0
     return state
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("vocab", [151936, 1000, 4096, 32001])
-def test_kernels_choose_as_torch(dtype: torch.dtype, vocab: int) -> None:
-    from minisgl.engine.cuda_sampler import CudaSampler
+def spread_filters(state: SlotState, vocab: int) -> None:
+    """Every mixture of filters over the slots."""
+    rows = len(state.lengths)
+    index = torch.arange(rows, device="cuda")
+    top_k = torch.tensor([0, 1, 2, 20, 50, 200, 1000, vocab // 2, vocab, 2**31 - 1], dtype=torch.int32, device="cuda")
+    top_p = torch.tensor([1.0, 1e-6, 0.1, 0.5, 0.9, 0.95, 0.999], device="cuda")
+    min_p = torch.tensor([0.0, 0.0, 1e-4, 0.1, 1.0], device="cuda")
+    state.top_k[:] = top_k[index % 10]
+    state.top_p[:] = top_p[index % 7]
+    state.min_p[:] = min_p[index % 5]
 
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [151936, 1000, 4096, 32001, 7])
+def test_kernels_choose_as_torch(sampler: Sampler, dtype: torch.dtype, vocab: int) -> None:
     rows = 512
-    sampler = CudaSampler(torch.device("cuda", 0))
-    logits = (torch.randn(rows, vocab, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) * 4).to(dtype)
+    logits = (torch.randn(rows, vocab, device="cuda") * 4).to(dtype)
     slots = torch.randperm(rows, device="cuda")
-    states = make_state(rows), make_state(rows)
-    kind = SampleKind(greedy=False, filtered=False)
-    ours = sampler.sample(logits, slots, states[0], kind)
-    reference = TorchSampler().sample(logits, slots, states[1], kind)
+    states = make_state(rows, greedy=rows // 4), make_state(rows, greedy=rows // 4)
+    ours = sampler.sample(logits, slots, states[0], PLAIN)
+    reference = TorchSampler().sample(logits, slots, states[1], PLAIN)
     greedy = states[0].temperature[slots] == 0
     assert torch.equal(ours[greedy], reference[greedy])
     # A draw within rounding of a boundary of the cumulative sum may fall on its other side.
@@ -43,25 +69,121 @@ def test_kernels_choose_as_torch(dtype: torch.dtype, vocab: int) -> None:
     assert torch.equal(states[0].tokens[slots, states[0].lengths[slots].long() - 1].long(), ours)
 
 
-def test_scratch_slot_never_grows() -> None:
-    from minisgl.engine.cuda_sampler import CudaSampler
-
-    state = make_state(4)
-    slots = torch.tensor([0, 4, 4, 4], device="cuda")
-    logits = torch.randn(4, 1000, device="cuda")
-    CudaSampler(torch.device("cuda", 0)).sample(logits, slots, state, SampleKind(greedy=True, filtered=False))
-    assert state.lengths[state.scratch_slot] == 1
+def probabilities(logits: Tensor, state: SlotState, slots: Tensor) -> Tensor:
+    return torch.softmax(logits.double() / state.temperature[slots].double().unsqueeze(1), dim=1)
 
 
-def test_frequencies_follow_the_distribution() -> None:
-    from minisgl.engine.cuda_sampler import CudaSampler
+def kept_by(logits: Tensor, state: SlotState, slots: Tensor, slack: float) -> Tensor:
+    """Which tokens float64 says the filters keep, with thresholds moved by a relative `slack`."""
+    probs = probabilities(logits, state, slots)
+    threshold = filter_threshold(
+        probs, state.top_k[slots], state.top_p[slots].double() * (1 + slack), state.min_p[slots].double() * (1 - slack)
+    )
+    return probs >= threshold * (1 - abs(slack))
 
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spread", [0.02, 1.0, 4.0, 30.0])
+@pytest.mark.parametrize("vocab", [151936, 32001, 100])
+def test_filters(sampler: Sampler, dtype: torch.dtype, spread: float, vocab: int) -> None:
+    """Mixed filters, from logits with thousands of ties to peaked ones."""
+    rows = 140 if vocab > 100000 else 700
+    logits = (torch.randn(rows, vocab, device="cuda") * spread).to(dtype)
+    slots = torch.randperm(rows, device="cuda")
+    state = make_state(rows)
+    spread_filters(state, vocab)
+    state.temperature[:] = state.temperature.clamp(min=0.1)
+    draws = uniform(state.seed[slots], state.lengths[slots].long()).double()
+    ours = sampler.sample(logits, slots, state, FILTERED)
+    missed = 0.0
+    for some, part, draw, token in zip(*(x.split(70) for x in (logits, slots, draws, ours.unsqueeze(1))), strict=True):
+        assert kept_by(some, state, part, 1e-4).gather(1, token).all()
+        probs = torch.where(kept_by(some, state, part, 0.0), probabilities(some, state, part), 0.0)
+        cdf = probs.cumsum(dim=1) / probs.sum(dim=1, keepdim=True)
+        upto = cdf.gather(1, token).squeeze(1)
+        before = upto - probs.gather(1, token).squeeze(1) / probs.sum(dim=1)
+        missed += float(((draw < before - 2e-5) | (draw > upto + 2e-5)).sum())
+    assert missed <= 0.02 * rows  # rounding may move a filter's cut across thousands of equal logits
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exactly_the_kept_tokens_appear(sampler: Sampler, dtype: torch.dtype) -> None:
+    """Many draws from one small distribution under each filter reach every token that is kept, and no other."""
+    rows, vocab = 20000, 40
+    values = torch.linspace(0, 3, vocab, device="cuda")[torch.randperm(vocab, device="cuda")].to(dtype)
+    values[:3] = values.max()  # a tie at the top
+    logits = values.repeat(rows, 1)
+    slots = torch.arange(rows, device="cuda")
+    for top_k, top_p, min_p in [
+        (2, 1.0, 0.0),
+        (5, 1.0, 0.0),
+        (0, 0.4, 0.0),
+        (0, 1.0, 0.3),
+        (20, 0.5, 0.1),
+        (30, 0.9, 0.0),
+    ]:
+        state = make_state(rows)
+        state.temperature[:] = 0.9
+        state.top_k[:], state.top_p[:], state.min_p[:] = top_k, top_p, min_p
+        sampled = sampler.sample(logits, slots, state, FILTERED)
+        kept = kept_by(logits[:1], state, slots[:1], 0.0)[0]
+        assert torch.equal(torch.bincount(sampled, minlength=vocab) > 0, kept), (top_k, top_p, min_p)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_frequencies_follow_the_distribution(sampler: Sampler, filtered: bool) -> None:
     rows = 20000
     state = make_state(rows)
     state.temperature[:] = 1.0
     logits = torch.randn(1, 50, device="cuda").repeat(rows, 1)
-    sampled = CudaSampler(torch.device("cuda", 0)).sample(
-        logits, torch.arange(rows, device="cuda"), state, SampleKind(greedy=False, filtered=False)
-    )
     expected = torch.softmax(logits[0], dim=0)
+    if filtered:
+        state.top_k[:] = 10
+        expected = torch.where(expected >= expected.topk(10).values[-1], expected, 0)
+        expected /= expected.sum()
+    kind = FILTERED if filtered else PLAIN
+    sampled = sampler.sample(logits, torch.arange(rows, device="cuda"), state, kind)
     assert (torch.bincount(sampled, minlength=50) / rows - expected).abs().max() < 0.015
+
+
+def test_company_changes_nothing(sampler: Sampler) -> None:
+    """A row's token is bitwise the same alone and among others, and again on the next try."""
+    rows, vocab = 96, 50000
+    logits = torch.randn(rows, vocab, device="cuda") * 2
+    slots = torch.arange(rows, device="cuda")
+
+    def run(part: slice) -> Tensor:
+        state = make_state(rows)
+        spread_filters(state, vocab)
+        return sampler.sample(logits[part], slots[part], state, FILTERED)
+
+    together = run(slice(None))
+    assert torch.equal(together, run(slice(None)))
+    assert torch.equal(together, torch.cat([run(slice(row, row + 1)) for row in range(rows)]))
+
+
+@pytest.mark.parametrize("value", [0.0, float("-inf"), float("nan"), float("inf")])
+def test_degenerate_rows_give_a_token_of_the_vocabulary(sampler: Sampler, value: float) -> None:
+    rows, vocab = 20, 3000
+    state = make_state(rows, greedy=4)
+    spread_filters(state, vocab)
+    logits = torch.full((rows, vocab), value, device="cuda")
+    sampled = sampler.sample(logits, torch.arange(rows, device="cuda"), state, FILTERED)
+    assert ((sampled >= 0) & (sampled < vocab)).all()
+
+
+def test_rows_of_a_wider_matrix(sampler: Sampler) -> None:
+    wide = torch.randn(33, 5000, device="cuda").to(torch.bfloat16)
+    logits = wide[:, 3:4004]  # neither the rows nor their starts are aligned
+    states = make_state(33), make_state(33)
+    slots = torch.arange(33, device="cuda")
+    ours = sampler.sample(logits, slots, states[0], PLAIN)
+    assert torch.equal(ours, sampler.sample(logits.contiguous(), slots, states[1], PLAIN))
+
+
+def test_scratch_slot_never_grows(sampler: Sampler) -> None:
+    state = make_state(4)
+    slots = torch.tensor([0, 4, 4, 4], device="cuda")
+    logits = torch.randn(4, 1000, device="cuda")
+    sampler.sample(logits, slots, state, SampleKind(greedy=True, filtered=False))
+    assert state.lengths[state.scratch_slot] == 1

@@ -1,0 +1,171 @@
+"""The time of each CUDA kernel beside the bytes that it must move, and the share of the memory's speed that this is.
+
+Times are of graph replays, so launches from Python do not count; what cannot be captured is timed as it runs. Inputs
+that a step finds in DRAM are rotated so that the L2 cache does not hold them. The memory's speed is that of a large
+copy in the same run.
+
+    python benchmark/kernels.py
+    python benchmark/kernels.py --only sampling
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from minisgl.benchmark.report import table
+from minisgl.engine.cuda_sampler import CudaSampler
+from minisgl.engine.sampler import SampleKind, Sampler, TorchSampler
+from minisgl.engine.state import SlotState
+from minisgl.kernel.base import Ops
+from minisgl.kernel.cuda_ops import CudaOps
+from minisgl.kernel.torch_ops import TorchOps
+
+DEVICE = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the table. `run(i)` launches the work once, on the i-th of its rotated inputs."""
+
+    kernel: str
+    shape: str
+    run: Callable[[int], object]
+    bytes: int  # that must be read and written
+    captured: bool = True
+
+
+def microseconds(case: Case, calls: int) -> float:
+    """Of one call: the median of nine runs of `calls` calls."""
+    for index in range(3):
+        case.run(index)
+    replay: Callable[[], object]
+    if case.captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for index in range(calls):
+                case.run(index)
+        replay = graph.replay
+    else:
+
+        def replay() -> None:
+            for index in range(calls):
+                case.run(index)
+
+    replay()
+    times = []
+    for _ in range(9):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / calls)
+    return sorted(times)[4]
+
+
+def copy_speed() -> float:
+    """Bytes a microsecond, read and written, of a copy of 1 GiB."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    case = Case("copy", "1 GiB", lambda _: target.copy_(source), 2 * source.numel())
+    return case.bytes / microseconds(case, 10)
+
+
+def _peaked_logits(rows: int, vocab: int) -> torch.Tensor:
+    """As of a trained model: most logits far below a few large ones."""
+    logits = torch.randn(rows, vocab, device=DEVICE) * 2.5
+    top = torch.randint(vocab, (rows, 30), device=DEVICE)
+    return logits.scatter_(1, top, 22 - 4 * torch.rand(rows, 30, device=DEVICE) ** 0.5 * 2).to(torch.bfloat16)
+
+
+def sampling() -> Iterator[Case]:
+    """Over bfloat16 logits of Qwen3's vocabulary. `flat`: a normal distribution, whose nucleus is most of it."""
+    vocab = 151936
+    kinds = {
+        "greedy": (0.0, 0, 1.0),
+        "plain": (0.6, 0, 1.0),
+        "top-k 20, top-p 0.95": (0.6, 20, 0.95),
+        "top-p 0.9": (1.0, 0, 0.9),
+    }
+    samplers: dict[str, Sampler] = {"csrc": CudaSampler(DEVICE), "torch": TorchSampler()}
+    for rows in (1, 64, 256):
+        for spread, logits in (
+            ("peaked", _peaked_logits(rows, vocab)),
+            ("flat", torch.randn(rows, vocab, device=DEVICE).to(torch.bfloat16)),
+        ):
+            slots = torch.arange(rows, device=DEVICE)
+            state = SlotState(num_slots=rows, max_seq_len=8192, page_size=64, scratch_page=0, device=DEVICE)
+            for kind, (temperature, top_k, top_p) in kinds.items():
+                for name, sampler in samplers.items():
+                    state.temperature[:], state.top_k[:], state.top_p[:] = temperature, top_k, top_p
+                    state.lengths[:] = 1
+                    asked = SampleKind(greedy=temperature == 0, filtered=top_k > 0 or top_p < 1)
+
+                    def run(
+                        _: int,
+                        sampler: Sampler = sampler,
+                        asked: SampleKind = asked,
+                        logits: torch.Tensor = logits,
+                        slots: torch.Tensor = slots,
+                        state: SlotState = state,
+                    ) -> object:
+                        return sampler.sample(logits, slots, state, asked)
+
+                    yield Case(f"sample ({name})", f"{rows} rows, {kind}, {spread}", run, logits.numel() * 2)
+
+
+def moe() -> Iterator[Case]:
+    """A layer of Qwen3-30B-A3B. The bytes are the chosen experts' weights, and the tokens in and out."""
+    hidden, intermediate, experts, top_k = 2048, 768, 128, 8
+    layers = [
+        (
+            (torch.randn(experts, 2 * intermediate, hidden, device=DEVICE) * hidden**-0.5).to(torch.bfloat16),
+            (torch.randn(experts, hidden, intermediate, device=DEVICE) * intermediate**-0.5).to(torch.bfloat16),
+        )
+        for _ in range(2)
+    ]
+    all_ops: dict[str, Ops] = {"csrc": CudaOps(DEVICE), "torch": TorchOps()}
+    for tokens in (1, 8, 64, 256, 512, 4096):
+        x = torch.randn(tokens, hidden, device=DEVICE).to(torch.bfloat16)
+        scores = [torch.randn(tokens, experts, device=DEVICE).to(torch.bfloat16) for _ in range(8)]
+        touched = [len(score.topk(top_k).indices.unique()) for score in scores]
+        weights = 3 * hidden * intermediate * 2 * sum(touched) / len(touched)
+        for name, ops in all_ops.items():
+
+            def run(
+                index: int, ops: Ops = ops, x: torch.Tensor = x, scores: list[torch.Tensor] = scores
+            ) -> torch.Tensor:
+                w13, w2 = layers[index % 2]
+                return ops.moe(x, scores[index % 8], w13, w2, top_k=top_k, renormalize=True)
+
+            captured = ops.moe_graph_safe(*layers[0], top_k)
+            yield Case(f"moe ({name})", f"{tokens} tokens", run, int(weights) + 2 * x.numel() * 2, captured)
+
+
+SUITES: dict[str, Callable[[], Iterator[Case]]] = {"sampling": sampling, "moe": moe}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Times of the CUDA kernels", allow_abbrev=False)
+    parser.add_argument("--only", choices=SUITES, help="one suite instead of all")
+    parser.add_argument("--calls", type=int, default=20, help="calls in one graph")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    speed = copy_speed()
+    print(f"{torch.cuda.get_device_name()}: a copy moves {speed / 1e6:.2f} TB/s")
+    for name, suite in SUITES.items():
+        if args.only in (None, name):
+            lines = []
+            for case in suite():
+                time = microseconds(case, args.calls)
+                share = case.bytes / time / speed
+                lines.append([case.kernel, case.shape, f"{time:.1f}", f"{case.bytes / 1e6:.1f}", f"{share:.0%}"])
+            print(table(["kernel", "shape", "us", "MB", "of the copy's speed"], lines), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+// A mixture of experts around its grouped products (moe_gemm.cu): which experts a token takes and with what weight,
+// the (token, expert) pairs sorted by expert and cut into tiles, and the sum of each token's outputs. Nothing is asked
+// of the host, which launches for the largest possible number of tiles.
+//
+// Pair n is the n % TOP_K-th expert of token n / TOP_K. EXPERTS and TOP_K are macros, TOP_K at most 32.
+#include "common.cuh"
+
+constexpr int THREADS = 1024;
+constexpr int WARPS = THREADS / 32;
+constexpr int PER_LANE = (EXPERTS + 31) / 32;
+constexpr unsigned ALL = 0xffffffffu;
+#define INF __int_as_float(0x7f800000)
+
+struct Tile {  // of the sorted pairs, all of one expert
+  int expert, start, count, pad;
+};
+
+__device__ __forceinline__ unsigned ordered(float x) {
+  unsigned bits = __float_as_uint(x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// One warp a token: the TOP_K most likely experts of softmax(logits), the first of equals.
+__device__ __forceinline__ void route(const T* router_logits, int token, bool renormalize, int* experts, float* weights) {
+  int lane = threadIdx.x & 31;
+  const T* logits = router_logits + (long long)token * EXPERTS;
+  float x[PER_LANE], largest = -INF;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {
+    int expert = i * 32 + lane;
+    x[i] = expert < EXPERTS ? to_float(logits[expert]) : -INF;
+    largest = fmaxf(largest, x[i]);
+  }
+  for (int offset = 16; offset > 0; offset >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, offset));
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) sum += x[i] = __expf(x[i] - largest);
+  sum = warp_sum(sum);
+
+  float mine = 0.f, chosen_sum = 0.f;
+  int my_expert = 0;
+#pragma unroll
+  for (int k = 0; k < TOP_K; ++k) {
+    float best = -1.f;
+    int expert = lane;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i)
+      if (x[i] > best) best = x[i], expert = i * 32 + lane;
+    unsigned key = ordered(best), top = __reduce_max_sync(ALL, key);
+    best = __shfl_sync(ALL, best, __ffs(__ballot_sync(ALL, key == top)) - 1);
+    expert = min(__reduce_min_sync(ALL, key == top ? (unsigned)expert : ALL), EXPERTS - 1);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i)
+      if (i * 32 + lane == expert) x[i] = -1.f;
+    if (lane == k) mine = best, my_expert = expert;
+    chosen_sum += best;
+  }
+  if (lane < TOP_K) {
+    int pair = token * TOP_K + lane;
+    experts[pair] = my_expert;
+    weights[pair] = rounded(mine / (renormalize ? chosen_sum : sum));
+  }
+}
+
+// One block: `order` [pairs] is a counting sort of the pairs by expert, with a tile for every `tile_rows` of an expert's.
+__device__ __forceinline__ void sort(
+    int pairs, int tile_rows, const int* experts, int* order, Tile* tiles, int* tile_count) {
+  __shared__ int count[EXPERTS], start[EXPERTS], first_tile[EXPERTS];
+  int thread = threadIdx.x, lane = thread & 31;
+  for (int e = thread; e < EXPERTS; e += THREADS) count[e] = 0;
+  __syncthreads();
+  for (int pair = thread; pair < pairs; pair += THREADS) atomicAdd(&count[experts[pair]], 1);
+  __syncthreads();
+  if (thread < 32) {
+    int before = 0, tiles_before = 0;
+    for (int e = lane; e < PER_LANE * 32; e += 32) {
+      int own = e < EXPERTS ? count[e] : 0, own_tiles = (own + tile_rows - 1) / tile_rows;
+      int upto = own, tiles_upto = own_tiles;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset <<= 1) {
+        int other = __shfl_up_sync(ALL, upto, offset), other_tiles = __shfl_up_sync(ALL, tiles_upto, offset);
+        if (lane >= offset) upto += other, tiles_upto += other_tiles;
+      }
+      if (e < EXPERTS) start[e] = before + upto - own, first_tile[e] = tiles_before + tiles_upto - own_tiles;
+      before += __shfl_sync(ALL, upto, 31), tiles_before += __shfl_sync(ALL, tiles_upto, 31);
+    }
+    if (lane == 0) *tile_count = tiles_before;
+  }
+  __syncthreads();
+  for (int e = thread; e < EXPERTS; e += THREADS)
+    for (int done = 0; done < count[e]; done += tile_rows)
+      tiles[first_tile[e] + done / tile_rows] = {e, start[e] + done, min(tile_rows, count[e] - done), 0};
+  __syncthreads();
+  for (int pair = thread; pair < pairs; pair += THREADS) order[atomicAdd(&start[experts[pair]], 1)] = pair;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) moe_route(
+    const T* router_logits, int tokens, int renormalize, int* experts, float* weights) {
+  wait_for_predecessor();
+  start_successor();
+  int token = blockIdx.x * WARPS + (threadIdx.x >> 5);
+  if (token < tokens) route(router_logits, token, renormalize, experts, weights);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) moe_sort(
+    int tokens, int tile_rows, const int* experts, int* order, Tile* tiles, int* tile_count) {
+  wait_for_predecessor();
+  start_successor();
+  sort(tokens * TOP_K, tile_rows, experts, order, tiles, tile_count);
+}
+
+// Both in one block, for few tokens.
+extern "C" __global__ void __launch_bounds__(THREADS) moe_plan(
+    const T* router_logits, int tokens, int renormalize, int tile_rows, int* experts, float* weights, int* order,
+    Tile* tiles, int* tile_count) {
+  wait_for_predecessor();
+  start_successor();
+  for (int token = threadIdx.x >> 5; token < tokens; token += WARPS)
+    route(router_logits, token, renormalize, experts, weights);
+  __syncthreads();
+  sort(tokens * TOP_K, tile_rows, experts, order, tiles, tile_count);
+}
+
+// out [tokens, H] = the sum over each token's pairs of y [pairs, H]. H is a multiple of VEC.
+extern "C" __global__ void moe_combine(const T* y, T* out, int tokens, int H) {
+  wait_for_predecessor();
+  start_successor();
+  int vectors = H / VEC;
+  long long n = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+  if (n >= (long long)tokens * vectors) return;
+  long long token = n / vectors;
+  int i = (int)(n % vectors) * VEC;
+  Vec<VEC> parts[TOP_K], result;
+#pragma unroll
+  for (int k = 0; k < TOP_K; ++k) parts[k] = *(const Vec<VEC>*)(y + (token * TOP_K + k) * H + i);
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) {
+    float sum = 0.f;
+#pragma unroll
+    for (int k = 0; k < TOP_K; ++k) sum += to_float(parts[k].v[j]);
+    result.v[j] = from_float<T>(sum);
+  }
+  *(Vec<VEC>*)(out + token * H + i) = result;
+}

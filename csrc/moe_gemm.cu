@@ -1,0 +1,171 @@
+// The two products of a mixture of experts, each over all experts in one launch: a block takes OUTPUTS columns of the
+// output for one tile of at most TOKENS (token, expert) pairs of one expert (see moe.cu).
+//
+// The expert's weight is the left operand of the tensor-core instructions, so that a tile may be as narrow as 8 or 16
+// pairs, as in a decode. Both operands stream through shared memory in STAGES of KEYS values.
+// A warp has PAIRS twice 16 rows of the weight (for the gated product the gate's and the up matrix's rows of the same
+// outputs) and TILES times 8 pairs; WARPS_ROWS x WARPS_TOKENS warps a block. T is bf16 or f16, K and N multiples of 8.
+#include "mma.cuh"
+
+constexpr int KEYS = 64;      // values of K in a stage: rows of 128 bytes
+constexpr int CHUNKS = 8;     // of 16 bytes in such a row
+constexpr int THREADS = 32 * WARPS_ROWS * WARPS_TOKENS;
+constexpr int HALF = 16 * PAIRS * WARPS_ROWS;
+constexpr int ROWS = 2 * HALF;
+constexpr int TOKENS = 8 * TILES * WARPS_TOKENS;
+constexpr int STAGE_BYTES = (ROWS + TOKENS) * KEYS * 2;
+constexpr int ROW_STEP = THREADS / CHUNKS;  // rows that the block's threads load at a time
+
+struct Tile {
+  int expert, start, count, pad;
+};
+
+__device__ __forceinline__ void copy_async(unsigned to, const T* from, bool real) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(unsigned (&m)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
+               : "memory");
+}
+
+// Where a row's chunk lies in its part of a stage: eight rows of the same chunk are in different banks.
+__device__ __forceinline__ unsigned place(int row, int chunk) { return (row * CHUNKS + (chunk ^ row & 7)) * 16; }
+
+// GATED: out[pair] = silu(gate) * up with weight [experts, 2 * N, K], x row pair / divisor.
+// Otherwise: out[pair] = (weight @ x[pair / divisor]) * pair_weights[pair] with weight [experts, N, K].
+template <bool GATED> __device__ __forceinline__ void grouped_product(
+    const T* x, int divisor, const T* weight, const int* order, const Tile* tiles, const int* tile_count,
+    const float* pair_weights, T* out, int N, int K) {
+  extern __shared__ __align__(128) char memory[];
+  __shared__ int pair_of[TOKENS];
+  constexpr int OUTPUTS = GATED ? HALF : ROWS;
+  constexpr int A_LOADS = ROWS / ROW_STEP, B_LOADS = (TOKENS + ROW_STEP - 1) / ROW_STEP;
+  int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  int warp_row = warp % WARPS_ROWS, warp_token = warp / WARPS_ROWS;
+
+  // The plan is older than the predecessor of the second product, which so loads weights before it waits.
+  if (GATED) wait_for_predecessor(), start_successor();
+  if (blockIdx.y >= *tile_count) return;
+  Tile tile = tiles[blockIdx.y];
+  int first = blockIdx.x * OUTPUTS, row = thread / CHUNKS, chunk = thread % CHUNKS;
+  const T* matrix = weight + (long long)tile.expert * (GATED ? 2 : 1) * N * K + chunk * 8;
+  const T* a[A_LOADS];
+  bool a_real[A_LOADS];
+#pragma unroll
+  for (int i = 0; i < A_LOADS; ++i) {
+    int r = row + i * ROW_STEP, output = first + (GATED ? r % HALF : r);
+    a_real[i] = output < N;
+    a[i] = matrix + (long long)(min(output, N - 1) + (GATED && r >= HALF ? N : 0)) * K;
+  }
+  const T* b[B_LOADS];
+  bool b_real[B_LOADS];
+#pragma unroll
+  for (int i = 0; i < B_LOADS; ++i) {
+    int token = row + i * ROW_STEP;
+    b_real[i] = token < tile.count;
+    int pair = order[tile.start + (b_real[i] ? token : 0)];
+    b[i] = x + (long long)(pair / divisor) * K + chunk * 8;
+    if (chunk == 0 && token < TOKENS) pair_of[token] = pair;
+  }
+
+  unsigned base = (unsigned)__cvta_generic_to_shared(memory);
+  int steps = (K + KEYS - 1) / KEYS;
+  auto load_a = [&](int step) {
+    unsigned to = base + step % STAGES * STAGE_BYTES;
+    bool in = step * KEYS + chunk * 8 < K;
+#pragma unroll
+    for (int i = 0; i < A_LOADS; ++i) copy_async(to + place(row + i * ROW_STEP, chunk), a[i] + (in ? step * KEYS : 0), in && a_real[i]);
+  };
+  auto load_b = [&](int step) {
+    unsigned to = base + step % STAGES * STAGE_BYTES + ROWS * KEYS * 2;
+    bool in = step * KEYS + chunk * 8 < K;
+#pragma unroll
+    for (int i = 0; i < B_LOADS; ++i)
+      if (TOKENS % ROW_STEP == 0 || row + i * ROW_STEP < TOKENS)
+        copy_async(to + place(row + i * ROW_STEP, chunk), b[i] + (in ? step * KEYS : 0), in && b_real[i]);
+  };
+  auto commit = [] { asm volatile("cp.async.commit_group;" ::: "memory"); };
+
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; ++s)
+    if (s < steps) load_a(s);
+  if (!GATED) wait_for_predecessor(), start_successor();
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; ++s) {
+    if (s < steps) load_b(s);
+    commit();
+  }
+
+  float acc[2][PAIRS][TILES][4] = {};
+  int a_row = lane & 15, a_chunk = lane >> 4;                      // of what this lane's address names
+  int b_row = (lane & 7) + (lane >> 4) * 8, b_chunk = lane >> 3 & 1;
+  for (int step = 0; step < steps; ++step) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    __syncthreads();
+    if (step + STAGES - 1 < steps) load_a(step + STAGES - 1), load_b(step + STAGES - 1);
+    commit();
+    unsigned rows = base + step % STAGES * STAGE_BYTES, tokens = rows + ROWS * KEYS * 2;
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; ++k) {
+      unsigned right[TILES / 2][4];
+#pragma unroll
+      for (int t = 0; t < TILES / 2; ++t)
+        load_matrices(right[t], tokens + place((warp_token * TILES / 2 + t) * 16 + b_row, k * 2 + b_chunk));
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p) {
+          unsigned left[4];
+          load_matrices(left, rows + place(half * HALF + (warp_row * PAIRS + p) * 16 + a_row, k * 2 + a_chunk));
+#pragma unroll
+          for (int t = 0; t < TILES; ++t)
+            mma(acc[half][p][t], left[0], left[1], left[2], left[3], right[t / 2][t % 2 * 2], right[t / 2][t % 2 * 2 + 1]);
+        }
+    }
+  }
+
+  // Through shared memory, so that rows are written 16 bytes at a time.
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  __syncthreads();
+  constexpr int STRIDE = OUTPUTS + 8;
+  T* result = (T*)memory;
+#pragma unroll
+  for (int p = 0; p < PAIRS; ++p)
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int token = (warp_token * TILES + t) * 8 + (lane & 3) * 2 + (i & 1);
+        int output = (warp_row * PAIRS + p) * 16 + (lane >> 2) + (i >> 1) * 8;
+        float low = acc[0][p][t][i], high = acc[1][p][t][i];
+        if (GATED) {
+          float gate = rounded(low);
+          result[token * STRIDE + output] = from_float<T>(rounded(gate / (1.f + __expf(-gate))) * rounded(high));
+        } else {
+          float scale = token < tile.count ? pair_weights[pair_of[token]] : 0.f;
+          result[token * STRIDE + output] = from_float<T>(low * scale);
+          result[token * STRIDE + HALF + output] = from_float<T>(high * scale);
+        }
+      }
+  __syncthreads();
+  for (int i = thread; i < tile.count * (OUTPUTS / 8); i += THREADS) {
+    int token = i / (OUTPUTS / 8), column = i % (OUTPUTS / 8) * 8;
+    if (first + column < N)
+      *(uint4*)(out + (long long)pair_of[token] * N + first + column) = *(const uint4*)(result + token * STRIDE + column);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) moe_gated(
+    const T* x, int divisor, const T* weight, const int* order, const Tile* tiles, const int* tile_count,
+    const float* pair_weights, T* out, int N, int K) {
+  grouped_product<true>(x, divisor, weight, order, tiles, tile_count, pair_weights, out, N, K);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) moe_weighted(
+    const T* x, int divisor, const T* weight, const int* order, const Tile* tiles, const int* tile_count,
+    const float* pair_weights, T* out, int N, int K) {
+  grouped_product<false>(x, divisor, weight, order, tiles, tile_count, pair_weights, out, N, K);
+}

@@ -1,0 +1,186 @@
+"""A mixture of experts on csrc/moe.cu and moe_gemm.cu: four launches for few tokens, five for many.
+
+Nothing is read back: the grids are as large as any routing could need, and blocks without work end at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
+
+_MAX_EXPERTS = 512
+_MAX_TOP_K = 32
+_PLAN_TOKENS = 128  # up to so many are routed and sorted by one block
+_ROUTE_TOKENS = 32  # of a block of moe_route
+_PLAN_THREADS = 1024
+_KEYS = 64  # as in moe_gemm.cu
+
+
+class _Tiling(NamedTuple):
+    """The macros of moe_gemm.cu."""
+
+    pairs: int
+    warps_rows: int
+    warps_tokens: int
+    tiles: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        return 32 * self.pairs * self.warps_rows
+
+    @property
+    def tokens(self) -> int:
+        return 8 * self.tiles * self.warps_tokens
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_rows * self.warps_tokens
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.rows + self.tokens) * _KEYS * 2
+
+
+# By the mean number of tokens that an expert gets, the first that is not exceeded. Narrow tiles read the weights with
+# less work beside, wide ones read them less often.
+_TILINGS = (
+    (12.0, _Tiling(pairs=1, warps_rows=4, warps_tokens=1, tiles=2, stages=4)),
+    (24.0, _Tiling(pairs=1, warps_rows=4, warps_tokens=1, tiles=4, stages=4)),
+    (96.0, _Tiling(pairs=1, warps_rows=4, warps_tokens=1, tiles=8, stages=3)),
+    (float("inf"), _Tiling(pairs=2, warps_rows=2, warps_tokens=2, tiles=8, stages=3)),
+)
+# A step of one or two tokens has too few blocks of the first.
+_FEW_PAIRS = 16
+_FEW = _Tiling(pairs=1, warps_rows=2, warps_tokens=1, tiles=2, stages=6)
+
+
+class CudaMoe:
+    """Implements kernel.base.Ops.moe for 16-bit floats."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._plans: dict[tuple[torch.dtype, int, int], list[Kernel]] = {}
+        self._products: dict[tuple[torch.dtype, _Tiling], list[Kernel]] = {}
+
+    @staticmethod
+    def takes(w13: Tensor, w2: Tensor, top_k: int) -> bool:
+        """Whether the kernels can do a layer of these weights, whatever the number of tokens."""
+        experts, hidden, intermediate = w2.shape
+        sizes = hidden % 8 == 0 and intermediate % 8 == 0 and experts <= _MAX_EXPERTS and top_k <= _MAX_TOP_K
+        whole = w13.is_contiguous() and w2.is_contiguous()
+        return sizes and whole and w2.dtype in (torch.bfloat16, torch.float16)
+
+    def __call__(
+        self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, *, top_k: int, renormalize: bool
+    ) -> Tensor:
+        """As Ops.moe."""
+        x, router_logits = x.contiguous(), router_logits.contiguous()
+        tokens, hidden = x.shape
+        experts, _, intermediate = w2.shape
+        pairs = tokens * top_k
+        if not tokens:
+            return torch.empty_like(x)
+        tiling = _tiling(pairs, experts)
+        touched = min(pairs, experts)
+        max_tiles = touched + (pairs - touched) // tiling.tokens
+        plan = torch.empty(4 * max_tiles + 1 + 3 * pairs, dtype=torch.int32, device=x.device)
+        tiles, tile_count, order, chosen, weights = torch.split(plan, [4 * max_tiles, 1, pairs, pairs, pairs])
+        self._plan(router_logits, tokens, top_k, renormalize, tiling.tokens, tiles, tile_count, order, chosen, weights)
+
+        gated, weighted = self._product_kernels(x.dtype, tiling)
+        inner = x.new_empty((pairs, intermediate))
+        outputs = x.new_empty((pairs, hidden))
+        shared = (order.data_ptr(), tiles.data_ptr(), tile_count.data_ptr(), weights.data_ptr())
+        gated(
+            (-(-intermediate // (tiling.rows // 2)), max_tiles),
+            tiling.threads,
+            x.data_ptr(),
+            np.int32(top_k),
+            w13.data_ptr(),
+            *shared,
+            inner.data_ptr(),
+            np.int32(intermediate),
+            np.int32(hidden),
+        )
+        weighted(
+            (-(-hidden // tiling.rows), max_tiles),
+            tiling.threads,
+            inner.data_ptr(),
+            np.int32(1),
+            w2.data_ptr(),
+            *shared,
+            outputs.data_ptr(),
+            np.int32(hidden),
+            np.int32(intermediate),
+        )
+        out = torch.empty_like(x)
+        combine = self._plan_kernels(x.dtype, experts, top_k)[3]
+        vectors = tokens * hidden // 8
+        combine((-(-vectors // 256),), 256, outputs.data_ptr(), out.data_ptr(), np.int32(tokens), np.int32(hidden))
+        return out
+
+    def _plan(
+        self,
+        router_logits: Tensor,
+        tokens: int,
+        top_k: int,
+        renormalize: bool,
+        tile_rows: int,
+        tiles: Tensor,
+        tile_count: Tensor,
+        order: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+    ) -> None:
+        """Fill the last five."""
+        both, route, sort, _ = self._plan_kernels(router_logits.dtype, router_logits.shape[1], top_k)
+        begin = (router_logits.data_ptr(), np.int32(tokens), np.int32(renormalize))
+        routed, sorted_ = (chosen.data_ptr(), weights.data_ptr()), (order, tiles, tile_count)
+        end = tuple(tensor.data_ptr() for tensor in sorted_)
+        if tokens <= _PLAN_TOKENS:
+            both((1,), _PLAN_THREADS, *begin, np.int32(tile_rows), *routed, *end)
+        else:
+            route((-(-tokens // _ROUTE_TOKENS),), _PLAN_THREADS, *begin, *routed)
+            sort((1,), _PLAN_THREADS, np.int32(tokens), np.int32(tile_rows), chosen.data_ptr(), *end)
+
+    def _plan_kernels(self, dtype: torch.dtype, experts: int, top_k: int) -> list[Kernel]:
+        key = dtype, experts, top_k
+        if key not in self._plans:
+            self._plans[key] = self._compiler.compile(
+                "moe.cu",
+                ("moe_plan", "moe_route", "moe_sort", "moe_combine"),
+                begins_early=True,
+                SCALAR=SCALAR_NAMES[dtype],
+                EXPERTS=experts,
+                TOP_K=top_k,
+            )
+        return self._plans[key]
+
+    def _product_kernels(self, dtype: torch.dtype, tiling: _Tiling) -> list[Kernel]:
+        key = dtype, tiling
+        if key not in self._products:
+            self._products[key] = self._compiler.compile(
+                "moe_gemm.cu",
+                ("moe_gated", "moe_weighted"),
+                begins_early=True,
+                shared_bytes=tiling.shared_bytes,
+                SCALAR=SCALAR_NAMES[dtype],
+                PAIRS=tiling.pairs,
+                WARPS_ROWS=tiling.warps_rows,
+                WARPS_TOKENS=tiling.warps_tokens,
+                TILES=tiling.tiles,
+                STAGES=tiling.stages,
+            )
+        return self._products[key]
+
+
+def _tiling(pairs: int, experts: int) -> _Tiling:
+    if pairs <= _FEW_PAIRS:
+        return _FEW
+    return next(tiling for mean, tiling in _TILINGS if pairs / experts <= mean)

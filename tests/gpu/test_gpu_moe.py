@@ -1,0 +1,109 @@
+"""The mixture of experts on the kernels of csrc/ against torch in float64, on random shapes and routings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.kernel.base import Ops
+from minisgl.kernel.torch_ops import TorchOps
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the norm of the result
+
+
+@pytest.fixture(scope="module")
+def ops() -> Ops:
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    return CudaOps(torch.device("cuda", 0))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def layer(experts: int, hidden: int, intermediate: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    w13 = torch.randn(experts, 2 * intermediate, hidden, device="cuda") * hidden**-0.5
+    w2 = torch.randn(experts, hidden, intermediate, device="cuda") * intermediate**-0.5
+    return w13.to(dtype), w2.to(dtype)
+
+
+def relative_error(out: Tensor, reference: Tensor) -> float:
+    return float((out.double() - reference).norm() / reference.norm())
+
+
+def distinct_scores(tokens: int, experts: int, dtype: torch.dtype) -> Tensor:
+    """Scores without ties, so that the chosen experts are the same in any precision."""
+    order = torch.rand(tokens, experts, device="cuda").argsort(dim=1)
+    return (order * (8.0 / experts)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "hidden", "intermediate"),
+    [(128, 8, 2048, 768), (128, 8, 2048, 96), (8, 2, 64, 200), (60, 4, 1032, 176), (5, 5, 128, 64), (128, 1, 256, 8)],
+)
+def test_moe(
+    ops: Ops, dtype: torch.dtype, renormalize: bool, experts: int, top_k: int, hidden: int, intermediate: int
+) -> None:
+    w13, w2 = layer(experts, hidden, intermediate, dtype)
+    for tokens in (1, 2, 7, 33, 128, 129, 500, 2100):
+        x = torch.randn(tokens, hidden, device="cuda").to(dtype)
+        scores = distinct_scores(tokens, experts, dtype)
+        out = ops.moe(x, scores, w13, w2, top_k=top_k, renormalize=renormalize)
+        reference = TorchOps().moe(
+            x.double(), scores.double(), w13.double(), w2.double(), top_k=top_k, renormalize=renormalize
+        )
+        error = relative_error(out, reference)
+        assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"
+
+
+@pytest.mark.parametrize("tokens", [16, 600])
+def test_every_token_to_the_same_experts(ops: Ops, tokens: int) -> None:
+    w13, w2 = layer(64, 256, 128, torch.bfloat16)
+    x = torch.randn(tokens, 256, device="cuda").to(torch.bfloat16)
+    scores = distinct_scores(1, 64, torch.bfloat16).repeat(tokens, 1)
+    out = ops.moe(x, scores, w13, w2, top_k=4, renormalize=True)
+    reference = TorchOps().moe(x.double(), scores.double(), w13.double(), w2.double(), top_k=4, renormalize=True)
+    assert relative_error(out, reference) < TOLERANCE[torch.bfloat16]
+
+
+def test_a_graph_serves_any_routing(ops: Ops) -> None:
+    """Captured once, replayed with other tokens and scores: bitwise what an eager call gives."""
+    w13, w2 = layer(32, 512, 256, torch.bfloat16)
+    assert ops.moe_graph_safe(w13, w2, 4)
+    x = torch.randn(24, 512, device="cuda").to(torch.bfloat16)
+    scores = distinct_scores(24, 32, torch.bfloat16)
+    ops.moe(x, scores, w13, w2, top_k=4, renormalize=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.moe(x, scores, w13, w2, top_k=4, renormalize=True)
+    for _ in range(5):
+        x.copy_(torch.randn_like(x))
+        scores.copy_(distinct_scores(24, 32, torch.bfloat16))
+        graph.replay()
+        assert torch.equal(captured, ops.moe(x, scores, w13, w2, top_k=4, renormalize=True))
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("-inf")])
+def test_scores_without_an_order_stay_inside(ops: Ops, value: float) -> None:
+    w13, w2 = layer(16, 64, 32, torch.bfloat16)
+    x = torch.randn(40, 64, device="cuda").to(torch.bfloat16)
+    scores = torch.full((40, 16), value, device="cuda", dtype=torch.bfloat16)
+    assert ops.moe(x, scores, w13, w2, top_k=2, renormalize=True).shape == x.shape
+    torch.cuda.synchronize()
+
+
+def test_odd_shapes_run_in_torch(ops: Ops) -> None:
+    w13, w2 = layer(4, 20, 12, torch.float32)
+    assert not ops.moe_graph_safe(w13, w2, 2)
+    x = torch.randn(9, 20, device="cuda")
+    scores = distinct_scores(9, 4, torch.float32)
+    out = ops.moe(x, scores, w13, w2, top_k=2, renormalize=True)
+    reference = TorchOps().moe(x.double(), scores.double(), w13.double(), w2.double(), top_k=2, renormalize=True)
+    assert relative_error(out, reference) < 1e-5
