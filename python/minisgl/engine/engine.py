@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from minisgl.attention.base import AttentionBackend, AttentionShape
@@ -25,7 +24,7 @@ from minisgl.engine.forward import StepRunner
 from minisgl.engine.graph import DecodeGraphs, graph_sizes
 from minisgl.engine.measure import graphs_bytes, steps_bytes
 from minisgl.engine.memory import GIB, Needs, pool_pages, room_for_pool
-from minisgl.engine.queue import PendingTokens, make_queue
+from minisgl.engine.queue import PendingTokens, StepTensors, make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
@@ -104,12 +103,16 @@ class Engine:
         """Launch a step behind those launched before, and return at once."""
         return self._queue.submit(lambda: self._run(batch))
 
-    def _run(self, batch: Batch) -> Tensor:
-        self._runner.state.apply(batch)
-        if self._graphs is not None and self._graphs.fits(batch):
-            self._graphs.forward(batch)
-            return self._graphs.sample(batch)
-        return self._runner.sample(batch, *self._runner.forward(batch))
+    def _run(self, batch: Batch) -> StepTensors:
+        runner, graphs = self._runner, self._graphs
+        runner.state.apply(batch)
+        if graphs is not None and graphs.fits(batch):
+            forwarded = graphs.forward(batch)
+            sampled = runner.sample(batch, forwarded) if batch.processed else graphs.sample(batch)
+        else:
+            forwarded = runner.forward(batch)
+            sampled = runner.sample(batch, forwarded)
+        return StepTensors(sampled, runner.logprobs(batch, forwarded, sampled))
 
     def describe(self) -> str:
         """One line for the log."""

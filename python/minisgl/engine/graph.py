@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minisgl.attention.base import GraphedDecode
 from minisgl.core import Batch
-from minisgl.engine.forward import StepRunner
+from minisgl.engine.forward import Forwarded, StepRunner
 from minisgl.engine.sampler import SampleKind
 from minisgl.engine.state import upload
 
@@ -94,8 +94,8 @@ class DecodeGraphs:
         """Whether the plan is a decode that a graph was captured for."""
         return batch.is_decode and len(batch.slots) <= self._sizes[-1]
 
-    def forward(self, batch: Batch) -> None:
-        """Replay the forward of a plan that fits. Its logits stay where `sample` finds them."""
+    def forward(self, batch: Batch) -> Forwarded:
+        """Replay the forward of a plan that fits. What it brings is overwritten by the next replay."""
         size = self._size_for(batch)
         captured = self._captured[size]
         padded = np.full(size, self._runner.state.scratch_slot, dtype=np.int32)
@@ -105,10 +105,15 @@ class DecodeGraphs:
             captured.slots.copy_(upload(padded, self._device))
         captured.attention.prepare(batch.starts)
         captured.forward.replay()
+        rows = len(batch.slots)
+        return Forwarded(captured.logits[:rows], captured.slots[:rows])
 
     def sample(self, batch: Batch) -> Tensor:
-        """The sampled tokens [rows] behind the same plan's forward, overwritten by the next replay."""
-        graph, sampled = self._captured[self._size_for(batch)].sample[SampleKind(batch.greedy, batch.filtered)]
+        """The sampled tokens [rows] behind the same plan's forward, overwritten by the next replay.
+
+        Not for plans whose rows are `processed`: the tables for that grow, so no graph may hold them.
+        """
+        graph, sampled = self._captured[self._size_for(batch)].sample[SampleKind.of(batch)]
         graph.replay()
         return sampled[: len(batch.slots)]
 
