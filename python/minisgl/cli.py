@@ -90,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--attention-backend",
         default="auto",
         metavar="NAME",
-        help="attention backend: auto, fa, fi or torch, or two with a comma: for prefill, for decode",
+        help="attention: auto, fa, fi or torch, or two with a comma: for prefill, for decode (there also fused)",
     )
     engine.add_argument(
         "--page-size", type=int, default=None, metavar="TOKENS", help="of the KV cache; none: 64 on CUDA, 16 on CPU"

@@ -18,6 +18,7 @@ CacheType = Literal["radix", "naive"]
 BatchPolicyName = Literal["prefill-first", "mixed"]
 SchedulePolicy = Literal["fcfs", "lpm"]
 ATTENTION_BACKENDS = ("auto", "fa", "fi", "torch")
+DECODE_ATTENTION = (*ATTENTION_BACKENDS, "fused")
 
 
 class ConfigError(ValueError):
@@ -27,9 +28,11 @@ class ConfigError(ValueError):
 def attention_names(attention: str) -> tuple[str, str]:
     """The backends for prefill and decode that --attn names; ConfigError for one that is unknown."""
     names = attention.split(",")
-    if len(names) > 2 or not set(names) <= set(ATTENTION_BACKENDS):
-        known = ", ".join(ATTENTION_BACKENDS)
-        raise ConfigError(f"--attn must be one of {known}, or two of them with a comma (prefill, decode): {attention}")
+    if len(names) > 2 or names[0] not in ATTENTION_BACKENDS or names[-1] not in DECODE_ATTENTION:
+        raise ConfigError(
+            f"--attn must be one of {', '.join(ATTENTION_BACKENDS)}, or two with a comma (prefill, decode), "
+            f"of which the second may also be fused, not {attention}"
+        )
     return names[0], names[-1]
 
 

@@ -35,10 +35,9 @@ def candidates(missing: Mapping[str, str] = {}, unready: tuple[str, ...] = ()) -
 @pytest.mark.parametrize(
     ("shape", "capability", "prefill", "decode"),
     [
-        (SMALL, HOPPER, "fa", "fi"),
-        (LARGE, HOPPER, "fa", "fa"),
-        (SMALL, AMPERE, "fa", "fi"),
-        (LARGE, BLACKWELL, "fi", "fi"),
+        (SMALL, HOPPER, "fa", "fused"),
+        (LARGE, HOPPER, "fa", "fused"),
+        (LARGE, BLACKWELL, "fi", "fused"),
     ],
 )
 def test_auto_picks_the_fastest(shape: AttentionShape, capability: tuple[int, int], prefill: str, decode: str) -> None:
@@ -46,16 +45,24 @@ def test_auto_picks_the_fastest(shape: AttentionShape, capability: tuple[int, in
     assert choose("auto", "decode", shape, capability, candidates()) == decode
 
 
+def test_without_the_fused_kernel() -> None:
+    others = candidates({"fused": "no clusters"})
+    assert choose("auto", "decode", SMALL, HOPPER, others) == "fi"
+    assert choose("auto", "decode", LARGE, HOPPER, others) == "fa"
+    assert choose("auto", "decode", SMALL, AMPERE, others) == "fi"
+    assert choose("auto", "decode", LARGE, AMPERE, candidates({"fused": "", "fa": "", "fi": ""})) == "torch"
+
+
 def test_auto_compiles_nothing_and_says_what_would_be_faster(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert choose("auto", "decode", SMALL, HOPPER, candidates(unready=("fi",))) == "fa"
+        assert choose("auto", "decode", SMALL, HOPPER, candidates({"fused": "no"}, unready=("fi",))) == "fa"
     assert "decode attention would be faster with FlashInfer" in caplog.text
     assert choose("fi", "decode", SMALL, HOPPER, candidates(unready=("fi",))) == "fi"
 
 
 def test_a_missing_package_gives_one_line_and_the_next_best(caplog: pytest.LogCaptureFixture) -> None:
     missing = {"fi": "not installed", "fa": "broken"}
-    assert choose("fi", "decode", SMALL, HOPPER, candidates({"fi": "not installed"})) == "fa"
+    assert choose("fi", "decode", SMALL, HOPPER, candidates({"fi": "not installed", "fused": "no"})) == "fa"
     assert [record.getMessage() for record in caplog.records] == ["--attn fi cannot be used: not installed"]
     assert choose("fa", "prefill", SMALL, HOPPER, candidates(missing)) == "torch"
 
@@ -75,13 +82,16 @@ def test_packages_that_are_absent_or_do_not_load() -> None:
 
 
 def test_on_the_cpu_attention_runs_in_torch() -> None:
-    assert isinstance(make_attention("fa,fi", SMALL, torch.device("cpu")), TorchAttention)
+    chosen = make_attention("fa,fi", SMALL, torch.device("cpu"))
+    assert isinstance(chosen.backend, TorchAttention)
+    assert not chosen.graph_safe
 
 
 def test_the_flag() -> None:
     assert attention_names("auto") == ("auto", "auto")
     assert attention_names("fa,fi") == ("fa", "fi")
-    for wrong in ("", "fa,fi,torch", "fa,", "flash"):
+    assert attention_names("fa,fused") == ("fa", "fused")
+    for wrong in ("", "fa,fi,torch", "fa,", "flash", "fused", "fused,fa"):
         with pytest.raises(ConfigError, match="--attn must be one of auto, fa, fi, torch"):
             attention_names(wrong)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionShape
 from minisgl.attention.pair import PairAttention
-from minisgl.attention.select import CANDIDATES
+from minisgl.attention.select import CANDIDATES, make_backend
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
@@ -87,7 +87,7 @@ def make(name: str, shape: AttentionShape) -> AttentionBackend:
         pytest.skip(why)
     if not all(candidate.ready(shape, capability, role) for role in ("prefill", "decode")):
         pytest.skip(f"{name}: kernels for this shape are not compiled")
-    return candidate.make(shape, DEVICE)
+    return make_backend(name, shape, DEVICE)
 
 
 BACKENDS = ["fa", "fi", "fa,fi", "torch"]

@@ -96,3 +96,13 @@ class Unprepared:
 
     def prepare(self, positions: Int32Array) -> None:
         pass
+
+
+class Unplanned:
+    """The GraphedDecode of decodes that no backend takes part in."""
+
+    def plan(self, inputs: AttentionInputs) -> AttentionPlan:  # noqa: ARG002
+        return None
+
+    def prepare(self, positions: Int32Array) -> None:
+        pass

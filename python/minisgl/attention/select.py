@@ -1,6 +1,6 @@
-"""Which attention backends an engine uses: one for decodes, one for everything else, often the same.
+"""Which attention an engine uses: one for decodes, one for everything else, often the same.
 
-A `Candidate` says whether a backend can run a model on a GPU, and makes it. `preferences` is the order in which `auto`
+A `Candidate` says whether a backend can run a model on a GPU. `preferences` is the order in which `auto`
 tries them, by what docs/performance.md shows; what is not measured there goes by the hardware's capability.
 """
 
@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -22,6 +22,9 @@ from minisgl.attention.base import AttentionBackend, AttentionShape
 from minisgl.attention.pair import PairAttention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import attention_names
+
+if TYPE_CHECKING:
+    from minisgl.attention.fused import FusedDecode
 
 logger = logging.getLogger(__name__)
 
@@ -39,24 +42,36 @@ class Candidate:
     title: str
     missing: Callable[[AttentionShape, Capability], str | None]  # why it cannot run here
     ready: Callable[[AttentionShape, Capability, Role], bool]  # without compiling anything for minutes
-    make: Callable[[AttentionShape, torch.device], AttentionBackend]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenAttention:
+    """What attends in an engine."""
+
+    backend: AttentionBackend
+    fused: FusedDecode | None = None  # in captured decodes, in the backend's place
+
+    @property
+    def graph_safe(self) -> bool:
+        """Whether a CUDA graph may hold a decode."""
+        return self.fused is not None or self.backend.graph_safe
 
 
 def preferences(role: Role, shape: AttentionShape, capability: Capability) -> tuple[str, ...]:
     """The backends' names, the fastest first."""
     if capability[0] >= 10:
-        return "fi", "torch"
-    if role == "decode" and shape.group <= 2:
-        return "fi", "fa", "torch"
-    return "fa", "fi", "torch"
+        return ("fused", "fi", "torch") if role == "decode" else ("fi", "torch")
+    if role == "prefill":
+        return "fa", "fi", "torch"
+    return ("fused", "fi", "fa", "torch") if shape.group <= 2 else ("fused", "fa", "fi", "torch")
 
 
-def make_attention(name: str, shape: AttentionShape, device: torch.device) -> AttentionBackend:
+def make_attention(name: str, shape: AttentionShape, device: torch.device) -> ChosenAttention:
     """The backend or pair that --attn names; where one cannot run, the next best, which is said in the log."""
     if device.type == "cpu":
         if name not in ("auto", "torch"):
             logger.info("--attn %s is for GPUs; on the CPU attention runs in torch", name)
-        return TorchAttention(shape.page_size)
+        return ChosenAttention(TorchAttention(shape.page_size))
     capability = torch.cuda.get_device_capability(device)
     asked = attention_names(name)
     prefill = choose(asked[0], "prefill", shape, capability, CANDIDATES)
@@ -64,8 +79,33 @@ def make_attention(name: str, shape: AttentionShape, device: torch.device) -> At
     if capability not in TESTED:
         logger.warning("attention is not tested on GPUs of compute capability %d.%d", *capability)
     logger.info("attention: %s", prefill if prefill == decode else f"{prefill} for prefill, {decode} for decode")
-    first = CANDIDATES[prefill].make(shape, device)
-    return first if decode == prefill else PairAttention(first, CANDIDATES[decode].make(shape, device))
+    backend = make_backend(prefill, shape, device)
+    if decode == "fused":
+        from minisgl.attention.fused import FusedDecode
+
+        return ChosenAttention(backend, FusedDecode(shape, device))
+    return ChosenAttention(
+        backend if decode == prefill else PairAttention(backend, make_backend(decode, shape, device))
+    )
+
+
+def make_backend(name: str, shape: AttentionShape, device: torch.device) -> AttentionBackend:
+    """One that can run here."""
+    match name:
+        case "fa":
+            from minisgl.attention.fa import FlashAttention3
+
+            return FlashAttention3(shape)
+        case "fi":
+            from minisgl.attention.fi import FlashInfer
+
+            capability = torch.cuda.get_device_capability(device)
+            roles: tuple[Role, ...] = ("prefill", "decode")
+            if not all(_fi_ready(shape, capability, role) for role in roles):
+                logger.info("FlashInfer compiles its kernels at their first use: up to a minute each, once")
+            return FlashInfer(shape, device)
+        case _:
+            return TorchAttention(shape.page_size)
 
 
 def choose(
@@ -138,19 +178,10 @@ def _fi_ready(shape: AttentionShape, capability: Capability, role: Role) -> bool
     return all(path.exists() for path in modules(shape, capability, decode=role == "decode"))
 
 
-def _make_fa(shape: AttentionShape, _: torch.device) -> AttentionBackend:
-    from minisgl.attention.fa import FlashAttention3
+def _fused_missing(shape: AttentionShape, capability: Capability) -> str | None:
+    from minisgl.attention.fused import fused_decode_missing
 
-    return FlashAttention3(shape)
-
-
-def _make_fi(shape: AttentionShape, device: torch.device) -> AttentionBackend:
-    from minisgl.attention.fi import FlashInfer
-
-    roles: tuple[Role, ...] = ("prefill", "decode")
-    if not all(_fi_ready(shape, torch.cuda.get_device_capability(device), role) for role in roles):
-        logger.info("FlashInfer compiles its kernels at their first use: up to a minute each, once")
-    return FlashInfer(shape, device)
+    return import_error("cuda.core", "cuda-core", "cuda") or fused_decode_missing(shape, capability)
 
 
 def _has_nvcc() -> bool:
@@ -163,7 +194,8 @@ def _always(*_: object) -> bool:
 
 
 CANDIDATES: Mapping[str, Candidate] = {
-    "fa": Candidate("FlashAttention 3 (fa)", _fa_missing, _always, _make_fa),
-    "fi": Candidate("FlashInfer (fi)", _fi_missing, _fi_ready, _make_fi),
-    "torch": Candidate("torch", lambda *_: None, _always, lambda shape, _: TorchAttention(shape.page_size)),
+    "fused": Candidate("the fused decode kernel (fused)", _fused_missing, _always),
+    "fa": Candidate("FlashAttention 3 (fa)", _fa_missing, _always),
+    "fi": Candidate("FlashInfer (fi)", _fi_missing, _fi_ready),
+    "torch": Candidate("torch", lambda *_: None, _always),
 }

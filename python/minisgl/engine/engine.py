@@ -14,8 +14,8 @@ from typing import NoReturn
 import torch
 from tqdm import tqdm
 
-from minisgl.attention.base import AttentionBackend, AttentionShape
-from minisgl.attention.select import make_attention
+from minisgl.attention.base import AttentionShape
+from minisgl.attention.select import ChosenAttention, make_attention
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import Batch, Limits, pages_for
 from minisgl.distributed.group import TPGroup
@@ -136,7 +136,7 @@ class _Parts:
     model: CausalLM
     shape: AttentionShape
     num_slots: int
-    attention: AttentionBackend
+    attention: ChosenAttention
     ops: Ops
     sampler: Sampler
     device: torch.device
@@ -159,7 +159,7 @@ class _Parts:
             scratch_page=kv.scratch_page,
             device=self.device,
         )
-        return StepRunner(self.model, kv, state, self.attention, self.ops, self.sampler)
+        return StepRunner(self.model, kv, state, self.attention.backend, self.ops, self.sampler)
 
     @property
     def page_bytes(self) -> int:
