@@ -32,6 +32,7 @@ template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
 __device__ __forceinline__ float rounded(float x) { return to_float(from_float<T>(x)); }
 
 template <int N> struct alignas(N * sizeof(T)) Vec { T v[N]; };
+struct alignas(8) Vec2 { float x, y; };
 constexpr int VEC = 16 / sizeof(T);  // elements of one 16-byte access
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -48,4 +49,19 @@ __device__ __forceinline__ float block_sum(float x, float* scratch) {
   __syncthreads();
   x = lane < (blockDim.x + 31) >> 5 ? scratch[lane] : 0.f;
   return warp_sum(x);
+}
+
+// Programmatic dependent launch (Hopper): a kernel begins while the one before it still runs. Before it waits it may
+// read what the predecessor does not write: what earlier kernels wrote is complete, because a kernel lets its successor
+// start only after its own wait. On older GPUs kernels follow one another as usual.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void start_successor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }

@@ -1,4 +1,4 @@
-// RMSNorm, alone or behind the residual addition. One block a token; H is a multiple of VEC.
+// RMSNorm. One block a token; H is a multiple of VEC.
 #include "common.cuh"
 
 // out = x / sqrt(mean(x^2) + eps) * weight, rounded to T before the weight as the reference does.
@@ -12,6 +12,8 @@ __device__ __forceinline__ void scale_row(const T* row, const T* weight, T* out,
 }
 
 extern "C" __global__ void rms_norm(const T* x, const T* weight, T* out, int H, float eps) {
+  wait_for_predecessor();
+  start_successor();
   __shared__ float scratch[32];
   const T* row = x + (long long)blockIdx.x * H;
   float squares = 0.f;
@@ -22,23 +24,4 @@ extern "C" __global__ void rms_norm(const T* x, const T* weight, T* out, int H, 
   }
   float scale = rsqrtf(block_sum(squares, scratch) / H + eps);
   scale_row(row, weight, out + (long long)blockIdx.x * H, H, scale);
-}
-
-// residual += x; out = rms_norm(residual).
-extern "C" __global__ void add_rms_norm(const T* x, T* residual, const T* weight, T* out, int H, float eps) {
-  __shared__ float scratch[32];
-  long long start = (long long)blockIdx.x * H;
-  float squares = 0.f;
-  for (int i = threadIdx.x * VEC; i < H; i += blockDim.x * VEC) {
-    Vec<VEC> a = *(const Vec<VEC>*)(x + start + i), b = *(Vec<VEC>*)(residual + start + i);
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-      b.v[j] = from_float<T>(to_float(a.v[j]) + to_float(b.v[j]));
-      squares += to_float(b.v[j]) * to_float(b.v[j]);
-    }
-    *(Vec<VEC>*)(residual + start + i) = b;
-  }
-  float scale = rsqrtf(block_sum(squares, scratch) / H + eps);
-  // Each thread reads back what it wrote itself.
-  scale_row(residual + start, weight, out + start, H, scale);
 }

@@ -9,6 +9,8 @@ constexpr int PAIRS = HALF / 32;  // of (i, i + HALF), a lane's share
 extern "C" __global__ void norm_rope_store(
     const T* qkv, const long long* positions, const float* cos_sin, const long long* kv_slots, T* q_out, T* k_cache,
     T* v_cache, const T* q_weight, const T* k_weight, long long tokens, int num_heads, int num_kv_heads, float eps) {
+  wait_for_predecessor();
+  start_successor();
   int heads = num_heads + 2 * num_kv_heads;
   long long unit = blockIdx.x * (long long)(blockDim.x >> 5) + (threadIdx.x >> 5);
   if (unit >= tokens * heads) return;

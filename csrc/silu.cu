@@ -2,6 +2,8 @@
 #include "common.cuh"
 
 extern "C" __global__ void silu_and_mul(const T* gate_up, T* out, long long tokens, int I) {
+  wait_for_predecessor();
+  start_successor();
   long long vectors = tokens * (I / VEC);
   for (long long n = blockIdx.x * (long long)blockDim.x + threadIdx.x; n < vectors; n += (long long)gridDim.x * blockDim.x) {
     long long token = n / (I / VEC);

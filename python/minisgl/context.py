@@ -9,6 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from minisgl.attention.base import AttentionBackend, AttentionPlan
+    from minisgl.attention.fused import FusedRows
     from minisgl.kernel.base import Ops
     from minisgl.kvcache.pool import KVPool
 
@@ -25,3 +26,4 @@ class ForwardContext:
     ops: Ops
     attention: AttentionBackend
     plan: AttentionPlan
+    fused: FusedRows | None = None  # attends in place of norm_rope_store and the backend

@@ -10,7 +10,8 @@ from minisgl.kernel.torch_ops import TorchOps
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+HALVES = [torch.bfloat16, torch.float16]
+DTYPES = [*HALVES, torch.float32]
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # of the norm of the result
 
 
@@ -40,13 +41,6 @@ def test_rms_norm(ops: Ops, dtype: torch.dtype, tokens: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "size"), [(1, 3072), (77, 17408), (3, 8)])
-def test_silu_and_mul(ops: Ops, dtype: torch.dtype, tokens: int, size: int) -> None:
-    gate_up = torch.randn(tokens, 2 * size, device="cuda").to(dtype) * 4
-    close(ops.silu_and_mul(gate_up), TorchOps().silu_and_mul(gate_up.double()), dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "norm"), [(1, 16, 8, True), (33, 40, 8, False), (7, 3, 1, True)]
@@ -71,3 +65,41 @@ def test_norm_rope_store(
 
     for out, reference in zip(run(ops, dtype), run(TorchOps(), torch.float64), strict=True):
         close(out, reference, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 64, 65, 300])
+@pytest.mark.parametrize(("size", "width"), [(1024, 4096), (2048, 1024), (3072, 1024), (96, 40), (5120, 2064)])
+def test_products_of_few_rows(ops: Ops, dtype: torch.dtype, rows: int, size: int, width: int) -> None:
+    """17 rows are a product of cuBLAS: the same interface on both sides of the border."""
+    x = torch.randn(rows, size, device="cuda").to(dtype)
+    weight = (torch.randn(width, size, device="cuda") / size**0.5).to(dtype)
+    bias, residual = torch.randn(width, device="cuda").to(dtype), torch.randn(rows, width, device="cuda").to(dtype)
+    norm = Norm(torch.randn(size, device="cuda").to(dtype), 1e-6)
+    wide = [tensor.double() for tensor in (x, weight, bias, residual)]
+    wide_norm, reference = Norm(norm.weight.double(), norm.eps), TorchOps()
+    close(ops.linear(x, weight), reference.linear(*wide[:2]), dtype)
+    close(ops.linear(x, weight, bias), reference.linear(*wide[:3]), dtype)
+    close(ops.linear(x, weight, None, residual), reference.linear(wide[0], wide[1], None, wide[3]), dtype)
+    close(ops.linear(x, weight, bias, residual), reference.linear(*wide), dtype)
+    close(ops.norm_linear(x, norm, weight), reference.norm_linear(wide[0], wide_norm, wide[1]), dtype)
+    close(ops.norm_linear(x, norm, weight, bias), reference.norm_linear(wide[0], wide_norm, wide[1], wide[2]), dtype)
+    gated = ops.norm_gated_linear(x, norm, weight, bias)
+    close(gated, reference.norm_gated_linear(wide[0], wide_norm, wide[1], wide[2]), dtype)
+
+
+def test_decode_inputs_and_embedding(ops: Ops) -> None:
+    slots = torch.tensor([3, 0, 5, 5], device="cuda")
+    tokens = torch.randint(0, 100, (6, 200), dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([1, 5, 7, 150, 2, 33], dtype=torch.int32, device="cuda")
+    page_table = torch.randint(0, 99, (6, 13), dtype=torch.int32, device="cuda")
+    have = ops.decode_inputs(slots, tokens, lengths, page_table, 16, pages=True)
+    want = TorchOps().decode_inputs(slots, tokens, lengths, page_table, 16, pages=True)
+    for mine, reference in zip(have[:4], want[:4], strict=True):
+        assert mine.dtype == reference.dtype
+        assert torch.equal(mine, reference)
+    for row, length in enumerate(want.kv_lens.tolist()):
+        used = -(-length // 16)
+        assert torch.equal(have.page_table[row, :used], want.page_table[row, :used])
+    weight = torch.randn(100, 1024, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(ops.embed(have.input_ids, weight), weight[have.input_ids])

@@ -6,6 +6,7 @@ Any batch runs this way. A steady decode on CUDA replays the same operations fro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from minisgl.engine.state import SlotState, upload, upload_together
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.decoder import CausalLM
+
+if TYPE_CHECKING:
+    from minisgl.attention.fused import FusedDecode
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class StepRunner:
         attention: AttentionBackend,
         ops: Ops,
         sampler: Sampler,
+        fused: FusedDecode | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -49,6 +54,7 @@ class StepRunner:
         self.attention = attention
         self.ops = ops
         self.sampler = sampler
+        self.fused = fused  # attends in decodes
 
     def forward(self, batch: Batch) -> Forwarded:
         """The model's work."""
@@ -136,26 +142,27 @@ class StepRunner:
 
         `kv_lens` is the host's idea of the lengths: at capture, the longest possible.
         """
-        state = self.state
-        lengths = state.lengths[slots]
-        positions = lengths.long() - 1
-        rows = len(slots)
+        state, rows = self.state, len(slots)
+        made = self.ops.decode_inputs(
+            slots, state.tokens, state.lengths, state.page_table, state.page_size, pages=self.fused is None
+        )
         inputs = AttentionInputs(
             query_lens=np.ones(rows, dtype=np.int32),
             kv_lens=kv_lens,
             query_starts=torch.arange(rows + 1, dtype=torch.int32, device=state.device),
-            kv_lens_device=lengths,
-            page_table=state.page_table[slots],
+            kv_lens_device=made.kv_lens,
+            page_table=made.page_table,
         )
         return ForwardContext(
-            input_ids=state.tokens[slots, positions].long(),
-            positions=positions,
-            kv_slots=state.kv_slots(slots, positions),
+            input_ids=made.input_ids,
+            positions=made.positions,
+            kv_slots=made.kv_slots,
             sample_rows=None,
             kv=self.kv,
             ops=self.ops,
             attention=self.attention,
             plan=attention.plan(inputs),
+            fused=self.fused.rows(slots, state.lengths, state.page_table) if self.fused else None,
         )
 
 

@@ -30,10 +30,34 @@ class Heads:
     k_norm: Norm | None
 
 
+class DecodeInputs(NamedTuple):
+    """Of each row: its newest token and that one's place."""
+
+    input_ids: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64
+    kv_slots: Tensor  # [rows] int64: page * page_size + offset
+    kv_lens: Tensor  # [rows] int32
+    page_table: Tensor  # [rows, max_pages] int32; beyond a row's length it may hold anything
+
+
 class Ops(Protocol):
     """Operations between the matrix products. All of them keep the dtype of their input; sums are float32."""
 
-    moe_graph_safe: bool  # `moe` launches the same work whatever its data: a CUDA graph may hold it
+    def decode_inputs(
+        self, slots: Tensor, tokens: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, *, pages: bool
+    ) -> DecodeInputs:
+        """What a decode of `slots` [rows] int64 begins with, from all slots' tokens [slots, max_len], lengths [slots]
+        and page table [slots, max_pages], int32. Without `pages` the rows of the page table are left out.
+        """
+        ...
+
+    def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """ids [T] int64, weight [vocab, H] -> weight[ids], [T, H]."""
+        ...
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """weight [out, in] in the layout that the products below read fastest: they take either."""
+        ...
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """x [T, H] -> x / sqrt(mean(x^2) + eps) * weight, [T, H]."""
@@ -55,7 +79,7 @@ class Ops(Protocol):
         self, qkv: Tensor, heads: Heads, positions: Tensor, kv_slots: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         """Split qkv [T, (heads + 2 * kv_heads) * head_dim]; norm and rotate q and k as `heads` says; write k and v to
-        the cache rows `kv_slots`. The caches are [pages, page_size, kv_heads, head_dim]. Returns q [T, heads, head_dim].
+        the rows `kv_slots` of the caches [pages, page_size, kv_heads, head_dim]. Returns q [T, heads, head_dim].
         """
         ...
 
@@ -68,4 +92,8 @@ class Ops(Protocol):
         probabilities, divided by their sum if `renormalize`. w13 is [experts, 2 * I, H] with the gate first, w2
         [experts, H, I]: expert e gives w2[e] @ silu_and_mul(w13[e] @ x).
         """
+        ...
+
+    def moe_graph_safe(self, w13: Tensor, w2: Tensor, top_k: int, /) -> bool:
+        """Whether `moe` with these launches the same work whatever its data, so that a CUDA graph may hold it."""
         ...

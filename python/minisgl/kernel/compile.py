@@ -9,27 +9,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cuda.bindings import driver
 from cuda.core import Device, LaunchConfig, Program, ProgramOptions, Stream, launch
 
 import minisgl
 
 SCALAR_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+_DEFAULT_SHARED_BYTES = 48 << 10  # more must be asked for
 
 
 class Kernel:
     """One compiled kernel; calling it launches it on torch's current stream."""
 
-    def __init__(self, kernel: Any, streams: dict[int, Stream]) -> None:
+    def __init__(self, kernel: Any, streams: dict[int, Stream], *, begins_early: bool, shared_bytes: int) -> None:
         self._kernel = kernel
         self._streams = streams  # by torch's handle, shared by all kernels of a compiler
+        self._begins_early = begins_early
+        self._shared_bytes = shared_bytes
 
-    def __call__(self, grid: tuple[int, ...], block: int, *args: Any) -> None:
-        """Arguments: tensors' data_ptr() for pointers, NumPy scalars of the exact type for the rest."""
+    def __call__(self, grid: tuple[int, ...], block: int, *args: Any, cluster: int = 1) -> None:
+        """Arguments: tensors' data_ptr() for pointers, NumPy scalars of the exact type for the rest.
+
+        With a `cluster` of more than one block, the grid counts clusters, which lie along its first axis.
+        """
         handle = torch.cuda.current_stream().cuda_stream
         stream = self._streams.get(handle)
         if stream is None:
             stream = self._streams[handle] = Stream.from_handle(handle)
-        launch(stream, LaunchConfig(grid=grid, block=block), self._kernel, *args)
+        config = LaunchConfig(
+            grid=grid,
+            block=block,
+            cluster=(cluster, 1, 1) if cluster > 1 else None,
+            shmem_size=self._shared_bytes,
+            programmatic_stream_serialization=self._begins_early,
+        )
+        launch(stream, config, self._kernel, *args)
 
 
 class Compiler:
@@ -42,8 +56,25 @@ class Compiler:
         self._streams: dict[int, Stream] = {}
         self._folder = Path(minisgl.__file__).parent / "csrc"
 
-    def compile(self, file: str, kernels: tuple[str, ...], **macros: str | int) -> list[Kernel]:
-        """The named kernels of one file, with these macros defined."""
+    @property
+    def arch(self) -> int:
+        """The device's compute capability: 90 for 9.0."""
+        return int(self._device.arch)
+
+    def compile(
+        self,
+        file: str,
+        kernels: tuple[str, ...],
+        *,
+        begins_early: bool = False,
+        shared_bytes: int = 0,
+        **macros: str | int,
+    ) -> list[Kernel]:
+        """The named kernels of one file, with these macros defined.
+
+        `begins_early`: they wait for their predecessor themselves (common.cuh), and so may be launched before its end.
+        `shared_bytes`: of the shared memory that they use besides what they declare.
+        """
         options = ProgramOptions(
             std="c++17",
             arch=f"sm_{self._device.arch}",
@@ -52,4 +83,18 @@ class Compiler:
         )
         source = (self._folder / file).read_text()
         module = Program(source, code_type="c++", options=options).compile("cubin")
-        return [Kernel(module.get_kernel(name), self._streams) for name in kernels]
+        early = begins_early and self.arch >= 90
+        compiled = []
+        for name in kernels:
+            kernel = module.get_kernel(name)
+            if shared_bytes > _DEFAULT_SHARED_BYTES:
+                (error,) = driver.cuKernelSetAttribute(
+                    driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    shared_bytes,
+                    kernel.handle,
+                    self._device.device_id,
+                )
+                if error != driver.CUresult.CUDA_SUCCESS:
+                    raise RuntimeError(f"{file}: {shared_bytes} bytes of shared memory a block: {error.name}")
+            compiled.append(Kernel(kernel, self._streams, begins_early=early, shared_bytes=shared_bytes))
+        return compiled

@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl.kernel.base import DecodeInputs, Heads, Norm
 from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
-from minisgl.kernel.torch_ops import TorchOps
+from minisgl.kernel.cuda_moe import CudaMoe
+from minisgl.kernel.few_rows import FewRows
+from minisgl.kernel.torch_ops import TorchOps, silu_and_mul
 
 _VECTOR_BYTES = 16
 _WARPS = 4  # of a block that works warp by warp
@@ -17,57 +20,58 @@ _WARPS = 4  # of a block that works warp by warp
 class CudaOps:
     """Implements kernel.base.Ops. Kernels are compiled at the first use of a dtype and head size."""
 
-    moe_graph_safe = False  # it runs in torch, which asks the device how many tokens each expert has
-
     def __init__(self, device: torch.device) -> None:
         self._compiler = Compiler(device)
         self._torch = TorchOps()
-        self._norms: dict[torch.dtype, list[Kernel]] = {}
+        self._few_rows = FewRows(self._compiler)
+        self._moe = CudaMoe(self._compiler)
+        self._norms: dict[torch.dtype, Kernel] = {}
+        self._inputs: dict[torch.dtype, list[Kernel]] = {}
         self._silu: dict[torch.dtype, Kernel] = {}
         self._rope: dict[tuple[torch.dtype, int], Kernel] = {}
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         size = x.shape[-1]
         if not _vectorizes(x, size) or not len(x):
-            return self._torch.rms_norm(x, weight, eps)
+            return self._torch.rms_norm(x, norm)
         out = torch.empty_like(x)
-        kernel = self._norm_kernels(x.dtype)[0]
+        kernel = self._norm_kernel(x.dtype)
         kernel(
             (x.numel() // size,),
             _row_threads(x, size),
             x.data_ptr(),
-            weight.data_ptr(),
+            norm.weight.data_ptr(),
             out.data_ptr(),
             np.int32(size),
-            np.float32(eps),
+            np.float32(norm.eps),
         )
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        size = x.shape[-1]
-        if not _vectorizes(x, size) or not residual.is_contiguous() or not len(x):
-            return self._torch.add_rms_norm(x, residual, weight, eps)
-        out = torch.empty_like(x)
-        kernel = self._norm_kernels(x.dtype)[1]
-        kernel(
-            (x.numel() // size,),
-            _row_threads(x, size),
-            x.data_ptr(),
-            residual.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            np.int32(size),
-            np.float32(eps),
-        )
-        return out, residual
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        if self._few_rows.takes(x, weight):
+            return self._few_rows.product(x, None, weight, bias, residual)
+        if residual is not None and bias is None:
+            return torch.addmm(residual, x, weight.t())
+        y = F.linear(x, weight, bias)
+        return y if residual is None else y.add_(residual)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._few_rows.takes(x, weight):
+            return self._few_rows.product(x, norm, weight, bias)
+        return F.linear(self.rms_norm(x, norm), weight, bias)
+
+    def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._few_rows.takes(x, weight) and len(weight) % 16 == 0:
+            return self._few_rows.product(x, norm, weight, bias, gated=True)
+        return self._silu_and_mul(F.linear(self.rms_norm(x, norm), weight, bias))
+
+    def _silu_and_mul(self, gate_up: Tensor) -> Tensor:
         tokens, width = gate_up.shape
         if not _vectorizes(gate_up, width // 2):
-            return self._torch.silu_and_mul(gate_up)
+            return silu_and_mul(gate_up)
         out = gate_up.new_empty((tokens, width // 2))
         vectors = out.numel() * out.itemsize // _VECTOR_BYTES
         kernel = self._silu_kernel(gate_up.dtype)
@@ -82,82 +86,102 @@ class CudaOps:
         return out
 
     def norm_rope_store(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor,
-        kv_slots: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
+        self, qkv: Tensor, heads: Heads, positions: Tensor, kv_slots: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        tokens = qkv.shape[0]
-        head_dim = k_cache.shape[-1]
+        tokens, head_dim = len(qkv), k_cache.shape[-1]
         if head_dim % 64 or head_dim > 256 or not qkv.is_contiguous():
-            return self._torch.norm_rope_store(
-                qkv,
-                positions,
-                cos_sin,
-                kv_slots,
-                k_cache,
-                v_cache,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                q_weight=q_weight,
-                k_weight=k_weight,
-                eps=eps,
-            )
-        q = qkv.new_empty((tokens, num_heads, head_dim))
-        units = tokens * (num_heads + 2 * num_kv_heads)
+            return self._torch.norm_rope_store(qkv, heads, positions, kv_slots, k_cache, v_cache)
+        q = qkv.new_empty((tokens, heads.num_heads, head_dim))
+        units = tokens * (heads.num_heads + 2 * heads.num_kv_heads)
         kernel = self._rope_kernel(qkv.dtype, head_dim)
         kernel(
             (-(-units // _WARPS),),
             _WARPS * 32,
             qkv.data_ptr(),
             positions.data_ptr(),
-            cos_sin.data_ptr(),
+            heads.cos_sin.data_ptr(),
             kv_slots.data_ptr(),
             q.data_ptr(),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
-            0 if q_weight is None else q_weight.data_ptr(),
-            0 if k_weight is None else k_weight.data_ptr(),
+            0 if heads.q_norm is None else heads.q_norm.weight.data_ptr(),
+            0 if heads.k_norm is None else heads.k_norm.weight.data_ptr(),
             np.int64(tokens),
-            np.int32(num_heads),
-            np.int32(num_kv_heads),
-            np.float32(eps),
+            np.int32(heads.num_heads),
+            np.int32(heads.num_kv_heads),
+            np.float32(0.0 if heads.q_norm is None else heads.q_norm.eps),
         )
         return q
+
+    def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
+        size = weight.shape[1]
+        if not _vectorizes(weight, size) or not len(ids):
+            return self._torch.embed(ids, weight)
+        out = weight.new_empty((len(ids), size))
+        kernel = self._input_kernels(weight.dtype)[1]
+        kernel((len(ids),), _row_threads(out, size), ids.data_ptr(), weight.data_ptr(), out.data_ptr(), np.int32(size))
+        return out
+
+    def decode_inputs(
+        self, slots: Tensor, tokens: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, *, pages: bool
+    ) -> DecodeInputs:
+        rows, width = len(slots), page_table.shape[1]
+        input_ids, positions, kv_slots = (torch.empty_like(slots) for _ in range(3))
+        kv_lens = lengths.new_empty(rows)
+        table = page_table.new_empty((rows, width if pages else 0))
+        kernel = self._input_kernels(torch.float32)[0]
+        kernel(
+            (rows,),
+            128,
+            slots.data_ptr(),
+            tokens.data_ptr(),
+            np.int64(tokens.stride(0)),
+            lengths.data_ptr(),
+            page_table.data_ptr(),
+            np.int64(page_table.stride(0)),
+            np.int32(page_size),
+            input_ids.data_ptr(),
+            positions.data_ptr(),
+            kv_slots.data_ptr(),
+            kv_lens.data_ptr(),
+            table.data_ptr() if pages else 0,
+            np.int32(width),
+        )
+        return DecodeInputs(input_ids, positions, kv_slots, kv_lens, table)
 
     def moe(
         self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, *, top_k: int, renormalize: bool
     ) -> Tensor:
-        return self._torch.moe(x, router_logits, w13, w2, top_k=top_k, renormalize=renormalize)
+        if not self._moe.takes(w13, w2, top_k):
+            return self._torch.moe(x, router_logits, w13, w2, top_k=top_k, renormalize=renormalize)
+        return self._moe(x, router_logits, w13, w2, top_k=top_k, renormalize=renormalize)
 
-    def _norm_kernels(self, dtype: torch.dtype) -> list[Kernel]:
+    def moe_graph_safe(self, w13: Tensor, w2: Tensor, top_k: int, /) -> bool:
+        return self._moe.takes(w13, w2, top_k)
+
+    def _norm_kernel(self, dtype: torch.dtype) -> Kernel:
         if dtype not in self._norms:
-            self._norms[dtype] = self._compiler.compile(
-                "norm.cu", ("rms_norm", "add_rms_norm"), SCALAR=SCALAR_NAMES[dtype]
-            )
+            (self._norms[dtype],) = self._compile("norm.cu", ("rms_norm",), dtype)
         return self._norms[dtype]
+
+    def _input_kernels(self, dtype: torch.dtype) -> list[Kernel]:
+        if dtype not in self._inputs:
+            self._inputs[dtype] = self._compile("inputs.cu", ("decode_inputs", "embed"), dtype)
+        return self._inputs[dtype]
 
     def _silu_kernel(self, dtype: torch.dtype) -> Kernel:
         if dtype not in self._silu:
-            (self._silu[dtype],) = self._compiler.compile("silu.cu", ("silu_and_mul",), SCALAR=SCALAR_NAMES[dtype])
+            (self._silu[dtype],) = self._compile("silu.cu", ("silu_and_mul",), dtype)
         return self._silu[dtype]
 
     def _rope_kernel(self, dtype: torch.dtype, head_dim: int) -> Kernel:
         key = dtype, head_dim
         if key not in self._rope:
-            (self._rope[key],) = self._compiler.compile(
-                "rope.cu", ("norm_rope_store",), SCALAR=SCALAR_NAMES[dtype], HEAD_DIM=head_dim
-            )
+            (self._rope[key],) = self._compile("rope.cu", ("norm_rope_store",), dtype, HEAD_DIM=head_dim)
         return self._rope[key]
+
+    def _compile(self, file: str, kernels: tuple[str, ...], dtype: torch.dtype, **macros: int) -> list[Kernel]:
+        return self._compiler.compile(file, kernels, begins_early=True, SCALAR=SCALAR_NAMES[dtype], **macros)
 
 
 def _vectorizes(x: Tensor, size: int) -> bool:

@@ -9,17 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.base import Heads, Norm
-
-# Few CPUs multiply 16-bit floats. From so many rows on, turning the weight into float32 costs less than it saves.
-_MANY_ROWS = 4
-_BLOCK = 1 << 20  # values of a weight in float32 at a time: they stay in the cache
+from minisgl.kernel.base import DecodeInputs, Heads, Norm
 
 
 class TorchOps:
     """Implements kernel.base.Ops."""
 
-    moe_graph_safe = False  # the host reads how many tokens each expert has
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         y = self._product(x, weight, bias)
@@ -32,13 +29,19 @@ class TorchOps:
         return silu_and_mul(self.norm_linear(x, norm, weight, bias))
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if x.device.type == "cpu" and x.dtype != torch.float32:
-            if len(x) >= _MANY_ROWS:
-                return _linear_in_float32(x, weight, bias)
-            if len(x) == 1:  # reads the weight faster than a product of matrices does
-                row = weight.mv(x[0]) if bias is None else torch.addmv(bias, weight, x[0])
-                return row.unsqueeze(0)
         return F.linear(x, weight, bias)
+
+    def decode_inputs(
+        self, slots: Tensor, tokens: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, *, pages: bool
+    ) -> DecodeInputs:
+        kv_lens = lengths[slots]
+        positions = kv_lens.long() - 1
+        kv_slots = page_table[slots, positions // page_size].long() * page_size + positions % page_size
+        table = page_table[slots] if pages else page_table[:0]
+        return DecodeInputs(tokens[slots, positions].long(), positions, kv_slots, kv_lens, table)
+
+    def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
+        return F.embedding(ids, weight)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         x32 = x.float()
@@ -76,20 +79,14 @@ class TorchOps:
                 start += count
         return out.to(x.dtype)
 
+    def moe_graph_safe(self, *_: object) -> bool:
+        return False  # the host reads how many tokens each expert has
+
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[T, 2 * I] with the gate first -> silu(gate) * up, [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
-
-
-def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = x.new_empty((len(x), len(weight)))
-    rows, wide = max(_BLOCK // weight.shape[1], 1), x.float()
-    for start in range(0, len(weight), rows):
-        part = slice(start, start + rows)
-        out[:, part] = F.linear(wide, weight[part].float(), None if bias is None else bias[part].float())
-    return out
 
 
 def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:

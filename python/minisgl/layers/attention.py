@@ -64,7 +64,10 @@ class Attention(nn.Module):
         )
         keys, values = ctx.kv.keys(self.layer), ctx.kv.values(self.layer)
         qkv = self.qkv_proj(x, norm, ctx)
-        q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.kv_slots, keys, values)
-        attended = ctx.attention.forward(self.layer, q, ctx.kv, ctx.plan, self.window)
+        if ctx.fused is not None:
+            attended = ctx.fused.forward(qkv, heads, keys, values, self.window)
+        else:
+            q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.kv_slots, keys, values)
+            attended = ctx.attention.forward(self.layer, q, ctx.kv, ctx.plan, self.window)
         y: Tensor = self.o_proj(attended.flatten(1), x, ctx)
         return y

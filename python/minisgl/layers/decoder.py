@@ -11,6 +11,7 @@ from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
 from minisgl.kernel.base import Ops
 from minisgl.layers.embedding import LMHead, VocabEmbedding
+from minisgl.layers.moe import SparseMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary
 from minisgl.models.config import ModelConfig
@@ -50,7 +51,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
 
     def forward(self, ctx: ForwardContext) -> Tensor:
-        x: Tensor = self.embed_tokens(ctx.input_ids)
+        x: Tensor = self.embed_tokens(ctx.input_ids, ctx)
         for layer in self.layers:
             x = layer(x, ctx)
         return x if ctx.sample_rows is None else x[ctx.sample_rows]
@@ -74,7 +75,7 @@ class CausalLM(nn.Module):
 
     def graph_safe(self, ops: Ops) -> bool:
         """Whether a decode launches the same work whatever its data, so that a CUDA graph may hold it."""
-        return self.config.moe is None or ops.moe_graph_safe
+        return all(module.graph_safe(ops) for module in self.modules() if isinstance(module, SparseMLP))
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Logits [S, vocab_size] of the tokens that sample, in the model's dtype, the same on every rank."""

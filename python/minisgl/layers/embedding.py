@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
-from minisgl.layers.linear import empty
+from minisgl.layers.linear import PackableWeight, empty
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.pieces import Piece
 
@@ -34,18 +33,18 @@ class VocabEmbedding(nn.Module):
         self.share = VocabShare(vocab_size, tp)
         self.weight = vocab_weight(self.share, hidden_size, dtype)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         if self.tp.size == 1:
-            return F.embedding(ids, self.weight)
+            return ctx.ops.embed(ids, self.weight)
         here = (ids >= self.share.start) & (ids < self.share.stop)
-        x = F.embedding((ids - self.share.start) * here, self.weight)
+        x = ctx.ops.embed((ids - self.share.start) * here, self.weight)
         return self.tp.all_reduce(x * here.unsqueeze(-1))
 
     def pieces(self, name: str) -> Iterator[Piece]:
         yield vocab_piece(name, self.weight, self.vocab_size, self.share, tied=False)
 
 
-class LMHead(nn.Module):
+class LMHead(PackableWeight):
     """norm(x) of [S, hidden_size] -> logits [S, vocab_size] on every rank. Given an embedding, it uses its weight."""
 
     def __init__(

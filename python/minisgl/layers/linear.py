@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
+from minisgl.kernel.base import Ops
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.pieces import Piece, whole
 
@@ -37,7 +38,22 @@ def zeros(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
 
 
-class ColumnParallelLinear(nn.Module):
+class PackableWeight(nn.Module):
+    """A module whose weight is read by products alone, so that it may be laid out for them."""
+
+    weight: nn.Parameter
+
+
+def pack_weights(model: nn.Module, ops: Ops) -> None:
+    """Lay out the loaded weights for the products of `ops`. A tied embedding keeps its own copy."""
+    for module in model.modules():
+        if isinstance(module, PackableWeight):
+            packed = ops.pack(module.weight)
+            if packed is not module.weight:
+                module.weight = nn.Parameter(packed, requires_grad=False)
+
+
+class ColumnParallelLinear(PackableWeight):
     """Matrices that share their input, merged into one product; each rank has some output rows of each.
 
     norm(x) of [T, in_features] -> [T, rows kept], in the order of the parts. The parts stand in the checkpoint beside this
@@ -68,7 +84,7 @@ class ColumnParallelLinear(nn.Module):
                 at += len(kept)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(PackableWeight):
     """One matrix whose input columns are divided, and the residual addition behind it.
 
     [T, in_features / size], summed over ranks, + residual -> [T, out_features].

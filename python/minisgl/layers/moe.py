@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
+from minisgl.kernel.base import Ops
 from minisgl.layers.linear import empty
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.pieces import Piece, whole
@@ -39,6 +40,10 @@ class SparseMLP(nn.Module):
             renormalize=self.moe.norm_topk_prob,
         )
         return self.tp.all_reduce(y).add_(x)
+
+    def graph_safe(self, ops: Ops) -> bool:
+        """Whether its work is the same whatever the data."""
+        return ops.moe_graph_safe(self.experts.w13, self.experts.w2, self.moe.experts_per_token)
 
 
 class Router(nn.Module):

@@ -1,0 +1,282 @@
+// Attention of a decode step from the q, k, v product to its output, in one launch: norm and rotation of q and k, the
+// store of the new K and V, and attention over the paged cache (flash-decoding: Dao et al., 2023).
+//
+// A cluster of blocks serves one KV head of one row. Tiles of 16 cached tokens are dealt to the cluster's warps in turn;
+// each warp streams its tiles from memory straight into the registers of tensor-core instructions and keeps an online
+// softmax of its own. The new token never takes the way through memory: it is one more partial result. At the end
+// warps merge through shared memory, and blocks by pushing their shares to one another.
+//
+// Scores are computed as K [16 tokens, dims] @ q^T [dims, 8 heads], the output as V^T [dims, 16 tokens] @ p^T [16 tokens,
+// 8 heads]. Dimensions and tokens are summed over, so their order may be any as long as both operands agree: each
+// thread loads 16 bytes that are contiguous in memory.
+//
+// -DHEAD_DIM: 64 or 128; -DGROUP: query heads of a KV head, at most 8; -DPAGE_SIZE: a power of two; -DCLUSTER: blocks.
+#include "common.cuh"
+#include "mma.cuh"
+
+#define INF __int_as_float(0x7f800000)
+constexpr int WARPS = 4;
+constexpr int THREADS = WARPS * 32;
+constexpr int TILE = 16;
+constexpr int CHUNKS = HEAD_DIM / 32;  // of 32 dimensions: 8 a thread
+constexpr int HALVES = HEAD_DIM / 64;  // of 64 dimensions: 8 a thread
+constexpr int HALF = HEAD_DIM / 2;
+constexpr int PAIRS = HALF / 32;      // of (i, i + HALF), a lane's share of a head
+constexpr int STRIDE = HEAD_DIM + 8;  // of a head in shared memory: neighbours in different banks
+constexpr int PARTIALS = WARPS + 1;   // the last is the new token's
+constexpr int VALUES = GROUP * HEAD_DIM;
+
+struct Cache {
+  const T* k;
+  const T* v;
+  const int* pages;  // of the row
+  long long token_stride;
+};
+
+// Where the K or V of a position begins, in values.
+__device__ __forceinline__ long long place(const Cache& cache, int position) {
+  int page = cache.pages[position / PAGE_SIZE];
+  return ((long long)page * PAGE_SIZE + position % PAGE_SIZE) * cache.token_stride;
+}
+
+// Of a tile's position `i`, given the tile's own place; where pages are smaller than tiles that is not enough.
+__device__ __forceinline__ long long place_in_tile(const Cache& cache, long long start, int tile, int i) {
+  return PAGE_SIZE >= TILE ? start + i * cache.token_stride : place(cache, tile * TILE + i);
+}
+
+// Positions from `end` on are replaced by the last before it: they are finite, and count for nothing.
+__device__ __forceinline__ void load_k(uint4 (&k)[2][CHUNKS], const Cache& cache, long long start, int tile, int end) {
+  int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    int i = min(n * 8 + (lane >> 2), end - 1 - tile * TILE);
+    const T* from = cache.k + place_in_tile(cache, start, tile, i) + (lane & 3) * 8;
+#pragma unroll
+    for (int j = 0; j < CHUNKS; ++j) k[n][j] = load_once(from + j * 32);
+  }
+}
+
+__device__ __forceinline__ void load_v(uint4 (&v)[4][HALVES], const Cache& cache, long long start, int tile, int end) {
+  int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {  // positions 2p, 2p + 1, 2p + 8, 2p + 9 of the tile
+    int position = min((lane & 3) * 2 + (i & 1) + (i >> 1) * 8, end - 1 - tile * TILE);
+    const T* from = cache.v + place_in_tile(cache, start, tile, position) + (lane >> 2) * 8;
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) v[i][h] = load_once(from + h * 64);
+  }
+}
+
+__device__ __forceinline__ unsigned word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// A lane's PAIRS of a head, normed if there is a weight, and rotated.
+__device__ __forceinline__ void norm_rotate(
+    const T* in, const T* norm, float eps, const float* angle, Vec<PAIRS>& low, Vec<PAIRS>& high) {
+  int at = (threadIdx.x & 31) * PAIRS;
+  low = *(const Vec<PAIRS>*)(in + at), high = *(const Vec<PAIRS>*)(in + HALF + at);
+  float a[PAIRS], b[PAIRS];
+#pragma unroll
+  for (int j = 0; j < PAIRS; ++j) a[j] = to_float(low.v[j]), b[j] = to_float(high.v[j]);
+  if (norm) {
+    float squares = 0.f;
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) squares += a[j] * a[j] + b[j] * b[j];
+    float scale = rsqrtf(warp_sum(squares) / HEAD_DIM + eps);
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) {
+      a[j] = rounded(rounded(a[j] * scale) * to_float(norm[at + j]));
+      b[j] = rounded(rounded(b[j] * scale) * to_float(norm[HALF + at + j]));
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < PAIRS; ++j) {
+    float c = angle[at + j], s = angle[HALF + at + j];
+    low.v[j] = from_float<T>(a[j] * c - b[j] * s);
+    high.v[j] = from_float<T>(b[j] * c + a[j] * s);
+  }
+}
+
+// The transposed 8 x 8 matrix of 16-bit values: a thread gives (row g; columns 2p, 2p + 1) and takes (rows 2p, 2p + 1; column g).
+__device__ __forceinline__ unsigned transpose(unsigned pair) {
+  unsigned out;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+  return out;
+}
+
+// The largest, or the sum, over the eight lanes that share lane % 4.
+__device__ __forceinline__ float column_max(float x) {
+  for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  return x;
+}
+__device__ __forceinline__ float column_sum(float x) {
+  for (int offset = 4; offset < 32; offset *= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+// Store at the place of `mine` in the block `rank` of the cluster.
+__device__ __forceinline__ void push(float* mine, int rank, float value) {
+  unsigned address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((unsigned)__cvta_generic_to_shared(mine)), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+// grid: (CLUSTER, KV heads, rows). `window`: positions a query sees, itself included; 0: all.
+extern "C" __global__ void __launch_bounds__(THREADS, 4) decode_attention(
+    const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride,
+    const float* cos_sin, const T* q_norm, const T* k_norm, float eps, T* k_cache, T* v_cache, T* out, int window) {
+  __shared__ alignas(16) T q[8][STRIDE], new_k[HEAD_DIM], new_v[HEAD_DIM];
+  __shared__ float partial_max[PARTIALS][8], partial_sum[PARTIALS][8], partial[WARPS][GROUP][HEAD_DIM];
+  __shared__ float block_max[CLUSTER][GROUP], block_sum[CLUSTER][GROUP], block[CLUSTER][(VALUES + CLUSTER - 1) / CLUSTER];
+  int rank = blockIdx.x, kv_head = blockIdx.y, kv_heads = gridDim.y;
+  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block is there
+  long long slot = slots[blockIdx.z];
+  int end = lengths[slot] - 1;  // the new token's position: the cached ones are before it
+  int first = window ? max(0, end - window + 1) : 0;
+  int tiles = first < end ? (end + TILE - 1) / TILE : 0, tile = first / TILE + rank * WARPS + warp;
+
+  Cache cache = {k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, page_table + slot * table_stride,
+                 (long long)kv_heads * HEAD_DIM};
+  uint4 k[2][CHUNKS], v[4][HALVES];
+  if (tile < tiles) {
+    long long start = place(cache, tile * TILE);
+    load_k(k, cache, start, tile, end), load_v(v, cache, start, tile, end);
+  }
+  int ahead = max(min(tile + CLUSTER * WARPS, tiles - 1), 0);
+  long long next_start = place(cache, ahead * TILE);  // a page's number is read a tile ahead
+  wait_for_predecessor();
+  start_successor();
+
+  const float* angle = cos_sin + (long long)end * HEAD_DIM;
+  const T* heads = qkv + (long long)blockIdx.z * (GROUP + 2) * kv_heads * HEAD_DIM;
+  for (int head = warp; head < 8; head += WARPS) {
+    Vec<PAIRS> low = {}, high = {};
+    if (head < GROUP) norm_rotate(heads + (kv_head * GROUP + head) * HEAD_DIM, q_norm, eps, angle, low, high);
+    *(Vec<PAIRS>*)(q[head] + lane * PAIRS) = low, *(Vec<PAIRS>*)(q[head] + HALF + lane * PAIRS) = high;
+  }
+  bool has_new = rank == CLUSTER - 1;  // this block takes care of the new token
+  if (has_new) {
+    long long to = place(cache, end) + kv_head * HEAD_DIM;
+    if (warp == WARPS - 1) {
+      Vec<PAIRS> low, high;
+      norm_rotate(heads + (GROUP * kv_heads + kv_head) * HEAD_DIM, k_norm, eps, angle, low, high);
+      *(Vec<PAIRS>*)(k_cache + to + lane * PAIRS) = low, *(Vec<PAIRS>*)(k_cache + to + HALF + lane * PAIRS) = high;
+      *(Vec<PAIRS>*)(new_k + lane * PAIRS) = low, *(Vec<PAIRS>*)(new_k + HALF + lane * PAIRS) = high;
+    } else if (warp == WARPS - 2) {
+      using Part = Vec<2 * PAIRS>;
+      Part part = *(const Part*)(heads + ((GROUP + 1) * kv_heads + kv_head) * HEAD_DIM + lane * 2 * PAIRS);
+      *(Part*)(v_cache + to + lane * 2 * PAIRS) = part, *(Part*)(new_v + lane * 2 * PAIRS) = part;
+    }
+  }
+  __syncthreads();
+
+  const float scale = rsqrtf((float)HEAD_DIM) * 1.44269504f;  // for powers of two
+  uint4 b[CHUNKS];
+#pragma unroll
+  for (int j = 0; j < CHUNKS; ++j) b[j] = *(const uint4*)(q[lane >> 2] + j * 32 + (lane & 3) * 8);
+  // A thread has the heads 2p and 2p + 1: highest score, sum, and of the output the dimensions g and g + 8 of 16.
+  float highest[2] = {-INF, -INF}, sum[2] = {}, o[HALVES * 4][4] = {};
+
+  for (; tile < tiles; tile += CLUSTER * WARPS) {
+    float s[4] = {};
+#pragma unroll
+    for (int j = 0; j < CHUNKS; ++j) {
+      mma(s, k[0][j].x, k[1][j].x, k[0][j].y, k[1][j].y, b[j].x, b[j].y);
+      mma(s, k[0][j].z, k[1][j].z, k[0][j].w, k[1][j].w, b[j].z, b[j].w);
+    }
+    int next = tile + CLUSTER * WARPS;
+    long long start = next_start;
+    if (next < tiles) {
+      load_k(k, cache, start, next, end);
+      next_start = place(cache, min(next + CLUSTER * WARPS, tiles - 1) * TILE);
+    }
+
+    int position = tile * TILE + (lane >> 2);
+    bool low_in = position < end && position >= first, high_in = position + 8 < end && position + 8 >= first;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      s[i] = low_in ? s[i] * scale : -INF, s[i + 2] = high_in ? s[i + 2] * scale : -INF;
+      float higher = fmaxf(highest[i], column_max(fmaxf(s[i], s[i + 2])));  // finite: every tile has a position that counts
+      float fade = exp2f(highest[i] - higher);
+      highest[i] = higher;
+      s[i] = exp2f(s[i] - higher), s[i + 2] = exp2f(s[i + 2] - higher);
+      sum[i] = sum[i] * fade + s[i] + s[i + 2];
+#pragma unroll
+      for (int n = 0; n < HALVES * 4; ++n) o[n][i] *= fade, o[n][i + 2] *= fade;
+    }
+    unsigned p0 = transpose(pack(s[0], s[1])), p1 = transpose(pack(s[2], s[3]));
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {  // dimensions 2e and 2e + 1 of a thread's eight are rows g and g + 8
+        unsigned w[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) w[i] = word(v[i][h], e);
+        mma(o[h * 4 + e], __byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632),
+            __byte_perm(w[2], w[3], 0x5410), __byte_perm(w[2], w[3], 0x7632), p0, p1);
+      }
+    }
+    if (next < tiles) load_v(v, cache, start, next, end);
+  }
+
+  // The block's warps merge, with the new token.
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    int head = (lane & 3) * 2 + i;
+    float all = column_sum(sum[i]);
+    if (lane < 4) partial_max[warp][head] = highest[i], partial_sum[warp][head] = all;
+    if (head < GROUP) {
+#pragma unroll
+      for (int n = 0; n < HALVES * 4; ++n) {
+        Vec2 pair = {o[n][i], o[n][i + 2]};
+        *(Vec2*)&partial[warp][head][n / 4 * 64 + (lane >> 2) * 8 + n % 4 * 2] = pair;
+      }
+    }
+  }
+  for (int head = warp; head < GROUP; head += WARPS) {
+    float dot = 0.f;
+    for (int d = lane; d < HEAD_DIM; d += 32) dot += to_float(q[head][d]) * to_float(new_k[d]);
+    dot = warp_sum(dot);
+    if (lane == 0) partial_max[WARPS][head] = has_new ? dot * scale : -INF, partial_sum[WARPS][head] = has_new;
+  }
+  __syncthreads();
+  if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks are there
+  T* to = out + ((long long)blockIdx.z * kv_heads + kv_head) * VALUES;
+#pragma unroll
+  for (int i = threadIdx.x; i < VALUES; i += THREADS) {
+    int head = i / HEAD_DIM, d = i % HEAD_DIM;
+    float best = partial_max[WARPS][head];
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) best = fmaxf(best, partial_max[w][head]);
+    float base = best == -INF ? 0.f : best;  // a block may have no token at all
+    float weight = exp2f(partial_max[WARPS][head] - base);
+    float total = partial_sum[WARPS][head] * weight, y = has_new ? to_float(new_v[d]) * weight : 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      weight = exp2f(partial_max[w][head] - base);
+      total += partial_sum[w][head] * weight, y += partial[w][head][d] * weight;
+    }
+    if (CLUSTER == 1) {
+      to[i] = from_float<T>(y / total);
+    } else {
+      push(&block[rank][i / CLUSTER], i % CLUSTER, y);
+      if (d < CLUSTER) push(&block_max[rank][head], d, best), push(&block_sum[rank][head], d, total);
+    }
+  }
+  if (CLUSTER == 1) return;
+
+  // The cluster's blocks merge, each every CLUSTER-th value.
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  for (int i = threadIdx.x * CLUSTER + rank; i < VALUES; i += THREADS * CLUSTER) {
+    int head = i / HEAD_DIM;
+    float best = -INF, y = 0.f, total = 0.f;
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) best = fmaxf(best, block_max[r][head]);
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) {
+      float weight = exp2f(block_max[r][head] - best);
+      total += block_sum[r][head] * weight, y += block[r][i / CLUSTER] * weight;
+    }
+    to[i] = from_float<T>(y / total);
+  }
+}

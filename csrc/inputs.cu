@@ -1,0 +1,35 @@
+// What a decode step begins with, from the rows' slots alone: nothing of it comes from the host.
+#include "common.cuh"
+
+// One block a row. The newest token of the slot, its position, its place in the KV pool, the length and, where
+// `pages` is not null, the row of the page table.
+extern "C" __global__ void decode_inputs(
+    const long long* slots, const int* tokens, long long tokens_stride, const int* lengths, const int* page_table,
+    long long table_stride, int page_size, long long* input_ids, long long* positions, long long* kv_slots,
+    int* kv_lens, int* pages, int width) {
+  wait_for_predecessor();
+  start_successor();
+  int row = blockIdx.x;
+  long long slot = slots[row];
+  int length = lengths[slot], position = length - 1;
+  const int* mine = page_table + slot * table_stride;
+  if (threadIdx.x == 0) {
+    input_ids[row] = tokens[slot * tokens_stride + position];
+    positions[row] = position;
+    kv_slots[row] = (long long)mine[position / page_size] * page_size + position % page_size;
+    kv_lens[row] = length;
+  }
+  if (pages) {
+    int used = min(width, position / page_size + 1);
+    for (int i = threadIdx.x; i < used; i += blockDim.x) pages[(long long)row * width + i] = mine[i];
+  }
+}
+
+// One block a token: its row of the embedding. H is a multiple of VEC.
+extern "C" __global__ void embed(const long long* input_ids, const T* weight, T* out, int H) {
+  wait_for_predecessor();
+  start_successor();
+  const T* from = weight + input_ids[blockIdx.x] * H;
+  for (int i = threadIdx.x * VEC; i < H; i += blockDim.x * VEC)
+    *(Vec<VEC>*)(out + (long long)blockIdx.x * H + i) = *(const Vec<VEC>*)(from + i);
+}

@@ -1,0 +1,62 @@
+// Tensor-core and packed instructions for 16-bit T, and loads past the first cache.
+#pragma once
+#include "common.cuh"
+
+template <typename U> struct Is { static constexpr bool bf16 = false; };
+template <> struct Is<struct bf16> { static constexpr bool bf16 = true; };
+
+// c [16, 8] += a [16, 16] @ b [16, 8]: with g = lane / 4 and p = lane % 4, a thread has of a the rows g (a0, a2) and
+// g + 8 (a1, a3) at columns 2p, 2p + 1 (a0, a1) and 2p + 8, 2p + 9 (a2, a3); of b the column g at these rows (b0, b1); of c the
+// columns 2p, 2p + 1 of row g (c[0], c[1]) and row g + 8 (c[2], c[3]).
+__device__ __forceinline__ void mma(
+    float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  if constexpr (Is<T>::bf16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Two values of T in a register.
+__device__ __forceinline__ unsigned multiply(unsigned a, unsigned b) {
+  unsigned c;
+  if constexpr (Is<T>::bf16)  // a * b + (-0): bf16 has no plain product before sm_90
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(c) : "r"(a), "r"(b), "r"(0x80008000u));
+  else
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
+__device__ __forceinline__ float low_of(unsigned pair) { return to_float(T{(unsigned short)pair}); }
+__device__ __forceinline__ float high_of(unsigned pair) { return to_float(T{(unsigned short)(pair >> 16)}); }
+
+__device__ __forceinline__ unsigned pack(float low, float high) {
+  return from_float<T>(low).bits | (unsigned)from_float<T>(high).bits << 16;
+}
+
+// Eight values of T.
+__device__ __forceinline__ uint4 multiply(uint4 a, uint4 b) {
+  return make_uint4(multiply(a.x, b.x), multiply(a.y, b.y), multiply(a.z, b.z), multiply(a.w, b.w));
+}
+
+__device__ __forceinline__ float sum_squares(uint4 a) {
+  float sum = 0.f;
+  for (unsigned pair : {a.x, a.y, a.z, a.w}) sum += low_of(pair) * low_of(pair) + high_of(pair) * high_of(pair);
+  return sum;
+}
+
+// The sum over the four lanes that share lane / 4.
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// 16 bytes that nobody else of this SM will want again.
+__device__ __forceinline__ uint4 load_once(const void* address) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+  return v;
+}
