@@ -50,7 +50,7 @@ from minisgl.message.to_tokenizer import (
     TextPrompt,
     ToTokenizer,
 )
-from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
+from minisgl.message.types import PositionLogprobs, ProcessCounts, TokenLogprob, pack_ids, unpack_ids
 
 LIMITS = Limits(max_seq_len=4096, vocab_size=1000)
 DEFAULT_TOKENS = 8
@@ -69,6 +69,28 @@ def prompt_text(prompt: TextPrompt | IdsPrompt | ChatPrompt) -> str:
 def answer(text: str, choice: int, num_tokens: int) -> str:
     """What the fake engine says in the end."""
     return "".join(f"{text[:12]}·{choice}·{i} " for i in range(num_tokens))
+
+
+def fake_logprobs(word: str, token: int, choice: int, top: int | None) -> list[PositionLogprobs]:
+    """Of one token: it is the second of five, and a choice is the likelier the higher its number."""
+    if top is None:
+        return []
+    alternatives = [
+        TokenLogprob(100, b"\xe4\xb8", -0.25),
+        TokenLogprob(token, word.encode(), -1.0 / (choice + 1)),
+        TokenLogprob(101, b"\xf0\x9f", -2.0),
+        TokenLogprob(102, b" y", -3.0),
+        TokenLogprob(103, b" z", float("-inf")),
+    ]
+    return [PositionLogprobs(alternatives[1], 2, alternatives[:top])]
+
+
+def fake_prompt_logprobs(text: str, top: int | None) -> list[PositionLogprobs]:
+    """Of all words but the first: the most likely ones."""
+    if top is None:
+        return []
+    tokens = [TokenLogprob(i, f" {word}".encode(), -0.5) for i, word in enumerate(text.split())][1:]
+    return [PositionLogprobs(token, 1, [token, TokenLogprob(900, b"?", -4.0)][:top]) for token in tokens]
 
 
 class FakeEngine(threading.Thread):
@@ -164,7 +186,11 @@ class FakeEngine(threading.Thread):
         mode = text.partition(" ")[0]
         if mode == "hold":
             return
-        limit = message.sampling.max_tokens or DEFAULT_TOKENS
+        sampling = message.sampling
+        limit = DEFAULT_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+        prompt = fake_prompt_logprobs(text, sampling.prompt_logprobs)
+        if limit == 0:
+            yield Piece(sequence, b"", "", "length", 1, prompt_logprobs=prompt)
         if mode == "endless":
             limit = 10**9
         held = ""
@@ -173,15 +199,16 @@ class FakeEngine(threading.Thread):
             if mode == "fail" and i == 2:
                 yield Piece(sequence, b"", "", "error")
                 return
+            logprobs = fake_logprobs(word, i, choice, sampling.logprobs)
             if i == limit - 1:
                 finish, reason = ("stop", "END") if mode == "stop" else ("length", None)
-                yield Piece(sequence, pack_ids([i]), held + word, finish, 1, reason)  # type: ignore[arg-type]
+                yield Piece(sequence, pack_ids([i]), held + word, finish, 1, reason, logprobs, prompt)  # type: ignore[arg-type]
             elif i % 3 == 1:  # text that is held back, then comes with the next
-                yield Piece(sequence, pack_ids([i]), "")
+                yield Piece(sequence, pack_ids([i]), "", logprobs=logprobs)
                 held = word
             else:
-                yield Piece(sequence, pack_ids([i]), held + word)
-                held = ""
+                yield Piece(sequence, pack_ids([i]), held + word, logprobs=logprobs, prompt_logprobs=prompt)
+                held, prompt = "", []
 
     def _step(self) -> list[Piece]:
         pieces = []

@@ -98,6 +98,7 @@ def test_generate(server: RunningServer) -> None:
     assert body.pop("id")
     assert body == {
         "text": answer("one two", 0, 3),
+        "logprobs": None,
         "finish_reason": "length",
         "stop_reason": None,
         "usage": {

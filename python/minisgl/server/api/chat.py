@@ -11,7 +11,6 @@ from msgspec.json import encode
 
 from minisgl.core import InvalidRequest, Limits
 from minisgl.message.to_tokenizer import ChatPrompt
-from minisgl.message.types import TextOptions
 from minisgl.server.api.client import Delta, Job, OpenRequest
 from minisgl.server.api.errors import invalid_request
 from minisgl.server.api.responses import (
@@ -40,8 +39,16 @@ def chat_job(body: ChatBody, limits: Limits) -> Job:
     messages = [template_message(message, f"messages.{index}") for index, message in enumerate(body.messages)]
     tools = template_tools(body.tools) if body.tools and body.tool_choice != "none" else None
     prompt = ChatPrompt(messages, tools, body.chat_template_kwargs)
-    text = TextOptions(sampling.stop, body.skip_special_tokens)
-    return Job([prompt], body.n, sampling, text, body.priority, field_names)
+    return Job(
+        [prompt],
+        body.n,
+        sampling,
+        body.text_options(),
+        body.priority,
+        field_names,
+        truncate=body.truncation(limits),
+        cache_salt=body.cache_salt or "",
+    )
 
 
 def template_message(message: dict[str, Any], path: str) -> dict[str, Any]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.json import encode
 
 from minisgl.core import InvalidRequest, Limits
-from minisgl.message.to_tokenizer import TextPrompt
-from minisgl.message.types import TextOptions
+from minisgl.server.api.answer import usage_of
+from minisgl.server.api.choice_text import NO_TEXT, ChoiceText
 from minisgl.server.api.client import Delta, Job, OpenRequest
+from minisgl.server.api.logprobs import mean_logprob
 from minisgl.server.api.prompts import parse_prompts
 from minisgl.server.api.responses import TextChoice, TextCompletion, Usage, server_sent_event
 from minisgl.server.api.schema import CompletionBody
@@ -20,50 +20,50 @@ from minisgl.server.api.schema import CompletionBody
 
 def completion_job(body: CompletionBody, limits: Limits) -> Job:
     """What the body asks of the engine, or InvalidRequest."""
-    if body.best_of not in (None, body.n):
-        raise InvalidRequest("best_of", "best_of is not supported yet, unless it equals n")
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise InvalidRequest("max_tokens", "max_tokens must be at least 1, unless echo is set")
     sampling = body.sampling(limits)
-    prompts = parse_prompts(body.prompt, limits)
-    return Job(prompts, body.n, sampling, TextOptions(sampling.stop, body.skip_special_tokens), body.priority)
-
-
-def echoes(body: CompletionBody, job: Job) -> list[str]:
-    """For every choice, what its text begins with: its prompt if `echo` is set."""
-    if not body.echo:
-        return [""] * job.num_choices
-    texts = [prompt.text for prompt in job.prompts if isinstance(prompt, TextPrompt)]
-    if len(texts) < len(job.prompts):
-        raise InvalidRequest("echo", "echo is not supported yet for prompts of token ids")
-    return [text for text in texts for _ in range(job.n)]
+    truncate = body.truncation(limits)
+    return Job(
+        parse_prompts(body.prompt, limits, add_special_tokens=body.add_special_tokens, cut=truncate is not None),
+        body.num_choices,
+        sampling,
+        body.text_options(),
+        body.priority,
+        truncate=truncate,
+        echo=body.echo,
+        cache_salt=body.cache_salt or "",
+    )
 
 
 class CompletionWriter:
     """Writes text_completion objects: the whole answer, or one event a chunk."""
 
-    def __init__(self, model: str, echoes: Sequence[str], *, include_usage: bool) -> None:
+    def __init__(self, model: str, body: CompletionBody) -> None:
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
-        self._echoes = list(echoes)  # what has not been written yet
-        self._include_usage = include_usage
+        self._body = body
+        self._include_usage = body.wants_usage()
+        self._continuous_usage = body.wants_continuous_usage()
+        self._choices: list[ChoiceText] = []
 
     def begin(self, request: OpenRequest) -> None:
-        """It needs nothing of them."""
+        self._request = request
+        self._choices = [ChoiceText(self._body, request, index) for index in range(request.job.num_choices)]
 
     def events(self, delta: Delta) -> bytes:
-        data = b""
-        if text := self._text(delta):
-            data = self._event(TextChoice(delta.index, text))
+        text = self._choices[delta.index].take(delta)
+        data = b"" if text is None else self._event(TextChoice(delta.index, *text))
         if delta.finish is not None:
-            data += self._event(TextChoice(delta.index, "", delta.finish, delta.stop_reason))
+            end = TextChoice(delta.index, "", finish_reason=delta.finish, stop_reason=delta.stop_reason)
+            data += self._event(end)
         return data
 
-    def _text(self, delta: Delta) -> str:
-        echo, self._echoes[delta.index] = self._echoes[delta.index], ""
-        return echo + delta.text
-
     def _event(self, choice: TextChoice) -> bytes:
-        usage = None if self._include_usage else UNSET
+        usage: Usage | UnsetType | None = None if self._include_usage else UNSET
+        if self._continuous_usage:
+            usage = usage_of(self._request)
         return server_sent_event(TextCompletion(self.id, self._created, self._model, [choice], usage))
 
     def last_events(self, usage: Usage) -> bytes:
@@ -73,6 +73,23 @@ class CompletionWriter:
 
     def body(self, choices: list[Delta], usage: Usage) -> bytes:
         written = [
-            TextChoice(choice.index, self._text(choice), choice.finish, choice.stop_reason) for choice in choices
+            TextChoice(
+                index,
+                *(self._choices[delta.index].take(delta) or NO_TEXT),
+                finish_reason=delta.finish,
+                stop_reason=delta.stop_reason,
+            )
+            for index, delta in enumerate(self._best(choices))
         ]
         return encode(TextCompletion(self.id, self._created, self._model, written, usage))
+
+    def _best(self, choices: list[Delta]) -> list[Delta]:
+        """Of the answers to each prompt the n that are most likely, the best first; all, in order, if they are n."""
+        made, wanted = self._body.num_choices, self._body.n
+        if made == wanted:
+            return choices
+        best: list[Delta] = []
+        for start in range(0, len(choices), made):
+            ranked = sorted(choices[start : start + made], key=lambda delta: -mean_logprob(delta.logprobs))
+            best += ranked[:wanted]
+        return best

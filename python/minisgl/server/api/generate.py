@@ -7,7 +7,7 @@ import uuid
 from msgspec.json import encode
 
 from minisgl.core import Limits
-from minisgl.message.types import TextOptions
+from minisgl.server.api.choice_text import NO_TEXT, ChoiceText
 from minisgl.server.api.client import Delta, Job, OpenRequest
 from minisgl.server.api.prompts import parse_prompt
 from minisgl.server.api.responses import Generated, Usage, server_sent_event
@@ -17,30 +17,44 @@ from minisgl.server.api.schema import GenerateBody
 def generate_job(body: GenerateBody, limits: Limits) -> Job:
     """What the body asks of the engine, or InvalidRequest."""
     sampling = body.sampling(limits)
-    prompt = parse_prompt(body.prompt, limits)
-    return Job([prompt], 1, sampling, TextOptions(sampling.stop, body.skip_special_tokens), body.priority)
+    truncate = body.truncation(limits)
+    prompt = parse_prompt(body.prompt, limits, cut=truncate is not None)
+    return Job(
+        [prompt],
+        1,
+        sampling,
+        body.text_options(),
+        body.priority,
+        truncate=truncate,
+        cache_salt=body.cache_salt or "",
+    )
 
 
 class GenerateWriter:
     """Writes `Generated` objects: the whole answer, or one event a chunk."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: GenerateBody) -> None:
+        self._body = body
         self.id = f"gen-{uuid.uuid4().hex}"
         self._end: Delta | None = None
 
     def begin(self, request: OpenRequest) -> None:
-        """It needs nothing of them."""
+        self._text = ChoiceText(self._body, request, 0)
 
     def events(self, delta: Delta) -> bytes:
         if delta.finish is not None:
             self._end = delta
-        text = delta.text
-        return server_sent_event(Generated(self.id, text)) if text else b""
+        text = self._text.take(delta)
+        return b"" if text is None else server_sent_event(Generated(self.id, *text))
 
     def last_events(self, usage: Usage) -> bytes:
         assert self._end is not None
-        return server_sent_event(Generated(self.id, "", self._end.finish, self._end.stop_reason, usage))
+        end = Generated(self.id, "", finish_reason=self._end.finish, stop_reason=self._end.stop_reason, usage=usage)
+        return server_sent_event(end)
 
     def body(self, choices: list[Delta], usage: Usage) -> bytes:
         (choice,) = choices
-        return encode(Generated(self.id, choice.text, choice.finish, choice.stop_reason, usage))
+        text = self._text.take(choice) or NO_TEXT
+        return encode(
+            Generated(self.id, *text, finish_reason=choice.finish, stop_reason=choice.stop_reason, usage=usage)
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from minisgl.core import InvalidRequest, Limits
+from minisgl.core import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, Limits
 from minisgl.message.to_tokenizer import IdsPrompt, TextPrompt
 from minisgl.message.types import pack_ids
 
@@ -14,10 +14,12 @@ PlainPrompt: TypeAlias = TextPrompt | IdsPrompt
 _KINDS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
-def parse_prompts(value: Any, limits: Limits) -> list[PlainPrompt]:
-    """The prompts of a completion request, in order."""
+def parse_prompts(
+    value: Any, limits: Limits, *, add_special_tokens: bool = True, cut: bool = False
+) -> list[PlainPrompt]:
+    """The prompts of a completion request, in order. With `cut` they may be longer than the context."""
     if isinstance(value, str) or _is_ids(value):
-        return [parse_prompt(value, limits)]
+        return [parse_prompt(value, limits, add_special_tokens=add_special_tokens, cut=cut)]
     if not isinstance(value, list):
         raise InvalidRequest("prompt", f"prompt must be {_KINDS}")
     if not value:
@@ -26,14 +28,27 @@ def parse_prompts(value: Any, limits: Limits) -> list[PlainPrompt]:
     for index, item in enumerate(value):
         if type(item) is not kind:
             raise InvalidRequest(f"prompt.{index}", f"prompt must be {_KINDS}")
-    return [parse_prompt(item, limits, f"prompt.{index}") for index, item in enumerate(value)]
+    return [
+        parse_prompt(item, limits, f"prompt.{index}", add_special_tokens=add_special_tokens, cut=cut)
+        for index, item in enumerate(value)
+    ]
 
 
-def parse_prompt(value: Any, limits: Limits, param: str = "prompt") -> PlainPrompt:
+def parse_prompt(
+    value: Any, limits: Limits, param: str = "prompt", *, add_special_tokens: bool = True, cut: bool = False
+) -> PlainPrompt:
     """One prompt; `param` names it in errors."""
     if isinstance(value, str):
-        return TextPrompt(value)
+        return TextPrompt(value, add_special_tokens)
     if isinstance(value, list):
+        if not value:
+            raise InvalidRequest(param, f"{param} must have at least one token id")
+        if len(value) >= limits.max_seq_len and not cut:
+            raise InvalidRequest(
+                param,
+                f"{param} has {len(value)} tokens, but the context holds {limits.max_seq_len} with the answer",
+                CONTEXT_LENGTH_EXCEEDED,
+            )
         return IdsPrompt(pack_ids(checked_ids(value, limits, param)))
     raise InvalidRequest(param, f"{param} must be a string or a list of token ids")
 
@@ -43,13 +58,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def checked_ids(ids: Sequence[Any], limits: Limits, param: str) -> list[int]:
-    if not ids:
-        raise InvalidRequest(param, f"{param} must have at least one token id")
-    if len(ids) >= limits.max_seq_len:
-        raise InvalidRequest(
-            param,
-            f"{param} has {len(ids)} tokens, but the context holds {limits.max_seq_len} with the answer",
-        )
+    """Token ids, all inside the vocabulary."""
     for index, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < limits.vocab_size:
             raise InvalidRequest(

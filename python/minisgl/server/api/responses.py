@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -17,6 +19,51 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+class ChatTopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class TextLogprobs(msgspec.Struct, frozen=True):
+    """The older form, of completions: parallel lists, an entry a token. The first token of a prompt has no values."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+    @classmethod
+    def join(cls, parts: Sequence[TextLogprobs]) -> TextLogprobs:
+        """One after the other."""
+        return cls(
+            [token for part in parts for token in part.tokens],
+            [logprob for part in parts for logprob in part.token_logprobs],
+            [top for part in parts for top in part.top_logprobs],
+            [offset for part in parts for offset in part.text_offset],
+        )
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """vLLM's."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -66,9 +113,12 @@ class ChatChunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.compl
 class TextChoice(msgspec.Struct, frozen=True):
     index: int
     text: str
+    logprobs: TextLogprobs | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     finish_reason: FinishReason | None = None
     stop_reason: str | int | UnsetType | None = UNSET
-    logprobs: None = None
 
 
 class TextCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="text_completion"):
@@ -86,6 +136,10 @@ class Generated(msgspec.Struct, frozen=True):
 
     id: str
     text: str
+    logprobs: TextLogprobs | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     finish_reason: FinishReason | None = None
     stop_reason: str | int | UnsetType | None = UNSET
     usage: Usage | UnsetType = UNSET

@@ -7,14 +7,25 @@ are checked by `SamplingParams.validate` alone. Types are strict: "5" and 5.0 ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from minisgl.core import InvalidRequest, Limits, SamplingParams
+from minisgl.core import MAX_LOGPROBS, Grammar, InvalidRequest, Limits, SamplingParams
+from minisgl.message.types import TextOptions
+from minisgl.server.api.structured import (
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    choice_grammar,
+    context_free_grammar,
+    schema_grammar,
+    the_one_grammar,
+)
 
 MAX_CHOICES = 64
 MAX_PRIORITY = 1000
+MAX_CACHE_SALT_CHARS = 1024
 
 _ZERO = (0,)
 _OFF = (False,)
@@ -58,32 +69,31 @@ class RequestBody(Body):
     """What every generating route takes."""
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "presence_penalty": _ZERO,
-        "frequency_penalty": _ZERO,
-        "repetition_penalty": (1,),
         "length_penalty": (1,),
-        "logit_bias": _EMPTY,
-        "min_tokens": _ZERO,
-        "allowed_token_ids": _NEVER,
-        "bad_words": _EMPTY,
-        "prompt_logprobs": _NEVER,
-        "response_format": ({"type": "text"},),
-        "structured_outputs": _EMPTY,
-        "guided_json": _NEVER,
-        "guided_regex": _NEVER,
-        "guided_choice": _NEVER,
-        "guided_grammar": _NEVER,
-        "json_schema": _NEVER,
-        "regex": _NEVER,
-        "ebnf": _NEVER,
-        "include_stop_str_in_output": _OFF,
-        "return_token_ids": _OFF,
-        "truncate_prompt_tokens": _NEVER,
         "use_beam_search": _OFF,
+        "guided_whitespace_pattern": _NEVER,
+        "logits_processors": _EMPTY,
+        "custom_logit_processor": _NEVER,
+        "stop_regex": _EMPTY,
+        "lora_path": _NEVER,
+        "return_hidden_states": _OFF,
+        "return_tokens_as_token_ids": _OFF,
+        "spaces_between_special_tokens": (True,),
     }
     no_effect: ClassVar[frozenset[str]] = frozenset(
-        {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction"}
+        {
+            "user",
+            "metadata",
+            "store",
+            "service_tier",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "prediction",
+            "guided_decoding_backend",
+        }
     )
+    max_temperature: ClassVar[float] = 100.0
 
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -93,18 +103,54 @@ class RequestBody(Body):
     seed: int | None = None
     stop: OneOrMoreStrings = []
     stop_token_ids: list[int] = []
+    min_tokens: int = 0
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = {}  # by token id
+    allowed_token_ids: list[int] | None = None
+    bad_words: OneOrMoreStrings = []
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
+    truncate_prompt_tokens: int | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0  # larger goes first
     stream: bool = False
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None  # vLLM's, as the guided ones
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: Schema | None = None  # SGLang's, as the next two
+    regex: str | None = None
+    ebnf: str | None = None
 
     @property
     def token_limit(self) -> int | None:
         """The most tokens to generate; None: as many as the context holds."""
         return self.max_tokens
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives to each generated token are wanted; None: not even the token's own probability."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
     def sampling(self, limits: Limits) -> SamplingParams:
         """Valid sampling parameters, or InvalidRequest."""
+        if self.temperature > self.max_temperature:
+            raise InvalidRequest(
+                "temperature", f"temperature must be at most {self.max_temperature:g}, not {self.temperature}"
+            )
         params = SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -115,20 +161,69 @@ class RequestBody(Body):
             seed=self.seed,
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
+            min_tokens=self.min_tokens,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple(_bias(token, bias) for token, bias in self.logit_bias.items()),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=tuple(self.bad_words),
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            grammar=self.grammar(),
         )
         params.validate(limits)
         return params
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must look like."""
+        found = {
+            "response_format": None if self.response_format is None else self.response_format.grammar(),
+            "guided_json": None if self.guided_json is None else schema_grammar(self.guided_json),
+            "guided_regex": None if self.guided_regex is None else Grammar("regex", self.guided_regex),
+            "guided_choice": None if self.guided_choice is None else choice_grammar(self.guided_choice),
+            "guided_grammar": None if self.guided_grammar is None else context_free_grammar(self.guided_grammar),
+            "json_schema": None if self.json_schema is None else schema_grammar(self.json_schema),
+            "regex": None if self.regex is None else Grammar("regex", self.regex),
+            "ebnf": None if self.ebnf is None else Grammar("ebnf", self.ebnf),
+        }
+        nested = {} if self.structured_outputs is None else self.structured_outputs.grammars()
+        return the_one_grammar({name: grammar for name, grammar in found.items() if grammar is not None} | nested)
+
+    def text_options(self) -> TextOptions:
+        """How output ids become text."""
+        return TextOptions(tuple(self.stop), self.skip_special_tokens, include_stop=self.include_stop_str_in_output)
+
+    def truncation(self, limits: Limits) -> int | None:
+        """How many tokens of the prompt to keep; -1: as many as fit; None: all, or nothing."""
+        keep = self.truncate_prompt_tokens
+        if keep is not None and not (keep == -1 or 1 <= keep <= limits.max_seq_len):
+            raise InvalidRequest(
+                "truncate_prompt_tokens",
+                f"truncate_prompt_tokens must be -1 (as many as fit) or between 1 and {limits.max_seq_len}, not {keep}",
+            )
+        return keep
+
+
+def _bias(token: str, bias: float) -> tuple[int, float]:
+    if not (token.isascii() and token.isdecimal() and len(token) < 12):
+        raise InvalidRequest(
+            f"logit_bias.{token[:40]}", f"logit_bias: the keys must be token ids in digits, not {token[:40]!r}"
+        )
+    return int(token), bias
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class OpenAIBody(RequestBody):
     """What chat and text completions share."""
+
+    max_temperature: ClassVar[float] = 2.0
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stream_options: StreamOptions | None = None
@@ -141,14 +236,16 @@ class OpenAIBody(RequestBody):
             raise InvalidRequest("stream_options", "stream_options is only allowed when stream is true")
         return bool(self.stream_options.include_usage)
 
+    def wants_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream tells the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
 
 class ChatBody(OpenAIBody):
     """POST /v1/chat/completions"""
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **OpenAIBody.not_supported,
-        "logprobs": _OFF,
-        "top_logprobs": _ZERO,
         "functions": _EMPTY,
         "function_call": ("none", "auto"),
         "tool_choice": ("none", "auto"),
@@ -164,6 +261,8 @@ class ChatBody(OpenAIBody):
     }
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    logprobs: bool = False
+    top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str = "auto"
@@ -173,20 +272,60 @@ class ChatBody(OpenAIBody):
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs is None:
+            return 0 if self.logprobs else None
+        if not self.logprobs and self.top_logprobs != 0:
+            raise InvalidRequest("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+        if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise InvalidRequest(
+                "top_logprobs", f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {self.top_logprobs}"
+            )
+        return self.top_logprobs if self.logprobs else None
+
 
 class CompletionBody(OpenAIBody):
     """POST /v1/completions"""
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **OpenAIBody.not_supported,
-        "logprobs": _NEVER,
         "suffix": ("",),
     }
 
     prompt: Prompt
     max_tokens: int | None = 16  # OpenAI's default
+    add_special_tokens: bool = True  # to prompts of text
+    logprobs: int | None = None
     echo: bool = False
     best_of: int | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """How many answers to generate, of which the best n are given; InvalidRequest if that is not possible."""
+        if self.best_of is None:
+            return self.n
+        if not self.n <= self.best_of <= MAX_CHOICES:
+            raise InvalidRequest(
+                "best_of", f"best_of must be between n ({self.n}) and {MAX_CHOICES}, not {self.best_of}"
+            )
+        if self.stream and self.best_of > self.n:
+            raise InvalidRequest("best_of", "best_of: a stream cannot wait for the best, so best_of must equal n")
+        return self.best_of
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.logprobs is None and self.num_choices > self.n:
+            return 0  # the best are chosen by them
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """An echo's tokens have the log-probabilities of the answer's; without an answer there are only these."""
+        if not self.echo:
+            return self.prompt_logprobs
+        asked = [number for number in (self.prompt_logprobs, self.logprobs) if number is not None]
+        return max(asked, default=0 if self.max_tokens == 0 else None)
 
 
 class GenerateBody(RequestBody):
@@ -202,6 +341,11 @@ class GenerateBody(RequestBody):
     prompt: Annotated[Any, _any_of(_STRING, _IDS)]
     max_tokens: int | None = 16
     temperature: float = 0.0
+    logprobs: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class TokenizeBody(Body):

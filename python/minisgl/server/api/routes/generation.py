@@ -9,7 +9,7 @@ from minisgl.server.api.answer import Answer, Writer
 from minisgl.server.api.boundary import request_id_of
 from minisgl.server.api.chat import ChatWriter, chat_job
 from minisgl.server.api.client import Job
-from minisgl.server.api.completions import CompletionWriter, completion_job, echoes
+from minisgl.server.api.completions import CompletionWriter, completion_job
 from minisgl.server.api.generate import GenerateWriter, generate_job
 from minisgl.server.api.schema import ChatBody, CompletionBody, GenerateBody
 from minisgl.server.api.service import Service
@@ -34,14 +34,13 @@ class GenerationRoutes:
     async def completions(self, request: Request) -> Answer:
         body = await self._service.parse(request, CompletionBody)
         job = completion_job(body, self._service.limits)
-        name = self._service.config.model_name
-        writer = CompletionWriter(name, echoes(body, job), include_usage=body.wants_usage())
+        writer = CompletionWriter(self._service.config.model_name, body)
         return self._answer(request, job, writer, stream=body.stream)
 
     async def generate(self, request: Request) -> Answer:
         body = await self._service.parse(request, GenerateBody)
         job = generate_job(body, self._service.limits)
-        return self._answer(request, job, GenerateWriter(), stream=body.stream)
+        return self._answer(request, job, GenerateWriter(body), stream=body.stream)
 
     def _answer(self, request: Request, job: Job, writer: Writer, *, stream: bool) -> Answer:
         return Answer(self._service.client, job, writer, stream=stream, request_id=request_id_of(request))

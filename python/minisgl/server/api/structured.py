@@ -1,0 +1,85 @@
+"""Structured output: the fields of OpenAI, vLLM and SGLang that say what an answer must look like, as one Grammar."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec.json import encode
+from pydantic import BaseModel, ConfigDict, Field
+
+from minisgl.core import Grammar, InvalidRequest
+
+Schema = dict[str, Any] | bool | str  # JSON Schema, or its JSON text
+
+
+class JsonSchemaFormat(BaseModel):
+    """OpenAI's `response_format.json_schema`. The schema is always followed, so `strict` changes nothing."""
+
+    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
+
+    schema_: Schema = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`."""
+
+    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def grammar(self) -> Grammar | None:
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
+                return Grammar("json_object")
+            case "json_schema":
+                if self.json_schema is None:
+                    raise InvalidRequest("response_format.json_schema", "response_format.json_schema is required")
+                return schema_grammar(self.json_schema.schema_)
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's `structured_outputs`."""
+
+    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
+
+    json_: Schema | None = Field(default=None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: None = Field(default=None, description="not supported")
+    whitespace_pattern: None = Field(default=None, description="not supported")
+
+    def grammars(self) -> dict[str, Grammar]:
+        found = {
+            "json": None if self.json_ is None else schema_grammar(self.json_),
+            "json_object": Grammar("json_object") if self.json_object else None,
+            "regex": None if self.regex is None else Grammar("regex", self.regex),
+            "choice": None if self.choice is None else choice_grammar(self.choice),
+            "grammar": None if self.grammar is None else context_free_grammar(self.grammar),
+        }
+        return {f"structured_outputs.{name}": grammar for name, grammar in found.items() if grammar is not None}
+
+
+def schema_grammar(schema: Schema) -> Grammar:
+    return Grammar("json_schema", schema if isinstance(schema, str) else encode(schema).decode())
+
+
+def choice_grammar(choices: list[str]) -> Grammar:
+    return Grammar("choice", encode(choices).decode())
+
+
+def context_free_grammar(text: str) -> Grammar:
+    """GBNF, which defines its rules by ::=, or else llguidance's own notation."""
+    return Grammar("ebnf" if "::=" in text else "lark", text)
+
+
+def the_one_grammar(grammars: dict[str, Grammar]) -> Grammar | None:
+    """What the fields ask for; InvalidRequest if more than one does."""
+    if len(grammars) > 1:
+        first, second, *_ = grammars
+        raise InvalidRequest(second, f"{second} and {first} cannot be given together")
+    return next(iter(grammars.values()), None)
