@@ -1,18 +1,18 @@
 // The pages of a batch's rows as one list, row after row, from page tables and lengths that are on the device already.
-// One block a row. starts [rows + 1]: where each row's pages begin; last_page_lens [rows]: tokens in its last page.
+// One block of THREADS a row. starts [rows + 1]: where each row's pages begin; last_page_lens [rows]: tokens in its last page.
 
 extern "C" __global__ void flatten_pages(const int* table, const int* kv_lens, int* starts, int* last_page_lens,
                                          int* pages, int rows, int width, int page_size) {
-  __shared__ int partial[32];
+  __shared__ int partial[THREADS / 32];
   int row = blockIdx.x;
   // Rows are few: each block adds up those before it.
   int before = 0;
-  for (int r = threadIdx.x; r < row; r += blockDim.x) before += (kv_lens[r] + page_size - 1) / page_size;
+  for (int r = threadIdx.x; r < row; r += THREADS) before += (kv_lens[r] + page_size - 1) / page_size;
   for (int offset = 16; offset > 0; offset >>= 1) before += __shfl_xor_sync(0xffffffffu, before, offset);
   if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = before;
   __syncthreads();
   int start = 0;
-  for (int warp = 0; warp < (blockDim.x >> 5); ++warp) start += partial[warp];
+  for (int warp = 0; warp < THREADS / 32; ++warp) start += partial[warp];
 
   int length = kv_lens[row], own = (length + page_size - 1) / page_size;
   if (threadIdx.x == 0) {
@@ -20,5 +20,5 @@ extern "C" __global__ void flatten_pages(const int* table, const int* kv_lens, i
     last_page_lens[row] = length - (own - 1) * page_size;
     if (row == rows - 1) starts[rows] = start + own;
   }
-  for (int i = threadIdx.x; i < own; i += blockDim.x) pages[start + i] = table[(long long)row * width + i];
+  for (int i = threadIdx.x; i < own; i += THREADS) pages[start + i] = table[(long long)row * width + i];
 }

@@ -1,6 +1,7 @@
 """`python -m minisgl`: starts the server and stays until it is ended. See `--help`.
 
-`python -m minisgl verify MODEL` compares a model with transformers instead.
+`python -m minisgl verify MODEL` compares a model with transformers instead; `python -m minisgl doctor` (or `--check`)
+tells what works on this machine.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ def main() -> int:
         from minisgl.verify.main import main as verify
 
         return verify(sys.argv[2:])
+    if sys.argv[1:2] in (["doctor"], ["--check"]):
+        from minisgl.doctor.main import main as doctor
+
+        return doctor(sys.argv[2:])
     set_up_logging()
     try:
         config, resolve = parse_args(sys.argv[1:])

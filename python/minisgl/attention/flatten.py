@@ -10,6 +10,8 @@ from torch import Tensor
 
 from minisgl.kernel.select import has_kernels
 
+_THREADS = 256
+
 
 class PageFlattener(Protocol):
     def __call__(
@@ -45,7 +47,7 @@ class _KernelFlattener:
     def __init__(self, device: torch.device) -> None:
         from minisgl.kernel.compile import Compiler
 
-        (self._kernel,) = Compiler(device).compile("pages.cu", ("flatten_pages",))
+        (self._kernel,) = Compiler(device).compile("pages.cu", ("flatten_pages",), THREADS=_THREADS)
 
     def __call__(
         self, table: Tensor, kv_lens: Tensor, page_size: int, starts: Tensor, last_page_lens: Tensor, pages: Tensor
@@ -55,7 +57,7 @@ class _KernelFlattener:
         assert len(pages) > rows * width
         self._kernel(
             (rows,),
-            256,
+            _THREADS,
             table.data_ptr(),
             kv_lens.data_ptr(),
             starts.data_ptr(),

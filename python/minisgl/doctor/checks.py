@@ -1,0 +1,247 @@
+"""What `minisgl doctor` looks at. Each check runs a small case of a part and compares it with plain torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import AttentionInputs, AttentionShape
+from minisgl.attention.select import CANDIDATES, TESTED, make_backend, preferences
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.engine.sampler import SampleKind, TorchSampler
+from minisgl.engine.state import SlotState
+from minisgl.kernel.base import Heads, Norm
+from minisgl.kernel.select import has_kernels, make_ops
+from minisgl.kernel.torch_ops import TorchOps
+from minisgl.kvcache.pool import KVPool
+
+PACKAGES = {
+    "minisgl": "",
+    "torch": "",
+    "transformers": "",
+    "sglang-kernel": "attention fa",
+    "flashinfer-python": "attention fi",
+    "cuda-core": "kernels of csrc/",
+    "cuda-bindings": "kernels of csrc/",
+    "nvidia-cuda-nvrtc": "kernels of csrc/",
+    "nvidia-cuda-runtime": "kernels of csrc/",
+}
+TOLERANCE = 2e-2  # of the norm of a result in bf16
+
+
+class State(StrEnum):
+    WORKS = "works"
+    ABSENT = "absent"  # this machine lacks something for it
+    FAILS = "fails"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """How a part fares."""
+
+    part: str
+    state: State
+    remark: str = ""
+    seconds: float = 0.0
+
+
+def versions() -> dict[str, str]:
+    """What is installed, by name; "" where it is not."""
+    found = {"Python": platform.python_version(), "CUDA of torch": torch.version.cuda or ""}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = ""
+    return found
+
+
+def gpus() -> list[str]:
+    """A line for each GPU that torch sees."""
+    lines = []
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        tested = "" if (about.major, about.minor) in TESTED else ", a generation that is not tested"
+        lines.append(
+            f"cuda:{index}: {about.name}, compute capability {about.major}.{about.minor}{tested}, "
+            f"{about.multi_processor_count} multiprocessors, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        )
+    return lines
+
+
+def examine(device: torch.device) -> Iterator[Finding]:
+    """All parts that could serve a model of the usual shape on this device."""
+    dtype = torch.bfloat16
+    shape = AttentionShape(num_heads=16, num_kv_heads=8, head_dim=128, page_size=16, dtype=dtype)
+    if device.type == "cuda":
+        if has_kernels(device):
+            yield _tried("kernels of csrc/: norm, rotation, products", lambda: _run_ops(device, dtype))
+            yield _tried("kernels of csrc/: sampling", lambda: _run_sampler(device))
+        else:
+            yield Finding("kernels of csrc/", State.ABSENT, "pip install 'minisgl[cuda]'")
+        yield from _attention(shape, device)
+    else:
+        yield _tried("operations of the CPU", lambda: _run_ops(device, dtype))
+    yield _tried("attention: torch", lambda: _run_attention("torch", shape, device))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    available = torch.distributed.is_available() and (
+        torch.distributed.is_nccl_available() if backend == "nccl" else torch.distributed.is_gloo_available()
+    )
+    yield Finding(f"several ranks: {backend}", State.WORKS if available else State.ABSENT)
+
+
+def verdict(findings: list[Finding], device: torch.device) -> str | None:
+    """What keeps the default path from working on this device, in one line, or None."""
+    failed = [finding.part for finding in findings if finding.state is State.FAILS]
+    if failed:
+        return f"{', '.join(failed)}: installed, but it does not work"
+    if device.type == "cuda":
+        states = {finding.part: finding.state for finding in findings}
+        if states.get("kernels of csrc/") is State.ABSENT:
+            return "without the kernels of csrc/ steps run in plain torch, which is slow"
+        if all(states.get(f"attention: {name}") is not State.WORKS for name in ("fa", "fi")):
+            return "no fast attention for prefill: it would run in torch"
+    return None
+
+
+def _attention(shape: AttentionShape, device: torch.device) -> Iterator[Finding]:
+    capability = torch.cuda.get_device_capability(device)
+    first = preferences("prefill", shape, capability)[0], preferences("decode", shape, capability)[0]
+    for name in ("fa", "fi", "fused"):
+        candidate, part = CANDIDATES[name], f"attention: {name}"
+        why = candidate.missing(shape, capability)
+        if why is None and not all(candidate.ready(shape, capability, role) for role in ("prefill", "decode")):
+            why = "its kernels are not compiled; the first use would do that, in a minute or more"
+        if why is not None:
+            yield Finding(part, State.ABSENT, why)
+            continue
+        run = _run_fused if name == "fused" else _run_attention
+        found = _tried(part, lambda run=run, name=name: run(name, shape, device))  # type: ignore[misc]
+        preferred = [role for role, best in zip(("prefill", "decode"), first, strict=True) if best == name]
+        remark = f"first choice for {' and '.join(preferred)}" if preferred and not found.remark else found.remark
+        yield Finding(part, found.state, remark, found.seconds)
+
+
+def _tried(part: str, case: Callable[[], tuple[Tensor, Tensor]]) -> Finding:
+    """Run a case, which returns what it gave and what is right."""
+    begin = time.perf_counter()
+    try:
+        with torch.inference_mode(), _warnings_off():
+            have, want = case()
+            error = float((have.double() - want.double()).norm() / want.double().norm())
+    except Exception as error:  # whatever a broken installation raises is the finding
+        text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        return Finding(part, State.FAILS, text, time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    if not error < TOLERANCE:  # also refuses NaN
+        return Finding(part, State.FAILS, f"it computes something else (relative error {error:.1e})", seconds)
+    return Finding(part, State.WORKS, "", seconds)
+
+
+@contextmanager
+def _warnings_off() -> Iterator[None]:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _run_ops(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(3, 512, device=device, generator=generator).to(dtype)
+    norm = Norm(torch.randn(512, device=device, generator=generator).to(dtype), 1e-6)
+    weight = (torch.randn(768, 512, device=device, generator=generator) / 16).to(dtype)
+    ops = make_ops(device)
+    exact = TorchOps().norm_linear(x.double(), Norm(norm.weight.double(), norm.eps), weight.double())
+    return ops.norm_linear(x, norm, weight), exact
+
+
+def _run_sampler(device: torch.device) -> tuple[Tensor, Tensor]:
+    from minisgl.engine.cuda_sampler import CudaSampler
+
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(5, 4096, device=device, generator=generator)
+    slots = torch.arange(5, device=device)
+    sampled = []
+    for sampler in (CudaSampler(device), TorchSampler()):
+        state = SlotState(num_slots=5, max_seq_len=8, page_size=1, scratch_page=0, device=device)
+        sampled.append(sampler.sample(logits, slots, state, SampleKind(greedy=True, filtered=False)))
+    return sampled[0], sampled[1]
+
+
+class _Case:
+    """Three rows that decode, over pages in another order."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        self.lengths = np.array([40, 1, 17], dtype=np.int32)
+        pages = 9
+        self.pool, self.exact = (
+            KVPool(
+                num_layers=1,
+                num_pages=pages,
+                page_size=shape.page_size,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                dtype=dtype,
+                device=device,
+            )
+            for dtype in (shape.dtype, torch.float32)
+        )
+        for mine, theirs in ((self.pool.keys(0), self.exact.keys(0)), (self.pool.values(0), self.exact.values(0))):
+            mine.normal_(generator=generator)
+            theirs.copy_(mine)
+        table = torch.arange(pages, dtype=torch.int32, device=device).flip(0).view(3, 3)
+        self.inputs = AttentionInputs(
+            query_lens=np.ones(3, dtype=np.int32),
+            kv_lens=self.lengths,
+            query_starts=torch.arange(4, dtype=torch.int32, device=device),
+            kv_lens_device=torch.from_numpy(self.lengths).to(device),
+            page_table=table.contiguous(),
+        )
+        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        self.qkv = torch.randn(3, width, device=device, generator=generator).to(shape.dtype)
+        self.q = self.qkv[:, : shape.num_heads * shape.head_dim].view(3, shape.num_heads, shape.head_dim).contiguous()
+
+    def right(self, shape: AttentionShape, q: Tensor) -> Tensor:
+        torch_attention = TorchAttention(shape.page_size)
+        return torch_attention.forward(0, q.float(), self.exact, torch_attention.plan(self.inputs))
+
+
+def _run_attention(name: str, shape: AttentionShape, device: torch.device) -> tuple[Tensor, Tensor]:
+    case, backend = _Case(shape, device), make_backend(name, shape, device)
+    return backend.forward(0, case.q, case.pool, backend.plan(case.inputs)), case.right(shape, case.q)
+
+
+def _run_fused(_: str, shape: AttentionShape, device: torch.device) -> tuple[Tensor, Tensor]:
+    from minisgl.attention.fused import FusedDecode
+
+    case = _Case(shape, device)
+    angles = torch.outer(torch.arange(64.0), torch.rand(shape.head_dim // 2))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
+    heads = Heads(shape.num_heads, shape.num_kv_heads, cos_sin, None, None)
+    slots, table = torch.arange(3, device=device), case.inputs.page_table
+    rows = FusedDecode(shape, device).rows(slots, case.inputs.kv_lens_device, table)
+    have = rows.forward(case.qkv, heads, case.pool.keys(0), case.pool.values(0), None)
+    positions = case.inputs.kv_lens_device.long() - 1
+    places = table.gather(1, (positions // shape.page_size).unsqueeze(1)).squeeze(1) * shape.page_size
+    q = TorchOps().norm_rope_store(
+        case.qkv.float(),
+        heads,
+        positions,
+        places + positions % shape.page_size,
+        case.exact.keys(0),
+        case.exact.values(0),
+    )
+    return have, case.right(shape, q)

@@ -1,0 +1,57 @@
+"""`minisgl doctor` on a machine without a GPU, and what it makes of its findings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from minisgl.doctor import main
+from minisgl.doctor.checks import Finding, State, _tried, examine, verdict
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+KERNELS = Finding("kernels of csrc/: norm", State.WORKS)
+
+
+def test_on_the_cpu_all_works(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "The default path works." in shown
+    assert torch.__version__ in shown
+    assert all(finding.state is State.WORKS for finding in examine(CPU))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cuda"]) == 1
+    assert "torch sees no CUDA device" in capsys.readouterr().out
+
+
+def test_the_flag() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "minisgl", "--check", "--device", "cpu"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "attention: torch" in run.stdout
+
+
+def test_a_part_that_breaks_or_computes_something_else() -> None:
+    def broken() -> tuple[torch.Tensor, torch.Tensor]:
+        raise OSError("undefined symbol: x\nand more")
+
+    one = torch.ones(3)
+    assert _tried("a", broken).remark == "OSError: undefined symbol: x"
+    assert _tried("b", lambda: (one * 1.5, one)).state is State.FAILS
+    assert _tried("b", lambda: (one * float("nan"), one)).state is State.FAILS
+    assert _tried("c", lambda: (one * 1.001, one)).state is State.WORKS
+
+
+def test_the_verdict() -> None:
+    fa, fi = Finding("attention: fa", State.WORKS), Finding("attention: fi", State.ABSENT, "not installed")
+    assert verdict([KERNELS, fa, fi], CUDA) is None
+    assert "fast attention" in (verdict([KERNELS, fi], CUDA) or "")
+    assert "csrc" in (verdict([Finding("kernels of csrc/", State.ABSENT), fa], CUDA) or "")
+    assert "attention: fa" in (verdict([KERNELS, Finding("attention: fa", State.FAILS)], CUDA) or "")
+    assert verdict([Finding("attention: torch", State.WORKS)], CPU) is None
