@@ -35,6 +35,22 @@ def test_an_empty_tree_matches_nothing() -> None:
     cache.check()
 
 
+def test_salts_do_not_share() -> None:
+    cache = RadixCache(page_size=2)
+    for salt, first in ((b"", 10), (b"a" * 16, 20), (b"b" * 16, 30)):
+        result = cache.insert(span(0, 6), ids(first, first + 1, first + 2), salt)
+        assert result.duplicates.tolist() == []
+        assert cache.match(span(0, 5), salt).pages.tolist() == [first, first + 1]  # and is split there
+        cache.check()
+    assert cache.match(span(0, 6), b"c" * 16).cached_len == 0
+    assert cache.cached_pages == 9
+    again = cache.insert(span(0, 8), ids(1, 2, 3, 4), b"a" * 16)
+    assert again.duplicates.tolist() == [1, 2, 3]
+    cache.check()
+    assert sorted(cache.reset().tolist()) == [4, 10, 11, 12, 20, 21, 22, 30, 31, 32]
+    cache.check()
+
+
 def test_whole_pages_only() -> None:
     cache = RadixCache(page_size=4)
     result = cache.insert(span(0, 11), ids(7, 8))  # the last 3 tokens fill no page
@@ -364,7 +380,7 @@ def broken(what: str) -> RadixCache:
     elif what == "queued behind its parent":
         cache._queue.move_to_end(node)
     elif what == "a stranger in the queue":
-        cache._queue[_Node(None, b"", ids(), end=0)] = None
+        cache._queue[_Node(None, b"", b"", ids(), end=0)] = None
     return cache
 
 

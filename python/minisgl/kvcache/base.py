@@ -66,8 +66,11 @@ class CacheManager(Protocol):
     def evictable_pages(self) -> int:
         """Cached pages that are not locked."""
 
-    def match(self, tokens: Int32Array) -> CacheHandle:
-        """The longest cached prefix of these tokens; it becomes the most recently used."""
+    def match(self, tokens: Int32Array, salt: bytes = b"") -> CacheHandle:
+        """The longest cached prefix of these tokens; it becomes the most recently used.
+
+        What was inserted with another salt is never found.
+        """
 
     def lock(self, handle: CacheHandle) -> None:
         """Keep a prefix from being evicted. Locks are counted; ValueError if the handle is stale."""
@@ -75,7 +78,7 @@ class CacheManager(Protocol):
     def unlock(self, handle: CacheHandle) -> None:
         """Take back one lock of this handle, which is a use; ValueError if it has none left."""
 
-    def insert(self, tokens: Int32Array, pages: Int32Array) -> InsertResult:
+    def insert(self, tokens: Int32Array, pages: Int32Array, salt: bytes = b"") -> InsertResult:
         """Offer the pages of these tokens, one for each whole page of them; ValueError for any other number.
 
         Tokens after the last whole page are ignored. Where the cache holds another page for the same tokens, the

@@ -26,7 +26,7 @@ class NaiveCache:
         require_page_size(page_size)
         self.page_size = page_size
 
-    def match(self, tokens: Int32Array) -> CacheHandle:  # noqa: ARG002
+    def match(self, tokens: Int32Array, salt: bytes = b"") -> CacheHandle:  # noqa: ARG002
         return CacheHandle(0, empty_pages())
 
     def lock(self, handle: CacheHandle) -> None:
@@ -36,7 +36,7 @@ class NaiveCache:
         require_locked(handle)
         handle.locks -= 1
 
-    def insert(self, tokens: Int32Array, pages: Int32Array) -> InsertResult:
+    def insert(self, tokens: Int32Array, pages: Int32Array, salt: bytes = b"") -> InsertResult:  # noqa: ARG002
         require_one_page_each(tokens, pages, self.page_size)
         return InsertResult(CacheHandle(0, empty_pages()), np.array(pages, dtype=np.int32))
 

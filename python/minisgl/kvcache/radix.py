@@ -9,7 +9,8 @@ stands for one prefix, and its children differ in their first page. The idea is 
   first, so a node always stands behind its children. Whoever is in front is therefore a leaf, and the next to go.
 - Matching, inserting and unlocking are uses. There is no clock: the same calls always evict the same pages.
 
-Inside, tokens are the bytes of their int32 array, which compare and hash fast.
+Inside, tokens are the bytes of their int32 array, which compare and hash fast. A salt makes a tree of its own: it
+stands before the first page's tokens in the root's map, and no two such keys of different salts are equal.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ class _Node:
     """
 
     parent: _Node | None  # None: the root, or evicted
+    key: bytes  # under which the parent has it: the tokens of its first page, after the salt below the root
     tokens: bytes  # of this run
     pages: Int32Array  # of this run
     end: int  # tokens of the whole prefix
     locks: int = 0  # of all handles that end here or below
-    children: dict[bytes, _Node] = field(default_factory=dict)  # by the tokens of their first page
+    children: dict[bytes, _Node] = field(default_factory=dict)  # by their keys
 
 
 class RadixCache:
@@ -57,7 +59,7 @@ class RadixCache:
         require_page_size(page_size)
         self.page_size = page_size
         self._page_bytes = page_size * _TOKEN_BYTES
-        self._root = _Node(None, b"", empty_pages(), end=0)
+        self._root = _Node(None, b"", b"", empty_pages(), end=0)
         self._queue: OrderedDict[_Node, None] = OrderedDict()  # unlocked nodes, in the order of eviction
         self._cached = 0
         self._locked = 0
@@ -76,36 +78,38 @@ class RadixCache:
 
     # ---- finding and adding ----
 
-    def match(self, tokens: Int32Array) -> CacheHandle:
-        node, pages = self._walk(self._whole_pages(tokens))
+    def match(self, tokens: Int32Array, salt: bytes = b"") -> CacheHandle:
+        node, pages = self._walk(self._whole_pages(tokens), salt)
         self._use(node)
         return CacheHandle(node.end, pages, node)
 
-    def insert(self, tokens: Int32Array, pages: Int32Array) -> InsertResult:
+    def insert(self, tokens: Int32Array, pages: Int32Array, salt: bytes = b"") -> InsertResult:
         require_one_page_each(tokens, pages, self.page_size)
         whole = self._whole_pages(tokens)
-        node, found = self._walk(whole)
+        node, found = self._walk(whole, salt)
         given, new = pages[: len(found)], np.array(pages[len(found) :], dtype=np.int32)  # a copy to keep
         if len(new) > 0:
-            node = self._add_leaf(node, whole[node.end * _TOKEN_BYTES :], new)
+            node = self._add_leaf(node, whole[node.end * _TOKEN_BYTES :], new, salt)
         self._use(node)
         handle = CacheHandle(node.end, np.concatenate([found, new]), node)
         return InsertResult(handle, duplicates=given[given != found])
 
-    def _walk(self, tokens: bytes) -> tuple[_Node, Int32Array]:
+    def _walk(self, tokens: bytes, salt: bytes) -> tuple[_Node, Int32Array]:
         """The node where the longest cached prefix ends, made by a split if need be, and the pages on the way."""
         node, at, runs = self._root, 0, [empty_pages()]
-        while child := node.children.get(tokens[at : at + self._page_bytes]):
+        key = salt + self._first_page(tokens)
+        while child := node.children.get(key):
             if not tokens.startswith(child.tokens, at):
                 child = self._split(child, self._common_pages(child.tokens, tokens[at:]))
             runs.append(child.pages)
             at += len(child.tokens)
-            node = child
+            node, key = child, tokens[at : at + self._page_bytes]
         return node, np.concatenate(runs)
 
-    def _add_leaf(self, parent: _Node, tokens: bytes, pages: Int32Array) -> _Node:
-        leaf = _Node(parent, tokens, pages, end=parent.end + len(pages) * self.page_size)
-        parent.children[self._first_page(tokens)] = leaf
+    def _add_leaf(self, parent: _Node, tokens: bytes, pages: Int32Array, salt: bytes) -> _Node:
+        key = (salt if parent is self._root else b"") + self._first_page(tokens)
+        leaf = _Node(parent, key, tokens, pages, end=parent.end + len(pages) * self.page_size)
+        parent.children[key] = leaf
         self._cached += len(pages)
         return leaf
 
@@ -115,11 +119,12 @@ class RadixCache:
         first, rest = node.pages[:num_pages].copy(), node.pages[num_pages:].copy()  # a view would keep the whole run
         cut = num_pages * self._page_bytes
         upper = _Node(
-            node.parent, node.tokens[:cut], first, end=node.end - len(rest) * self.page_size, locks=node.locks
+            node.parent, node.key, node.tokens[:cut], first, end=node.end - len(rest) * self.page_size, locks=node.locks
         )
-        node.parent.children[self._first_page(upper.tokens)] = upper
+        node.parent.children[upper.key] = upper
         node.parent, node.tokens, node.pages = upper, node.tokens[cut:], rest
-        upper.children[self._first_page(node.tokens)] = node
+        node.key = self._first_page(node.tokens)
+        upper.children[node.key] = node
         return upper
 
     def _use(self, node: _Node) -> None:
@@ -193,7 +198,7 @@ class RadixCache:
             leaf.end -= num_pages * self.page_size
         else:
             assert leaf.parent is not None
-            del leaf.parent.children[self._first_page(leaf.tokens)]
+            del leaf.parent.children[leaf.key]
             del self._queue[leaf]
             leaf.parent, leaf.end = None, _GONE
 
@@ -223,8 +228,11 @@ class RadixCache:
 
     def _check_run(self, node: _Node) -> None:
         parent = node.parent
-        if parent is None or parent.children.get(self._first_page(node.tokens)) is not node:
-            raise BrokenInvariant("a node's parent does not have it under its first page")
+        if parent is None or parent.children.get(node.key) is not node:
+            raise BrokenInvariant("a node's parent does not have it under its key")
+        first = self._first_page(node.tokens)
+        require(node.key.endswith(first), "a node's key does not end with its first page")
+        require(node.key == first or parent is self._root, "a node below another has a salt")
         require(len(node.pages) > 0, "a node is empty")
         require(len(node.tokens) == len(node.pages) * self._page_bytes, "a node's tokens do not fill its pages")
         require(node.end == parent.end + len(node.pages) * self.page_size, "a node does not end where its path does")
