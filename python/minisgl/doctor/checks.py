@@ -139,8 +139,8 @@ def _tried(part: str, case: Callable[[], tuple[Tensor, Tensor]]) -> Finding:
         with torch.inference_mode(), _warnings_off():
             have, want = case()
             error = float((have.double() - want.double()).norm() / want.double().norm())
-    except Exception as error:  # whatever a broken installation raises is the finding
-        text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    except Exception as raised:  # whatever a broken installation raises is the finding
+        text = f"{type(raised).__name__}: {raised}".strip().splitlines()[0]
         return Finding(part, State.FAILS, text, time.perf_counter() - begin)
     seconds = time.perf_counter() - begin
     if not error < TOLERANCE:  # also refuses NaN

@@ -142,7 +142,7 @@ class _Parts:
     device: torch.device
 
     def runner(self, num_pages: int, max_seq_len: int) -> StepRunner:
-        shape = self.shape
+        shape, attention = self.shape, self.attention
         kv = KVPool(
             num_layers=self.model.config.num_layers,
             num_pages=num_pages,
@@ -159,7 +159,7 @@ class _Parts:
             scratch_page=kv.scratch_page,
             device=self.device,
         )
-        return StepRunner(self.model, kv, state, self.attention.backend, self.ops, self.sampler)
+        return StepRunner(self.model, kv, state, attention.backend, self.ops, self.sampler, attention.fused)
 
     @property
     def page_bytes(self) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import GraphedDecode
+from minisgl.attention.base import GraphedDecode, Unplanned
 from minisgl.core import Batch
 from minisgl.engine.forward import Forwarded, StepRunner
 from minisgl.engine.sampler import SampleKind
@@ -67,7 +67,8 @@ class DecodeGraphs:
         slots = torch.full((size,), runner.state.scratch_slot, dtype=torch.int64, device=self._device)
         kv_lens = np.full(size, self._max_seq_len, dtype=np.int32)
 
-        attention = runner.attention.graphed_decode(size)
+        fused = runner.fused is not None
+        attention: GraphedDecode = Unplanned() if fused else runner.attention.graphed_decode(size)
         attention.prepare(np.zeros(size, dtype=np.int32))
 
         def forward() -> tuple[Tensor, object]:
