@@ -30,6 +30,7 @@ from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
 from minisgl.kernel.select import has_kernels, make_ops
 from minisgl.kvcache.pool import KVPool
+from minisgl.layers.linear import pack_weights
 from minisgl.layers.decoder import CausalLM
 from minisgl.models.build import build_model, load_model
 from minisgl.models.config import ModelConfig
@@ -62,7 +63,9 @@ class Engine:
         self._queue = make_queue(self.device)
         context_len = _context_len(config, model)
         with phase("load weights"):
+            ops = make_ops(self.device)
             weights = self._queue.call(lambda: _load(config, model, tp, self.dtype, self.device, progress=progress))
+            self._queue.call(lambda: pack_weights(weights, ops))
         with phase("load kernels"):
             shape = _attention_shape(model, tp, self.page_size, self.dtype)
             parts = _Parts(
@@ -70,7 +73,7 @@ class Engine:
                 shape=shape,
                 num_slots=self.num_slots,
                 attention=self._queue.call(lambda: make_attention(config.attention, shape, self.device)),
-                ops=make_ops(self.device),
+                ops=ops,
                 sampler=_make_sampler(self.device),
                 device=self.device,
             )
@@ -142,7 +145,7 @@ class _Parts:
     device: torch.device
 
     def runner(self, num_pages: int, max_seq_len: int) -> StepRunner:
-        shape, attention = self.shape, self.attention
+        shape = self.shape
         kv = KVPool(
             num_layers=self.model.config.num_layers,
             num_pages=num_pages,
@@ -159,7 +162,7 @@ class _Parts:
             scratch_page=kv.scratch_page,
             device=self.device,
         )
-        return StepRunner(self.model, kv, state, attention.backend, self.ops, self.sampler, attention.fused)
+        return StepRunner(self.model, kv, state, self.attention.backend, self.ops, self.sampler)
 
     @property
     def page_bytes(self) -> int:

@@ -8,17 +8,20 @@ import logging
 import torch
 
 from minisgl.kernel.base import Ops
+from minisgl.kernel.cpu_ops import CpuOps, multiplies_bfloat16
 from minisgl.kernel.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
 
 
 def make_ops(device: torch.device) -> Ops:
-    """Kernels of csrc/ on CUDA, plain torch elsewhere."""
+    """Kernels of csrc/ on CUDA, torch elsewhere."""
     if has_kernels(device):
         from minisgl.kernel.cuda_ops import CudaOps
 
         return CudaOps(device)
+    if device.type == "cpu":
+        return CpuOps(bfloat16_products=multiplies_bfloat16())
     return TorchOps()
 
 

@@ -56,8 +56,8 @@ def pack_weights(model: nn.Module, ops: Ops) -> None:
 class ColumnParallelLinear(PackableWeight):
     """Matrices that share their input, merged into one product; each rank has some output rows of each.
 
-    norm(x) of [T, in_features] -> [T, rows kept], in the order of the parts. The parts stand in the checkpoint beside this
-    module: `mlp.gate_up_proj` with a part `gate_proj` is filled from `mlp.gate_proj.weight`.
+    norm(x) of [T, in_features] -> [T, rows kept], in the order of the parts. The parts stand in the checkpoint beside
+    this module: `mlp.gate_up_proj` with a part `gate_proj` is filled from `mlp.gate_proj.weight`.
     """
 
     def __init__(self, in_features: int, parts: Sequence[Part], *, bias: bool, dtype: torch.dtype) -> None:

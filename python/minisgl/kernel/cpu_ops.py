@@ -1,0 +1,105 @@
+"""The fused operations on a CPU: the reference's results in fewer, larger operations, and faster products.
+
+At one token a step an operation costs its dispatch, at many its memory traffic, so both are kept few and in place.
+Where the CPU multiplies bfloat16, weights are packed once into the layout that oneDNN reads fastest.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl.kernel.base import Heads, Norm
+from minisgl.kernel.torch_ops import TorchOps
+
+# Without 16-bit products: from so many rows on, turning the weight into float32 costs less than it saves.
+_MANY_ROWS = 4
+_BLOCK = 1 << 20  # values of a weight in float32 at a time: they stay in the cache
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16 and torch has the kernels that use them."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
+class CpuOps(TorchOps):
+    """`bfloat16_products`: the CPU has them, see `multiplies_bfloat16`."""
+
+    def __init__(self, *, bfloat16_products: bool) -> None:
+        self._bfloat16_products = bfloat16_products
+        self._rotations: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    def pack(self, weight: Tensor) -> Tensor:
+        if not (self._bfloat16_products and weight.dtype == torch.bfloat16):
+            return weight
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+        return packed
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        if residual is None or not weight.is_mkldnn:
+            return super().linear(x, weight, bias, residual)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
+        return y
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.is_mkldnn:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+            return y
+        if x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and self._bfloat16_products):
+            return F.linear(x, weight, bias)
+        if len(x) >= _MANY_ROWS:
+            return _linear_in_float32(x, weight, bias)
+        if len(x) == 1:  # reads the weight faster than a product of matrices does
+            row = weight.mv(x[0]) if bias is None else torch.addmv(bias, weight, x[0])
+            return row.unsqueeze(0)
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        wide = x.to(torch.float32, copy=True)
+        return wide.mul_(_scale(wide, norm.eps)).to(x.dtype).mul_(norm.weight)
+
+    def norm_rope_store(
+        self, qkv: Tensor, heads: Heads, positions: Tensor, kv_slots: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        q_norm, k_norm = heads.q_norm, heads.k_norm
+        num_q, num_rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
+        rows = qkv.view(len(qkv), num_rotated + heads.num_kv_heads, -1)
+        wide = rows[:, :num_rotated].to(torch.float32, copy=True)
+        if q_norm is not None and k_norm is not None and q_norm.eps == k_norm.eps:
+            wide.mul_(_scale(wide, q_norm.eps))
+            wide[:, :num_q].mul_(q_norm.weight)
+            wide[:, num_q:].mul_(k_norm.weight)
+        elif q_norm is not None or k_norm is not None:
+            return super().norm_rope_store(qkv, heads, positions, kv_slots, k_cache, v_cache)
+        cos, sin = self._rotation(heads.cos_sin, positions)
+        swapped = wide.roll(wide.shape[-1] // 2, -1)
+        rotated = wide.mul_(cos).addcmul_(swapped, sin).to(qkv.dtype)
+        k_cache.flatten(0, 1).index_copy_(0, kv_slots, rotated[:, num_q:])
+        v_cache.flatten(0, 1).index_copy_(0, kv_slots, rows[:, num_rotated:])
+        return rotated[:, :num_q]
+
+    def _rotation(self, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors [T, 1, head_dim] of x and of x with its halves swapped. All layers of a step ask for the same."""
+        if self._rotations is None or self._rotations[0] is not cos_sin or self._rotations[1] is not positions:
+            cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+            self._rotations = cos_sin, positions, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return self._rotations[2], self._rotations[3]
+
+
+def _scale(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last axis of float32 x, which is kept."""
+    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    return squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = x.new_empty((len(x), len(weight)))
+    rows, wide = max(_BLOCK // weight.shape[1], 1), x.float()
+    for start in range(0, len(weight), rows):
+        part = slice(start, start + rows)
+        out[:, part] = F.linear(wide, weight[part].float(), None if bias is None else bias[part].float())
+    return out
