@@ -69,9 +69,9 @@ def microseconds(case: Case, calls: int) -> float:
 
 def copy_speed() -> float:
     """Bytes a microsecond, read and written, of a copy of 1 GiB."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
+    source = torch.randn(1 << 28, device=DEVICE)
     target = torch.empty_like(source)
-    case = Case("copy", "1 GiB", lambda _: target.copy_(source), 2 * source.numel())
+    case = Case("copy", "1 GiB", lambda _: torch.neg(source, out=target), 2 * source.nbytes)
     return case.bytes / microseconds(case, 10)
 
 

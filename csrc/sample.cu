@@ -6,7 +6,7 @@
 //
 // What is kept is a limit on the distance from the largest logit, (max - x) / temperature, as a 32-bit integer: an
 // exact search by histograms, most significant bits first. All sums that decide are integers, so their order does not
-// matter and equal input gives equal tokens.
+// matter and equal input gives equal tokens. -DTHREADS: of a block of sample_choose, 512 or 1024.
 #include "common.cuh"
 
 #define INF __int_as_float(0x7f800000)
@@ -16,7 +16,6 @@ constexpr int GROUP = 512;          // neighbouring logits, read by one warp at 
 constexpr int PER_LANE = GROUP / 32;
 constexpr int MAX_GROUPS = 2048;    // of a row
 constexpr int PARTIAL_WARPS = 8;    // of a block of sample_partials
-constexpr int THREADS = 1024;       // of a block of sample_choose
 constexpr int WARPS = THREADS / 32;
 constexpr unsigned ALL = 0xffffffffu;
 
@@ -26,6 +25,7 @@ constexpr float STEPS = 0x1p27f;          // of a distance, in one nat
 constexpr unsigned FARTHEST = ALL - 1;    // 32 nats: what is farther weighs less than 1e-13 and is never kept
 constexpr float SLACK_ONE = 0x1p18f;      // a bin's sum of (1 - weight / weight at its near end) in fixed point
 constexpr float MASS_ONE = 0x1p40f;       // the weight of the largest logit in sums of weights
+constexpr float EXCLUDED = -2e30f;        // of what the mask does not allow: finite, as in engine/processing.py
 
 struct Partial {  // of one group of one row
   float max;      // of the logits
@@ -47,7 +47,7 @@ struct Found {       // the bin in which a running amount reaches what is wanted
 };
 
 struct Shared {
-  float max[MAX_GROUPS];
+  alignas(16) float max[MAX_GROUPS];  // beyond the row's groups, up to a multiple of 4, -infinity
   float weight[MAX_GROUPS];   // of a group's kept tokens, in units of the largest logit's
   unsigned count[BINS];
   unsigned detail[BINS];      // first level: the slack; below: which bits of the distances differ
@@ -81,34 +81,53 @@ __device__ __forceinline__ unsigned ordered(float x) {
 // Where in a group a lane's i-th logit is: vectors of all lanes follow each other.
 __device__ __forceinline__ int place_of(int i, int lane) { return i / VEC * 32 * VEC + lane * VEC + i % VEC; }
 
-// A lane's logits of a group; beyond the vocabulary they are -infinity.
-__device__ __forceinline__ void load(const T* row, int start, int vocab, int lane, float* x) {
-  if (start + GROUP <= vocab && (size_t)row % 16 == 0) {
+struct Logits {  // of one row
+  const T* values;
+  const unsigned* mask;  // bit i of word w is set where id 32 w + i is allowed; null: all are
+  int vocab;
+
+  // A lane's share of a group; beyond the vocabulary they are -infinity.
+  __device__ __forceinline__ void load(int start, int lane, float* x) const {
+    if (start + GROUP <= vocab && (size_t)values % 16 == 0) {
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i += VEC) {
+        Vec<VEC> v = *(const Vec<VEC>*)(values + start + place_of(i, lane));
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) x[i + j] = to_float(v.v[j]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i) {
+        int place = start + place_of(i, lane);
+        x[i] = place < vocab ? to_float(values[place]) : -INF;
+      }
+    }
+    if (!mask) return;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i += VEC) {
-      Vec<VEC> v = *(const Vec<VEC>*)(row + start + place_of(i, lane));
+      int place = start + place_of(i, lane);  // of VEC neighbours in one word
+      unsigned bits = place < vocab ? mask[place / 32] >> place % 32 : 0;
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) x[i + j] = to_float(v.v[j]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      int place = start + place_of(i, lane);
-      x[i] = place < vocab ? to_float(row[place]) : -INF;
+      for (int j = 0; j < VEC; ++j)
+        if (!(bits >> j & 1) && place + j < vocab) x[i + j] = EXCLUDED;
     }
   }
+};
+
+__device__ __forceinline__ Logits logits_of(const T* logits, long long row_stride, const unsigned* mask, int vocab, int row) {
+  return {logits + row * row_stride, mask ? mask + (long long)row * ((vocab + 31) / 32) : nullptr, vocab};
 }
 
 extern "C" __global__ void __launch_bounds__(32 * PARTIAL_WARPS) sample_partials(
-    const T* logits, long long row_stride, const long long* slots, const float* temperature, Partial* partials, int groups,
-    int vocab) {
+    const T* logits, long long row_stride, const unsigned* mask, const long long* slots, const float* temperature,
+    Partial* partials, int groups, int vocab) {
   int row = blockIdx.y, lane = threadIdx.x & 31, group = blockIdx.x * PARTIAL_WARPS + (threadIdx.x >> 5);
   wait_for_predecessor();
   start_successor();
   if (group >= groups) return;
   int start = group * GROUP;
   float x[PER_LANE];
-  load(logits + row * row_stride, start, vocab, lane, x);
+  logits_of(logits, row_stride, mask, vocab, row).load(start, lane, x);
   float best = x[0];
 #pragma unroll
   for (int i = 1; i < PER_LANE; ++i) best = x[i] > best ? x[i] : best;
@@ -130,19 +149,17 @@ extern "C" __global__ void __launch_bounds__(32 * PARTIAL_WARPS) sample_partials
   if (lane == 0) partials[(long long)row * groups + group] = {best, sum, start + (place < GROUP ? place : 0), 0};
 }
 
-// A distance in nats as an integer.
-__device__ __forceinline__ unsigned steps(float nats) {
-  nats *= STEPS;
-  return nats < 4294967040.f ? (unsigned)nats : ALL;  // the largest float below 2^32
+__device__ __forceinline__ unsigned clamped(float steps) {
+  return steps < 4294967040.f ? (unsigned)steps : ALL;  // the largest float below 2^32
 }
 
 // A row as sample_choose sees it.
 struct Row {
-  const T* logits;
-  int vocab, groups;
+  Logits logits;
+  int groups;
   float max, inverse;  // the largest logit; 1 / temperature
 
-  __device__ __forceinline__ unsigned distance(float x) const { return steps((max - x) * inverse); }
+  __device__ __forceinline__ unsigned distance(float x) const { return clamped((max - x) * (inverse * STEPS)); }
 };
 
 __device__ __forceinline__ float weight_at(unsigned distance) { return __expf((float)distance * (-1.f / STEPS)); }
@@ -159,14 +176,14 @@ __device__ __forceinline__ Amount scan(Amount own, Shared& s, Amount& total) {
   }
   if (lane == 31) s.warp_total[warp] = sum;
   __syncthreads();
-  Amount part = s.warp_total[lane];
+  Amount part = lane < WARPS ? s.warp_total[lane] : Amount{0, 0};
 #pragma unroll
   for (int offset = 1; offset < WARPS; offset <<= 1) {
     unsigned count = __shfl_up_sync(ALL, part.count, offset);
     u64 mass = __shfl_up_sync(ALL, part.mass, offset);
     if (lane >= offset) part.count += count, part.mass += mass;
   }
-  total = {__shfl_sync(ALL, part.count, 31), __shfl_sync(ALL, part.mass, 31)};
+  total = {__shfl_sync(ALL, part.count, WARPS - 1), __shfl_sync(ALL, part.mass, WARPS - 1)};
   unsigned count = __shfl_sync(ALL, part.count, (warp + 31) & 31);
   u64 mass = __shfl_sync(ALL, part.mass, (warp + 31) & 31);
   if (warp == 0) count = 0, mass = 0;
@@ -182,7 +199,7 @@ template <bool FIRST> __device__ __forceinline__ void histogram(const Row& row, 
   for (int group = threadIdx.x >> 5; group < row.groups; group += WARPS) {
     if (row.distance(s.max[group]) > far) continue;
     float x[PER_LANE];
-    load(row.logits, group * GROUP, row.vocab, lane, x);
+    row.logits.load(group * GROUP, lane, x);
     unsigned nearest = ALL, farthest = 0;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
@@ -261,30 +278,32 @@ __device__ __forceinline__ Found find(const Amount* bins, Amount before, u64 wan
   return found;
 }
 
-// From the bin found at the first level to the limit itself; `mass` becomes that of all tokens within it.
+// From the bin found at the first level to the limit itself; `mass` becomes that of the wanted tokens.
 __device__ __forceinline__ unsigned refine(
     const Row& row, Found found, u64 wanted, bool by_mass, unsigned cut, Shared& s, u64& mass) {
   unsigned near = (unsigned)found.bin << FIRST_SHIFT, far = min(near + ((1u << FIRST_SHIFT) - 1), cut);
-  mass = found.with.mass;
   for (int shift = FIRST_SHIFT - 11; found.count > 1 && (by_mass || found.with.count != wanted); shift -= 10) {
     histogram<false>(row, s, near, far, shift);
     Amount bins[BINS_PER_THREAD];
     read_bins<false>(s, near, shift, bins);
-    found = find(bins, found.before, wanted, by_mass, s);
-    if (found.bin < 0) break;  // rounding of the masses: the whole bin
+    Found inside = find(bins, found.before, wanted, by_mass, s);
+    if (inside.bin < 0) break;  // rounding of the masses: the whole bin
+    found = inside;
     near += (unsigned)found.bin << shift, far = min(near + ((1u << shift) - 1), far);
-    mass = found.with.mass;
     unsigned differ = s.detail[found.bin];
     __syncthreads();
     if (shift == 0 || (differ & differ >> 10) == 0) break;  // all in the bin are equal
   }
+  mass = found.with.mass;
+  if (!by_mass && found.with.count > wanted)  // of the equal tokens at the limit, as many as are wanted
+    mass = found.before.mass + (mass - found.before.mass) / found.count * (wanted - found.before.count);
   return far;
 }
 
 // The largest distance that the filters keep. `total` is the mass of all tokens in units of the largest.
 __device__ __forceinline__ unsigned find_limit(const Row& row, int top_k, float top_p, float min_p, float total, Shared& s) {
-  bool by_count = top_k > 0 && top_k < row.vocab, by_mass = top_p < 1.f;
-  unsigned min_p_limit = min_p > 0.f ? min(steps(-logf(min_p)), FARTHEST) : FARTHEST;
+  bool by_count = top_k > 0 && top_k < row.logits.vocab, by_mass = top_p < 1.f;
+  unsigned min_p_limit = min_p > 0.f ? min(clamped(-logf(min_p) * STEPS), FARTHEST) : FARTHEST;
   if (!by_count && !by_mass) return min_p_limit;
 
   // Cheap bounds first, so that few groups need be read again.
@@ -294,7 +313,11 @@ __device__ __forceinline__ unsigned find_limit(const Row& row, int top_k, float 
     for (int group = threadIdx.x; group < row.groups; group += THREADS) {
       float mine = s.max[group];
       int larger = 0, equal = 0;
-      for (int other = 0; other < row.groups; ++other) larger += s.max[other] > mine, equal += s.max[other] == mine;
+      for (int other = 0; other < row.groups; other += 4) {
+        float4 m = *(const float4*)(s.max + other);
+        larger += (m.x > mine) + (m.y > mine) + (m.z > mine) + (m.w > mine);
+        equal += (m.x == mine) + (m.y == mine) + (m.z == mine) + (m.w == mine);
+      }
       if (larger < top_k && top_k <= larger + equal) s.kth = mine;
     }
     __syncthreads();
@@ -302,8 +325,8 @@ __device__ __forceinline__ unsigned find_limit(const Row& row, int top_k, float 
   }
   if (!by_count) {
     // All tokens of a weight below (1 - top_p) * total / vocab together are less than what top-p drops.
-    float weight = 0.999f * (1.f - top_p) * total / row.vocab;
-    cut = min(cut, steps(-logf(weight)));
+    float weight = 0.999f * (1.f - top_p) * total / row.logits.vocab;
+    cut = min(cut, clamped(-logf(weight) * STEPS));
   }
 
   histogram<true>(row, s, 0, cut, FIRST_SHIFT);
@@ -348,7 +371,7 @@ __device__ __forceinline__ int choose(const Row& row, unsigned limit, long long 
     int start = s.group * GROUP, last = -1, chosen = -1;
     u64 rest = s.rest;
     float x[PER_LANE];
-    load(row.logits, start, row.vocab, lane, x);
+    row.logits.load(start, lane, x);
     for (int i = 0; i < PER_LANE; i += VEC) {
       u64 mass[VEC], sum = 0;
 #pragma unroll
@@ -383,9 +406,9 @@ __device__ __forceinline__ int choose(const Row& row, unsigned limit, long long 
 }
 
 // One block a row: choose, append the token to the slot's sequence and advance its length.
-extern "C" __global__ void __launch_bounds__(THREADS) sample_choose(
-    const T* logits, long long row_stride, const long long* slots, const float* temperature, const int* top_k,
-    const float* top_p, const float* min_p, const long long* seeds, const Partial* partials, int groups, int vocab,
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sample_choose(
+    const T* logits, long long row_stride, const unsigned* mask, const long long* slots, const float* temperature,
+    const int* top_k, const float* top_p, const float* min_p, const long long* seeds, const Partial* partials, int groups, int vocab,
     int* tokens, long long tokens_stride, int* lengths, int scratch_slot, long long* sampled) {
   __shared__ Shared s;
   int index = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -404,17 +427,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_choose(
     unsigned other = ordered(part.max);
     if (other > key || place == vocab) key = other, place = part.argmax;  // later groups lie behind
   }
+  if (threadIdx.x < 4 && groups + threadIdx.x < MAX_GROUPS) s.max[groups + threadIdx.x] = -INF;
   unsigned top = __reduce_max_sync(ALL, key);
   place = __reduce_min_sync(ALL, key == top ? (unsigned)place : vocab);
   if (lane == 0) s.value[warp] = __uint_as_float(top), s.place[warp] = place;
   __syncthreads();
-  key = __float_as_uint(s.value[lane]);
+  key = __float_as_uint(s.value[lane % WARPS]);
   top = __reduce_max_sync(ALL, key);
-  place = __reduce_min_sync(ALL, key == top ? (unsigned)s.place[lane] : vocab);
+  place = __reduce_min_sync(ALL, key == top ? (unsigned)s.place[lane % WARPS] : vocab);
 
   int token = place;
   if (t > 0.f) {
-    Row row = {logits + index * row_stride, vocab, groups, s.max[place / GROUP], 1.f / t};
+    Row row = {logits_of(logits, row_stride, mask, vocab, index), groups, s.max[place / GROUP], 1.f / t};
     float sum = 0.f;
     for (int group = threadIdx.x; group < groups; group += THREADS) {
       float weight = s.weight[group];
@@ -432,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_choose(
         float kept = 0.f;
         if (row.distance(s.max[group]) <= limit) {
           float x[PER_LANE];
-          load(row.logits, group * GROUP, vocab, lane, x);
+          row.logits.load(group * GROUP, lane, x);
 #pragma unroll
           for (int i = 0; i < PER_LANE; ++i)
             if (row.distance(x[i]) <= limit) kept += __expf((x[i] - row.max) * row.inverse);

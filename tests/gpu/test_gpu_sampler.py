@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from minisgl.core import EnteringRow, SamplingParams
+from minisgl.engine.processing import process_logits
 from minisgl.engine.sampler import SampleKind, Sampler, TorchSampler, filter_threshold, uniform
 from minisgl.engine.state import SlotState
 
@@ -170,6 +175,105 @@ def test_degenerate_rows_give_a_token_of_the_vocabulary(sampler: Sampler, value:
     logits = torch.full((rows, vocab), value, device="cuda")
     sampled = sampler.sample(logits, torch.arange(rows, device="cuda"), state, FILTERED)
     assert ((sampled >= 0) & (sampled < vocab)).all()
+
+
+def random_mask(rows: int, vocab: int) -> Tensor:
+    """Bitmasks that allow half of the ids, and in the last row one id alone."""
+    mask = torch.randint(-(2**31), 2**31, (rows, (vocab + 31) // 32), device="cuda").int()
+    mask[-1] = 0
+    mask[-1, 3] = 1 << 5
+    return mask
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [5000, 4999, 151936])
+def test_masked_ids_are_never_chosen(sampler: Sampler, dtype: torch.dtype, vocab: int) -> None:
+    rows = 64
+    logits = torch.randn(rows, vocab, device="cuda").to(dtype)
+    mask = random_mask(rows, vocab)
+    slots = torch.arange(rows, device="cuda")
+    for filtered in (False, True):
+        states = make_state(rows, greedy=16), make_state(rows, greedy=16)
+        if filtered:
+            for state in states:
+                state.top_k[:] = 30
+                state.top_p[:] = 0.9
+        kind = FILTERED if filtered else PLAIN
+        ours = sampler.sample(logits, slots, states[0], kind, mask)
+        reference = TorchSampler().sample(logits, slots, states[1], kind, mask)
+        words = mask.gather(1, ours.unsqueeze(1) // 32).squeeze(1)
+        assert ((words >> (ours % 32).int()) & 1).all()
+        assert ours[-1] == 3 * 32 + 5
+        assert (ours != reference).float().mean() < 0.05
+
+
+def asking_state(rows: int, vocab: int) -> SlotState:
+    """Slots with known tokens, every third of which asks for nothing, the others for a random mixture."""
+    rng = random.Random(0)
+    device = torch.device("cuda", 0)
+    state = SlotState(num_slots=rows, max_seq_len=600, page_size=16, scratch_page=0, device=device)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(rng.sample(range(vocab), count))
+
+    for slot in range(rows):
+        known = np.array([rng.choice([rng.randrange(vocab), rng.randrange(50)]) for _ in range(rng.randrange(2, 599))])
+        sampling = SamplingParams(temperature=1.0)
+        if slot % 3:
+            end = int(known[-1])
+            sampling = SamplingParams(
+                temperature=rng.choice([0.0, 0.8]),
+                top_k=rng.choice([-1, 20]),
+                presence_penalty=rng.choice([0.0, 0.7]),
+                frequency_penalty=rng.choice([0.0, -0.3]),
+                repetition_penalty=rng.choice([1.0, 1.3]),
+                min_tokens=rng.choice([0, 400]),
+                logit_bias=tuple((token, rng.uniform(-5, 5)) for token in ids(rng.randrange(20))),
+                allowed_token_ids=rng.choice([None, ids(40)]),
+                bad_words=("x",),
+                bad_words_ids=((end, 7), ids(1), (ids(1)[0], end, 9), (int(known[-2]), end, 11)),
+            )
+        row = EnteringRow(
+            slot=slot,
+            token_ids=known.astype(np.int32),
+            pages=np.zeros(0, dtype=np.int32),
+            sampling=sampling,
+            seed=slot,
+            prompt_len=rng.randrange(1, len(known) + 1),
+            stop_ids=ids(3),
+        )
+        state.tokens[slot, : len(known)] = torch.from_numpy(row.token_ids).cuda()
+        state.lengths[slot] = len(known)
+        state.temperature[slot] = sampling.temperature
+        state.top_k[slot] = max(sampling.top_k, 0)
+        state.seed[slot] = row.seed
+        state.processing.enter(row)
+    return state
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [5000, 12289])
+def test_logits_are_processed_as_in_torch(dtype: torch.dtype, vocab: int) -> None:
+    from minisgl.engine.cuda_sampler import CudaSampler
+
+    rows = 60
+    state = asking_state(rows, vocab)
+    slots = torch.randperm(rows, device="cuda")
+    logits = (torch.randn(rows, vocab, device="cuda") * 3).to(dtype)
+    sampler = CudaSampler(torch.device("cuda", 0))
+    for mask in (None, random_mask(rows, vocab)):
+        assert torch.equal(sampler.process(logits, slots, state, mask), process_logits(logits, slots, state, mask))
+
+
+def test_processed_rows_are_sampled_as_in_torch(sampler: Sampler) -> None:
+    rows, vocab = 60, 5000
+    states = asking_state(rows, vocab), asking_state(rows, vocab)
+    slots = torch.randperm(rows, device="cuda")
+    logits = torch.randn(rows, vocab, device="cuda").to(torch.bfloat16)
+    kind = SampleKind(greedy=False, filtered=True, processed=True)
+    ours = sampler.sample(logits, slots, states[0], kind)
+    assert (ours != TorchSampler().sample(logits, slots, states[1], kind)).float().mean() < 0.05
+    assert torch.equal(states[0].lengths, states[1].lengths)
 
 
 def test_rows_of_a_wider_matrix(sampler: Sampler) -> None:

@@ -1,4 +1,4 @@
-"""The sampler on the CUDA kernels of csrc/sample.cu: two launches, whatever the rows ask for."""
+"""The sampler on the CUDA kernels of csrc/sample.cu: two launches, and one before them where logits are processed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.core import MAX_BAD_WORD_TOKENS
 from minisgl.engine.sampler import SampleKind, TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
@@ -14,8 +15,10 @@ from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 _GROUP = 512  # logits
 _MAX_GROUPS = 2048
 _PARTIAL_WARPS = 8
-_CHOOSE_THREADS = 1024
 _PARTIAL_BYTES = 16
+# As in process.cu.
+_PROCESS_CHUNK = 4096  # ids
+_PROCESS_THREADS = 256
 
 
 class CudaSampler:
@@ -23,18 +26,34 @@ class CudaSampler:
 
     def __init__(self, device: torch.device) -> None:
         self._compiler = Compiler(device)
-        self._kernels: dict[torch.dtype, list[Kernel]] = {}
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._sampling: dict[tuple[torch.dtype, int], list[Kernel]] = {}
+        self._processing: dict[torch.dtype, Kernel] = {}
         self._torch = TorchSampler()
 
-    def sample(self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind) -> Tensor:
+    def sample(
+        self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind, mask: Tensor | None = None
+    ) -> Tensor:
         rows, vocab = logits.shape
         groups = -(-vocab // _GROUP)
         if logits.stride(1) != 1 or groups > _MAX_GROUPS:
-            return self._torch.sample(logits, slots, state, kind)
+            return self._torch.sample(logits, slots, state, kind, mask)
+        if mask is not None:
+            mask = mask.contiguous()
+        if kind.processed:
+            logits, mask = self.process(logits, slots, state, mask), None
         partials = torch.empty(rows * groups * _PARTIAL_BYTES, dtype=torch.uint8, device=logits.device)
         sampled = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        sample_partials, sample_choose = self._kernels_for(logits.dtype)
-        shared = (logits.data_ptr(), np.int64(logits.stride(0)), slots.data_ptr(), state.temperature.data_ptr())
+        # Twice as many rows fit on the device at a time with half the threads each.
+        choose_threads = 1024 if rows <= self._multiprocessors else 512
+        sample_partials, sample_choose = self._sampling_kernels(logits.dtype, choose_threads)
+        shared = (
+            logits.data_ptr(),
+            np.int64(logits.stride(0)),
+            0 if mask is None else mask.data_ptr(),
+            slots.data_ptr(),
+            state.temperature.data_ptr(),
+        )
         sample_partials(
             (-(-groups // _PARTIAL_WARPS), rows),
             32 * _PARTIAL_WARPS,
@@ -45,7 +64,7 @@ class CudaSampler:
         )
         sample_choose(
             (rows,),
-            _CHOOSE_THREADS,
+            choose_threads,
             *shared,
             state.top_k.data_ptr(),
             state.top_p.data_ptr(),
@@ -62,9 +81,60 @@ class CudaSampler:
         )
         return sampled
 
-    def _kernels_for(self, dtype: torch.dtype) -> list[Kernel]:
-        if dtype not in self._kernels:
-            self._kernels[dtype] = self._compiler.compile(
-                "sample.cu", ("sample_partials", "sample_choose"), begins_early=True, SCALAR=SCALAR_NAMES[dtype]
+    def process(self, logits: Tensor, slots: Tensor, state: SlotState, mask: Tensor | None) -> Tensor:
+        """engine.processing.process_logits of logits whose rows are contiguous."""
+        rows, vocab = logits.shape
+        asked = state.processing
+        processed = torch.empty((rows, vocab), dtype=torch.float32, device=logits.device)
+        self._processing_kernel(logits.dtype)(
+            (-(-vocab // _PROCESS_CHUNK), rows),
+            _PROCESS_THREADS,
+            logits.data_ptr(),
+            np.int64(logits.stride(0)),
+            0 if mask is None else mask.data_ptr(),
+            slots.data_ptr(),
+            state.tokens.data_ptr(),
+            np.int64(state.tokens.stride(0)),
+            state.lengths.data_ptr(),
+            asked.prompt_lens.data_ptr(),
+            asked.presence_penalty.data_ptr(),
+            asked.frequency_penalty.data_ptr(),
+            asked.repetition_penalty.data_ptr(),
+            asked.min_tokens.data_ptr(),
+            asked.stop_ids.data_ptr(),
+            np.int32(asked.stop_ids.shape[1]),
+            asked.bias_ids.data_ptr(),
+            asked.biases.data_ptr(),
+            np.int32(asked.bias_ids.shape[1]),
+            asked.bad_words.data_ptr(),
+            np.int32(asked.bad_words.shape[1]),
+            asked.is_restricted.data_ptr(),
+            asked.allowed.data_ptr(),
+            np.int32(asked.allowed.shape[1]),
+            processed.data_ptr(),
+            np.int32(vocab),
+        )
+        return processed
+
+    def _sampling_kernels(self, dtype: torch.dtype, choose_threads: int) -> list[Kernel]:
+        key = dtype, choose_threads
+        if key not in self._sampling:
+            self._sampling[key] = self._compiler.compile(
+                "sample.cu",
+                ("sample_partials", "sample_choose"),
+                begins_early=True,
+                SCALAR=SCALAR_NAMES[dtype],
+                THREADS=choose_threads,
             )
-        return self._kernels[dtype]
+        return self._sampling[key]
+
+    def _processing_kernel(self, dtype: torch.dtype) -> Kernel:
+        if dtype not in self._processing:
+            (self._processing[dtype],) = self._compiler.compile(
+                "process.cu",
+                ("process_logits",),
+                begins_early=True,
+                SCALAR=SCALAR_NAMES[dtype],
+                WORD=MAX_BAD_WORD_TOKENS,
+            )
+        return self._processing[dtype]
