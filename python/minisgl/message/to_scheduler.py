@@ -19,6 +19,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     seed: int
     text: TextOptions
     priority: int = 0  # larger goes first
+    cache_salt: bytes = b""  # prefixes are shared between requests of the same salt only; of one length, or none
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -6,11 +6,11 @@ nothing of a request. Whatever goes wrong with one prompt is answered as that re
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 
 from minisgl.core import Int32Array, InvalidRequest, Limits, resolve_max_tokens
@@ -33,6 +33,7 @@ from minisgl.message.to_tokenizer import (
 )
 from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
 from minisgl.server.worker import Worker
+from minisgl.tokenizer.bad_words import resolve_bad_words
 from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config
 from minisgl.tokenizer.text import TextTokenizer
 
@@ -83,6 +84,7 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits) -> tuple[
         ids = encode_prompt(request.prompt, tokenizer, limits, tokens_to_keep(request, limits))
         check_vocabulary(ids, limits)
         max_tokens = resolve_max_tokens(len(ids), request.sampling.max_tokens, limits)
+        sampling = resolve_bad_words(request.sampling.with_max_tokens(max_tokens), tokenizer)
     except InvalidRequest as error:
         named = field if error.field == "prompt" else error.field
         return Refused(request.sequences, named, error.message, error.code), []
@@ -90,10 +92,11 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits) -> tuple[
         logger.exception("the prompt of sequences %s could not be encoded", request.sequences)
         reason = f"the prompt could not be encoded: {type(error).__name__}: {error}"
         return Refused(request.sequences, field, reason), []
-    sampling = msgspec.structs.replace(request.sampling, max_tokens=max_tokens)
     packed = pack_ids(ids)
+    # A digest, because what the cache makes of it relies on their equal lengths.
+    salt = hashlib.blake2b(request.cache_salt.encode(), digest_size=16).digest() if request.cache_salt else b""
     adds = [
-        Add(sequence, packed, sampling, seed, request.text, request.priority)
+        Add(sequence, packed, sampling, seed, request.text, request.priority, salt)
         for sequence, seed in zip(request.sequences, request.seeds, strict=True)
     ]
     echo = echo_of(request, ids, tokenizer) if request.echo else None
