@@ -30,8 +30,8 @@ from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
 from minisgl.kernel.select import has_kernels, make_ops
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.linear import pack_weights
 from minisgl.layers.decoder import CausalLM
+from minisgl.layers.linear import pack_weights
 from minisgl.models.build import build_model, load_model
 from minisgl.models.config import ModelConfig
 
@@ -145,7 +145,7 @@ class _Parts:
     device: torch.device
 
     def runner(self, num_pages: int, max_seq_len: int) -> StepRunner:
-        shape = self.shape
+        shape, attention = self.shape, self.attention
         kv = KVPool(
             num_layers=self.model.config.num_layers,
             num_pages=num_pages,
@@ -162,7 +162,7 @@ class _Parts:
             scratch_page=kv.scratch_page,
             device=self.device,
         )
-        return StepRunner(self.model, kv, state, self.attention.backend, self.ops, self.sampler)
+        return StepRunner(self.model, kv, state, attention.backend, self.ops, self.sampler, attention.fused)
 
     @property
     def page_bytes(self) -> int:
