@@ -43,6 +43,9 @@ class _Step:
             time.sleep(delay)
         return self._tokens
 
+    def logprobs(self) -> None:
+        """No model, no probabilities."""
+
 
 class InstantEngine:
     """Executes any plan by waiting. Steps run one behind the other, as on a device."""

@@ -7,11 +7,14 @@ offline LLM bring the messages.
 
 from __future__ import annotations
 
+import msgspec
+
 from minisgl.message.to_api import Piece
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Stopped
 from minisgl.message.types import unpack_ids
 from minisgl.tokenizer.incremental import TextDecoder
+from minisgl.tokenizer.logprobs import unpack_logprobs
 from minisgl.tokenizer.stop import StopMatcher
 
 ID_BYTES = 4  # of one packed token id
@@ -41,7 +44,7 @@ class Detokenizer:
         pieces: dict[int, Piece] = {}
         packed = step.tokens
         ids_of_each = [packed[at : at + ID_BYTES] for at in range(0, len(packed), ID_BYTES)]
-        for sequence, ids, token in zip(step.sequences, ids_of_each, _tokens_with_text(step), strict=True):
+        for sequence, ids, token in zip(step.sequences, ids_of_each, self._tokens_with_text(step), strict=True):
             state = running.get(sequence)
             if state is None:
                 self.dropped_tokens += sequence not in self._stopped
@@ -49,7 +52,7 @@ class Detokenizer:
             text = state.feed(token)
             stop = None
             if state.matcher is not None:
-                text, stop = state.matcher.feed(text)
+                text, stop = state.match(text)
             if sequence in pieces:  # its second token in this step
                 ids = pieces[sequence].ids + ids
                 text = pieces[sequence].text + text
@@ -66,40 +69,71 @@ class Detokenizer:
                 pieces[end.sequence] = ending.finish(end, pieces.get(end.sequence))
             self._stopped.discard(end.sequence)
         stopped = [Stopped(sequence) for sequence in pieces if sequence in self._stopped] if self._stopped else []
+        self._add_logprobs(pieces, step)
         return list(pieces.values()), stopped
+
+    def _tokens_with_text(self, step: StepOutput) -> list[int]:
+        """The step's token ids. Where a sequence ended by its last token, that token becomes text only if asked for."""
+        tokens: list[int] = unpack_ids(step.tokens).tolist()
+        ended_by_token = {end.sequence for end in step.ended if end.stop_token is not None}
+        if ended_by_token:
+            last = {sequence: index for index, sequence in enumerate(step.sequences)}
+            for sequence in ended_by_token & last.keys() & self._running.keys():
+                if not self._running[sequence].include_stop:
+                    tokens[last[sequence]] = NO_TEXT
+        return tokens
+
+    def _add_logprobs(self, pieces: dict[int, Piece], step: StepOutput) -> None:
+        """To the pieces of the tokens, and the first ones, of those who asked."""
+        token_bytes = self._decoder.token_bytes
+        for sequence in step.logprobs.keys() & pieces.keys():
+            found = unpack_logprobs(step.logprobs[sequence], token_bytes)
+            pieces[sequence] = msgspec.structs.replace(pieces[sequence], logprobs=found)
+        for sequence in step.prompt_logprobs.keys() & pieces.keys():
+            found = unpack_logprobs(step.prompt_logprobs[sequence], token_bytes)
+            pieces[sequence] = msgspec.structs.replace(pieces[sequence], prompt_logprobs=found)
 
 
 class _Sequence:
     """The state of one running sequence."""
 
-    __slots__ = ("_flush", "cached_tokens", "feed", "matcher")
+    __slots__ = ("_feed", "_flush", "_quiet", "_stop", "cached_tokens", "feed", "include_stop", "matcher")
 
     def __init__(self, decoder: TextDecoder, opened: Open) -> None:
         options = opened.text
         stream = decoder.stream(options.skip_special_tokens, options.keep)
         self.cached_tokens = opened.cached_tokens
-        self.feed = stream.feed
+        self.include_stop = options.include_stop
+        self.feed = self._feed = stream.feed
         self._flush = stream.flush
-        self.matcher = StopMatcher(options.stop) if options.stop else None
+        self._stop = options.stop
+        self._quiet = opened.min_tokens  # tokens in which no stop string is looked for
+        self.matcher: StopMatcher | None = None
+        if options.stop and self._quiet:
+            self.feed = self._feed_quietly
+        elif options.stop:
+            self.matcher = StopMatcher(options.stop)
+
+    def _feed_quietly(self, token: int) -> str:
+        if self._quiet == 0:
+            self.feed = self._feed
+            self.matcher = StopMatcher(self._stop)
+        self._quiet -= 1
+        return self._feed(token)
+
+    def match(self, text: str) -> tuple[str, str | None]:
+        """What may be shown of more text, and the stop string if one is complete."""
+        assert self.matcher is not None
+        text, stop = self.matcher.feed(text)
+        return (text + stop if stop is not None and self.include_stop else text), stop
 
     def finish(self, end: End, piece: Piece | None) -> Piece:
         """The last piece: what this step brought, and what was held back. That may still have a stop string."""
         ids, shown = (b"", "") if piece is None else (piece.ids, piece.text)
         text, stop = self._flush(), None
         if self.matcher is not None:
-            text, stop = self.matcher.feed(text)
+            text, stop = self.match(text)
             text += self.matcher.flush()
         if stop is not None:
             return Piece(end.sequence, ids, shown + text, "stop", self.cached_tokens, stop)
         return Piece(end.sequence, ids, shown + text, end.reason, self.cached_tokens, end.stop_token)
-
-
-def _tokens_with_text(step: StepOutput) -> list[int]:
-    """The step's token ids. Where a sequence ended by its last token, that token must not become text."""
-    tokens: list[int] = unpack_ids(step.tokens).tolist()
-    ended_by_token = {end.sequence for end in step.ended if end.stop_token is not None}
-    if ended_by_token:
-        last = {sequence: index for index, sequence in enumerate(step.sequences)}
-        for sequence in ended_by_token & last.keys():
-            tokens[last[sequence]] = NO_TEXT
-    return tokens

@@ -40,6 +40,9 @@ class TextDecoder(Protocol):
     def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = ()) -> TextStream:
         """The state of a new sequence; special tokens of `keep` are not skipped."""
 
+    def token_bytes(self, token: int) -> bytes:
+        """What the token is anywhere but at the start of a text, in UTF-8; perhaps a part of a character."""
+
 
 def make_decoder(tokenizer: Tokenizer) -> TextDecoder:
     """The decoder for this tokenizer; ConfigError if its kind is not known to be decodable piece by piece."""
@@ -140,6 +143,10 @@ class ByteLevelDecoder:
     def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = ()) -> TextStream:
         return _ByteLevelStream(self._table_keeping(keep) if skip_special_tokens else self._table)
 
+    def token_bytes(self, token: int) -> bytes:
+        piece = self._table[token] if token < len(self._table) else b""
+        return piece.encode() if isinstance(piece, str) else piece
+
     def _table_keeping(self, keep: tuple[str, ...]) -> list[str | bytes]:
         table = self._keeping.get(keep)
         if table is None:
@@ -214,6 +221,11 @@ class TokenwiseDecoder:
             skipped = frozenset(token_id for token_id, token in self._special.items() if token not in keep)
             self._skipped[keep] = skipped
         return _TokenwiseStream(self, skipped)
+
+    def token_bytes(self, token: int) -> bytes:
+        if token in self.byte_of:
+            return bytes([self.byte_of[token]])
+        return b"" if self.is_unknown(token) else self.text_of([token]).encode()
 
     def is_unknown(self, token: int) -> bool:
         return token not in self._known

@@ -37,9 +37,9 @@ class TextTokenizer:
         )
         return cls(load_tokenizer(folder), templates)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> Int32Array:
+    def encode(self, text: str, add_special_tokens: bool = True, field: str = "prompt") -> Int32Array:
         """The ids of a text, with the special tokens (BOS) that the model's tokenizer adds unless told not to."""
-        return self._encode(text, add_special_tokens, field="prompt")
+        return self._encode(text, add_special_tokens, field)
 
     def encode_fitting(self, text: str, max_tokens: int, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
         """The ids of a text. InvalidRequest if it surely has more than `max_tokens`, without encoding it whole."""
