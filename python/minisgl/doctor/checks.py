@@ -33,7 +33,6 @@ PACKAGES = {
     "cuda-core": "kernels of csrc/",
     "cuda-bindings": "kernels of csrc/",
     "nvidia-cuda-nvrtc": "kernels of csrc/",
-    "nvidia-cuda-runtime": "kernels of csrc/",
 }
 TOLERANCE = 2e-2  # of the norm of a result in bf16
 
