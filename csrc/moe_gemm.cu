@@ -5,6 +5,8 @@
 // pairs, as in a decode. Both operands stream through shared memory in STAGES of KEYS values.
 // A warp has PAIRS twice 16 rows of the weight (for the gated product the gate's and the up matrix's rows of the same
 // outputs) and TILES times 8 pairs; WARPS_ROWS x WARPS_TOKENS warps a block. T is bf16 or f16, K and N multiples of 8.
+// WARPGROUP: the four warps multiply together with Hopper's wgmma (sm_90a), straight from shared memory; then PAIRS is
+// 1, WARPS_ROWS 4, WARPS_TOKENS 1 and TILES 16.
 #include "mma.cuh"
 
 constexpr int KEYS = 64;      // values of K in a stage: rows of 128 bytes
@@ -31,15 +33,39 @@ __device__ __forceinline__ void load_matrices(unsigned (&m)[4], unsigned address
                : "memory");
 }
 
-// Where a row's chunk lies in its part of a stage: eight rows of the same chunk are in different banks.
+// Where a row's chunk lies in its part of a stage: eight rows of the same chunk are in different banks. It is the
+// 128-byte swizzle of Hopper's matrix descriptors, too.
 __device__ __forceinline__ unsigned place(int row, int chunk) { return (row * CHUNKS + (chunk ^ row & 7)) * 16; }
+
+#if WARPGROUP
+#define FOUR(c, t) "+f"(c[t][0]), "+f"(c[t][1]), "+f"(c[t][2]), "+f"(c[t][3])
+#define SIXTEEN(c, t) FOUR(c, t), FOUR(c, t + 1), FOUR(c, t + 2), FOUR(c, t + 3)
+#define PRODUCT(type)                                                                                              \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                                        \
+               " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"  \
+               "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,"  \
+               "%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, 1, 1, 1, 0, 0;"                \
+               : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12)                                       \
+               : "l"(a), "l"(b))
+
+// c [64, 128] += a [64, 16] @ b [128, 16]^T of the four warps, of which each has 16 rows of c, laid out as by `mma`.
+__device__ __forceinline__ void multiply_add(float (&c)[TILES][4], unsigned long long a, unsigned long long b) {
+  if constexpr (Is<T>::bf16) PRODUCT("bf16");
+  else PRODUCT("f16");
+}
+
+// Of rows of 128 bytes, swizzled, eight of them 1024 bytes apart from the next eight.
+__device__ __forceinline__ unsigned long long descriptor(unsigned address) {
+  return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+#endif
 
 // GATED: out[pair] = silu(gate) * up with weight [experts, 2 * N, K], x row pair / divisor.
 // Otherwise: out[pair] = (weight @ x[pair / divisor]) * pair_weights[pair] with weight [experts, N, K].
 template <bool GATED> __device__ __forceinline__ void grouped_product(
     const T* x, int divisor, const T* weight, const int* order, const Tile* tiles, const int* tile_count,
     const float* pair_weights, T* out, int N, int K) {
-  extern __shared__ __align__(128) char memory[];
+  extern __shared__ __align__(1024) char memory[];
   __shared__ int pair_of[TOKENS];
   constexpr int OUTPUTS = GATED ? HALF : ROWS;
   constexpr int A_LOADS = ROWS / ROW_STEP, B_LOADS = (TOKENS + ROW_STEP - 1) / ROW_STEP;
@@ -100,6 +126,25 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   }
 
   float acc[2][PAIRS][TILES][4] = {};
+#if WARPGROUP
+  for (int step = 0; step < steps; ++step) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");  // so the stage that is loaded next is free
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    unsigned rows = base + step % STAGES * STAGE_BYTES, tokens = rows + ROWS * KEYS * 2;
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; ++k)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        multiply_add(acc[half][0], descriptor(rows + half * HALF * KEYS * 2 + k * 32), descriptor(tokens + k * 32));
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    if (step + STAGES - 1 < steps) load_a(step + STAGES - 1), load_b(step + STAGES - 1);
+    commit();
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#else
   int a_row = lane & 15, a_chunk = lane >> 4;                      // of what this lane's address names
   int b_row = (lane & 7) + (lane >> 4) * 8, b_chunk = lane >> 3 & 1;
   for (int step = 0; step < steps; ++step) {
@@ -126,6 +171,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
         }
     }
   }
+#endif
 
   // Through shared memory, so that rows are written 16 bytes at a time.
   asm volatile("cp.async.wait_group 0;" ::: "memory");

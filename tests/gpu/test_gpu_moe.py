@@ -63,6 +63,30 @@ def test_moe(
         assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_every_tiling(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each size of tile, those of other GPUs and numbers of tokens too, with tails of K and of the outputs."""
+    from minisgl.kernel import cuda_moe
+    from minisgl.kernel.compile import Compiler
+
+    compiler = Compiler(torch.device("cuda", 0))
+    tilings = [tiling for _, tiling in cuda_moe._TILINGS] + [cuda_moe._FEW, cuda_moe._MANY]
+    if compiler.arch == 90:
+        tilings.append(cuda_moe._MANY_ON_HOPPER)
+    for tiling in tilings:
+        monkeypatch.setattr(cuda_moe.CudaMoe, "_tiling", lambda *_, tiling=tiling: tiling)
+        for hidden, intermediate in [(1032, 200), (512, 96)]:
+            w13, w2 = layer(6, hidden, intermediate, dtype)
+            x = torch.randn(300, hidden, device="cuda").to(dtype)
+            scores = distinct_scores(300, 6, dtype)
+            out = cuda_moe.CudaMoe(compiler)(x, scores, w13, w2, top_k=3, renormalize=True)
+            reference = TorchOps().moe(
+                x.double(), scores.double(), w13.double(), w2.double(), top_k=3, renormalize=True
+            )
+            error = relative_error(out, reference)
+            assert error < TOLERANCE[dtype], f"{tiling}, {hidden} x {intermediate}: {error:.2e}"
+
+
 @pytest.mark.parametrize("tokens", [16, 600])
 def test_every_token_to_the_same_experts(ops: Ops, tokens: int) -> None:
     w13, w2 = layer(64, 256, 128, torch.bfloat16)

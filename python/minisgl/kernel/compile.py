@@ -77,7 +77,7 @@ class Compiler:
         """
         options = ProgramOptions(
             std="c++17",
-            arch=f"sm_{self._device.arch}",
+            arch=f"sm_{self.arch}" + ("a" if self.arch == 90 else ""),  # 90a has what Hopper alone can do
             include_path=[str(self._folder)],
             define_macro=[(name, str(value)) for name, value in macros.items()],
         )

@@ -29,6 +29,7 @@ class _Tiling(NamedTuple):
     warps_tokens: int
     tiles: int
     stages: int
+    warpgroup: bool = False
 
     @property
     def rows(self) -> int:
@@ -47,14 +48,15 @@ class _Tiling(NamedTuple):
         return self.stages * (self.rows + self.tokens) * _KEYS * 2
 
 
-# By the mean number of tokens that an expert gets, the first that is not exceeded. Narrow tiles read the weights with
-# less work beside, wide ones read them less often.
+# By the mean number of tokens that an expert gets, the first that is not exceeded, or else one for many. Narrow tiles
+# read the weights with less work beside, wide ones read them less often.
 _TILINGS = (
     (12.0, _Tiling(pairs=1, warps_rows=4, warps_tokens=1, tiles=2, stages=4)),
     (24.0, _Tiling(pairs=1, warps_rows=4, warps_tokens=1, tiles=4, stages=4)),
-    (96.0, _Tiling(pairs=1, warps_rows=4, warps_tokens=1, tiles=8, stages=3)),
-    (float("inf"), _Tiling(pairs=2, warps_rows=2, warps_tokens=2, tiles=8, stages=3)),
+    (64.0, _Tiling(pairs=1, warps_rows=4, warps_tokens=1, tiles=8, stages=3)),
 )
+_MANY = _Tiling(pairs=2, warps_rows=2, warps_tokens=2, tiles=8, stages=3)
+_MANY_ON_HOPPER = _Tiling(pairs=1, warps_rows=4, warps_tokens=1, tiles=16, stages=3, warpgroup=True)
 # A step of one or two tokens has too few blocks of the first.
 _FEW_PAIRS = 16
 _FEW = _Tiling(pairs=1, warps_rows=2, warps_tokens=1, tiles=2, stages=6)
@@ -86,7 +88,7 @@ class CudaMoe:
         pairs = tokens * top_k
         if not tokens:
             return torch.empty_like(x)
-        tiling = _tiling(pairs, experts)
+        tiling = self._tiling(pairs, experts)
         touched = min(pairs, experts)
         max_tiles = touched + (pairs - touched) // tiling.tokens
         plan = torch.empty(4 * max_tiles + 1 + 3 * pairs, dtype=torch.int32, device=x.device)
@@ -176,11 +178,12 @@ class CudaMoe:
                 WARPS_TOKENS=tiling.warps_tokens,
                 TILES=tiling.tiles,
                 STAGES=tiling.stages,
+                WARPGROUP=int(tiling.warpgroup),
             )
         return self._products[key]
 
-
-def _tiling(pairs: int, experts: int) -> _Tiling:
-    if pairs <= _FEW_PAIRS:
-        return _FEW
-    return next(tiling for mean, tiling in _TILINGS if pairs / experts <= mean)
+    def _tiling(self, pairs: int, experts: int) -> _Tiling:
+        if pairs <= _FEW_PAIRS:
+            return _FEW
+        many = _MANY_ON_HOPPER if self._compiler.arch == 90 else _MANY
+        return next((tiling for mean, tiling in _TILINGS if pairs / experts <= mean), many)
