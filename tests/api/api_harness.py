@@ -21,6 +21,7 @@ from minisgl.config import EngineConfig, HttpConfig, ServerConfig
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
+from minisgl.parsers.select import Parsers
 from minisgl.server.api.app import build_app
 from minisgl.server.api.client import EngineClient
 from minisgl.server.api.heartbeat import Heartbeat
@@ -85,7 +86,8 @@ class RunningServer:
         ]
         self.client = EngineClient(outboxes, self.config.http.max_queued_requests)
         heartbeat = Heartbeat(self.client)
-        self.app = build_app(self.client, heartbeat, self.config, LIMITS)
+        parsers = Parsers.choose(self.config.tool_call_parser, self.config.reasoning_parser, ())
+        self.app = build_app(self.client, heartbeat, self.config, LIMITS, parsers)
         self._server = Server(self.app, self.config.http)
         self._loop = asyncio.get_running_loop()
         receiver = asyncio.create_task(receive_forever(inbox, self.client))

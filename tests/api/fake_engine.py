@@ -5,7 +5,8 @@ The first word of a prompt (or of a chat's last message) says what happens to it
     refuse    Refused, naming max_tokens           silent    nothing at all
     hold      Accepted, then nothing               fail      two tokens, then the end "error"
     endless   tokens until aborted                 stop      ends by the stop string "END"
-    big       tokens of 100,000 characters         (others)  max_tokens tokens (8 if none), then "length"
+    big       tokens of 100,000 characters         say       the texts of the JSON list that follows, then "stop"
+    (others)  max_tokens tokens (8 if none), then "length"
 
 Each tick sends one Pieces message with one token of every live sequence, as an engine's step does. An abort is
 answered as the real pipeline answers it: a token too late, and the end "abort".
@@ -13,6 +14,7 @@ answered as the real pipeline answers it: a token too late, and the end "abort".
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
@@ -21,7 +23,7 @@ from typing import Any
 
 import zmq
 
-from minisgl.core import Limits
+from minisgl.core import Limits, SamplingParams
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import (
     Accepted,
@@ -93,6 +95,11 @@ def fake_prompt_logprobs(text: str, top: int | None) -> list[PositionLogprobs]:
     return [PositionLogprobs(token, 1, [token, TokenLogprob(900, b"?", -4.0)][:top]) for token in tokens]
 
 
+def prompt_end(message: Generate) -> str:
+    """As the chat template would have it; tests say what that is."""
+    return message.prompt.template_kwargs.get("prompt_end", "") if isinstance(message.prompt, ChatPrompt) else ""
+
+
 class FakeEngine(threading.Thread):
     def __init__(self, run_dir: str, num_tokenizers: int = 1, tick: float = 0.0005) -> None:
         super().__init__(daemon=True)
@@ -101,6 +108,7 @@ class FakeEngine(threading.Thread):
         self.tick = tick
         self.received: list[tuple[int, ToTokenizer]] = []  # (tokenizer worker, message)
         self.answers_queries = True
+        self.generates = True
         self.scheduler_counts: dict[str, int] = {}
         self._commands: queue.SimpleQueue[ToApi | None] = queue.SimpleQueue()
         self._live: dict[int, Iterator[Piece]] = {}
@@ -150,9 +158,11 @@ class FakeEngine(threading.Thread):
                 mode = text.partition(" ")[0]
                 if mode == "refuse":
                     yield Refused(message.sequences, "max_tokens", "max_tokens is too large for this prompt")
-                elif mode != "silent":
+                elif mode != "silent" and self.generates:
                     echo = Echo(text, text.split()[0].encode()) if message.echo else None
-                    yield Accepted(message.sequences, pack_ids(list(range(len(text.split())))), echo)
+                    yield Accepted(
+                        message.sequences, pack_ids(list(range(len(text.split())))), echo, prompt_end(message)
+                    )
                     for choice, sequence in enumerate(message.sequences):
                         self._live[sequence] = self._pieces(sequence, text, choice, message)
             case Abort(sequences):
@@ -193,6 +203,9 @@ class FakeEngine(threading.Thread):
             yield Piece(sequence, b"", "", "length", 1, prompt_logprobs=prompt)
         if mode == "endless":
             limit = 10**9
+        if mode == "say":
+            yield from self._say(sequence, json.loads(text.removeprefix("say ")), message.sampling)
+            return
         held = ""
         for i in range(limit):
             word = "x" * 100_000 if mode == "big" else f"{text[:12]}·{choice}·{i} "
@@ -209,6 +222,15 @@ class FakeEngine(threading.Thread):
             else:
                 yield Piece(sequence, pack_ids([i]), held + word, logprobs=logprobs, prompt_logprobs=prompt)
                 held, prompt = "", []
+
+    def _say(self, sequence: int, texts: list[str], sampling: SamplingParams) -> Iterator[Piece]:
+        shown = texts[: sampling.max_tokens]
+        end = "stop" if shown == texts else "length"
+        for i, text in enumerate(shown):
+            logprobs = fake_logprobs(text, i, 0, sampling.logprobs)
+            prompt = fake_prompt_logprobs("say so", sampling.prompt_logprobs) if i == 0 else []
+            yield Piece(sequence, pack_ids([i]), text, logprobs=logprobs, prompt_logprobs=prompt)
+        yield Piece(sequence, b"", "", end, 1)  # type: ignore[arg-type]
 
     def _step(self) -> list[Piece]:
         pieces = []

@@ -67,7 +67,7 @@ def test_whole_answer_is_openais_object(server: RunningServer) -> None:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": answer("hello you", 0, 2)},
+                "message": {"role": "assistant", "content": answer("hello you", 0, 2), "refusal": None},
                 "finish_reason": "length",
                 "stop_reason": None,
                 "logprobs": None,
@@ -78,6 +78,7 @@ def test_whole_answer_is_openais_object(server: RunningServer) -> None:
             "completion_tokens": 2,
             "total_tokens": 4,
             "prompt_tokens_details": {"cached_tokens": 1},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 
@@ -137,7 +138,7 @@ def test_messages_reach_the_template(server: RunningServer) -> None:
     generate = sent(server, body)
     assert generate.prompt == ChatPrompt(
         [
-            {"role": "system", "content": "be kind"},
+            {"role": "developer", "content": "be kind"},
             {"role": "user", "content": "a\nb", "name": "ann"},
             {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hm"},
             {"role": "tool", "tool_call_id": "call_1", "content": "42"},

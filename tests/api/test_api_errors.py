@@ -161,7 +161,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     # Fields that would change the answer and cannot be honoured.
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": {"name": "f"}}, "function_call"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
     ({"audio": {"voice": "alloy"}}, "audio"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"web_search_options": {}}, "web_search_options"),

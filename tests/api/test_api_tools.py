@@ -1,0 +1,335 @@
+"""Tools in a chat: what the engine gets, and how calls come back, streamed and not, as the openai package reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from api_harness import MODEL, RunningServer
+from api_sse import parse_events
+
+from minisgl.message.to_tokenizer import ChatPrompt, Generate
+
+PATH = "/v1/chat/completions"
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
+CALL = [
+    "<tool_call>",
+    "\n",
+    '{"name": "get_weather", ',
+    '"arguments": {"ci',
+    'ty": "Pa',
+    'ris"}',
+    "}\n",
+    "</tool_call>",
+]
+TIME_CALL = ["\n<tool_call>\n", '{"name": "get_time", "arguments": {}}\n', "</tool_call>"]
+
+
+@pytest.fixture
+def hermes(start_server: Callable[..., RunningServer]) -> RunningServer:
+    return start_server(tool_call_parser="hermes", reasoning_parser="qwen3")
+
+
+def say(*texts: str, **fields: Any) -> dict[str, Any]:
+    """A request that the engine answers with these tokens."""
+    message = {"role": "user", "content": f"say {json.dumps(texts)}"}
+    return {"model": MODEL, "messages": [message], "tools": [WEATHER, TIME], **fields}
+
+
+def answer(server: RunningServer, body: dict[str, Any]) -> dict[str, Any]:
+    response = server.post(PATH, json=body)
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+def sent(server: RunningServer, body: dict[str, Any]) -> Generate:
+    """What the engine gets for this body."""
+    before = len(server.engine.of_type(Generate))
+    answer(server, body)
+    generate = server.engine.wait_for(Generate, before + 1)[-1]
+    assert isinstance(generate, Generate)
+    return generate
+
+
+def refusal(server: RunningServer, body: dict[str, Any]) -> str:
+    """The field that is named as wrong."""
+    response = server.post(PATH, json=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    return str(error["param"])
+
+
+def test_a_call_is_openais_object(hermes: RunningServer) -> None:
+    choice = answer(hermes, say("I look.", "\n", *CALL))
+    (call,) = choice["message"]["tool_calls"]
+    assert call.pop("id").startswith("call_")
+    assert call == {"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("I look.", "tool_calls")
+    assert answer(hermes, say(*CALL))["message"]["content"] is None
+
+
+def test_a_call_is_streamed_as_openai_does(hermes: RunningServer) -> None:
+    chunks = parse_events(hermes.post(PATH, json=say("I look.", *CALL, *TIME_CALL, stream=True)).text)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    finishes = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert finishes == [None] * (len(chunks) - 1) + ["tool_calls"]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[-1] == {}
+    calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert [delta["content"] for delta in deltas if "content" in delta] == ["", "I look."]
+    first, *rest = [call for call in calls if call["index"] == 0]
+    assert first.pop("id").startswith("call_")
+    assert first == {"index": 0, "type": "function", "function": {"name": "get_weather", "arguments": ""}}
+    assert all(call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"} for call in rest)
+    assert len(rest) > 1
+    assert "".join(call["function"]["arguments"] for call in rest) == '{"city": "Paris"}'
+    second = [call for call in calls if call["index"] == 1]
+    assert second[0]["function"]["name"] == "get_time"
+    assert second[0]["id"] != first
+    hermes.assert_idle()
+
+
+def test_the_sdk_puts_a_streamed_call_together(hermes: RunningServer) -> None:
+    body = say("I look.", *CALL, *TIME_CALL)
+    with hermes.sdk.chat.completions.stream(**body) as stream:
+        events = list(stream)
+        final = stream.get_final_completion()
+    message = final.choices[0].message
+    assert [(call.function.name, call.function.arguments) for call in message.tool_calls or []] == [
+        ("get_weather", '{"city": "Paris"}'),
+        ("get_time", "{}"),
+    ]
+    assert (message.content, final.choices[0].finish_reason) == ("I look.", "tool_calls")
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [event.name for event in done] == ["get_weather", "get_time"]
+
+
+def test_without_tools_nothing_is_a_call(hermes: RunningServer) -> None:
+    text = "".join(CALL)
+    for change in ({"tools": None}, {"tools": []}, {"tool_choice": "none"}):
+        choice = answer(hermes, say(*CALL, **change))
+        assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
+        assert choice["finish_reason"] == "stop"
+
+
+def test_without_a_parser_nothing_is_a_call(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server(tool_call_parser="none")
+    assert answer(server, say(*CALL))["message"]["content"] == "".join(CALL)
+    for choice in ("required", {"type": "function", "function": {"name": "get_time"}}):
+        assert refusal(server, say(*CALL, tool_choice=choice)) == "tool_choice"
+
+
+def test_finish_reasons(hermes: RunningServer) -> None:
+    """Never tool_calls without one."""
+    assert answer(hermes, say("No tool", " fits."))["finish_reason"] == "stop"
+    assert answer(hermes, say("<tool_call>", "oh"))["finish_reason"] == "stop"
+    cut = answer(hermes, say(*CALL, max_tokens=5))
+    assert cut["finish_reason"] == "length"
+    assert cut["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Pa'
+    assert answer(hermes, say(*CALL, tool_choice="required"))["finish_reason"] == "tool_calls"
+    named = answer(hermes, say(*CALL, tool_choice={"type": "function", "function": {"name": "get_weather"}}))
+    assert named["finish_reason"] == "stop"
+    assert named["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+
+
+def test_parallel_tool_calls(hermes: RunningServer) -> None:
+    body = say(*CALL, *TIME_CALL, "\nDone.")
+    both = answer(hermes, body)["message"]
+    assert [call["function"]["name"] for call in both["tool_calls"]] == ["get_weather", "get_time"]
+    one = answer(hermes, body | {"parallel_tool_calls": False})["message"]
+    assert [call["function"]["name"] for call in one["tool_calls"]] == ["get_weather"]
+    assert one["content"] == both["content"] == "\nDone."
+    chunks = parse_events(hermes.post(PATH, json=body | {"parallel_tool_calls": False, "stream": True}).text)
+    calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert {call["index"] for call in calls} == {0}
+
+
+def test_choices_have_calls_of_their_own(hermes: RunningServer) -> None:
+    whole = hermes.sdk.chat.completions.create(**say(*CALL, n=3))
+    ids = {choice.message.tool_calls[0].id for choice in whole.choices if choice.message.tool_calls}
+    assert len(ids) == 3
+    chunks = parse_events(hermes.post(PATH, json=say(*CALL, n=3, stream=True)).text)
+    for index in range(3):
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        calls = [call for choice in mine for call in choice["delta"].get("tool_calls", ())]
+        assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "Paris"}'
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "arguments", "id_length"),
+    [
+        ("qwen3_coder", "<tool_call><function=get_weather><parameter=city>\n5\n</parameter></function>", '{"city": "5"}', 29),
+        ("llama3_json", '{"name": "get_weather", "parameters": {"city": "5"}}', '{"city": "5"}', 29),
+        ("pythonic", "[get_weather(city='5')]", '{"city": "5"}', 29),
+        ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "5"}', '{"city": "5"}', 9),
+    ],
+)  # fmt: skip
+def test_other_forms(
+    start_server: Callable[..., RunningServer], parser: str, text: str, arguments: str, id_length: int
+) -> None:
+    server = start_server(tool_call_parser=parser)
+    (call,) = answer(server, say(*text))["message"]["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": arguments}
+    assert len(call["id"]) == id_length
+
+
+def test_markers_stay_in_the_text_when_they_are_needed(hermes: RunningServer) -> None:
+    thought = ("<think>", "</think>")
+    assert sent(hermes, say("x")).text.keep == (*thought, "<tool_call>", "</tool_call>")
+    assert sent(hermes, say("x", tools=None)).text.keep == thought
+    assert sent(hermes, say("x", separate_reasoning=False, tool_choice="none")).text.keep == ()
+
+
+# What the engine gets.
+
+
+def test_tools_that_the_model_is_shown(hermes: RunningServer) -> None:
+    def shown(**fields: Any) -> Any:
+        prompt = sent(hermes, say("x", **fields)).prompt
+        assert isinstance(prompt, ChatPrompt)
+        return prompt.tools
+
+    assert shown() == shown(tool_choice="auto") == shown(tool_choice="required") == [WEATHER, TIME]
+    assert shown(tool_choice={"type": "function", "function": {"name": "get_time"}}) == [WEATHER, TIME]
+    assert shown(tool_choice="none") is None
+    only = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
+    assert shown(tool_choice={"type": "allowed_tools", "allowed_tools": only}) == [TIME]
+
+
+def test_calls_are_demanded_by_a_grammar(hermes: RunningServer) -> None:
+    def grammar(**fields: Any) -> str:
+        found = sent(hermes, say("x", **fields)).sampling.grammar
+        return "" if found is None else f"{found.kind} {found.text}"
+
+    assert grammar() == grammar(tool_choice="auto") == grammar(tool_choice="none") == ""
+    required = grammar(tool_choice="required")
+    assert required.startswith("lark ")
+    assert "get_weather" in required
+    assert "get_time" in required
+    named = grammar(tool_choice={"type": "function", "function": {"name": "get_time"}})
+    assert "get_time" in named
+    assert "get_weather" not in named
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
+    only = grammar(tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    assert "get_weather" in only
+    assert "get_time" not in only
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "title": "Answer"}}}
+    either = grammar(response_format=schema)
+    assert "Answer" in either
+    assert "get_weather" in either
+    assert "Answer" not in grammar(response_format=schema, tool_choice="required")
+    assert "lark" not in grammar(response_format=schema, tool_choice="none")
+
+
+NAMED = {"type": "function", "function": {"name": "nothing"}}
+BAD_TOOLS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),
+    ({"tools": [WEATHER, {"type": "function", "function": {"name": "a b"}}]}, "tools.1.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "x" * 257}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "description": 1}}]}, "tools.0.function.description"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}, "tools.0.function.strict"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools.0.function.parameters"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        "tools.0.function.parameters.type",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": [1]}}}]},
+        "tools.0.function.parameters.properties",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": 1}}}}]},
+        "tools.0.function.parameters.properties.a",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"required": "a"}}}]},
+        "tools.0.function.parameters.required",
+    ),
+    ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [], "tool_choice": NAMED}, "tool_choice"),
+    ({"tool_choice": NAMED}, "tool_choice.function.name"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function.name"),
+    ({"tool_choice": "always"}, "tool_choice"),
+    ({"tool_choice": 5}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools.tools"),
+    (
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "any", "tools": [TIME]}}},
+        "tool_choice.allowed_tools.mode",
+    ),
+    (
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [TIME, NAMED]}}},
+        "tool_choice.allowed_tools.tools.1.function.name",
+    ),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), BAD_TOOLS)
+def test_bad_tools(server: RunningServer, change: dict[str, Any], param: str) -> None:
+    assert refusal(server, say("x", **change)) == param
+
+
+def call_with(**changes: Any) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}} | changes
+    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+BAD_CALLS: list[tuple[list[dict[str, Any]], str]] = [
+    (call_with(id=5), "messages.1.tool_calls.0.id"),
+    (call_with(type="custom"), "messages.1.tool_calls.0.type"),
+    (call_with(function=None), "messages.1.tool_calls.0.function"),
+    (call_with(function={"arguments": "{}"}), "messages.1.tool_calls.0.function.name"),
+    (call_with(function={"name": "f", "arguments": 5}), "messages.1.tool_calls.0.function.arguments"),
+    ([{"role": "assistant", "tool_calls": {"a": 1}}], "messages.0.tool_calls"),
+    ([{"role": "assistant", "tool_calls": ["f"]}], "messages.0.tool_calls.0"),
+    ([{"role": "assistant", "tool_calls": []}], "messages.0.content"),
+    ([{"role": "assistant", "content": "x", "function_call": {"name": "f"}}], "messages.0.function_call"),
+    ([{"role": "assistant", "content": "x", "audio": {"id": "1"}}], "messages.0.audio"),
+    ([{"role": "assistant", "content": "x", "reasoning_content": 5}], "messages.0.reasoning_content"),
+    ([{"role": "tool", "content": "x", "tool_call_id": 5}], "messages.0.tool_call_id"),
+    ([{"role": "user", "content": "x", "name": 5}], "messages.0.name"),
+    ([{"role": "function", "content": "x", "name": "f"}], "messages.0.role"),
+]
+
+
+@pytest.mark.parametrize(("messages", "param"), BAD_CALLS)
+def test_bad_messages(server: RunningServer, messages: list[dict[str, Any]], param: str) -> None:
+    assert refusal(server, {"model": MODEL, "messages": messages}) == param
+
+
+def test_messages_of_a_conversation_with_calls(server: RunningServer) -> None:
+    """What assistants said comes back as it left: with null content, reasoning under either name, empty lists."""
+    messages = [
+        {"role": "user", "content": "x"},
+        call_with(function={"name": "f"})[1],
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "42"}]},
+        {"role": "assistant", "content": None, "reasoning": "hm"},
+        {"role": "assistant", "content": None, "refusal": "I will not.", "tool_calls": []},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "user", "content": "x"},
+    ]
+    prompt = sent(server, {"model": MODEL, "messages": messages}).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages[1:-1] == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "42"},
+        {"role": "assistant", "content": "", "reasoning": "hm"},
+        {"role": "assistant", "content": "I will not.", "refusal": "I will not."},
+        {"role": "assistant", "content": "No."},
+    ]
