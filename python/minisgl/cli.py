@@ -112,6 +112,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="ROWS",
         help="largest decode batch in a CUDA graph; 0: no graphs; none: --max-running-requests",
     )
+    engine.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=["auto", "fp8_e4m3"],
+        help="auto: the model's; fp8_e4m3: not there yet",
+    )
     engine.add_argument("--disable-pynccl", action="store_true", help="accepted for Mini-SGLang; has no effect")
     engine.add_argument("--moe-backend", default=None, metavar="NAME", help="mixture of experts (not there yet)")
 
@@ -290,6 +296,7 @@ def model_name(model: str) -> str:
 def _refuse_later_parts(args: argparse.Namespace) -> None:
     later = {
         f"--moe-backend {args.moe_backend}: mixture of experts": args.moe_backend is not None,
+        f"--kv-cache-dtype {args.kv_cache_dtype}: a KV cache in 8 bits": args.kv_cache_dtype != "auto",
         f"--model-source {args.model_source}: another source than huggingface": args.model_source != "huggingface",
     }
     for what, asked in later.items():
