@@ -1,0 +1,208 @@
+"""What completions and /generate tell besides text: log-probabilities, token ids, echoes, the best of several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from api_harness import MODEL, RunningServer
+from api_sse import parse_events
+from fake_engine import answer
+
+from minisgl.message.types import PositionLogprobs, TokenLogprob
+from minisgl.server.api.logprobs import LOWEST, TextLogprobsWriter, chat_logprobs, token_text
+
+PATH = "/v1/completions"
+
+
+def complete(server: RunningServer, **body: Any) -> dict[str, Any]:
+    response = server.post(PATH, json={"prompt": "one two", "max_tokens": 4, **body})
+    assert response.status_code == 200, response.text
+    return response.json()  # type: ignore[no-any-return]
+
+
+def streamed(server: RunningServer, path: str = PATH, **body: Any) -> list[dict[str, Any]]:
+    response = server.post(path, json={"prompt": "one two", "max_tokens": 4, "stream": True, **body})
+    assert response.status_code == 200, response.text
+    return parse_events(response.text)
+
+
+def words(choice: int = 0, count: int = 4, prompt: str = "one two") -> list[str]:
+    return [f"{prompt}·{choice}·{i} " for i in range(count)]
+
+
+def test_logprobs(server: RunningServer) -> None:
+    (choice,) = complete(server, logprobs=2)["choices"]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == words()
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert logprobs["token_logprobs"] == [-1.0] * 4
+    assert logprobs["text_offset"] == [choice["text"].index(word) for word in words()]
+    assert logprobs["top_logprobs"] == [{"bytes:\\xe4\\xb8": -0.25, word: -1.0} for word in words()]
+    (choice,) = complete(server, logprobs=0)["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{word: -1.0} for word in words()], "the token itself, always"
+    (choice,) = complete(server, logprobs=5)["choices"]
+    assert choice["logprobs"]["top_logprobs"][0][" z"] == LOWEST, "JSON has no infinity"
+    assert complete(server)["choices"][0]["logprobs"] is None
+
+
+def test_sdk_reads_logprobs(server: RunningServer) -> None:
+    completion = server.sdk.completions.create(model=MODEL, prompt="one two", max_tokens=3, logprobs=1)
+    logprobs = completion.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == words(count=3)
+    assert logprobs.token_logprobs == [-1.0] * 3
+
+
+def test_streamed_logprobs_are_the_same(server: RunningServer) -> None:
+    """Also of tokens whose text is held back."""
+    whole = complete(server, logprobs=2, n=2, max_tokens=7)
+    parts: dict[int, dict[str, list[Any]]] = {0: {}, 1: {}}
+    texts = {0: "", 1: ""}
+    for chunk in streamed(server, logprobs=2, n=2, max_tokens=7):
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+        for name, values in (choice["logprobs"] or {}).items():
+            parts[choice["index"]].setdefault(name, []).extend(values)
+    for choice in whole["choices"]:
+        assert parts[choice["index"]] == choice["logprobs"]
+        assert texts[choice["index"]] == choice["text"]
+
+
+def test_echo_with_logprobs(server: RunningServer) -> None:
+    """As lm-eval reads it: the prompt's tokens stand before the answer's, and only the first has no values."""
+    (choice,) = complete(server, echo=True, logprobs=1, max_tokens=2)["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "one two" + answer("one two", 0, 2)
+    assert logprobs["tokens"] == ["one", " two", *words(count=2)]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert logprobs["token_logprobs"] == [None, -0.5, -1.0, -1.0]
+    assert logprobs["text_offset"] == [0, 3, 7, 7 + len(words()[0])]
+    assert logprobs["top_logprobs"][:2] == [None, {" two": -0.5}]
+    assert max(logprobs["top_logprobs"][1].values()) == logprobs["token_logprobs"][1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_without_an_answer(server: RunningServer, stream: bool) -> None:
+    body = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    if stream:
+        first, last = streamed(server, **body)
+        (choice,), (end,) = first["choices"], last["choices"]
+    else:
+        (choice,) = (end,) = complete(server, **body)["choices"]
+    assert choice["text"] == "one two"
+    assert choice["logprobs"]["tokens"] == ["one", " two"]
+    assert end["finish_reason"] == "length"
+    assert complete(server, echo=True, max_tokens=0)["choices"][0]["text"] == "one two"
+    assert complete(server, echo=True, max_tokens=0)["usage"]["completion_tokens"] == 0
+
+
+def test_echo_of_ids_is_their_text(server: RunningServer) -> None:
+    """The tokenizer worker knows it."""
+    body = complete(server, prompt=[[5, 6], [7]], echo=True, max_tokens=1)
+    assert [choice["text"] for choice in body["choices"]] == ["ids 5 6ids 5 6·0·0 ", "ids 7ids 7·0·0 "]
+
+
+def test_prompt_logprobs(server: RunningServer) -> None:
+    expected = [
+        None,
+        {
+            "1": {"logprob": -0.5, "rank": 1, "decoded_token": " two"},
+            "900": {"logprob": -4.0, "rank": 2, "decoded_token": "?"},
+        },
+    ]
+    (choice,) = complete(server, prompt_logprobs=2)["choices"]
+    assert choice["prompt_logprobs"] == expected
+    (choice,) = complete(server, prompt_logprobs=0)["choices"]
+    assert choice["prompt_logprobs"] == [None, {"1": expected[1]["1"]}]  # type: ignore[index]
+    (choice,) = complete(server, prompt_logprobs=1, echo=True, logprobs=2)["choices"]
+    assert choice["prompt_logprobs"] == [None, {"1": expected[1]["1"]}]  # type: ignore[index]
+    assert len(choice["logprobs"]["top_logprobs"][1]) == 2
+    first, *others = streamed(server, prompt_logprobs=2)
+    assert first["choices"][0]["prompt_logprobs"] == expected
+    assert not any("prompt_logprobs" in chunk["choices"][0] for chunk in others)
+    assert "prompt_logprobs" not in complete(server)["choices"][0]
+
+
+@pytest.mark.parametrize("path", [PATH, "/generate"])
+def test_token_ids(server: RunningServer, path: str) -> None:
+    whole = server.post(path, json={"prompt": "one two", "max_tokens": 5, "return_token_ids": True}).json()
+    whole = whole["choices"][0] if "choices" in whole else whole
+    assert whole["token_ids"] == [0, 1, 2, 3, 4]
+    assert whole["prompt_token_ids"] == [0, 1]
+    chunks = streamed(server, path, max_tokens=5, return_token_ids=True)
+    chunks = [chunk["choices"][0] if "choices" in chunk else chunk for chunk in chunks]
+    assert [token for chunk in chunks for token in chunk.get("token_ids", [])] == [0, 1, 2, 3, 4]
+    assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [[0, 1]]
+    assert chunks[0]["prompt_token_ids"] == [0, 1]
+    plain = server.post(path, json={"prompt": "one two"}).text
+    assert "token_ids" not in plain
+
+
+def test_generate_with_logprobs(server: RunningServer) -> None:
+    body = server.post("/generate", json={"prompt": "one two", "max_tokens": 2, "logprobs": 1}).json()
+    assert body["logprobs"]["tokens"] == words(count=2)
+
+
+def test_best_of(server: RunningServer) -> None:
+    """In the fake engine a choice is the likelier the higher its number."""
+    body = complete(server, prompt=["one", "two"], n=2, best_of=4)
+    texts = [answer(prompt, choice, 4) for prompt in ("one", "two") for choice in (3, 2)]
+    assert [choice["text"] for choice in body["choices"]] == texts
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert body["usage"]["completion_tokens"] == 2 * 4 * 4, "what was made is counted"
+    assert all(choice["logprobs"] is None for choice in body["choices"]), "nobody asked for them"
+    (choice,) = complete(server, best_of=3, logprobs=1)["choices"]
+    assert choice["logprobs"]["tokens"] == words(choice=2)
+    assert choice["text"] == answer("one two", 2, 4)
+    assert complete(server, n=2, best_of=2)["choices"][0]["text"] == answer("one two", 0, 4), "as they come"
+
+
+def test_continuous_usage(server: RunningServer) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": True}
+    *chunks, last = streamed(server, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[0] < 4, counts[-1]) == (True, 4)
+    assert all(chunk["usage"]["prompt_tokens"] == 2 for chunk in chunks)
+    assert (last["choices"], last["usage"]["total_tokens"]) == ([], 6)
+    chunks = streamed(server, stream_options={"continuous_usage_stats": True})
+    assert all(chunk["choices"] and chunk["usage"]["total_tokens"] for chunk in chunks)
+
+
+# --- the forms by themselves ---
+
+
+def position(text: bytes, *top: tuple[bytes, float], logprob: float = -1.0) -> PositionLogprobs:
+    tokens = [TokenLogprob(10 + i, alternative, value) for i, (alternative, value) in enumerate(top)]
+    return PositionLogprobs(TokenLogprob(1, text, logprob), 1, tokens)
+
+
+def test_offsets_of_parts_of_characters() -> None:
+    parts = [position(b"a"), position(b"\xf0\x9f"), position(b"\x99\x82"), position(b"z")]
+    assert TextLogprobsWriter(0).write(parts).text_offset == [0, 1, 2, 2]
+
+
+def test_tokens_that_read_alike() -> None:
+    """The most likely counts; the token itself is there all the same."""
+    written = TextLogprobsWriter(3).write([position(b"x", (b"y", -0.1), (b"y", -0.5), (b"w", -2.0))])
+    assert written.top_logprobs == [{"y": -0.1, "w": -2.0, "x": -1.0}]
+
+
+def test_the_value_is_its_entry_bit_for_bit() -> None:
+    value = -0.10536051541566849
+    written = TextLogprobsWriter(1).write([position(b"x", (b"x", value), logprob=value)])
+    assert written.token_logprobs[0] == max((written.top_logprobs[0] or {}).values())
+
+
+def test_a_special_token_in_front_of_an_echo_takes_no_place() -> None:
+    echo = TextLogprobsWriter(1).prompt(b"<s>", "ab", [position(b"a"), position(b"b")])
+    assert echo.tokens == ["<s>", "a", "b"]
+    assert echo.text_offset == [0, 0, 1]
+
+
+def test_chats_form() -> None:
+    (written,) = chat_logprobs([position("é".encode(), (b"\xc3", -0.5), ("é".encode(), -1.0))]).content
+    assert (written.token, written.logprob, written.bytes) == ("é", -1.0, [0xC3, 0xA9])
+    assert [(top.token, top.bytes) for top in written.top_logprobs] == [("bytes:\\xc3", [0xC3]), ("é", [0xC3, 0xA9])]
+    assert token_text(b"\xff") == "bytes:\\xff"
