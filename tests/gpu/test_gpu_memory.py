@@ -1,0 +1,93 @@
+"""Memory on a GPU: the pool takes what is left, a full load stays within the ratio, and advice on failure holds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from minisgl import LLM, SamplingParams
+from minisgl.config import ConfigError
+from support.tiny_tokenizer import save_byte_tokenizer
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 150_000  # logits are a large part of what a step takes
+RATIO = 0.3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen3Config
+
+    path = tmp_path_factory.mktemp("memory")
+    Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+        dtype="bfloat16",
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(path)
+    save_byte_tokenizer(path, 5000)
+    return path
+
+
+def used_ratio() -> float:
+    free, total = torch.cuda.mem_get_info()
+    return 1.0 - free / total
+
+
+def test_a_full_load_stays_within_the_ratio(folder: Path) -> None:
+    torch.cuda.empty_cache()
+    outside = used_ratio()
+    with LLM(str(folder), device="cuda", use_dummy_weight=True, memory_ratio=RATIO) as llm:
+        assert used_ratio() < RATIO + 0.002
+        # 256 decodes and prefills of 8192 tokens, every kind of sampling.
+        params = [
+            SamplingParams(temperature=0.0 if index % 3 == 0 else 0.8, top_p=0.9, max_tokens=40, ignore_eos=True)
+            for index in range(300)
+        ]
+        llm.generate([[index % 97, *range(1, 100 + 3 * index)] for index in range(300)], params)
+        llm.check_idle()
+        assert used_ratio() < RATIO + 0.01
+        # What was measured is no gross overestimate: what is kept free is small.
+        assert used_ratio() > RATIO - 0.05 - outside
+
+
+def test_advice_on_a_failed_start_holds(folder: Path) -> None:
+    start = {"device": "cuda", "use_dummy_weight": True, "max_running_req": 16}
+    with pytest.raises(ConfigError, match="too little memory for the KV cache") as error:
+        LLM(str(folder), **start, memory_ratio=0.005)
+    advice = re.search(r"--memory-ratio (\d\.\d+)$", str(error.value))
+    assert advice, str(error.value)
+    with LLM(str(folder), **start, memory_ratio=float(advice[1])) as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+
+    with pytest.raises(ConfigError, match="--num-pages") as error:
+        LLM(str(folder), **start, memory_ratio=RATIO, num_page_override=10**6)
+    advice = re.search(r"--num-pages (\d+)", str(error.value))
+    assert advice, str(error.value)
+    with LLM(str(folder), **start, memory_ratio=RATIO, num_page_override=int(advice[1]) * 99 // 100) as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+
+
+def test_a_chunk_too_large(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a prefill of \d+ tokens does not fit.*--max-prefill-length"):
+        LLM(
+            str(folder),
+            device="cuda",
+            use_dummy_weight=True,
+            max_extend_tokens=256 * 40960,
+            max_running_req=256,
+        )
