@@ -21,6 +21,8 @@ from minisgl.config import (
 )
 from minisgl.models.demo import DEMO_MODEL, demo_folder
 from minisgl.models.hub import resolve_model
+from minisgl.parsers.reasoning import REASONING_FORMATS
+from minisgl.parsers.select import AUTO, TOOL_CALL_PARSERS, known_reasoning_parser, known_tool_call_parser
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,18 @@ def make_parser() -> argparse.ArgumentParser:
     server.add_argument("--port", type=int, default=DEFAULT_PORT, help="TCP port to listen on; 0: any free one")
     server.add_argument(
         "--num-tokenizer", "--tokenizer-count", type=int, default=1, metavar="N", help="tokenizer processes"
+    )
+    server.add_argument(
+        "--tool-call-parser",
+        default=AUTO,
+        metavar="NAME",
+        help=f"form of the model's tool calls: {', '.join(TOOL_CALL_PARSERS)} or none; auto: as its template shows",
+    )
+    server.add_argument(
+        "--reasoning-parser",
+        default=AUTO,
+        metavar="NAME",
+        help=f"form of the model's thoughts: {', '.join(REASONING_FORMATS)} or none; auto: as its template shows",
     )
     server.add_argument(
         "--shell", "--shell-mode", action="store_true", help="chat in the terminal; the server ends with it"
@@ -277,6 +291,8 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
         host=args.host,
         port=args.port,
         num_tokenizers=args.num_tokenizer,
+        tool_call_parser=known_tool_call_parser(args.tool_call_parser),
+        reasoning_parser=known_reasoning_parser(args.reasoning_parser),
         shell=args.shell,
     )
     config.validate()

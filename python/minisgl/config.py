@@ -152,6 +152,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     num_tokenizers: int = 1
+    tool_call_parser: str = "auto"  # how tool calls are found in answers; auto: as the chat template shows
+    reasoning_parser: str = "auto"  # the same for thoughts
     shell: bool = False  # chat in the terminal once the server is ready
 
     @property

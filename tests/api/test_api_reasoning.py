@@ -128,7 +128,8 @@ def test_the_sdk_reads_thoughts(qwen: RunningServer) -> None:
 
 
 def _for_sdk(body: dict[str, Any]) -> dict[str, Any]:
-    return {**body, "extra_body": {"chat_template_kwargs": body.pop("chat_template_kwargs")}}
+    extra = {"chat_template_kwargs": body["chat_template_kwargs"]}
+    return {name: value for name, value in body.items() if name not in extra} | {"extra_body": extra}
 
 
 def test_the_sdk_parses_into_a_model(qwen: RunningServer) -> None:
@@ -189,21 +190,21 @@ def test_echo(qwen: RunningServer) -> None:
 
 
 def test_continued_thought(qwen: RunningServer) -> None:
-    """An answer that was cut in its thought goes on in it."""
-    begun = say("m.", "</think>", "Hi")["messages"][0]["content"]
-    for text, expected in ((f"{begun}", "m.</think>Hi"), (f"{begun} ", "m.</think>Hi")):
-        body = {"model": MODEL, "messages": [{"role": "assistant", "content": text}], "continue_final_message": True}
-        assert message(qwen, body)["content"] == expected
-    inside = say("m.", "</think>", "Hi", "<think>")["messages"][0]["content"]
-    body = {"model": MODEL, "messages": [{"role": "assistant", "content": inside}], "continue_final_message": True}
-    found = message(qwen, body)
-    assert (found.get("reasoning"), found["content"]) == (None, "m.</think>Hi<think>")
+    """An answer that was cut in its thought goes on in it; any other goes on as an answer."""
+
+    def continued(*texts: str) -> tuple[str | None, str]:
+        begun = {"role": "assistant", "content": say(*texts)["messages"][0]["content"]}
+        found = message(qwen, {"model": MODEL, "messages": [begun], "continue_final_message": True})
+        return found.get("reasoning"), found["content"]
+
+    assert continued("m.", "</think>", "Hi") == (None, "m.</think>Hi")
+    assert continued("m.", "</think>", "Hi", "<think>") == ("m.", "Hi<think>")  # the last of these is open
 
 
 def test_logprobs(qwen: RunningServer) -> None:
     """Every token's, in order, whatever of it is text, thought or marker; in a stream with the chunks."""
     body = say(*THOUGHT, logprobs=True, top_logprobs=2)
-    whole = qwen.sdk.chat.completions.create(**_for_sdk(dict(body)))
+    whole = qwen.sdk.chat.completions.create(**_for_sdk(body))
     assert whole.choices[0].logprobs is not None
     content = whole.choices[0].logprobs.content or []
     assert [entry.token for entry in content] == THOUGHT
@@ -225,7 +226,9 @@ def test_prompt_logprobs_and_token_ids(qwen: RunningServer) -> None:
     assert whole["prompt_logprobs"][0] is None
     assert len(whole["prompt_logprobs"]) == 2
     chunks = parse_events(qwen.post(PATH, json=body | {"stream": True}).text)
-    assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == list(range(len(THOUGHT)))
+    assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", ())] == list(
+        range(len(THOUGHT))
+    )
     assert [chunk.get("prompt_token_ids") for chunk in chunks if "prompt_token_ids" in chunk] == [
         whole["prompt_token_ids"]
     ]

@@ -122,7 +122,7 @@ def _hermes(tools: Tools, parallel: bool) -> list[str]:
     return [f"start: {_repeated('call', chr(10), parallel)}", f"call: {call}", *_objects(tools, "arguments")]
 
 
-def _llama_json(tools: Tools, parallel: bool) -> list[str]:
+def _llama_json(tools: Tools, _parallel: bool) -> list[str]:
     return ["start: object", *_objects(tools, "parameters")]  # the templates take no second call
 
 

@@ -37,8 +37,10 @@ class Start(Enum):
     OUTSIDE = auto()  # there is no thought, or no longer
 
 
-def start_of_answer(form: ReasoningFormat, prompt_end: str) -> Start:
-    """Where the answer to a prompt with this end begins."""
+def start_of_answer(form: ReasoningFormat, prompt_end: str, continued: str = "") -> Start:
+    """Where the answer to a prompt with this end begins, or what follows the `continued` beginning of an answer."""
+    if continued.strip():
+        return Start.INSIDE if continued.rfind(form.opening) > continued.rfind(form.closing) else Start.OUTSIDE
     end = prompt_end.rstrip()
     if end.endswith(form.opening):
         return Start.INSIDE

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from minisgl.config import ConfigError
 from minisgl.parsers.hermes import HermesParser
 from minisgl.parsers.llama import LlamaJsonParser
 from minisgl.parsers.mistral import MistralParser
@@ -48,35 +49,37 @@ _REASONING_SIGNS = (
 )
 
 
-def tool_call_parser_name(choice: str, templates: Iterable[str]) -> str:
-    """The name of the parser for this `choice`: auto, none, or a name or alias. ValueError if it is unknown."""
-    if choice == AUTO:
-        text = "\n".join(templates)
-        return next(
-            (
-                name
-                for name, signs, others in _TOOL_CALL_SIGNS
-                if all(sign in text for sign in signs) and not any(other in text for other in others)
-            ),
-            NONE,
-        )
-    return _known("tool-call", choice, TOOL_CALL_PARSERS)
+def known_tool_call_parser(choice: str) -> str:
+    """What --tool-call-parser means: auto, none, or a parser's own name; ConfigError if it is unknown."""
+    return _known("--tool-call-parser", choice, TOOL_CALL_PARSERS)
 
 
-def reasoning_parser_name(choice: str, templates: Iterable[str]) -> str:
-    """The same for the thought before the answer."""
-    if choice == AUTO:
-        text = "\n".join(templates)
-        return next((name for name, signs in _REASONING_SIGNS if all(sign in text for sign in signs)), NONE)
-    return _known("reasoning", choice, REASONING_FORMATS)
+def known_reasoning_parser(choice: str) -> str:
+    """The same for --reasoning-parser."""
+    return _known("--reasoning-parser", choice, REASONING_FORMATS)
 
 
-def _known(what: str, choice: str, names: Iterable[str]) -> str:
+def _known(flag: str, choice: str, names: Iterable[str]) -> str:
     name = choice.replace("-", "_")
     name = _ALIASES.get(name, name)
-    if name != NONE and name not in names:
-        raise ValueError(f"--{what}-parser must be {AUTO}, {NONE}, {', '.join(names)}, not {choice}")
+    if name not in (AUTO, NONE, *names):
+        raise ConfigError(f"{flag} must be one of {AUTO}, {NONE}, {', '.join(names)}, not {choice}")
     return name
+
+
+def shown_tool_call_parser(templates: Iterable[str]) -> str:
+    """The name of the parser for the form that these chat templates show; none if they show none."""
+    text = "\n".join(templates)
+    for name, signs, others in _TOOL_CALL_SIGNS:
+        if all(sign in text for sign in signs) and not any(other in text for other in others):
+            return name
+    return NONE
+
+
+def shown_reasoning_parser(templates: Iterable[str]) -> str:
+    """The same for the thought before the answer."""
+    text = "\n".join(templates)
+    return next((name for name, signs in _REASONING_SIGNS if all(sign in text for sign in signs)), NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,15 @@ class Parsers:
 
     tool_calls: str = NONE
     reasoning: str = NONE
+    call_form: str = NONE  # in which calls are demanded: `constraint` has two for Mistral
+
+    @classmethod
+    def choose(cls, tool_calls: str, reasoning: str, templates: Collection[str]) -> Parsers:
+        """As the flags say; where they say auto, as the chat templates show."""
+        name = shown_tool_call_parser(templates) if tool_calls == AUTO else tool_calls
+        named = name == "mistral" and any("[ARGS]" in template for template in templates)
+        thoughts = shown_reasoning_parser(templates) if reasoning == AUTO else reasoning
+        return cls(name, thoughts, "mistral_named" if named else name)
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
@@ -100,10 +112,12 @@ class Parsers:
             markers += TOOL_CALL_PARSERS[self.tool_calls].kept
         return markers
 
-    def parser(self, tools: Tools | None, reasoning: bool, prompt_end: str) -> OutputParser | None:
-        """For one answer to a prompt with this end; None if there is nothing to take apart."""
+    def parser(
+        self, tools: Tools | None, *, reasoning: bool, prompt_end: str, continued: str = ""
+    ) -> OutputParser | None:
+        """For one answer, as `start_of_answer` has it; None if there is nothing to take apart."""
         form = self.reasoning_format if reasoning else None
-        reasoning_parser = None if form is None else ReasoningParser(form, start_of_answer(form, prompt_end))
+        reasoning_parser = None if form is None else ReasoningParser(form, start_of_answer(form, prompt_end, continued))
         tool_call_parser = None
         if tools and self.tool_calls != NONE:
             new_id = short_id if self.tool_calls == "mistral" else long_id

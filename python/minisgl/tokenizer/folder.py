@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from minisgl.config import ConfigError
+from minisgl.config import ConfigError, ServerConfig
+from minisgl.parsers.select import Parsers
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -48,6 +49,13 @@ def chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     if files:  # files of their own replace what the configuration says
         templates = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
     return templates
+
+
+def model_parsers(config: ServerConfig) -> Parsers:
+    """How the model's answers are taken apart: as the flags say, or else as its chat templates show."""
+    folder = Path(config.engine.model_path)
+    templates = chat_templates(folder, load_tokenizer_config(folder))
+    return Parsers.choose(config.tool_call_parser, config.reasoning_parser, templates.values())
 
 
 def _load_json(path: Path) -> dict[str, Any]:

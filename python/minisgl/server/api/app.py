@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from minisgl.config import HttpConfig, ServerConfig
 from minisgl.core import InvalidRequest, Limits
+from minisgl.parsers.select import Parsers
 from minisgl.server.api.boundary import Boundary, KeyGate
 from minisgl.server.api.client import EngineClient
 from minisgl.server.api.errors import ApiError, invalid_request
@@ -25,9 +26,11 @@ from minisgl.server.api.service import Service
 TOPICS = (GenerationRoutes, ModelRoutes, TokenRoutes, StatusRoutes, ControlRoutes)
 
 
-def build_app(client: EngineClient, heartbeat: Heartbeat, config: ServerConfig, limits: Limits) -> Starlette:
+def build_app(
+    client: EngineClient, heartbeat: Heartbeat, config: ServerConfig, limits: Limits, parsers: Parsers
+) -> Starlette:
     """The ASGI application."""
-    service = Service(client, heartbeat, config, limits)
+    service = Service(client, heartbeat, config, limits, parsers)
     app = Starlette(
         routes=[route for topic in TOPICS for route in topic(service).routes()],
         middleware=layers(config.http),

@@ -1,137 +1,117 @@
-"""POST /v1/chat/completions: from its body to a job, and from what the engine gives to its answer."""
+"""POST /v1/chat/completions: from its body to a job for the engine and the writer of its answer."""
 
 from __future__ import annotations
 
-import time
-import uuid
+from collections.abc import Callable
 from typing import Any
 
-from msgspec import UNSET
-from msgspec.json import encode
+import msgspec
 
-from minisgl.core import InvalidRequest, Limits
+from minisgl.core import Grammar, InvalidRequest, Limits
 from minisgl.message.to_tokenizer import ChatPrompt
-from minisgl.server.api.client import Delta, Job, OpenRequest
+from minisgl.parsers.constraint import calls_grammar, either, has_grammar
+from minisgl.parsers.output import OutputParser
+from minisgl.parsers.select import Parsers
+from minisgl.server.api.chat_writer import ChatOptions, ChatWriter
+from minisgl.server.api.client import Job
 from minisgl.server.api.errors import invalid_request
-from minisgl.server.api.responses import (
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatMessage,
-    Usage,
-    server_sent_event,
-)
+from minisgl.server.api.messages import Message, template_messages
 from minisgl.server.api.schema import ChatBody
+from minisgl.server.api.tools import ToolUse, tool_use
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+
+def chat_answer(body: ChatBody, limits: Limits, parsers: Parsers, model: str) -> tuple[Job, ChatWriter]:
+    """What the body asks of the engine, and who writes it; InvalidRequest or ApiError if that is not possible."""
+    include_usage = body.wants_usage()
+    messages = template_messages(body.messages)
+    use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    options = ChatOptions(
+        model=model,
+        parser=_parser_maker(body, parsers, use, messages),
+        role=messages[-1]["role"] if body.add_generation_prompt is False else "assistant",
+        echo=_echo(body, messages),
+        include_usage=include_usage,
+        continuous_usage=body.wants_continuous_usage(),
+        include_reasoning=body.include_reasoning,
+        parallel_calls=use.parallel,
+        calls_are_asked_for=use.named,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        token_ids=body.return_token_ids,
+    )
+    return _job(body, limits, parsers, use, messages), ChatWriter(options)
 
 
-def chat_job(body: ChatBody, limits: Limits) -> Job:
-    """What the body asks of the engine; InvalidRequest or ApiError if that is not possible."""
+def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, messages: list[Message]) -> Job:
     limit_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     field_names = {"prompt": "messages", "max_tokens": limit_field}
     try:
         sampling = body.sampling(limits)
     except InvalidRequest as error:
         raise invalid_request(error, field_names) from None
-    messages = [template_message(message, f"messages.{index}") for index, message in enumerate(body.messages)]
-    tools = template_tools(body.tools) if body.tools and body.tool_choice != "none" else None
-    prompt = ChatPrompt(messages, tools, body.chat_template_kwargs)
+    if grammar := _calls_grammar(parsers, use, sampling.grammar):
+        sampling = msgspec.structs.replace(sampling, grammar=grammar)
+        field_names["grammar"] = "tools"
+    keep = parsers.markers(tools=bool(use.schemas), reasoning=body.separate_reasoning)
     return Job(
-        [prompt],
+        [_prompt(body, use, messages)],
         body.n,
         sampling,
-        body.text_options(),
+        msgspec.structs.replace(body.text_options(), keep=keep),
         body.priority,
-        field_names,
         truncate=body.truncation(limits),
         cache_salt=body.cache_salt or "",
+        field_names=field_names,
     )
 
 
-def template_message(message: dict[str, Any], path: str) -> dict[str, Any]:
-    """A message as chat templates know it: one string of content, no nulls, and the system's voice is `system`."""
-    role = message.get("role")
-    if role not in ROLES:
-        raise InvalidRequest(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}")
-    content = message.get("content")
-    if content is None:
-        if role != "assistant" or not message.get("tool_calls"):
-            raise InvalidRequest(f"{path}.content", f"{path}.content is required")
-        content = ""
-    elif isinstance(content, list):
-        content = "\n".join([_text_of_part(part, f"{path}.content.{index}") for index, part in enumerate(content)])
-    elif not isinstance(content, str):
-        raise InvalidRequest(f"{path}.content", f"{path}.content must be a string or a list of text parts")
-    # Few templates know OpenAI's newer name, and those that do not would drop the message without a word.
-    changed = {"role": "system" if role == "developer" else role, "content": content}
-    return {key: value for key, value in (message | changed).items() if value is not None}
-
-
-def _text_of_part(part: Any, path: str) -> str:
-    if not isinstance(part, dict):
-        raise InvalidRequest(path, f"{path} must be an object with a type")
-    if part.get("type") != "text":
+def _prompt(body: ChatBody, use: ToolUse, messages: list[Message]) -> ChatPrompt:
+    if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest(
-            f"{path}.type", f"{path}.type: only text parts are supported, not {part.get('type')!r:.80}"
+            "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"
         )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise InvalidRequest(f"{path}.text", f"{path}.text must be a string")
-    return text
+    generation_prompt = not body.continue_final_message and body.add_generation_prompt is not False
+    return ChatPrompt(messages, use.shown, body.template_kwargs, generation_prompt, body.continue_final_message)
 
 
-def template_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools, each a named function."""
-    for index, tool in enumerate(tools):
-        path = f"tools.{index}"
-        if tool.get("type") != "function":
-            raise InvalidRequest(f"{path}.type", f"{path}.type must be 'function'")
-        function = tool.get("function")
-        if not isinstance(function, dict):
-            raise InvalidRequest(f"{path}.function", f"{path}.function must be an object")
-        if not isinstance(function.get("name"), str):
-            raise InvalidRequest(f"{path}.function.name", f"{path}.function.name must be a string")
-    return tools
+def _calls_grammar(parsers: Parsers, use: ToolUse, content: Grammar | None) -> Grammar | None:
+    """What demands the calls that the client demands, or allows them beside constrained content."""
+    if not use.schemas or (not use.required and content is None):
+        return None
+    form = parsers.call_form
+    if not has_grammar(form):
+        if not use.required:
+            return None
+        raise InvalidRequest(
+            "tool_choice",
+            "tool_choice can demand a call only of a model whose form of tool calls is known: see --tool-call-parser",
+        )
+    calls = calls_grammar(form, use.schemas, parallel=use.parallel)
+    if use.required or content is None:
+        return calls
+    if form == "llama3_json" or content.kind == "ebnf":
+        raise InvalidRequest(
+            "tools", "with constrained content, tools cannot be left to this model's choice: see tool_choice"
+        )
+    return either(calls, content)
 
 
-class ChatWriter:
-    """Writes chat.completion objects, and chat.completion.chunk events."""
+def _parser_maker(
+    body: ChatBody, parsers: Parsers, use: ToolUse, messages: list[Message]
+) -> Callable[[str], OutputParser | None]:
+    """Makes the parser of each choice, once the end of the prompt is known."""
+    continued = messages[-1]["content"] if body.continue_final_message else ""
 
-    def __init__(self, model: str, *, include_usage: bool) -> None:
-        self.id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = model
-        self._include_usage = include_usage
-        self._begun: set[int] = set()  # choices whose role has left
+    def make(prompt_end: str) -> OutputParser | None:
+        return parsers.parser(
+            use.schemas, reasoning=body.separate_reasoning, prompt_end=prompt_end, continued=continued
+        )
 
-    def begin(self, request: OpenRequest) -> None:
-        """It needs nothing of them."""
+    return make
 
-    def events(self, delta: Delta) -> bytes:
-        data = b""
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
-            data = self._event(ChatChunkChoice(delta.index, ChatDelta(role="assistant", content="")))
-        if text := delta.text:
-            data += self._event(ChatChunkChoice(delta.index, ChatDelta(content=text)))
-        if delta.finish is not None:
-            data += self._event(ChatChunkChoice(delta.index, ChatDelta(), delta.finish, delta.stop_reason))
-        return data
 
-    def _event(self, choice: ChatChunkChoice) -> bytes:
-        usage = None if self._include_usage else UNSET
-        return server_sent_event(ChatChunk(self.id, self._created, self._model, [choice], usage))
-
-    def last_events(self, usage: Usage) -> bytes:
-        if not self._include_usage:
-            return b""
-        return server_sent_event(ChatChunk(self.id, self._created, self._model, [], usage))
-
-    def body(self, choices: list[Delta], usage: Usage) -> bytes:
-        written = [
-            ChatChoice(choice.index, ChatMessage(choice.text), choice.finish, choice.stop_reason) for choice in choices
-        ]
-        return encode(ChatCompletion(self.id, self._created, self._model, written, usage))
+def _echo(body: ChatBody, messages: list[Message]) -> str:
+    """What the answer's content begins with: the message that it continues, if that is asked for."""
+    last: dict[str, Any] = messages[-1]
+    continues = body.continue_final_message or body.add_generation_prompt is False or last["role"] == "assistant"
+    return last["content"] if body.echo and continues else ""

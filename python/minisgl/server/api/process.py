@@ -23,6 +23,7 @@ from minisgl.server.api.app import build_app
 from minisgl.server.api.client import EngineClient
 from minisgl.server.api.heartbeat import Heartbeat
 from minisgl.server.worker import Worker
+from minisgl.tokenizer.folder import model_parsers
 
 SHUTDOWN_SECONDS = 0.9  # from the word to the end of the process, whatever clients do
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
@@ -49,9 +50,10 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
             Outbox[ToTokenizer](context, worker.addresses.tokenizer(index)) for index in range(config.num_tokenizers)
         ]
         client = EngineClient(outboxes, config.http.max_queued_requests)
+        parsers = model_parsers(config)
     limits = worker.ready()
     heartbeat = Heartbeat(client)
-    server = Server(build_app(client, heartbeat, config, limits), config.http)
+    server = Server(build_app(client, heartbeat, config, limits, parsers), config.http)
     loop = asyncio.get_running_loop()
 
     def shut_down(reason: str | None) -> None:

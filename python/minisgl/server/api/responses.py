@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -14,11 +15,16 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class ChatTopLogprob(msgspec.Struct, frozen=True):
@@ -66,17 +72,37 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
+ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+
+
+class FunctionCall(msgspec.Struct):
+    arguments: str  # JSON, if the model wrote such
+    name: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    id: str
+    function: FunctionCall
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
-    content: str
+    """The reasoning has two names: DeepSeek's, and vLLM's newer one."""
+
+    content: str | None
     role: str = "assistant"
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
     index: int
     message: ChatMessage
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion"):
@@ -85,6 +111,22 @@ class ChatCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="chat.
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+
+
+class FunctionDelta(msgspec.Struct, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallDelta(msgspec.Struct, frozen=True):
+    """The first of a call has its id, type and name, all others more of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
@@ -92,14 +134,18 @@ class ChatDelta(msgspec.Struct, frozen=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
     index: int
     delta: ChatDelta
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: str | int | UnsetType | None = UNSET
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion.chunk"):
@@ -108,6 +154,8 @@ class ChatChunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.compl
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
 
 class TextChoice(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ are checked by `SamplingParams.validate` alone. Types are strict: "5" and 5.0 ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
@@ -248,16 +248,10 @@ class ChatBody(OpenAIBody):
         **OpenAIBody.not_supported,
         "functions": _EMPTY,
         "function_call": ("none", "auto"),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True,),
         "audio": _NEVER,
         "modalities": (["text"],),
         "web_search_options": _NEVER,
-        "reasoning_effort": _NEVER,
         "verbosity": ("medium",),
-        "echo": _OFF,
-        "continue_final_message": _OFF,
-        "add_generation_prompt": (True,),
     }
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -265,8 +259,24 @@ class ChatBody(OpenAIBody):
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str = "auto"
+    tool_choice: Annotated[Any, _any_of(_STRING, {"type": "object"})] = "auto"  # see `tools.tool_use`
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    include_reasoning: bool = True  # vLLM's: the thought is written
+    separate_reasoning: bool = True  # SGLang's: it is no part of the content
     chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool | None = None  # none: unless the last message is to be continued
+    continue_final_message: bool = False
+    echo: bool = False
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the chat template gets: the effort under the names that templates use, and what is given by name."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        thinks = self.reasoning_effort != "none"
+        effort = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        return effort | self.chat_template_kwargs
 
     @property
     def token_limit(self) -> int | None:

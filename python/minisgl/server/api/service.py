@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from minisgl.config import ServerConfig
 from minisgl.core import Limits
+from minisgl.parsers.select import Parsers
 from minisgl.server.api.body import B, parse_body, read_body
 from minisgl.server.api.client import EngineClient
 from minisgl.server.api.errors import model_not_found
@@ -23,6 +24,7 @@ class Service:
     heartbeat: Heartbeat
     config: ServerConfig
     limits: Limits
+    parsers: Parsers
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def parse(self, request: Request, model: type[B]) -> B:

@@ -7,7 +7,7 @@ from starlette.routing import Route
 
 from minisgl.server.api.answer import Answer, Writer
 from minisgl.server.api.boundary import request_id_of
-from minisgl.server.api.chat import ChatWriter, chat_job
+from minisgl.server.api.chat import chat_answer
 from minisgl.server.api.client import Job
 from minisgl.server.api.completions import CompletionWriter, completion_job
 from minisgl.server.api.generate import GenerateWriter, generate_job
@@ -28,8 +28,9 @@ class GenerationRoutes:
 
     async def chat_completions(self, request: Request) -> Answer:
         body = await self._service.parse(request, ChatBody)
-        writer = ChatWriter(self._service.config.model_name, include_usage=body.wants_usage())
-        return self._answer(request, chat_job(body, self._service.limits), writer, stream=body.stream)
+        service = self._service
+        job, writer = chat_answer(body, service.limits, service.parsers, service.config.model_name)
+        return self._answer(request, job, writer, stream=body.stream)
 
     async def completions(self, request: Request) -> Answer:
         body = await self._service.parse(request, CompletionBody)

@@ -1,0 +1,282 @@
+"""Writes what the engine gives as chat.completion objects, or as chat.completion.chunk events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.json import encode
+
+from minisgl.message.types import PositionLogprobs, unpack_ids
+from minisgl.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
+from minisgl.parsers.output import OutputParser
+from minisgl.server.api.answer import usage_of
+from minisgl.server.api.client import Delta, OpenRequest
+from minisgl.server.api.logprobs import chat_logprobs, prompt_logprobs
+from minisgl.server.api.responses import (
+    CallDelta,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatFinishReason,
+    ChatLogprobs,
+    ChatMessage,
+    CompletionTokensDetails,
+    FunctionCall,
+    FunctionDelta,
+    PromptLogprob,
+    ToolCall,
+    Usage,
+    server_sent_event,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How an answer is written."""
+
+    model: str
+    parser: Callable[[str], OutputParser | None]  # of each choice; it gets the end of the prompt
+    role: str = "assistant"
+    echo: str = ""  # what the content begins with
+    include_usage: bool = False
+    continuous_usage: bool = False
+    include_reasoning: bool = True
+    parallel_calls: bool = True  # otherwise only the first call is written
+    calls_are_asked_for: bool = False  # by name: then they are not why the answer stopped
+    logprobs: bool = False
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+
+
+class Choice:
+    """One choice: its parser, and what waits for a chunk to go with."""
+
+    def __init__(self, options: ChatOptions, parser: OutputParser | None) -> None:
+        self._options = options
+        self._parser = parser
+        self._num_calls = 0
+        self.begun = False  # its role has left
+        self.logprobs: list[PositionLogprobs] = []
+        self.token_ids: list[int] = []
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self._parser is None else self._parser.reasoning_tokens
+
+    def take(self, delta: Delta) -> list[Event]:
+        """What a delta brought, as few events as say it."""
+        if self._options.logprobs:
+            self.logprobs += delta.logprobs
+        if self._options.token_ids:
+            self.token_ids += delta.token_ids
+        if self._parser is None:
+            return [Content(text)] if (text := delta.text) else []
+        events: list[Event] = []
+        for text, num_tokens in delta.pieces:
+            events += self._parser.feed(text, num_tokens)
+        if delta.finish is not None:
+            events += self._parser.finish()
+        if len(events) > 1:
+            events = merged(events)
+        return [event for event in events if self._is_wanted(event)]
+
+    def _is_wanted(self, event: Event) -> bool:
+        match event:
+            case Reasoning():
+                return self._options.include_reasoning
+            case CallStart(index):
+                self._num_calls += index == 0 or self._options.parallel_calls
+                return index < self._num_calls
+            case CallArguments(index):
+                return index < self._num_calls
+            case _:
+                return True
+
+    def finish_reason(self, delta: Delta) -> ChatFinishReason | None:
+        """OpenAI's: an answer that stopped after calls stopped because of them, unless they were asked for by name."""
+        if delta.finish == "abort" or delta.finish == "error":
+            raise AssertionError("an answer that ended early is an error, and not written")
+        if delta.finish == "stop" and self._num_calls and not self._options.calls_are_asked_for:
+            return "tool_calls"
+        return delta.finish
+
+    def take_logprobs(self) -> ChatLogprobs | None:
+        positions, self.logprobs = self.logprobs, []
+        return chat_logprobs(positions) if positions else None
+
+    def take_token_ids(self) -> list[int] | UnsetType:
+        ids, self.token_ids = self.token_ids, []
+        return ids or UNSET
+
+
+class ChatWriter:
+    """Writes one answer."""
+
+    def __init__(self, options: ChatOptions) -> None:
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._options = options
+        self._choices: list[Choice] = []
+        self._request: OpenRequest | None = None
+        self._told_prompt = False  # its ids and log-probabilities have left
+
+    def begin(self, request: OpenRequest) -> None:
+        self._request = request
+        end = request.prompt_ends[0]
+        self._choices = [Choice(self._options, self._options.parser(end)) for _ in request.sequences]
+
+    # A stream.
+
+    def events(self, delta: Delta) -> bytes:
+        options, choice, index = self._options, self._choices[delta.index], delta.index
+        data = b""
+        if not choice.begun:
+            choice.begun = True
+            data = self._event(ChatChunkChoice(index, ChatDelta(role=options.role, content="")), delta)
+            if options.echo:
+                data += self._event(ChatChunkChoice(index, ChatDelta(content=options.echo)), delta)
+        for event in choice.take(delta):
+            written = ChatChunkChoice(
+                index, delta_of(event), logprobs=choice.take_logprobs(), token_ids=choice.take_token_ids()
+            )
+            data += self._event(written, delta)
+        if delta.finish is not None:
+            last = ChatChunkChoice(
+                index,
+                ChatDelta(),
+                choice.finish_reason(delta),
+                delta.stop_reason,
+                choice.take_logprobs(),  # of tokens without text, such as the one that ends the answer
+                choice.take_token_ids(),
+            )
+            data += self._event(last, delta)
+        return data
+
+    def _event(self, choice: ChatChunkChoice, delta: Delta) -> bytes:
+        usage: Usage | UnsetType | None = None if self._options.include_usage else UNSET
+        if self._options.continuous_usage:
+            assert self._request is not None
+            usage = self._with_details(usage_of(self._request))
+        chunk = ChatChunk(self.id, self._created, self._options.model, [choice], usage, *self._of_prompt([delta]))
+        return server_sent_event(chunk)
+
+    def last_events(self, usage: Usage) -> bytes:
+        if not self._options.include_usage:
+            return b""
+        usage = self._with_details(usage)
+        return server_sent_event(ChatChunk(self.id, self._created, self._options.model, [], usage))
+
+    # A whole answer.
+
+    def body(self, choices: list[Delta], usage: Usage) -> bytes:
+        written = [self._whole(delta) for delta in choices]
+        usage = self._with_details(usage)
+        model = self._options.model
+        return encode(ChatCompletion(self.id, self._created, model, written, usage, *self._of_prompt(choices)))
+
+    def _whole(self, delta: Delta) -> ChatChoice:
+        choice = self._choices[delta.index]
+        message = message_of(choice.take(delta), self._options)
+        return ChatChoice(
+            delta.index,
+            message,
+            choice.finish_reason(delta),
+            delta.stop_reason,
+            choice.take_logprobs() or (ChatLogprobs([]) if self._options.logprobs else None),
+            choice.take_token_ids() or ([] if self._options.token_ids else UNSET),
+        )
+
+    # Both.
+
+    def _with_details(self, usage: Usage) -> Usage:
+        tokens = sum(choice.reasoning_tokens for choice in self._choices)
+        return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(tokens))
+
+    def _of_prompt(
+        self, deltas: list[Delta]
+    ) -> tuple[list[int] | UnsetType, list[dict[str, PromptLogprob] | None] | UnsetType]:
+        """The prompt's ids and log-probabilities, once, if they are wanted."""
+        if self._told_prompt:
+            return UNSET, UNSET
+        self._told_prompt = True
+        ids: list[int] | UnsetType = UNSET
+        if self._options.token_ids:
+            assert self._request is not None
+            ids = unpack_ids(self._request.prompt_ids[0]).tolist()
+        top = self._options.prompt_logprobs
+        return ids, UNSET if top is None else prompt_logprobs(deltas[0].prompt_logprobs, top)
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """The same, with texts that follow each other joined."""
+    result: list[Event] = []
+    texts: list[str] = []  # of the last event, if there are more than one
+    for event in events:
+        last = result[-1] if result else None
+        match last, event:
+            case (Content(), Content(text)) | (Reasoning(), Reasoning(text)):
+                texts.append(text)
+            case CallArguments(index), CallArguments(same, text) if index == same:
+                texts.append(text)
+            case _:
+                _close(result, texts)
+                result.append(event)
+                if not isinstance(event, CallStart):
+                    texts.append(event.text)
+    _close(result, texts)
+    return result
+
+
+def _close(result: list[Event], texts: list[str]) -> None:
+    """Give the last event its whole text."""
+    if len(texts) > 1:
+        match result[-1]:
+            case Content():
+                result[-1] = Content("".join(texts))
+            case Reasoning():
+                result[-1] = Reasoning("".join(texts))
+            case CallArguments(index):
+                result[-1] = CallArguments(index, "".join(texts))
+    texts.clear()
+
+
+def delta_of(event: Event) -> ChatDelta:
+    match event:
+        case Content(text):
+            return ChatDelta(content=text)
+        case Reasoning(text):
+            return ChatDelta(reasoning_content=text, reasoning=text)
+        case CallStart(index, id, name):
+            return ChatDelta(tool_calls=[CallDelta(index, FunctionDelta("", name), id, "function")])
+        case CallArguments(index, text):
+            return ChatDelta(tool_calls=[CallDelta(index, FunctionDelta(text))])
+
+
+def message_of(events: Iterable[Event], options: ChatOptions) -> ChatMessage:
+    """The message that all events of a choice make."""
+    content, reasoning = options.echo, ""
+    calls: list[ToolCall] = []
+    for event in events:
+        match event:
+            case Content(text):
+                content += text
+            case Reasoning(text):
+                reasoning += text
+            case CallStart(_, id, name):
+                calls.append(ToolCall(id, FunctionCall("", name)))
+            case CallArguments(index, text):
+                calls[index].function.arguments += text
+    return ChatMessage(
+        content or (None if calls else ""),
+        options.role,
+        reasoning_content=reasoning or UNSET,
+        reasoning=reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
