@@ -90,6 +90,8 @@ def sampling() -> Iterator[Case]:
         "plain": (0.6, 0, 1.0),
         "top-k 20, top-p 0.95": (0.6, 20, 0.95),
         "top-p 0.9": (1.0, 0, 0.9),
+        "masked": (0.6, 20, 0.95),
+        "penalties": (0.6, 20, 0.95),
     }
     samplers: dict[str, Sampler] = {"csrc": CudaSampler(DEVICE), "torch": TorchSampler()}
     for rows in (1, 64, 256):
@@ -101,9 +103,15 @@ def sampling() -> Iterator[Case]:
             state = SlotState(num_slots=rows, max_seq_len=8192, page_size=64, scratch_page=0, device=DEVICE)
             for kind, (temperature, top_k, top_p) in kinds.items():
                 for name, sampler in samplers.items():
+                    if name == "torch" and spread == "flat":
+                        continue  # its work does not depend on the logits
                     state.temperature[:], state.top_k[:], state.top_p[:] = temperature, top_k, top_p
-                    state.lengths[:] = 1
-                    asked = SampleKind(greedy=temperature == 0, filtered=top_k > 0 or top_p < 1)
+                    state.lengths[:] = 1000
+                    state.processing.presence_penalty[:] = 0.5
+                    asked = SampleKind(temperature == 0, top_k > 0 or top_p < 1, kind == "penalties")
+                    mask = None
+                    if kind == "masked":
+                        mask = torch.randint(-(2**31), 2**31, (rows, vocab // 32), device=DEVICE).int()
 
                     def run(
                         _: int,
@@ -112,8 +120,9 @@ def sampling() -> Iterator[Case]:
                         logits: torch.Tensor = logits,
                         slots: torch.Tensor = slots,
                         state: SlotState = state,
+                        mask: torch.Tensor | None = mask,
                     ) -> object:
-                        return sampler.sample(logits, slots, state, asked)
+                        return sampler.sample(logits, slots, state, asked, mask)
 
                     yield Case(f"sample ({name})", f"{rows} rows, {kind}, {spread}", run, logits.numel() * 2)
 
