@@ -1,0 +1,186 @@
+"""Attention backends beside each other: decodes by the share of the memory's speed, prefills by operations a second,
+and what FlashInfer's planning costs the host.
+
+Decodes are timed in CUDA graphs, over so many layers that the L2 cache does not hold the KV cache. `fused` also norms,
+rotates and stores, which the others leave to another kernel.
+
+    python benchmark/attention.py
+    python benchmark/attention.py --decode 64x640 --heads 16,8 --page-size 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from kernels import DEVICE, Case, copy_speed, microseconds
+
+from minisgl.attention.base import AttentionInputs, AttentionShape
+from minisgl.attention.fused import FusedDecode
+from minisgl.attention.select import CANDIDATES, make_backend
+from minisgl.benchmark.report import table
+from minisgl.kernel.base import Heads, Norm
+from minisgl.kvcache.pool import KVPool
+
+DECODES = ["1x640", "8x640", "64x640", "256x300", "256x840", "256x2000", "8x8000", "1x32000"]
+HEADS = [(16, 8), (32, 8), (40, 8)]
+PREFILLS = [(1, 8192, 0), (8, 1024, 0), (1, 2048, 16384), (64, 128, 900)]  # rows, new tokens, cached tokens
+
+
+def names(shape: AttentionShape) -> list[str]:
+    """The backends that run here without compiling anything."""
+    capability = torch.cuda.get_device_capability(DEVICE)
+    return [
+        name
+        for name in ("fa", "fi", "fused")
+        if CANDIDATES[name].missing(shape, capability) is None
+        and all(CANDIDATES[name].ready(shape, capability, role) for role in ("prefill", "decode"))
+    ]
+
+
+def make_pool(shape: AttentionShape, rows: int, context: int, layers: int) -> tuple[KVPool, torch.Tensor]:
+    """Random keys and values, and page tables [rows, pages] that are all over the pool."""
+    width = -(-context // shape.page_size)
+    pool = KVPool(
+        num_layers=layers,
+        num_pages=rows * width,
+        page_size=shape.page_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+        device=DEVICE,
+    )
+    for layer in range(layers):
+        pool.keys(layer).normal_()
+        pool.values(layer).normal_()
+    return pool, torch.randperm(rows * width, device=DEVICE).int().view(rows, width)
+
+
+def decodes(shape: AttentionShape, rows: int, context: int) -> Iterator[Case]:
+    kv_bytes = rows * context * shape.num_kv_heads * shape.head_dim * 4
+    layers = min(max(-(-(300 << 20) // kv_bytes), 1), 32)
+    pool, page_table = make_pool(shape, rows, context, layers)
+    lengths = np.full(rows, context, dtype=np.int32)
+    inputs = AttentionInputs(
+        query_lens=np.ones(rows, dtype=np.int32),
+        kv_lens=lengths,
+        query_starts=torch.arange(rows + 1, dtype=torch.int32, device=DEVICE),
+        kv_lens_device=torch.from_numpy(lengths).to(DEVICE),
+        page_table=page_table,
+    )
+    qkv = torch.randn(rows, (shape.num_heads + 2 * shape.num_kv_heads) * 128, device=DEVICE).to(shape.dtype)
+    q = qkv[:, : shape.num_heads * 128].reshape(rows, shape.num_heads, 128).contiguous()
+    for name in names(shape):
+        run: Callable[[int], object]
+        if name == "fused":
+            norm = Norm(torch.ones(128, dtype=shape.dtype, device=DEVICE), 1e-6)
+            angles = torch.rand(context + 1, 64, device=DEVICE)
+            cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+            heads = Heads(shape.num_heads, shape.num_kv_heads, cos_sin, norm, norm)
+            slots = torch.arange(rows, device=DEVICE)
+            fused = FusedDecode(shape, DEVICE).rows(slots, inputs.kv_lens_device, page_table)
+
+            def run(index: int, fused=fused, heads=heads) -> object:  # noqa: ANN001
+                layer = index % layers
+                return fused.forward(qkv, heads, pool.keys(layer), pool.values(layer), None)
+
+        else:
+            backend = make_backend(name, shape, DEVICE)
+            graphed = backend.graphed_decode(rows)
+            graphed.prepare(lengths - 1)
+            plan = graphed.plan(inputs)
+
+            def run(index: int, backend=backend, plan=plan) -> object:  # noqa: ANN001
+                return backend.forward(index % layers, q, pool, plan)
+
+        yield Case(name, f"{rows} x {context}", run, kv_bytes)
+
+
+def prefills(shape: AttentionShape, rows: int, new: int, cached: int) -> Iterator[tuple[str, float]]:
+    """Name and TFLOP/s; a causal query counts the keys that it sees."""
+    pool, page_table = make_pool(shape, rows, new + cached, 1)
+    inputs = AttentionInputs(
+        query_lens=np.full(rows, new, dtype=np.int32),
+        kv_lens=np.full(rows, new + cached, dtype=np.int32),
+        query_starts=torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * new,
+        kv_lens_device=torch.full((rows,), new + cached, dtype=torch.int32, device=DEVICE),
+        page_table=page_table,
+    )
+    q = torch.randn(rows * new, shape.num_heads, 128, device=DEVICE).to(shape.dtype)
+    operations = 4.0 * rows * shape.num_heads * 128 * (new * cached + new * (new + 1) / 2)
+    for name in names(shape):
+        if name != "fused":
+            backend = make_backend(name, shape, DEVICE)
+            plan = backend.plan(inputs)
+            case = Case(name, "", lambda _, b=backend, p=plan: b.forward(0, q, pool, p), 0, captured=False)
+            yield name, operations / microseconds(case, 20) / 1e6
+
+
+def planning(shape: AttentionShape, rows: int, context: int) -> tuple[float, float]:
+    """Host microseconds of FlashInfer's `prepare` for a replay: with a new plan, and where the old one still fits."""
+    pool, page_table = make_pool(shape, rows, context + 200, 1)
+    backend = make_backend("fi", shape, DEVICE)
+    graphed = backend.graphed_decode(rows)
+    lengths = np.full(rows, context, dtype=np.int32)
+    graphed.prepare(lengths)
+    ones = torch.ones(rows, dtype=torch.int32, device=DEVICE)
+    inputs = AttentionInputs(np.ones_like(lengths), lengths, torch.arange(rows + 1).int().to(DEVICE), ones, page_table)
+    q = torch.randn(rows, shape.num_heads, 128, device=DEVICE).to(shape.dtype)
+    backend.forward(0, q, pool, graphed.plan(inputs))
+    torch.cuda.synchronize()
+    rng = np.random.default_rng(0)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(100):
+        changed = rng.integers(1, context, rows).astype(np.int32)
+        for new in (True, False):
+            begin = time.perf_counter()
+            graphed.prepare(changed)
+            times[new].append((time.perf_counter() - begin) * 1e6)
+    return float(np.median(times[True])), float(np.median(times[False]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Attention backends beside each other", allow_abbrev=False)
+    parser.add_argument("--decode", nargs="*", default=DECODES, metavar="ROWSxCONTEXT")
+    parser.add_argument("--heads", nargs="*", default=[f"{q},{kv}" for q, kv in HEADS], metavar="QUERY,KV")
+    parser.add_argument("--page-size", type=int, default=64)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    speed = copy_speed()
+    print(f"{torch.cuda.get_device_name()}: a copy moves {speed / 1e6:.2f} TB/s; pages of {args.page_size}")
+    shapes = []
+    for text in args.heads:
+        heads, kv_heads = (int(part) for part in text.split(","))
+        shapes.append(AttentionShape(heads, kv_heads, 128, args.page_size, torch.bfloat16))
+    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+        lines = []
+        for shape in shapes:
+            for text in args.decode:
+                rows, context = (int(part) for part in text.split("x"))
+                for case in decodes(shape, rows, context):
+                    took = microseconds(case, 32)
+                    figures = [f"{took:.1f}", f"{case.bytes / took / 1e6:.2f}", f"{case.bytes / took / speed:.0%}"]
+                    lines.append([f"{shape.num_heads}/{shape.num_kv_heads} {case.shape}", case.kernel, *figures])
+        print(table(["decode", "backend", "us", "TB/s", "of a copy"], lines), flush=True)
+        lines = []
+        for shape in shapes:
+            for rows, new, cached in PREFILLS:
+                for name, speed_of in prefills(shape, rows, new, cached):
+                    what = f"{shape.num_heads}/{shape.num_kv_heads} {rows} x {new}, {cached} cached"
+                    lines.append([what, name, f"{speed_of:.0f}"])
+        print(table(["prefill", "backend", "TFLOP/s"], lines), flush=True)
+        lines = []
+        for shape in shapes:
+            if "fi" in names(shape):
+                for rows in (1, 64, 256):
+                    planned, kept = planning(shape, rows, 840)
+                    what = f"{shape.num_heads}/{shape.num_kv_heads} {rows} rows"
+                    lines.append([what, f"{planned:.0f}", f"{kept:.0f}"])
+        print(table(["FlashInfer's prepare, host", "us, new lengths", "us, plan kept"], lines), flush=True)
+
+
+if __name__ == "__main__":
+    main()
