@@ -88,6 +88,11 @@ def worst_regret(folder: Path, answers: list[list[int]]) -> float:
         {"attention_backend": "fa", "cuda_graph_max_bs": 0},
         {"attention_backend": "fa", "overlap": False, "page_size": 1, "pages": 40000},
         {"attention_backend": "fa", "page_size": 16, "max_extend_tokens": 100, "cuda_graph_max_bs": 20},
+        {"attention_backend": "fi"},
+        {"attention_backend": "fi", "cuda_graph_max_bs": 0, "page_size": 16},
+        {"attention_backend": "fa,fi", "page_size": 1, "pages": 40000, "max_extend_tokens": 100},
+        {"attention_backend": "fa,fused", "page_size": 16, "max_extend_tokens": 100},
+        {"attention_backend": "auto"},
         {"attention_backend": "torch", "cuda_graph_max_bs": 0},
     ],
     ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()),
@@ -97,9 +102,10 @@ def test_greedy_agrees_with_transformers(folder: Path, options: dict[str, object
     assert worst_regret(folder, generate(folder, **options)) < 0.15
 
 
-def test_graph_equals_eager(folder: Path) -> None:
-    graph = generate(folder, attention_backend="fa")
-    eager = generate(folder, attention_backend="fa", cuda_graph_max_bs=0)
+@pytest.mark.parametrize("attention", ["fa", "fi", "fa,fused"])
+def test_graph_equals_eager(folder: Path, attention: str) -> None:
+    graph = generate(folder, attention_backend=attention)
+    eager = generate(folder, attention_backend=attention, cuda_graph_max_bs=0)
     same = sum(a == b for a, b in zip(graph, eager, strict=True))
     assert same >= 0.8 * len(graph)  # the others part at near ties: padding changes the products' kernels
 
