@@ -169,6 +169,11 @@ class SamplingParams(msgspec.Struct, frozen=True):
         for word in self.bad_words:
             if not 0 < len(word) <= MAX_BAD_WORD_CHARS:
                 raise InvalidRequest("bad_words", f"a bad word must have 1 to {MAX_BAD_WORD_CHARS} characters")
+        for ids in self.bad_words_ids:
+            if not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
+                raise InvalidRequest("bad_words_ids", f"a bad word must have 1 to {MAX_BAD_WORD_TOKENS} tokens")
+            if not 0 <= min(ids) <= max(ids) < limits.vocab_size:
+                raise InvalidRequest("bad_words_ids", f"bad_words_ids: {ids} is outside the vocabulary")
 
     @staticmethod
     def _validate_allowed(allowed: tuple[int, ...], limits: Limits) -> None:

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import Batch, Int32Array, SamplingParams
+from minisgl.core import Batch, Int32Array, LogprobPlan, Logprobs, SamplingParams, StepLogprobs
 from minisgl.kvcache import make_cache
+from minisgl.message.types import LogprobRows
+from minisgl.scheduler.logprobs import pack_logprobs
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
 
@@ -46,6 +48,30 @@ def expected_answer(prompt: Int32Array, params: SamplingParams) -> list[int]:
     return answer
 
 
+def logprobs_after(scored: list[tuple[int, int]], top: int) -> Logprobs:
+    """What the simulated model thinks of (prefix, the token after it)."""
+    if not scored:
+        none = np.empty((0, top), dtype=np.float32)
+        return Logprobs(np.empty(0, np.float32), np.empty(0, np.int32), none.astype(np.int32), none)
+    return Logprobs(
+        chosen=np.array([-(hash(pair) % 997) for pair in scored], dtype=np.float32),
+        ranks=np.array([prefix % VOCAB + 1 for prefix, _ in scored], dtype=np.int32),
+        top_ids=np.array([[(prefix + i) % VOCAB for i in range(top)] for prefix, _ in scored], dtype=np.int32),
+        top=np.array([[-float(i) for i in range(top)] for _ in scored], dtype=np.float32),
+    )
+
+
+def expected_logprobs(before: list[int], tokens: list[int], top: int) -> LogprobRows:
+    """Of tokens that come after others."""
+    prefix, scored = 0, []
+    for token in before:
+        prefix = extend_hash(prefix, token)
+    for token in tokens:
+        scored.append((prefix, token))
+        prefix = extend_hash(prefix, token)
+    return pack_logprobs(np.array(tokens, dtype=np.int32), [logprobs_after(scored, top)])
+
+
 class SimulatedDevice:
     """Slots, page table and KV pool; plans run when their result is asked for, as late as a device may be."""
 
@@ -65,18 +91,23 @@ class SimulatedDevice:
     def run_until(self, wanted: _Launched) -> None:
         while wanted.result is None:
             launched = self._queue.pop(0)
-            launched.result = self._run(launched.batch)
+            launched.result, launched.scores = self._run(launched.batch)
 
-    def _run(self, batch: Batch) -> Int32Array:
+    def _run(self, batch: Batch) -> tuple[Int32Array, StepLogprobs | None]:
         for row in batch.entering:
             self.tokens[row.slot] = row.token_ids.tolist()
             self.pages[row.slot] = dict(enumerate(row.pages.tolist()))
         for slot, index, page in batch.new_pages.tolist():
             assert index == len(self.pages[slot]), "pages come in order"
             self.pages[slot][index] = page
-        sampled = []
-        rows = zip(batch.slots, batch.starts, batch.lengths, batch.samples, strict=True)
-        for slot, start, length, samples in ((int(a), int(b), int(c), bool(d)) for a, b, c, d in rows):
+        sampled: list[int] = []
+        prefixes: list[int] = []  # of the sampled tokens
+        scored: list[tuple[int, int]] = []  # of prompts
+        wanted = np.zeros_like(batch.lengths) if batch.logprobs is None else batch.logprobs.prompt_lengths
+        rows = zip(batch.slots, batch.starts, batch.lengths, batch.samples, wanted, strict=True)
+        for slot, start, length, samples, asked in (
+            (int(a), int(b), int(c), bool(d), int(e)) for a, b, c, d, e in rows
+        ):
             tokens, pages, prefix = self.tokens[slot], self.pages[slot], 0
             for position in range(start + length):
                 prefix = hash((prefix, tokens[position]))
@@ -85,12 +116,24 @@ class SimulatedDevice:
                     assert self.kv[place] == prefix, f"slot {slot}: the cache of position {position} is another's"
                 else:
                     self.kv[place] = prefix
+                    if position < start + asked:
+                        scored.append((prefix, tokens[position + 1]))
             self.computed += length
             assert samples == (start + length == len(tokens)), "a row samples iff it reaches the last known token"
             if samples:
                 sampled.append(next_token(prefix))
+                prefixes.append(prefix)
                 tokens.append(sampled[-1])
-        return np.array(sampled, dtype=np.int32)
+        return np.array(sampled, dtype=np.int32), _scores(batch.logprobs, prefixes, sampled, scored)
+
+
+def _scores(
+    plan: LogprobPlan | None, prefixes: list[int], sampled: list[int], scored: list[tuple[int, int]]
+) -> StepLogprobs | None:
+    if plan is None:
+        return None
+    output = [(prefixes[row], sampled[row]) for row in plan.rows.tolist()]
+    return StepLogprobs(logprobs_after(output, plan.top), logprobs_after(scored, plan.prompt_top))
 
 
 @dataclass(slots=True, eq=False)
@@ -98,11 +141,16 @@ class _Launched:
     device: SimulatedDevice
     batch: Batch
     result: Int32Array | None = None
+    scores: StepLogprobs | None = None
 
     def tokens(self) -> Int32Array:
         self.device.run_until(self)
         assert self.result is not None
         return self.result
+
+    def logprobs(self) -> StepLogprobs | None:
+        self.device.run_until(self)
+        return self.scores
 
 
 @dataclass
@@ -122,6 +170,8 @@ class World:
     ends: dict[int, str] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     entered: list[int] = field(default_factory=list)  # in their order
+    logprobs: dict[int, list[LogprobRows]] = field(default_factory=dict)  # a row for each token of those who asked
+    prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device = SimulatedDevice(self.page_size)
@@ -151,9 +201,32 @@ class World:
         for sequence, token in zip(report.sequences, report.tokens.tolist(), strict=True):
             assert sequence not in self.ends, "a token after the end"
             self.answers[sequence].append(token)
+        ended = {end.sequence for end in report.ended}
+        for sequence, rows in report.logprobs.items():
+            assert sequence in report.sequences
+            self.logprobs.setdefault(sequence, []).append(rows)
+        for sequence, rows in report.prompt_logprobs.items():
+            assert sequence not in self.prompt_logprobs, "reported twice"
+            assert len(self.answers[sequence]) == 1 or sequence in ended, "neither with the first token nor the end"
+            self.prompt_logprobs[sequence] = rows
         for end in report.ended:
             assert end.sequence not in self.ends, "ended twice"
             self.ends[end.sequence] = end.reason
+
+    def check_logprobs(self, sequence: int, prompt: list[int], params: SamplingParams) -> None:
+        """Of an ended sequence: one row for each token if asked for, and all of the prompt unless it ended before."""
+        answer, rows = self.answers[sequence], self.logprobs.pop(sequence, [])
+        if params.logprobs is None:
+            assert rows == []
+        else:
+            for at, row in enumerate(rows):
+                assert row == expected_logprobs(prompt + answer[:at], [answer[at]], params.logprobs)
+            assert len(rows) == len(answer)
+        scores = self.prompt_logprobs.pop(sequence, None)
+        if params.prompt_logprobs is None or len(prompt) == 1:
+            assert scores is None
+        elif answer or self.ends[sequence] == "length":
+            assert scores == expected_logprobs(prompt[:1], prompt[1:], params.prompt_logprobs)
 
     def run(self) -> None:
         while self.loop.has_work:

@@ -24,6 +24,18 @@ WORLDS: list[dict[str, object]] = [
 ]
 
 
+def random_questions(rng: random.Random) -> dict[str, int]:
+    """Of some requests log-probabilities are wanted, and of some of these nothing else."""
+    asked: dict[str, int] = {}
+    if rng.random() < 0.2:
+        asked["logprobs"] = rng.randint(0, 3)
+    if rng.random() < 0.1:
+        asked["prompt_logprobs"] = rng.randint(0, 3)
+        if rng.random() < 0.4:
+            asked["max_tokens"] = 0
+    return asked
+
+
 @pytest.mark.parametrize("options", WORLDS, ids=str)
 def test_random_traffic(options: dict[str, object], request: pytest.FixtureRequest) -> None:
     """Arrivals, aborts and stop strings at random: each request ends once, with the answer it would get alone.
@@ -32,7 +44,7 @@ def test_random_traffic(options: dict[str, object], request: pytest.FixtureReque
     """
     count: int = request.config.getoption("--simulated-requests")
     world = World(**options)  # type: ignore[arg-type]
-    rng = random.Random(1)
+    rng, choices = random.Random(1), random.Random(2)
     prompts: dict[int, tuple[list[int], SamplingParams]] = {}
     priorities: dict[int, int] = {}
     open_sequences: set[int] = set()
@@ -45,6 +57,7 @@ def test_random_traffic(options: dict[str, object], request: pytest.FixtureReque
                 sequence = len(prompts)
                 prompt = random_prompt(rng, families=6, longest=40)
                 params = {"max_tokens": rng.randint(1, 60), "ignore_eos": rng.random() < 0.5}
+                params |= random_questions(choices)
                 prompts[sequence] = prompt, SamplingParams(**params)  # type: ignore[arg-type]
                 priorities[sequence] = rng.choice([0, 0, 0, 1])
                 world.add(sequence, prompt, priority=priorities[sequence], **params)
@@ -64,6 +77,7 @@ def test_random_traffic(options: dict[str, object], request: pytest.FixtureReque
         for sequence in [sequence for sequence in open_sequences if sequence in world.ends]:
             open_sequences.remove(sequence)
             prompt, params_ = prompts[sequence]
+            world.check_logprobs(sequence, prompt, params_)
             answer, expected = world.answers.pop(sequence), expected_answer(np.array(prompt), params_)
             complete = world.ends[sequence] == "length" or (answer[-1:] == [EOS] and not params_.ignore_eos)
             assert answer == (expected if complete else expected[: len(answer)])
@@ -120,6 +134,42 @@ def test_lesson_14_mixed_gives_every_decode_a_token_in_every_step() -> None:
         world.step()
         steps += 1
     assert len(world.answers[0]) - before == steps == 10  # seven tokens of the prompt beside each decode
+
+
+def test_a_scored_prompt_is_computed_whole_whatever_is_cached() -> None:
+    world = World(chunk=5)
+    prompt = list(range(23))
+    for sequence, asked in enumerate([{}, {"prompt_logprobs": 2}, {"prompt_logprobs": 0, "max_tokens": 0}, {}]):
+        params = {"max_tokens": 3, "ignore_eos": True, **asked}
+        world.add(sequence, prompt, **params)
+        world.run()
+        world.check_logprobs(sequence, prompt, SamplingParams(**params))  # type: ignore[arg-type]
+        assert world.ends[sequence] == "length"
+        assert len(world.answers[sequence]) == params["max_tokens"]
+    assert [world.cached[sequence] for sequence in range(4)] == [0, 0, 0, 20]
+
+
+def test_a_prompt_of_one_token_without_an_answer_ends_at_once() -> None:
+    world = World()
+    world.add(0, [3], max_tokens=0, prompt_logprobs=1)
+    world.run()
+    assert world.ends == {0: "length"}
+    assert world.answers == {0: []}
+
+
+def test_a_retraction_amid_a_scored_prompt_loses_and_repeats_nothing() -> None:
+    """The younger is in its first chunks when the older needs its pages."""
+    world = World(page_size=1, num_pages=62, chunk=2, batch_policy="mixed", max_seq_len=60)
+    params = {"max_tokens": 50, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1}
+    prompts = [[1, 2, 3], list(range(30))]
+    for sequence, prompt in enumerate(prompts):
+        world.add(sequence, prompt, **params | {"max_tokens": 50 - len(prompt)})
+        for _ in range(14):
+            world.step()
+    world.run()
+    assert world.scheduler.retractions > 0
+    for sequence, prompt in enumerate(prompts):
+        world.check_logprobs(sequence, prompt, SamplingParams(**params))  # type: ignore[arg-type]
 
 
 def test_priority_goes_first() -> None:

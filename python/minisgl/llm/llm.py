@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -29,11 +29,12 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.ranks import join_ranks
 from minisgl.llm.ranks import RankProcesses
 from minisgl.message.to_api import Piece
-from minisgl.message.to_detokenizer import Open, StepOutput
-from minisgl.message.types import TextOptions, pack_ids, unpack_ids
+from minisgl.message.types import PositionLogprobs, TextOptions, unpack_ids
 from minisgl.models.config import load_model_config
 from minisgl.scheduler.build import make_loop
+from minisgl.scheduler.serve import step_output
 from minisgl.seeds import choice_seed, random_seed
+from minisgl.tokenizer.bad_words import resolve_bad_words
 from minisgl.tokenizer.detokenizer import Detokenizer
 from minisgl.tokenizer.incremental import make_decoder
 from minisgl.tokenizer.text import TextTokenizer
@@ -49,6 +50,8 @@ class Completion(TypedDict):
     token_ids: list[int]
     finish_reason: FinishReason
     cached_tokens: int  # of the prompt, found in the prefix cache
+    logprobs: NotRequired[list[PositionLogprobs]]  # of each token, if asked for
+    prompt_logprobs: NotRequired[list[PositionLogprobs]]  # of each token of the prompt but the first, if asked for
 
 
 class LLM:
@@ -197,7 +200,8 @@ class LLM:
         resolved = []
         for ids, one in zip(prompts, params, strict=True):
             one.validate(limits)
-            resolved.append(one.with_max_tokens(resolve_max_tokens(len(ids), one.max_tokens, limits)))
+            max_tokens = resolve_max_tokens(len(ids), one.max_tokens, limits)
+            resolved.append(resolve_bad_words(one.with_max_tokens(max_tokens), self.tokenizer))
         return resolved
 
     def _run(self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool) -> list[Completion]:
@@ -206,18 +210,14 @@ class LLM:
             seed = choice_seed(random_seed() if one.seed is None else one.seed, 0)
             scheduler.add(sequence, ids, one, seed)
 
-        answers = [_Answer() for _ in prompts]
+        answers = [_Answer(one) for one in params]
         with tqdm(total=len(prompts), desc="Generating", unit="request", disable=not use_tqdm) as bar:
             while self._loop.has_work:
                 report = self._loop.step()
                 if not report:
                     continue
-                opened = [
-                    Open(entered.sequence, TextOptions(params[entered.sequence].stop), entered.cached_tokens)
-                    for entered in report.entered
-                ]
-                step = StepOutput(opened, report.sequences, pack_ids(report.tokens), report.ended)
-                pieces, stopped = detokenizer.apply(step)
+                texts = [TextOptions(params[entered.sequence].stop) for entered in report.entered]
+                pieces, stopped = detokenizer.apply(step_output(report, texts))
                 for piece in pieces:
                     answers[piece.sequence].take(piece)
                     bar.update(piece.finish is not None)
@@ -229,22 +229,32 @@ class LLM:
 class _Answer:
     """Gathers the pieces of one sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, sampling: SamplingParams) -> None:
+        self._sampling = sampling
         self._texts: list[str] = []
         self._ids: list[bytes] = []
+        self._logprobs: list[PositionLogprobs] = []
+        self._prompt_logprobs: list[PositionLogprobs] = []
         self._last: Piece | None = None
 
     def take(self, piece: Piece) -> None:
         self._texts.append(piece.text)
         self._ids.append(piece.ids)
+        self._logprobs += piece.logprobs
+        self._prompt_logprobs += piece.prompt_logprobs
         self._last = piece
 
     def completion(self) -> Completion:
         assert self._last is not None
         assert self._last.finish is not None
-        return Completion(
+        completion = Completion(
             text="".join(self._texts),
             token_ids=unpack_ids(b"".join(self._ids)).tolist(),
             finish_reason=self._last.finish,
             cached_tokens=self._last.cached_tokens,
         )
+        if self._sampling.logprobs is not None:
+            completion["logprobs"] = self._logprobs
+        if self._sampling.prompt_logprobs is not None:
+            completion["prompt_logprobs"] = self._prompt_logprobs
+        return completion

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from minisgl.core import Batch, Int32Array
+from minisgl.core import Batch, Int32Array, StepLogprobs
 from minisgl.scheduler.scheduler import Scheduler, StepReport
 
 
@@ -14,6 +14,10 @@ class StepResult(Protocol):
 
     def tokens(self) -> Int32Array:
         """Wait for the step; the tokens that its sampling rows chose, in row order."""
+        ...
+
+    def logprobs(self) -> StepLogprobs | None:
+        """Wait for the step; the log-probabilities that its plan asks for."""
         ...
 
 
@@ -45,5 +49,5 @@ class StepLoop:
             self._in_flight.append((batch, self._engine.execute(batch)))
         if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
             oldest, result = self._in_flight.popleft()
-            self.scheduler.complete(oldest, result.tokens())
+            self.scheduler.complete(oldest, result.tokens(), result.logprobs())
         return self.scheduler.report()

@@ -13,10 +13,10 @@ A finished request still holds its slot and pages until the last step that names
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from minisgl.core import Int32Array, SamplingParams
+from minisgl.core import Int32Array, Logprobs, SamplingParams
 from minisgl.kvcache.base import CacheHandle
 
 
@@ -37,12 +37,16 @@ class Request:
     seed: int
     max_len: int  # tokens at which it must stop
     arrival: int  # a number that grows: who came first
+    prompt_len: int
     priority: int = 0  # larger goes first
+    salt: bytes = b""  # shares prefixes with requests of the same salt only
     passed_over: int = 0  # times that a younger request of its priority was admitted before it
     state: RequestState = RequestState.WAITING
     slot: int = -1
     prefix: CacheHandle | None = None  # the locked place in the cache
     reserved_pages: int = 0  # promised for its known tokens at admission and not yet allocated
+    prompt_scores: list[Logprobs] = field(default_factory=list)  # log-probabilities of its prompt's tokens so far
+    prompt_scored: bool = False  # nobody wants any, or all have been reported
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -13,10 +13,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import Batch, EnteringRow, FinishReason, Int32Array, SamplingParams, pages_for
+from minisgl.core import (
+    Batch,
+    EnteringRow,
+    FinishReason,
+    Int32Array,
+    LogprobPlan,
+    SamplingParams,
+    StepLogprobs,
+    pages_for,
+)
 from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.kvcache.pages import PagePool
 from minisgl.message.to_detokenizer import End
+from minisgl.message.types import LogprobRows
+from minisgl.scheduler.logprobs import pack_logprobs, plan_logprobs, rows_of
 from minisgl.scheduler.policy import BATCH_POLICIES
 from minisgl.scheduler.request import Request, RequestState
 from minisgl.scheduler.table import SlotTable
@@ -33,6 +44,7 @@ class Entered:
 
     sequence: int
     cached_tokens: int  # of its prompt, found in the cache
+    min_tokens: int  # no stop string ends it before
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,8 @@ class StepReport:
     sequences: list[int]
     tokens: Int32Array
     ended: list[End]
+    logprobs: dict[int, LogprobRows]  # by sequence: of its token
+    prompt_logprobs: dict[int, LogprobRows]  # by sequence: of its prompt, all at once
 
     def __bool__(self) -> bool:
         return bool(self.entered or self.sequences or self.ended)
@@ -90,19 +104,31 @@ class Scheduler:
         self._new_sequences: list[int] = []
         self._new_tokens: Int32Array = np.empty(0, dtype=np.int32)
         self._ended: list[End] = []
+        self._new_logprobs: dict[int, LogprobRows] = {}
+        self._new_prompt_logprobs: dict[int, LogprobRows] = {}
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
     def add(
-        self, sequence: int, prompt_ids: Int32Array, sampling: SamplingParams, seed: int, priority: int = 0
+        self,
+        sequence: int,
+        prompt_ids: Int32Array,
+        sampling: SamplingParams,
+        seed: int,
+        priority: int = 0,
+        salt: bytes = b"",
     ) -> None:
         """Queue a validated request: prompt and max_tokens fit the context."""
         assert sampling.max_tokens is not None, "max_tokens is resolved where the request is validated"
         max_len = len(prompt_ids) + sampling.max_tokens
-        request = Request(sequence, prompt_ids, sampling, seed, max_len, self._arrivals, priority)
+        prompt_len = len(prompt_ids)
+        request = Request(sequence, prompt_ids, sampling, seed, max_len, self._arrivals, prompt_len, priority, salt)
+        request.prompt_scored = sampling.prompt_logprobs is None or len(prompt_ids) == 1
         self._arrivals += 1
         self._by_sequence[sequence] = request
         self._waiting.add(request)
+        if request.prompt_scored and sampling.max_tokens == 0:
+            self._end(request, "length")  # there is nothing to compute
 
     def end(self, sequence: int, reason: FinishReason) -> None:
         """End a request from outside (abort, stop string). One that has ended already is passed over."""
@@ -147,6 +173,8 @@ class Scheduler:
             entering=entering,
             greedy=not table.sampled[sampling_slots].any(),
             filtered=bool(table.filtered[sampling_slots].any()),
+            processed=bool(table.processed[sampling_slots].any()),
+            logprobs=plan_logprobs(table, slots, starts, new_len, sampling_slots),
         )
         table.cached_len[slots] = new_len
         table.device_len[sampling_slots] += 1
@@ -166,7 +194,8 @@ class Scheduler:
             return entering
         for request in self._waiting.candidates(lambda request: self._match(request).cached_len):
             prefix = self._match(request)
-            if not self._waiting.is_overdue(request) and self._is_being_prefilled(request, prefix.cached_len):
+            waits = request.prompt_scored and not self._waiting.is_overdue(request)
+            if waits and self._is_being_prefilled(request, prefix.cached_len):
                 continue
             self._cache.lock(prefix)
             needed = pages_for(len(request.token_ids), self._page_size) - len(prefix.pages)
@@ -180,8 +209,10 @@ class Scheduler:
         return entering
 
     def _match(self, request: Request) -> CacheHandle:
-        # At least the last known token is computed, because its logits choose the next one.
-        return self._cache.match(request.token_ids[:-1])
+        # At least the last known token is computed, because its logits choose the next one; every token is, where its
+        # logits are wanted.
+        known = len(request.token_ids) - 1 if request.prompt_scored else 0
+        return self._cache.match(request.token_ids[:known], request.salt)
 
     def _headroom(self) -> int:
         """Pages to leave free at an admission, so that those who run, and then this one, can grow for a while."""
@@ -196,6 +227,8 @@ class Scheduler:
             length = min(int(table.entry_len[slot]), len(tokens) - 1) // self._page_size * self._page_size
             if length <= cached_len or table.cached_len[slot] >= table.entry_len[slot]:
                 continue
+            if self._request(slot).salt != request.salt:
+                continue
             # What counts is the first page beyond the cached ones.
             page = slice(0, cached_len + self._page_size)
             if np.array_equal(table.tokens[slot, page], tokens[page]):
@@ -204,7 +237,7 @@ class Scheduler:
 
     def _enter(self, request: Request, prefix: CacheHandle, needed: int) -> EnteringRow:
         if request.state is RequestState.WAITING:
-            self._entered.append(Entered(request.sequence, prefix.cached_len))
+            self._entered.append(Entered(request.sequence, prefix.cached_len, request.sampling.min_tokens))
             self._prefix_tokens_queried += len(request.token_ids)
             self._prefix_tokens_hit += prefix.cached_len
         self._waiting.admitted(request)
@@ -214,7 +247,13 @@ class Scheduler:
         self._reserved_pages += needed
         self._running.append(self._table.enter(request, prefix.pages))
         self._running_array = np.asarray(self._running, dtype=np.int32)
-        return EnteringRow(request.slot, request.token_ids, prefix.pages, request.sampling, request.seed)
+        sampling = request.sampling
+        stop_ids: tuple[int, ...] = ()
+        if sampling.min_tokens:
+            stop_ids = sampling.stop_token_ids + (() if sampling.ignore_eos else tuple(self._eos.tolist()))
+        return EnteringRow(
+            request.slot, request.token_ids, prefix.pages, sampling, request.seed, request.prompt_len, stop_ids
+        )
 
     # --- pages ------------------------------------------------------------------------------------------------
 
@@ -255,6 +294,7 @@ class Scheduler:
         slot = request.slot
         request.token_ids = self._table.tokens[slot, : self._table.known_len[slot]].copy()
         request.state = RequestState.RETRACTED
+        request.prompt_scores.clear()
         self._stop_running(slot)
         self._give_back(slot)
         self._waiting.add(request)
@@ -271,20 +311,23 @@ class Scheduler:
             request = self._request(slot)
             assert request.prefix is not None
             tokens = request.token_ids
-            if self._cache.match(tokens).cached_len > request.prefix.cached_len:
+            if self._cache.match(tokens, request.salt).cached_len > request.prefix.cached_len:
                 continue
             whole = len(tokens) // self._page_size
-            shared = self._cache.insert(tokens[: whole * self._page_size], self._table.pages[slot, :whole]).handle
+            pages = self._table.pages[slot, :whole]
+            shared = self._cache.insert(tokens[: whole * self._page_size], pages, request.salt).handle
             self._cache.lock(shared)
             self._cache.unlock(request.prefix)
             request.prefix = shared
 
     # --- a step is complete -----------------------------------------------------------------------------------
 
-    def complete(self, batch: Batch, tokens: Int32Array) -> None:
-        """Take the tokens that a step sampled, one for each row that samples, in row order."""
+    def complete(self, batch: Batch, tokens: Int32Array, logprobs: StepLogprobs | None = None) -> None:
+        """Take the tokens that a step sampled, one for each row that samples, in row order; and what its plan asked."""
         table = self._table
         slots = batch.slots[batch.samples]
+        if batch.logprobs is not None and logprobs is not None:
+            self._take_logprobs(batch, slots, tokens, batch.logprobs, logprobs)
         live = table.live[slots]  # the others ended while the step ran: their tokens are dropped
         slots, tokens = slots[live], tokens[live]
         table.tokens[slots, table.known_len[slots]] = tokens
@@ -302,13 +345,63 @@ class Scheduler:
                 self._end(request, "stop", stop_token=int(tokens[row]))
             else:
                 self._end(request, "length")
+        if not batch.samples.all():
+            self._end_unsampled(batch)
         self._completed_step = batch.step
         self._retire()
 
+    def _end_unsampled(self, batch: Batch) -> None:
+        """End the requests that get no token (max_tokens = 0) and whose last chunk this was."""
+        table, slots = self._table, batch.slots
+        done = table.live[slots] & (table.known_len[slots] == table.max_len[slots])
+        done &= batch.starts + batch.lengths == table.max_len[slots] - 1
+        for slot in slots[done].tolist():
+            request = self._request(slot)
+            if request.prompt_scores:
+                self._report_prompt(request)
+            self._end(request, "length")
+
+    def _take_logprobs(
+        self, batch: Batch, slots: Int32Array, tokens: Int32Array, plan: LogprobPlan, logprobs: StepLogprobs
+    ) -> None:
+        """Keep for the report what a step that sampled `tokens` in `slots` found."""
+        table = self._table
+        for at, row in enumerate(plan.rows.tolist()):
+            slot = int(slots[row])
+            if table.live[slot]:
+                found = rows_of(logprobs.output, at, at + 1, int(table.top_logprobs[slot]))
+                self._new_logprobs[int(table.sequence[slot])] = pack_logprobs(tokens[row : row + 1], [found])
+        ends = np.cumsum(plan.prompt_lengths)
+        for row in np.flatnonzero(plan.prompt_lengths).tolist():
+            slot, end = int(batch.slots[row]), int(ends[row])
+            if table.live[slot]:
+                begin = end - int(plan.prompt_lengths[row])
+                request = self._request(slot)
+                request.prompt_scores.append(rows_of(logprobs.prompt, begin, end, int(table.top_prompt_logprobs[slot])))
+        # The last tokens of a prompt may need one step more than their log-probabilities.
+        for slot in slots[table.live[slots] & (table.top_prompt_logprobs[slots] >= 0)].tolist():
+            self._report_prompt(self._request(slot))
+
+    def _report_prompt(self, request: Request) -> None:
+        """All at once, with the first token or the end."""
+        tokens = request.token_ids[1 : request.prompt_len]
+        self._new_prompt_logprobs[request.sequence] = pack_logprobs(tokens, request.prompt_scores)
+        request.prompt_scores.clear()
+        request.prompt_scored = True
+        self._table.top_prompt_logprobs[request.slot] = -1
+
     def report(self) -> StepReport:
         """What happened since the last report."""
-        report = StepReport(self._entered, self._new_sequences, self._new_tokens, self._ended)
+        report = StepReport(
+            self._entered,
+            self._new_sequences,
+            self._new_tokens,
+            self._ended,
+            self._new_logprobs,
+            self._new_prompt_logprobs,
+        )
         self._entered, self._ended = [], []
+        self._new_logprobs, self._new_prompt_logprobs = {}, {}
         self._new_sequences, self._new_tokens = [], np.empty(0, dtype=np.int32)
         return report
 
@@ -324,7 +417,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
             if request.state is RequestState.WAITING:
-                self._entered.append(Entered(request.sequence, cached_tokens=0))
+                self._entered.append(Entered(request.sequence, 0, request.sampling.min_tokens))
         request.state = RequestState.FINISHED
 
     def _stop_running(self, slot: int) -> None:
@@ -348,7 +441,7 @@ class Scheduler:
         # Of a discarded late step, the KV of a token that never reached the host is not worth keeping.
         whole = min(int(table.cached_len[slot]), int(table.known_len[slot])) // self._page_size
         pages = table.row_pages(slot)
-        result = self._cache.insert(table.tokens[slot, : whole * self._page_size], pages[:whole])
+        result = self._cache.insert(table.tokens[slot, : whole * self._page_size], pages[:whole], request.salt)
         self._cache.unlock(request.prefix)
         request.prefix = None
         self._pages.free(result.duplicates)

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from minisgl.message import to_detokenizer
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import Flushed, Open, StepOutput, ToDetokenizer
 from minisgl.message.to_scheduler import Abort, Add, FlushCache, Query, Stopped, ToScheduler
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
 from minisgl.scheduler.loop import StepLoop
+from minisgl.scheduler.scheduler import StepReport
+
+
+def step_output(report: StepReport, texts: Sequence[TextOptions]) -> StepOutput:
+    """A step's report for the detokenizer, with the text options of those who entered."""
+    opened = [
+        Open(entered.sequence, text, entered.cached_tokens, entered.min_tokens)
+        for entered, text in zip(report.entered, texts, strict=True)
+    ]
+    return StepOutput(
+        opened,
+        report.sequences,
+        pack_ids(report.tokens),
+        report.ended,
+        report.logprobs,
+        report.prompt_logprobs,
+    )
 
 
 class SchedulerProcess:
@@ -29,18 +48,17 @@ class SchedulerProcess:
                 self._handle(message)
             report = self._loop.step()
             if report:
-                opened = [
-                    Open(entered.sequence, self._texts.pop(entered.sequence), entered.cached_tokens)
-                    for entered in report.entered
-                ]
-                self._detokenizer.send(StepOutput(opened, report.sequences, pack_ids(report.tokens), report.ended))
+                texts = [self._texts.pop(entered.sequence) for entered in report.entered]
+                self._detokenizer.send(step_output(report, texts))
 
     def _handle(self, message: ToScheduler) -> None:
         match message:
             case Add():
                 self._texts[message.sequence] = message.text
                 prompt_ids = unpack_ids(message.prompt_ids).copy()
-                self._scheduler.add(message.sequence, prompt_ids, message.sampling, message.seed, message.priority)
+                self._scheduler.add(
+                    message.sequence, prompt_ids, message.sampling, message.seed, message.priority, message.cache_salt
+                )
             case Abort():
                 for sequence in message.sequences:
                     self._scheduler.end(sequence, "abort")

@@ -35,6 +35,10 @@ class SlotTable:
         self.filtered = np.zeros(num_slots, dtype=np.bool_)  # top-k, top-p or min-p
         self.stops_at_eos = np.zeros(num_slots, dtype=np.bool_)
         self.own_stop_ids = np.zeros(num_slots, dtype=np.bool_)
+        self.processed = np.zeros(num_slots, dtype=np.bool_)  # SamplingParams.processed
+        self.top_logprobs = np.full(num_slots, -1, dtype=np.int32)  # SamplingParams.logprobs; -1: None
+        self.top_prompt_logprobs = np.full(num_slots, -1, dtype=np.int32)  # the same for the prompt; -1: None, or done
+        self.prompt_len = np.zeros(num_slots, dtype=np.int32)
         self.requests: list[Request | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -61,6 +65,11 @@ class SlotTable:
         self.filtered[slot] = filters and not sampling.greedy
         self.stops_at_eos[slot] = not sampling.ignore_eos
         self.own_stop_ids[slot] = bool(sampling.stop_token_ids)
+        self.processed[slot] = sampling.processed
+        self.top_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
+        scored = request.prompt_scored or sampling.prompt_logprobs is None
+        self.top_prompt_logprobs[slot] = -1 if scored else sampling.prompt_logprobs
+        self.prompt_len[slot] = request.prompt_len
         self.requests[slot] = request
         request.slot = slot
         return slot
