@@ -24,6 +24,8 @@ class Server:
     """A running server. Use it as a context manager."""
 
     def __init__(self, *args: str) -> None:
+        # The key that our own questions carry, if the server wants one.
+        self.api_key = args[args.index("--api-key") + 1] if "--api-key" in args else "none"
         # A run directory of our own, so that what is left in it can be seen.
         self.tmp = tempfile.mkdtemp(prefix="minisgl-test-")
         self.process = subprocess.Popen(
@@ -54,11 +56,12 @@ class Server:
 
     @property
     def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60)
 
     def info(self) -> dict[str, dict[str, int]]:
         """What each process holds."""
-        answer: dict[str, Any] = httpx.get(f"{self.url}/server_info", timeout=30).json()
+        headers = {"authorization": f"Bearer {self.api_key}"}
+        answer: dict[str, Any] = httpx.get(f"{self.url}/server_info", headers=headers, timeout=30).json()
         assert answer["complete"]
         return answer["processes"]
 
