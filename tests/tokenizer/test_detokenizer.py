@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from minisgl.core import FinishReason
 from minisgl.message.to_api import Piece
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Stopped
-from minisgl.message.types import TextOptions, pack_ids, unpack_ids
+from minisgl.message.types import LogprobRows, PositionLogprobs, TextOptions, TokenLogprob, pack_ids, unpack_ids
 from minisgl.tokenizer.detokenizer import Detokenizer
 from minisgl.tokenizer.incremental import make_decoder
 from tokenizer import small
@@ -102,6 +104,71 @@ def test_lesson_19_stop_token_is_an_id_but_no_text() -> None:
     detokenizer = opened()
     pieces, _ = detokenizer.apply(step((1, letter), (1, other), ended=[End(1, "stop", stop_token=other)]))
     assert pieces == [Piece(1, pack_ids([letter, other]), "a", "stop", cached_of(1), other)]
+
+
+def test_stop_string_is_text_if_asked_for() -> None:
+    detokenizer = Detokenizer(DECODER)
+    detokenizer.apply(step(opened={1: TextOptions(stop=("lo w",), include_stop=True)}))
+    tokens = ids_of("hello world")
+    texts = [piece.text for token in tokens for piece in detokenizer.apply(step((1, token)))[0]]
+    assert "".join(texts) == "hello w"
+
+
+def test_stop_token_is_text_if_asked_for() -> None:
+    detokenizer = Detokenizer(DECODER)
+    letter, other = ids_of("ab")
+    detokenizer.apply(step(opened={1: TextOptions(include_stop=True)}))
+    pieces, _ = detokenizer.apply(step((1, letter), (1, other), ended=[End(1, "stop", stop_token=other)]))
+    assert pieces == [Piece(1, pack_ids([letter, other]), "ab", "stop", cached_of(1), other)]
+
+
+@pytest.mark.parametrize("min_tokens", range(5))
+def test_no_stop_string_ends_the_text_before_min_tokens(min_tokens: int) -> None:
+    detokenizer = Detokenizer(DECODER)
+    detokenizer.apply(StepOutput([Open(1, TextOptions(stop=("b",)), min_tokens=min_tokens)], [], b"", []))
+    letters = "abababab"
+    a, b = ids_of("a")[0], ids_of("b")[0]
+    pieces = [piece for token in [a, b] * 4 for piece in detokenizer.apply(step((1, token)))[0]]
+    # A stop string counts from the token after the first min_tokens on.
+    expected = letters[: letters.index("b", min_tokens)]
+    assert "".join(piece.text for piece in pieces) == expected
+    assert pieces[-1].finish == "stop"
+
+
+def test_logprobs_travel_with_their_ids_while_text_is_held_back() -> None:
+    detokenizer = opened("xyz")
+    first, *_ = ids_of("世")
+    x = ids_of("x")[0]
+    row = LogprobRows(
+        pack_ids([first]),
+        np.array([-0.5], "<f4").tobytes(),
+        pack_ids([3]),
+        pack_ids([x, EOS]),
+        np.array([-0.1, -0.25], "<f4").tobytes(),
+    )
+    prompt = LogprobRows(pack_ids([x]), np.array([-2.0], "<f4").tobytes(), pack_ids([9]), b"", b"")
+    output = msgspec.structs.replace(step((1, first)), logprobs={1: row, 5: row}, prompt_logprobs={1: prompt})
+    (piece,), _ = detokenizer.apply(output)
+    assert piece.text == ""
+    assert piece.logprobs == [
+        PositionLogprobs(
+            TokenLogprob(first, "世".encode()[:2], -0.5),
+            3,
+            [TokenLogprob(x, b"x", float(np.float32(-0.1))), TokenLogprob(EOS, b"</s>", -0.25)],
+        )
+    ]
+    assert piece.prompt_logprobs == [PositionLogprobs(TokenLogprob(x, b"x", -2.0), 9, [])]
+
+
+@pytest.mark.parametrize("kind", small.KINDS)
+def test_bytes_of_tokens_make_the_text(kind: str) -> None:
+    """Behind a first token: the start of a text may lose a space."""
+    tokenizer = small.KINDS[kind]()
+    decoder = make_decoder(tokenizer)
+    start, *rest = tokenizer.encode("a hello 世界 it's é", add_special_tokens=False).ids
+    whole, begin = (tokenizer.decode(ids, skip_special_tokens=False) for ids in ([start, *rest], [start]))
+    assert b"".join(map(decoder.token_bytes, rest)).decode() == whole[len(begin) :]
+    assert decoder.token_bytes(10**6) == b""
 
 
 def test_special_tokens_are_text_if_asked_for() -> None:

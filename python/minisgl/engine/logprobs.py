@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_PIECE_ELEMENTS = 2**25  # of a piece's logits: 128 MiB in float32
+_PIECE_ELEMENTS = 2**24  # of a piece's logits: 64 MiB in float32
 
 
 @dataclass(frozen=True, slots=True)

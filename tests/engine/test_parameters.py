@@ -1,0 +1,77 @@
+"""Sampling parameters are refused by name and limit, and the defaults ask for nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from minisgl.core import InvalidRequest, Limits, SamplingParams, resolve_max_tokens
+
+LIMITS = Limits(max_seq_len=100, vocab_size=50)
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        *[
+            (name, value, "between -2 and 2")
+            for name in ("presence_penalty", "frequency_penalty")
+            for value in (2.1, NAN)
+        ],
+        *[("repetition_penalty", value, "above 0 and at most 10") for value in (0.0, -1.0, 10.5, INF, NAN)],
+        ("min_tokens", -1, "between 0 and 20"),
+        ("min_tokens", 21, "between 0 and 20"),
+        ("logit_bias", ((50, 1.0),), "token id 50 is outside the vocabulary of 50"),
+        ("logit_bias", ((-1, 1.0),), "token id -1"),
+        ("logit_bias", ((1, 100.5),), "between -100 and 100, not 100.5"),
+        ("logit_bias", ((1, NAN),), "not nan"),
+        ("logit_bias", ((1, 1.0),) * 1025, "at most 1024"),
+        ("allowed_token_ids", (), "1 to 50 ids, not 0"),
+        ("allowed_token_ids", (3, 50), "token id 50"),
+        ("allowed_token_ids", (-1, 3), "token id -1"),
+        ("allowed_token_ids", (1,) * 51, "1 to 50 ids"),
+        ("bad_words", ("a",) * 129, "at most 128"),
+        ("bad_words", ("",), "1 to 1024 characters"),
+        ("bad_words", ("a" * 1025,), "1 to 1024 characters"),
+        ("bad_words_ids", ((),), "1 to 16 tokens"),
+        ("bad_words_ids", ((1,) * 17,), "1 to 16 tokens"),
+        ("bad_words_ids", ((1, 50),), "outside the vocabulary"),
+        *[(name, value, "between 0 and 20") for name in ("logprobs", "prompt_logprobs") for value in (-1, 21)],
+        ("max_tokens", 0, "at least 1"),
+    ],
+    ids=str,
+)
+def test_what_is_out_of_range_is_refused_by_name(field: str, value: object, words: str) -> None:
+    params = SamplingParams(**{"max_tokens": 20, field: value})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=words) as refused:
+        params.validate(LIMITS)
+    assert refused.value.field == field
+    assert field.split("_ids")[0] in refused.value.message or "bad word" in refused.value.message
+
+
+def test_the_limits_themselves_are_allowed() -> None:
+    SamplingParams(
+        max_tokens=20,
+        min_tokens=20,
+        presence_penalty=-2.0,
+        frequency_penalty=2.0,
+        repetition_penalty=10.0,
+        logit_bias=((0, -100.0), (49, 100.0)),
+        allowed_token_ids=tuple(range(50)),
+        bad_words=("a" * 1024,),
+        bad_words_ids=((49,) * 16,),
+        logprobs=20,
+        prompt_logprobs=0,
+    ).validate(LIMITS)
+    assert not SamplingParams().processed
+
+
+def test_no_answer_is_for_scored_prompts_alone_and_needs_no_room() -> None:
+    SamplingParams(max_tokens=0, prompt_logprobs=0).validate(LIMITS)
+    assert resolve_max_tokens(100, 0, LIMITS) == 0
+    with pytest.raises(InvalidRequest, match="101 tokens"):
+        resolve_max_tokens(101, 0, LIMITS)
+    with pytest.raises(InvalidRequest, match="100 tokens"):
+        resolve_max_tokens(100, 1, LIMITS)
