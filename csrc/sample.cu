@@ -4,9 +4,10 @@
 // number that depends on nothing but (seed, position); at temperature 0 it is the first of the largest logits. See
 // engine/sampler.py for the meaning of the filters.
 //
-// What is kept is a limit on the distance from the largest logit, (max - x) / temperature, as a 32-bit integer: an
-// exact search by histograms, most significant bits first. All sums that decide are integers, so their order does not
-// matter and equal input gives equal tokens. -DTHREADS: of a block of sample_choose, 512 or 1024.
+// What is kept is a limit on the distance from the largest logit, (max - x) / temperature, as a 32-bit integer. Cheap
+// bounds come first. If few tokens are left, each is compared with all others; if many, the limit is searched by
+// histograms, most significant bits first. All sums that decide are integers, so their order does not matter and equal
+// input gives equal tokens. -DTHREADS: of a block of sample_choose, 512 or 1024.
 #include "common.cuh"
 
 #define INF __int_as_float(0x7f800000)
@@ -19,6 +20,7 @@ constexpr int PARTIAL_WARPS = 8;    // of a block of sample_partials
 constexpr int WARPS = THREADS / 32;
 constexpr unsigned ALL = 0xffffffffu;
 
+constexpr int FEW = 512;                  // tokens that are compared with each other
 constexpr int BINS = 2048;                // of a histogram
 constexpr int FIRST_SHIFT = 21;           // 32 bits less the 11 of a bin
 constexpr float STEPS = 0x1p27f;          // of a distance, in one nat
@@ -49,8 +51,20 @@ struct Found {       // the bin in which a running amount reaches what is wanted
 struct Shared {
   alignas(16) float max[MAX_GROUPS];  // beyond the row's groups, up to a multiple of 4, -infinity
   float weight[MAX_GROUPS];   // of a group's kept tokens, in units of the largest logit's
-  unsigned count[BINS];
-  unsigned detail[BINS];      // first level: the slack; below: which bits of the distances differ
+  union {
+    struct {
+      unsigned count[BINS];
+      unsigned detail[BINS];  // first level: the slack; below: which bits of the distances differ
+    };
+    struct {  // few tokens, in any order
+      alignas(16) unsigned distance[FEW];
+      alignas(16) int id[FEW];
+      alignas(16) u64 mass[FEW];
+    };
+  };
+  int tokens;                 // that were collected, or more than FEW
+  unsigned limit;
+  u64 wanted;
   Amount warp_total[WARPS];
   float value[WARPS];
   int place[WARPS];
@@ -200,10 +214,10 @@ template <bool FIRST> __device__ __forceinline__ void histogram(const Row& row, 
     if (row.distance(s.max[group]) > far) continue;
     float x[PER_LANE];
     row.logits.load(group * GROUP, lane, x);
-    unsigned nearest = ALL, farthest = 0;
+    unsigned distance[PER_LANE], nearest = ALL, farthest = 0;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
-      unsigned d = row.distance(x[i]);
+      unsigned d = distance[i] = row.distance(x[i]);
       if (d >= near && d <= far) nearest = min(nearest, d), farthest = max(farthest, d);
     }
     nearest = __reduce_min_sync(ALL, nearest), farthest = __reduce_max_sync(ALL, farthest);
@@ -212,12 +226,12 @@ template <bool FIRST> __device__ __forceinline__ void histogram(const Row& row, 
     unsigned count = 0, detail = 0;  // when all go to one bin, so that equal logits do not queue up
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
-      unsigned d = row.distance(x[i]);
+      unsigned d = distance[i];
       if (d < near || d > far) continue;
       unsigned mine;
       if (FIRST) {
         float u = (float)(d & ((1u << FIRST_SHIFT) - 1)) * (1.f / STEPS);
-        mine = (unsigned)(u * (1.f - u * (0.5f - u * (1.f / 6.f))) * SLACK_ONE + 0.5f);  // 1 - exp(-u)
+        mine = (unsigned)(u * (1.f - 0.5f * u) * SLACK_ONE + 0.5f);  // 1 - exp(-u), below 1e-6 from it
       } else {
         mine = (d & 1023) | (~d & 1023) << 10;
       }
@@ -300,13 +314,22 @@ __device__ __forceinline__ unsigned refine(
   return far;
 }
 
-// The largest distance that the filters keep. `total` is the mass of all tokens in units of the largest.
-__device__ __forceinline__ unsigned find_limit(const Row& row, int top_k, float top_p, float min_p, float total, Shared& s) {
-  bool by_count = top_k > 0 && top_k < row.logits.vocab, by_mass = top_p < 1.f;
-  unsigned min_p_limit = min_p > 0.f ? min(clamped(-logf(min_p) * STEPS), FARTHEST) : FARTHEST;
-  if (!by_count && !by_mass) return min_p_limit;
+struct Filters {
+  int top_k;            // vocab: no limit
+  float top_p;
+  unsigned min_p_limit; // the largest distance that min-p keeps
+  unsigned cut;         // no token beyond is kept, or needed to know what is
+  u64 mass;             // of all tokens
 
-  // Cheap bounds first, so that few groups need be read again.
+  __device__ __forceinline__ bool by_mass() const { return top_p < 1.f; }
+  __device__ __forceinline__ u64 wanted(u64 mass) const { return max((u64)((double)top_p * (double)mass), 1ull); }
+};
+
+// Bounds from what is known of the groups. `total` is the mass of all tokens in units of the largest.
+__device__ __forceinline__ Filters find_bounds(const Row& row, int top_k, float top_p, float min_p, float total, Shared& s) {
+  int vocab = row.logits.vocab;
+  bool by_count = top_k > 0 && top_k < vocab, by_mass = top_p < 1.f;
+  unsigned min_p_limit = min_p > 0.f ? min(clamped(-logf(min_p) * STEPS), FARTHEST) : FARTHEST;
   unsigned cut = by_count && by_mass ? FARTHEST : min_p_limit;  // top-p counts what min-p will drop
   if (by_count && top_k <= row.groups) {
     // The k-th largest of the groups' maxima: k tokens are at least as large.
@@ -323,27 +346,121 @@ __device__ __forceinline__ unsigned find_limit(const Row& row, int top_k, float 
     __syncthreads();
     cut = min(cut, row.distance(s.kth));
   }
-  if (!by_count) {
+  if (!by_count && by_mass) {
     // All tokens of a weight below (1 - top_p) * total / vocab together are less than what top-p drops.
-    float weight = 0.999f * (1.f - top_p) * total / row.logits.vocab;
+    float weight = 0.999f * (1.f - top_p) * total / vocab;
     cut = min(cut, clamped(-logf(weight) * STEPS));
   }
+  return {by_count ? top_k : vocab, top_p, min_p_limit, cut, (u64)(total * MASS_ONE)};
+}
 
+// The tokens within the cut, if they are few. Returns their number, or more than FEW.
+__device__ __forceinline__ int collect(const Row& row, unsigned cut, Shared& s) {
+  int lane = threadIdx.x & 31;
+  if (threadIdx.x == 0) s.tokens = 0;
+  __syncthreads();
+  for (int group = threadIdx.x >> 5; group < row.groups; group += WARPS) {
+    if (row.distance(s.max[group]) > cut) continue;
+    if (__shfl_sync(ALL, *(volatile int*)&s.tokens, 0) > FEW) break;
+    float x[PER_LANE];
+    row.logits.load(group * GROUP, lane, x);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      unsigned d = row.distance(x[i]), lanes = __ballot_sync(ALL, d <= cut);
+      if (!lanes) continue;
+      int at = 0;
+      if (lane == 0) at = atomicAdd(&s.tokens, __popc(lanes));
+      at = __shfl_sync(ALL, at, 0) + __popc(lanes & ((1u << lane) - 1));
+      if (d <= cut && at < FEW) s.distance[at] = d, s.id[at] = group * GROUP + place_of(i, lane);
+    }
+  }
+  __syncthreads();
+  return s.tokens;
+}
+
+// The token among the few that were collected; `fallback` if there is none.
+__device__ __forceinline__ int choose_of_few(const Filters& filters, int count, long long seed, int position, int fallback, Shared& s) {
+  int thread = threadIdx.x, end = (count + 3) & ~3;
+  bool is_one = thread < count, kept = false;
+  unsigned distance = is_one ? s.distance[thread] : ALL;
+  int id = is_one ? s.id[thread] : 0;
+  u64 mass = is_one ? (u64)(weight_at(distance) * MASS_ONE) : 0;
+  if (thread < end) s.distance[thread] = distance, s.mass[thread] = mass;
+  if (thread == 0) s.limit = filters.min_p_limit, s.wanted = filters.wanted(filters.mass), s.token = fallback;
+  __syncthreads();
+
+  u64 mass_before = 0;
+  if (is_one) {
+    int before = 0, equal = 0;
+    for (int other = 0; other < end; other += 4) {
+      uint4 d = *(const uint4*)(s.distance + other);
+      const u64* m = s.mass + other;
+      before += (d.x < distance) + (d.y < distance) + (d.z < distance) + (d.w < distance);
+      equal += (d.x == distance) + (d.y == distance) + (d.z == distance) + (d.w == distance);
+      mass_before += (d.x < distance ? m[0] : 0) + (d.y < distance ? m[1] : 0) + (d.z < distance ? m[2] : 0) +
+                     (d.w < distance ? m[3] : 0);
+    }
+    if (before < filters.top_k && filters.top_k <= before + equal) {  // of equal ones, as many count as are wanted
+      s.limit = min(filters.min_p_limit, distance);
+      s.wanted = filters.wanted(mass_before + mass * (filters.top_k - before));
+    }
+  }
+  __syncthreads();
+  kept = is_one && distance <= s.limit && (!filters.by_mass() || mass_before < s.wanted);
+  if (thread < end) s.mass[thread] = kept ? mass : 0;
+  __syncthreads();
+  if (kept) {
+    u64 before = 0, all = 0;
+    for (int other = 0; other < end; other += 4) {
+      int4 i = *(const int4*)(s.id + other);
+      const u64* m = s.mass + other;
+      all += m[0] + m[1] + m[2] + m[3];
+      before += (i.x < id ? m[0] : 0) + (i.y < id ? m[1] : 0) + (i.z < id ? m[2] : 0) + (i.w < id ? m[3] : 0);
+    }
+    u64 target = uniform_part(seed, position, all);
+    if (before <= target && target < before + mass) s.token = id;
+  }
+  __syncthreads();
+  return s.token;
+}
+
+// The largest distance that the filters keep, by histograms.
+__device__ __forceinline__ unsigned find_limit(const Row& row, const Filters& filters, Shared& s) {
+  unsigned cut = filters.cut, limit = min(cut, filters.min_p_limit);
+  bool by_count = filters.top_k < row.logits.vocab;
+  if (!by_count && !filters.by_mass()) return limit;
   histogram<true>(row, s, 0, cut, FIRST_SHIFT);
   Amount bins[BINS_PER_THREAD];
   read_bins<true>(s, 0, FIRST_SHIFT, bins);
-  unsigned limit = min(cut, min_p_limit);
-  u64 mass = (u64)(total * MASS_ONE);
+  u64 mass = filters.mass;
   if (by_count) {
-    Found found = find(bins, {0, 0}, top_k, false, s);
-    if (found.bin >= 0) limit = min(limit, refine(row, found, top_k, false, cut, s, mass));
+    Found found = find(bins, {0, 0}, filters.top_k, false, s);
+    if (found.bin >= 0) limit = min(limit, refine(row, found, filters.top_k, false, cut, s, mass));
   }
-  if (by_mass) {
-    u64 wanted = max((u64)((double)top_p * (double)mass), 1ull), reached;
+  if (filters.by_mass()) {
+    u64 wanted = filters.wanted(mass), reached;
     Found found = find(bins, {0, 0}, wanted, true, s);
     if (found.bin >= 0) limit = min(limit, refine(row, found, wanted, true, cut, s, reached));
   }
   return limit;
+}
+
+// Each group's weight within the limit.
+__device__ __forceinline__ void weigh(const Row& row, unsigned limit, Shared& s) {
+  int lane = threadIdx.x & 31;
+  for (int group = threadIdx.x >> 5; group < row.groups; group += WARPS) {
+    float kept = 0.f;
+    if (row.distance(s.max[group]) <= limit) {
+      float x[PER_LANE];
+      row.logits.load(group * GROUP, lane, x);
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i)
+        if (row.distance(x[i]) <= limit) kept += __expf((x[i] - row.max) * row.inverse);
+      kept = warp_sum(kept);
+    }
+    if (lane == 0) s.weight[group] = kept;
+  }
+  __syncthreads();
 }
 
 // The place at which the running weight exceeds a uniform part of the whole; `fallback` if nothing weighs anything.
@@ -449,24 +566,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sample_cho
     __syncthreads();
     int k = top_k[slot];
     float p = top_p[slot], least = min_p[slot];
-    unsigned limit = ALL;
     if ((k > 0 && k < vocab) || p < 1.f || least > 0.f) {
-      limit = find_limit(row, k, p, least, block_sum(sum, s.value), s);
-      for (int group = warp; group < groups; group += WARPS) {
-        float kept = 0.f;
-        if (row.distance(s.max[group]) <= limit) {
-          float x[PER_LANE];
-          row.logits.load(group * GROUP, lane, x);
-#pragma unroll
-          for (int i = 0; i < PER_LANE; ++i)
-            if (row.distance(x[i]) <= limit) kept += __expf((x[i] - row.max) * row.inverse);
-          kept = warp_sum(kept);
-        }
-        if (lane == 0) s.weight[group] = kept;
+      Filters filters = find_bounds(row, k, p, least, block_sum(sum, s.value), s);
+      int few = collect(row, filters.cut, s);
+      if (few <= FEW) {
+        token = choose_of_few(filters, few, seeds[slot], length, place, s);
+      } else {
+        unsigned limit = find_limit(row, filters, s);
+        weigh(row, limit, s);
+        token = choose(row, limit, seeds[slot], length, place, s);
       }
-      __syncthreads();
+    } else {
+      token = choose(row, ALL, seeds[slot], length, place, s);
     }
-    token = choose(row, limit, seeds[slot], length, place, s);
   }
   if (threadIdx.x == 0) {
     sampled[index] = token;

@@ -49,10 +49,11 @@ def spread_filters(state: SlotState, vocab: int) -> None:
     """Every mixture of filters over the slots."""
     rows = len(state.lengths)
     index = torch.arange(rows, device="cuda")
-    top_k = torch.tensor([0, 1, 2, 20, 50, 200, 1000, vocab // 2, vocab, 2**31 - 1], dtype=torch.int32, device="cuda")
+    limits = [0, 1, 2, 20, 50, 200, 511, 512, 513, 1000, vocab // 2, vocab, 2**31 - 1]
+    top_k = torch.tensor(limits, dtype=torch.int32, device="cuda")
     top_p = torch.tensor([1.0, 1e-6, 0.1, 0.5, 0.9, 0.95, 0.999], device="cuda")
     min_p = torch.tensor([0.0, 0.0, 1e-4, 0.1, 1.0], device="cuda")
-    state.top_k[:] = top_k[index % 10]
+    state.top_k[:] = top_k[index % 13]
     state.top_p[:] = top_p[index % 7]
     state.min_p[:] = min_p[index % 5]
 
