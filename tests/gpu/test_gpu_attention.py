@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -112,6 +113,15 @@ def test_steps(name: str, heads: tuple[int, int], page_size: int, window: int | 
         world.check(backend.forward(1, q, world.pool, plan, window), q, inputs, window)
 
 
+@contextmanager
+def side_stream() -> Iterator[None]:
+    """As the engine's: a graph cannot be captured on the default stream."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+        torch.cuda.current_stream().synchronize()
+
+
 class Graph:
     """A captured decode, as the engine captures it: lengths and pages come from the device alone."""
 
@@ -158,7 +168,7 @@ def test_replays_with_other_lengths(name: str, heads: tuple[int, int], page_size
     world = World(heads, page_size, rows=300, windowed=window is not None)
     backend = make(name, world.shape)
     rng = world.random
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with side_stream():
         graphs = [Graph(world, backend, rows, window) for rows in (300, 24, 1)]
         for graph in graphs:
             rows = graph.rows
@@ -172,7 +182,6 @@ def test_replays_with_other_lengths(name: str, heads: tuple[int, int], page_size
                 lengths = np.minimum(lengths + 1, LONGEST).astype(np.int32)
                 changed = rng.random(rows) < 0.1
                 lengths[changed] = rng.integers(1, LONGEST + 1, int(changed.sum()))
-        torch.cuda.current_stream().synchronize()
 
 
 def test_plans_are_redone_only_when_rows_gain_or_lose_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,12 +198,11 @@ def test_plans_are_redone_only_when_rows_gain_or_lose_a_chunk(monkeypatch: pytes
         original(*args, **options)
 
     monkeypatch.setattr(fi, "fast_decode_plan", counted)
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with side_stream():
         graph = Graph(world, backend, 4, None)
         plans = 0
         for length in range(600, 600 + 256):
             graph.replay(graph.q, np.full(4, length, dtype=np.int32))
-        torch.cuda.current_stream().synchronize()
     assert 1 <= plans <= 6
 
 
@@ -203,7 +211,7 @@ def test_two_plans_in_flight_do_not_mix() -> None:
     world = World((16, 8), 16, rows=8)
     backend = make("fi", world.shape)
     rng = world.random
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with side_stream():
         graph = Graph(world, backend, 8, None)
         steps = [rng.integers(1, LONGEST + 1, 8).astype(np.int32) for _ in range(20)]
         q = world.queries(8)
