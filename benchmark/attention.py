@@ -155,7 +155,7 @@ def main() -> None:
     for text in args.heads:
         heads, kv_heads = (int(part) for part in text.split(","))
         shapes.append(AttentionShape(heads, kv_heads, 128, args.page_size, torch.bfloat16))
-    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+    with torch.inference_mode():
         lines = []
         for shape in shapes:
             for text in args.decode:
