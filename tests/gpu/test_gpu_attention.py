@@ -20,7 +20,7 @@ from minisgl.kvcache.pool import KVPool
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
-HEADS = [(8, 8), (16, 8), (32, 8), (40, 8), (64, 8), (16, 2)]
+HEADS = [(8, 8), (16, 8), (32, 8), (40, 8), (16, 2)]
 PAGE_SIZES = [1, 16, 64]
 LONGEST = 1500
 TOLERANCE = 6e-3  # of the norm of the result: bf16 has 8 bits
@@ -173,7 +173,7 @@ def test_replays_with_other_lengths(name: str, heads: tuple[int, int], page_size
         for graph in graphs:
             rows = graph.rows
             lengths = rng.integers(1, LONGEST // 2, rows).astype(np.int32)
-            for step in range(25):
+            for step in range(12):
                 live = lengths[: max(1, rows - step % 3)]
                 q = world.queries(len(live))
                 have = graph.replay(q, live).clone()
