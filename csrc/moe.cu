@@ -5,8 +5,8 @@
 // Pair n is the n % TOP_K-th expert of token n / TOP_K. EXPERTS and TOP_K are macros, TOP_K at most 32.
 #include "common.cuh"
 
-constexpr int THREADS = 1024;
-constexpr int WARPS = THREADS / 32;
+constexpr int MAX_THREADS = 1024;
+constexpr int PLAN_TOKENS = 128;  // at most, that one block routes and sorts
 constexpr int PER_LANE = (EXPERTS + 31) / 32;
 constexpr unsigned ALL = 0xffffffffu;
 #define INF __int_as_float(0x7f800000)
@@ -56,9 +56,8 @@ __device__ __forceinline__ void route(const T* router_logits, int token, bool re
     chosen_sum += best;
   }
   if (lane < TOP_K) {
-    int pair = token * TOP_K + lane;
-    experts[pair] = my_expert;
-    weights[pair] = rounded(mine / (renormalize ? chosen_sum : sum));
+    experts[token * TOP_K + lane] = my_expert;
+    weights[token * TOP_K + lane] = rounded(mine / (renormalize ? chosen_sum : sum));
   }
 }
 
@@ -66,10 +65,10 @@ __device__ __forceinline__ void route(const T* router_logits, int token, bool re
 __device__ __forceinline__ void sort(
     int pairs, int tile_rows, const int* experts, int* order, Tile* tiles, int* tile_count) {
   __shared__ int count[EXPERTS], start[EXPERTS], first_tile[EXPERTS];
-  int thread = threadIdx.x, lane = thread & 31;
-  for (int e = thread; e < EXPERTS; e += THREADS) count[e] = 0;
+  int thread = threadIdx.x, lane = thread & 31, threads = blockDim.x;
+  for (int e = thread; e < EXPERTS; e += threads) count[e] = 0;
   __syncthreads();
-  for (int pair = thread; pair < pairs; pair += THREADS) atomicAdd(&count[experts[pair]], 1);
+  for (int pair = thread; pair < pairs; pair += threads) atomicAdd(&count[experts[pair]], 1);
   __syncthreads();
   if (thread < 32) {
     int before = 0, tiles_before = 0;
@@ -87,22 +86,22 @@ __device__ __forceinline__ void sort(
     if (lane == 0) *tile_count = tiles_before;
   }
   __syncthreads();
-  for (int e = thread; e < EXPERTS; e += THREADS)
+  for (int e = thread; e < EXPERTS; e += threads)
     for (int done = 0; done < count[e]; done += tile_rows)
       tiles[first_tile[e] + done / tile_rows] = {e, start[e] + done, min(tile_rows, count[e] - done), 0};
   __syncthreads();
-  for (int pair = thread; pair < pairs; pair += THREADS) order[atomicAdd(&start[experts[pair]], 1)] = pair;
+  for (int pair = thread; pair < pairs; pair += threads) order[atomicAdd(&start[experts[pair]], 1)] = pair;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) moe_route(
+extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_route(
     const T* router_logits, int tokens, int renormalize, int* experts, float* weights) {
   wait_for_predecessor();
   start_successor();
-  int token = blockIdx.x * WARPS + (threadIdx.x >> 5);
+  int token = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
   if (token < tokens) route(router_logits, token, renormalize, experts, weights);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) moe_sort(
+extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_sort(
     int tokens, int tile_rows, const int* experts, int* order, Tile* tiles, int* tile_count) {
   wait_for_predecessor();
   start_successor();
@@ -110,12 +109,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_sort(
 }
 
 // Both in one block, for few tokens.
-extern "C" __global__ void __launch_bounds__(THREADS) moe_plan(
-    const T* router_logits, int tokens, int renormalize, int tile_rows, int* experts, float* weights, int* order,
-    Tile* tiles, int* tile_count) {
+extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_plan(
+    const T* router_logits, int tokens, int renormalize, int tile_rows, float* weights, int* order, Tile* tiles,
+    int* tile_count) {
+  __shared__ int experts[PLAN_TOKENS * TOP_K];
   wait_for_predecessor();
   start_successor();
-  for (int token = threadIdx.x >> 5; token < tokens; token += WARPS)
+  for (int token = threadIdx.x >> 5; token < tokens; token += blockDim.x >> 5)
     route(router_logits, token, renormalize, experts, weights);
   __syncthreads();
   sort(tokens * TOP_K, tile_rows, experts, order, tiles, tile_count);

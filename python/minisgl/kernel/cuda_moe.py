@@ -15,9 +15,9 @@ from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 
 _MAX_EXPERTS = 512
 _MAX_TOP_K = 32
-_PLAN_TOKENS = 128  # up to so many are routed and sorted by one block
-_ROUTE_TOKENS = 32  # of a block of moe_route
+_PLAN_TOKENS = 128  # as in moe.cu: up to so many are routed and sorted by one block
 _PLAN_THREADS = 1024
+_ROUTE_THREADS = 128
 _KEYS = 64  # as in moe_gemm.cu
 
 
@@ -62,6 +62,15 @@ _FEW_PAIRS = 16
 _FEW = _Tiling(pairs=1, warps_rows=2, warps_tokens=1, tiles=2, stages=6)
 
 
+class _Plan(NamedTuple):
+    """The (token, expert) pairs by expert; pair n is the n % top_k-th expert of token n // top_k."""
+
+    tiles: Tensor  # [the most there can be, 4] int32: expert, first place in `order`, pairs
+    tile_count: Tensor  # [1] int32
+    order: Tensor  # [pairs] int32, the pairs sorted by expert
+    weights: Tensor  # [pairs] float32
+
+
 class CudaMoe:
     """Implements kernel.base.Ops.moe for 16-bit floats."""
 
@@ -89,16 +98,12 @@ class CudaMoe:
         if not tokens:
             return torch.empty_like(x)
         tiling = self._tiling(pairs, experts)
-        touched = min(pairs, experts)
-        max_tiles = touched + (pairs - touched) // tiling.tokens
-        plan = torch.empty(4 * max_tiles + 1 + 3 * pairs, dtype=torch.int32, device=x.device)
-        tiles, tile_count, order, chosen, weights = torch.split(plan, [4 * max_tiles, 1, pairs, pairs, pairs])
-        self._plan(router_logits, tokens, top_k, renormalize, tiling.tokens, tiles, tile_count, order, chosen, weights)
-
+        plan = self._plan(router_logits, top_k, renormalize, tiling.tokens)
+        max_tiles = len(plan.tiles)
         gated, weighted = self._product_kernels(x.dtype, tiling)
         inner = x.new_empty((pairs, intermediate))
         outputs = x.new_empty((pairs, hidden))
-        shared = (order.data_ptr(), tiles.data_ptr(), tile_count.data_ptr(), weights.data_ptr())
+        shared = tuple(tensor.data_ptr() for tensor in (plan.order, plan.tiles, plan.tile_count, plan.weights))
         gated(
             (-(-intermediate // (tiling.rows // 2)), max_tiles),
             tiling.threads,
@@ -127,29 +132,28 @@ class CudaMoe:
         combine((-(-vectors // 256),), 256, outputs.data_ptr(), out.data_ptr(), np.int32(tokens), np.int32(hidden))
         return out
 
-    def _plan(
-        self,
-        router_logits: Tensor,
-        tokens: int,
-        top_k: int,
-        renormalize: bool,
-        tile_rows: int,
-        tiles: Tensor,
-        tile_count: Tensor,
-        order: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-    ) -> None:
-        """Fill the last five."""
-        both, route, sort, _ = self._plan_kernels(router_logits.dtype, router_logits.shape[1], top_k)
+    def _plan(self, router_logits: Tensor, top_k: int, renormalize: bool, tile_rows: int) -> _Plan:
+        (tokens, experts), device = router_logits.shape, router_logits.device
+        pairs = tokens * top_k
+        touched = min(pairs, experts)
+        plan = _Plan(
+            tiles=torch.empty((touched + (pairs - touched) // tile_rows, 4), dtype=torch.int32, device=device),
+            tile_count=torch.empty(1, dtype=torch.int32, device=device),
+            order=torch.empty(pairs, dtype=torch.int32, device=device),
+            weights=torch.empty(pairs, dtype=torch.float32, device=device),
+        )
+        both, route, sort, _ = self._plan_kernels(router_logits.dtype, experts, top_k)
         begin = (router_logits.data_ptr(), np.int32(tokens), np.int32(renormalize))
-        routed, sorted_ = (chosen.data_ptr(), weights.data_ptr()), (order, tiles, tile_count)
-        end = tuple(tensor.data_ptr() for tensor in sorted_)
+        end = (plan.order.data_ptr(), plan.tiles.data_ptr(), plan.tile_count.data_ptr())
         if tokens <= _PLAN_TOKENS:
-            both((1,), _PLAN_THREADS, *begin, np.int32(tile_rows), *routed, *end)
+            threads = min(max(32 * tokens, 128), _PLAN_THREADS)
+            both((1,), threads, *begin, np.int32(tile_rows), plan.weights.data_ptr(), *end)
         else:
-            route((-(-tokens // _ROUTE_TOKENS),), _PLAN_THREADS, *begin, *routed)
+            chosen = torch.empty(pairs, dtype=torch.int32, device=device)
+            blocks = -(-tokens // (_ROUTE_THREADS // 32))
+            route((blocks,), _ROUTE_THREADS, *begin, chosen.data_ptr(), plan.weights.data_ptr())
             sort((1,), _PLAN_THREADS, np.int32(tokens), np.int32(tile_rows), chosen.data_ptr(), *end)
+        return plan
 
     def _plan_kernels(self, dtype: torch.dtype, experts: int, top_k: int) -> list[Kernel]:
         key = dtype, experts, top_k
