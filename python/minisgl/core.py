@@ -293,6 +293,7 @@ class Batch:
     filtered: bool = False  # some sampling row that is not greedy has top-k, top-p or min-p
     processed: bool = False  # some sampling row has penalties, biases, or ids that it must not choose
     logprobs: LogprobPlan | None = None  # None: nobody asked
+    constrained: bool = False  # some sampling row has a grammar: the sampling waits for the mask of its tokens
 
     @property
     def is_decode(self) -> bool:

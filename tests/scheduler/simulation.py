@@ -8,6 +8,7 @@ of the prefix. So a page with two owners, a late write into a reused row or a wr
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +17,7 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, Int32Array, LogprobPlan, Logprobs, SamplingParams, StepLogprobs
 from minisgl.kvcache import make_cache
 from minisgl.message.types import LogprobRows
+from minisgl.scheduler.constraints import Matcher, Progress
 from minisgl.scheduler.logprobs import pack_logprobs
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
@@ -28,9 +30,64 @@ def extend_hash(prefix: int, token: int) -> int:
     return hash((prefix, token))
 
 
-def next_token(prefix: int) -> int:
-    """What the simulated model says after a prefix."""
-    return prefix % VOCAB
+def next_token(prefix: int, allowed: set[int] | None = None) -> int:
+    """What the simulated model says after a prefix: its favourite, or the next that is allowed."""
+    token = prefix % VOCAB
+    while allowed is not None and token not in allowed:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def allowed_by(words: Int32Array) -> set[int]:
+    return {token for token in range(VOCAB) if words[token // 32] >> token % 32 & 1}
+
+
+@dataclass
+class SimulatedMatcher:
+    """A grammar of a number of tokens, of which each depends on all before."""
+
+    length: int
+    state: int = 0
+    count: int = 0
+    polls: int = 2  # until it is compiled
+
+    @property
+    def is_compiling(self) -> bool:
+        self.polls -= 1
+        return self.polls >= 0
+
+    def allowed(self) -> set[int]:
+        tokens = {token for token in range(VOCAB) if (token + self.state) % 3 == 0}
+        return tokens | {EOS} if self.state % 4 == 0 else tokens - {EOS}
+
+    def advance(self, token: int) -> Progress:
+        if token not in self.allowed():
+            return Progress.FAILED
+        self.state, self.count = extend_hash(self.state, token) % 1000, self.count + 1
+        return Progress.COMPLETE if token == EOS or self.count == self.length else Progress.OPEN
+
+
+class SimulatedGrammars:
+    """A grammar's text is its length."""
+
+    def start(self, sampling: SamplingParams) -> SimulatedMatcher:
+        assert sampling.grammar is not None
+        return SimulatedMatcher(int(sampling.grammar.text))
+
+    def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
+        return [own(matcher).advance(token) for matcher, token in zip(matchers, tokens.tolist(), strict=True)]
+
+    def mask(self, matchers: Sequence[Matcher | None]) -> Int32Array:
+        mask = np.zeros((len(matchers), -(-VOCAB // 32)), dtype=np.uint32)
+        for row, matcher in zip(mask, matchers, strict=True):
+            for token in range(VOCAB) if matcher is None else own(matcher).allowed():
+                row[token // 32] |= np.uint32(1 << token % 32)
+        return mask.view(np.int32)
+
+
+def own(matcher: Matcher) -> SimulatedMatcher:
+    assert isinstance(matcher, SimulatedMatcher)
+    return matcher
 
 
 def expected_answer(prompt: Int32Array, params: SamplingParams) -> list[int]:
@@ -40,8 +97,11 @@ def expected_answer(prompt: Int32Array, params: SamplingParams) -> list[int]:
         prefix = extend_hash(prefix, token)
     answer: list[int] = []
     assert params.max_tokens is not None
+    matcher = None if params.grammar is None else SimulatedGrammars().start(params)
     while len(answer) < params.max_tokens:
-        answer.append(next_token(prefix))
+        answer.append(next_token(prefix, None if matcher is None else matcher.allowed()))
+        if matcher is not None and matcher.advance(answer[-1]) is not Progress.OPEN:
+            break
         if answer[-1] == EOS and not params.ignore_eos:
             break
         prefix = extend_hash(prefix, answer[-1])
@@ -88,12 +148,17 @@ class SimulatedDevice:
         self._queue.append(launched)
         return launched
 
+    def forward(self, batch: Batch) -> _Launched:
+        assert batch.constrained
+        return self.execute(batch)
+
     def run_until(self, wanted: _Launched) -> None:
         while wanted.result is None:
             launched = self._queue.pop(0)
-            launched.result, launched.scores = self._run(launched.batch)
+            assert launched.batch.constrained == (launched.mask is not None)
+            launched.result, launched.scores = self._run(launched.batch, launched.mask)
 
-    def _run(self, batch: Batch) -> tuple[Int32Array, StepLogprobs | None]:
+    def _run(self, batch: Batch, mask: Int32Array | None) -> tuple[Int32Array, StepLogprobs | None]:
         for row in batch.entering:
             self.tokens[row.slot] = row.token_ids.tolist()
             self.pages[row.slot] = dict(enumerate(row.pages.tolist()))
@@ -121,7 +186,8 @@ class SimulatedDevice:
             self.computed += length
             assert samples == (start + length == len(tokens)), "a row samples iff it reaches the last known token"
             if samples:
-                sampled.append(next_token(prefix))
+                allowed = None if mask is None else allowed_by(mask[len(sampled)])
+                sampled.append(next_token(prefix, allowed))
                 prefixes.append(prefix)
                 tokens.append(sampled[-1])
         return np.array(sampled, dtype=np.int32), _scores(batch.logprobs, prefixes, sampled, scored)
@@ -142,6 +208,11 @@ class _Launched:
     batch: Batch
     result: Int32Array | None = None
     scores: StepLogprobs | None = None
+    mask: Int32Array | None = None
+
+    def sample(self, mask: Int32Array) -> _Launched:
+        self.mask = mask
+        return self
 
     def tokens(self) -> Int32Array:
         self.device.run_until(self)
@@ -186,6 +257,7 @@ class World:
             num_slots=self.num_slots,
             max_seq_len=min(self.max_seq_len, self.num_pages * self.page_size),
             eos_token_ids=(EOS,),
+            grammars=SimulatedGrammars(),
         )
         self.loop = StepLoop(self.scheduler, self.device, overlap=self.overlap)
 

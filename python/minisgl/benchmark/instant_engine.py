@@ -10,6 +10,7 @@ import os
 import string
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import zmq
@@ -60,6 +61,9 @@ class InstantEngine:
         self._step_seconds = step_seconds
         self._letters = np.random.default_rng(0).choice(letters, LETTERS).astype(np.int32)
         self._free_at = 0.0  # when the last step launched is done
+
+    def forward(self, batch: Batch) -> NoReturn:
+        raise NotImplementedError("the instant engine serves no grammars")
 
     def execute(self, batch: Batch) -> _Step:
         rows = np.flatnonzero(batch.samples)

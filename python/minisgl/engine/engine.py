@@ -12,21 +12,22 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from minisgl.attention.base import AttentionShape
 from minisgl.attention.select import ChosenAttention, make_attention
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.core import Batch, Limits, pages_for
+from minisgl.core import Batch, Int32Array, Limits, pages_for
 from minisgl.distributed.group import TPGroup
 from minisgl.engine.device import resolve_device, resolve_dtype
-from minisgl.engine.forward import StepRunner
+from minisgl.engine.forward import Forwarded, StepRunner
 from minisgl.engine.graph import DecodeGraphs, graph_sizes
 from minisgl.engine.measure import graphs_bytes, steps_bytes
 from minisgl.engine.memory import GIB, Needs, pool_pages, room_for_pool
 from minisgl.engine.queue import PendingTokens, StepTensors, make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
-from minisgl.engine.state import SlotState
+from minisgl.engine.state import SlotState, upload
 from minisgl.kernel.base import Ops
 from minisgl.kernel.select import has_kernels, make_ops
 from minisgl.kvcache.pool import KVPool
@@ -104,18 +105,28 @@ class Engine:
 
     def execute(self, batch: Batch) -> PendingTokens:
         """Launch a step behind those launched before, and return at once."""
-        return self._queue.submit(lambda: self._run(batch))
+        return self._queue.submit(lambda: self._sample(batch, self._forward(batch)))
 
-    def _run(self, batch: Batch) -> StepTensors:
-        runner, graphs = self._runner, self._graphs
-        runner.state.apply(batch)
-        if graphs is not None and graphs.fits(batch):
-            forwarded = graphs.forward(batch)
-            sampled = runner.sample(batch, forwarded) if batch.processed else graphs.sample(batch)
-        else:
-            forwarded = runner.forward(batch)
-            sampled = runner.sample(batch, forwarded)
-        return StepTensors(sampled, runner.logprobs(batch, forwarded, sampled))
+    def forward(self, batch: Batch) -> LaunchedForward:
+        """Launch the forward of a step alone, and return at once. Its sampling must be launched before another step."""
+        return LaunchedForward(self, batch, self._queue.launch(lambda: self._forward(batch)))
+
+    def sample(self, batch: Batch, forwarded: Callable[[], Forwarded], mask: Int32Array) -> PendingTokens:
+        """Launch the sampling behind a step's forward. `mask` as in Sampler.sample."""
+        return self._queue.submit(lambda: self._sample(batch, forwarded(), upload(mask, self.device)))
+
+    def _forward(self, batch: Batch) -> Forwarded:
+        self._runner.state.apply(batch)
+        graphs = self._graphs_for(batch)
+        return self._runner.forward(batch) if graphs is None else graphs.forward(batch)
+
+    def _sample(self, batch: Batch, forwarded: Forwarded, mask: Tensor | None = None) -> StepTensors:
+        graphs = None if batch.processed or mask is not None else self._graphs_for(batch)
+        sampled = self._runner.sample(batch, forwarded, mask) if graphs is None else graphs.sample(batch)
+        return StepTensors(sampled, self._runner.logprobs(batch, forwarded, sampled))
+
+    def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:
+        return self._graphs if self._graphs is not None and self._graphs.fits(batch) else None
 
     def describe(self) -> str:
         """One line for the log."""
@@ -130,6 +141,19 @@ class Engine:
         self._tp.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedForward:
+    """A step whose forward is under way and whose sampling waits for a mask."""
+
+    engine: Engine
+    batch: Batch
+    forwarded: Callable[[], Forwarded]
+
+    def sample(self, mask: Int32Array) -> PendingTokens:
+        """Launch the sampling. `mask` as in Sampler.sample."""
+        return self.engine.sample(self.batch, self.forwarded, mask)
 
 
 @dataclass(frozen=True, slots=True)

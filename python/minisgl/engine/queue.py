@@ -43,6 +43,10 @@ class DeviceQueue(Protocol):
         """Queue a step; return at once."""
         ...
 
+    def launch(self, function: Callable[[], T]) -> Callable[[], T]:
+        """Queue a function; return at once what gives its result to functions that are queued later."""
+        ...
+
     def call(self, function: Callable[[], T]) -> T:
         """Run a function behind what is queued and wait for its effects."""
         ...
@@ -86,12 +90,15 @@ class CpuQueue:
 
         return _CpuTokens(self._thread.submit(run))
 
-    def call(self, function: Callable[[], T]) -> T:
+    def launch(self, function: Callable[[], T]) -> Callable[[], T]:
         def run() -> T:
             with torch.inference_mode():
                 return function()
 
-        return self._thread.submit(run).result()
+        return self._thread.submit(run).result
+
+    def call(self, function: Callable[[], T]) -> T:
+        return self.launch(function)()
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -150,11 +157,15 @@ class CudaQueue:
             done.record(self._stream)
         return _CudaTokens(tokens, logprobs, done)
 
-    def call(self, function: Callable[[], T]) -> T:
+    def launch(self, function: Callable[[], T]) -> Callable[[], T]:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             result = function()
+        return lambda: result
+
+    def call(self, function: Callable[[], T]) -> T:
+        result = self.launch(function)
         self._stream.synchronize()
-        return result
+        return result()
 
     def close(self) -> None:
         self._stream.synchronize()

@@ -27,6 +27,9 @@ from minisgl.config import (
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParams, resolve_max_tokens
 from minisgl.engine.engine import Engine
 from minisgl.engine.ranks import join_ranks
+from minisgl.grammar.matcher import GrammarMatchers
+from minisgl.grammar.validate import GrammarValidator
+from minisgl.grammar.vocabulary import named_tokens
 from minisgl.llm.ranks import RankProcesses
 from minisgl.message.to_api import Piece
 from minisgl.message.types import PositionLogprobs, TextOptions, unpack_ids
@@ -109,6 +112,7 @@ class LLM:
         with self._phase("load tokenizer"):
             self.tokenizer = TextTokenizer.from_folder(folder)
             self._decoder = make_decoder(self.tokenizer.tokenizer)
+            self._validator = GrammarValidator(named_tokens(self.tokenizer.tokenizer))
         self._ranks = RankProcesses(server)
         try:
             self._engine = Engine(
@@ -119,7 +123,13 @@ class LLM:
                 progress=not use_dummy_weight,
                 max_prefill_tokens=max_extend_tokens,
             )
-            self._loop = make_loop(scheduling, self._engine, model_config, self._ranks.outboxes(self._engine.limits))
+            grammars = GrammarMatchers(
+                lambda: self.tokenizer.tokenizer,
+                vocab_size=model_config.vocab_size,
+                eos_token_ids=model_config.eos_token_ids,
+            )
+            followers = self._ranks.outboxes(self._engine.limits)
+            self._loop = make_loop(scheduling, self._engine, model_config, followers, grammars)
         except BaseException:
             self._ranks.close()
             raise
@@ -200,6 +210,8 @@ class LLM:
         resolved = []
         for ids, one in zip(prompts, params, strict=True):
             one.validate(limits)
+            if one.grammar is not None:
+                self._validator.validate(one.grammar, "grammar")
             max_tokens = resolve_max_tokens(len(ids), one.max_tokens, limits)
             resolved.append(resolve_bad_words(one.with_max_tokens(max_tokens), self.tokenizer))
         return resolved

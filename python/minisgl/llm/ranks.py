@@ -11,7 +11,7 @@ from minisgl.config import ConfigError, ServerConfig
 from minisgl.core import Limits
 from minisgl.message.control import Failed, Ready, Serve, Start
 from minisgl.message.socket import Addresses, Outbox
-from minisgl.message.to_rank import Plan
+from minisgl.message.to_rank import ToRank
 from minisgl.server.launch import Child, start_worker
 
 
@@ -27,7 +27,7 @@ class RankProcesses:
             for rank in range(1, config.engine.tp_size)
         ]
 
-    def outboxes(self, limits: Limits) -> list[Outbox[Plan]]:
+    def outboxes(self, limits: Limits) -> list[Outbox[ToRank]]:
         """Wait until all are ready and let them begin; where their plans go. ConfigError if one fails."""
         for child in self._children:
             while not isinstance(message := child.pipe.receive(), Ready):

@@ -1,11 +1,16 @@
-"""Scheduler of rank 0 -> schedulers of the other tensor-parallel ranks: the plan of each step, in order."""
+"""Scheduler of rank 0 -> schedulers of the other tensor-parallel ranks: the plan of each step, in order.
+
+The mask of a plan that is `constrained` comes right behind it, when rank 0 has made it.
+"""
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 
-from minisgl.core import Batch, EnteringRow, LogprobPlan, SamplingParams
+from minisgl.core import Batch, EnteringRow, Int32Array, LogprobPlan, SamplingParams
 from minisgl.message.types import PackedIds, pack_ids, unpack_ids
 
 
@@ -30,7 +35,7 @@ class PlanLogprobs(msgspec.Struct, frozen=True, array_like=True):
     prompt_top: int
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True):
+class Plan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """core.Batch on the wire."""
 
     step: int
@@ -44,6 +49,25 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     filtered: bool
     processed: bool
     logprobs: PlanLogprobs | None
+    constrained: bool
+
+
+class Mask(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The tokens that the sampling rows of the plan before may choose."""
+
+    rows: int
+    words: PackedIds  # [rows, ceil(vocab_size / 32)], one row after the other
+
+
+ToRank: TypeAlias = Plan | Mask
+
+
+def pack_mask(mask: Int32Array) -> Mask:
+    return Mask(len(mask), pack_ids(mask.ravel()))
+
+
+def unpack_mask(mask: Mask) -> Int32Array:
+    return unpack_ids(mask.words).reshape(mask.rows, -1)
 
 
 def pack_plan(batch: Batch) -> Plan:
@@ -58,7 +82,8 @@ def pack_plan(batch: Batch) -> Plan:
         batch.greedy,
         batch.filtered,
         batch.processed,
-        batch.logprobs and _pack_logprobs(batch.logprobs),
+        None if batch.logprobs is None else _pack_logprobs(batch.logprobs),
+        batch.constrained,
     )
 
 
@@ -74,7 +99,8 @@ def unpack_plan(plan: Plan) -> Batch:
         greedy=plan.greedy,
         filtered=plan.filtered,
         processed=plan.processed,
-        logprobs=plan.logprobs and _unpack_logprobs(plan.logprobs),
+        logprobs=None if plan.logprobs is None else _unpack_logprobs(plan.logprobs),
+        constrained=plan.constrained,
     )
 
 

@@ -9,8 +9,9 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import Limits
 from minisgl.kvcache import make_cache
 from minisgl.message.socket import Outbox
-from minisgl.message.to_rank import Plan
+from minisgl.message.to_rank import ToRank
 from minisgl.models.config import ModelConfig
+from minisgl.scheduler.constraints import Grammars
 from minisgl.scheduler.loop import StepEngine, StepLoop
 from minisgl.scheduler.ranks import LeadingEngine
 from minisgl.scheduler.scheduler import Scheduler
@@ -26,9 +27,13 @@ class SchedulableEngine(StepEngine, Protocol):
 
 
 def make_loop(
-    config: SchedulerConfig, engine: SchedulableEngine, model: ModelConfig, followers: Sequence[Outbox[Plan]] = ()
+    config: SchedulerConfig,
+    engine: SchedulableEngine,
+    model: ModelConfig,
+    followers: Sequence[Outbox[ToRank]] = (),
+    grammars: Grammars | None = None,
 ) -> StepLoop:
-    """The step loop of rank 0, which sends every plan to the other ranks as well."""
+    """The step loop of rank 0, which sends every plan to the other ranks as well. Without grammars it serves none."""
     scheduler = Scheduler(
         config,
         cache=make_cache(config.cache, engine.page_size),
@@ -36,5 +41,6 @@ def make_loop(
         num_slots=engine.num_slots,
         max_seq_len=engine.limits.max_seq_len,
         eos_token_ids=model.eos_token_ids,
+        grammars=grammars,
     )
     return StepLoop(scheduler, LeadingEngine(engine, followers) if followers else engine, overlap=config.overlap)

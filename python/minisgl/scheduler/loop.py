@@ -1,8 +1,14 @@
-"""The step loop: scheduler decides, engine executes, and with overlap the host is one step behind the device."""
+"""The step loop: scheduler decides, engine executes, and with overlap the host is one step behind the device.
+
+A step in which a grammar constrains some row is launched in two parts. Which tokens its rows may choose depends on the
+tokens of the step before, so its forward is launched first, and while the device works on it the host reads those
+tokens and makes the mask that the sampling needs.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from time import sleep
 from typing import Protocol
 
 from minisgl.core import Batch, Int32Array, StepLogprobs
@@ -21,12 +27,27 @@ class StepResult(Protocol):
         ...
 
 
+class StepForward(Protocol):
+    """A step whose forward is under way and whose sampling is not launched yet."""
+
+    def sample(self, mask: Int32Array) -> StepResult:
+        """Launch the sampling; bit i of word w in `mask` [S, words] says whether the row may choose id 32 w + i."""
+        ...
+
+
 class StepEngine(Protocol):
     """What executes plans: the Engine, or a simulation."""
 
     def execute(self, batch: Batch) -> StepResult:
         """Launch a step behind those launched before, and return at once."""
         ...
+
+    def forward(self, batch: Batch) -> StepForward:
+        """Launch a step's forward alone, and return at once. Its sampling is launched before another step."""
+        ...
+
+
+COMPILE_POLL = 5e-4  # seconds between looks at a grammar that is being compiled, when there is nothing else to do
 
 
 class StepLoop:
@@ -46,8 +67,21 @@ class StepLoop:
         """Launch a step if one can be planned, then finish the oldest beyond the depth of the overlap."""
         batch = self.scheduler.schedule()
         if batch is not None:
-            self._in_flight.append((batch, self._engine.execute(batch)))
+            self._in_flight.append((batch, self._launch(batch)))
+        elif not self._in_flight and self.scheduler.is_compiling:
+            sleep(COMPILE_POLL)
         if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
-            oldest, result = self._in_flight.popleft()
-            self.scheduler.complete(oldest, result.tokens(), result.logprobs())
+            self._complete_oldest()
         return self.scheduler.report()
+
+    def _launch(self, batch: Batch) -> StepResult:
+        if not batch.constrained:
+            return self._engine.execute(batch)
+        forward = self._engine.forward(batch)
+        while self._in_flight:
+            self._complete_oldest()
+        return forward.sample(self.scheduler.mask(batch))
+
+    def _complete_oldest(self) -> None:
+        oldest, result = self._in_flight.popleft()
+        self.scheduler.complete(oldest, result.tokens(), result.logprobs())

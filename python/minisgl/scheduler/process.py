@@ -9,15 +9,17 @@ import zmq
 
 from minisgl.engine.engine import Engine
 from minisgl.engine.ranks import join_ranks
+from minisgl.grammar.matcher import GrammarMatchers
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
-from minisgl.message.to_rank import Plan
+from minisgl.message.to_rank import ToRank
 from minisgl.message.to_scheduler import ToScheduler
 from minisgl.models.config import load_model_config
 from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.ranks import follow
 from minisgl.scheduler.serve import SchedulerProcess
 from minisgl.server.worker import Worker
+from minisgl.tokenizer.files import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,13 @@ logger = logging.getLogger(__name__)
 def run(worker: Worker) -> None:
     """The life of the scheduler process of rank `worker.index`."""
     config = worker.config
-    model = load_model_config(Path(config.engine.model_path))
+    folder = Path(config.engine.model_path)
+    model = load_model_config(folder)
+    grammars = GrammarMatchers(
+        lambda: load_tokenizer(folder), vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+    )
+    if worker.index == 0:
+        grammars.prepare()  # beside what the engine loads
     tp = join_ranks(config.engine, worker.index, worker.addresses)
     engine = Engine(
         config.engine,
@@ -37,13 +45,13 @@ def run(worker: Worker) -> None:
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     if worker.index > 0:
-        plans: Inbox[Plan] = Inbox(context, worker.addresses.rank(worker.index), Plan)
+        plans: Inbox[ToRank] = Inbox(context, worker.addresses.rank(worker.index), ToRank)
         worker.ready()
         follow(engine, plans)
     logger.info("engine: %s", engine.describe())
     inbox: Inbox[ToScheduler] = Inbox(context, worker.addresses.scheduler, ToScheduler)
     detokenizer: Outbox[ToDetokenizer] = Outbox(context, worker.addresses.detokenizer)
-    followers: list[Outbox[Plan]] = [Outbox(context, worker.addresses.rank(rank)) for rank in range(1, tp.size)]
-    process = SchedulerProcess(make_loop(config.scheduler, engine, model, followers), inbox, detokenizer)
+    followers: list[Outbox[ToRank]] = [Outbox(context, worker.addresses.rank(rank)) for rank in range(1, tp.size)]
+    process = SchedulerProcess(make_loop(config.scheduler, engine, model, followers, grammars), inbox, detokenizer)
     worker.ready(engine.limits)
     process.run_forever()

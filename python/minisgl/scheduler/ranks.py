@@ -7,12 +7,13 @@ everywhere, and so is the token that each rank samples from them: no token has t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from minisgl.core import Batch
+from minisgl.core import Batch, Int32Array
 from minisgl.message.socket import Inbox, Outbox
-from minisgl.message.to_rank import Plan, pack_plan, unpack_plan
-from minisgl.scheduler.loop import StepEngine, StepResult
+from minisgl.message.to_rank import Mask, Plan, ToRank, pack_mask, pack_plan, unpack_mask, unpack_plan
+from minisgl.scheduler.loop import StepEngine, StepForward, StepResult
 
 MAX_IN_FLIGHT = 4  # steps that a following rank launches ahead of its device
 
@@ -20,21 +21,47 @@ MAX_IN_FLIGHT = 4  # steps that a following rank launches ahead of its device
 class LeadingEngine:
     """Rank 0's engine, with the other ranks in tow."""
 
-    def __init__(self, engine: StepEngine, followers: Sequence[Outbox[Plan]]) -> None:
+    def __init__(self, engine: StepEngine, followers: Sequence[Outbox[ToRank]]) -> None:
         self._engine = engine
         self._followers = followers
 
     def execute(self, batch: Batch) -> StepResult:
-        plan = pack_plan(batch)
-        for follower in self._followers:
-            follower.send(plan)
+        self._send(pack_plan(batch))
         return self._engine.execute(batch)
 
+    def forward(self, batch: Batch) -> StepForward:
+        self._send(pack_plan(batch))
+        return _LeadingForward(self._engine.forward(batch), self._send)
 
-def follow(engine: StepEngine, inbox: Inbox[Plan]) -> None:
+    def _send(self, message: ToRank) -> None:
+        for follower in self._followers:
+            follower.send(message)
+
+
+@dataclass(frozen=True, slots=True)
+class _LeadingForward:
+    """A forward on all ranks."""
+
+    own: StepForward
+    send: Callable[[ToRank], None]
+
+    def sample(self, mask: Int32Array) -> StepResult:
+        self.send(pack_mask(mask))
+        return self.own.sample(mask)
+
+
+def follow(engine: StepEngine, inbox: Inbox[ToRank]) -> None:
     """Execute plans for ever."""
     in_flight: deque[StepResult] = deque()
     while True:
-        in_flight.append(engine.execute(unpack_plan(inbox.receive())))
+        plan = inbox.receive()
+        assert isinstance(plan, Plan), "a mask comes behind its plan"
+        batch = unpack_plan(plan)
+        if batch.constrained:
+            forward, mask = engine.forward(batch), inbox.receive()
+            assert isinstance(mask, Mask), "a plan with constraints is followed by its mask"
+            in_flight.append(forward.sample(unpack_mask(mask)))
+        else:
+            in_flight.append(engine.execute(batch))
         if len(in_flight) > MAX_IN_FLIGHT:
             in_flight.popleft().tokens()

@@ -18,6 +18,7 @@ from enum import Enum, auto
 
 from minisgl.core import Int32Array, Logprobs, SamplingParams
 from minisgl.kvcache.base import CacheHandle
+from minisgl.scheduler.constraints import Matcher
 
 
 class RequestState(Enum):
@@ -47,6 +48,7 @@ class Request:
     reserved_pages: int = 0  # promised for its known tokens at admission and not yet allocated
     prompt_scores: list[Logprobs] = field(default_factory=list)  # log-probabilities of its prompt's tokens so far
     prompt_scored: bool = False  # nobody wants any, or all have been reported
+    matcher: Matcher | None = None  # stands behind its last known token, through retractions too
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.kvcache.pages import PagePool
 from minisgl.message.to_detokenizer import End
 from minisgl.message.types import LogprobRows
+from minisgl.scheduler.constraints import Grammars, NoGrammars, Progress
 from minisgl.scheduler.logprobs import pack_logprobs, plan_logprobs, rows_of
 from minisgl.scheduler.policy import BATCH_POLICIES
 from minisgl.scheduler.request import Request, RequestState
@@ -79,6 +80,7 @@ class Scheduler:
         num_slots: int,
         max_seq_len: int,
         eos_token_ids: tuple[int, ...],
+        grammars: Grammars | None = None,
     ) -> None:
         self._max_prefill_tokens = config.max_prefill_tokens
         self._batch_policy = BATCH_POLICIES[config.batch_policy]
@@ -87,6 +89,7 @@ class Scheduler:
         self._pages = PagePool(num_pages, cache)
         self._table = SlotTable(num_slots, max_seq_len, cache.page_size)
         self._eos = np.asarray(eos_token_ids, dtype=np.int32)
+        self._grammars = grammars or NoGrammars()
         self._waiting = WaitingQueue(config.schedule_policy)
         self._running: list[int] = []  # slots, oldest admission first
         self._running_array: Int32Array = np.empty(0, dtype=np.int32)  # the same, rebuilt when it changes
@@ -124,6 +127,8 @@ class Scheduler:
         prompt_len = len(prompt_ids)
         request = Request(sequence, prompt_ids, sampling, seed, max_len, self._arrivals, prompt_len, priority, salt)
         request.prompt_scored = sampling.prompt_logprobs is None or len(prompt_ids) == 1
+        if sampling.grammar is not None:
+            request.matcher = self._grammars.start(sampling)
         self._arrivals += 1
         self._by_sequence[sequence] = request
         self._waiting.add(request)
@@ -140,6 +145,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Something waits, runs, or has to be given back."""
         return bool(self._waiting or self._running or self._retiring or self._ended)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Some request may wait for nothing but its grammar."""
+        return any(_is_compiling(request) for request in self._waiting.candidates(lambda _: 0))
 
     # --- a step is planned ------------------------------------------------------------------------------------
 
@@ -175,12 +185,20 @@ class Scheduler:
             filtered=bool(table.filtered[sampling_slots].any()),
             processed=bool(table.processed[sampling_slots].any()),
             logprobs=plan_logprobs(table, slots, starts, new_len, sampling_slots),
+            constrained=bool(table.constrained[sampling_slots].any()),
         )
         table.cached_len[slots] = new_len
         table.device_len[sampling_slots] += 1
         table.last_step[slots] = step
         self._share_prefixes(slots[new_len == table.entry_len[slots]])
         return batch
+
+    def mask(self, batch: Batch) -> Int32Array:
+        """The tokens that the sampling rows of a constrained plan may choose; all steps before it are complete."""
+        slots = batch.slots[batch.samples]
+        constrained = self._table.live[slots] & self._table.constrained[slots]
+        rows = zip(slots.tolist(), constrained.tolist(), strict=True)
+        return self._grammars.mask([self._request(slot).matcher if wanted else None for slot, wanted in rows])
 
     # --- admission --------------------------------------------------------------------------------------------
 
@@ -193,6 +211,8 @@ class Scheduler:
         if not self._waiting or not table.num_free or budget <= 0:
             return entering
         for request in self._waiting.candidates(lambda request: self._match(request).cached_len):
+            if _is_compiling(request):
+                continue
             prefix = self._match(request)
             waits = request.prompt_scored and not self._waiting.is_overdue(request)
             if waits and self._is_being_prefilled(request, prefix.cached_len):
@@ -339,16 +359,30 @@ class Scheduler:
         for row in np.flatnonzero(table.own_stop_ids[slots]).tolist():
             stop[row] |= int(tokens[row]) in self._request(int(slots[row])).sampling.stop_token_ids
         full = table.known_len[slots] == table.max_len[slots]
-        for row in np.flatnonzero(stop | full).tolist():
+        ended = set(np.flatnonzero(stop | full).tolist())
+        by_grammar = self._advance(slots, tokens) if batch.constrained else {}
+        for row in sorted(ended | by_grammar.keys()):
             request = self._request(int(slots[row]))
-            if stop[row]:
+            if by_grammar.get(row) is Progress.FAILED:
+                self._end(request, "error")
+            elif stop[row]:
                 self._end(request, "stop", stop_token=int(tokens[row]))
+            elif row in by_grammar:
+                self._end(request, "stop")
             else:
                 self._end(request, "length")
         if not batch.samples.all():
             self._end_unsampled(batch)
         self._completed_step = batch.step
         self._retire()
+
+    def _advance(self, slots: Int32Array, tokens: Int32Array) -> dict[int, Progress]:
+        """Move the matchers on; by row, those that can go no further."""
+        rows = np.flatnonzero(self._table.constrained[slots])
+        matchers = [matcher for slot in slots[rows].tolist() if (matcher := self._request(slot).matcher) is not None]
+        progress = self._grammars.advance(matchers, tokens[rows])
+        found = zip(rows.tolist(), progress, strict=True)
+        return {row: progress for row, progress in found if progress is not Progress.OPEN}
 
     def _end_unsampled(self, batch: Batch) -> None:
         """End the requests that get no token (max_tokens = 0) and whose last chunk this was."""
@@ -490,3 +524,7 @@ class Scheduler:
         request = self._table.requests[slot]
         assert request is not None
         return request
+
+
+def _is_compiling(request: Request) -> bool:
+    return request.matcher is not None and request.matcher.is_compiling

@@ -36,6 +36,7 @@ class SlotTable:
         self.stops_at_eos = np.zeros(num_slots, dtype=np.bool_)
         self.own_stop_ids = np.zeros(num_slots, dtype=np.bool_)
         self.processed = np.zeros(num_slots, dtype=np.bool_)  # SamplingParams.processed
+        self.constrained = np.zeros(num_slots, dtype=np.bool_)  # has a matcher
         self.top_logprobs = np.full(num_slots, -1, dtype=np.int32)  # SamplingParams.logprobs; -1: None
         self.top_prompt_logprobs = np.full(num_slots, -1, dtype=np.int32)  # the same for the prompt; -1: None, or done
         self.prompt_len = np.zeros(num_slots, dtype=np.int32)
@@ -66,9 +67,10 @@ class SlotTable:
         self.stops_at_eos[slot] = not sampling.ignore_eos
         self.own_stop_ids[slot] = bool(sampling.stop_token_ids)
         self.processed[slot] = sampling.processed
+        self.constrained[slot] = request.matcher is not None
         self.top_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
-        scored = request.prompt_scored or sampling.prompt_logprobs is None
-        self.top_prompt_logprobs[slot] = -1 if scored else sampling.prompt_logprobs
+        wanted = None if request.prompt_scored else sampling.prompt_logprobs
+        self.top_prompt_logprobs[slot] = -1 if wanted is None else wanted
         self.prompt_len[slot] = request.prompt_len
         self.requests[slot] = request
         request.slot = slot

@@ -1,0 +1,370 @@
+r"""EBNF in the notation of GBNF (llama.cpp, xgrammar) to llguidance's dialect of Lark.
+
+    root   ::= expr "\n"                      # comments run to the end of the line
+    expr   ::= term ([-+*/] term)*            # literals, classes, groups, | * + ? {m} {m,} {m,n}
+    term   ::= "(" expr ")" | [0-9]{1,9}
+
+GBNF has no lexer; llguidance has one, which is greedy: among the terminals that may come it takes the longest text.
+So everything that needs no recursion becomes one terminal, as large as possible: a grammar without recursion is one
+regular expression, which is exact. Between terminals of a recursive rule greed remains: in `x ::= y "a"` with
+`y ::= "(" x ")" | [a-z]+` the letters take every "a" that directly follows them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+MAX_REPETITION = 10_000
+MAX_NESTING = 100  # groups within groups
+
+
+class EbnfError(ValueError):
+    """What is wrong with the grammar, and where."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chars:
+    """A regular expression that matches a literal or one character."""
+
+    expression: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Ref:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    items: tuple[_Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    options: tuple[_Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeat:
+    item: _Node
+    least: int
+    most: int | None  # None: no limit
+
+
+_Node: TypeAlias = _Chars | _Ref | _Sequence | _Choice | _Repeat
+
+
+def ebnf_to_lark(text: str) -> str:
+    """The same language in llguidance's Lark; EbnfError if the text is no grammar with a rule `root`."""
+    rules = _Parser(text).grammar()
+    return _Printer(rules).lark()
+
+
+# --- reading --------------------------------------------------------------------------------------------------
+
+_TOKEN = re.compile(
+    r"""(?P<space>[ \t\r\n]+|\#[^\n]*)
+    |(?P<rule>(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)[ \t\r\n]*::=)
+    |(?P<ref>[A-Za-z_][A-Za-z0-9_.-]*)
+    |(?P<literal>"(?:[^"\\\n]|\\.)*")
+    |(?P<class>\[(?:[^\]\\\n]|\\.)*\])
+    |(?P<bounds>\{[ \t]*(?P<least>[0-9]+)[ \t]*(?:(?P<comma>,)[ \t]*(?P<most>[0-9]*)[ \t]*)?\})
+    |(?P<mark>[()|*+?.])""",
+    re.VERBOSE,
+)
+_KINDS = ("space", "rule", "ref", "literal", "class", "bounds", "mark")
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "a": "\a", "0": "\0"}
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    kind: str
+    match: re.Match[str]
+    at: int
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._tokens = list(self._read(text))
+        self._next = 0
+        self._nesting = 0
+
+    def _read(self, text: str) -> list[_Token]:
+        tokens, at = [], 0
+        while at < len(text):
+            match = _TOKEN.match(text, at)
+            if match is None:
+                raise self._error(at, f"unexpected {text[at : at + 20]!r}")
+            kind = next(one for one in _KINDS if match[one])
+            if kind != "space":
+                tokens.append(_Token(match[0] if kind == "mark" else kind, match, at))
+            at = match.end()
+        return tokens
+
+    def _error(self, at: int, what: str) -> EbnfError:
+        line = self._text.count("\n", 0, at) + 1
+        return EbnfError(f"line {line}, column {at - self._text.rfind(chr(10), 0, at)}: {what}")
+
+    @property
+    def _kind(self) -> str:
+        return self._tokens[self._next].kind if self._next < len(self._tokens) else "end"
+
+    def _take(self) -> _Token:
+        token = self._tokens[self._next]
+        self._next += 1
+        return token
+
+    def _unexpected(self) -> EbnfError:
+        if self._next == len(self._tokens):
+            return self._error(len(self._text), "unexpected end of the grammar")
+        token = self._tokens[self._next]
+        return self._error(token.at, f"unexpected {token.match[0]!r}")
+
+    def grammar(self) -> dict[str, _Node]:
+        rules: dict[str, _Node] = {}
+        references: dict[str, int] = {}
+        while self._kind != "end":
+            if self._kind != "rule":
+                raise self._unexpected()
+            token = self._take()
+            if token.match["name"] in rules:
+                raise self._error(token.at, f"a second rule {token.match['name']!r}")
+            begin = self._next
+            rules[token.match["name"]] = self._choice()
+            for one in self._tokens[begin : self._next]:
+                if one.kind == "ref":
+                    references.setdefault(one.match[0], one.at)
+        for name, at in references.items():
+            if name not in rules:
+                raise self._error(at, f"there is no rule {name!r}")
+        if "root" not in rules:
+            raise EbnfError("there is no rule 'root'")
+        return rules
+
+    def _choice(self) -> _Node:
+        options = [self._sequence()]
+        while self._kind == "|":
+            self._take()
+            options.append(self._sequence())
+        return options[0] if len(options) == 1 else _Choice(tuple(options))
+
+    def _sequence(self) -> _Node:
+        items: list[_Node] = []
+        while self._kind in ("ref", "literal", "class", "(", "."):
+            items.append(self._repeated(self._item()))
+        return items[0] if len(items) == 1 else _Sequence(tuple(items))
+
+    def _item(self) -> _Node:
+        token = self._take()
+        match token.kind:
+            case "ref":
+                return _Ref(token.match[0])
+            case "literal":
+                return _Chars("".join(_quoted(char) for char in self._characters(token)))
+            case "class":
+                return _Chars(self._class(token))
+            case ".":
+                return _Chars("[^\\n]")
+            case _:
+                self._nesting += 1
+                if self._nesting > MAX_NESTING:
+                    raise self._error(token.at, f"groups are nested deeper than {MAX_NESTING} levels")
+                inner = self._choice()
+                if self._kind != ")":
+                    raise self._unexpected()
+                self._take()
+                self._nesting -= 1
+                return inner
+
+    def _repeated(self, item: _Node) -> _Node:
+        for _ in range(MAX_NESTING):
+            if self._kind not in ("*", "+", "?", "bounds"):
+                break
+            token = self._take()
+            least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(token.kind, (0, None))
+            if token.kind == "bounds":
+                least = int(token.match["least"])
+                most = least if token.match["comma"] is None else int(token.match["most"] or -1)
+                most = None if most == -1 else most
+                if max(least, most or 0) > MAX_REPETITION:
+                    raise self._error(token.at, f"at most {MAX_REPETITION} repetitions are supported")
+                if most is not None and most < least:
+                    raise self._error(token.at, f"{token.match[0]} allows no number of repetitions")
+            item = _Repeat(item, least, most)
+        return item
+
+    def _characters(self, token: _Token) -> list[str]:
+        """The characters between the token's quotes or brackets, with escapes resolved."""
+        text = token.match[0][1:-1]
+        characters, at = [], 0
+        while at < len(text):
+            if text[at] != "\\":
+                characters.append(text[at])
+                at += 1
+                continue
+            escape = text[at + 1]
+            digits = _HEX_DIGITS.get(escape)
+            if digits is None:
+                if escape.isalnum() and escape not in _ESCAPES:
+                    raise self._error(token.at, f"unknown escape \\{escape}")
+                # A character that an escape makes is no range or negation.
+                characters.append(_ESCAPES.get(escape, "\\" + escape))
+                at += 2
+                continue
+            code = text[at + 2 : at + 2 + digits]
+            if not re.fullmatch(f"[0-9A-Fa-f]{{{digits}}}", code) or not _is_character(int(code, 16)):
+                raise self._error(token.at, f"\\{escape}{code} is no character")
+            characters.append("\\" + chr(int(code, 16)))
+            at += 2 + digits
+        return characters
+
+    def _class(self, token: _Token) -> str:
+        characters = self._characters(token)
+        negated = characters[:1] == ["^"]
+        ranges, at = [], int(negated)
+        while at < len(characters):
+            first = last = characters[at][-1]
+            if at + 2 < len(characters) and characters[at + 1] == "-":
+                last = characters[at + 2][-1]
+                if last < first:
+                    raise self._error(token.at, f"{first}-{last} is no range")
+                at += 2
+            ranges.append(_quoted(first) if first == last else f"{_quoted(first)}-{_quoted(last)}")
+            at += 1
+        if not ranges:
+            raise self._error(token.at, "an empty class matches nothing")
+        return f"[{'^' if negated else ''}{''.join(ranges)}]"
+
+
+def _is_character(code: int) -> bool:
+    return code < 0xD800 or 0xE000 <= code < 0x110000
+
+
+def _quoted(char: str) -> str:
+    """A character of a regular expression; an escaped one comes with its backslash."""
+    char = char[-1]
+    return char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}"
+
+
+# --- writing --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Printer:
+    rules: dict[str, _Node]
+    lines: list[str] = field(default_factory=list)
+    terminals: dict[str, str] = field(default_factory=dict)  # of rules without recursion
+    nonterminals: dict[str, str] = field(default_factory=dict)
+    regular: dict[str, bool] = field(default_factory=dict)
+
+    def lark(self) -> str:
+        for name in _depth_first(self.rules, self.rules):
+            self.regular[name] = all(self.regular.get(other, False) for other in _references(self.rules[name]))
+        for name in _depth_first(["root"], self.rules):
+            if self.regular[name]:
+                self._terminal(_Ref(name))
+        self.lines.append(f"start: {self._rule(_Ref('root'))}")
+        done = 0
+        while done < len(self.nonterminals):  # printing a rule may name others
+            name, printed = list(self.nonterminals.items())[done]
+            self.lines.append(f"{printed}: {self._rule(self.rules[name])}")
+            done += 1
+        return "\n".join(self.lines)
+
+    def _is_regular(self, node: _Node) -> bool:
+        return all(self.regular[name] for name in _references(node))
+
+    def _rule(self, node: _Node) -> str:
+        """A part of a rule. Neighbours that need no recursion are one terminal."""
+        if self._is_regular(node):
+            return self._new_terminal(node)
+        match node:
+            case _Ref(name):
+                return self.nonterminals.setdefault(name, f"rule_{len(self.nonterminals)}")
+            case _Sequence(items):
+                return " ".join(
+                    self._rule(_Sequence(part)) if len(part) > 1 else self._rule(part[0]) for part in self._parts(items)
+                )
+            case _Choice(options):
+                return f"({' | '.join(map(self._rule, options))})"
+            case _Repeat(item, least, most):
+                return f"({self._rule(item)}){_bounds(least, most)}"
+            case _Chars():
+                raise AssertionError("characters are regular")
+
+    def _parts(self, items: tuple[_Node, ...]) -> list[tuple[_Node, ...]]:
+        parts: list[tuple[_Node, ...]] = []
+        for item in items:
+            if parts and self._is_regular(item) and all(map(self._is_regular, parts[-1])):
+                parts[-1] += (item,)
+            else:
+                parts.append((item,))
+        return parts
+
+    def _new_terminal(self, node: _Node) -> str:
+        if isinstance(node, _Ref):
+            return self._terminal(node)
+        name = f"PART_{len(self.lines)}"
+        printed = self._terminal(node)
+        self.lines.append(f"{name}: {printed}")
+        return name
+
+    def _terminal(self, node: _Node) -> str:
+        """A part of a terminal."""
+        match node:
+            case _Chars(expression):
+                return f"/{expression}/" if expression else '""'
+            case _Ref(name):
+                if name not in self.terminals:
+                    printed = self._terminal(self.rules[name])
+                    self.terminals[name] = f"TERMINAL_{len(self.terminals)}"
+                    self.lines.append(f"{self.terminals[name]}: {printed}")
+                return self.terminals[name]
+            case _Sequence(items):
+                return f"({' '.join(map(self._terminal, items))})" if items else '""'
+            case _Choice(options):
+                return f"({' | '.join(map(self._terminal, options))})"
+            case _Repeat(item, least, most):
+                return f"({self._terminal(item)}){_bounds(least, most)}"
+
+
+def _bounds(least: int, most: int | None) -> str:
+    return f"{{{least},{'' if most is None else most}}}"
+
+
+def _references(node: _Node) -> set[str]:
+    """The rules that a node names."""
+    found, stack = set(), [node]
+    while stack:
+        match stack.pop():
+            case _Ref(name):
+                found.add(name)
+            case _Sequence(items) | _Choice(items):
+                stack += items
+            case _Repeat(item):
+                stack.append(item)
+            case _Chars():
+                pass
+    return found
+
+
+def _depth_first(roots: Iterable[str], rules: dict[str, _Node]) -> list[str]:
+    """What the roots lead to, every rule behind those that it names, as far as there is no circle."""
+    order: list[str] = []
+    seen: set[str] = set()
+    for root in roots:
+        stack = [(root, False)]
+        while stack:
+            name, is_done = stack.pop()
+            if is_done:
+                order.append(name)
+            elif name not in seen:
+                seen.add(name)
+                stack.append((name, True))
+                stack += [(other, False) for other in sorted(_references(rules[name]))]
+    return order

@@ -1,0 +1,200 @@
+"""Following grammars while tokens are chosen: implements scheduler.constraints on llguidance.
+
+A grammar is compiled once, in a thread, and its automaton grows as it is used; every request gets a copy. The masks
+of a step's rows are filled by several threads, without holding the interpreter.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from minisgl.core import Grammar, Int32Array, SamplingParams
+from minisgl.grammar.text import to_llguidance
+from minisgl.grammar.vocabulary import PARSER_LIMITS, model_vocabulary
+from minisgl.scheduler.constraints import Matcher, Progress
+
+logger = logging.getLogger(__name__)
+
+MAX_COMPILED = 128  # grammars that are kept for requests to come
+MAX_THREADS = 16
+
+
+class GrammarMatcher:
+    """One request's place in its grammar. Its first mask needs the compiled grammar; until then it `is_compiling`.
+
+    Where the grammar accepts an end, the ids that end the request are allowed as well: the model's ends of sequence
+    and the request's `stop_token_ids`, which are allowed nowhere else. `ignore_eos` takes the former away as long as
+    anything else can follow.
+    """
+
+    def __init__(
+        self, compiled: Future[LLMatcher | None], sampling: SamplingParams, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._compiled = compiled
+        self._followed: LLMatcher | None = None
+        self._own_stop_ids = frozenset(sampling.stop_token_ids) - eos_token_ids
+        self._stop_ids = self._own_stop_ids | eos_token_ids
+        self._avoided = eos_token_ids - frozenset(sampling.stop_token_ids) if sampling.ignore_eos else frozenset[int]()
+
+    @property
+    def is_compiling(self) -> bool:
+        return not self._compiled.done()
+
+    @property
+    def followed(self) -> LLMatcher | None:
+        """llguidance's matcher; None if the grammar cannot be used."""
+        if self._followed is None:
+            compiled = self._compiled.result()
+            self._followed = None if compiled is None else compiled.deep_copy()
+        return self._followed
+
+    @property
+    def is_plain(self) -> bool:
+        """llguidance's mask is the request's."""
+        return not self._own_stop_ids and not self._avoided
+
+    def advance(self, token: int) -> Progress:
+        """Move on by a token."""
+        followed = self.followed
+        if followed is None:
+            return Progress.FAILED
+        if token in self._stop_ids and followed.is_accepting():
+            return Progress.COMPLETE
+        if not followed.consume_token(token):
+            return Progress.FAILED
+        if token in self._stop_ids:
+            return Progress.COMPLETE if followed.is_accepting() else Progress.FAILED
+        if not followed.is_stopped():
+            return Progress.OPEN
+        return Progress.FAILED if followed.is_error() else Progress.COMPLETE
+
+    def adjust(self, row: Int32Array, followed: LLMatcher) -> None:
+        """Turn llguidance's mask [words] into the request's."""
+        for token in self._own_stop_ids:
+            _set_bit(row, token, _may_end_with(token, followed, is_allowed=_has_bit(row, token)))
+        if self._avoided:
+            kept = row.copy()
+            for token in self._avoided:
+                _set_bit(row, token, False)
+            if not row.any():
+                row[:] = kept
+
+
+class GrammarMatchers:
+    """Makes and moves the matchers of an engine's requests.
+
+    The tokenizer is loaded when `prepare` or the first request asks for it. The model has logits for `vocab_size` ids.
+    """
+
+    def __init__(
+        self, load: Callable[[], Tokenizer], *, vocab_size: int, eos_token_ids: Sequence[int], threads: int = 0
+    ) -> None:
+        self._load = load
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._vocabulary: Future[LLTokenizer | None] | None = None
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+        self._compiled: OrderedDict[Grammar, Future[LLMatcher | None]] = OrderedDict()
+        self._fillers = LLExecutor(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
+
+    def prepare(self) -> Future[LLTokenizer | None]:
+        """Begin to load the vocabulary; returns at once. None comes of it if llguidance cannot use it."""
+        if self._vocabulary is None:
+            self._vocabulary = self._pool.submit(self._load_vocabulary)
+        return self._vocabulary
+
+    def start(self, sampling: SamplingParams) -> GrammarMatcher:
+        assert sampling.grammar is not None
+        return GrammarMatcher(self._compile(sampling.grammar), sampling, self._eos_token_ids)
+
+    def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
+        return [_own(matcher).advance(token) for matcher, token in zip(matchers, tokens.tolist(), strict=True)]
+
+    def mask(self, matchers: Sequence[Matcher | None]) -> Int32Array:
+        vocabulary = self.prepare().result()
+        ids = self._vocab_size if vocabulary is None else vocabulary.vocab_size
+        mask = np.empty((len(matchers), -(-ids // 32)), dtype=np.int32)
+        constrained = [_own(matcher) if matcher is not None else None for matcher in matchers]
+        filled = [
+            (matcher.followed, row)
+            for row, matcher in enumerate(constrained)
+            if matcher is not None and matcher.followed is not None
+        ]
+        if len(filled) < len(matchers):
+            mask.fill(-1)
+        self._fillers.unsafe_compute_mask_ptr(filled, mask.ctypes.data, mask.shape[1] * mask.itemsize, len(mask))
+        for followed, row in filled:
+            matcher = constrained[row]
+            if matcher is not None and not matcher.is_plain:
+                matcher.adjust(mask[row], followed)
+        return mask[:, : -(-self._vocab_size // 32)]
+
+    def _load_vocabulary(self) -> LLTokenizer | None:
+        try:
+            return model_vocabulary(self._load(), self._vocab_size, self._eos_token_ids)
+        except Exception:  # whatever reading a tokenizer raises
+            logger.exception("no grammar can be followed: llguidance cannot use the model's tokenizer")
+            return None
+
+    def _compile(self, grammar: Grammar) -> Future[LLMatcher | None]:
+        compiled = self._compiled.get(grammar)
+        if compiled is None:
+            vocabulary = self.prepare()
+            compiled = self._pool.submit(_compiled, grammar, vocabulary)
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return compiled
+
+
+def _compiled(grammar: Grammar, vocabulary: Future[LLTokenizer | None]) -> LLMatcher | None:
+    """A matcher at the beginning of the grammar; None if the grammar cannot be used."""
+    tokens = vocabulary.result()
+    if tokens is None:
+        return None
+    try:
+        matcher = LLMatcher(tokens, to_llguidance(grammar), log_level=0, limits=PARSER_LIMITS)
+        matcher.compute_bitmask()  # copies begin with what this has computed of the automaton
+        error = matcher.get_error()
+    except ValueError as invalid:
+        error = str(invalid)
+    if error:
+        logger.error("a %s grammar that was validated cannot be followed: %s", grammar.kind, error)
+        return None
+    return matcher
+
+
+def _may_end_with(token: int, followed: LLMatcher, *, is_allowed: bool) -> bool:
+    """Whether the grammar accepts an end here, or behind this token of its own."""
+    if followed.is_accepting() or not is_allowed:
+        return followed.is_accepting()
+    followed.consume_token(token)
+    accepts = followed.is_accepting()
+    followed.rollback(1)
+    return accepts
+
+
+def _own(matcher: Matcher) -> GrammarMatcher:
+    assert isinstance(matcher, GrammarMatcher)
+    return matcher
+
+
+def _has_bit(row: Int32Array, token: int) -> bool:
+    return bool(row.view(np.uint32)[token // 32] >> np.uint32(token % 32) & 1)
+
+
+def _set_bit(row: Int32Array, token: int, value: bool) -> None:
+    words, bit = row.view(np.uint32), np.uint32(1 << token % 32)
+    if value:
+        words[token // 32] |= bit
+    else:
+        words[token // 32] &= ~bit

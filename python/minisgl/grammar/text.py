@@ -1,0 +1,103 @@
+"""Grammars in llguidance's notation."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+from llguidance import LLMatcher
+
+from minisgl.core import Grammar, InvalidRequest
+from minisgl.grammar.ebnf import EbnfError, ebnf_to_lark
+from minisgl.grammar.schema import prepared_schema
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_GRAMMAR_CHARS = 262_144
+MAX_CHOICES = 10_000
+FIELDS = {"json_object": "response_format", "json_schema": "response_format"}  # where most clients write it
+
+# Where JSON may have whitespace: a space, or a new line that is indented. Without a bound, models that are unsure what
+# comes next write whitespace for ever.
+WHITESPACE = r" |\r?\n[ \t]{0,32}"
+SCHEMA_OPTIONS: JsonCompileOptions = {"whitespace_pattern": WHITESPACE, "coerce_one_of": False, "lenient": False}
+
+
+def field_of(grammar: Grammar) -> str:
+    """The request's field that a refusal names, if the one who checks knows none."""
+    return FIELDS.get(grammar.kind, "structured_outputs")
+
+
+def to_llguidance(grammar: Grammar, field: str | None = None) -> str:
+    """The grammar as llguidance's matchers take it. InvalidRequest if it is out of bounds or plainly wrong.
+
+    Most of what can be wrong is found by `validate` only.
+    """
+    named = field or field_of(grammar)
+    if len(grammar.text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(named, f"a grammar may have {MAX_GRAMMAR_CHARS} characters, not {len(grammar.text)}")
+    match grammar.kind:
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=SCHEMA_OPTIONS)
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(prepared_schema(grammar.text, named), overrides=SCHEMA_OPTIONS)
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case "choice":
+            return LLMatcher.grammar_from_regex(_any_of(_choices(grammar.text, named)))
+        case "ebnf":
+            return LLMatcher.grammar_from_lark(_ebnf(grammar.text, named))
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def lark_rule(name: str, grammar: Grammar) -> str:
+    """A rule of a larger Lark grammar for what `grammar` allows; InvalidRequest as in `to_llguidance`."""
+    named = field_of(grammar)
+    match grammar.kind:
+        case "json_object":
+            return _json_rule(name, {"type": "object"})
+        case "json_schema":
+            return _json_rule(name, prepared_schema(grammar.text, named))
+        case "regex":
+            return f"{name}: /{_within_slashes(grammar.text)}/"
+        case "choice":
+            return f"{name}: /{_any_of(_choices(grammar.text, named))}/"
+        case "ebnf":
+            return f"{name}: %lark {{\n{_ebnf(grammar.text, named)}\n}}"
+        case "lark":
+            return f"{name}: %lark {{\n{grammar.text}\n}}"
+
+
+def _within_slashes(expression: str) -> str:
+    """A regular expression as Lark takes it between slashes."""
+    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", expression, flags=re.DOTALL)
+    return escaped.replace("\n", r"\n")
+
+
+def _json_rule(name: str, schema: dict[str, object]) -> str:
+    return f"{name}: %json {json.dumps({**schema, 'x-guidance': SCHEMA_OPTIONS})}"
+
+
+def _choices(text: str, field: str) -> list[str]:
+    try:
+        choices = msgspec.json.decode(text, type=list[str])
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(field, f"choices must be a list of strings: {error}") from None
+    if not 0 < len(choices) <= MAX_CHOICES:
+        raise InvalidRequest(field, f"there must be 1 to {MAX_CHOICES} choices, not {len(choices)}")
+    return choices
+
+
+def _any_of(choices: list[str]) -> str:
+    return "|".join(re.sub(r"[^A-Za-z0-9]", lambda char: f"\\x{{{ord(char[0]):x}}}", choice) for choice in choices)
+
+
+def _ebnf(text: str, field: str) -> str:
+    try:
+        return ebnf_to_lark(text)
+    except EbnfError as error:
+        raise InvalidRequest(field, f"the grammar is not valid EBNF: {error}") from None

@@ -1,0 +1,100 @@
+"""Checking grammars before their requests are accepted: whether they can be followed, in bounded time.
+
+It is done with a vocabulary of bytes, which is ready at once; what a grammar costs depends little on the tokens. A
+grammar is compiled and followed for a few bytes, because some prove to be too complex only then.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLMatcher
+
+from minisgl.core import Grammar, InvalidRequest
+from minisgl.grammar.text import field_of, to_llguidance
+from minisgl.grammar.vocabulary import PARSER_LIMITS, byte_vocabulary
+
+TIME_LIMIT = 2.0  # seconds for one grammar
+MAX_RESULTS = 128  # grammars whose result is kept
+TRIAL_BYTES = 32
+THREADS = 4  # a grammar that takes too long keeps its thread until it is done
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    field: str
+    message: str
+
+
+class GrammarValidator:
+    """Says what is wrong with grammars. `named_tokens` are those that grammars may name, by id."""
+
+    def __init__(self, named_tokens: Mapping[int, str], *, time_limit: float = TIME_LIMIT) -> None:
+        self._vocabulary = byte_vocabulary(named_tokens)
+        self._time_limit = time_limit
+        self._pool = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="grammar")
+        self._results: OrderedDict[Grammar, _Refusal | None] = OrderedDict()
+
+    def validate(self, grammar: Grammar, field: str | None = None) -> None:
+        """InvalidRequest if the grammar cannot be followed. `field`: what the request calls it."""
+        if grammar not in self._results:
+            self._results[grammar] = self._check(grammar)
+            if len(self._results) > MAX_RESULTS:
+                self._results.popitem(last=False)
+        self._results.move_to_end(grammar)
+        refusal = self._results[grammar]
+        if refusal is not None:
+            raise InvalidRequest(field or refusal.field, refusal.message)
+
+    def _check(self, grammar: Grammar) -> _Refusal | None:
+        field = field_of(grammar)
+        try:
+            error = self._pool.submit(self._try, grammar).result(timeout=self._time_limit)
+        except InvalidRequest as refused:
+            return _Refusal(refused.field, refused.message)
+        except TimeoutError:
+            error = f"it takes longer than {self._time_limit:g} s to compile"
+        return _Refusal(field, f"this {_called(grammar)} is not supported: {error}") if error else None
+
+    def _try(self, grammar: Grammar) -> str:
+        """Compile the grammar and follow it for a few bytes; what goes wrong, or nothing."""
+        text = to_llguidance(grammar)
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(text, self._vocabulary, limits=PARSER_LIMITS)
+        if is_error:
+            return _in_short(messages[0])
+        matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=PARSER_LIMITS)
+        choice = random.Random(0)
+        for _ in range(TRIAL_BYTES):
+            if matcher.is_stopped():
+                break
+            allowed = np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8))
+            if len(allowed) == 0:
+                break
+            matcher.consume_token(int(choice.choice(allowed)))
+        return _in_short(matcher.get_error())
+
+
+def _called(grammar: Grammar) -> str:
+    match grammar.kind:
+        case "json_object" | "json_schema":
+            return "JSON schema"
+        case "regex" | "choice":
+            return "regular expression"
+        case "ebnf" | "lark":
+            return "grammar"
+
+
+def _in_short(message: str) -> str:
+    """What llguidance says, without the grammar's text and the options of its own."""
+    if "oneOf constraints are not supported" in message:
+        return "oneOf is supported only where its options exclude each other for certain"
+    lines = [line.strip() for line in message.strip().splitlines()]
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    said = reasons[0] if reasons else lines[0] if lines else ""
+    return re.sub(r"^Unimplemented keys: \[(.*)\]", r"keywords that cannot be followed: \1", said)

@@ -1,0 +1,51 @@
+"""llguidance's view of a tokenizer: what each token id spells, and which ids end a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
+from tokenizers import Tokenizer
+
+# What one mask may cost. llguidance calls a grammar that goes beyond too complex.
+PARSER_LIMITS = LLParserLimits(precompute_large_lexemes=False, verbose_errors=False)
+
+
+def model_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
+    """The tokenizer of a model with logits for `vocab_size` ids; those that no token has are never allowed.
+
+    Takes a second for 150,000 tokens, during which no other Python thread runs. ValueError if llguidance cannot tell
+    from the tokenizer what its tokens spell.
+    """
+    n_vocab = max(vocab_size, tokenizer.get_vocab_size())
+    return LLTokenizer(tokenizer.to_str(), n_vocab=n_vocab, eos_token=sorted(eos_token_ids) or None)
+
+
+def named_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """The tokens that grammars may name, by id."""
+    return {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
+
+
+class _Bytes:
+    """A tokenizer with a token for each byte, and a model's special tokens where the model has them."""
+
+    def __init__(self, special_tokens: Mapping[int, str]) -> None:
+        free = (index for index in range(len(special_tokens) + 257) if index not in special_tokens)
+        self._ids = [next(free) for _ in range(256)]
+        self.bos_token_id = None
+        self.eos_token_id = next(free)
+        self.special_token_ids = [*special_tokens, self.eos_token_id]
+        self.tokens = [b""] * (max([*self._ids, *self.special_token_ids]) + 1)
+        for byte, index in enumerate(self._ids):
+            self.tokens[index] = bytes([byte])
+        for index, text in special_tokens.items():
+            self.tokens[index] = text.encode()
+        self.tokens[self.eos_token_id] = b"<|end of sequence|>"
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [self._ids[byte] for byte in text]
+
+
+def byte_vocabulary(special_tokens: Mapping[int, str]) -> LLTokenizer:
+    """A vocabulary to check grammars with: it is made in no time, and knows the special tokens that they may name."""
+    return LLTokenizer(TokenizerWrapper(_Bytes(special_tokens)), slices=[])

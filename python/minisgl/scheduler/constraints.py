@@ -1,0 +1,55 @@
+"""What the scheduler knows of grammars: each constrained request has a matcher, which stands behind its last token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Protocol
+
+from minisgl.core import Int32Array, SamplingParams
+
+
+class Progress(Enum):
+    """Where a matcher stands behind a token."""
+
+    OPEN = auto()  # more tokens can follow
+    COMPLETE = auto()  # none but an end of sequence
+    FAILED = auto()  # the grammar does not allow the token, or has become too complex to follow
+
+
+class Matcher(Protocol):
+    """One request's place in its grammar."""
+
+    @property
+    def is_compiling(self) -> bool:
+        """The grammar is not ready: the request had better wait."""
+        ...
+
+
+class Grammars(Protocol):
+    """Makes and moves matchers."""
+
+    def start(self, sampling: SamplingParams) -> Matcher:
+        """The matcher of a new request that has a grammar; returns at once."""
+        ...
+
+    def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
+        """Move each matcher on by its token."""
+        ...
+
+    def mask(self, matchers: Sequence[Matcher | None]) -> Int32Array:
+        """The tokens that may come next: bit i of word w in [rows, words] is set if id 32 w + i may. None: all may."""
+        ...
+
+
+class NoGrammars:
+    """For engines that serve no constrained requests."""
+
+    def start(self, sampling: SamplingParams) -> Matcher:
+        raise NotImplementedError("this engine serves no grammars")
+
+    def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
+        raise NotImplementedError("this engine serves no grammars")
+
+    def mask(self, matchers: Sequence[Matcher | None]) -> Int32Array:
+        raise NotImplementedError("this engine serves no grammars")
