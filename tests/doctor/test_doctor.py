@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minisgl.doctor import main
-from minisgl.doctor.checks import Finding, State, _tried, examine, verdict
+from minisgl.doctor.checks import Finding, State, _tried, driver_version, examine, verdict
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 KERNELS = Finding("kernels of csrc/: norm", State.WORKS)
@@ -55,3 +55,9 @@ def test_the_verdict() -> None:
     assert "csrc" in (verdict([Finding("kernels of csrc/", State.ABSENT), fa], CUDA) or "")
     assert "attention: fa" in (verdict([KERNELS, Finding("attention: fa", State.FAILS)], CUDA) or "")
     assert verdict([Finding("attention: torch", State.WORKS)], CPU) is None
+
+
+def test_the_driver() -> None:
+    closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.06  Wed Jun 26 06:46:07 UTC 2024\nGCC version: 12"
+    opened = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root)"
+    assert (driver_version(closed), driver_version(opened), driver_version("")) == ("535.183.06", "580.65.06", "")

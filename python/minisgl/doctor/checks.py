@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,6 +36,7 @@ PACKAGES = {
     "cuda-bindings": "kernels of csrc/",
     "nvidia-cuda-nvrtc": "kernels of csrc/",
 }
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 TOLERANCE = 2e-2  # of the norm of a result in bf16
 
 
@@ -55,13 +58,23 @@ class Finding:
 
 def versions() -> dict[str, str]:
     """What is installed, by name; "" where it is not."""
-    found = {"Python": platform.python_version(), "CUDA of torch": torch.version.cuda or ""}
+    found = {
+        "Python": platform.python_version(),
+        "NVIDIA driver": driver_version(DRIVER_FILE.read_text() if DRIVER_FILE.exists() else ""),
+        "CUDA of torch": torch.version.cuda or "",
+    }
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = ""
     return found
+
+
+def driver_version(text: str) -> str:
+    """The version in what the driver says of itself; "" if there is none."""
+    found = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return found[1] if found else ""
 
 
 def gpus() -> list[str]:
