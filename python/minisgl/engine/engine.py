@@ -253,8 +253,12 @@ def _graph_sizes(config: EngineConfig, parts: _Parts) -> list[int]:
     max_bs = config.max_running_requests
     if config.cuda_graph_max_bs is not None:
         max_bs = min(config.cuda_graph_max_bs, max_bs)
-    safe = parts.attention.graph_safe and parts.model.graph_safe(parts.ops)
-    return graph_sizes(max_bs) if safe and max_bs > 0 else []
+    if max_bs == 0:
+        return []
+    if not (parts.attention.graph_safe and parts.model.graph_safe(parts.ops)):
+        logger.warning("decodes run without CUDA graphs: attention or experts run in torch")
+        return []
+    return graph_sizes(max_bs)
 
 
 def _progress_bar(text: str, total: int, *, shown: bool) -> tqdm[NoReturn]:
