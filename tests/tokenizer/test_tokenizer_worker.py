@@ -86,6 +86,16 @@ def test_choices_share_the_prompt(tokenizer: TextTokenizer) -> None:
         assert add.text == TextOptions(stop=("x",))
 
 
+def test_bad_words_become_ids_with_and_without_a_space(tokenizer: TextTokenizer) -> None:
+    _, (add,) = admit(request(TextPrompt("ab"), bad_words=("ab", " ab"), max_tokens=3), tokenizer, LIMITS)
+    spellings = [tokenizer.encode(text, add_special_tokens=False) for text in ("ab", " ab")]
+    assert add.sampling.bad_words_ids == tuple(tuple(ids.tolist()) for ids in spellings)
+    refused, adds = admit(request(TextPrompt("ab"), bad_words=("c" * 17,), max_tokens=3), tokenizer, LIMITS)
+    assert isinstance(refused, Refused)
+    assert (refused.field, adds) == ("bad_words", [])
+    assert "1 to 16" in refused.message
+
+
 def test_ids_are_used_as_they_are(tokenizer: TextTokenizer) -> None:
     accepted, adds = admit(request(IdsPrompt(pack_ids([0, 329])), max_tokens=3), tokenizer, LIMITS)
     assert accepted == Accepted([1], pack_ids([0, 329]))
