@@ -21,7 +21,8 @@ from tokenizers import AddedToken
 
 import minisgl
 from minisgl.config import EngineConfig, ServerConfig
-from minisgl.core import Limits, SamplingParams
+from minisgl.core import Grammar, Limits, SamplingParams
+from minisgl.grammar.validate import GrammarValidator
 from minisgl.message import control, to_detokenizer, to_scheduler, to_tokenizer
 from minisgl.message.control import ControlPipe, ToSupervisor
 from minisgl.message.socket import Addresses, Inbox, Outbox
@@ -49,6 +50,7 @@ from minisgl.tokenizer.worker import admit
 from tokenizer import small
 
 LIMITS = Limits(max_seq_len=32, vocab_size=330)
+GRAMMARS = GrammarValidator({}, time_limit=10.0)
 TEMPLATE = "{{ bos_token }}{{ messages[0].content }}{% if messages[0].bad %}{{ 1 / 0 }}{% endif %}"
 USER = {"role": "user", "content": "ab"}
 
@@ -76,7 +78,9 @@ def request(prompt: Any, sequences: tuple[int, ...] = (1,), **sampling: Any) -> 
 
 
 def test_choices_share_the_prompt(tokenizer: TextTokenizer) -> None:
-    accepted, adds = admit(request(TextPrompt("ab"), (4, 5), temperature=0.5, max_tokens=None), tokenizer, LIMITS)
+    accepted, adds = admit(
+        request(TextPrompt("ab"), (4, 5), temperature=0.5, max_tokens=None), tokenizer, LIMITS, GRAMMARS
+    )
     ids = tokenizer.encode("ab")
     assert accepted == Accepted([4, 5], pack_ids(ids))
     assert [(add.sequence, add.seed) for add in adds] == [(4, 1004), (5, 1005)]
@@ -87,23 +91,35 @@ def test_choices_share_the_prompt(tokenizer: TextTokenizer) -> None:
 
 
 def test_bad_words_become_ids_with_and_without_a_space(tokenizer: TextTokenizer) -> None:
-    _, (add,) = admit(request(TextPrompt("ab"), bad_words=("ab", " ab"), max_tokens=3), tokenizer, LIMITS)
+    _, (add,) = admit(request(TextPrompt("ab"), bad_words=("ab", " ab"), max_tokens=3), tokenizer, LIMITS, GRAMMARS)
     spellings = [tokenizer.encode(text, add_special_tokens=False) for text in ("ab", " ab")]
     assert add.sampling.bad_words_ids == tuple(tuple(ids.tolist()) for ids in spellings)
-    refused, adds = admit(request(TextPrompt("ab"), bad_words=("c" * 17,), max_tokens=3), tokenizer, LIMITS)
+    refused, adds = admit(request(TextPrompt("ab"), bad_words=("c" * 17,), max_tokens=3), tokenizer, LIMITS, GRAMMARS)
     assert isinstance(refused, Refused)
     assert (refused.field, adds) == ("bad_words", [])
     assert "1 to 16" in refused.message
 
 
+def test_grammars_are_checked(tokenizer: TextTokenizer) -> None:
+    schema = Grammar("json_schema", '{"type": "array", "uniqueItems": true}')
+    refused, adds = admit(request(TextPrompt("ab"), grammar=schema, max_tokens=3), tokenizer, LIMITS, GRAMMARS)
+    assert isinstance(refused, Refused)
+    assert refused.field == "response_format"
+    assert "uniqueItems" in refused.message
+    assert adds == []
+    regex = Grammar("regex", "[ab]+")
+    _, (add,) = admit(request(TextPrompt("ab"), grammar=regex, max_tokens=3), tokenizer, LIMITS, GRAMMARS)
+    assert add.sampling.grammar == regex
+
+
 def test_ids_are_used_as_they_are(tokenizer: TextTokenizer) -> None:
-    accepted, adds = admit(request(IdsPrompt(pack_ids([0, 329])), max_tokens=3), tokenizer, LIMITS)
+    accepted, adds = admit(request(IdsPrompt(pack_ids([0, 329])), max_tokens=3), tokenizer, LIMITS, GRAMMARS)
     assert accepted == Accepted([1], pack_ids([0, 329]))
     assert adds[0].sampling.max_tokens == 3
 
 
 def test_a_chat_goes_through_the_template(tokenizer: TextTokenizer) -> None:
-    accepted, _ = admit(request(ChatPrompt([USER]), max_tokens=3), tokenizer, LIMITS)
+    accepted, _ = admit(request(ChatPrompt([USER]), max_tokens=3), tokenizer, LIMITS, GRAMMARS)
     assert isinstance(accepted, Accepted)
     assert unpack_ids(accepted.prompt_ids).tolist().count(1) == 1
 
@@ -127,7 +143,7 @@ def test_lesson_10_too_long_prompt_is_refused(
     tokenizer: TextTokenizer, prompt: Any, sampling: dict[str, Any], field: str, says: str
 ) -> None:
     """And so is every other prompt that cannot run: with an answer, never silently."""
-    refused, adds = admit(request(prompt, (1, 2), **sampling), tokenizer, LIMITS)
+    refused, adds = admit(request(prompt, (1, 2), **sampling), tokenizer, LIMITS, GRAMMARS)
     assert isinstance(refused, Refused)
     assert refused.sequences == [1, 2]
     assert refused.field == field
@@ -142,7 +158,7 @@ def test_lesson_08_a_bug_is_one_requests_refusal(
         raise RuntimeError("surprise")
 
     monkeypatch.setattr(tokenizer, "encode_fitting", broken)
-    refused, adds = admit(request(TextPrompt("a")), tokenizer, LIMITS)
+    refused, adds = admit(request(TextPrompt("a")), tokenizer, LIMITS, GRAMMARS)
     assert isinstance(refused, Refused)
     assert "surprise" in refused.message
     assert adds == []
@@ -162,27 +178,27 @@ def test_truncated_prompts_keep_their_end_and_bos(tokenizer: TextTokenizer) -> N
     for keep in (1, 2, 5, 25):
         truncated = msgspec.structs.replace(request(TextPrompt(text), max_tokens=2), truncate=keep)
         expected = [whole[0], *whole[len(whole) - keep + 1 :]] if keep > 1 else whole[-1:]
-        assert ids_of(admit(truncated, tokenizer, LIMITS)) == expected
+        assert ids_of(admit(truncated, tokenizer, LIMITS, GRAMMARS)) == expected
     short = msgspec.structs.replace(request(TextPrompt("abc"), max_tokens=2), truncate=20)
-    assert ids_of(admit(short, tokenizer, LIMITS)) == tokenizer.encode("abc").tolist()
+    assert ids_of(admit(short, tokenizer, LIMITS, GRAMMARS)) == tokenizer.encode("abc").tolist()
     fit = msgspec.structs.replace(request(TextPrompt(text), max_tokens=10), truncate=-1)
-    assert ids_of(admit(fit, tokenizer, LIMITS)) == [whole[0], *whole[-21:]]
+    assert ids_of(admit(fit, tokenizer, LIMITS, GRAMMARS)) == [whole[0], *whole[-21:]]
     ids = msgspec.structs.replace(request(IdsPrompt(pack_ids(list(range(60)))), max_tokens=2), truncate=4)
-    assert ids_of(admit(ids, tokenizer, LIMITS)) == [56, 57, 58, 59]
+    assert ids_of(admit(ids, tokenizer, LIMITS, GRAMMARS)) == [56, 57, 58, 59]
     chat = msgspec.structs.replace(request(ChatPrompt([{"role": "user", "content": text}]), max_tokens=2), truncate=4)
-    assert ids_of(admit(chat, tokenizer, LIMITS)) == whole[-4:]
+    assert ids_of(admit(chat, tokenizer, LIMITS, GRAMMARS)) == whole[-4:]
 
 
 def test_a_text_that_cannot_fit_is_refused_without_encoding_it(tokenizer: TextTokenizer) -> None:
     """32 MB took twenty seconds, in which no other prompt moved."""
     start = time.perf_counter()
     for text in (" hello" * 5_000_000, "é" * 10_000_000, " " * 30_000_000):
-        refused, _ = admit(request(TextPrompt(text)), tokenizer, LIMITS)
+        refused, _ = admit(request(TextPrompt(text)), tokenizer, LIMITS, GRAMMARS)
         assert isinstance(refused, Refused)
         assert (refused.field, refused.code) == ("prompt", "context_length_exceeded")
         assert "32" in refused.message
     kept = msgspec.structs.replace(request(TextPrompt("a" * 30_000_000), max_tokens=1), truncate=8)
-    assert len(ids_of(admit(kept, tokenizer, LIMITS))) == 8
+    assert len(ids_of(admit(kept, tokenizer, LIMITS, GRAMMARS))) == 8
     assert time.perf_counter() - start < 1
 
 
@@ -197,13 +213,13 @@ def test_a_long_text_of_few_tokens_is_taken() -> None:
 def test_echo_is_the_prompts_text(tokenizer: TextTokenizer) -> None:
     def echo(prompt: Any, **fields: Any) -> Any:
         asked = msgspec.structs.replace(request(prompt, max_tokens=2), echo=True, **fields)
-        return admit(asked, tokenizer, LIMITS)[0].echo  # type: ignore[union-attr]
+        return admit(asked, tokenizer, LIMITS, GRAMMARS)[0].echo  # type: ignore[union-attr]
 
     assert echo(TextPrompt(" ab  c")) == Echo(" ab  c", b"<s>")
     ids = tokenizer.encode("hello", add_special_tokens=False)
     assert echo(IdsPrompt(pack_ids(ids))) == Echo("hello", b"hello")
     assert echo(TextPrompt("ab" * 50), truncate=3).text == "abab"
-    assert admit(request(TextPrompt("a"), max_tokens=2), tokenizer, LIMITS)[0] == Accepted(
+    assert admit(request(TextPrompt("a"), max_tokens=2), tokenizer, LIMITS, GRAMMARS)[0] == Accepted(
         [1], pack_ids(tokenizer.encode("a"))
     )
 

@@ -14,6 +14,8 @@ from typing import Any
 import zmq
 
 from minisgl.core import Int32Array, InvalidRequest, Limits, resolve_max_tokens
+from minisgl.grammar.validate import GrammarValidator
+from minisgl.grammar.vocabulary import named_tokens
 from minisgl.message import to_scheduler
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_api import Accepted, Decoded, Described, Echo, Encoded, Refused, Reply, ToApi, Unanswered
@@ -47,6 +49,7 @@ def run(worker: Worker) -> None:
     folder = Path(worker.config.engine.model_path)
     with worker.phase("load tokenizer"):
         tokenizer = TextTokenizer.from_folder(folder)
+        grammars = GrammarValidator(named_tokens(tokenizer.tokenizer))
     context = zmq.Context()
     inbox: Inbox[ToTokenizer] = Inbox(
         context,
@@ -60,7 +63,7 @@ def run(worker: Worker) -> None:
         message = inbox.receive()
         match message:
             case Generate():
-                answer, adds = admit(message, tokenizer, limits)
+                answer, adds = admit(message, tokenizer, limits, grammars)
                 api.send(answer)
                 for add in adds:
                     scheduler.send(add)
@@ -77,7 +80,9 @@ def run(worker: Worker) -> None:
                 api.send(Described(query, describe(folder)))
 
 
-def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits) -> tuple[Accepted | Refused, list[Add]]:
+def admit(
+    request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars: GrammarValidator
+) -> tuple[Accepted | Refused, list[Add]]:
     """The answer to the API server, and what the scheduler is to run: one Add for each of the request's choices."""
     field = prompt_field(request.prompt)
     try:
@@ -85,6 +90,8 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits) -> tuple[
         check_vocabulary(ids, limits)
         max_tokens = resolve_max_tokens(len(ids), request.sampling.max_tokens, limits)
         sampling = resolve_bad_words(request.sampling.with_max_tokens(max_tokens), tokenizer)
+        if sampling.grammar is not None:
+            grammars.validate(sampling.grammar)
     except InvalidRequest as error:
         named = field if error.field == "prompt" else error.field
         return Refused(request.sequences, named, error.message, error.code), []
