@@ -1,28 +1,21 @@
-"""Grammars that make a model call tools in its own form, and that let it think first.
+"""Grammars that make a model call tools in its own form.
 
-They are written in llguidance's dialect of Lark, where `%json {...}` is a rule for what a schema allows. A marker is
-written `%marker "..."` until `for_tokenizer` knows the token that it is: single tokens are named by their id, since no
-text may stand for them; what is none is text.
+They are sketches in llguidance's dialect of Lark: what only the tokenizer worker knows stands in them as lines that it
+replaces (`tokenizer.constraint`). `%marker "..."` is a token, or the text where there is no such token;
+`%grammar name [kind, text]` is a rule for what a `core.Grammar` allows.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from minisgl.core import Grammar
 from minisgl.parsers.qwen_coder import types_of
-from minisgl.parsers.reasoning import ReasoningFormat, Start
 from minisgl.parsers.tool_calls import Tools
 
-TokenId = Callable[[str], int | None]
-
-_MARKER = re.compile(r'%marker ("(?:[^"\\]|\\.)*")')
-_ANY_TEXT = "/(?s:.*)/"
-# As chat templates show the models their own calls.
-_SEPARATORS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+ANY_TEXT = "/(?s:.*)/"
 
 
 def calls_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
@@ -37,75 +30,39 @@ def has_grammar(form: str) -> bool:
 
 def either(calls: Grammar, content: Grammar) -> Grammar:
     """Calls, or else content that is constrained too."""
-    return Grammar("lark", "\n".join(["start: calls | content", *_rule("calls", calls), *_rule("content", content)]))
+    rules = ["start: calls | content", grammar_rule("calls", calls), grammar_rule("content", content)]
+    return Grammar("lark", "\n".join(rules))
 
 
-def for_tokenizer(grammar: Grammar, form: ReasoningFormat | None, start: Start, token_id: TokenId) -> Grammar:
-    """The grammar with a thought before it where one may come, for a tokenizer in which `token_id` finds markers."""
-    if form is not None and start is not Start.OUTSIDE and grammar.kind != "ebnf":
-        grammar = Grammar("lark", "\n".join([*_thought(form, start, token_id), *_rule("answer", grammar)]))
-    if grammar.kind != "lark":
-        return grammar
-    return Grammar("lark", _MARKER.sub(lambda match: _token(json.loads(match[1]), token_id), grammar.text))
-
-
-def _thought(form: ReasoningFormat, start: Start, token_id: TokenId) -> list[str]:
-    opening = f"{_token(form.opening, token_id)} " if start is Start.UNDECIDED else ""
-    if token_id(form.closing) is None:
-        rules = [f"thought: {opening}thought_text", f"thought_text[suffix={_text(form.closing)}]: {_ANY_TEXT}"]
-    else:
-        rules = [f"thought: {opening}{_ANY_TEXT} {_token(form.closing, token_id)}"]
-    optional = "?" if start is Start.UNDECIDED else ""
-    return [f"start: (thought LINE_BREAKS){optional} answer", r"LINE_BREAKS: /\n*/", *rules]
-
-
-def _token(marker: str, token_id: TokenId) -> str:
-    number = token_id(marker)
-    return _text(marker) if number is None else f"<[{number}]>"
-
-
-def _rule(name: str, grammar: Grammar) -> list[str]:
+def grammar_rule(name: str, grammar: Grammar) -> str:
     """A rule for what the grammar allows."""
-    match grammar.kind:
-        case "json_object":
-            return [f'{name}: %json {{"type": "object"}}']
-        case "json_schema":
-            return [f"{name}: %json {grammar.text}"]
-        case "regex":
-            return [f"{name}: /{_escaped_slashes(grammar.text)}/"]
-        case "choice":
-            return [f"{name}: {' | '.join(map(_text, json.loads(grammar.text)))}"]
-        case _:
-            return [f"{name}: %lark {{", grammar.text, "}"]
+    return f"%grammar {name} {json.dumps([grammar.kind, grammar.text])}"
 
 
-def _escaped_slashes(expression: str) -> str:
-    return re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", expression, flags=re.DOTALL).replace("\n", r"\n")
-
-
-def _text(text: str) -> str:
+def text_rule(text: str) -> str:
+    """A literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _marker(text: str) -> str:
-    return f"%marker {_text(text)}"
+    return f"%marker {text_rule(text)}"
 
 
-def _json(schema: Any, root: Mapping[str, Any]) -> str:
+def _schema_rule(name: str, schema: Any, root: Mapping[str, Any]) -> str:
     """A rule for a part of a schema, which may refer to definitions at the root."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return f"%json {json.dumps({**definitions, **schema, **_SEPARATORS}, ensure_ascii=False)}"
+    return grammar_rule(name, Grammar("json_schema", json.dumps({**definitions, **schema})))
 
 
 def _objects(tools: Tools, key: str) -> list[str]:
     """Rules for `{"name": ..., key: {...}}`."""
     rules = [f"object: {_alternatives('object', tools)}"]
     for index, (name, schema) in enumerate(tools.items()):
-        head = f"{{{_text('name')}: {_text(name)}, {_text(key)}: "
-        rules += [f"object_{index}: {_text(head)} arguments_{index} {_text('}')}"]
-        rules += [f"arguments_{index}: {_json(schema, schema)}"]
+        head = f"{{{text_rule('name')}: {text_rule(name)}, {text_rule(key)}: "
+        rules += [f"object_{index}: {text_rule(head)} arguments_{index} {text_rule('}')}"]
+        rules += [_schema_rule(f"arguments_{index}", schema, schema)]
     return rules
 
 
@@ -114,11 +71,11 @@ def _alternatives(name: str, tools: Tools) -> str:
 
 
 def _repeated(item: str, separator: str, parallel: bool) -> str:
-    return f"{item} ({_text(separator)} {item})*" if parallel else item
+    return f"{item} ({text_rule(separator)} {item})*" if parallel else item
 
 
 def _hermes(tools: Tools, parallel: bool) -> list[str]:
-    call = f"{_marker('<tool_call>')} {_text(chr(10))} object {_text(chr(10))} {_marker('</tool_call>')}"
+    call = f"{_marker('<tool_call>')} {text_rule(chr(10))} object {text_rule(chr(10))} {_marker('</tool_call>')}"
     return [f"start: {_repeated('call', chr(10), parallel)}", f"call: {call}", *_objects(tools, "arguments")]
 
 
@@ -128,22 +85,25 @@ def _llama_json(tools: Tools, _parallel: bool) -> list[str]:
 
 def _mistral_list(tools: Tools, parallel: bool) -> list[str]:
     items = _repeated("object", ", ", parallel)
-    return [f"start: {_marker('[TOOL_CALLS]')} {_text('[')} {items} {_text(']')}", *_objects(tools, "arguments")]
+    return [
+        f"start: {_marker('[TOOL_CALLS]')} {text_rule('[')} {items} {text_rule(']')}",
+        *_objects(tools, "arguments"),
+    ]
 
 
 def _mistral_named(tools: Tools, parallel: bool) -> list[str]:
     rules = ["start: call+" if parallel else "start: call", f"call: {_alternatives('call', tools)}"]
     for index, (name, schema) in enumerate(tools.items()):
-        rules += [f"call_{index}: {_marker('[TOOL_CALLS]')} {_text(name)} {_marker('[ARGS]')} arguments_{index}"]
-        rules += [f"arguments_{index}: {_json(schema, schema)}"]
+        rules += [f"call_{index}: {_marker('[TOOL_CALLS]')} {text_rule(name)} {_marker('[ARGS]')} arguments_{index}"]
+        rules += [_schema_rule(f"arguments_{index}", schema, schema)]
     return rules
 
 
 def _pythonic(tools: Tools, parallel: bool) -> list[str]:
-    rules = [f"start: {_text('[')} {_repeated('call', ', ', parallel)} {_text(']')}"]
+    rules = [f"start: {text_rule('[')} {_repeated('call', ', ', parallel)} {text_rule(']')}"]
     rules += [f"call: {_alternatives('call', tools)}"]
     for index, (name, schema) in enumerate(tools.items()):
-        rules += [f"call_{index}: {_text(f'{name}(')} first_{index}_0 {_text(')')}"]
+        rules += [f"call_{index}: {text_rule(f'{name}(')} first_{index}_0 {text_rule(')')}"]
         required = schema.get("required") or ()
         properties = schema.get("properties") or {}
         for number, (key, value) in enumerate(properties.items()):
@@ -151,38 +111,38 @@ def _pythonic(tools: Tools, parallel: bool) -> list[str]:
             this, following = f"{index}_{number}", f"{index}_{number + 1}"
             for state, comma in (("first", ""), ("later", ", ")):
                 skip = "" if key in required else f" | {state}_{following}"
-                rules += [f"{state}_{this}: {_text(f'{comma}{key}=')} value_{this} later_{following}{skip}"]
-            rules += [f"value_{this}: {_json(value, schema)}"]
+                rules += [f"{state}_{this}: {text_rule(f'{comma}{key}=')} value_{this} later_{following}{skip}"]
+            rules += [_schema_rule(f"value_{this}", value, schema)]
         rules += [f'{state}_{index}_{len(properties)}: ""' for state in ("first", "later")]
     return rules
 
 
 def _qwen_coder(tools: Tools, parallel: bool) -> list[str]:
     rules = [f"start: {_repeated('call', chr(10), parallel)}"]
-    rules += [f"call: {_marker('<tool_call>')} {_text(chr(10))} function {_marker('</tool_call>')}"]
+    rules += [f"call: {_marker('<tool_call>')} {text_rule(chr(10))} function {_marker('</tool_call>')}"]
     rules += [f"function: {_alternatives('function', tools)}"]
     for index, (name, schema) in enumerate(tools.items()):
         required = schema.get("required") or ()
         properties = schema.get("properties") or {}
         names = [f"parameter_{index}_{number}{'' if key in required else '?'}" for number, key in enumerate(properties)]
-        head, end = _text(f"<function={name}>\n"), _text("</function>\n")
+        head, end = text_rule(f"<function={name}>\n"), text_rule("</function>\n")
         rules += [f"function_{index}: {' '.join([head, *names, end])}"]
         for number, (key, value) in enumerate(properties.items()):
             this = f"{index}_{number}"
-            rules += [f"parameter_{this}: {_text(f'<parameter={key}>{chr(10)}')} value_{this}"]
-            rules += [f"value_{this}{_plain_value(value, schema)}"]
+            rules += [f"parameter_{this}: {text_rule(f'<parameter={key}>{chr(10)}')} value_{this}"]
+            rules += _plain_value(f"value_{this}", value, schema)
     return rules
 
 
-def _plain_value(schema: Any, root: Mapping[str, Any]) -> str:
-    """The rest of a rule for a value and the tag that ends it."""
-    end = _text("\n</parameter>\n")
+def _plain_value(name: str, schema: Any, root: Mapping[str, Any]) -> list[str]:
+    """Rules for a value and the tag that ends it."""
+    end = text_rule("\n</parameter>\n")
     if types_of(schema) != {"string"}:
-        return f": {_json(schema, root)} {end}"
+        return [f"{name}: {name}_json {end}", _schema_rule(f"{name}_json", schema, root)]
     choices = schema.get("enum") if isinstance(schema, Mapping) else None
     if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
-        return f": ({' | '.join(map(_text, choices))}) {end}"
-    return f"[suffix={end}]: {_ANY_TEXT}"
+        return [f"{name}: ({' | '.join(map(text_rule, choices))}) {end}"]
+    return [f"{name}[suffix={end}]: {ANY_TEXT}"]
 
 
 _FORMS: dict[str, Callable[[Tools, bool], list[str]]] = {
