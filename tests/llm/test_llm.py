@@ -38,6 +38,28 @@ def test_chat_and_stop_strings(llm: LLM) -> None:
     assert cut[0]["cached_tokens"] > 0
 
 
+def test_words_that_are_not_wanted(llm: LLM) -> None:
+    plain, without = llm.chat([QUESTION] * 2, [SamplingParams(), SamplingParams(bad_words=("server", "infer"))])
+    assert "inference server" in plain["text"]
+    assert "server" not in without["text"]
+    assert "infer" not in without["text"]
+
+
+def test_logprobs_of_text_and_prompt(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=0)
+    plain, scored, alone = llm.generate(
+        ["Minisgl is"] * 3,
+        [SamplingParams(max_tokens=20), params, SamplingParams(max_tokens=0, prompt_logprobs=0)],
+    )
+    assert "logprobs" not in plain
+    assert scored["token_ids"] == plain["token_ids"]
+    assert b"".join(one.chosen.text for one in scored["logprobs"]).decode() == scored["text"]
+    assert all(one.chosen == one.top[0] for one in scored["logprobs"])  # greedy; the same bits
+    assert b"".join(one.chosen.text for one in scored["prompt_logprobs"]) == b"inisgl is"
+    assert alone["prompt_logprobs"] == scored["prompt_logprobs"]
+    assert (alone["text"], alone["token_ids"], alone["finish_reason"]) == ("", [], "length")
+
+
 def test_bad_requests_are_refused_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="at least one token"):
         llm.generate([[]])
