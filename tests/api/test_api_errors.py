@@ -13,7 +13,7 @@ from fake_engine import LIMITS
 
 from minisgl.message.to_tokenizer import Generate
 from minisgl.server.api import body as body_module
-from minisgl.server.api.body import parse_body
+from minisgl.server.api.body import read_fields, validate
 from minisgl.server.api.schema import ChatBody
 
 CHAT = "/v1/chat/completions"
@@ -343,7 +343,7 @@ def test_internal_error_hides_internals(
     def broken(*_args: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("minisgl.server.api.service.parse_body", broken)
+    monkeypatch.setattr("minisgl.server.api.service.read_fields", broken)
     response = server.post(CHAT, json={"messages": HELLO})
     assert "secret" not in response.text
     assert check_error(response, 500, None)["type"] == "server_error"
@@ -370,8 +370,8 @@ def test_unknown_fields_are_logged_once(monkeypatch: pytest.MonkeyPatch, caplog:
     raw = json.dumps({"messages": HELLO, "tempreature": 1, "user": "u"}).encode()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            parse_body(raw, ChatBody)
+            validate(read_fields(raw), ChatBody)
         for index in range(300):
-            parse_body(json.dumps({"messages": HELLO, f"field{index}": 1}).encode(), ChatBody)
+            validate({"messages": HELLO, f"field{index}": 1}, ChatBody)
     assert len([record for record in caplog.records if "tempreature" in record.message]) == 1
     assert len(caplog.records) == body_module.MAX_LOGGED_FIELDS, "the log is bounded too"

@@ -48,15 +48,19 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(data)
 
 
-def parse_body(data: bytes, model: type[B]) -> B:
-    """The validated body, or ApiError naming the field."""
+def read_fields(data: bytes) -> dict[str, Any]:
+    """The fields of a JSON object, but for nulls; ApiError if it is none."""
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
         raise invalid(None, f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise invalid(None, "the request body must be a JSON object")
-    fields = {name: field for name, field in value.items() if field is not None}
+    return {name: field for name, field in value.items() if field is not None}
+
+
+def validate(fields: dict[str, Any], model: type[B]) -> B:
+    """The validated body, or ApiError naming the field."""
     check_numbers((name, field) for name, field in fields.items() if name != "prompt")  # that has checks of its own
     for name, neutral in model.not_supported.items():
         if name in fields and fields[name] not in neutral:

@@ -58,11 +58,17 @@ def invalid(param: str | None, message: str, code: str | None = None) -> ApiErro
 
 def invalid_request(error: InvalidRequest, field_names: Mapping[str, str] | None = None) -> ApiError:
     """The one error of `core`, under the name that the client used for the field."""
-    name = (field_names or {}).get(error.field, error.field)
+    name = clients_name(error.field, field_names or {})
     message = error.message
     if message.startswith(f"{error.field} "):
         message = name + message.removeprefix(error.field)
     return invalid(name, message, error.code)
+
+
+def clients_name(field: str, names: Mapping[str, str]) -> str:
+    """A dotted field under the name that the client used for it, or for what it is a part of."""
+    head, dot, rest = field.partition(".")
+    return names.get(head, head) + dot + rest
 
 
 def too_large(limit: int) -> ApiError:

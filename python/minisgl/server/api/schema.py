@@ -246,6 +246,8 @@ class ChatBody(OpenAIBody):
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **OpenAIBody.not_supported,
+        "best_of": (1,),
+        "suffix": ("",),
         "functions": _EMPTY,
         "function_call": ("none", "auto"),
         "audio": _NEVER,
@@ -356,6 +358,35 @@ class GenerateBody(RequestBody):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+
+class SglangBody(Body):
+    """POST /generate as SGLang has it; `sglang` puts it into the words of GenerateBody."""
+
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "input_embeds": _NEVER,
+        "image_data": _EMPTY,
+        "audio_data": _EMPTY,
+        "video_data": _EMPTY,
+        "token_ids_logprob": _EMPTY,
+        "session_params": _EMPTY,
+        "lora_path": _NEVER,
+        "custom_logit_processor": _NEVER,
+        "return_hidden_states": _OFF,
+    }
+    no_effect: ClassVar[frozenset[str]] = frozenset({"log_metrics", "return_bytes", "modalities", "background"})
+
+    text: str | None = None
+    input_ids: list[int] | None = None
+    sampling_params: dict[str, Any] = {}
+    rid: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    return_logprob: bool = False
+    logprob_start_len: int = -1  # position of the first token of the prompt that is scored; -1: none is
+    top_logprobs_num: int = 0
+    return_text_in_logprobs: bool = False
+    extra_key: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    stream: bool = False
 
 
 class TokenizeBody(Body):

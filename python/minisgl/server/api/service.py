@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from minisgl.config import ServerConfig
 from minisgl.core import Limits
 from minisgl.parsers.select import Parsers
-from minisgl.server.api.body import B, parse_body, read_body
+from minisgl.server.api.body import B, read_body, read_fields, validate
 from minisgl.server.api.client import EngineClient
 from minisgl.server.api.errors import model_not_found
 from minisgl.server.api.heartbeat import Heartbeat
@@ -29,8 +30,16 @@ class Service:
 
     async def parse(self, request: Request, model: type[B]) -> B:
         """The request's body, or ApiError."""
+        return self.validate(await self.fields(request), model)
+
+    async def fields(self, request: Request) -> dict[str, Any]:
+        """What the request's body says, not yet validated; ApiError if it says nothing."""
         http = self.config.http
-        body = parse_body(await read_body(request, http.max_body_bytes, http.receive_timeout), model)
+        return read_fields(await read_body(request, http.max_body_bytes, http.receive_timeout))
+
+    def validate(self, fields: dict[str, Any], model: type[B]) -> B:
+        """The body made of these fields, or ApiError."""
+        body = validate(fields, model)
         if body.model is not None:
             self.check_model(body.model)
         return body

@@ -13,6 +13,7 @@ from minisgl.server.api.completions import CompletionWriter, completion_job
 from minisgl.server.api.generate import GenerateWriter, generate_job
 from minisgl.server.api.schema import ChatBody, CompletionBody, GenerateBody
 from minisgl.server.api.service import Service
+from minisgl.server.api.sglang import SglangBody, SglangWriter, is_sglang, sglang_job
 
 
 class GenerationRoutes:
@@ -39,7 +40,12 @@ class GenerationRoutes:
         return self._answer(request, job, writer, stream=body.stream)
 
     async def generate(self, request: Request) -> Answer:
-        body = await self._service.parse(request, GenerateBody)
+        fields = await self._service.fields(request)
+        if is_sglang(fields):
+            asked = self._service.validate(fields, SglangBody)
+            answer = sglang_job(asked, self._service.limits), SglangWriter(asked)
+            return self._answer(request, *answer, stream=asked.stream)
+        body = self._service.validate(fields, GenerateBody)
         job = generate_job(body, self._service.limits)
         return self._answer(request, job, GenerateWriter(body), stream=body.stream)
 

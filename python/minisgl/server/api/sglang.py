@@ -1,0 +1,157 @@
+"""SGLang's form of POST /generate: its body in the words of ours, and its answers."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.json import encode
+
+from minisgl.core import InvalidRequest, Limits
+from minisgl.message.types import PositionLogprobs, TokenLogprob, unpack_ids
+from minisgl.server.api.body import validate
+from minisgl.server.api.client import Delta, Job, OpenRequest
+from minisgl.server.api.errors import ApiError, clients_name, invalid, invalid_request
+from minisgl.server.api.generate import generate_job
+from minisgl.server.api.logprobs import token_text, value
+from minisgl.server.api.responses import Usage, server_sent_event
+from minisgl.server.api.schema import GenerateBody, SglangBody
+
+RENAMED = {  # sampling parameters that we call otherwise
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+}
+DEFAULTS = {"max_tokens": 128, "temperature": 1.0}
+
+
+def is_sglang(fields: dict[str, Any]) -> bool:
+    return "prompt" not in fields and not fields.keys().isdisjoint(("text", "input_ids"))
+
+
+def sglang_job(body: SglangBody, limits: Limits) -> Job:
+    """What the body asks of the engine; InvalidRequest or ApiError, naming its fields, if that is not possible."""
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("text", "text or input_ids must be given, and not both")
+    given = {name: field for name, field in body.sampling_params.items() if field is not None}
+    names = {RENAMED.get(name, name): f"sampling_params.{name}" for name in given}
+    names |= {"prompt": "input_ids" if body.text is None else "text", "logprobs": "top_logprobs_num"}
+    fields = DEFAULTS | {RENAMED.get(name, name): field for name, field in given.items()}
+    fields |= {"prompt": body.input_ids if body.text is None else body.text, "priority": body.priority}
+    if body.extra_key is not None:
+        fields["cache_salt"] = body.extra_key
+    if body.return_logprob:
+        fields["logprobs"] = body.top_logprobs_num
+        if body.logprob_start_len >= 0:
+            fields["prompt_logprobs"] = body.top_logprobs_num
+    try:
+        job = generate_job(validate(fields, GenerateBody), limits)
+    except InvalidRequest as error:
+        raise invalid_request(error, names) from None
+    except ApiError as error:
+        raise invalid(clients_name(error.detail.param or "", names), error.detail.message) from None
+    return replace(job, field_names=names)
+
+
+ScoredToken = tuple[float | None, int, str | None]  # log-probability, id, text
+
+
+class Meta(msgspec.Struct, frozen=True):
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    e2e_latency: float  # seconds
+    input_token_logprobs: list[ScoredToken] | UnsetType = UNSET
+    input_top_logprobs: list[list[ScoredToken] | None] | UnsetType = UNSET
+    output_token_logprobs: list[ScoredToken] | UnsetType = UNSET
+    output_top_logprobs: list[list[ScoredToken] | None] | UnsetType = UNSET
+
+
+class SglangAnswer(msgspec.Struct, frozen=True):
+    text: str
+    output_ids: list[int]
+    meta_info: Meta
+
+
+class SglangWriter:
+    """Writes answers; as a stream, each event is the answer so far."""
+
+    def __init__(self, body: SglangBody) -> None:
+        self.id = body.rid or uuid.uuid4().hex
+        self._body = body
+        self._start = time.perf_counter()
+        self._text = ""
+        self._ids: list[int] = []
+        self._logprobs: list[PositionLogprobs] = []
+        self._prompt_logprobs: list[PositionLogprobs] = []
+
+    def begin(self, request: OpenRequest) -> None:
+        self._request = request
+
+    def events(self, delta: Delta) -> bytes:
+        return server_sent_event(self._take(delta))
+
+    def last_events(self, usage: Usage) -> bytes:  # noqa: ARG002 - every event has it
+        return b""
+
+    def body(self, choices: list[Delta], usage: Usage) -> bytes:  # noqa: ARG002
+        (choice,) = choices
+        return encode(self._take(choice))
+
+    def _take(self, delta: Delta) -> SglangAnswer:
+        self._text += delta.text
+        self._ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        self._prompt_logprobs += delta.prompt_logprobs
+        request = self._request
+        meta = Meta(
+            self.id,
+            self._finish_reason(delta),
+            request.prompt_tokens,
+            request.completion_tokens,
+            request.cached_tokens,
+            time.perf_counter() - self._start,
+        )
+        return SglangAnswer(self._text, self._ids, self._scored(meta) if self._body.return_logprob else meta)
+
+    def _finish_reason(self, delta: Delta) -> dict[str, Any] | None:
+        match delta.finish:
+            case None:
+                return None
+            case "length":
+                return {"type": "length", "length": self._request.completion_tokens}
+            case reason:
+                return {"type": reason, "matched": delta.stop_reason}
+
+    def _scored(self, meta: Meta) -> Meta:
+        """With log-probabilities, those of the prompt from `logprob_start_len` on."""
+        start = self._body.logprob_start_len
+        first: ScoredToken = (None, int(unpack_ids(self._request.prompt_ids[0])[0]), None)
+        prompt = [first, *self._chosen(self._prompt_logprobs)][start:] if start >= 0 else []
+        scored = msgspec.structs.replace(
+            meta, input_token_logprobs=prompt, output_token_logprobs=self._chosen(self._logprobs)
+        )
+        if self._body.top_logprobs_num == 0:
+            return scored
+        return msgspec.structs.replace(
+            scored,
+            input_top_logprobs=[None, *self._top(self._prompt_logprobs)][start:] if start >= 0 else [],
+            output_top_logprobs=self._top(self._logprobs),
+        )
+
+    def _chosen(self, positions: Sequence[PositionLogprobs]) -> list[ScoredToken]:
+        return [self._scored_token(position.chosen) for position in positions]
+
+    def _top(self, positions: Sequence[PositionLogprobs]) -> list[list[ScoredToken] | None]:
+        return [[self._scored_token(token) for token in position.top] for position in positions]
+
+    def _scored_token(self, token: TokenLogprob) -> ScoredToken:
+        return value(token), token.token, token_text(token.text) if self._body.return_text_in_logprobs else None
