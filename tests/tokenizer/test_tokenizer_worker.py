@@ -206,7 +206,7 @@ def test_a_long_text_of_few_tokens_is_taken() -> None:
     vocabulary = small.llama()
     vocabulary.add_tokens([AddedToken("#" * 40, normalized=False)])
     wide = TextTokenizer(vocabulary, ChatTemplates({}, {}))
-    ids = ids_of(admit(request(TextPrompt("#" * 400), max_tokens=1), wide, LIMITS))
+    ids = ids_of(admit(request(TextPrompt("#" * 400), max_tokens=1), wide, LIMITS, GRAMMARS))
     assert ids[1:] == [vocabulary.token_to_id("#" * 40)] * 10, "400 characters are more than 8 times 32"
 
 
