@@ -18,7 +18,8 @@ from minisgl.context import ForwardContext
 from minisgl.core import Batch, SamplingParams
 from minisgl.distributed.group import SingleRank
 from minisgl.engine.engine import Engine
-from minisgl.engine.queue import StepTensors
+from minisgl.engine.forward import Forwarded
+from minisgl.engine.graph import DecodeGraphs
 from minisgl.models.config import ModelConfig
 from minisgl.scheduler.build import make_loop
 from minisgl.verify.compare import Run, common_length, compare_rows
@@ -33,9 +34,12 @@ class ObservedEngine(Engine):
 
     observer: Observer | None = None
 
-    def _run(self, batch: Batch) -> StepTensors:
+    def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:
+        return super()._graphs_for(batch) if self.observer is None else None
+
+    def _forward(self, batch: Batch) -> Forwarded:
         if self.observer is None:
-            return super()._run(batch)
+            return super()._forward(batch)
         runner, observer = self._runner, self.observer
         runner.state.apply(batch)
         model = runner.model
@@ -51,7 +55,7 @@ class ObservedEngine(Engine):
 
         runner.model = show  # type: ignore[assignment]
         try:
-            return StepTensors(runner.sample(batch, runner.forward(batch)))
+            return runner.forward(batch)
         finally:
             runner.model = model
 
