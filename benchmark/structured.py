@@ -1,0 +1,155 @@
+"""What structured output costs: output tokens per second with and without a JSON schema, by batch size.
+
+Every answer has the same number of tokens. The schema is an array of more records than fit, so no answer can end
+early, and ends of sequence are not allowed before; the free answers ignore them. Random weights choose among the
+allowed tokens nearly at random, so the rows' grammars stand in different places. Use a real vocabulary: what a mask
+costs depends on it.
+
+    python benchmark/structured.py --model demo --batch-sizes 4 --new 32
+    python benchmark/structured.py --shape 0.6b --tokenizer FOLDER --batch-sizes 1,8,64
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import statistics
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from minisgl.benchmark.arguments import (
+    add_engine_arguments,
+    add_output_arguments,
+    engine_options,
+    integers,
+    make_parser,
+    model_folder_of,
+    output_of,
+)
+from minisgl.benchmark.engines import EngineOptions
+from minisgl.benchmark.report import table
+from minisgl.benchmark.workload import random_prompts
+from minisgl.core import Grammar, SamplingParams
+
+RECORD = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "score": {"type": "number"},
+        "level": {"enum": ["low", "medium", "high"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 5},
+        "note": {"type": ["string", "null"]},
+        "active": {"type": "boolean"},
+    },
+    "required": ["name", "age", "score", "level", "tags", "note", "active"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": RECORD, "minItems": 5000}
+PROMPT_IDS = 256  # every vocabulary has them
+
+
+def measure(options: EngineOptions, args: Namespace) -> dict[str, Any]:
+    """Tokens per second of each batch size, free and constrained, run by run."""
+    from minisgl.llm import LLM
+
+    rng = random.Random(0)
+    free = SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=args.new, seed=0)
+    sampling = {
+        "free": free,
+        "json_schema": SamplingParams(
+            temperature=args.temperature,
+            max_tokens=args.new,
+            seed=0,
+            grammar=Grammar("json_schema", json.dumps(SCHEMA)),
+        ),
+    }
+    figures: dict[str, Any] = {}
+    with LLM(
+        options.model,
+        dtype=options.dtype,
+        device=options.device,
+        use_dummy_weight=options.dummy,
+        max_seq_len_override=options.max_seq_len,
+        max_running_req=max(args.batch_sizes),
+        memory_ratio=options.memory_ratio,
+        num_page_override=options.num_pages,
+        page_size=options.page_size,
+        attention_backend=options.attention,
+        cuda_graph_max_bs=options.graph_max_bs,
+        overlap=options.overlap,
+        tp_size=options.tp_size,
+        cache_type="naive",
+    ) as llm:
+        for size in args.batch_sizes:
+            rates: dict[str, list[float]] = {name: [] for name in sampling}
+            for run in range(args.runs + 1):
+                for name, one in sampling.items():
+                    prompts = random_prompts(rng, size, args.prompt, PROMPT_IDS)
+                    begin = time.perf_counter()
+                    answers = llm.generate(prompts, one)
+                    seconds = time.perf_counter() - begin
+                    if any(len(answer["token_ids"]) != args.new for answer in answers):
+                        raise RuntimeError(f"{name}: an answer ended early: {answers[0]['finish_reason']}")
+                    if run > 0:  # the first warms up
+                        rates[name].append(size * args.new / seconds)
+            figures[str(size)] = rates
+    return figures
+
+
+def print_results(figures: dict[str, Any]) -> None:
+    rows = []
+    for size, rates in figures.items():
+        free, constrained = (statistics.median(rates[name]) for name in ("free", "json_schema"))
+        rows.append(
+            [
+                size,
+                free,
+                constrained,
+                f"{constrained / free:.1%}",
+                int(size) / free * 1e3,
+                int(size) / constrained * 1e3,
+            ]
+        )
+    print(table(["batch size", "free tok/s", "schema tok/s", "share", "free ms/token", "schema ms/token"], rows))
+
+
+def with_tokenizer(folder: Path, tokenizer: Path) -> None:
+    """Give a shape's folder another tokenizer and its ends of sequence."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(tokenizer / name, folder / name)
+    special = json.loads((tokenizer / "generation_config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
+    config |= {name: special[name] for name in ("bos_token_id", "eos_token_id")}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    add_engine_arguments(parser)
+    work = parser.add_argument_group("work")
+    work.add_argument("--batch-sizes", type=integers, default=(1, 8, 64), metavar="SIZES", help="1,8,64")
+    work.add_argument("--prompt", type=int, default=128, metavar="TOKENS", help="of each prompt")
+    work.add_argument("--new", type=int, default=512, metavar="TOKENS", help="of each answer")
+    work.add_argument("--runs", type=int, default=3, metavar="N", help="of each kind, one after the other in turn")
+    work.add_argument("--temperature", type=float, default=0.6)
+    work.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="in place of the shape's")
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    output = output_of(args)
+
+    with model_folder_of(args) as folder:
+        if args.tokenizer is not None:
+            if args.shape is None:
+                parser.error("--tokenizer is for --shape")
+            with_tokenizer(folder, args.tokenizer)
+        figures = measure(engine_options(args, folder, args.prompt + args.new), args)
+    print_results(figures)
+    output.save("structured", args, figures)
+
+
+if __name__ == "__main__":
+    main()
