@@ -75,6 +75,12 @@ def test_what_a_backend_has_no_kernels_for() -> None:
     assert "8.0" in (fi.missing(SMALL, (7, 5)) or "")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without the packages")
+@pytest.mark.parametrize("name", ["fa", "fi", "fused"])
+def test_real_candidates_say_which_package_is_missing(name: str) -> None:
+    assert "is not installed (pip install 'minisgl[" in (CANDIDATES[name].missing(SMALL, HOPPER) or "")
+
+
 def test_packages_that_are_absent_or_do_not_load() -> None:
     assert "pip install 'minisgl[fi]'" in (import_error("no_such_package.part", "no-such-package", "fi") or "")
     assert "does not load: ModuleNotFoundError" in (import_error("json.no_such_part", "json", "fi") or "")

@@ -179,9 +179,12 @@ def _fi_ready(shape: AttentionShape, capability: Capability, role: Role) -> bool
 
 
 def _fused_missing(shape: AttentionShape, capability: Capability) -> str | None:
+    why = import_error("cuda.core", "cuda-core", "cuda")
+    if why is not None:
+        return why
     from minisgl.attention.fused import fused_decode_missing
 
-    return import_error("cuda.core", "cuda-core", "cuda") or fused_decode_missing(shape, capability)
+    return fused_decode_missing(shape, capability)
 
 
 def _has_nvcc() -> bool:
