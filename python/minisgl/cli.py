@@ -127,6 +127,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="largest decode batch in a CUDA graph; 0: no graphs; none: --max-running-requests",
     )
     engine.add_argument(
+        "--logprobs-mode",
+        default="raw_logprobs",
+        choices=["raw_logprobs", "processed_logprobs"],
+        help="log-probabilities of the model's logits, or after penalties, biases, masks and temperature",
+    )
+    engine.add_argument(
         "--kv-cache-dtype",
         default="auto",
         choices=["auto", "fp8_e4m3"],
@@ -276,6 +282,7 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
             max_running_requests=args.max_running_requests,
             max_seq_len=args.max_seq_len_override,
             cuda_graph_max_bs=args.cuda_graph_max_bs,
+            logprobs_mode=args.logprobs_mode,
             tp_size=args.tp,
         ),
         scheduler=SchedulerConfig(

@@ -14,6 +14,7 @@ DEFAULT_PORT = 1919
 
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 CacheType = Literal["radix", "naive"]
 BatchPolicyName = Literal["prefill-first", "mixed"]
 SchedulePolicy = Literal["fcfs", "lpm"]
@@ -50,6 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: int = 256
     max_seq_len: int | None = None  # None: the model's
     cuda_graph_max_bs: int | None = None  # None: max_running_requests; 0: no graphs
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # of the model's logits, or of what is made of them before the filters
     tp_size: int = 1
 
     def validate(self) -> None:

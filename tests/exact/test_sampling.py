@@ -181,6 +181,22 @@ def test_answers_and_logprobs_are_those_of_transformers(
         llm.check_idle()
 
 
+def test_processed_logprobs_are_of_what_is_sampled_from(oracle: Oracle, expected: list[Answer]) -> None:
+    # The oracle keeps log-probabilities, whose signs, which the repetition penalty looks at, are not the logits'.
+    asking = [one for one in expected if one.sampling.logprobs is not None and one.sampling.repetition_penalty == 1.0]
+    with LLM(str(oracle.folder), device="cpu", page_size=4, logprobs_mode="processed_logprobs") as llm:
+        answers = llm.generate([one.prompt for one in asking], [one.sampling for one in asking])
+    for answer, wanted in zip(answers, asking, strict=True):
+        assert answer["token_ids"] == wanted.tokens
+        for at, found in enumerate(answer["logprobs"]):
+            changed = change(wanted.logprobs[at], wanted.prompt, wanted.tokens[:at], wanted.sampling, set())
+            scaled = torch.tensor(changed, dtype=torch.float64) / (wanted.sampling.temperature or 1.0)
+            distribution = torch.log_softmax(scaled, dim=0)
+            assert found.chosen.logprob == pytest.approx(float(distribution[found.chosen.token]), abs=TOLERANCE)
+            best = distribution.topk(len(found.top)).values.tolist()
+            assert [token.logprob for token in found.top] == pytest.approx(best, abs=TOLERANCE)
+
+
 def check(found: list[PositionLogprobs], tokens: list[int], distributions: list[list[float]], top: int) -> None:
     assert [one.chosen.token for one in found] == tokens
     for one, distribution in zip(found, distributions, strict=True):

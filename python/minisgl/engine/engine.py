@@ -60,6 +60,7 @@ class Engine:
         self.dtype = resolve_dtype(config, model.dtype)
         self.page_size = config.page_size or DEFAULT_PAGE_SIZE[self.device.type]
         self.num_slots = config.max_running_requests
+        self._judges_processed = config.logprobs_mode == "processed_logprobs"
         self._tp = tp
         self._queue = make_queue(self.device)
         context_len = _context_len(config, model)
@@ -122,8 +123,9 @@ class Engine:
 
     def _sample(self, batch: Batch, forwarded: Forwarded, mask: Tensor | None = None) -> StepTensors:
         graphs = None if batch.processed or mask is not None else self._graphs_for(batch)
+        judged = self._runner.judged(batch, forwarded, mask, processed=self._judges_processed)
         sampled = self._runner.sample(batch, forwarded, mask) if graphs is None else graphs.sample(batch)
-        return StepTensors(sampled, self._runner.logprobs(batch, forwarded, sampled))
+        return StepTensors(sampled, self._runner.logprobs(batch, forwarded, judged, sampled))
 
     def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:
         return self._graphs if self._graphs is not None and self._graphs.fits(batch) else None

@@ -16,6 +16,7 @@ from minisgl.attention.base import AttentionBackend, AttentionInputs, GraphedDec
 from minisgl.context import ForwardContext
 from minisgl.core import Batch, Int32Array, pages_for
 from minisgl.engine.logprobs import LogprobTensors, compute_logprobs, no_logprobs
+from minisgl.engine.processing import process_logits
 from minisgl.engine.sampler import SampleKind, Sampler
 from minisgl.engine.state import SlotState, upload, upload_together
 from minisgl.kernel.base import Ops
@@ -33,6 +34,14 @@ class Forwarded:
     logits: Tensor  # [S, vocab_size] of the rows that sample
     slots: Tensor  # [S] int64
     prompt_logprobs: LogprobTensors | None = None  # if the plan asks for some
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Of which sampling rows log-probabilities are wanted."""
+
+    rows: Tensor  # [n] int64
+    logits: Tensor  # [n, vocab_size]: what they are the log-softmax of
 
 
 class StepRunner:
@@ -124,15 +133,31 @@ class StepRunner:
             return slots
         return self.sampler.sample(logits, slots, self.state, SampleKind.of(batch), mask)
 
+    def judged(self, batch: Batch, forwarded: Forwarded, mask: Tensor | None, *, processed: bool) -> Judged | None:
+        """What the log-probabilities of the tokens to be sampled are of, if the plan asks for some.
+
+        `processed`: the logits as they are before the filters, else as the model gave them. Comes before `sample`,
+        which makes the slots longer.
+        """
+        if batch.logprobs is None:
+            return None
+        rows = upload(batch.logprobs.rows.astype(np.int64), self.state.device)
+        logits = forwarded.logits[rows]
+        if processed and len(batch.logprobs.rows) > 0:
+            slots = forwarded.slots[rows]
+            logits = process_logits(logits, slots, self.state, None if mask is None else mask[rows])
+            temperature = self.state.temperature[slots].unsqueeze(1)
+            logits /= torch.where(temperature == 0.0, 1.0, temperature)
+        return Judged(rows, logits)
+
     def logprobs(
-        self, batch: Batch, forwarded: Forwarded, sampled: Tensor
+        self, batch: Batch, forwarded: Forwarded, judged: Judged | None, sampled: Tensor
     ) -> tuple[LogprobTensors, LogprobTensors] | None:
         """What the plan asks for, of the sampled tokens and of prompts."""
         plan = batch.logprobs
-        if plan is None:
+        if plan is None or judged is None:
             return None
-        rows, vocab = upload(plan.rows.astype(np.int64), self.state.device), self.model.config.vocab_size
-        output = compute_logprobs(lambda piece: forwarded.logits[rows[piece]], sampled[rows], vocab, plan.top)
+        output = compute_logprobs(judged.logits.__getitem__, sampled[judged.rows], judged.logits.shape[1], plan.top)
         return output, forwarded.prompt_logprobs or no_logprobs(self.state.device)
 
     def decode_context(

@@ -20,6 +20,7 @@ from minisgl.config import (
     CacheType,
     Device,
     EngineConfig,
+    LogprobsMode,
     SchedulePolicy,
     SchedulerConfig,
     ServerConfig,
@@ -80,6 +81,7 @@ class LLM:
         tp_size: int = 1,
         batch_policy: BatchPolicyName = "prefill-first",
         schedule_policy: SchedulePolicy = "fcfs",
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         folder = model_folder(model, weights=not use_dummy_weight)
         config = EngineConfig(
@@ -94,6 +96,7 @@ class LLM:
             max_running_requests=max_running_req,
             max_seq_len=max_seq_len_override,
             cuda_graph_max_bs=cuda_graph_max_bs,
+            logprobs_mode=logprobs_mode,
             tp_size=tp_size,
         )
         scheduling = SchedulerConfig(
