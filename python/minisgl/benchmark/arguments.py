@@ -154,6 +154,7 @@ def run_each_engine(
     names: Sequence[str] = args.engine
     paths: dict[str, list[str]] = dict(args.engine_path)
     if len(names) == 1 and not paths:
+        _search([])
         return {names[0]: measure(names[0], options, sizes)}
     spawn = multiprocessing.get_context("spawn")
     results = {}
@@ -165,8 +166,9 @@ def run_each_engine(
 
 
 def _search(folders: list[str]) -> None:
-    """Let imports look here first, in this process and those that it starts."""
-    sys.path[:0] = folders
+    """Let imports look here first, in this process and those that it starts, and never among the scripts."""
+    scripts = str(Path(sys.argv[0]).resolve().parent)  # one of them has the name of a package that transformers asks for
+    sys.path[:] = folders + [folder for folder in sys.path if folder != scripts]
     if folders:
         os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 
