@@ -120,14 +120,22 @@ def prefills(shape: AttentionShape, rows: int, new: int, cached: int) -> Iterato
 
 
 def planning(shape: AttentionShape, rows: int, context: int) -> tuple[float, float]:
-    """Host microseconds of FlashInfer's `prepare` for a replay: with a new plan, and where the old one still fits."""
+    """Host microseconds of FlashInfer's `prepare` for a replay: with a new plan, and where the old one still fits.
+
+    Nothing is replayed: a plan must fit the lengths on the device.
+    """
     pool, page_table = make_pool(shape, rows, context + 200, 1)
     backend = make_backend("fi", shape, DEVICE)
     graphed = backend.graphed_decode(rows)
     lengths = np.full(rows, context, dtype=np.int32)
-    graphed.prepare(lengths)
-    ones = torch.ones(rows, dtype=torch.int32, device=DEVICE)
-    inputs = AttentionInputs(np.ones_like(lengths), lengths, torch.arange(rows + 1).int().to(DEVICE), ones, page_table)
+    graphed.prepare(lengths - 1)
+    inputs = AttentionInputs(
+        query_lens=np.ones_like(lengths),
+        kv_lens=lengths,
+        query_starts=torch.arange(rows + 1, dtype=torch.int32, device=DEVICE),
+        kv_lens_device=torch.from_numpy(lengths).to(DEVICE),
+        page_table=page_table,
+    )
     q = torch.randn(rows, shape.num_heads, 128, device=DEVICE).to(shape.dtype)
     backend.forward(0, q, pool, graphed.plan(inputs))
     torch.cuda.synchronize()
