@@ -1,0 +1,45 @@
+"""Log-probabilities in pieces of any size: torch's own, with ranks, and the same bits wherever a token stands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minisgl.engine import logprobs
+from minisgl.engine.logprobs import compute_logprobs
+
+VOCAB = 301
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("piece_rows", [1, 7, 100])
+def test_pieces_make_the_whole(dtype: torch.dtype, piece_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "_PIECE_ELEMENTS", piece_rows * VOCAB + 5)
+    torch.manual_seed(0)
+    logits = (torch.randn(40, VOCAB) * 4).to(dtype)  # in bfloat16 with many ties
+    tokens = torch.randint(VOCAB, (40,))
+    tokens[::2] = logits[::2].argmax(dim=1)
+    widest = 0
+
+    def rows(piece: slice) -> torch.Tensor:
+        nonlocal widest
+        widest = max(widest, len(logits[piece]))
+        return logits[piece]
+
+    found = compute_logprobs(rows, tokens, VOCAB, top=5)
+    assert widest == min(piece_rows, 40)
+    expected = torch.log_softmax(logits.float(), dim=1)
+    assert torch.equal(found.chosen, expected.gather(1, tokens[:, None]).squeeze(1))
+    assert torch.equal(found.top, expected.topk(5).values)
+    assert torch.equal(found.top, expected.gather(1, found.top_ids.long()))
+    assert torch.equal(found.chosen[::2], found.top[::2, 0])  # bit for bit
+    for row, token, rank in zip(expected, tokens.tolist(), found.ranks.tolist(), strict=True):
+        assert rank == sum(value > row[token] for value in row.tolist()) + 1
+
+
+def test_of_no_token_and_of_more_alternatives_than_there_are() -> None:
+    none = compute_logprobs(lambda _: torch.empty(0, 3), torch.empty(0, dtype=torch.int64), 3, top=2)
+    assert [len(none.chosen), len(none.ranks), len(none.top_ids), len(none.top)] == [0] * 4
+    found = compute_logprobs(lambda _: torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([0]), 3, top=20)
+    assert found.top_ids.tolist() == [[1, 2, 0]]
+    assert found.ranks.tolist() == [3]
