@@ -5,8 +5,8 @@
 // pairs, as in a decode. Both operands stream through shared memory in STAGES of KEYS values.
 // A warp has PAIRS twice 16 rows of the weight (for the gated product the gate's and the up matrix's rows of the same
 // outputs) and TILES times 8 pairs; WARPS_ROWS x WARPS_TOKENS warps a block. T is bf16 or f16, K and N multiples of 8.
-// WARPGROUP: the four warps multiply together with Hopper's wgmma (sm_90a), straight from shared memory; then PAIRS is
-// 1, WARPS_ROWS 4, WARPS_TOKENS 1 and TILES 16.
+// WARPGROUP: four warps at a time multiply together with Hopper's wgmma (sm_90a), straight from shared memory; then
+// PAIRS is 1, WARPS_ROWS a multiple of 4, WARPS_TOKENS 1 and TILES 16.
 #include "mma.cuh"
 
 constexpr int KEYS = 64;      // values of K in a stage: rows of 128 bytes
@@ -17,6 +17,7 @@ constexpr int ROWS = 2 * HALF;
 constexpr int TOKENS = 8 * TILES * WARPS_TOKENS;
 constexpr int STAGE_BYTES = (ROWS + TOKENS) * KEYS * 2;
 constexpr int ROW_STEP = THREADS / CHUNKS;  // rows that the block's threads load at a time
+constexpr int AHEAD = STAGES - (WARPGROUP ? 2 : 1);  // stages being loaded; of a warpgroup, two are being multiplied
 
 struct Tile {
   int expert, start, count, pad;
@@ -116,20 +117,20 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   auto commit = [] { asm volatile("cp.async.commit_group;" ::: "memory"); };
 
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; ++s)
+  for (int s = 0; s < AHEAD; ++s)
     if (s < steps) load_a(s);
   if (!GATED) wait_for_predecessor(), start_successor();
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; ++s) {
+  for (int s = 0; s < AHEAD; ++s) {
     if (s < steps) load_b(s);
     commit();
   }
 
   float acc[2][PAIRS][TILES][4] = {};
 #if WARPGROUP
+  int group_row = warp_row / 4 * 64;
   for (int step = 0; step < steps; ++step) {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");  // so the stage that is loaded next is free
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
     unsigned rows = base + step % STAGES * STAGE_BYTES, tokens = rows + ROWS * KEYS * 2;
@@ -138,19 +139,22 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     for (int k = 0; k < KEYS / 16; ++k)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        multiply_add(acc[half][0], descriptor(rows + half * HALF * KEYS * 2 + k * 32), descriptor(tokens + k * 32));
+        multiply_add(
+            acc[half][0], descriptor(rows + (half * HALF + group_row) * KEYS * 2 + k * 32), descriptor(tokens + k * 32));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    if (step + STAGES - 1 < steps) load_a(step + STAGES - 1), load_b(step + STAGES - 1);
+    // All warps have waited for the products of two steps ago, whose stage this is.
+    if (step + AHEAD < steps) load_a(step + AHEAD), load_b(step + AHEAD);
     commit();
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #else
   int a_row = lane & 15, a_chunk = lane >> 4;                      // of what this lane's address names
   int b_row = (lane & 7) + (lane >> 4) * 8, b_chunk = lane >> 3 & 1;
   for (int step = 0; step < steps; ++step) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
     __syncthreads();
-    if (step + STAGES - 1 < steps) load_a(step + STAGES - 1), load_b(step + STAGES - 1);
+    if (step + AHEAD < steps) load_a(step + AHEAD), load_b(step + AHEAD);
     commit();
     unsigned rows = base + step % STAGES * STAGE_BYTES, tokens = rows + ROWS * KEYS * 2;
 #pragma unroll

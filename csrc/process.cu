@@ -60,6 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) process_logits(
   const T* x_row = logits + row * row_stride + begin;
   const unsigned* row_mask = mask ? mask + (long long)row * ((vocab + 31) / 32) : nullptr;
   bool restricted = is_restricted[slot];
+#pragma unroll 8
   for (int i = thread; i < size; i += THREADS) {
     int id = begin + i, word = id / 32;
     unsigned flags = state[i];

@@ -347,9 +347,21 @@ __device__ __forceinline__ Filters find_bounds(const Row& row, int top_k, float 
     cut = min(cut, row.distance(s.kth));
   }
   if (!by_count && by_mass) {
-    // All tokens of a weight below (1 - top_p) * total / vocab together are less than what top-p drops.
-    float weight = 0.999f * (1.f - top_p) * total / vocab;
-    cut = min(cut, clamped(-logf(weight) * STEPS));
+    // What top-p drops is more than all tokens of a weight below (1 - top_p) * total / vocab. A nearer distance will do
+    // if the groups that lie beyond it and what the others can have beyond it are still less. Each warp tries one.
+    float dropped = 0.999f * (1.f - top_p) * total, farthest = logf(vocab / dropped);
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    float nats = farthest * (warp + 1) / WARPS, at_most = GROUP * __expf(-nats), beyond = 0.f;
+    for (int group = lane; group < row.groups; group += 32) {
+      bool is_beyond = (row.max - s.max[group]) * row.inverse > nats;
+      beyond += is_beyond ? s.weight[group] : fminf(s.weight[group], at_most);
+    }
+    beyond = warp_sum(beyond);
+    if (threadIdx.x == 0) s.limit = clamped(farthest * STEPS);
+    __syncthreads();
+    if (lane == 0 && beyond < dropped) atomicMin(&s.limit, clamped(nats * STEPS));
+    __syncthreads();
+    cut = min(cut, s.limit);
   }
   return {by_count ? top_k : vocab, top_p, min_p_limit, cut, (u64)(total * MASS_ONE)};
 }

@@ -56,7 +56,7 @@ _TILINGS = (
     (64.0, _Tiling(pairs=1, warps_rows=4, warps_tokens=1, tiles=8, stages=3)),
 )
 _MANY = _Tiling(pairs=2, warps_rows=2, warps_tokens=2, tiles=8, stages=3)
-_MANY_ON_HOPPER = _Tiling(pairs=1, warps_rows=4, warps_tokens=1, tiles=16, stages=3, warpgroup=True)
+_MANY_ON_HOPPER = _Tiling(pairs=1, warps_rows=8, warps_tokens=1, tiles=16, stages=4, warpgroup=True)
 # A step of one or two tokens has too few blocks of the first.
 _FEW_PAIRS = 16
 _FEW = _Tiling(pairs=1, warps_rows=2, warps_tokens=1, tiles=2, stages=6)
