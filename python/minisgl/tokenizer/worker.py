@@ -36,7 +36,7 @@ from minisgl.message.to_tokenizer import (
 from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
 from minisgl.server.worker import Worker
 from minisgl.tokenizer.bad_words import resolve_bad_words
-from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config
+from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, special_tokens
 from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -183,10 +183,10 @@ def reply_to(question: Encode | Decode, tokenizer: TextTokenizer, limits: Limits
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """The tokenizer's configuration, with the chat template wherever it is kept."""
+    """The tokenizer's configuration, special tokens as texts, and the chat template wherever it is kept."""
     config = load_tokenizer_config(folder)
     templates = chat_templates(folder, config)
-    return config | {"chat_template": templates.get("default", templates or None)}
+    return config | special_tokens(config) | {"chat_template": templates.get("default", templates or None)}
 
 
 def check_vocabulary(ids: Int32Array, limits: Limits) -> None:

@@ -431,7 +431,8 @@ class EngineClient:
         if self.is_shut_down:
             raise shutting_down(self._shutdown_reason)
         query = next(self._query_ids)
-        reply = self._replies[query] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._replies[query] = reply
         try:
             self._tokenizers[next(self._round_robin)].send(question(query))
             async with asyncio.timeout(timeout_seconds):

@@ -57,7 +57,7 @@ class Exposition:
             ),
         }
         for name, (text, value) in gauges.items():
-            family = GaugeMetricFamily(prefix + name, text, labels=self._labels.keys())
+            family = GaugeMetricFamily(prefix + name, text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), value)
             yield family
 
@@ -73,7 +73,7 @@ class Exposition:
             "generation_tokens": ("tokens generated", requests.generation_tokens),
         }
         for name, (text, value) in counters.items():
-            family = CounterMetricFamily(prefix + name, text, labels=self._labels.keys())
+            family = CounterMetricFamily(prefix + name, text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), value)
             yield family
         finished = CounterMetricFamily(
@@ -95,7 +95,7 @@ class Exposition:
             "request_generation_tokens": ("tokens of an answer", requests.request_generation_tokens),
         }
         for name, (text, histogram) in histograms.items():
-            family = HistogramMetricFamily(prefix + name, text, labels=self._labels.keys())
+            family = HistogramMetricFamily(prefix + name, text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), _buckets(histogram), histogram.sum)
             yield family
 

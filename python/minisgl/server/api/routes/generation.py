@@ -11,9 +11,9 @@ from minisgl.server.api.chat import chat_answer
 from minisgl.server.api.client import Job
 from minisgl.server.api.completions import CompletionWriter, completion_job
 from minisgl.server.api.generate import GenerateWriter, generate_job
-from minisgl.server.api.schema import ChatBody, CompletionBody, GenerateBody
+from minisgl.server.api.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
 from minisgl.server.api.service import Service
-from minisgl.server.api.sglang import SglangBody, SglangWriter, is_sglang, sglang_job
+from minisgl.server.api.sglang import SglangWriter, is_sglang, sglang_job
 
 
 class GenerationRoutes:
