@@ -2,64 +2,12 @@
 // the (token, expert) pairs sorted by expert and cut into tiles, and the sum of each token's outputs. Nothing is asked
 // of the host, which launches for the largest possible number of tiles.
 //
-// Pair n is the n % TOP_K-th expert of token n / TOP_K. EXPERTS and TOP_K are macros, TOP_K at most 32.
-#include "common.cuh"
+#include "moe.cuh"
 
 constexpr int MAX_THREADS = 1024;
 constexpr int PLAN_TOKENS = 128;  // at most, that one block routes and sorts
 constexpr int PER_LANE = (EXPERTS + 31) / 32;
 constexpr unsigned ALL = 0xffffffffu;
-#define INF __int_as_float(0x7f800000)
-
-struct Tile {  // of the sorted pairs, all of one expert
-  int expert, start, count, pad;
-};
-
-__device__ __forceinline__ unsigned ordered(float x) {
-  unsigned bits = __float_as_uint(x);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-// One warp a token: the TOP_K most likely experts of softmax(logits), the first of equals.
-__device__ __forceinline__ void route(const T* router_logits, int token, bool renormalize, int* experts, float* weights) {
-  int lane = threadIdx.x & 31;
-  const T* logits = router_logits + (long long)token * EXPERTS;
-  float x[PER_LANE], largest = -INF;
-#pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) {
-    int expert = i * 32 + lane;
-    x[i] = expert < EXPERTS ? to_float(logits[expert]) : -INF;
-    largest = fmaxf(largest, x[i]);
-  }
-  for (int offset = 16; offset > 0; offset >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, offset));
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) sum += x[i] = __expf(x[i] - largest);
-  sum = warp_sum(sum);
-
-  float mine = 0.f, chosen_sum = 0.f;
-  int my_expert = 0;
-#pragma unroll
-  for (int k = 0; k < TOP_K; ++k) {
-    float best = -1.f;
-    int expert = lane;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i)
-      if (x[i] > best) best = x[i], expert = i * 32 + lane;
-    unsigned key = ordered(best), top = __reduce_max_sync(ALL, key);
-    best = __shfl_sync(ALL, best, __ffs(__ballot_sync(ALL, key == top)) - 1);
-    expert = min(__reduce_min_sync(ALL, key == top ? (unsigned)expert : ALL), EXPERTS - 1);
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i)
-      if (i * 32 + lane == expert) x[i] = -1.f;
-    if (lane == k) mine = best, my_expert = expert;
-    chosen_sum += best;
-  }
-  if (lane < TOP_K) {
-    experts[token * TOP_K + lane] = my_expert;
-    weights[token * TOP_K + lane] = rounded(mine / (renormalize ? chosen_sum : sum));
-  }
-}
 
 // One block: `order` [pairs] is a counting sort of the pairs by expert, with a tile for every `tile_rows` of an expert's.
 __device__ __forceinline__ void sort(
@@ -98,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_route(
   wait_for_predecessor();
   start_successor();
   int token = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
-  if (token < tokens) route(router_logits, token, renormalize, experts, weights);
+  if (token < tokens)
+    route(router_logits + (long long)token * EXPERTS, renormalize, experts + token * TOP_K, weights + token * TOP_K);
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_sort(
@@ -116,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_plan(
   wait_for_predecessor();
   start_successor();
   for (int token = threadIdx.x >> 5; token < tokens; token += blockDim.x >> 5)
-    route(router_logits, token, renormalize, experts, weights);
+    route(router_logits + token * EXPERTS, renormalize, experts + token * TOP_K, weights + token * TOP_K);
   __syncthreads();
   sort(tokens * TOP_K, tile_rows, experts, order, tiles, tile_count);
 }

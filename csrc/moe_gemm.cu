@@ -7,7 +7,9 @@
 // outputs) and TILES times 8 pairs; WARPS_ROWS x WARPS_TOKENS warps a block. T is bf16 or f16, K and N multiples of 8.
 // WARPGROUP: four warps at a time multiply together with Hopper's wgmma (sm_90a), straight from shared memory; then
 // PAIRS is 1, WARPS_ROWS a multiple of 4, WARPS_TOKENS 1 and TILES 16.
+// ROUTE: for few tokens; each pair is a tile, and each block finds out its expert itself, without a plan.
 #include "mma.cuh"
+#include "moe.cuh"
 
 constexpr int KEYS = 64;      // values of K in a stage: rows of 128 bytes
 constexpr int CHUNKS = 8;     // of 16 bytes in such a row
@@ -18,10 +20,6 @@ constexpr int TOKENS = 8 * TILES * WARPS_TOKENS;
 constexpr int STAGE_BYTES = (ROWS + TOKENS) * KEYS * 2;
 constexpr int ROW_STEP = THREADS / CHUNKS;  // rows that the block's threads load at a time
 constexpr int AHEAD = STAGES - (WARPGROUP ? 2 : 1);  // stages being loaded; of a warpgroup, two are being multiplied
-
-struct Tile {
-  int expert, start, count, pad;
-};
 
 __device__ __forceinline__ void copy_async(unsigned to, const T* from, bool real) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
@@ -64,8 +62,8 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address) {
 // GATED: out[pair] = silu(gate) * up with weight [experts, 2 * N, K], x row pair / divisor.
 // Otherwise: out[pair] = (weight @ x[pair / divisor]) * pair_weights[pair] with weight [experts, N, K].
 template <bool GATED> __device__ __forceinline__ void grouped_product(
-    const T* x, int divisor, const T* weight, const int* order, const Tile* tiles, const int* tile_count,
-    const float* pair_weights, T* out, int N, int K) {
+    const T* x, int divisor, const T* weight, const T* router_logits, bool renormalize, const int* order,
+    const Tile* tiles, const int* tile_count, const float* pair_weights, T* out, int N, int K) {
   extern __shared__ __align__(1024) char memory[];
   __shared__ int pair_of[TOKENS];
   constexpr int OUTPUTS = GATED ? HALF : ROWS;
@@ -73,10 +71,20 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int warp_row = warp % WARPS_ROWS, warp_token = warp / WARPS_ROWS;
 
-  // The plan is older than the predecessor of the second product, which so loads weights before it waits.
+  // The plan, and the router's logits, are older than the predecessor of the second product, which so begins to load
+  // weights before it waits.
   if (GATED) wait_for_predecessor(), start_successor();
+  Tile tile;
+#if ROUTE
+  __shared__ int experts[TOP_K];
+  __shared__ float weights[TOP_K];
+  if (warp == 0) route(router_logits + blockIdx.y / TOP_K * EXPERTS, renormalize, experts, weights);
+  __syncthreads();
+  tile = {experts[blockIdx.y % TOP_K], (int)blockIdx.y, 1, 0};
+#else
   if (blockIdx.y >= *tile_count) return;
-  Tile tile = tiles[blockIdx.y];
+  tile = tiles[blockIdx.y];
+#endif
   int first = blockIdx.x * OUTPUTS, row = thread / CHUNKS, chunk = thread % CHUNKS;
   const T* matrix = weight + (long long)tile.expert * (GATED ? 2 : 1) * N * K + chunk * 8;
   const T* a[A_LOADS];
@@ -93,7 +101,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   for (int i = 0; i < B_LOADS; ++i) {
     int token = row + i * ROW_STEP;
     b_real[i] = token < tile.count;
-    int pair = order[tile.start + (b_real[i] ? token : 0)];
+    int place = tile.start + (b_real[i] ? token : 0), pair = ROUTE ? place : order[place];
     b[i] = x + (long long)(pair / divisor) * K + chunk * 8;
     if (chunk == 0 && token < TOKENS) pair_of[token] = pair;
   }
@@ -195,7 +203,11 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
           float gate = rounded(low);
           result[token * STRIDE + output] = from_float<T>(rounded(gate / (1.f + __expf(-gate))) * rounded(high));
         } else {
+#if ROUTE
+          float scale = weights[blockIdx.y % TOP_K];
+#else
           float scale = token < tile.count ? pair_weights[pair_of[token]] : 0.f;
+#endif
           result[token * STRIDE + output] = from_float<T>(low * scale);
           result[token * STRIDE + HALF + output] = from_float<T>(high * scale);
         }
@@ -209,13 +221,15 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_gated(
-    const T* x, int divisor, const T* weight, const int* order, const Tile* tiles, const int* tile_count,
-    const float* pair_weights, T* out, int N, int K) {
-  grouped_product<true>(x, divisor, weight, order, tiles, tile_count, pair_weights, out, N, K);
+    const T* x, int divisor, const T* weight, const T* router_logits, int renormalize, const int* order,
+    const Tile* tiles, const int* tile_count, const float* pair_weights, T* out, int N, int K) {
+  grouped_product<true>(
+      x, divisor, weight, router_logits, renormalize, order, tiles, tile_count, pair_weights, out, N, K);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_weighted(
-    const T* x, int divisor, const T* weight, const int* order, const Tile* tiles, const int* tile_count,
-    const float* pair_weights, T* out, int N, int K) {
-  grouped_product<false>(x, divisor, weight, order, tiles, tile_count, pair_weights, out, N, K);
+    const T* x, int divisor, const T* weight, const T* router_logits, int renormalize, const int* order,
+    const Tile* tiles, const int* tile_count, const float* pair_weights, T* out, int N, int K) {
+  grouped_product<false>(
+      x, divisor, weight, router_logits, renormalize, order, tiles, tile_count, pair_weights, out, N, K);
 }

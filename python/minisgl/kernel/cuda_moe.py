@@ -1,4 +1,4 @@
-"""A mixture of experts on csrc/moe.cu and moe_gemm.cu: four launches for few tokens, five for many.
+"""A mixture of experts on csrc/moe.cu and moe_gemm.cu: three launches for a few tokens, five for many.
 
 Nothing is read back: the grids are as large as any routing could need, and blocks without work end at once.
 """
@@ -30,6 +30,7 @@ class _Tiling(NamedTuple):
     tiles: int
     stages: int
     warpgroup: bool = False
+    route: bool = False
 
     @property
     def rows(self) -> int:
@@ -57,9 +58,9 @@ _TILINGS = (
 )
 _MANY = _Tiling(pairs=2, warps_rows=2, warps_tokens=2, tiles=8, stages=3)
 _MANY_ON_HOPPER = _Tiling(pairs=1, warps_rows=8, warps_tokens=1, tiles=16, stages=4, warpgroup=True)
-# A step of one or two tokens has too few blocks of the first.
-_FEW_PAIRS = 16
-_FEW = _Tiling(pairs=1, warps_rows=2, warps_tokens=1, tiles=2, stages=6)
+# So few pairs seldom share an expert: each is a tile, and small blocks fill the device.
+_FEW_PAIRS = 32
+_FEW = _Tiling(pairs=1, warps_rows=2, warps_tokens=1, tiles=2, stages=6, route=True)
 
 
 class _Plan(NamedTuple):
@@ -70,6 +71,10 @@ class _Plan(NamedTuple):
     order: Tensor  # [pairs] int32, the pairs sorted by expert
     weights: Tensor  # [pairs] float32
 
+    def pointers(self) -> tuple[int, int, int, int]:
+        """In the order of the products' arguments."""
+        return self.order.data_ptr(), self.tiles.data_ptr(), self.tile_count.data_ptr(), self.weights.data_ptr()
+
 
 class CudaMoe:
     """Implements kernel.base.Ops.moe for 16-bit floats."""
@@ -77,7 +82,7 @@ class CudaMoe:
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
         self._plans: dict[tuple[torch.dtype, int, int], list[Kernel]] = {}
-        self._products: dict[tuple[torch.dtype, _Tiling], list[Kernel]] = {}
+        self._products: dict[tuple[torch.dtype, _Tiling, int, int], list[Kernel]] = {}
 
     @staticmethod
     def takes(w13: Tensor, w2: Tensor, top_k: int) -> bool:
@@ -98,12 +103,16 @@ class CudaMoe:
         if not tokens:
             return torch.empty_like(x)
         tiling = self._tiling(pairs, experts)
-        plan = self._plan(router_logits, top_k, renormalize, tiling.tokens)
-        max_tiles = len(plan.tiles)
-        gated, weighted = self._product_kernels(x.dtype, tiling)
+        plan = None if tiling.route else self._plan(router_logits, top_k, renormalize, tiling.tokens)
+        max_tiles = pairs if plan is None else len(plan.tiles)
+        gated, weighted = self._product_kernels(x.dtype, tiling, experts, top_k)
         inner = x.new_empty((pairs, intermediate))
         outputs = x.new_empty((pairs, hidden))
-        shared = tuple(tensor.data_ptr() for tensor in (plan.order, plan.tiles, plan.tile_count, plan.weights))
+        shared = (
+            router_logits.data_ptr(),
+            np.int32(renormalize),
+            *((0, 0, 0, 0) if plan is None else plan.pointers()),
+        )
         gated(
             (-(-intermediate // (tiling.rows // 2)), max_tiles),
             tiling.threads,
@@ -144,14 +153,14 @@ class CudaMoe:
         )
         both, route, sort, _ = self._plan_kernels(router_logits.dtype, experts, top_k)
         begin = (router_logits.data_ptr(), np.int32(tokens), np.int32(renormalize))
-        end = (plan.order.data_ptr(), plan.tiles.data_ptr(), plan.tile_count.data_ptr())
+        *end, weights = plan.pointers()
         if tokens <= _PLAN_TOKENS:
             threads = min(max(32 * tokens, 128), _PLAN_THREADS)
-            both((1,), threads, *begin, np.int32(tile_rows), plan.weights.data_ptr(), *end)
+            both((1,), threads, *begin, np.int32(tile_rows), weights, *end)
         else:
             chosen = torch.empty(pairs, dtype=torch.int32, device=device)
             blocks = -(-tokens // (_ROUTE_THREADS // 32))
-            route((blocks,), _ROUTE_THREADS, *begin, chosen.data_ptr(), plan.weights.data_ptr())
+            route((blocks,), _ROUTE_THREADS, *begin, chosen.data_ptr(), weights)
             sort((1,), _PLAN_THREADS, np.int32(tokens), np.int32(tile_rows), chosen.data_ptr(), *end)
         return plan
 
@@ -168,8 +177,8 @@ class CudaMoe:
             )
         return self._plans[key]
 
-    def _product_kernels(self, dtype: torch.dtype, tiling: _Tiling) -> list[Kernel]:
-        key = dtype, tiling
+    def _product_kernels(self, dtype: torch.dtype, tiling: _Tiling, experts: int, top_k: int) -> list[Kernel]:
+        key = dtype, tiling, experts, top_k
         if key not in self._products:
             self._products[key] = self._compiler.compile(
                 "moe_gemm.cu",
@@ -183,6 +192,9 @@ class CudaMoe:
                 TILES=tiling.tiles,
                 STAGES=tiling.stages,
                 WARPGROUP=int(tiling.warpgroup),
+                ROUTE=int(tiling.route),
+                EXPERTS=experts,
+                TOP_K=top_k,
             )
         return self._products[key]
 

@@ -1,0 +1,57 @@
+// What is common to the launches of a mixture of experts: a tile of (token, expert) pairs, and the choice of experts.
+// Pair n is the n % TOP_K-th expert of token n / TOP_K. EXPERTS and TOP_K are macros, TOP_K at most 32.
+#pragma once
+#include "common.cuh"
+
+struct Tile {  // of the pairs sorted by expert: all of one
+  int expert, start, count, pad;
+};
+
+#ifdef TOP_K
+__device__ __forceinline__ unsigned order_of(float x) {
+  unsigned bits = __float_as_uint(x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// One warp: the TOP_K most likely experts of softmax(logits [EXPERTS]), the first of equals, and their weights.
+__device__ __forceinline__ void route(const T* logits, bool renormalize, int* experts, float* weights) {
+  constexpr int PER_LANE = (EXPERTS + 31) / 32;
+  constexpr unsigned ALL = 0xffffffffu;
+  int lane = threadIdx.x & 31;
+  float x[PER_LANE], largest = -1e30f;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {
+    int expert = i * 32 + lane;
+    x[i] = expert < EXPERTS ? to_float(logits[expert]) : -1e30f;
+    largest = fmaxf(largest, x[i]);
+  }
+  for (int offset = 16; offset > 0; offset >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, offset));
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) sum += x[i] = __expf(x[i] - largest);
+  sum = warp_sum(sum);
+
+  float mine = 0.f, chosen_sum = 0.f;
+  int my_expert = 0;
+#pragma unroll
+  for (int k = 0; k < TOP_K; ++k) {
+    float best = -1.f;
+    int expert = lane;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i)
+      if (x[i] > best) best = x[i], expert = i * 32 + lane;
+    unsigned key = order_of(best), top = __reduce_max_sync(ALL, key);
+    best = __shfl_sync(ALL, best, __ffs(__ballot_sync(ALL, key == top)) - 1);
+    expert = min(__reduce_min_sync(ALL, key == top ? (unsigned)expert : ALL), EXPERTS - 1);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i)
+      if (i * 32 + lane == expert) x[i] = -1.f;
+    if (lane == k) mine = best, my_expert = expert;
+    chosen_sum += best;
+  }
+  if (lane < TOP_K) {
+    experts[lane] = my_expert;
+    weights[lane] = rounded(mine / (renormalize ? chosen_sum : sum));
+  }
+}
+#endif
