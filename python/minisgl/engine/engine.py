@@ -188,7 +188,16 @@ class _Parts:
             scratch_page=kv.scratch_page,
             device=self.device,
         )
-        return StepRunner(self.model, kv, state, attention.backend, self.ops, self.sampler, attention.fused)
+        return StepRunner(
+            self.model,
+            kv,
+            state,
+            attention.backend,
+            self.ops,
+            self.sampler,
+            attention.fused,
+            attention.fused_max_rows,
+        )
 
     @property
     def page_bytes(self) -> int:
