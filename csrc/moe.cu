@@ -1,7 +1,6 @@
 // A mixture of experts around its grouped products (moe_gemm.cu): which experts a token takes and with what weight,
 // the (token, expert) pairs sorted by expert and cut into tiles, and the sum of each token's outputs. Nothing is asked
 // of the host, which launches for the largest possible number of tiles.
-//
 #include "moe.cuh"
 
 constexpr int MAX_THREADS = 1024;
