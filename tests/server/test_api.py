@@ -128,6 +128,30 @@ def test_best_of_is_the_likeliest(server: Server) -> None:
     assert [choice["text"] for choice in best] == [choice["text"] for choice in ranked[:2]]
 
 
+BAD_SCHEMA = {"type": "object", "properties": {"a": {"type": "no such type"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "param"),
+    [
+        ("/v1/completions", {"guided_regex": "("}, "guided_regex"),
+        ("/v1/completions", {"structured_outputs": {"json": BAD_SCHEMA}}, "structured_outputs.json"),
+        ("/v1/completions", {"ebnf": "root ::= nothing"}, "ebnf"),
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BAD_SCHEMA}}},
+            "response_format",
+        ),
+        ("/generate", {"text": "x", "sampling_params": {"regex": "("}}, "sampling_params.regex"),
+    ],
+)
+def test_a_grammar_that_is_none(server: Server, path: str, field: dict[str, Any], param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+    response = post(server, path, field if "text" in field else body | field)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
 def test_abort_ends_the_engines_work(server: Server) -> None:
     body = {"prompt": "on and on", "max_tokens": 1000, "ignore_eos": True}
     with ThreadPoolExecutor() as pool:

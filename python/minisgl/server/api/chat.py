@@ -44,14 +44,14 @@ def chat_answer(body: ChatBody, limits: Limits, parsers: Parsers, model: str) ->
 
 def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, messages: list[Message]) -> Job:
     limit_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    field_names = {"prompt": "messages", "max_tokens": limit_field}
+    field_names = {"prompt": "messages", "max_tokens": limit_field, "grammar": body.grammar_field}
     try:
         sampling = body.sampling(limits)
     except InvalidRequest as error:
         raise invalid_request(error, field_names) from None
     if grammar := _calls_grammar(parsers, use, sampling.grammar):
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
-        field_names["grammar"] = "tools"
+        field_names["structured_outputs"] = "tools"
     keep = parsers.markers(tools=bool(use.schemas), reasoning=body.separate_reasoning)
     return Job(
         [_prompt(body, use, messages)],

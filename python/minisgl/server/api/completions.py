@@ -32,6 +32,7 @@ def completion_job(body: CompletionBody, limits: Limits) -> Job:
         body.priority,
         truncate=truncate,
         echo=body.echo,
+        field_names={"grammar": body.grammar_field},
         cache_salt=body.cache_salt or "",
     )
 

@@ -177,6 +177,14 @@ class RequestBody(Body):
 
     def grammar(self) -> Grammar | None:
         """What the answer must look like."""
+        return the_one_grammar(self._grammars())
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that says so, as the client wrote it."""
+        return next(iter(self._grammars()), "grammar")
+
+    def _grammars(self) -> dict[str, Grammar]:
         found = {
             "response_format": None if self.response_format is None else self.response_format.grammar(),
             "guided_json": None if self.guided_json is None else schema_grammar(self.guided_json),
@@ -188,7 +196,7 @@ class RequestBody(Body):
             "ebnf": None if self.ebnf is None else Grammar("ebnf", self.ebnf),
         }
         nested = {} if self.structured_outputs is None else self.structured_outputs.grammars()
-        return the_one_grammar({name: grammar for name, grammar in found.items() if grammar is not None} | nested)
+        return {name: grammar for name, grammar in found.items() if grammar is not None} | nested
 
     def text_options(self) -> TextOptions:
         """How output ids become text."""

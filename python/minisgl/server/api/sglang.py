@@ -56,7 +56,8 @@ def sglang_job(body: SglangBody, limits: Limits) -> Job:
         raise invalid_request(error, names) from None
     except ApiError as error:
         raise invalid(clients_name(error.detail.param or "", names), error.detail.message) from None
-    return replace(job, field_names=names)
+    grammar = job.field_names["grammar"]
+    return replace(job, field_names=names | {"grammar": names.get(grammar, grammar)})
 
 
 ScoredToken = tuple[float | None, int, str | None]  # log-probability, id, text
