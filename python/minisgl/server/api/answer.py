@@ -13,6 +13,7 @@ from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
+from minisgl.server.api.boundary import send_body_of
 from minisgl.server.api.client import ClientGone, Delta, EngineClient, Job, OpenRequest
 from minisgl.server.api.errors import ApiError, internal_error
 from minisgl.server.api.responses import PromptTokensDetails, Usage
@@ -70,7 +71,7 @@ class Answer:
             with self._client.open(self._job, self._names) as request:
                 watcher = asyncio.create_task(self._watch(request, receive))
                 try:
-                    await (self._send_stream if self._stream else self._send_body)(request, send)
+                    await (self._send_stream if self._stream else self._send_body)(request, scope, send)
                 finally:
                     watcher.cancel()
         except (ClientGone, OSError):  # servers of ASGI 2.4 raise OSError from send
@@ -86,11 +87,12 @@ class Answer:
             pass
         self._client.abandon(request)
 
-    async def _send_stream(self, request: OpenRequest, send: Send) -> None:
+    async def _send_stream(self, request: OpenRequest, scope: Scope, send: Send) -> None:
         await request.accepted()  # what is refused before is an ordinary error response
         self._writer.begin(request)
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        send_body = send_body_of(scope, send)
         last = False
         while not last:
             events = [self._writer.events(delta) for delta in await request.deltas()]
@@ -99,9 +101,9 @@ class Answer:
                 events += [self._writer.last_events(usage_of(request)), DONE]
             if data := b"".join(events):
                 # Waits while the client is behind; what comes meanwhile is merged.
-                await send({"type": "http.response.body", "body": data, "more_body": not last})
+                await send_body({"type": "http.response.body", "body": data, "more_body": not last})
 
-    async def _send_body(self, request: OpenRequest, send: Send) -> None:
+    async def _send_body(self, request: OpenRequest, _scope: Scope, send: Send) -> None:
         choices = await request.complete()
         self._writer.begin(request)
         data = self._writer.body(choices, usage_of(request))
