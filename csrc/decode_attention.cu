@@ -10,12 +10,12 @@
 // 8 heads]. Dimensions and tokens are summed over, so their order may be any as long as both operands agree: each
 // thread loads 16 bytes that are contiguous in memory.
 //
-// -DHEAD_DIM: 64 or 128; -DGROUP: query heads of a KV head, at most 8; -DPAGE_SIZE: a power of two; -DCLUSTER: blocks.
+// -DHEAD_DIM: 64 or 128; -DGROUP: query heads of a KV head, at most 8; -DPAGE_SIZE: a power of two; -DCLUSTER: blocks;
+// -DWARPS of a block, at least 2.
 #include "common.cuh"
 #include "mma.cuh"
 
 #define INF __int_as_float(0x7f800000)
-constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * 32;
 constexpr int TILE = 16;
 constexpr int CHUNKS = HEAD_DIM / 32;  // of 32 dimensions: 8 a thread
@@ -121,7 +121,7 @@ __device__ __forceinline__ void push(float* mine, int rank, float value) {
 }
 
 // grid: (CLUSTER, KV heads, rows). `window`: positions a query sees, itself included; 0: all.
-extern "C" __global__ void __launch_bounds__(THREADS, 4) decode_attention(
+extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) decode_attention(
     const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride,
     const float* cos_sin, const T* q_norm, const T* k_norm, float eps, T* k_cache, T* v_cache, T* out, int window) {
   __shared__ alignas(16) T q[8][STRIDE], new_k[HEAD_DIM], new_v[HEAD_DIM];

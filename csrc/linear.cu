@@ -1,121 +1,200 @@
 // Matrix products of few rows (a decode's): y [M, N] = x [M, K] @ weight [N, K]^T, bound by reading the weight once.
 //
-// A block owns ROWS rows of the weight, and its warps share K. Weights stream from memory straight into the registers
-// of tensor-core instructions, 16 bytes a thread: K is summed over, so its order within 32 values may be any, as long
-// as it is the same for x. The first loads are issued before the kernel waits for its predecessor.
+// A block owns ROWS rows of the weight and, in a cluster of CLUSTER blocks, a share of K. Weights stream through a ring
+// in shared memory, 8 KB a stage, swizzled so that no two rows meet in a bank; the ring is filled before the kernel
+// waits for its predecessor, so the memory is never idle between kernels. Each warp multiplies 16 rows of the weight
+// with all of x on tensor cores; of few rows, several warps share K. The cluster's blocks push their sums to one
+// another, and what all have is added in order.
 //
-// NORM: x is RMS-normed: y = scale(x) * ((x * norm) @ weight^T), the scale known at the end of the pass over x.
+// ROWS: 64 for large weights, 16 for small ones, which then need no cluster to keep the multiprocessors busy.
+// NORM: x is RMS-normed: y = scale(x) * ((x * norm) @ weight^T), the scale known once all of x has been multiplied.
 // GATED: the weight's first half gates its second: y [M, N / 2] = silu(gate) * up.
-// M is at most M_MAX (8 or 16), K a multiple of 32, N of 8 (GATED: of 16). T is bf16 or f16.
+// M is at most M_MAX (8 or 16), K a multiple of COLUMNS, N of 8 (GATED: of 16). T is bf16 or f16.
 #include "common.cuh"
 #include "mma.cuh"
 
-constexpr bool HIGH = M_MAX > 8;  // rows 8 to 15 are in use
-constexpr int THREADS = WARPS * 32;
-constexpr int TILES = 2;         // of 8 rows of the weight
-constexpr int ROWS = TILES * 8;  // of a block
-constexpr int STAGES = 8;        // chunks of 32 values of K on their way
+constexpr int THREADS = 128;
+constexpr int COLUMNS = 4096 / ROWS;         // of K, of a stage
+constexpr int LINE = COLUMNS * sizeof(T);    // bytes
+constexpr int PARTS = LINE / 16;             // of 16 bytes
+constexpr int ROW_WARPS = ROWS / 16;
+constexpr int SHARERS = THREADS / 32 / ROW_WARPS;  // warps that share a row, 64 columns of a stage each
+constexpr int W_STAGE = ROWS * LINE;         // bytes
+constexpr int X_STAGE = M_MAX * LINE;        // bytes
+constexpr int STAGE = W_STAGE + X_STAGE + (NORM ? LINE : 0);
+constexpr int AHEAD = STAGES - 1;            // stages on their way
+constexpr int SHARE = ROWS / CLUSTER;        // rows of the weight whose sums a block adds up
+constexpr int OUTPUTS = GATED ? SHARE / 2 : SHARE;
+constexpr int TILES = M_MAX / 8;
 
-// Where the block's tile `t` of 8 weight rows begins.
-__device__ __forceinline__ int tile_row(int t, int N) {
-  if (!GATED) return min(blockIdx.x * ROWS + t * 8, N - 8);
-  int half = N / 2, first = blockIdx.x * (ROWS / 2) + (t % (TILES / 2)) * 8;
-  return min(first, half - 8) + (t >= TILES / 2 ? half : 0);
+extern __shared__ __align__(1024) unsigned char memory[];
+
+// Where 16 bytes of a line are: swizzled among eight places.
+__device__ __forceinline__ int swizzled(int line, int part) { return line * LINE + ((part ^ (line & 7)) << 4); }
+
+__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+__device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit values, one row of them from each lane's address.
+__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* line) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(line)) : "memory");
+}
+
+// Store at the place of `mine` in the block `rank` of the cluster.
+__device__ __forceinline__ void push(float* mine, int rank, float a, float b) {
+  if (CLUSTER == 1) {
+    mine[0] = a, mine[1] = b;
+    return;
+  }
+  unsigned to;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(mine)), "r"(rank));
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
+}
+
+__device__ __forceinline__ void push(float* mine, int rank, float a) {
+  if (CLUSTER == 1) {
+    *mine = a;
+    return;
+  }
+  unsigned to;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(mine)), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(a) : "memory");
+}
+
+// A stage's 16 rows of the weight times x, with one instruction a warp for each 16 columns and 8 rows of x.
+__device__ __forceinline__ void multiply_stage(
+    const unsigned char* ws, float (&acc)[TILES][4], float (&square)[TILES], int row_warp, int sharer) {
+  // Lines that ldmatrix reads: of the weight 16 rows, two parts; of x 16 rows, two parts, or 8 rows, four parts.
+  int lane = threadIdx.x & 31, w_line = row_warp * 16 + (lane & 15), w_part = sharer * 8 + (lane >> 4);
+  int x_line = M_MAX == 8 ? lane & 7 : (lane & 7) + (lane >> 4) * 8;
+  int x_part = sharer * 8 + (M_MAX == 8 ? lane >> 3 : lane >> 3 & 1);
+  const unsigned char* xs = ws + W_STAGE;
+  const unsigned* scale = (const unsigned*)(xs + X_STAGE) + sharer * 32 + (lane & 3);
+  unsigned b[4];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {  // 16 columns each
+    unsigned a[4], low = NORM ? scale[k * 8] : 0, high = NORM ? scale[k * 8 + 4] : 0;
+    load_matrices(a, ws + swizzled(w_line, k * 2 + w_part));
+    // Columns 2p, 2p + 1 and 2p + 8, 2p + 9 of row g of x. Warps with the same columns divide the squares.
+    auto multiply_tile = [&](int t, unsigned b0, unsigned b1) {
+      if (NORM) {
+        if (k % ROW_WARPS == row_warp) square[t] += sum_squares(b0) + sum_squares(b1);
+        b0 = multiply(b0, low), b1 = multiply(b1, high);
+      }
+      mma(acc[t], a[0], a[1], a[2], a[3], b0, b1);
+    };
+    if constexpr (M_MAX == 8) {
+      if (k % 2 == 0) load_matrices(b, xs + swizzled(x_line, k * 2 + x_part));
+      multiply_tile(0, b[k % 2 * 2], b[k % 2 * 2 + 1]);
+    } else {
+#pragma unroll
+      for (int t = 0; t < TILES; t += 2) {
+        load_matrices(b, xs + swizzled(t * 8 + x_line, k * 2 + x_part));
+        multiply_tile(t, b[0], b[1]), multiply_tile(t + 1, b[2], b[3]);
+      }
+    }
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) few_rows_linear(
     const T* x, const T* norm, float eps, const T* weight, const T* bias, const T* residual, T* out, int M, int N, int K) {
-  __shared__ float partial[WARPS][M_MAX][ROWS + 1];
-  __shared__ float squares[WARPS][M_MAX];
-  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = lane >> 2, part = (lane & 3) * 8;
-  int chunks = K / 32, begin = chunks * warp / WARPS, count = chunks * (warp + 1) / WARPS - begin;
+  __shared__ float sums[CLUSTER * SHARERS][SHARE][M_MAX];
+  __shared__ float squares[CLUSTER * THREADS / 32][NORM ? M_MAX : 2];  // of each warp of each block
+  int rank = blockIdx.x, thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block is there
+  int stages = K / COLUMNS, begin = stages * rank / CLUSTER, count = stages * (rank + 1) / CLUSTER - begin;
 
-  const T* w[TILES];
+  // A thread copies 16 bytes of four lines of a stage. GATED: the first half of the lines are gates.
+  constexpr int LINES = THREADS / PARTS;  // that the block copies at a time
+  int part = thread % PARTS, copied = thread / PARTS, half = N / 2;
+  const T* w_from[4];
 #pragma unroll
-  for (int t = 0; t < TILES; ++t) w[t] = weight + (long long)(tile_row(t, N) + row) * K + begin * 32 + part;
-  const T* scale = norm + begin * 32 + part;
+  for (int q = 0; q < 4; ++q) {
+    int line = copied + q * LINES;
+    int row = GATED ? min(blockIdx.y * (ROWS / 2) + line % (ROWS / 2), half - 1) + (line < ROWS / 2 ? 0 : half)
+                    : min(blockIdx.y * ROWS + line, N - 1);
+    w_from[q] = weight + (long long)row * K + begin * COLUMNS + part * 8;
+  }
+  auto copy_weight = [&](int stage) {
+    unsigned char* to = memory + stage % STAGES * STAGE;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) copy_async(to + swizzled(copied + q * LINES, part), w_from[q] + stage * COLUMNS);
+    if (NORM && thread < PARTS) copy_async(to + W_STAGE + X_STAGE + part * 16, norm + (begin + stage) * COLUMNS + part * 8);
+  };
+  const T* x_from = x + begin * COLUMNS + part * 8;
+  auto copy_x = [&](int stage) {
+    unsigned char* to = memory + stage % STAGES * STAGE + W_STAGE;
+    for (int line = copied; line < M; line += LINES)
+      copy_async(to + swizzled(line, part), x_from + (long long)line * K + stage * COLUMNS);
+  };
 
-  uint4 wq[STAGES][TILES], nq[STAGES];
 #pragma unroll
-  for (int s = 0; s < STAGES; ++s) {
-    if (s < count) {
-#pragma unroll
-      for (int t = 0; t < TILES; ++t) wq[s][t] = load_once(w[t] + s * 32);
-      if (NORM) nq[s] = *(const uint4*)(scale + s * 32);
-    }
+  for (int s = 0; s < AHEAD; ++s) {
+    if (s < count) copy_weight(s);
+    close_group();
   }
   wait_for_predecessor();
   start_successor();
 
-  bool low_in = row < M, high_in = HIGH && row + 8 < M;
-  const T* x_low = x + (long long)row * K + begin * 32 + part;
-  const T* x_high = x_low + 8ll * K;
-  uint4 none = make_uint4(0, 0, 0, 0), xl[STAGES], xh[STAGES];
 #pragma unroll
-  for (int s = 0; s < STAGES; ++s) {
-    xl[s] = s < count && low_in ? *(const uint4*)(x_low + s * 32) : none;
-    xh[s] = HIGH && s < count && high_in ? *(const uint4*)(x_high + s * 32) : none;
+  for (int s = 0; s < AHEAD; ++s) {
+    if (s < count) copy_x(s);
+    close_group();
   }
 
-  float acc[TILES][4] = {}, low_squares = 0.f, high_squares = 0.f;
-  for (int base = 0; base < count; base += STAGES) {
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s) {
-      if (base + s >= count) break;
-      uint4 a = xl[s], b = xh[s];
-      if (NORM) {
-        low_squares += sum_squares(a), a = multiply(a, nq[s]);
-        if (HIGH) high_squares += sum_squares(b), b = multiply(b, nq[s]);
-      }
-#pragma unroll
-      for (int t = 0; t < TILES; ++t) {
-        mma(acc[t], a.x, b.x, a.y, b.y, wq[s][t].x, wq[s][t].y);
-        mma(acc[t], a.z, b.z, a.w, b.w, wq[s][t].z, wq[s][t].w);
-      }
-      int next = base + s + STAGES;
-      if (next < count) {
-#pragma unroll
-        for (int t = 0; t < TILES; ++t) wq[s][t] = load_once(w[t] + next * 32);
-        if (NORM) nq[s] = *(const uint4*)(scale + next * 32);
-        if (low_in) xl[s] = *(const uint4*)(x_low + next * 32);
-        if (HIGH && high_in) xh[s] = *(const uint4*)(x_high + next * 32);
-      }
-    }
+  float acc[TILES][4] = {}, square[TILES] = {};
+  int row_warp = warp / SHARERS, sharer = warp % SHARERS;
+  for (int i = 0; i < count; ++i) {
+    wait_group<AHEAD - 1>();
+    __syncthreads();
+    if (i + AHEAD < count) copy_weight(i + AHEAD), copy_x(i + AHEAD);
+    close_group();
+    multiply_stage(memory + i % STAGES * STAGE, acc, square, row_warp, sharer);
   }
 
-  // A thread has columns 2 * (lane % 4) + {0, 1} of each tile, for x's rows `row` and `row + 8`.
+  // A thread has, of the weight's rows g and g + 8 of its warp's 16, the columns 2p and 2p + 1 of each eight rows of x.
+  if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks are there
 #pragma unroll
-  for (int t = 0; t < TILES; ++t) {
-    int column = t * 8 + (lane & 3) * 2;
-    partial[warp][row][column] = acc[t][0], partial[warp][row][column + 1] = acc[t][1];
-    if (HIGH) partial[warp][row + 8][column] = acc[t][2], partial[warp][row + 8][column + 1] = acc[t][3];
+  for (int h = 0; h < 2; ++h) {
+    int row = row_warp * 16 + (lane >> 2) + h * 8, column = GATED ? row % (ROWS / 2) : row;
+    int owner = column / OUTPUTS, at = column % OUTPUTS + (row == column ? 0 : OUTPUTS);
+    float* to = &sums[rank * SHARERS + sharer][at][(lane & 3) * 2];
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) push(to + t * 8, owner, acc[t][h * 2], acc[t][h * 2 + 1]);
   }
   if (NORM) {
-    low_squares = quad_sum(low_squares), high_squares = quad_sum(high_squares);
-    if ((lane & 3) == 0) {
-      squares[warp][row] = low_squares;
-      if (HIGH) squares[warp][row + 8] = high_squares;
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      float total = quad_sum(square[t]);
+      if ((lane & 3) == 0)
+        for (int r = 0; r < CLUSTER; ++r) push(&squares[rank * (THREADS / 32) + warp][t * 8 + (lane >> 2)], r, total);
     }
   }
-  __syncthreads();
+  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  else __syncthreads();
 
-  constexpr int COLUMNS = GATED ? ROWS / 2 : ROWS;
-  int width = GATED ? N / 2 : N;
-  for (int i = threadIdx.x; i < M * COLUMNS; i += THREADS) {
-    int m = i / COLUMNS, column = i % COLUMNS, n = blockIdx.x * COLUMNS + column;
+  int width = GATED ? half : N;
+  for (int i = thread; i < M * OUTPUTS; i += THREADS) {
+    int m = i / OUTPUTS, column = i % OUTPUTS, n = blockIdx.y * (GATED ? ROWS / 2 : ROWS) + rank * OUTPUTS + column;
     if (n >= width) continue;
-    float y = 0.f, up = 0.f, factor = 1.f;
+    float y = 0.f, up = 0.f, total = 0.f;
 #pragma unroll
-    for (int k = 0; k < WARPS; ++k) {
-      y += partial[k][m][column];
-      if (GATED) up += partial[k][m][column + COLUMNS];
+    for (int r = 0; r < CLUSTER * SHARERS; ++r) {
+      y += sums[r][column][m];
+      if (GATED) up += sums[r][column + OUTPUTS][m];
     }
-    if (NORM) {
-      float sum = 0.f;
+    if (NORM)
 #pragma unroll
-      for (int k = 0; k < WARPS; ++k) sum += squares[k][m];
-      factor = rsqrtf(sum / K + eps);
-    }
+      for (int w = 0; w < CLUSTER * THREADS / 32; ++w) total += squares[w][m];
+    float factor = NORM ? rsqrtf(total / K + eps) : 1.f;
     y = y * factor + (bias ? to_float(bias[n]) : 0.f);
     if (GATED) {
       up = rounded(up * factor + (bias ? to_float(bias[width + n]) : 0.f));

@@ -42,10 +42,8 @@ __device__ __forceinline__ uint4 multiply(uint4 a, uint4 b) {
   return make_uint4(multiply(a.x, b.x), multiply(a.y, b.y), multiply(a.z, b.z), multiply(a.w, b.w));
 }
 
-__device__ __forceinline__ float sum_squares(uint4 a) {
-  float sum = 0.f;
-  for (unsigned pair : {a.x, a.y, a.z, a.w}) sum += low_of(pair) * low_of(pair) + high_of(pair) * high_of(pair);
-  return sum;
+__device__ __forceinline__ float sum_squares(unsigned pair) {
+  return low_of(pair) * low_of(pair) + high_of(pair) * high_of(pair);
 }
 
 // The sum over the four lanes that share lane / 4.

@@ -16,8 +16,7 @@ from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 
 _MAX_GROUP = 8  # query heads of a KV head: rows of a tensor-core instruction
 _MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
-_BLOCKS_OF_SM = 4  # that fit on a multiprocessor
-_THREADS = 128  # of a block, as in decode_attention.cu
+_BLOCKS_OF_SM = 2  # to which few rows are divided
 
 
 def fused_decode_missing(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
@@ -41,7 +40,7 @@ class FusedDecode:
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._compiler = Compiler(device)
         self._shape = shape
-        self._kernels: dict[int, Kernel] = {}  # by blocks of a cluster
+        self._kernels: dict[tuple[int, int], Kernel] = {}  # by warps of a block and blocks of a cluster
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
 
     def rows(self, slots: Tensor, lengths: Tensor, page_table: Tensor) -> FusedRows:
@@ -50,12 +49,13 @@ class FusedDecode:
         cluster = 1
         while cluster < _MAX_CLUSTER and 2 * cluster * units <= _BLOCKS_OF_SM * self._num_sms:
             cluster *= 2
-        return FusedRows(self._kernel(cluster), cluster, slots, lengths, page_table)
+        warps = 8 if cluster * units <= self._num_sms else 4
+        return FusedRows(self._kernel(warps, cluster), warps, cluster, slots, lengths, page_table)
 
-    def _kernel(self, cluster: int) -> Kernel:
-        shape = self._shape
-        if cluster not in self._kernels:
-            (self._kernels[cluster],) = self._compiler.compile(
+    def _kernel(self, warps: int, cluster: int) -> Kernel:
+        shape, key = self._shape, (warps, cluster)
+        if key not in self._kernels:
+            (self._kernels[key],) = self._compiler.compile(
                 "decode_attention.cu",
                 ("decode_attention",),
                 begins_early=True,
@@ -64,15 +64,19 @@ class FusedDecode:
                 GROUP=shape.group,
                 PAGE_SIZE=shape.page_size,
                 CLUSTER=cluster,
+                WARPS=warps,
             )
-        return self._kernels[cluster]
+        return self._kernels[key]
 
 
 class FusedRows:
     """The fused attention of one step's rows."""
 
-    def __init__(self, kernel: Kernel, cluster: int, slots: Tensor, lengths: Tensor, page_table: Tensor) -> None:
+    def __init__(
+        self, kernel: Kernel, warps: int, cluster: int, slots: Tensor, lengths: Tensor, page_table: Tensor
+    ) -> None:
         self._kernel = kernel
+        self._warps = warps
         self._cluster = cluster
         self._slots = slots
         self._lengths = lengths
@@ -83,7 +87,7 @@ class FusedRows:
         out = qkv.new_empty((len(qkv), heads.num_heads, k_cache.shape[-1]))
         self._kernel(
             (1, heads.num_kv_heads, len(qkv)),
-            _THREADS,
+            self._warps * 32,
             qkv.data_ptr(),
             self._slots.data_ptr(),
             self._lengths.data_ptr(),

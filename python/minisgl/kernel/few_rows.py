@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,8 +12,23 @@ from minisgl.kernel.base import Norm
 from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 
 MAX_ROWS = 16  # of x
-_ROWS_OF_BLOCK = 16  # of the weight, as in linear.cu
-_NARROW = 2048  # rows of a weight up to which more warps share a row, because there are few blocks
+_THREADS = 128  # of a block, as in linear.cu
+_STAGE = 4096  # values of a weight in a stage, likewise
+_MAX_CLUSTER = 8  # blocks
+_SMALL = 1 << 23  # values of a weight that is divided into many narrow blocks; of others, clusters share K
+_MIN_BLOCKS = 256  # of a weight that is not small: some for each multiprocessor
+
+
+class _Kind(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: torch.dtype
+    max_rows: int  # of x
+    block_rows: int  # of the weight
+    cluster: int
+    stages: int
+    norm: bool
+    gated: bool
 
 
 class FewRows:
@@ -19,7 +36,7 @@ class FewRows:
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
-        self._kernels: dict[tuple[torch.dtype, int, int, bool, bool], Kernel] = {}
+        self._kernels: dict[_Kind, Kernel] = {}
 
     def takes(self, x: Tensor, weight: Tensor) -> bool:
         """Whether x [M, K] @ weight [N, K]^T is one that the kernel is for."""
@@ -27,7 +44,7 @@ class FewRows:
         return (
             0 < rows <= MAX_ROWS
             and x.dtype in (torch.bfloat16, torch.float16)
-            and size % 32 == 0
+            and size % 64 == 0
             and len(weight) % 8 == 0
             and x.is_contiguous()
             and weight.is_contiguous()
@@ -46,11 +63,11 @@ class FewRows:
         """[M, N], or [M, N / 2] if `gated`; see Ops.linear, norm_linear and norm_gated_linear."""
         (rows, size), width = x.shape, len(weight)
         out = x.new_empty((rows, width // 2 if gated else width))
-        warps = 8 if width <= _NARROW else 4
-        kernel = self._kernel(x.dtype, 8 if rows <= 8 else 16, warps, norm is not None, gated)
+        kind = _kind(x.dtype, rows, width, size, norm=norm is not None, gated=gated)
+        kernel = self._kernel(kind)
         kernel(
-            (-(-width // _ROWS_OF_BLOCK),),
-            warps * 32,
+            (1, -(-width // kind.block_rows)),
+            _THREADS,
             x.data_ptr(),
             0 if norm is None else norm.weight.data_ptr(),
             np.float32(0.0 if norm is None else norm.eps),
@@ -61,20 +78,38 @@ class FewRows:
             np.int32(rows),
             np.int32(width),
             np.int32(size),
+            cluster=kind.cluster,
         )
         return out
 
-    def _kernel(self, dtype: torch.dtype, max_rows: int, warps: int, norm: bool, gated: bool) -> Kernel:
-        key = dtype, max_rows, warps, norm, gated
-        if key not in self._kernels:
-            (self._kernels[key],) = self._compiler.compile(
+    def _kernel(self, kind: _Kind) -> Kernel:
+        if kind not in self._kernels:
+            columns = _STAGE // kind.block_rows
+            stage = 2 * columns * (kind.block_rows + kind.max_rows + kind.norm)  # bytes
+            (self._kernels[kind],) = self._compiler.compile(
                 "linear.cu",
                 ("few_rows_linear",),
                 begins_early=True,
-                SCALAR=SCALAR_NAMES[dtype],
-                M_MAX=max_rows,
-                WARPS=warps,
-                NORM=int(norm),
-                GATED=int(gated),
+                shared_bytes=kind.stages * stage,
+                SCALAR=SCALAR_NAMES[kind.dtype],
+                M_MAX=kind.max_rows,
+                ROWS=kind.block_rows,
+                CLUSTER=kind.cluster,
+                STAGES=kind.stages,
+                NORM=int(kind.norm),
+                GATED=int(kind.gated),
             )
-        return self._kernels[key]
+        return self._kernels[kind]
+
+
+def _kind(dtype: torch.dtype, rows: int, width: int, size: int, *, norm: bool, gated: bool) -> _Kind:
+    """How the work of x [rows, size] @ weight [width, size]^T is divided."""
+    max_rows = 8 if rows <= 8 else 16
+    if width * size <= _SMALL and size % 256 == 0:
+        return _Kind(dtype, max_rows, 16, 1, min(size // 256 + 1, 9), norm, gated)
+    cluster, blocks = 2, -(-width // 64)
+    while cluster < _MAX_CLUSTER and cluster * blocks < _MIN_BLOCKS:
+        cluster *= 2
+    while size // 64 < cluster:
+        cluster //= 2
+    return _Kind(dtype, max_rows, 64, cluster, 7, norm, gated)
