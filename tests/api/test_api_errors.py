@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
-from api_harness import MODEL, RunningServer
+from api_harness import MODEL, RawClient, RunningServer
 from fake_engine import LIMITS
 
 from minisgl.message.to_tokenizer import Generate
@@ -261,7 +263,7 @@ def test_bad_generate(server: RunningServer, change: dict[str, Any], param: str)
     ],
     ids=lambda body: repr(body[:40]),
 )
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/generate"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/generate", "/tokenize", "/abort"])
 def test_not_json(server: RunningServer, path: str, body: bytes) -> None:
     check_error(server.post(path, content=body), 400, None)
 
@@ -301,6 +303,34 @@ def test_unknown_routes_and_methods(server: RunningServer) -> None:
     check_error(server.post("/v1/chat/completions/"), 404, None)
     check_error(server.get(CHAT), 405, None)
     check_error(server.post("/v1/models"), 405, None)
+
+
+def test_what_a_retry_cannot_help_is_not_retried(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """openai's client repeats a request after most errors of the server, unless it is told not to."""
+    calls = []
+
+    def broken(*_args: object) -> None:
+        calls.append(1)
+        raise RuntimeError
+
+    monkeypatch.setattr("minisgl.server.api.service.read_fields", broken)
+    with pytest.raises(openai.InternalServerError):
+        server.sdk.with_options(max_retries=3).completions.create(model=MODEL, prompt="x")
+    assert len(calls) == 1
+
+
+def test_a_full_server_is_asked_again(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server(max_queued_requests=1)
+    client = RawClient(server.port)
+    client.post("/generate", {"prompt": "hold"})
+    server.engine.wait_for(Generate)
+    refused = server.post(COMPLETIONS, json={"prompt": "x"})
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "x-should-retry" not in refused.headers
+    threading.Timer(0.3, client.leave).start()
+    answer = server.sdk.with_options(max_retries=2).completions.create(model=MODEL, prompt="x", max_tokens=1)
+    assert answer.choices[0].text
 
 
 def test_sdk_gets_the_field(server: RunningServer) -> None:
