@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -13,11 +12,9 @@ import torch
 from minisgl.attention.base import AttentionShape
 from minisgl.attention.flatten import flatten_pages
 from minisgl.attention.select import (
-    AUTO_FUSED_ROWS,
     CANDIDATES,
     Candidate,
     choose,
-    choose_decode,
     import_error,
     make_attention,
 )
@@ -60,14 +57,6 @@ def test_without_the_fused_kernel() -> None:
     assert choose("auto", "decode", LARGE, HOPPER, others) == "fa"
     assert choose("auto", "decode", SMALL, AMPERE, others) == "fi"
     assert choose("auto", "decode", LARGE, AMPERE, candidates({"fused": "", "fa": "", "fi": ""})) == "torch"
-
-
-def test_rows_that_the_fused_kernel_takes() -> None:
-    real, bare = candidates(), candidates({"fa": "", "fi": ""})
-    assert choose_decode("auto", "fa", LARGE, HOPPER, real) == ("fa", AUTO_FUSED_ROWS)
-    assert choose_decode("fused", "fa", LARGE, HOPPER, real) == ("fa", sys.maxsize)
-    assert choose_decode("fi", "fa", LARGE, HOPPER, real) == ("fi", 0)
-    assert choose_decode("auto", "torch", LARGE, HOPPER, bare) == ("torch", sys.maxsize)
 
 
 def test_auto_compiles_nothing_and_says_what_would_be_faster(caplog: pytest.LogCaptureFixture) -> None:

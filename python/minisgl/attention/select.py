@@ -11,7 +11,6 @@ import importlib.util
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,6 @@ Role = Literal["prefill", "decode"]
 Capability = tuple[int, int]
 
 SIXTEEN_BITS = torch.bfloat16, torch.float16
-AUTO_FUSED_ROWS = 4  # beyond, the libraries read the KV cache faster
 TESTED: tuple[Capability, ...] = ((9, 0),)
 
 
@@ -52,7 +50,6 @@ class ChosenAttention:
 
     backend: AttentionBackend
     fused: FusedDecode | None = None  # in captured decodes, in the backend's place
-    fused_max_rows: int = 0  # decodes of more rows are the backend's all the same
 
     @property
     def graph_safe(self) -> bool:
@@ -78,20 +75,18 @@ def make_attention(name: str, shape: AttentionShape, device: torch.device) -> Ch
     capability = torch.cuda.get_device_capability(device)
     asked = attention_names(name)
     prefill = choose(asked[0], "prefill", shape, capability, CANDIDATES)
-    decode, fused_max_rows = choose_decode(asked[1], prefill, shape, capability, CANDIDATES)
+    decode = choose(asked[1], "decode", shape, capability, CANDIDATES)
     if capability not in TESTED:
         logger.warning("attention is not tested on GPUs of compute capability %d.%d", *capability)
-    text = prefill if prefill == decode else f"{prefill} for prefill, {decode} for decode"
-    few = "" if fused_max_rows == sys.maxsize else f" of up to {fused_max_rows} rows"
-    logger.info("attention: %s%s", text, f", fused in captured decodes{few}" if fused_max_rows else "")
+    logger.info("attention: %s", prefill if prefill == decode else f"{prefill} for prefill, {decode} for decode")
     backend = make_backend(prefill, shape, device)
-    if decode != prefill:
-        backend = PairAttention(backend, make_backend(decode, shape, device))
-    if not fused_max_rows:
-        return ChosenAttention(backend)
-    from minisgl.attention.fused import FusedDecode
+    if decode == "fused":
+        from minisgl.attention.fused import FusedDecode
 
-    return ChosenAttention(backend, FusedDecode(shape, device), fused_max_rows)
+        return ChosenAttention(backend, FusedDecode(shape, device))
+    return ChosenAttention(
+        backend if decode == prefill else PairAttention(backend, make_backend(decode, shape, device))
+    )
 
 
 def make_backend(name: str, shape: AttentionShape, device: torch.device) -> AttentionBackend:
@@ -137,20 +132,6 @@ def choose(
             return name
         logger.info("%s attention would be faster with %s: %s", role, candidate.title, why)
     raise AssertionError("torch always runs")
-
-
-def choose_decode(
-    asked: str, prefill: str, shape: AttentionShape, capability: Capability, candidates: Mapping[str, Candidate]
-) -> tuple[str, int]:
-    """The backend of decodes, and up to how many rows the fused kernel takes its place in captured ones."""
-    decode = choose(asked, "decode", shape, capability, candidates)
-    if decode != "fused":
-        return decode, 0
-    if asked != "auto":
-        return prefill, sys.maxsize
-    others = {name: candidate for name, candidate in candidates.items() if name != "fused"}
-    decode = choose("auto", "decode", shape, capability, others)
-    return decode, sys.maxsize if decode == "torch" else AUTO_FUSED_ROWS
 
 
 def _fa_missing(shape: AttentionShape, capability: Capability) -> str | None:

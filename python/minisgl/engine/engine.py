@@ -196,7 +196,6 @@ class _Parts:
             self.ops,
             self.sampler,
             attention.fused,
-            attention.fused_max_rows,
         )
 
     @property

@@ -56,7 +56,6 @@ class StepRunner:
         ops: Ops,
         sampler: Sampler,
         fused: FusedDecode | None = None,
-        fused_max_rows: int = 0,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -64,8 +63,7 @@ class StepRunner:
         self.attention = attention
         self.ops = ops
         self.sampler = sampler
-        self._fused = fused
-        self._fused_max_rows = fused_max_rows
+        self.fused = fused  # attends in the backend's place in captured decodes
 
     def forward(self, batch: Batch) -> Forwarded:
         """The model's work."""
@@ -162,10 +160,6 @@ class StepRunner:
         output = compute_logprobs(judged.logits.__getitem__, sampled[judged.rows], judged.logits.shape[1], plan.top)
         return output, forwarded.prompt_logprobs or no_logprobs(self.state.device)
 
-    def fused(self, rows: int) -> FusedDecode | None:
-        """What attends in the backend's place in decodes of so many rows."""
-        return self._fused if rows <= self._fused_max_rows else None
-
     def decode_context(
         self, slots: Tensor, kv_lens: np.ndarray[tuple[int], np.dtype[np.int32]], attention: GraphedDecode
     ) -> ForwardContext:
@@ -174,9 +168,8 @@ class StepRunner:
         `kv_lens` is the host's idea of the lengths: at capture, the longest possible.
         """
         state, rows = self.state, len(slots)
-        fused = self.fused(rows)
         made = self.ops.decode_inputs(
-            slots, state.tokens, state.lengths, state.page_table, state.page_size, pages=fused is None
+            slots, state.tokens, state.lengths, state.page_table, state.page_size, pages=self.fused is None
         )
         inputs = AttentionInputs(
             query_lens=np.ones(rows, dtype=np.int32),
@@ -194,7 +187,7 @@ class StepRunner:
             ops=self.ops,
             attention=self.attention,
             plan=attention.plan(inputs),
-            fused=fused.rows(slots, state.lengths, state.page_table) if fused else None,
+            fused=self.fused.rows(slots, state.lengths, state.page_table) if self.fused else None,
         )
 
 

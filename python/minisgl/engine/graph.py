@@ -67,7 +67,7 @@ class DecodeGraphs:
         slots = torch.full((size,), runner.state.scratch_slot, dtype=torch.int64, device=self._device)
         kv_lens = np.full(size, self._max_seq_len, dtype=np.int32)
 
-        attention: GraphedDecode = Unplanned() if runner.fused(size) else runner.attention.graphed_decode(size)
+        attention: GraphedDecode = Unplanned() if runner.fused else runner.attention.graphed_decode(size)
         attention.prepare(np.zeros(size, dtype=np.int32))
 
         def forward() -> tuple[Tensor, object]:
