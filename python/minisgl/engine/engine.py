@@ -240,7 +240,10 @@ def _measure(parts: _Parts, sizes: list[int], context_len: int, max_prefill_toke
     runner = parts.runner(0, context_len)
     steps = steps_bytes(runner, before, context_len, max_prefill_tokens)
     torch.cuda.empty_cache()
-    return Needs(steps, graphs_bytes(runner, sizes, context_len) if sizes else 0)
+    graphs = graphs_bytes(runner, sizes, context_len) if sizes else 0
+    del runner
+    torch.cuda.empty_cache()  # what torch keeps would look taken
+    return Needs(steps, graphs)
 
 
 def _attention_shape(model: ModelConfig, tp: TPGroup, page_size: int, dtype: torch.dtype) -> AttentionShape:
