@@ -10,5 +10,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--demo-cases", type=int, default=2, help="unseen cases of each skill that tests/e2e asks each server"
     )
     parser.addoption(
+        "--grammar-draws", type=int, default=4, help="texts that tests/grammar draws from each schema, one greedily"
+    )
+    parser.addoption(
         "--simulated-requests", type=int, default=400, help="arrivals in each world of tests/scheduler's simulation"
     )

@@ -1,13 +1,20 @@
-"""JSON schemas on their way to llguidance: bounds on what a client may send, and formats that it takes too loosely.
+r"""JSON schemas on their way to llguidance: bounds on what a client may send, and formats that it takes too loosely.
 
 llguidance itself refuses the keywords that it cannot follow. Whatever it accepts must be followed to the letter, so
-the formats of dates and times become patterns that know the lengths of months and have no leap seconds.
+the formats of dates and times become patterns that know the lengths of months and have no leap seconds, and open ends
+of ranges at whole numbers, which it takes for closed in places, become closed ones a millionth away.
+
+Control characters can only be written as \u escapes, which are not allowed at all, because a key that is written with
+them would pass for another key. Keys that the schema does not name may come twice, which counts as once:
+`minProperties` can ask for one of them, not for two.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, TypeAlias
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn, TypeAlias
 
 from minisgl.core import InvalidRequest
 
@@ -18,19 +25,27 @@ MAX_DIVISOR = 10_000  # of multipleOf, with its point taken away: the automaton 
 DATA_KEYWORDS = frozenset(("const", "default", "enum", "examples", "required", "type"))  # hold no schemas
 SCHEMA_MAPS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
 
-_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_FOURTH = "(0[48]|[2468][048]|[13579][26])"
+_LEAP_YEAR = f"([0-9]{{2}}{_FOURTH}|{_FOURTH}00)"
 _DATE = (
-    "([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    f"({_YEAR}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
     f"|{_LEAP_YEAR}-02-29)"
 )
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+NEAREST = 1e-6  # to an open end of a range
+# What JSON cannot write without \u, as such and, outside of classes, in regular expressions.
+_CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_ESCAPED_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\(?:[0acv]|x[01]|x7[fF]|x\{|u00[01]|u007[fF]|u\{)")
+_CLASS = re.compile(r"(?<!\\)((?:\\\\)*)\[(?:[^\]\\]|\\.)*\]")
+
 EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
 
 def prepared_schema(text: str, field: str) -> dict[str, Any]:
     """The schema of a JSON text as llguidance is to see it; InvalidRequest if it is none or out of bounds."""
     try:
-        schema = json.loads(text)
+        schema = json.loads(text, parse_constant=_no_number)
     except RecursionError:
         raise InvalidRequest(field, f"the schema is nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:
@@ -46,6 +61,10 @@ def prepared_schema(text: str, field: str) -> dict[str, Any]:
     return prepared
 
 
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
 def _depth(value: Json) -> int:
     """Levels of objects and arrays, counted without recursion."""
     depth, level = 0, [value]
@@ -59,12 +78,19 @@ def _prepare(schema: dict[str, Any], field: str) -> dict[str, Any]:
     prepared: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in DATA_KEYWORDS:
+            if keyword in ("const", "enum", "required"):
+                _check_characters(value, field)
             prepared[keyword] = value
         elif keyword in SCHEMA_MAPS and isinstance(value, dict):
+            _check_characters(value, field, is_pattern=keyword == "patternProperties")
             prepared[keyword] = {name: _prepare_inner(one, field) for name, one in value.items()}
         else:
             prepared[keyword] = _prepare_inner(value, field)
+    _check_characters(schema.get("pattern"), field, is_pattern=True)
     _check_divisor(schema.get("multipleOf"), field)
+    _check_min_properties(schema, field)
+    if schema.get("type") != "integer":
+        _close_range(prepared)
     pattern = EXACT_FORMATS.get(schema["format"]) if isinstance(schema.get("format"), str) else None
     if pattern is not None:
         del prepared["format"]
@@ -81,10 +107,49 @@ def _prepare_inner(value: Json, field: str) -> Json:
     return value
 
 
+def _close_range(schema: dict[str, Any]) -> None:
+    for keyword, closed, choose, step in (
+        ("exclusiveMinimum", "minimum", max, NEAREST),
+        ("exclusiveMaximum", "maximum", min, -NEAREST),
+    ):
+        bound = schema.get(keyword)
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or bound != int(bound):
+            continue
+        nearest = bound + step
+        if nearest != bound:  # else the number is too large
+            del schema[keyword]
+            other = schema.get(closed)
+            schema[closed] = choose(other, nearest) if isinstance(other, int | float) else nearest
+
+
+def _check_characters(value: Json, field: str, *, is_pattern: bool = False) -> None:
+    """Refuse texts that an answer would have to hold, but cannot."""
+    for text in _texts(value):
+        found = _CONTROL.search(text) or (_ESCAPED_CONTROL.search(_CLASS.sub(r"\1", text)) if is_pattern else None)
+        if found is not None:
+            raise InvalidRequest(field, f"control characters are not supported: {text[:80]!r}")
+
+
+def _texts(value: Json) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        yield from value if isinstance(value, dict) else ()
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
+def _check_min_properties(schema: dict[str, Any], field: str) -> None:
+    least, required = schema.get("minProperties"), schema.get("required")
+    most = 1 + (len(required) if isinstance(required, list) else 0)
+    if isinstance(least, int) and least > most:
+        raise InvalidRequest(field, f"minProperties {least} is not supported: at most 1 more than what is required")
+
+
 def _check_divisor(divisor: Json, field: str) -> None:
     if isinstance(divisor, bool) or not isinstance(divisor, int | float):
         return  # llguidance says what is wrong with it
-    digits = f"{divisor:.17g}".split("e")[0].replace(".", "").strip("-0")
+    digits = repr(divisor).split("e")[0].replace(".", "").strip("-0")
     if len(digits) > len(str(MAX_DIVISOR)) or int(digits or "0") > MAX_DIVISOR:
         raise InvalidRequest(
             field, f"multipleOf {divisor} is not supported: without point and zeros at most {MAX_DIVISOR}"

@@ -23,7 +23,12 @@ FIELDS = {"json_object": "response_format", "json_schema": "response_format"}  #
 # Where JSON may have whitespace: a space, or a new line that is indented. Without a bound, models that are unsure what
 # comes next write whitespace for ever.
 WHITESPACE = r" |\r?\n[ \t]{0,32}"
-SCHEMA_OPTIONS: JsonCompileOptions = {"whitespace_pattern": WHITESPACE, "coerce_one_of": False, "lenient": False}
+SCHEMA_OPTIONS: JsonCompileOptions = {
+    "whitespace_pattern": WHITESPACE,
+    "json_allowed_escapes": 'nrtbf"\\',  # no \u: a key in other letters would pass for another key
+    "coerce_one_of": False,
+    "lenient": False,
+}
 
 
 def field_of(grammar: Grammar) -> str:

@@ -58,6 +58,8 @@ class GrammarValidator:
             error = self._pool.submit(self._try, grammar).result(timeout=self._time_limit)
         except InvalidRequest as refused:
             return _Refusal(refused.field, refused.message)
+        except ValueError as invalid:  # of a text that llguidance cannot read at all
+            error = _in_short(str(invalid))
         except TimeoutError:
             error = f"it takes longer than {self._time_limit:g} s to compile"
         return _Refusal(field, f"this {_called(grammar)} is not supported: {error}") if error else None

@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+import pytest
+
+from grammar.drawing import Drawer, trained_tokenizer
+
+
+@pytest.fixture(scope="session")
+def drawer() -> Drawer:
+    return Drawer(trained_tokenizer())

@@ -1,0 +1,253 @@
+"""What a JSON schema allows: every text that is drawn under it is valid, and none that is invalid can be."""
+
+from __future__ import annotations
+
+import json
+import random
+from datetime import date, datetime, time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher
+
+from grammar.drawing import Drawer
+from grammar.schemas import own_schemas
+from minisgl.core import Grammar, InvalidRequest
+from minisgl.grammar.text import to_llguidance
+from minisgl.grammar.validate import GrammarValidator
+from minisgl.grammar.vocabulary import byte_vocabulary
+
+SUITE: list[Any] = json.loads(Path(__file__).with_name("json_schema_test_suite.json").read_text(encoding="utf-8"))
+# Beyond what is refused: formats whose definition needs more than a regular expression, or is looser in the library.
+FORMATS = jsonschema.FormatChecker(["date", "email", "ipv4", "ipv6", "uuid"])
+
+
+@FORMATS.checks("date-time", raises=ValueError)
+def _is_date_time(value: object) -> bool:
+    return not isinstance(value, str) or datetime.fromisoformat(value).tzinfo is not None
+
+
+@FORMATS.checks("time", raises=ValueError)
+def _is_time(value: object) -> bool:
+    return not isinstance(value, str) or time.fromisoformat(value).tzinfo is not None
+
+
+def grammar_of(schema: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(schema))
+
+
+def check(schema: Any, text: str) -> None:
+    jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))
+
+
+@pytest.fixture(scope="module")
+def validator() -> GrammarValidator:
+    return GrammarValidator({}, time_limit=30.0)
+
+
+def is_supported(validator: GrammarValidator, schema: Any) -> bool:
+    try:
+        validator.validate(grammar_of(schema))
+    except InvalidRequest:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def supported(validator: GrammarValidator) -> list[Any]:
+    """The suite's cases that the library claims to support."""
+    return [case for case in SUITE if is_supported(validator, case[1])]
+
+
+def test_much_of_the_suite_is_supported(supported: list[Any]) -> None:
+    assert len(supported) >= 170
+
+
+def test_no_invalid_instance_of_the_suite_is_allowed(supported: list[Any]) -> None:
+    vocabulary = byte_vocabulary({})
+    valid, allowed_valid = 0, 0
+    for name, schema, instances in supported:
+        compiled = LLMatcher(vocabulary, to_llguidance(grammar_of(schema)), log_level=0)
+        for instance, is_valid in instances:
+            for text in (json.dumps(instance, ensure_ascii=False), json.dumps(instance, indent=2, ensure_ascii=False)):
+                matcher = compiled.deep_copy()
+                tokens = vocabulary.tokenize_bytes(text.encode())
+                is_allowed = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+                assert is_valid or not is_allowed, f"{name}: {text} is not valid"
+                valid, allowed_valid = valid + is_valid, allowed_valid + (is_valid and is_allowed)
+    assert allowed_valid > 0.9 * valid, "what is valid is mostly allowed: the order of keys is not free"
+
+
+def draw_and_check(drawer: Drawer, schemas: dict[str, Any], draws: int) -> float:
+    """The share of draws that came to an end; all of those are valid."""
+    ended = 0
+    for number, (name, schema) in enumerate(schemas.items()):
+        for draw in range(draws):
+            text = drawer.draw(grammar_of(schema), seed=1000 * number + draw, greedy=draw == 0)
+            if text is None:
+                continue
+            ended += 1
+            try:
+                check(schema, text)
+            except (ValueError, jsonschema.ValidationError) as error:
+                pytest.fail(f"{name}: {text!r} is not valid under {schema}: {error}")
+    return ended / (draws * len(schemas))
+
+
+def test_what_is_drawn_under_the_suites_schemas_is_valid(
+    drawer: Drawer, supported: list[Any], request: pytest.FixtureRequest
+) -> None:
+    draws: int = request.config.getoption("--grammar-draws")
+    assert draw_and_check(drawer, {name: schema for name, schema, _ in supported}, draws) > 0.5
+
+
+def test_what_is_drawn_under_our_own_schemas_is_valid(drawer: Drawer, request: pytest.FixtureRequest) -> None:
+    schemas = own_schemas()
+    assert len(schemas) >= 200
+    draws: int = request.config.getoption("--grammar-draws")
+    assert draw_and_check(drawer, schemas, draws) > 0.5
+
+
+def test_our_own_schemas_are_supported(validator: GrammarValidator) -> None:
+    for schema in own_schemas().values():
+        validator.validate(grammar_of(schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"properties": {"a": {"type": "integer"}}}, r'{"\u0061":"x"}'),
+        ({"properties": {"\t": {"type": "integer"}}}, r'{"\u0009":"x"}'),
+        ({"properties": {"a/b": {"type": "integer"}}}, r'{"a\/b":"x"}'),
+        ({"properties": {"a": {"type": "integer"}}}, '{"a":1,"a":"x"}'),
+        ({"type": "string", "format": "date"}, '"2023-02-29"'),
+        ({"type": "string", "format": "date"}, '"1900-02-29"'),
+        ({"type": "string", "format": "date-time"}, '"2023-04-31T00:00:00Z"'),
+        ({"type": "string", "format": "time"}, '"23:59:60Z"'),
+        ({"enum": [{"format": "date"}]}, '"2020-01-01"'),
+    ],
+)
+def test_not_allowed(schema: Any, text: str) -> None:
+    assert not is_allowed(schema, text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "string", "format": "date"}, '"2024-02-29"'),
+        ({"type": "string", "format": "date-time", "minLength": 3}, '"2000-02-29T23:59:59.25+02:00"'),
+        (
+            {"properties": {"format": {"type": "integer"}, "enum": {"format": "date"}}},
+            '{"format":1,"enum":"2020-01-01"}',
+        ),
+        ({"type": "object"}, '{\n  "a": [\n    1,\n    {}\n  ]\n}'),
+        ({"type": "object"}, '{"a": [1, 2], "b": {"c": null}}'),
+        (True, "[1]"),
+    ],
+)
+def test_allowed(schema: Any, text: str) -> None:
+    assert is_allowed(schema, text)
+
+
+def is_allowed(schema: Any, text: str) -> bool:
+    vocabulary = byte_vocabulary({})
+    matcher = LLMatcher(vocabulary, to_llguidance(grammar_of(schema)), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = vocabulary.tokenize_bytes(text.encode())
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+def test_days_of_all_months() -> None:
+    for year in (1, 1900, 2000, 2023, 2024, 9999):
+        for month in range(1, 13):
+            for day in range(28, 33):
+                text = f"{year:04}-{month:02}-{day:02}"
+                try:
+                    date.fromisoformat(text)
+                    exists = True
+                except ValueError:
+                    exists = False
+                assert is_allowed({"type": "string", "format": "date"}, json.dumps(text)) == exists, text
+
+
+def test_ranges_of_numbers() -> None:
+    """Around bounds, with fractions, exponents and signs, whatever bounds come together."""
+    rng = random.Random(0)
+    vocabulary = byte_vocabulary({})
+    for _ in range(60):
+        low, high = sorted(
+            rng.choice([0, 1, -1, 10, 0.5, round(rng.uniform(-30, 30), rng.randint(0, 3))]) for _ in "ab"
+        )
+        schema: dict[str, Any] = {"type": rng.choice(["integer", "number"])}
+        if rng.random() < 0.8:
+            schema[rng.choice(["minimum", "exclusiveMinimum"])] = low
+        if rng.random() < 0.8:
+            schema[rng.choice(["maximum", "exclusiveMaximum"])] = high
+        compiled = LLMatcher(vocabulary, to_llguidance(grammar_of(schema)), log_level=0)
+        if compiled.is_error():
+            assert "nsatisfiable" in compiled.get_error()
+            continue
+        checker = jsonschema.Draft202012Validator(schema)
+        for bound in (low, high, 0):
+            for distance in ("0", "1", "0.1", "0.01", "0.001", "10"):
+                for sign in (1, -1):
+                    plain = format(Decimal(str(bound)) + sign * Decimal(distance), "f")
+                    for text in (
+                        plain,
+                        f"-{plain.lstrip('-')}",
+                        f"{plain}e0",
+                        f"{plain}0" if "." in plain else f"{plain}.0",
+                    ):
+                        matcher = compiled.deep_copy()
+                        tokens = vocabulary.tokenize_bytes(text.encode())
+                        if matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting():
+                            assert checker.is_valid(json.loads(text)), f"{text} under {schema}"
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"properties": {"enum": {"not": {}}}}, "not"),
+        ({"if": {}, "then": {}, "else": {}}, "if"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"type": "string", "format": "nonsense"}, "nonsense"),
+        ({"type": "string", "pattern": "(?=a)"}, "look-ahead"),
+        ({"type": "string", "pattern": "a\\x01"}, "control character"),
+        ({"const": "a\0b"}, "control character"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"type": "integer", "multipleOf": 1000003}, "multipleOf"),
+        ({"$ref": "https://example.com/schema"}, "https://example.com/schema"),
+        ({"$ref": "#/$defs/missing"}, "missing"),
+        ({"type": "nonsense"}, "nonsense"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum"),
+        (False, "object"),
+        ([], "object"),
+        ({"x-guidance": {"lenient": True}, "uniqueItems": True}, "uniqueItems"),
+        ({"properties": {str(number): {"type": "string"} for number in range(1500)}}, "items; max is"),
+    ],
+)
+def test_refused_with_its_reason(validator: GrammarValidator, schema: Any, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        validator.validate(grammar_of(schema))
+    assert caught.value.field == "response_format"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"minimum": NaN}',
+        "[" * 100_000,
+        '{"items": ' * 70 + "{}" + "}" * 70,
+        '{"type": "integer", "minimum": 1' + "0" * 5000 + "}",
+        '{"const": "\\ud800"}',
+        '{"title": "' + "x" * 300_000 + '"}',
+    ],
+)
+def test_texts_that_are_no_schema(validator: GrammarValidator, text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        validator.validate(Grammar("json_schema", text))
