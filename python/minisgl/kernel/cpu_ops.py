@@ -20,7 +20,7 @@ _BLOCK = 1 << 20  # values of a weight in float32 at a time: they stay in the ca
 
 def multiplies_bfloat16() -> bool:
     """Whether this CPU has instructions for products of bfloat16 and torch has the kernels that use them."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     found = torch.cpu.get_capabilities()
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
@@ -93,7 +93,8 @@ class CpuOps(TorchOps):
 def _scale(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last axis of float32 x, which is kept."""
     squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-    return squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+    scale: Tensor = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+    return scale
 
 
 def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
