@@ -227,7 +227,10 @@ def test_ranges_of_numbers() -> None:
         (False, "object"),
         ([], "object"),
         ({"x-guidance": {"lenient": True}, "uniqueItems": True}, "uniqueItems"),
-        ({"properties": {str(number): {"type": "string"} for number in range(1500)}}, "items; max is"),
+        (
+            {"type": "object", "properties": {str(number): {"type": "string"} for number in range(1500)}},
+            "items; max is",
+        ),
     ],
 )
 def test_refused_with_its_reason(validator: GrammarValidator, schema: Any, reason: str) -> None:
