@@ -133,6 +133,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"1" * 30: 1}}, "logit_bias." + "1" * 30),
     ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": dict.fromkeys(map(str, range(1025)), 0)}, "logit_bias"),
     ({"logit_bias": {str(LIMITS.vocab_size): 1}}, "logit_bias"),
     ({"presence_penalty": 2.1}, "presence_penalty"),
     ({"frequency_penalty": -2.5}, "frequency_penalty"),
@@ -287,6 +288,28 @@ def test_body_too_large(server: RunningServer, stream: bool) -> None:
     content = iter([body[: len(body) // 2], body[len(body) // 2 :]]) if stream else body
     error = check_error(server.post(CHAT, content=content), 413, None)
     assert str(server.config.http.max_body_bytes) in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "item", "param"),
+    [
+        (COMPLETIONS, "prompt", "[1]", "prompt"),
+        (COMPLETIONS, "prompt", "1", "prompt"),
+        (COMPLETIONS, "prompt", '"a"', "prompt"),
+        (CHAT, "messages", '{"role":"user","content":""}', "messages"),
+        ("/detokenize", "tokens", "1", "tokens"),
+        ("/generate", "input_ids", "1", "input_ids"),
+    ],
+)
+def test_many_small_things_do_not_hold_up_others(
+    server: RunningServer, path: str, field: str, item: str, param: str
+) -> None:
+    """A body of the largest size is refused before each of its parts is looked at."""
+    count = (server.config.http.max_body_bytes - 100) // (len(item) + 1)
+    body = f'{{"{field}": [{",".join([item] * count)}]}}'
+    response = server.post(path, content=body)
+    check_error(response, 400, param)
+    assert response.elapsed.total_seconds() < 2
 
 
 def test_unknown_model(server: RunningServer) -> None:

@@ -137,8 +137,8 @@ def test_special_tokens_of_completions(server: RunningServer) -> None:
 
 
 def test_a_long_prompt_of_ids_that_is_cut(server: RunningServer) -> None:
-    """The tokenizer worker cuts it; without that it is refused."""
+    """The tokenizer worker cuts it, of what can be seen of it; without that it is refused."""
     ids = [1, 2] * 4096
-    assert sent(server, ROUTES[1], prompt=ids, truncate_prompt_tokens=5).prompt == IdsPrompt(pack_ids(ids))
+    assert sent(server, ROUTES[1], prompt=ids, truncate_prompt_tokens=5).prompt == IdsPrompt(pack_ids(ids[-4096:]))
     refused = server.post(ROUTES[1], json={"prompt": ids}).json()["error"]
     assert (refused["param"], refused["code"]) == ("prompt", "context_length_exceeded")

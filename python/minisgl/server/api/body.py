@@ -7,6 +7,7 @@ explicit null counts as absent, at the top level, as OpenAI's clients send it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=Body)
 
 MAX_LOGGED_FIELDS = 100
+HAVE_CHECKS = frozenset({"prompt", "input_ids", "tokens"})  # of their own, and may be long
 _logged_fields: set[str] = set()
 
 
@@ -50,10 +52,13 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
 
 def read_fields(data: bytes) -> dict[str, Any]:
     """The fields of a JSON object, but for nulls; ApiError if it is none."""
+    gc.disable()  # or it runs again and again over a large body's lists as they are made: three quarters of the time
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
         raise invalid(None, f"the request body is not valid JSON: {error}") from None
+    finally:
+        gc.enable()
     if not isinstance(value, dict):
         raise invalid(None, "the request body must be a JSON object")
     return {name: field for name, field in value.items() if field is not None}
@@ -61,7 +66,7 @@ def read_fields(data: bytes) -> dict[str, Any]:
 
 def validate(fields: dict[str, Any], model: type[B]) -> B:
     """The validated body, or ApiError naming the field."""
-    check_numbers((name, field) for name, field in fields.items() if name != "prompt")  # that has checks of its own
+    check_numbers((name, field) for name, field in fields.items() if name not in HAVE_CHECKS)
     for name, neutral in model.not_supported.items():
         if name in fields and fields[name] not in neutral:
             raise invalid(name, f"{name} is not supported yet")

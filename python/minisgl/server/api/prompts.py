@@ -11,6 +11,7 @@ from minisgl.message.types import pack_ids
 
 PlainPrompt: TypeAlias = TextPrompt | IdsPrompt
 
+MAX_PROMPTS = 8192  # of one request
 _KINDS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
@@ -24,6 +25,8 @@ def parse_prompts(
         raise InvalidRequest("prompt", f"prompt must be {_KINDS}")
     if not value:
         raise InvalidRequest("prompt", "prompt must not be empty")
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequest("prompt", f"prompt: at most {MAX_PROMPTS} prompts are allowed, not {len(value)}")
     kind = type(value[0])
     for index, item in enumerate(value):
         if type(item) is not kind:
@@ -49,7 +52,8 @@ def parse_prompt(
                 f"{param} has {len(value)} tokens, but the context holds {limits.max_seq_len} with the answer",
                 CONTEXT_LENGTH_EXCEEDED,
             )
-        return IdsPrompt(pack_ids(checked_ids(value, limits, param)))
+        # Of a prompt that is cut, nobody sees more than this of its end.
+        return IdsPrompt(pack_ids(checked_ids(value[-limits.max_seq_len :], limits, param)))
     raise InvalidRequest(param, f"{param} must be a string or a list of token ids")
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from minisgl.core import MAX_LOGPROBS, Grammar, InvalidRequest, Limits, SamplingParams
+from minisgl.core import MAX_LOGIT_BIASES, MAX_LOGPROBS, Grammar, InvalidRequest, Limits, SamplingParams
 from minisgl.message.types import TextOptions
 from minisgl.server.api.structured import (
     ResponseFormat,
@@ -26,6 +26,8 @@ from minisgl.server.api.structured import (
 MAX_CHOICES = 64
 MAX_PRIORITY = 1000
 MAX_CACHE_SALT_CHARS = 1024
+MAX_MESSAGES = 65_536
+MAX_TOKENS_TO_DECODE = 1_000_000
 
 _ZERO = (0,)
 _OFF = (False,)
@@ -45,6 +47,7 @@ _STRING = {"type": "string"}
 _STRINGS = {"type": "array", "items": _STRING}
 _IDS = {"type": "array", "items": {"type": "integer"}}
 
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
 OneOrMoreStrings = Annotated[list[str], BeforeValidator(_as_list), _any_of(_STRING, _STRINGS)]
 Prompt = Annotated[Any, _any_of(_STRING, _STRINGS, _IDS, {"type": "array", "items": _IDS})]
 
@@ -108,7 +111,7 @@ class RequestBody(Body):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[str, float] = {}  # by token id
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] = {}  # by token id
     allowed_token_ids: list[int] | None = None
     bad_words: OneOrMoreStrings = []
     prompt_logprobs: int | None = None
@@ -264,7 +267,7 @@ class ChatBody(OpenAIBody):
         "verbosity": ("medium",),
     }
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Messages
     logprobs: bool = False
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
@@ -401,7 +404,7 @@ class TokenizeBody(Body):
     """POST /tokenize: a text, or a conversation as /v1/chat/completions takes it."""
 
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None  # none: as generation does
     return_token_strs: bool = False
     tools: list[dict[str, Any]] | None = None
@@ -413,7 +416,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """POST /detokenize"""
 
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(max_length=MAX_TOKENS_TO_DECODE)]
 
 
 class AbortBody(Body):
