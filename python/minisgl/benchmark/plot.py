@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -105,3 +105,37 @@ def plot_gaps(path: Path, gaps: Mapping[str, Sequence[float]]) -> None:
         axis.set(title="gaps between tokens beside long prompts", xlabel="ms", ylabel="share of gaps that are longer")
         axis.set(xscale="log", yscale="log")
         axis.legend()
+
+
+class _Bar(Protocol):
+    """A span of a timeline, in microseconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
+def plot_timelines(
+    path: Path, timelines: Sequence[tuple[str, Sequence[_Bar], Sequence[tuple[str, _Bar]]]], steps: int = 3
+) -> None:
+    """Host and device of the last few steps of each (title, host spans, named device spans), one below the other."""
+    matplotlib: Any = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(len(timelines), 1, figsize=(11, 1.9 * len(timelines)), squeeze=False)
+        for axis, (title, host, device) in zip(axes[:, 0], timelines, strict=True):
+            launches = [span.begin for span in host if span.name == "launch"]
+            begin, end = launches[-steps - 1], launches[-1]
+            names = list(dict.fromkeys([*(span.name for span in host), *(name for name, _ in device)]))
+            colors = {name: f"C{index}" for index, name in enumerate(names)}
+            for row, spans in ((1, [(span.name, span) for span in host]), (0, device)):
+                for name, span in spans:
+                    if span.end > begin and span.begin < end:
+                        axis.barh(row, span.end - span.begin, left=span.begin - begin, color=colors[name], height=0.7)
+            axis.set(title=title, xlim=(0, end - begin), yticks=[0, 1], yticklabels=["device", "host"], xlabel="us")
+            shown = [pyplot.Rectangle((0, 0), 1, 1, color=colors[name]) for name in names]
+            axis.legend(shown, names, fontsize=6, ncol=2, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.tight_layout()
+        figure.savefig(path, dpi=130)
+        pyplot.close(figure)

@@ -132,7 +132,7 @@ class LLM:
                 eos_token_ids=model_config.eos_token_ids,
             )
             followers = self._ranks.outboxes(self._engine.limits)
-            self._loop = make_loop(scheduling, self._engine, model_config, followers, grammars)
+            self.loop = make_loop(scheduling, self._engine, model_config, followers, grammars)
         except BaseException:
             self._ranks.close()
             raise
@@ -186,11 +186,11 @@ class LLM:
     @property
     def retractions(self) -> int:
         """How often a running request had to give its pages back and wait again."""
-        return self._loop.scheduler.retractions
+        return self.loop.scheduler.retractions
 
     def check_idle(self) -> None:
         """Raise if anything is held although nothing runs."""
-        self._loop.scheduler.check_idle()
+        self.loop.scheduler.check_idle()
 
     def _encode(self, prompt: Prompt) -> Int32Array:
         if isinstance(prompt, str):
@@ -220,15 +220,15 @@ class LLM:
         return resolved
 
     def _run(self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool) -> list[Completion]:
-        scheduler, detokenizer = self._loop.scheduler, Detokenizer(self._decoder)
+        scheduler, detokenizer = self.loop.scheduler, Detokenizer(self._decoder)
         for sequence, (ids, one) in enumerate(zip(prompts, params, strict=True)):
             seed = choice_seed(random_seed() if one.seed is None else one.seed, 0)
             scheduler.add(sequence, ids, one, seed)
 
         answers = [_Answer(one) for one in params]
         with tqdm(total=len(prompts), desc="Generating", unit="request", disable=not use_tqdm) as bar:
-            while self._loop.has_work:
-                report = self._loop.step()
+            while self.loop.has_work:
+                report = self.loop.step()
                 if not report:
                     continue
                 texts = [TextOptions(params[entered.sequence].stop) for entered in report.entered]

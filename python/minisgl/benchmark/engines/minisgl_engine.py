@@ -31,6 +31,7 @@ class MinisglEngine:
             **literal,
         )
         self.phases = self._llm.phases
+        self.loop = self._llm.loop
 
     def prepare(self, _work: OfflineBatch, *, whole: bool) -> None:  # noqa: ARG002
         return None

@@ -1,0 +1,210 @@
+"""Where a steady decode step goes, on host and device, from torch's profiler: a table, and a plot of a few steps.
+
+The host's part is divided into schedule (decide the plan), launch (send it to the device), wait (for the tokens of the
+step before) and complete (finish that one). The device's part is divided by kernel; a gap is time in which none runs.
+
+    python benchmark/timeline.py --shape 0.6b --batch-sizes 1,64,256 --plot docs/timeline.png
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from minisgl.benchmark.arguments import (
+    add_engine_arguments,
+    add_output_arguments,
+    engine_options,
+    integers,
+    make_parser,
+    model_folder_of,
+    output_of,
+)
+from minisgl.benchmark.engines.minisgl_engine import MinisglEngine
+from minisgl.benchmark.report import table
+from minisgl.core import SamplingParams
+from minisgl.scheduler.loop import StepLoop
+
+HOST = ("schedule", "launch", "wait", "complete")
+STEPS = 12
+KERNELS = 8  # of a table
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    name: str
+    begin: float  # microseconds
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Some steady decode steps of one batch size."""
+
+    rows: int
+    step_us: float  # by the clock, without the profiler
+    host_us: dict[str, float]  # of a step, without the profiler
+    device: list[Span]
+    host: list[Span]
+    steps: int
+
+    @property
+    def busy_us(self) -> float:
+        """Of a step, time in which some kernel runs."""
+        total, reached = 0.0, 0.0
+        for span in self.device:
+            total += max(0.0, span.end - max(span.begin, reached))
+            reached = max(reached, span.end)
+        return total / self.steps
+
+    @property
+    def profiled_us(self) -> float:
+        """Of a step, under the profiler."""
+        return (max(span.end for span in self.device) - self.device[0].begin) / self.steps
+
+
+def spans_of(loop: StepLoop, span: Callable[[str], Any]) -> None:
+    """Put `span(name)` around each part of the host's work."""
+
+    def wrap(owner: Any, method: str, name: str) -> None:
+        inner = getattr(owner, method)
+
+        def wrapped(*args: Any) -> Any:
+            with span(name):
+                return inner(*args)
+
+        setattr(owner, method, wrapped)
+
+    wrap(loop.scheduler, "schedule", "schedule")
+    wrap(loop, "_launch", "launch")
+    wrap(loop.scheduler, "complete", "complete")
+
+
+class Clock:
+    """Adds up the seconds spent in spans."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def __call__(self, name: str) -> Clock:
+        self._name = name
+        return self
+
+    def __enter__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds[self._name] += time.perf_counter() - self._begin
+
+
+def start_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_sequence: int) -> None:
+    """Bring this many requests to where all of them decode."""
+    rng = np.random.default_rng(rows)
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000)
+    for row in range(rows):
+        prompt = rng.integers(0, 10000, prompt_tokens).astype(np.int32)
+        loop.scheduler.add(first_sequence + row, prompt, params, seed=row)
+    decoding: set[int] = set()
+    while len(decoding) < rows:
+        decoding.update(loop.step().sequences)
+    for _ in range(20):
+        loop.step()
+
+
+def measure(loop: StepLoop, rows: int, prompt_tokens: int, first_sequence: int) -> Timeline:
+    start_decode(loop, rows, prompt_tokens, first_sequence)
+    clock = Clock()
+    schedule, launch, complete = loop.scheduler.schedule, loop._launch, loop.scheduler.complete
+    spans_of(loop, clock)
+    begin = time.perf_counter()
+    for _ in range(50):
+        loop.step()
+    step_us = (time.perf_counter() - begin) / 50 * 1e6
+    host_us = {name: seconds / 50 * 1e6 for name, seconds in clock.seconds.items()}
+    host_us["wait"] = step_us - sum(host_us.values())
+
+    loop.scheduler.schedule, loop._launch, loop.scheduler.complete = schedule, launch, complete  # type: ignore[method-assign]
+    spans_of(loop, record_function)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        for _ in range(STEPS):
+            loop.step()
+        torch.cuda.synchronize()
+    loop.scheduler.schedule, loop._launch, loop.scheduler.complete = schedule, launch, complete  # type: ignore[method-assign]
+    for sequence in range(first_sequence, first_sequence + rows):
+        loop.scheduler.end(sequence, "abort")
+    while loop.has_work:
+        loop.step()
+    device, host = [], []
+    for event in profiled.events() or []:
+        span = Span(event.name, event.time_range.start, event.time_range.end)
+        if event.name in HOST:
+            if event.device_type == torch.autograd.DeviceType.CPU:
+                host.append(span)
+        elif event.device_type == torch.autograd.DeviceType.CUDA:
+            device.append(span)
+    device.sort(key=lambda span: span.begin)
+    host.sort(key=lambda span: span.begin)
+    return Timeline(rows, step_us, host_us, device, host, STEPS)
+
+
+def short(kernel: str) -> str:
+    """A kernel's name without its types."""
+    name = re.sub(r"^void ", "", kernel).split("(")[0]
+    return re.sub(r"<.*", "", name).rpartition("::")[2] or kernel[:40]
+
+
+def kernel_rows(timeline: Timeline) -> list[list[Any]]:
+    """[kernel, launches a step, microseconds a step, share], the longest first."""
+    time_of: dict[str, float] = defaultdict(float)
+    count: dict[str, int] = defaultdict(int)
+    for span in timeline.device:
+        time_of[short(span.name)] += span.end - span.begin
+        count[short(span.name)] += 1
+    total, steps = sum(time_of.values()), timeline.steps
+    longest = sorted(time_of, key=lambda name: -time_of[name])[:KERNELS]
+    return [[n, count[n] / steps, time_of[n] / steps, f"{time_of[n] / total:.0%}"] for n in longest]
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    add_engine_arguments(parser)
+    work = parser.add_argument_group("work")
+    work.add_argument("--batch-sizes", type=integers, default=(1, 64, 256), metavar="SIZES", help="of the decodes")
+    work.add_argument("--prompt", type=int, default=640, metavar="TOKENS", help="cached before the steps")
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    output = output_of(args)
+    timelines = []
+    with model_folder_of(args) as folder:
+        engine = MinisglEngine(engine_options(args, folder, args.prompt + 1100))
+        for index, rows in enumerate(args.batch_sizes):
+            timelines.append(measure(engine.loop, rows, args.prompt, 10_000 * (index + 1)))
+        engine.close()
+    figures = []
+    for timeline in timelines:
+        host = [timeline.host_us[name] for name in HOST]
+        figures.append([timeline.rows, timeline.step_us, timeline.busy_us, *host])
+    head = ["rows", "step us", "device busy us", *(f"host {name} us" for name in HOST)]
+    print(table(head, figures), end="\n\n")
+    for timeline in timelines:
+        print(f"{timeline.rows} rows, a step under the profiler: {timeline.profiled_us:.0f} us")
+        print(table(["kernel", "launches", "us", "share"], kernel_rows(timeline)), end="\n\n")
+    output.save("timeline", args, {str(t.rows): {"step_us": t.step_us, **t.host_us} for t in timelines})
+    if output.plot:
+        from minisgl.benchmark.plot import plot_timelines
+
+        plot_timelines(
+            output.plot, [(f"{t.rows} rows", t.host, [(short(s.name), s) for s in t.device]) for t in timelines]
+        )
+
+
+if __name__ == "__main__":
+    main()
