@@ -355,7 +355,7 @@ class Scheduler:
         self._new_sequences = table.sequence[slots].tolist()
         self._new_tokens = tokens
 
-        stop = np.isin(tokens, self._eos) & table.stops_at_eos[slots]
+        stop = (tokens[:, None] == self._eos).any(axis=1) & table.stops_at_eos[slots]
         for row in np.flatnonzero(table.own_stop_ids[slots]).tolist():
             stop[row] |= int(tokens[row]) in self._request(int(slots[row])).sampling.stop_token_ids
         full = table.known_len[slots] == table.max_len[slots]
