@@ -18,7 +18,9 @@ def test_pieces_make_the_whole(dtype: torch.dtype, piece_rows: int, monkeypatch:
     torch.manual_seed(0)
     logits = (torch.randn(40, VOCAB) * 4).to(dtype)  # in bfloat16 with many ties
     tokens = torch.randint(VOCAB, (40,))
+    logits[::4, ::50] = logits[::4].max(dim=1, keepdim=True).values
     tokens[::2] = logits[::2].argmax(dim=1)
+    tokens[::8] = 250  # the last of the most likely
     widest = 0
 
     def rows(piece: slice) -> torch.Tensor:
@@ -33,6 +35,8 @@ def test_pieces_make_the_whole(dtype: torch.dtype, piece_rows: int, monkeypatch:
     assert torch.equal(found.top, expected.topk(5).values)
     assert torch.equal(found.top, expected.gather(1, found.top_ids.long()))
     assert torch.equal(found.chosen[::2], found.top[::2, 0])  # bit for bit
+    assert torch.equal(found.top_ids[::2, 0].long(), tokens[::2])  # although others may be as likely
+    assert all(len(set(row)) == 5 for row in found.top_ids.tolist())
     for row, token, rank in zip(expected, tokens.tolist(), found.ranks.tolist(), strict=True):
         assert rank == sum(value > row[token] for value in row.tolist()) + 1
 

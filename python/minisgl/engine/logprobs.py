@@ -51,4 +51,16 @@ def _of_piece(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor,
     chosen = logprobs.gather(1, tokens.unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=1) + 1
     best = logprobs.topk(top, dim=1)
-    return chosen.squeeze(1), ranks.int(), best.indices.int(), best.values
+    ids = best.indices if top == 0 else _first_among_equals(best.indices, tokens, ranks)
+    return chosen.squeeze(1), ranks.int(), ids.int(), best.values
+
+
+def _first_among_equals(ids: Tensor, tokens: Tensor, ranks: Tensor) -> Tensor:
+    """Alternatives [n, k] in which the chosen token comes before those as likely: 16-bit logits are often equal.
+
+    Without it, a greedy token need not be the first of its alternatives, nor one of them at all.
+    """
+    token, place = tokens.unsqueeze(1), ranks.unsqueeze(1) - 1
+    at = place.clamp(max=ids.shape[1] - 1)
+    swapped = torch.where(ids == token, ids.gather(1, at), ids).scatter(1, at, token)
+    return torch.where(place == at, swapped, ids)
