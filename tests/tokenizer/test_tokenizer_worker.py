@@ -45,12 +45,13 @@ from minisgl.message.to_scheduler import Add, Stopped, ToScheduler
 from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
 from minisgl.tokenizer.chat_template import ChatTemplates
+from minisgl.tokenizer.constraint import GrammarFitter
 from minisgl.tokenizer.text import TextTokenizer
 from minisgl.tokenizer.worker import admit
 from tokenizer import small
 
 LIMITS = Limits(max_seq_len=32, vocab_size=330)
-GRAMMARS = GrammarValidator({}, time_limit=10.0)
+GRAMMARS = GrammarFitter({}, None, GrammarValidator({}, time_limit=10.0))
 TEMPLATE = "{{ bos_token }}{{ messages[0].content }}{% if messages[0].bad %}{{ 1 / 0 }}{% endif %}"
 USER = {"role": "user", "content": "ab"}
 
@@ -301,6 +302,8 @@ def test_questions_to_the_tokenizer(server: Server) -> None:
         inbox.send(to_tokenizer.Decode(5, pack_ids([330])))
         inbox.send(to_tokenizer.Describe(6))
         inbox.send(to_tokenizer.FlushCache(7))
+        inbox.send(to_tokenizer.Encode(8, TextPrompt("ab" * 100)))
+        inbox.send(to_tokenizer.Encode(9, TextPrompt("a" * 1_000_001)))
         encoded, plain, refused, decoded, outside, described = (server.api.receive() for _ in range(6))
         assert encoded == Encoded(1, pack_ids(ids), ["<s>", "▁hello", "▁", "ab"])
         assert plain == Encoded(2, pack_ids(ids[1:]))
@@ -311,6 +314,11 @@ def test_questions_to_the_tokenizer(server: Server) -> None:
         assert "330" in outside.message
         assert described == Described(6, {"bos_token": "<s>", "chat_template": TEMPLATE})
         assert server.scheduler.receive() == to_scheduler.FlushCache(7)
+        longer, too_long = server.api.receive(), server.api.receive()
+        assert isinstance(longer, Encoded)
+        assert len(longer.ids) > 4 * LIMITS.max_seq_len, "a text may be longer than the context"
+        assert isinstance(too_long, Unanswered)
+        assert "1000000" in too_long.message
     with server.worker("minisgl.tokenizer.detokenizer_worker:run"):
         detokenizer: Outbox[to_detokenizer.ToDetokenizer] = Outbox(server.context, server.addresses.detokenizer)
         detokenizer.send(to_detokenizer.Flushed(7, 12))

@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from minisgl.core import Int32Array, InvalidRequest, Limits, resolve_max_tokens
@@ -36,11 +37,13 @@ from minisgl.message.to_tokenizer import (
 from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
 from minisgl.server.worker import Worker
 from minisgl.tokenizer.bad_words import resolve_bad_words
-from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, special_tokens
+from minisgl.tokenizer.constraint import GrammarFitter
+from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, model_parsers, special_tokens
 from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
+MAX_CHARS_TO_ENCODE = 1_000_000  # of a question; it takes half a second, in which nobody else's prompt moves
 PROMPT_END_TOKENS = 32  # that hold a marker and the line breaks around it, be a token a single character
 
 
@@ -49,7 +52,9 @@ def run(worker: Worker) -> None:
     folder = Path(worker.config.engine.model_path)
     with worker.phase("load tokenizer"):
         tokenizer = TextTokenizer.from_folder(folder)
-        grammars = GrammarValidator(named_tokens(tokenizer.tokenizer))
+        names = named_tokens(tokenizer.tokenizer)
+        form = model_parsers(worker.config).reasoning_format
+        grammars = GrammarFitter(names, form, GrammarValidator(names))
     context = zmq.Context()
     inbox: Inbox[ToTokenizer] = Inbox(
         context,
@@ -81,7 +86,7 @@ def run(worker: Worker) -> None:
 
 
 def admit(
-    request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars: GrammarValidator
+    request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars: GrammarFitter
 ) -> tuple[Accepted | Refused, list[Add]]:
     """The answer to the API server, and what the scheduler is to run: one Add for each of the request's choices."""
     field = prompt_field(request.prompt)
@@ -90,8 +95,10 @@ def admit(
         check_vocabulary(ids, limits)
         max_tokens = resolve_max_tokens(len(ids), request.sampling.max_tokens, limits)
         sampling = resolve_bad_words(request.sampling.with_max_tokens(max_tokens), tokenizer)
+        end = prompt_end(request, ids, tokenizer)
         if sampling.grammar is not None:
-            grammars.validate(sampling.grammar)
+            grammar = grammars.fit(sampling.grammar, request.prompt, end)
+            sampling = msgspec.structs.replace(sampling, grammar=grammar)
     except InvalidRequest as error:
         named = field if error.field == "prompt" else error.field
         return Refused(request.sequences, named, error.message, error.code), []
@@ -107,7 +114,7 @@ def admit(
         for sequence, seed in zip(request.sequences, request.seeds, strict=True)
     ]
     echo = echo_of(request, ids, tokenizer) if request.echo else None
-    return Accepted(request.sequences, packed, echo, prompt_end(request, ids, tokenizer)), adds
+    return Accepted(request.sequences, packed, echo, end), adds
 
 
 def prompt_field(prompt: TextPrompt | IdsPrompt | ChatPrompt) -> str:
@@ -131,23 +138,24 @@ def encode_prompt(
         ids = unpack_ids(prompt.ids)
         return ids if keep is None else ids[-keep:]
     field = prompt_field(prompt)
-    if isinstance(prompt, TextPrompt):
-        text, add_special_tokens = prompt.text, prompt.add_special_tokens
-    else:  # the template has written all special tokens
-        text, add_special_tokens = render(prompt, tokenizer), False
+    text, add_special_tokens = prompt_text(prompt, tokenizer)
     if keep is None:
         return tokenizer.encode_fitting(text, limits.max_seq_len, add_special_tokens, field)
     return tokenizer.encode_last(text, keep, add_special_tokens, field)
 
 
-def render(prompt: ChatPrompt, tokenizer: TextTokenizer) -> str:
-    return tokenizer.render_chat(
+def prompt_text(prompt: TextPrompt | ChatPrompt, tokenizer: TextTokenizer) -> tuple[str, bool]:
+    """The prompt as text, and whether special tokens are added to it: a chat template has written them all."""
+    if isinstance(prompt, TextPrompt):
+        return prompt.text, prompt.add_special_tokens
+    text = tokenizer.render_chat(
         prompt.messages,
         prompt.tools,
         prompt.template_kwargs,
         prompt.add_generation_prompt,
         prompt.continue_final_message,
     )
+    return text, False
 
 
 def echo_of(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> Echo:
@@ -167,10 +175,16 @@ def prompt_end(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> 
 
 
 def reply_to(question: Encode | Decode, tokenizer: TextTokenizer, limits: Limits) -> Reply:
-    """The answer to a question about text and ids."""
+    """The answer to a question about text and ids. A text may be longer than the context."""
     try:
         if isinstance(question, Encode):
-            ids = encode_prompt(question.prompt, tokenizer, limits)
+            text, add_special_tokens = prompt_text(question.prompt, tokenizer)
+            if len(text) > MAX_CHARS_TO_ENCODE:
+                raise InvalidRequest(
+                    prompt_field(question.prompt),
+                    f"the prompt has {len(text)} characters; at most {MAX_CHARS_TO_ENCODE} are tokenized at a time",
+                )
+            ids = tokenizer.encode(text, add_special_tokens)
             return Encoded(question.query, pack_ids(ids), tokenizer.strings(ids) if question.strings else None)
         ids = unpack_ids(question.ids)
         check_vocabulary(ids, limits)

@@ -1,0 +1,69 @@
+"""Fits grammars to a model and a prompt: which tokens their markers are, and whether a thought comes first."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from minisgl.core import Grammar, InvalidRequest
+from minisgl.grammar.text import lark_rule
+from minisgl.grammar.validate import GrammarValidator
+from minisgl.message.to_tokenizer import ChatPrompt, IdsPrompt, TextPrompt
+from minisgl.parsers.constraint import ANY_TEXT, grammar_rule, text_rule
+from minisgl.parsers.reasoning import ReasoningFormat, Start, start_of_answer
+
+FIELD = "grammar"  # the API server knows by what name the client gave it
+_MARKER = re.compile(r'%marker ("(?:[^"\\]|\\.)*")')
+_RULE = re.compile(r"^%grammar (\w+) (\[.*\])$", re.MULTILINE)
+
+
+class GrammarFitter:
+    """For one model: `named_tokens` are those that grammars may name, by id; `form` is how it writes thoughts."""
+
+    def __init__(
+        self, named_tokens: Mapping[int, str], form: ReasoningFormat | None, validator: GrammarValidator
+    ) -> None:
+        self._tokens = {text: index for index, text in named_tokens.items()}
+        self._form = form
+        self._validator = validator
+
+    def fit(self, grammar: Grammar, prompt: TextPrompt | IdsPrompt | ChatPrompt, prompt_end: str) -> Grammar:
+        """The grammar as the model is to follow it after this prompt; InvalidRequest if it cannot be followed."""
+        try:
+            grammar = self._fitted(grammar, prompt, prompt_end)
+        except InvalidRequest as error:
+            raise InvalidRequest(FIELD, error.message) from None
+        self._validator.validate(grammar, FIELD)
+        return grammar
+
+    def _fitted(self, grammar: Grammar, prompt: TextPrompt | IdsPrompt | ChatPrompt, prompt_end: str) -> Grammar:
+        if self._form is not None and isinstance(prompt, ChatPrompt):
+            continued = prompt.messages[-1].get("content", "") if prompt.continue_final_message else ""
+            start = start_of_answer(self._form, prompt_end, continued)
+            if start is not Start.OUTSIDE:
+                grammar = self._after_thought(grammar, self._form, optional=start is Start.UNDECIDED)
+        return Grammar("lark", self._complete(grammar.text)) if grammar.kind == "lark" else grammar
+
+    def _after_thought(self, grammar: Grammar, form: ReasoningFormat, *, optional: bool) -> Grammar:
+        """One that is open already, or else may be opened."""
+        opening = f"{self._token(form.opening)} " if optional else ""
+        if form.closing in self._tokens:
+            thought = [f"thought: {opening}{ANY_TEXT} {self._token(form.closing)}"]
+        else:
+            thought = [f"thought: {opening}thought_text", f"thought_text[suffix={text_rule(form.closing)}]: {ANY_TEXT}"]
+        start = f"start: (thought LINE_BREAKS){'?' if optional else ''} answer"
+        return Grammar("lark", "\n".join([start, r"LINE_BREAKS: /\n*/", *thought, grammar_rule("answer", grammar)]))
+
+    def _complete(self, sketch: str) -> str:
+        """The Lark that a sketch of `parsers.constraint` stands for. One may hold others."""
+        text = _RULE.sub(lambda found: self._rule(found[1], *json.loads(found[2])), sketch)
+        return _MARKER.sub(lambda found: self._token(json.loads(found[1])), text)
+
+    def _rule(self, name: str, kind: str, text: str) -> str:
+        grammar = Grammar(kind, text)  # type: ignore[arg-type]  # as it was before it became JSON
+        return lark_rule(name, Grammar("lark", self._complete(text)) if kind == "lark" else grammar)
+
+    def _token(self, marker: str) -> str:
+        index = self._tokens.get(marker)
+        return text_rule(marker) if index is None else f"<[{index}]>"
