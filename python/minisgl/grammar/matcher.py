@@ -130,7 +130,8 @@ class GrammarMatchers:
         ]
         if len(filled) < len(matchers):
             mask.fill(-1)
-        self._fillers.unsafe_compute_mask_ptr(filled, mask.ctypes.data, mask.shape[1] * mask.itemsize, len(mask))
+        if filled:
+            self._fillers.unsafe_compute_mask_ptr(filled, mask.ctypes.data, mask.shape[1] * mask.itemsize, len(mask))
         for followed, row in filled:
             matcher = constrained[row]
             if matcher is not None and not matcher.is_plain:
