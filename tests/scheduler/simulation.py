@@ -16,11 +16,12 @@ import numpy as np
 from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, Int32Array, LogprobPlan, Logprobs, SamplingParams, StepLogprobs
 from minisgl.kvcache import make_cache
-from minisgl.message.types import LogprobRows
+from minisgl.message.types import LogprobRows, PositionLogprobs
 from minisgl.scheduler.constraints import Matcher, Progress
 from minisgl.scheduler.logprobs import pack_logprobs
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.tokenizer.logprobs import unpack_logprobs
 
 VOCAB = 50
 EOS = 7
@@ -132,6 +133,10 @@ def expected_logprobs(before: list[int], tokens: list[int], top: int) -> Logprob
     return pack_logprobs(np.array(tokens, dtype=np.int32), [logprobs_after(scored, top)])
 
 
+def no_text(_: int) -> bytes:
+    return b""
+
+
 class SimulatedDevice:
     """Slots, page table and KV pool; plans run when their result is asked for, as late as a device may be."""
 
@@ -241,7 +246,7 @@ class World:
     ends: dict[int, str] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     entered: list[int] = field(default_factory=list)  # in their order
-    logprobs: dict[int, list[LogprobRows]] = field(default_factory=dict)  # a row for each token of those who asked
+    logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)  # of each token of those who asked
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -274,9 +279,11 @@ class World:
             assert sequence not in self.ends, "a token after the end"
             self.answers[sequence].append(token)
         ended = {end.sequence for end in report.ended}
-        for sequence, rows in report.logprobs.items():
-            assert sequence in report.sequences
-            self.logprobs.setdefault(sequence, []).append(rows)
+        if report.logprobs is not None:
+            positions = unpack_logprobs(report.logprobs.rows, no_text, report.logprobs.tops)
+            for sequence, position in zip(report.logprobs.sequences, positions, strict=True):
+                assert sequence in report.sequences
+                self.logprobs.setdefault(sequence, []).append(position)
         for sequence, rows in report.prompt_logprobs.items():
             assert sequence not in self.prompt_logprobs, "reported twice"
             assert len(self.answers[sequence]) == 1 or sequence in ended, "neither with the first token nor the end"
@@ -287,13 +294,11 @@ class World:
 
     def check_logprobs(self, sequence: int, prompt: list[int], params: SamplingParams) -> None:
         """Of an ended sequence: one row for each token if asked for, and all of the prompt unless it ended before."""
-        answer, rows = self.answers[sequence], self.logprobs.pop(sequence, [])
+        answer, found = self.answers[sequence], self.logprobs.pop(sequence, [])
         if params.logprobs is None:
-            assert rows == []
+            assert found == []
         else:
-            for at, row in enumerate(rows):
-                assert row == expected_logprobs(prompt + answer[:at], [answer[at]], params.logprobs)
-            assert len(rows) == len(answer)
+            assert found == unpack_logprobs(expected_logprobs(prompt, answer, params.logprobs), no_text)
         scores = self.prompt_logprobs.pop(sequence, None)
         if params.prompt_logprobs is None or len(prompt) == 1:
             assert scores is None

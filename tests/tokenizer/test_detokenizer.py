@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from minisgl.core import FinishReason
 from minisgl.message.to_api import Piece
-from minisgl.message.to_detokenizer import End, Open, StepOutput
+from minisgl.message.to_detokenizer import End, Open, StepOutput, TokenLogprobs
 from minisgl.message.to_scheduler import Stopped
 from minisgl.message.types import LogprobRows, PositionLogprobs, TextOptions, TokenLogprob, pack_ids, unpack_ids
 from minisgl.tokenizer.detokenizer import Detokenizer
@@ -140,15 +140,22 @@ def test_logprobs_travel_with_their_ids_while_text_is_held_back() -> None:
     first, *_ = ids_of("世")
     x = ids_of("x")[0]
     row = LogprobRows(
-        pack_ids([first]),
-        np.array([-0.5], "<f4").tobytes(),
-        pack_ids([3]),
-        pack_ids([x, EOS]),
-        np.array([-0.1, -0.25], "<f4").tobytes(),
+        pack_ids([first, x]),
+        np.array([-0.5, -0.75], "<f4").tobytes(),
+        pack_ids([3, 1]),
+        pack_ids([x, EOS, x, EOS]),
+        np.array([-0.1, -0.25, -0.75, -0.875], "<f4").tobytes(),
     )
     prompt = LogprobRows(pack_ids([x]), np.array([-2.0], "<f4").tobytes(), pack_ids([9]), b"", b"")
-    output = msgspec.structs.replace(step((1, first)), logprobs={1: row, 5: row}, prompt_logprobs={1: prompt})
-    (piece,), _ = detokenizer.apply(output)
+    output = msgspec.structs.replace(
+        step((1, first), (2, x), (3, x), opened={2: TextOptions(), 3: TextOptions()}),
+        logprobs=TokenLogprobs([1, 2], [2, 1], row),
+        prompt_logprobs={1: prompt, 9: prompt},
+    )
+    (piece, second, third), _ = detokenizer.apply(output)
+    chosen = TokenLogprob(x, b"x", -0.75)
+    assert second.logprobs == [PositionLogprobs(chosen, 1, [chosen])]
+    assert third.logprobs == second.prompt_logprobs == []
     assert piece.text == ""
     assert piece.logprobs == [
         PositionLogprobs(

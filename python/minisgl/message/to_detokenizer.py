@@ -27,6 +27,14 @@ class End(msgspec.Struct, frozen=True, array_like=True):
     stop_token: int | None = None  # the token that ended it: not part of the text
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of the tokens of those sequences that ask."""
+
+    sequences: list[int]
+    tops: list[int]  # how many of the alternatives each asks for
+    rows: LogprobRows  # a position for each
+
+
 class StepOutput(msgspec.Struct, frozen=True, tag=True):
     """What a step brought, applied in this order: opened, tokens, ended."""
 
@@ -34,7 +42,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
     sequences: list[int]  # those that got a token
     tokens: PackedIds  # one each
     ended: list[End]
-    logprobs: dict[int, LogprobRows] = {}  # by sequence: of its token in this step
+    logprobs: TokenLogprobs | None = None  # of the tokens, if anybody asks
     prompt_logprobs: dict[int, LogprobRows] = {}  # by sequence: of all but the first token of its prompt
 
 

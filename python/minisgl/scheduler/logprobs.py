@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minisgl.core import Int32Array, LogprobPlan, Logprobs
+from minisgl.core import BoolArray, Int32Array, LogprobPlan, Logprobs
 from minisgl.message.types import LogprobRows, pack_ids
 from minisgl.scheduler.table import SlotTable
 
@@ -29,14 +29,9 @@ def plan_logprobs(
     )
 
 
-def rows_of(logprobs: Logprobs, begin: int, end: int, top: int) -> Logprobs:
+def rows_of(logprobs: Logprobs, rows: slice | BoolArray, top: int) -> Logprobs:
     """Some of the positions, with the first `top` alternatives."""
-    return Logprobs(
-        logprobs.chosen[begin:end],
-        logprobs.ranks[begin:end],
-        logprobs.top_ids[begin:end, :top],
-        logprobs.top[begin:end, :top],
-    )
+    return Logprobs(logprobs.chosen[rows], logprobs.ranks[rows], logprobs.top_ids[rows, :top], logprobs.top[rows, :top])
 
 
 def pack_logprobs(tokens: Int32Array, parts: Sequence[Logprobs]) -> LogprobRows:

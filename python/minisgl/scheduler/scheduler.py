@@ -25,7 +25,7 @@ from minisgl.core import (
 )
 from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.kvcache.pages import PagePool
-from minisgl.message.to_detokenizer import End
+from minisgl.message.to_detokenizer import End, TokenLogprobs
 from minisgl.message.types import LogprobRows
 from minisgl.scheduler.constraints import Grammars, NoGrammars, Progress
 from minisgl.scheduler.logprobs import pack_logprobs, plan_logprobs, rows_of
@@ -56,7 +56,7 @@ class StepReport:
     sequences: list[int]
     tokens: Int32Array
     ended: list[End]
-    logprobs: dict[int, LogprobRows]  # by sequence: of its token
+    logprobs: TokenLogprobs | None  # of the tokens, if anybody asks
     prompt_logprobs: dict[int, LogprobRows]  # by sequence: of its prompt, all at once
 
     def __bool__(self) -> bool:
@@ -107,7 +107,7 @@ class Scheduler:
         self._new_sequences: list[int] = []
         self._new_tokens: Int32Array = np.empty(0, dtype=np.int32)
         self._ended: list[End] = []
-        self._new_logprobs: dict[int, LogprobRows] = {}
+        self._new_logprobs: TokenLogprobs | None = None
         self._new_prompt_logprobs: dict[int, LogprobRows] = {}
 
     # --- requests come and go ---------------------------------------------------------------------------------
@@ -400,18 +400,23 @@ class Scheduler:
     ) -> None:
         """Keep for the report what a step that sampled `tokens` in `slots` found."""
         table = self._table
-        for at, row in enumerate(plan.rows.tolist()):
-            slot = int(slots[row])
-            if table.live[slot]:
-                found = rows_of(logprobs.output, at, at + 1, int(table.top_logprobs[slot]))
-                self._new_logprobs[int(table.sequence[slot])] = pack_logprobs(tokens[row : row + 1], [found])
+        live = table.live[slots[plan.rows]]
+        if live.any():
+            rows = plan.rows[live]
+            self._new_logprobs = TokenLogprobs(
+                table.sequence[slots[rows]].tolist(),
+                table.top_logprobs[slots[rows]].tolist(),
+                pack_logprobs(tokens[rows], [rows_of(logprobs.output, live, plan.top)]),
+            )
         ends = np.cumsum(plan.prompt_lengths)
         for row in np.flatnonzero(plan.prompt_lengths).tolist():
             slot, end = int(batch.slots[row]), int(ends[row])
             if table.live[slot]:
                 begin = end - int(plan.prompt_lengths[row])
                 request = self._request(slot)
-                request.prompt_scores.append(rows_of(logprobs.prompt, begin, end, int(table.top_prompt_logprobs[slot])))
+                request.prompt_scores.append(
+                    rows_of(logprobs.prompt, slice(begin, end), int(table.top_prompt_logprobs[slot]))
+                )
         # The last tokens of a prompt may need one step more than their log-probabilities.
         for slot in slots[table.live[slots] & (table.top_prompt_logprobs[slots] >= 0)].tolist():
             self._report_prompt(self._request(slot))
@@ -435,7 +440,7 @@ class Scheduler:
             self._new_prompt_logprobs,
         )
         self._entered, self._ended = [], []
-        self._new_logprobs, self._new_prompt_logprobs = {}, {}
+        self._new_logprobs, self._new_prompt_logprobs = None, {}
         self._new_sequences, self._new_tokens = [], np.empty(0, dtype=np.int32)
         return report
 
