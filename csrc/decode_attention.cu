@@ -11,7 +11,7 @@
 // thread loads 16 bytes that are contiguous in memory.
 //
 // -DHEAD_DIM: 64 or 128; -DGROUP: query heads of a KV head, at most 8; -DPAGE_SIZE: a power of two; -DCLUSTER: blocks;
-// -DWARPS of a block, at least 2.
+// -DWARPS of a block, at least 2; -DBLOCKS_OF_SM: that registers must be left for.
 #include "common.cuh"
 #include "mma.cuh"
 
@@ -121,7 +121,7 @@ __device__ __forceinline__ void push(float* mine, int rank, float value) {
 }
 
 // grid: (CLUSTER, KV heads, rows). `window`: positions a query sees, itself included; 0: all.
-extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) decode_attention(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_attention(
     const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride,
     const float* cos_sin, const T* q_norm, const T* k_norm, float eps, T* k_cache, T* v_cache, T* out, int window) {
   __shared__ alignas(16) T q[8][STRIDE], new_k[HEAD_DIM], new_v[HEAD_DIM];

@@ -16,7 +16,6 @@ from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 
 _MAX_GROUP = 8  # query heads of a KV head: rows of a tensor-core instruction
 _MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
-_BLOCKS_OF_SM = 2  # to which few rows are divided
 
 
 def fused_decode_missing(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
@@ -40,20 +39,24 @@ class FusedDecode:
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._compiler = Compiler(device)
         self._shape = shape
-        self._kernels: dict[tuple[int, int], Kernel] = {}  # by warps of a block and blocks of a cluster
+        self._kernels: dict[tuple[int, int, int], Kernel] = {}
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
 
     def rows(self, slots: Tensor, lengths: Tensor, page_table: Tensor) -> FusedRows:
         """slots [B] int64; lengths [slots] and page_table [slots, pages] int32, of the slots."""
         units = len(slots) * self._shape.num_kv_heads
         cluster = 1
-        while cluster < _MAX_CLUSTER and 2 * cluster * units <= _BLOCKS_OF_SM * self._num_sms:
+        while cluster < _MAX_CLUSTER and cluster * units <= self._num_sms:
             cluster *= 2
-        warps = 8 if cluster * units <= self._num_sms else 4
-        return FusedRows(self._kernel(warps, cluster), warps, cluster, slots, lengths, page_table)
+        warps, blocks_of_sm = 4, 3
+        if cluster * units <= self._num_sms:
+            warps, blocks_of_sm = 8, 1
+        elif 3 * self._num_sms < cluster * units <= 4 * self._num_sms:
+            blocks_of_sm = 4  # some registers are spilled, but no block has to wait for another's end
+        return FusedRows(self._kernel(warps, cluster, blocks_of_sm), warps, cluster, slots, lengths, page_table)
 
-    def _kernel(self, warps: int, cluster: int) -> Kernel:
-        shape, key = self._shape, (warps, cluster)
+    def _kernel(self, warps: int, cluster: int, blocks_of_sm: int) -> Kernel:
+        shape, key = self._shape, (warps, cluster, blocks_of_sm)
         if key not in self._kernels:
             (self._kernels[key],) = self._compiler.compile(
                 "decode_attention.cu",
@@ -65,6 +68,7 @@ class FusedDecode:
                 PAGE_SIZE=shape.page_size,
                 CLUSTER=cluster,
                 WARPS=warps,
+                BLOCKS_OF_SM=blocks_of_sm,
             )
         return self._kernels[key]
 
