@@ -15,6 +15,7 @@ __device__ __forceinline__ void sort(
   int thread = threadIdx.x, lane = thread & 31, threads = blockDim.x;
   for (int e = thread; e < EXPERTS; e += threads) count[e] = 0;
   __syncthreads();
+#pragma unroll 4
   for (int pair = thread; pair < pairs; pair += threads) atomicAdd(&count[experts[pair]], 1);
   __syncthreads();
   if (thread < 32) {
@@ -37,6 +38,7 @@ __device__ __forceinline__ void sort(
     for (int done = 0; done < count[e]; done += tile_rows)
       tiles[first_tile[e] + done / tile_rows] = {e, start[e] + done, min(tile_rows, count[e] - done), 0};
   __syncthreads();
+#pragma unroll 4
   for (int pair = thread; pair < pairs; pair += threads) order[atomicAdd(&start[experts[pair]], 1)] = pair;
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu.test_gpu_engine import VOCAB, generate, worst_regret
+from gpu.test_gpu_engine import VOCAB, generate, prompts
 from support.tiny_tokenizer import save_byte_tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -45,8 +45,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def regrets(folder: Path, answers: list[list[int]]) -> torch.Tensor:
+    """How far below the oracle's best logit each chosen token was."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().eval()
+    found = []
+    for prompt, answer in zip(prompts() * 2, answers, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(answer, device="cuda")[:, None]).squeeze(1)
+        found.append(logits.max(dim=1).values - chosen)
+    return torch.cat(found)
+
+
 @pytest.mark.parametrize("graph_max_bs", [0, 40])
 def test_greedy_agrees_with_transformers(folder: Path, graph_max_bs: int) -> None:
-    # An expert chosen at a near tie of the router moves the logits further than rounding does.
-    regret = worst_regret(folder, generate(folder, attention_backend="fa", cuda_graph_max_bs=graph_max_bs))
-    assert regret < 0.5
+    found = regrets(folder, generate(folder, attention_backend="fa", cuda_graph_max_bs=graph_max_bs))
+    # An expert chosen at a near tie of the router moves the logits further than rounding does, but seldom.
+    assert (found > 0.15).float().mean() < 0.02
+    assert found.max() < 1.5

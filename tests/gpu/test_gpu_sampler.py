@@ -277,6 +277,19 @@ def test_processed_rows_are_sampled_as_in_torch(sampler: Sampler) -> None:
     assert torch.equal(states[0].lengths, states[1].lengths)
 
 
+def test_rows_do_not_notice_processed_company(sampler: Sampler) -> None:
+    """Rows that ask for nothing get the same tokens in a step that is processed for others."""
+    rows, vocab = 200, 20000
+    logits = (torch.randn(rows, vocab, device="cuda") * 3).to(torch.bfloat16)
+    slots = torch.arange(rows, device="cuda")
+    states = make_state(rows, greedy=20), make_state(rows, greedy=20)
+    for state in states:
+        spread_filters(state, vocab)
+    plain = sampler.sample(logits, slots, states[0], FILTERED)
+    processed = sampler.sample(logits, slots, states[1], SampleKind(False, True, processed=True))
+    assert (plain != processed).float().mean() < 0.01  # sums are taken in another order
+
+
 def test_rows_of_a_wider_matrix(sampler: Sampler) -> None:
     wide = torch.randn(33, 5000, device="cuda").to(torch.bfloat16)
     logits = wide[:, 3:4004]  # neither the rows nor their starts are aligned
