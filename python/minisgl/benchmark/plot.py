@@ -123,12 +123,12 @@ def plot_timelines(
     matplotlib.use("Agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(len(timelines), 1, figsize=(11, 1.9 * len(timelines)), squeeze=False)
+        figure, axes = pyplot.subplots(len(timelines), 1, figsize=(13, 2.1 * len(timelines)), squeeze=False)
         for axis, (title, host, device) in zip(axes[:, 0], timelines, strict=True):
             launches = [span.begin for span in host if span.name == "launch"]
             begin, end = launches[-steps - 1], launches[-1]
             names = list(dict.fromkeys([*(span.name for span in host), *(name for name, _ in device)]))
-            colors = {name: f"C{index}" for index, name in enumerate(names)}
+            colors = {name: pyplot.get_cmap("tab20")(index % 20) for index, name in enumerate(names)}
             for row, spans in ((1, [(span.name, span) for span in host]), (0, device)):
                 for name, span in spans:
                     if span.end > begin and span.begin < end:

@@ -64,7 +64,10 @@ class Ops(Protocol):
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        """x [T, in], weight [out, in], bias [out], residual [T, out] -> x @ weight.T + bias + residual, [T, out]."""
+        """x [T, in], weight [out, in], bias [out], residual [T, out] -> x @ weight.T + bias + residual, [T, out].
+
+        May overwrite the residual.
+        """
         ...
 
     def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -54,7 +54,7 @@ class CudaOps:
         if self._few_rows.takes(x, weight):
             return self._few_rows.product(x, None, weight, bias, residual)
         if residual is not None and bias is None:
-            return torch.addmm(residual, x, weight.t())
+            return residual.addmm_(x, weight.t())  # in place, because cuBLAS would copy the residual first
         y = F.linear(x, weight, bias)
         return y if residual is None else y.add_(residual)
 
