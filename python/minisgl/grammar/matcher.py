@@ -11,6 +11,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -18,13 +19,17 @@ from tokenizers import Tokenizer
 
 from minisgl.core import Grammar, Int32Array, SamplingParams
 from minisgl.grammar.text import to_llguidance
+from minisgl.grammar.threads import compiler_threads
 from minisgl.grammar.vocabulary import PARSER_LIMITS, model_vocabulary
 from minisgl.scheduler.constraints import Matcher, Progress
 
 logger = logging.getLogger(__name__)
 
 MAX_COMPILED = 128  # grammars that are kept for requests to come
-MAX_THREADS = 16
+MAX_THREADS = 16  # that fill masks
+COMPILERS = 2
+
+T = TypeVar("T")
 
 
 class GrammarMatcher:
@@ -101,14 +106,15 @@ class GrammarMatchers:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocabulary: Future[LLTokenizer | None] | None = None
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+        self._pool: ThreadPoolExecutor | None = None
         self._compiled: OrderedDict[Grammar, Future[LLMatcher | None]] = OrderedDict()
-        self._fillers = LLExecutor(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
+        self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._fillers: LLExecutor | None = None
 
     def prepare(self) -> Future[LLTokenizer | None]:
         """Begin to load the vocabulary; returns at once. None comes of it if llguidance cannot use it."""
         if self._vocabulary is None:
-            self._vocabulary = self._pool.submit(self._load_vocabulary)
+            self._vocabulary = self._submit(self._load_vocabulary)
         return self._vocabulary
 
     def start(self, sampling: SamplingParams) -> GrammarMatcher:
@@ -131,12 +137,17 @@ class GrammarMatchers:
         if len(filled) < len(matchers):
             mask.fill(-1)
         if filled:
+            self._fillers = self._fillers or LLExecutor(self._threads)
             self._fillers.unsafe_compute_mask_ptr(filled, mask.ctypes.data, mask.shape[1] * mask.itemsize, len(mask))
         for followed, row in filled:
             matcher = constrained[row]
             if matcher is not None and not matcher.is_plain:
                 matcher.adjust(mask[row], followed)
         return mask[:, : -(-self._vocab_size // 32)]
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        self._pool = self._pool or compiler_threads(COMPILERS)
+        return self._pool.submit(work)
 
     def _load_vocabulary(self) -> LLTokenizer | None:
         try:
@@ -149,7 +160,7 @@ class GrammarMatchers:
         compiled = self._compiled.get(grammar)
         if compiled is None:
             vocabulary = self.prepare()
-            compiled = self._pool.submit(_compiled, grammar, vocabulary)
+            compiled = self._submit(lambda: _compiled(grammar, vocabulary))
             self._compiled[grammar] = compiled
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)

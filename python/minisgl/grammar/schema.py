@@ -21,6 +21,7 @@ from minisgl.core import InvalidRequest
 Json: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
 
 MAX_DEPTH = 64
+MAX_PATTERNS = 8  # that one text must match
 MAX_DIVISOR = 10_000  # of multipleOf, with its point taken away: the automaton has a state for each remainder
 DATA_KEYWORDS = frozenset(("const", "default", "enum", "examples", "required", "type"))  # hold no schemas
 SCHEMA_MAPS = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
@@ -96,6 +97,9 @@ def _prepare(schema: dict[str, Any], field: str) -> dict[str, Any]:
         del prepared["format"]
         others = prepared.get("allOf")
         prepared["allOf"] = [*(others if isinstance(others, list) else []), {"pattern": pattern}]
+    branches = prepared.get("allOf")
+    if isinstance(branches, list) and sum("pattern" in one for one in branches if isinstance(one, dict)) > MAX_PATTERNS:
+        raise InvalidRequest(field, f"allOf may have at most {MAX_PATTERNS} patterns")
     return prepared
 
 

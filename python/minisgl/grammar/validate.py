@@ -18,6 +18,7 @@ from llguidance import LLMatcher
 
 from minisgl.core import Grammar, InvalidRequest
 from minisgl.grammar.text import field_of, to_llguidance
+from minisgl.grammar.threads import compiler_threads
 from minisgl.grammar.vocabulary import PARSER_LIMITS, byte_vocabulary
 
 TIME_LIMIT = 2.0  # seconds for one grammar
@@ -39,7 +40,7 @@ class GrammarValidator:
     def __init__(self, named_tokens: Mapping[int, str], *, time_limit: float = TIME_LIMIT) -> None:
         self._vocabulary = byte_vocabulary(named_tokens)
         self._time_limit = time_limit
-        self._pool = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="grammar")
+        self._pool: ThreadPoolExecutor | None = None  # until there is a grammar
         self._results: OrderedDict[Grammar, _Refusal | None] = OrderedDict()
 
     def validate(self, grammar: Grammar, field: str | None = None) -> None:
@@ -55,6 +56,7 @@ class GrammarValidator:
 
     def _check(self, grammar: Grammar) -> _Refusal | None:
         field = field_of(grammar)
+        self._pool = self._pool or compiler_threads(THREADS)
         try:
             error = self._pool.submit(self._try, grammar).result(timeout=self._time_limit)
         except InvalidRequest as refused:

@@ -1,0 +1,185 @@
+"""Matchers as the scheduler drives them: ends, stop ids, masks of mixed rows, what compiles meanwhile."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from grammar.drawing import EOS, Drawer
+from minisgl.core import Grammar, InvalidRequest, SamplingParams
+from minisgl.grammar.matcher import MAX_COMPILED, GrammarMatcher, GrammarMatchers
+from minisgl.grammar.text import lark_rule
+from minisgl.grammar.validate import GrammarValidator
+from minisgl.scheduler.constraints import Progress
+
+LETTERS = Grammar("regex", "[ab]{2,3}")
+
+
+def start(drawer: Drawer, grammar: Grammar, **sampling: object) -> GrammarMatcher:
+    return drawer.matchers.start(SamplingParams(grammar=grammar, **sampling))  # type: ignore[arg-type]
+
+
+def ids_of(drawer: Drawer, *texts: str) -> list[int]:
+    return [drawer.tokenizer.token_to_id(text) for text in texts]
+
+
+def allowed(drawer: Drawer, matcher: GrammarMatcher) -> set[str]:
+    return {drawer.tokenizer.id_to_token(index) for index in np.flatnonzero(drawer.allowed(matcher))}
+
+
+def advance(drawer: Drawer, matcher: GrammarMatcher, text: str) -> Progress:
+    (progress,) = drawer.matchers.advance([matcher], np.array(ids_of(drawer, text), dtype=np.int32))
+    return progress
+
+
+def test_ends_are_allowed_where_the_grammar_accepts_one(drawer: Drawer) -> None:
+    matcher = start(drawer, LETTERS)
+    assert {"a", "b"} <= allowed(drawer, matcher)
+    assert EOS not in allowed(drawer, matcher)
+    assert advance(drawer, matcher, "a") is Progress.OPEN
+    assert EOS not in allowed(drawer, matcher)
+    assert advance(drawer, matcher, "b") is Progress.OPEN
+    assert EOS in allowed(drawer, matcher)
+    assert advance(drawer, matcher, EOS) is Progress.COMPLETE
+    matcher = start(drawer, LETTERS)
+    assert [advance(drawer, matcher, letter) for letter in "aba"] == [Progress.OPEN, Progress.OPEN, Progress.COMPLETE]
+    matcher = start(drawer, LETTERS)
+    assert advance(drawer, matcher, EOS) is Progress.FAILED
+    matcher = start(drawer, LETTERS)
+    assert advance(drawer, matcher, "c") is Progress.FAILED
+
+
+def test_ignore_eos_takes_ends_away_as_long_as_anything_can_follow(drawer: Drawer) -> None:
+    matcher = start(drawer, LETTERS, ignore_eos=True)
+    advance(drawer, matcher, "a")
+    advance(drawer, matcher, "b")
+    assert EOS not in allowed(drawer, matcher)
+    assert allowed(drawer, start(drawer, Grammar("regex", ""), ignore_eos=True)) == {EOS}
+
+
+def test_own_stop_ids_are_allowed_only_where_an_end_is(drawer: Drawer) -> None:
+    stop = ids_of(drawer, "c", "b")
+    matcher = start(drawer, LETTERS, stop_token_ids=tuple(stop))
+    assert not {"b", "c"} & allowed(drawer, matcher), "neither a foreign token nor one of the grammar"
+    assert advance(drawer, matcher, "a") is Progress.OPEN
+    assert "b" in allowed(drawer, matcher), "behind it the grammar accepts an end"
+    assert "c" not in allowed(drawer, matcher)
+    assert advance(drawer, matcher, "a") is Progress.OPEN
+    assert {"a", "b", "c", EOS} <= allowed(drawer, matcher)
+    assert advance(drawer, matcher, "c") is Progress.COMPLETE
+    matcher = start(drawer, LETTERS, stop_token_ids=tuple(stop), ignore_eos=True)
+    advance(drawer, matcher, "a")
+    advance(drawer, matcher, "a")
+    assert EOS not in allowed(drawer, matcher)
+    assert "c" in allowed(drawer, matcher)
+
+
+def test_rows_of_a_mask_are_independent(drawer: Drawer) -> None:
+    words = -(-drawer.vocab_size // 32)
+    matchers = [start(drawer, LETTERS), None, start(drawer, Grammar("regex", "[cd]")), None]
+    mask = drawer.matchers.mask(matchers)
+    assert mask.shape == (4, words)
+    assert mask.dtype == np.int32
+    assert (mask[1] == -1).all()
+    assert (mask[3] == -1).all()
+    for row in (0, 2):
+        (alone,) = drawer.matchers.mask([matchers[row]])
+        assert (mask[row] == alone).all()
+    assert (mask[0] != mask[2]).any()
+
+
+def test_requests_with_one_grammar_do_not_disturb_each_other(drawer: Drawer) -> None:
+    first, second = start(drawer, LETTERS), start(drawer, LETTERS)
+    advance(drawer, first, "a")
+    advance(drawer, first, "b")
+    assert EOS in allowed(drawer, first)
+    assert EOS not in allowed(drawer, second)
+
+
+def test_more_grammars_than_are_kept(drawer: Drawer) -> None:
+    matchers = [start(drawer, Grammar("regex", f"a{{{count}}}")) for count in range(1, MAX_COMPILED + 20)]
+    assert all("a" in allowed(drawer, matcher) for matcher in matchers)
+
+
+def test_a_vocabulary_larger_than_the_models_logits(drawer: Drawer) -> None:
+    eos = drawer.eos
+    small = GrammarMatchers(lambda: drawer.tokenizer, vocab_size=300, eos_token_ids=[eos], threads=1)
+    assert small.mask([small.start(SamplingParams(grammar=LETTERS))]).shape == (1, 10)
+
+
+def test_a_tokenizer_that_llguidance_cannot_use_fails_requests_and_nothing_else() -> None:
+    def load() -> Tokenizer:
+        return Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))
+
+    matchers = GrammarMatchers(load, vocab_size=64, eos_token_ids=[1])
+    matcher = matchers.start(SamplingParams(grammar=LETTERS))
+    mask = matchers.mask([matcher, None])
+    assert (mask[1] == -1).all()
+    (progress,) = matchers.advance([matcher], np.array([0], dtype=np.int32))
+    assert progress is Progress.FAILED
+
+
+@pytest.mark.parametrize(
+    ("grammar", "texts"),
+    [
+        (Grammar("choice", '["yes", "no", "yes indeed", "a/b\\n\\"c\\""]'), {"yes", "no", "yes indeed", 'a/b\n"c"'}),
+        (Grammar("regex", "(red|green) apples?"), {"red apple", "red apples", "green apple", "green apples"}),
+        (Grammar("ebnf", 'root ::= ("x" | "y") "!"{1,2}'), {"x!", "x!!", "y!", "y!!"}),
+        (Grammar("lark", 'start: "x" (A | "c")\nA: /[ab]/'), {"xa", "xb", "xc"}),
+        (Grammar("json_schema", '{"enum": ["a", 1, null]}'), {'"a"', "1", "null"}),
+    ],
+    ids=lambda one: one.kind if isinstance(one, Grammar) else None,
+)
+def test_every_kind_allows_its_texts_and_no_others(drawer: Drawer, grammar: Grammar, texts: set[str]) -> None:
+    GrammarValidator({}).validate(grammar)
+    drawn = {drawer.draw(grammar, seed, greedy=False, haste=0.0) for seed in range(60)}
+    assert drawn == texts
+    inner = Grammar("lark", f'start: "<" inner ">"\n{lark_rule("inner", grammar)}')
+    GrammarValidator({}).validate(inner)
+    assert {drawer.draw(inner, seed, greedy=False, haste=0.0) for seed in range(60)} == {f"<{text}>" for text in texts}
+
+
+def test_json_object_is_an_object(drawer: Drawer) -> None:
+    for seed in range(10):
+        text = drawer.draw(Grammar("json_object"), seed, greedy=seed == 0)
+        assert text is None or isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar("regex", "a(?=b)"), "look-around"),
+        (Grammar("regex", r"(a)\1"), "backreferences"),
+        (Grammar("regex", "("), "unclosed"),
+        (Grammar("regex", "x" * 300_000), "262144 characters"),
+        (Grammar("choice", "[]"), "1 to 10000 choices"),
+        (Grammar("choice", '{"a": 1}'), "list of strings"),
+        (Grammar("ebnf", 'root ::= "a" foo'), "no rule 'foo'"),
+        (Grammar("ebnf", "root ::= root"), "allows no text"),
+        (Grammar("lark", "start: <|nothing|>"), "unknown special token"),
+        (Grammar("lark", "begin: "), "start"),
+    ],
+)
+def test_refused_with_its_reason(grammar: Grammar, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        GrammarValidator({}).validate(grammar)
+    assert caught.value.field == "structured_outputs"
+    with pytest.raises(InvalidRequest) as renamed:
+        GrammarValidator({}).validate(grammar, "regex")
+    assert renamed.value.field == "regex"
+
+
+def test_a_grammar_that_takes_too_long_is_refused_in_time() -> None:
+    validator = GrammarValidator({}, time_limit=0.2)
+    hard = Grammar("regex", "(a{1000}){1000}")
+    with pytest.raises(InvalidRequest, match="longer than"):
+        validator.validate(hard)
+    validator.validate(LETTERS)  # others go on
+
+
+def test_grammars_may_name_the_models_special_tokens() -> None:
+    validator = GrammarValidator({5: "<|tool|>", 151_657: "<tool_call>"})
+    validator.validate(Grammar("lark", 'start: <|tool|> "x" <[151657]>'))
