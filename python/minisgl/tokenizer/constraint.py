@@ -6,14 +6,13 @@ import json
 import re
 from collections.abc import Mapping
 
-from minisgl.core import Grammar, InvalidRequest
-from minisgl.grammar.text import lark_rule
+from minisgl.core import Grammar
+from minisgl.grammar.text import field_of, lark_rule
 from minisgl.grammar.validate import GrammarValidator
 from minisgl.message.to_tokenizer import ChatPrompt, IdsPrompt, TextPrompt
 from minisgl.parsers.constraint import ANY_TEXT, grammar_rule, text_rule
 from minisgl.parsers.reasoning import ReasoningFormat, Start, start_of_answer
 
-FIELD = "grammar"  # the API server knows by what name the client gave it
 _MARKER = re.compile(r'%marker ("(?:[^"\\]|\\.)*")')
 _RULE = re.compile(r"^%grammar (\w+) (\[.*\])$", re.MULTILINE)
 
@@ -30,11 +29,9 @@ class GrammarFitter:
 
     def fit(self, grammar: Grammar, prompt: TextPrompt | IdsPrompt | ChatPrompt, prompt_end: str) -> Grammar:
         """The grammar as the model is to follow it after this prompt; InvalidRequest if it cannot be followed."""
-        try:
-            grammar = self._fitted(grammar, prompt, prompt_end)
-        except InvalidRequest as error:
-            raise InvalidRequest(FIELD, error.message) from None
-        self._validator.validate(grammar, FIELD)
+        field = field_of(grammar)
+        grammar = self._fitted(grammar, prompt, prompt_end)
+        self._validator.validate(grammar, field)
         return grammar
 
     def _fitted(self, grammar: Grammar, prompt: TextPrompt | IdsPrompt | ChatPrompt, prompt_end: str) -> Grammar:
@@ -53,7 +50,7 @@ class GrammarFitter:
         else:
             thought = [f"thought: {opening}thought_text", f"thought_text[suffix={text_rule(form.closing)}]: {ANY_TEXT}"]
         start = f"start: (thought LINE_BREAKS){'?' if optional else ''} answer"
-        return Grammar("lark", "\n".join([start, r"LINE_BREAKS: /\n*/", *thought, grammar_rule("answer", grammar)]))
+        return Grammar("lark", "\n".join([start, r"LINE_BREAKS: /\n{0,2}/", *thought, grammar_rule("answer", grammar)]))
 
     def _complete(self, sketch: str) -> str:
         """The Lark that a sketch of `parsers.constraint` stands for. One may hold others."""

@@ -16,7 +16,7 @@ from minisgl.server.api.chat_writer import ChatOptions, ChatWriter
 from minisgl.server.api.client import Job
 from minisgl.server.api.errors import invalid_request
 from minisgl.server.api.messages import Message, template_messages
-from minisgl.server.api.schema import ChatBody
+from minisgl.server.api.schema import GRAMMAR_FIELDS, ChatBody
 from minisgl.server.api.tools import ToolUse, tool_use
 
 
@@ -44,14 +44,15 @@ def chat_answer(body: ChatBody, limits: Limits, parsers: Parsers, model: str) ->
 
 def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, messages: list[Message]) -> Job:
     limit_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    field_names = {"prompt": "messages", "max_tokens": limit_field, "grammar": body.grammar_field}
+    field_names = {"prompt": "messages", "max_tokens": limit_field}
     try:
         sampling = body.sampling(limits)
     except InvalidRequest as error:
         raise invalid_request(error, field_names) from None
+    field_names |= body.grammar_names
     if grammar := _calls_grammar(parsers, use, sampling.grammar):
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
-        field_names["structured_outputs"] = "tools"
+        field_names |= dict.fromkeys(GRAMMAR_FIELDS, "tools")
     keep = parsers.markers(tools=bool(use.schemas), reasoning=body.separate_reasoning)
     return Job(
         [_prompt(body, use, messages)],

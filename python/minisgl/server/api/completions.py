@@ -32,7 +32,7 @@ def completion_job(body: CompletionBody, limits: Limits) -> Job:
         body.priority,
         truncate=truncate,
         echo=body.echo,
-        field_names={"grammar": body.grammar_field},
+        field_names=body.grammar_names,
         cache_salt=body.cache_salt or "",
     )
 

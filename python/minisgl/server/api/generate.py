@@ -25,7 +25,7 @@ def generate_job(body: GenerateBody, limits: Limits) -> Job:
         sampling,
         body.text_options(),
         body.priority,
-        field_names={"grammar": body.grammar_field},
+        field_names=body.grammar_names,
         truncate=truncate,
         cache_salt=body.cache_salt or "",
     )

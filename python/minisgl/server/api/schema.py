@@ -27,6 +27,7 @@ MAX_CHOICES = 64
 MAX_PRIORITY = 1000
 MAX_CACHE_SALT_CHARS = 1024
 MAX_MESSAGES = 65_536
+GRAMMAR_FIELDS = ("grammar", "response_format", "structured_outputs")  # in the refusals of grammars
 MAX_TOKENS_TO_DECODE = 1_000_000
 
 _ZERO = (0,)
@@ -183,9 +184,9 @@ class RequestBody(Body):
         return the_one_grammar(self._grammars())
 
     @property
-    def grammar_field(self) -> str:
-        """The field that says so, as the client wrote it."""
-        return next(iter(self._grammars()), "grammar")
+    def grammar_names(self) -> dict[str, str]:
+        """What a refused grammar is called by the workers -> the field that it came from."""
+        return dict.fromkeys(GRAMMAR_FIELDS, next(iter(self._grammars()), GRAMMAR_FIELDS[0]))
 
     def _grammars(self) -> dict[str, Grammar]:
         found = {

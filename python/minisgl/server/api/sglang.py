@@ -56,8 +56,7 @@ def sglang_job(body: SglangBody, limits: Limits) -> Job:
         raise invalid_request(error, names) from None
     except ApiError as error:
         raise invalid(clients_name(error.detail.param or "", names), error.detail.message) from None
-    grammar = job.field_names["grammar"]
-    return replace(job, field_names=names | {"grammar": names.get(grammar, grammar)})
+    return replace(job, field_names={ours: names.get(name, name) for ours, name in job.field_names.items()} | names)
 
 
 ScoredToken = tuple[float | None, int, str | None]  # log-probability, id, text
