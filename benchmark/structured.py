@@ -20,6 +20,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from minisgl.benchmark.arguments import (
     add_engine_arguments,
     add_output_arguments,
@@ -67,7 +69,7 @@ def measure(options: EngineOptions, args: Namespace) -> dict[str, Any]:
             grammar=Grammar("json_schema", json.dumps(SCHEMA)),
         ),
     }
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = {"batch_sizes": {}}
     with LLM(
         options.model,
         dtype=options.dtype,
@@ -84,6 +86,8 @@ def measure(options: EngineOptions, args: Namespace) -> dict[str, Any]:
         tp_size=options.tp_size,
         cache_type="naive",
     ) as llm:
+        figures["start"] = {name: round(seconds, 1) for name, seconds in llm.phases.items()}
+        bar = tqdm(total=len(args.batch_sizes) * (args.runs + 1) * len(sampling), desc="Structured", unit="run")
         for size in args.batch_sizes:
             rates: dict[str, list[float]] = {name: [] for name in sampling}
             for run in range(args.runs + 1):
@@ -94,15 +98,17 @@ def measure(options: EngineOptions, args: Namespace) -> dict[str, Any]:
                     seconds = time.perf_counter() - begin
                     if any(len(answer["token_ids"]) != args.new for answer in answers):
                         raise RuntimeError(f"{name}: an answer ended early: {answers[0]['finish_reason']}")
+                    bar.update()
                     if run > 0:  # the first warms up
                         rates[name].append(size * args.new / seconds)
-            figures[str(size)] = rates
+            figures["batch_sizes"][size] = rates
+        bar.close()
     return figures
 
 
 def print_results(figures: dict[str, Any]) -> None:
     rows = []
-    for size, rates in figures.items():
+    for size, rates in figures["batch_sizes"].items():
         free, constrained = (statistics.median(rates[name]) for name in ("free", "json_schema"))
         rows.append(
             [
@@ -110,8 +116,8 @@ def print_results(figures: dict[str, Any]) -> None:
                 free,
                 constrained,
                 f"{constrained / free:.1%}",
-                int(size) / free * 1e3,
-                int(size) / constrained * 1e3,
+                size / free * 1e3,
+                size / constrained * 1e3,
             ]
         )
     print(table(["batch size", "free tok/s", "schema tok/s", "share", "free ms/token", "schema ms/token"], rows))
@@ -123,7 +129,7 @@ def with_tokenizer(folder: Path, tokenizer: Path) -> None:
         shutil.copy(tokenizer / name, folder / name)
     special = json.loads((tokenizer / "generation_config.json").read_text())
     config = json.loads((folder / "config.json").read_text())
-    config |= {name: special[name] for name in ("bos_token_id", "eos_token_id")}
+    config |= {name: special.get(name) for name in ("bos_token_id", "eos_token_id")}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
