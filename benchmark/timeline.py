@@ -156,7 +156,9 @@ def measure(loop: StepLoop, rows: int, prompt_tokens: int, first_sequence: int) 
 
 
 def short(kernel: str) -> str:
-    """A kernel's name without its types."""
+    """A kernel's name without its types; the many names of cuBLAS's products are one."""
+    if kernel.startswith(("nvjet", "void cublas", "void splitKreduce")):
+        return "cuBLAS product"
     name = re.sub(r"^void ", "", kernel).split("(")[0]
     return re.sub(r"<.*", "", name).rpartition("::")[2] or kernel[:40]
 

@@ -64,6 +64,7 @@ class StepRunner:
         self.ops = ops
         self.sampler = sampler
         self.fused = fused  # attends in the backend's place in captured decodes
+        self._row_numbers = torch.arange(len(state.lengths) + 1, dtype=torch.int32, device=state.device)
 
     def forward(self, batch: Batch) -> Forwarded:
         """The model's work."""
@@ -174,7 +175,7 @@ class StepRunner:
         inputs = AttentionInputs(
             query_lens=np.ones(rows, dtype=np.int32),
             kv_lens=kv_lens,
-            query_starts=torch.arange(rows + 1, dtype=torch.int32, device=state.device),
+            query_starts=self._row_numbers[: rows + 1],
             kv_lens_device=made.kv_lens,
             page_table=made.page_table,
         )
