@@ -42,6 +42,11 @@ class Limits(msgspec.Struct, frozen=True):
     max_seq_len: int  # tokens, prompt and output together
     vocab_size: int  # token ids are 0 .. vocab_size - 1
 
+    @property
+    def context_limit(self) -> str:
+        """How a refusal for length ends: in OpenAI's words, because clients look for them."""
+        return f"this model's maximum context length is {self.max_seq_len} tokens, the answer included"
+
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_CHARS = 1024
@@ -217,7 +222,7 @@ def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits) 
     if room < (0 if max_tokens == 0 else 1):
         raise InvalidRequest(
             "prompt",
-            f"the prompt has {prompt_len} tokens, but the context holds {limits.max_seq_len} with the answer",
+            f"the prompt has {prompt_len} tokens, but {limits.context_limit}",
             CONTEXT_LENGTH_EXCEEDED,
         )
     if max_tokens is None:
@@ -225,8 +230,7 @@ def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits) 
     if max_tokens > room:
         raise InvalidRequest(
             "max_tokens",
-            f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, "
-            f"but the context holds {limits.max_seq_len} together",
+            f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, but {limits.context_limit}",
             CONTEXT_LENGTH_EXCEEDED,
         )
     return max_tokens

@@ -130,7 +130,7 @@ def test_a_chat_goes_through_the_template(tokenizer: TextTokenizer) -> None:
     [
         (TextPrompt("a" * 40), {"max_tokens": None}, "prompt", "32"),
         (TextPrompt("a" * 20), {"max_tokens": 30}, "max_tokens", "32"),
-        (TextPrompt("世" * 40), {}, "prompt", "holds 32"),
+        (TextPrompt("世" * 40), {}, "prompt", "32"),
         (IdsPrompt(b""), {}, "prompt", "at least one token"),
         (IdsPrompt(pack_ids([1, 330, 999])), {}, "prompt", "330"),
         (IdsPrompt(pack_ids([1, -1])), {}, "prompt", "-1"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from minisgl.core import CONTEXT_LENGTH_EXCEEDED, Int32Array, InvalidRequest
+from minisgl.core import CONTEXT_LENGTH_EXCEEDED, Int32Array, InvalidRequest, Limits
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.files import load_tokenizer
 from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, special_tokens
@@ -41,25 +41,18 @@ class TextTokenizer:
         """The ids of a text, with the special tokens (BOS) that the model's tokenizer adds unless told not to."""
         return self._encode(text, add_special_tokens, field)
 
-    def encode_fitting(self, text: str, max_tokens: int, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
-        """The ids of a text. InvalidRequest if it surely has more than `max_tokens`, without encoding it whole."""
+    def encode_fitting(self, text: str, limits: Limits, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
+        """The ids of a text. InvalidRequest if it surely exceeds the context, without encoding it whole."""
+        max_tokens = limits.max_seq_len
         probe = max_tokens * CHARS_PER_TOKEN
         if len(text) > probe:
             if len(text) > max_tokens * self._longest_token:
-                raise InvalidRequest(
-                    field,
-                    f"the prompt has {len(text)} characters, which are more than the {max_tokens} tokens "
-                    f"that the context holds with the answer",
-                    CONTEXT_LENGTH_EXCEEDED,
-                )
-            found = len(self._encode(text[:probe], add_special_tokens, field))
-            if self._outnumbers(found, max_tokens):
-                raise InvalidRequest(
-                    field,
-                    f"the first {probe} of the prompt's {len(text)} characters are {found} tokens, "
-                    f"but the context holds {max_tokens} with the answer",
-                    CONTEXT_LENGTH_EXCEEDED,
-                )
+                found = f"the prompt has {len(text)} characters, certainly too many"
+                raise InvalidRequest(field, f"{found}, but {limits.context_limit}", CONTEXT_LENGTH_EXCEEDED)
+            count = len(self._encode(text[:probe], add_special_tokens, field))
+            if self._outnumbers(count, max_tokens):
+                found = f"the first {probe} of the prompt's {len(text)} characters are {count} tokens"
+                raise InvalidRequest(field, f"{found}, but {limits.context_limit}", CONTEXT_LENGTH_EXCEEDED)
         return self._encode(text, add_special_tokens, field)
 
     def encode_last(self, text: str, num_tokens: int, add_special_tokens: bool, field: str = "prompt") -> Int32Array:

@@ -140,7 +140,7 @@ def encode_prompt(
     field = prompt_field(prompt)
     text, add_special_tokens = prompt_text(prompt, tokenizer)
     if keep is None:
-        return tokenizer.encode_fitting(text, limits.max_seq_len, add_special_tokens, field)
+        return tokenizer.encode_fitting(text, limits, add_special_tokens, field)
     return tokenizer.encode_last(text, keep, add_special_tokens, field)
 
 

@@ -49,7 +49,7 @@ def parse_prompt(
         if len(value) >= limits.max_seq_len and not cut:
             raise InvalidRequest(
                 param,
-                f"{param} has {len(value)} tokens, but the context holds {limits.max_seq_len} with the answer",
+                f"{param} has {len(value)} tokens, but {limits.context_limit}",
                 CONTEXT_LENGTH_EXCEEDED,
             )
         # Of a prompt that is cut, nobody sees more than this of its end.
