@@ -103,6 +103,13 @@ def test_serve_at_several_rates(tmp_path: Path):
         assert (figures["requests"], figures["errors"], figures["ttft_ms"]["count"]) == (4, 0, 4)
 
 
+def test_structured(tmp_path: Path):
+    work = ("--batch-sizes", "2", "--prompt", "4", "--new", "6", "--runs", "1", "--num-pages", "100")
+    stdout, results = run(tmp_path, "structured", *work, "--dtype", "float32")
+    assert "schema tok/s" in stdout
+    assert {kind: len(rates) for kind, rates in results["batch_sizes"]["2"].items()} == {"free": 1, "json_schema": 1}
+
+
 def test_serve_says_why_it_cannot(tmp_path: Path):
     command = [sys.executable, str(SCRIPTS / "serve.py"), "--", sys.executable, "-c", "print('out of luck'); exit(3)"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -120,7 +127,7 @@ def test_pipeline(tmp_path: Path):
     assert figures["tokens_per_event"] >= 1
 
 
-@pytest.mark.parametrize("script", ["offline", "latency", "serve", "pipeline"])
+@pytest.mark.parametrize("script", ["offline", "latency", "serve", "pipeline", "structured"])
 def test_help(script: str):
     done = subprocess.run([sys.executable, str(SCRIPTS / f"{script}.py"), "--help"], capture_output=True, text=True)
     assert done.returncode == 0
