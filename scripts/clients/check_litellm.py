@@ -68,7 +68,7 @@ def main() -> None:
         except kind:
             continue
         raise AssertionError(f"{change} was answered without {kind}")
-    print(f"litellm {litellm.__name__}: fine; it said {text!r}")
+    print(f"litellm: fine; it said {text!r}")
 
 
 main()

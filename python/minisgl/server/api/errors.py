@@ -102,7 +102,8 @@ def shutting_down(reason: str | None) -> ApiError:
 def unauthorized() -> ApiError:
     return ApiError(
         401,
-        "the request must carry one of the server's API keys, as `Authorization: Bearer KEY`",
+        # Begins in OpenAI's words, because clients look for them.
+        "Incorrect API key provided: the server wants one of its keys, as `Authorization: Bearer KEY`",
         code="invalid_api_key",
         headers={"www-authenticate": "Bearer"},
     )
