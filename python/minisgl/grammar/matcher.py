@@ -143,7 +143,7 @@ class GrammarMatchers:
             matcher = constrained[row]
             if matcher is not None and not matcher.is_plain:
                 matcher.adjust(mask[row], followed)
-        return mask[:, : -(-self._vocab_size // 32)]
+        return np.ascontiguousarray(mask[:, : -(-self._vocab_size // 32)])
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         self._pool = self._pool or compiler_threads(COMPILERS)
