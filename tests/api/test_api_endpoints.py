@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.message.to_tokenizer import Abort, ChatPrompt, Encode, FlushCache, Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import unpack_ids
+from minisgl.server.api.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hello there"}
@@ -246,9 +248,10 @@ def test_abort_by_id(server: RunningServer, stream: bool) -> None:
             request = {"prompt": "endless", "stream": stream, "n": 2}
             answers.append(server.post("/v1/completions", json=request, headers={"x-request-id": "mine"}))
 
+        generated = server.client.metrics.generation_tokens
         thread = threading.Thread(target=ask)
         thread.start()
-        server.engine.wait_for(Generate)
+        wait_until(lambda generated=generated: server.client.metrics.generation_tokens > generated)  # type: ignore[misc]
         path = "/abort_request" if "rid" in body else "/abort"
         wait_until(lambda path=path, body=body: server.post(path, json=body).json() == {"aborted": 1})  # type: ignore[misc]
         thread.join(5)
@@ -310,3 +313,14 @@ def test_ids_of_the_tokens(server: RunningServer) -> None:
     tokens = server.post("/tokenize", json={"prompt": "a bb ccc"}).json()["tokens"]
     server.post("/v1/completions", json={"prompt": tokens})
     assert unpack_ids(server.engine.of_type(Generate)[-1].prompt.ids).tolist() == tokens
+
+
+# --- docs ---
+
+
+def test_the_docs_name_every_route_and_field(server: RunningServer) -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+    paths = {route.path.partition("/{")[0] for route in server.app.routes}  # type: ignore[attr-defined]
+    assert [path for path in sorted(paths) if path not in docs] == []
+    fields = ChatBody.model_fields | CompletionBody.model_fields | GenerateBody.model_fields | SglangBody.model_fields
+    assert [name for name in fields if f"`{name}`" not in docs] == []
