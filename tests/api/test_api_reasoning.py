@@ -71,7 +71,8 @@ def test_thought_is_streamed(qwen: RunningServer) -> None:
     assert all(delta == {"reasoning": delta["reasoning"], "reasoning_content": delta["reasoning"]} for delta in thought)
     assert "".join(delta["reasoning"] for delta in thought) == "Hm."
     assert "".join(delta.get("content", "") for delta in deltas) == "Hello you."
-    assert deltas.index(thought[-1]) < deltas.index({"content": "Hello"})
+    first = next(delta for delta in deltas if delta.get("content"))  # perhaps of several tokens: the machine is busy
+    assert deltas.index(thought[-1]) < deltas.index(first)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_echo(qwen: RunningServer) -> None:
     assert message(qwen, body | {"echo": True})["content"] == f"{begun}!?"
     chunks = parse_events(qwen.post(PATH, json=body | {"echo": True, "stream": True}).text)
     texts = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
-    assert texts[:3] == ["", begun, "!"]
+    assert (texts[:2], "".join(text or "" for text in texts[2:])) == (["", begun], "!?")
     assert message(qwen, say("!?", echo=True))["content"] == "!?"  # there is nothing that the answer continues
 
 
