@@ -49,8 +49,8 @@ class FusedDecode:
         while cluster < _MAX_CLUSTER and cluster * units <= self._num_sms:
             cluster *= 2
         warps, blocks_of_sm = 4, 3
-        if cluster * units <= self._num_sms:
-            warps, blocks_of_sm = 8, 1
+        if 2 * cluster * units <= self._num_sms:
+            warps, blocks_of_sm = 8, 1  # a lone row leaves multiprocessors idle
         elif 3 * self._num_sms < cluster * units <= 4 * self._num_sms:
             blocks_of_sm = 4  # some registers are spilled, but no block has to wait for another's end
         return FusedRows(self._kernel(warps, cluster, blocks_of_sm), warps, cluster, slots, lengths, page_table)

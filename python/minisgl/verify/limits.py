@@ -7,6 +7,8 @@ two such computations is sqrt(2) of it:
 
     expected = u * sqrt(2 * ROUNDINGS * layers)
 
+transformers adds the experts of a token one after another in the dtype: as many roundings more in a layer of experts.
+
 The limits are multiples of that. Sums over thousands of products in another order add to it in float32 (the narrower
 dtypes are summed in float32, which hides it), so float32 has `SUMMATION` times more room. All is relative to the
 standard deviation of the position's logits over the vocabulary: a limit on the root mean square of the difference,
@@ -46,9 +48,9 @@ class Tolerance:
         return self.rms
 
 
-def tolerance(dtype: str, num_layers: int, factor: float = 1.0) -> Tolerance:
+def tolerance(dtype: str, num_layers: int, factor: float = 1.0, *, experts_per_token: int = 0) -> Tolerance:
     """For a model of so many layers computed in this dtype on both sides; `factor` widens it."""
-    rms = factor * RMS_ROOM * _UNIT_ROUNDOFF[dtype] * math.sqrt(2 * ROUNDINGS * num_layers)
+    rms = factor * RMS_ROOM * _UNIT_ROUNDOFF[dtype] * math.sqrt(2 * (ROUNDINGS + experts_per_token) * num_layers)
     if dtype == "float32":
         rms *= SUMMATION
     return Tolerance(rms, LARGEST_ROOM * rms)

@@ -94,7 +94,10 @@ def _verify(args: argparse.Namespace) -> int:
         bar.set_description("ours")
         ours = ask_ourselves(engine, scheduling, model, answers, progress=bar.update)
         bar.close()
-        limits = tolerance(str(dtype).removeprefix("torch."), model.num_layers, args.tolerance)
+        experts = model.moe.experts_per_token if model.moe else 0
+        limits = tolerance(
+            str(dtype).removeprefix("torch."), model.num_layers, args.tolerance, experts_per_token=experts
+        )
         report = judge(answers, ours, limits)
         if args.json:
             about = {"model": args.model, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
