@@ -117,7 +117,7 @@ def test_every_row_gets_what_it_asked_for(folder: Path, graph: int | None) -> No
 
 
 def test_seeded_rows_do_not_notice_processed_company(folder: Path) -> None:
-    """The same tokens beside rows with penalties as beside plain ones. As many rows, because bf16 logits depend on it."""
+    """The same tokens beside rows with penalties as beside plain ones; as many, because bf16 logits depend on it."""
     prompts, params = requests()
     seeded = [index for index, one in enumerate(params) if one.temperature > 0]
     plain = [

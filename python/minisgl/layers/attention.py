@@ -15,8 +15,9 @@ from minisgl.models.config import ModelConfig
 
 
 class Attention(nn.Module):
-    """x + attention(norm(x)): [T, hidden_size] -> [T, hidden_size]. A rank has an even share of the query heads and the KV heads behind it.
+    """x + attention(norm(x)): [T, hidden_size] -> [T, hidden_size].
 
+    A rank has an even share of the query heads and the KV heads behind it.
     `qk_norm`: each head of q and k is RMS-normed before its rotation (Qwen3).
     """
 

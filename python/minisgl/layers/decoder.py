@@ -29,12 +29,12 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         x = self.self_attn(x, self.input_layernorm, ctx)
-        x = self.mlp(x, self.post_attention_layernorm, ctx)
-        return x
+        y: Tensor = self.mlp(x, self.post_attention_layernorm, ctx)
+        return y
 
 
 class Decoder(nn.Module):
-    """[T] token ids -> [S, hidden_size]: the states of the tokens that sample, which `norm` is still to be applied to."""
+    """[T] token ids -> [S, hidden_size]: the states of the tokens that sample, before `norm`."""
 
     def __init__(
         self,
