@@ -166,9 +166,8 @@ def run_each_engine(
 
 
 def _search(folders: list[str]) -> None:
-    """Let imports look here first, in this process and those that it starts, and never among the scripts."""
-    scripts = str(Path(sys.argv[0]).resolve().parent)  # one has the name of a package that transformers looks for
-    sys.path[:] = folders + [folder for folder in sys.path if folder != scripts]
+    """Let imports look here first, in this process and those that it starts."""
+    sys.path[:0] = folders
     if folders:
         os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 

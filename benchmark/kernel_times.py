@@ -4,8 +4,8 @@ Times are of graph replays, so launches from Python do not count; what cannot be
 that a step finds in DRAM are rotated so that the L2 cache does not hold them. The memory's speed is that of a large
 copy in the same run.
 
-    python benchmark/kernels.py
-    python benchmark/kernels.py --only sampling
+    python benchmark/kernel_times.py
+    python benchmark/kernel_times.py --only sampling
 """
 
 from __future__ import annotations
