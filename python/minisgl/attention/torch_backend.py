@@ -21,11 +21,11 @@ from minisgl.kvcache.pool import KVPool
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """R rows of one query each, padded to the longest of them, L: at the end, or with a window at the front."""
+    """R rows of one query each, padded at the end to the longest of them: L = pages x page_size positions."""
 
     tokens: Tensor | None  # [R] int64: where their queries stand in the step; None if they are the whole step
-    kv_slots: Tensor  # [R, L] int64
-    mask: Tensor  # [R, 1, 1, L] bool: true within the row's length
+    pages: Tensor  # [R, pages] int32, those that a query sees
+    mask: Tensor  # [R, 1, 1, L] bool: true where it sees a position
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class PrefillRow:
     """One row of several queries, and the L last positions that they attend to."""
 
     tokens: slice  # its queries
-    kv_slots: Tensor  # [L] int64
+    pages: Tensor  # [pages] int32
+    positions: slice  # of those in the pages
     mask: Tensor | None  # [queries, L] bool; None where the row starts at position 0 and plain causal holds
 
 
@@ -71,7 +72,7 @@ class TorchAttention:
     def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
         assert isinstance(plan, TorchPlan)
         view = self._view(plan, window)
-        keys, values = kv.keys(layer).flatten(0, 1), kv.values(layer).flatten(0, 1)
+        keys, values = kv.keys(layer), kv.values(layer)
         if len(view.groups) == 1 and view.groups[0].tokens is None:
             return _decode(q, keys, values, view.groups[0])
         out = torch.empty_like(q)
@@ -104,20 +105,19 @@ class TorchAttention:
             picked = torch.from_numpy(rows).to(device)
             table, lengths = table[picked], lengths[picked]
             tokens = torch.from_numpy(first[rows]).to(device)
-        longest = int(inputs.kv_lens[rows].max())
-        if window is None or window >= longest:
-            positions = torch.arange(longest, device=device)
-            mask = positions < lengths.unsqueeze(1)
-            # Beyond a row's length its page table may hold anything: read some existing slot, masked.
-            kv_slots = self._slots(table, positions) * mask
-        else:
-            positions = torch.arange(-window, 0, device=device) + lengths.unsqueeze(1)
-            mask = positions >= 0
-            kv_slots = self._slots(table, positions * mask)
-        return DecodeGroup(tokens, kv_slots, mask[:, None, None, :])
+        size, host_lens = self.page_size, inputs.kv_lens[rows]
+        host_starts = np.zeros_like(host_lens) if window is None else np.maximum(host_lens - window, 0)
+        count = int((-(-host_lens // size) - host_starts // size).max())
+        starts = torch.zeros_like(lengths) if window is None else (lengths - window).clamp_(min=0)
+        blocks = (starts // size).unsqueeze(1) + torch.arange(count, dtype=torch.int32, device=device)
+        positions = (blocks.unsqueeze(2) * size + torch.arange(size, dtype=torch.int32, device=device)).flatten(1)
+        mask = (positions < lengths.unsqueeze(1)) & (positions >= starts.unsqueeze(1))
+        # Beyond a row's length its page table may hold anything: its first page is read instead, masked.
+        pages = table.gather(1, blocks.long() * (blocks * size < lengths.unsqueeze(1)))
+        return DecodeGroup(tokens, pages, mask[:, None, None, :])
 
     def _row(self, inputs: AttentionInputs, first: int, row: int, window: int | None) -> PrefillRow:
-        device = inputs.page_table.device
+        device, size = inputs.page_table.device, self.page_size
         queries, length = int(inputs.query_lens[row]), int(inputs.kv_lens[row])
         start = 0 if window is None else max(0, length - queries - window + 1)
         positions = torch.arange(start, length, device=device)
@@ -125,13 +125,9 @@ class TorchAttention:
         mask = None if queries == length else positions <= own
         if window is not None and window < length:
             mask = (positions <= own) & (positions > own - window)
-        return PrefillRow(slice(first, first + queries), self._slots(inputs.page_table[row], positions), mask)
-
-    def _slots(self, page_table: Tensor, positions: Tensor) -> Tensor:
-        """page_table [..., pages] and positions [L] or [..., L] -> the places in the flattened pool, [..., L] int64."""
-        blocks = positions // self.page_size
-        pages = page_table[..., blocks] if blocks.ndim == 1 else page_table.gather(-1, blocks)
-        return pages.long() * self.page_size + positions % self.page_size
+        pages = inputs.page_table[row, start // size : -(-length // size)]
+        seen = slice(start % size, start % size + length - start)
+        return PrefillRow(slice(first, first + queries), pages, seen, mask)
 
 
 def _similar_lengths(rows: Int32Array, lengths: Int32Array) -> Iterator[Int32Array]:
@@ -147,24 +143,28 @@ def _similar_lengths(rows: Int32Array, lengths: Int32Array) -> Iterator[Int32Arr
     yield from _similar_lengths(rows[short], lengths[short])
 
 
-def _gather(pool: Tensor, kv_slots: Tensor) -> Tensor:
-    """pool[kv_slots], which on a CPU is several times slower than index_select."""
-    return pool.index_select(0, kv_slots.flatten()).view(*kv_slots.shape, *pool.shape[1:])
+def _gather(pool: Tensor, pages: Tensor) -> Tensor:
+    """pool [pages, page_size, kv_heads, d] at [..., n] -> [..., n * page_size, kv_heads, d].
+
+    Whole pages, because a CPU copies few long pieces many times faster than many short ones.
+    """
+    found = pool.flatten(1).index_select(0, pages.flatten())
+    return found.view(*pages.shape[:-1], pages.shape[-1] * pool.shape[1], *pool.shape[2:])
 
 
 def _decode(q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup) -> Tensor:
-    """q [R, heads, d] over keys and values [slots, kv_heads, d] -> [R, heads, d]."""
-    k = _gather(keys, group.kv_slots).transpose(1, 2)
-    v = _gather(values, group.kv_slots).transpose(1, 2)
+    """q [R, heads, d] over keys and values [pages, page_size, kv_heads, d] -> [R, heads, d]."""
+    k = _gather(keys, group.pages).transpose(1, 2)
+    v = _gather(values, group.pages).transpose(1, 2)
     # The query heads that share a KV head stand as so many queries of it: nothing is repeated.
-    grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[2])
+    grouped = q.reshape(q.shape[0], keys.shape[2], -1, q.shape[2])
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask).reshape(q.shape)
 
 
 def _prefill(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow) -> Tensor:
     """q [queries, heads, d] -> [queries, heads, d]."""
-    k = _gather(keys, row.kv_slots).transpose(0, 1).unsqueeze(0)
-    v = _gather(values, row.kv_slots).transpose(0, 1).unsqueeze(0)
+    k = _gather(keys, row.pages)[row.positions].transpose(0, 1).unsqueeze(0)
+    v = _gather(values, row.pages)[row.positions].transpose(0, 1).unsqueeze(0)
     y = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0), k, v, attn_mask=row.mask, is_causal=row.mask is None, enable_gqa=True
     )
