@@ -11,7 +11,8 @@ from torch import Tensor
 from minisgl.kernel.base import Norm
 from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 
-MAX_ROWS = 16  # of x
+_MAX_ROWS = 16  # of x, and fewer where the weight is not small: cuBLAS is faster then
+_MAX_ROWS_OF_LARGE = 8
 _THREADS = 128  # of a block, as in linear.cu
 _STAGE = 4096  # values of a weight in a stage, likewise
 _MAX_CLUSTER = 8  # blocks
@@ -42,7 +43,7 @@ class FewRows:
         """Whether x [M, K] @ weight [N, K]^T is one that the kernel is for."""
         rows, size = x.shape
         return (
-            0 < rows <= MAX_ROWS
+            0 < rows <= (_MAX_ROWS if weight.numel() <= _SMALL else _MAX_ROWS_OF_LARGE)
             and x.dtype in (torch.bfloat16, torch.float16)
             and size % 64 == 0
             and len(weight) % 8 == 0
