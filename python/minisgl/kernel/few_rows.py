@@ -15,7 +15,7 @@ _MAX_ROWS = 16  # of x, and fewer where the weight is not small: cuBLAS is faste
 _MAX_ROWS_OF_LARGE = 8
 _THREADS = 128  # of a block, as in linear.cu
 _STAGE = 4096  # values of a weight in a stage, likewise
-_MAX_CLUSTER = 8  # blocks
+_CLUSTERS = (2, 8)  # blocks, the fewest and the most; GPUs before Hopper have no clusters
 _SMALL = 1 << 23  # values of a weight that is divided into many narrow blocks; of others, clusters share K
 _MIN_BLOCKS = 256  # of a weight that is not small: some for each multiprocessor
 
@@ -64,7 +64,8 @@ class FewRows:
         """[M, N], or [M, N / 2] if `gated`; see Ops.linear, norm_linear and norm_gated_linear."""
         (rows, size), width = x.shape, len(weight)
         out = x.new_empty((rows, width // 2 if gated else width))
-        kind = _kind(x.dtype, rows, width, size, norm=norm is not None, gated=gated)
+        clusters = _CLUSTERS if self._compiler.arch >= 90 else (1, 1)
+        kind = _kind(x.dtype, rows, width, size, clusters, norm=norm is not None, gated=gated)
         kernel = self._kernel(kind)
         kernel(
             (1, -(-width // kind.block_rows)),
@@ -103,13 +104,15 @@ class FewRows:
         return self._kernels[kind]
 
 
-def _kind(dtype: torch.dtype, rows: int, width: int, size: int, *, norm: bool, gated: bool) -> _Kind:
+def _kind(
+    dtype: torch.dtype, rows: int, width: int, size: int, clusters: tuple[int, int], *, norm: bool, gated: bool
+) -> _Kind:
     """How the work of x [rows, size] @ weight [width, size]^T is divided."""
     max_rows = 8 if rows <= 8 else 16
     if width * size <= _SMALL and size % 256 == 0:
         return _Kind(dtype, max_rows, 16, 1, min(size // 256 + 1, 9), norm, gated)
-    cluster, blocks = 2, -(-width // 64)
-    while cluster < _MAX_CLUSTER and cluster * blocks < _MIN_BLOCKS:
+    (cluster, most), blocks = clusters, -(-width // 64)
+    while cluster < most and cluster * blocks < _MIN_BLOCKS:
         cluster *= 2
     while size // 64 < cluster:
         cluster //= 2
