@@ -79,24 +79,19 @@ def model_not_found(model: str) -> ApiError:
     return ApiError(404, f"the model {model!r} does not exist", param="model", code="model_not_found")
 
 
+def _unavailable(message: str, code: str) -> ApiError:
+    """It may go better soon."""
+    headers = {"retry-after": str(RETRY_AFTER_SECONDS)}
+    return ApiError(503, message, type="server_error", code=code, headers=headers)
+
+
 def overloaded(limit: int) -> ApiError:
-    return ApiError(
-        503,
-        f"the server is full: it takes {limit} sequences at a time; try again later",
-        type="server_error",
-        code="overloaded",
-        headers={"retry-after": str(RETRY_AFTER_SECONDS)},
-    )
+    return _unavailable(f"the server is full: it takes {limit} sequences at a time; try again later", "overloaded")
 
 
 def shutting_down(reason: str | None) -> ApiError:
-    return ApiError(
-        503,
-        f"the server is shutting down: {reason}" if reason else "the server is shutting down",
-        type="server_error",
-        code="shutting_down",
-        headers={"retry-after": str(RETRY_AFTER_SECONDS)},
-    )
+    text = "the server is shutting down"
+    return _unavailable(f"{text}: {reason}" if reason else text, "shutting_down")
 
 
 def unauthorized() -> ApiError:
@@ -119,23 +114,11 @@ def aborted() -> ApiError:
 
 
 def no_answer(seconds: float) -> ApiError:
-    return ApiError(
-        503,
-        f"a worker of the server gave no answer within {seconds:g} seconds",
-        type="server_error",
-        code="no_answer",
-        headers={"retry-after": str(RETRY_AFTER_SECONDS)},
-    )
+    return _unavailable(f"a worker of the server gave no answer within {seconds:g} seconds", "no_answer")
 
 
 def unhealthy(seconds: float) -> ApiError:
-    return ApiError(
-        503,
-        f"the engine has given no sign of life for {seconds:.0f} seconds",
-        type="server_error",
-        code="unhealthy",
-        headers={"retry-after": str(RETRY_AFTER_SECONDS)},
-    )
+    return _unavailable(f"the engine has given no sign of life for {seconds:.0f} seconds", "unhealthy")
 
 
 def ended_early(finish: str) -> ApiError:
