@@ -11,8 +11,9 @@ from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Report
 from minisgl.message.to_tokenizer import Abort, Generate, Query, TextPrompt, ToTokenizer
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids
 from minisgl.seeds import choice_seed
-from minisgl.server.api.client import ClientGone, EngineClient, Job
+from minisgl.server.api.client import EngineClient
 from minisgl.server.api.errors import ApiError
+from minisgl.server.api.open_request import ClientGone, Job
 
 
 class Outbox:

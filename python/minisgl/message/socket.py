@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import zmq
 
 T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class Addresses:
@@ -75,6 +76,12 @@ class Inbox(Generic[T]):
             except zmq.Again:
                 return
             yield self._decoder.decode(data)
+
+
+class Sender(Protocol[T_contra]):
+    """The one thing asked of an outbox."""
+
+    def send(self, message: T_contra, /) -> None: ...
 
 
 class Outbox(Generic[T]):

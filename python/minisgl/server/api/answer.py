@@ -14,8 +14,10 @@ from typing import Protocol
 from starlette.types import Receive, Scope, Send
 
 from minisgl.server.api.boundary import send_body_of
-from minisgl.server.api.client import ClientGone, Delta, EngineClient, Job, OpenRequest
+from minisgl.server.api.client import EngineClient
+from minisgl.server.api.delta import Delta
 from minisgl.server.api.errors import ApiError, internal_error
+from minisgl.server.api.open_request import ClientGone, Job, OpenRequest
 from minisgl.server.api.responses import PromptTokensDetails, Usage
 
 logger = logging.getLogger(__name__)

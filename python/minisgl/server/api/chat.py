@@ -13,9 +13,9 @@ from minisgl.parsers.constraint import calls_grammar, either, has_grammar
 from minisgl.parsers.output import OutputParser
 from minisgl.parsers.select import Parsers
 from minisgl.server.api.chat_writer import ChatOptions, ChatWriter
-from minisgl.server.api.client import Job
 from minisgl.server.api.errors import invalid_request
 from minisgl.server.api.messages import Message, template_messages
+from minisgl.server.api.open_request import Job
 from minisgl.server.api.schema import GRAMMAR_FIELDS, ChatBody
 from minisgl.server.api.tools import ToolUse, tool_use
 

@@ -15,8 +15,9 @@ from minisgl.message.types import PositionLogprobs, unpack_ids
 from minisgl.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from minisgl.parsers.output import OutputParser
 from minisgl.server.api.answer import usage_of
-from minisgl.server.api.client import Delta, OpenRequest
+from minisgl.server.api.delta import Delta
 from minisgl.server.api.logprobs import chat_logprobs, prompt_logprobs
+from minisgl.server.api.open_request import OpenRequest
 from minisgl.server.api.responses import (
     CallDelta,
     ChatChoice,

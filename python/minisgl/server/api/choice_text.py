@@ -7,8 +7,9 @@ from typing import NamedTuple
 from msgspec import UNSET, UnsetType
 
 from minisgl.message.types import unpack_ids
-from minisgl.server.api.client import Delta, OpenRequest
+from minisgl.server.api.delta import Delta
 from minisgl.server.api.logprobs import TextLogprobsWriter, prompt_logprobs
+from minisgl.server.api.open_request import OpenRequest
 from minisgl.server.api.responses import PromptLogprob, TextLogprobs
 from minisgl.server.api.schema import CompletionBody, GenerateBody
 

@@ -4,12 +4,7 @@
 its Generate is sent until its last piece arrives, it is refused, or it is aborted. Whoever takes it out of the map
 does the one thing that belongs to that, so each sequence ends exactly once, and what comes after is dropped and
 counted. Prompts that wait for the tokenizer have a map of their own, because Accepted and Pieces come from different
-processes and nothing orders them.
-
-`OpenRequest` collects what has come for one HTTP request. A reader that is behind finds everything since its last
-visit merged into one `Delta` a choice: memory is bounded by the length of the answer, and nobody waits for anybody.
-
-Everything here runs on the event loop's thread.
+processes and nothing orders them. Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -17,229 +12,26 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
 
-from minisgl.core import FinishReason, InvalidRequest, SamplingParams
-from minisgl.message.to_api import Accepted, Echo, Piece, Pieces, Refused, Reply, Report, ToApi, Unanswered
-from minisgl.message.to_tokenizer import (
-    Abort,
-    ChatPrompt,
-    Generate,
-    IdsPrompt,
-    Query,
-    Question,
-    TextPrompt,
-    ToTokenizer,
-)
-from minisgl.message.types import PackedIds, PositionLogprobs, ProcessCounts, TextOptions, unpack_ids
+from minisgl.core import InvalidRequest
+from minisgl.message.socket import Sender
+from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Reply, ToApi
+from minisgl.message.to_tokenizer import Abort, Generate, Question, ToTokenizer
+from minisgl.message.types import ProcessCounts
 from minisgl.seeds import choice_seed, random_seed
-from minisgl.server.api.errors import (
-    ApiError,
-    aborted,
-    ended_early,
-    invalid,
-    invalid_request,
-    no_answer,
-    overloaded,
-    shutting_down,
-)
-from minisgl.server.api.metrics import RequestMetrics, SequenceClock
-
-ID_BYTES = 4  # of a packed token id
-
-
-class Sender(Protocol):
-    """The one thing asked of an outbox."""
-
-    def send(self, message: ToTokenizer, /) -> None: ...
-
-
-class ClientGone(Exception):
-    """The HTTP client has left: there is nobody to answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What one HTTP request asks for: each prompt, answered n times. Choice i answers prompt i // n."""
-
-    prompts: Sequence[TextPrompt | IdsPrompt | ChatPrompt]
-    n: int
-    sampling: SamplingParams
-    text: TextOptions
-    priority: int = 0
-    field_names: Mapping[str, str] = field(default_factory=dict)  # our name of a field -> the client's
-    truncate: int | None = None  # tokens of each prompt to keep; -1: as many as fit
-    echo: bool = False  # the prompts' texts are wanted back
-    cache_salt: str = ""
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.n
-
-
-class Delta:
-    """What one choice got since its reader last looked."""
-
-    __slots__ = ("_ids", "_texts", "finish", "index", "logprobs", "prompt_logprobs", "stop_reason")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.finish: FinishReason | None = None
-        self.stop_reason: str | int | None = None
-        self.logprobs: list[PositionLogprobs] = []  # of the ids, if asked for
-        self.prompt_logprobs: list[PositionLogprobs] = []  # of all but the prompt's first id, if asked for; once
-        self._texts: list[str] = []
-        self._ids: list[PackedIds] = []
-
-    def add(self, piece: Piece) -> None:
-        self._texts.append(piece.text)
-        self._ids.append(piece.ids)
-        if piece.logprobs:
-            self.logprobs += piece.logprobs
-        if piece.prompt_logprobs:
-            self.prompt_logprobs = piece.prompt_logprobs
-        if piece.finish is not None:
-            self.finish = piece.finish
-            self.stop_reason = piece.stop_reason
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
-
-    @property
-    def pieces(self) -> Iterator[tuple[str, int]]:
-        """The text as it came, piece by piece, each with its number of ids."""
-        return zip(self._texts, [len(ids) // ID_BYTES for ids in self._ids], strict=True)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """May be ahead of the text, of which some may be held back."""
-        ids: list[int] = unpack_ids(b"".join(self._ids)).tolist()
-        return ids
-
-
-class OpenRequest:
-    """One HTTP request, from its admission to its answer: what has arrived for it, and the way to wait for more."""
-
-    def __init__(self, job: Job, first_sequence: int, tokenizer: int, metrics: RequestMetrics) -> None:
-        self.job = job
-        self.sequences = range(first_sequence, first_sequence + job.num_choices)
-        self.tokenizer = tokenizer  # all its messages go to this one, in order
-        self.prompt_tokens = 0
-        self.completion_tokens = 0
-        self.prompt_ids: dict[int, PackedIds] = {}  # by prompt
-        self.prompt_ends: dict[int, str] = {}  # by prompt: how a conversation's prompt ends
-        self.echoes: dict[int, Echo] = {}  # by prompt, of those who asked
-        now = time.perf_counter()
-        self._clocks = [SequenceClock(metrics, now) for _ in self.sequences]
-        self._num_accepted = 0
-        self._num_finished = 0
-        self._cached_tokens: dict[int, int] = {}  # by prompt; n choices share what was found for the first of them
-        self._pending: dict[int, Delta] = {}  # by choice, in order of arrival
-        self._failure: ApiError | ClientGone | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._waits_for: Callable[[OpenRequest], bool] = OpenRequest._is_pending
-
-    # What the reader asks.
-
-    async def accepted(self) -> None:
-        """Wait until every prompt is valid and on its way."""
-        await self._until(OpenRequest._is_accepted)
-
-    async def deltas(self) -> list[Delta]:
-        """Wait until something has come; take all of it."""
-        await self._until(OpenRequest._is_pending)
-        pending, self._pending = self._pending, {}
-        return list(pending.values())
-
-    async def complete(self) -> list[Delta]:
-        """Wait for the end of every choice; take them in order."""
-        await self._until(OpenRequest._is_complete)
-        pending, self._pending = self._pending, {}
-        return sorted(pending.values(), key=lambda delta: delta.index)
-
-    @property
-    def exhausted(self) -> bool:
-        """Everything has come and has been taken."""
-        return self._is_complete() and not self._pending
-
-    @property
-    def cached_tokens(self) -> int:
-        return sum(self._cached_tokens.values())
-
-    # What the client tells it.
-
-    def accept(self, prompt_tokens: int) -> None:
-        """One prompt is accepted."""
-        self.prompt_tokens += prompt_tokens
-        self._num_accepted += 1
-        self._wake()
-
-    def put(self, piece: Piece, now: float) -> None:
-        """A choice has got something, at this time of `perf_counter`."""
-        index = piece.sequence - self.sequences.start
-        clock = self._clocks[index]
-        if piece.ids:
-            clock.tokens(len(piece.ids) // ID_BYTES, now)
-        if piece.finish is not None:
-            clock.end(piece.finish, now)
-            if piece.finish == "abort" or piece.finish == "error":
-                self.fail(ended_early(piece.finish))
-                return
-        delta = self._pending.get(index)
-        if delta is None:
-            delta = self._pending[index] = Delta(index)
-        delta.add(piece)
-        self.completion_tokens += len(piece.ids) // ID_BYTES
-        if piece.finish is not None:
-            prompt = index // self.job.n
-            cached = self._cached_tokens.get(prompt, piece.cached_tokens)
-            self._cached_tokens[prompt] = min(cached, piece.cached_tokens)
-            self._num_finished += 1
-        self._wake()
-
-    def fail(self, failure: ApiError | ClientGone) -> None:
-        """The request as a whole has ended without an answer. The first failure counts."""
-        if self._failure is None:
-            self._failure = failure
-        self._wake()
-
-    def aborted(self, sequence: int) -> None:
-        """A choice has been given up."""
-        self._clocks[sequence - self.sequences.start].end("abort", time.perf_counter())
-
-    def _is_accepted(self) -> bool:
-        return self._num_accepted == len(self.job.prompts)
-
-    def _is_pending(self) -> bool:
-        return bool(self._pending)
-
-    def _is_complete(self) -> bool:
-        return self._num_finished == len(self.sequences) and self._is_accepted()
-
-    async def _until(self, condition: Callable[[OpenRequest], bool]) -> None:
-        """Wait for the condition, or raise the failure."""
-        while self._failure is None and not condition(self):
-            self._waits_for = condition
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if self._failure is not None:
-            raise self._failure
-
-    def _wake(self) -> None:
-        """Wake the reader if what it waits for is there: a reader of the whole answer is not woken by each token."""
-        waiter = self._waiter
-        if waiter is not None and not waiter.done() and (self._failure is not None or self._waits_for(self)):
-            waiter.set_result(None)
+from minisgl.server.api.delta import Delta
+from minisgl.server.api.errors import aborted, invalid, invalid_request, overloaded, shutting_down
+from minisgl.server.api.metrics import RequestMetrics
+from minisgl.server.api.open_request import ClientGone, Job, OpenRequest
+from minisgl.server.api.questions import Questions
 
 
 class EngineClient:
     """Owns every open request. `tokenizers` are the outboxes to the tokenizer workers."""
 
-    def __init__(self, tokenizers: Sequence[Sender], max_sequences: int) -> None:
+    def __init__(self, tokenizers: Sequence[Sender[ToTokenizer]], max_sequences: int) -> None:
         self._tokenizers = tokenizers
         self._max_sequences = max_sequences
         self._next_sequence = 1
@@ -250,13 +42,10 @@ class EngineClient:
         self._num_admitted = 0  # choices of open requests: also those that have ended but wait for a slow client
         self._names: dict[str, OpenRequest] = {}  # the open requests by what clients know of them
         self.metrics = RequestMetrics()
-        self._query_ids = itertools.count(1)
-        self._replies: dict[int, asyncio.Future[Reply]] = {}  # to questions
-        self._queries: dict[int, asyncio.Future[list[ProcessCounts]]] = {}
+        self._questions = Questions(tokenizers)
         self._shutdown_reason: str | None = None
         self.is_shut_down = False
         self._dropped_pieces = 0
-        self._dropped_reports = 0
 
     @contextmanager
     def open(self, job: Job, names: Sequence[str] = ()) -> Iterator[OpenRequest]:
@@ -355,30 +144,14 @@ class EngineClient:
         match message:
             case Pieces(pieces):
                 self._dispatch_pieces(pieces)
-            case Accepted(sequences, prompt_ids, echo, prompt_end):
+            case Accepted(sequences):
                 request = self._prompts.pop(sequences[0], None)
                 if request is not None:
-                    prompt = (sequences[0] - request.sequences.start) // request.job.n
-                    request.prompt_ids[prompt] = prompt_ids
-                    request.prompt_ends[prompt] = prompt_end
-                    num_tokens = len(prompt_ids) // ID_BYTES
-                    if echo is not None:
-                        request.echoes[prompt] = echo
-                    request.accept(num_tokens)
-                    self.metrics.prompt_tokens += num_tokens
-                    self.metrics.request_prompt_tokens.observe(num_tokens)
+                    request.accept(message)
             case Refused():
                 self._dispatch_refused(message)
-            case Report(query, counts):
-                waiter = self._queries.pop(query, None)
-                if waiter is None or waiter.done():
-                    self._dropped_reports += 1
-                else:
-                    waiter.set_result(counts)
             case _:
-                reply = self._replies.pop(message.query, None)
-                if reply is not None and not reply.done():
-                    reply.set_result(message)
+                self._questions.answer(message)
 
     def _dispatch_pieces(self, pieces: list[Piece]) -> None:
         sequences = self._sequences
@@ -397,10 +170,7 @@ class EngineClient:
         for sequence in refused.sequences:
             request = self._sequences.pop(sequence, None)
             if request is not None:
-                job = request.job
-                names = dict(job.field_names)
-                if len(job.prompts) > 1:
-                    names["prompt"] = f"prompt.{(sequence - request.sequences.start) // job.n}"
+                names = request.field_names(sequence)
                 request.fail(invalid_request(InvalidRequest(refused.field, refused.message, refused.code), names))
 
     def shut_down(self, reason: str | None) -> None:
@@ -408,9 +178,7 @@ class EngineClient:
         self.is_shut_down, self._shutdown_reason = True, reason
         for request in self._open:
             request.fail(shutting_down(reason))
-        for reply in self._replies.values():
-            if not reply.done():
-                reply.set_exception(shutting_down(reason))
+        self._questions.fail(shutting_down(reason))
 
     def counts(self) -> ProcessCounts:
         """What this process holds."""
@@ -420,50 +188,25 @@ class EngineClient:
                 "open_requests": len(self._open),
                 "open_sequences": len(self._sequences),
                 "open_prompts": len(self._prompts),
-                "open_queries": len(self._queries) + len(self._replies),
+                "open_queries": len(self._questions),
                 "dropped_pieces": self._dropped_pieces,
-                "dropped_reports": self._dropped_reports,
+                "dropped_reports": self._questions.dropped_reports,
             },
         )
-
-    async def ask(self, question: Callable[[int], Question], timeout_seconds: float) -> Reply:
-        """Ask one tokenizer worker and wait for the answer. `question` makes the message for a query's number."""
-        if self.is_shut_down:
-            raise shutting_down(self._shutdown_reason)
-        query = next(self._query_ids)
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._replies[query] = reply
-        try:
-            self._tokenizers[next(self._round_robin)].send(question(query))
-            async with asyncio.timeout(timeout_seconds):
-                answer = await reply
-        except TimeoutError:
-            raise no_answer(timeout_seconds) from None
-        finally:
-            self._replies.pop(query, None)
-        if isinstance(answer, Unanswered):
-            raise invalid(answer.field, answer.message)
-        return answer
 
     @property
     def has_room(self) -> bool:
         """Another sequence would be admitted."""
         return self._num_admitted < self._max_sequences
 
+    async def ask(self, question: Callable[[int], Question], timeout_seconds: float) -> Reply:
+        """The answer of one tokenizer worker to a question, for whose number `question` makes the message."""
+        if self.is_shut_down:
+            raise shutting_down(self._shutdown_reason)
+        return await self._questions.ask(question, timeout_seconds)
+
     async def query_counts(self, timeout_seconds: float) -> tuple[list[ProcessCounts], bool]:
         """What every process holds, and whether all of them answered in time."""
         own = self.counts()
-        loop = asyncio.get_running_loop()
-        waiters: dict[int, asyncio.Future[list[ProcessCounts]]] = {}
-        for outbox in self._tokenizers:
-            query = next(self._query_ids)
-            waiters[query] = self._queries[query] = loop.create_future()
-            outbox.send(Query(query))
-        try:
-            done, missing = await asyncio.wait(waiters.values(), timeout=timeout_seconds)
-        finally:
-            for query in waiters:
-                self._queries.pop(query, None)
-        # Each route passes the scheduler and the detokenizer: the last report of a process counts.
-        merged = {counts.process: counts for waiter in done for counts in waiter.result()}
-        return [own, *(merged[name] for name in sorted(merged))], not missing
+        others, complete = await self._questions.ask_counts(timeout_seconds)
+        return [own, *others], complete

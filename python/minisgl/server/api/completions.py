@@ -11,8 +11,9 @@ from msgspec.json import encode
 from minisgl.core import InvalidRequest, Limits
 from minisgl.server.api.answer import usage_of
 from minisgl.server.api.choice_text import NO_TEXT, ChoiceText
-from minisgl.server.api.client import Delta, Job, OpenRequest
+from minisgl.server.api.delta import Delta
 from minisgl.server.api.logprobs import mean_logprob
+from minisgl.server.api.open_request import Job, OpenRequest
 from minisgl.server.api.prompts import parse_prompts
 from minisgl.server.api.responses import TextChoice, TextCompletion, Usage, server_sent_event
 from minisgl.server.api.schema import CompletionBody

@@ -8,7 +8,8 @@ from msgspec.json import encode
 
 from minisgl.core import Limits
 from minisgl.server.api.choice_text import NO_TEXT, ChoiceText
-from minisgl.server.api.client import Delta, Job, OpenRequest
+from minisgl.server.api.delta import Delta
+from minisgl.server.api.open_request import Job, OpenRequest
 from minisgl.server.api.prompts import parse_prompt
 from minisgl.server.api.responses import Generated, Usage, server_sent_event
 from minisgl.server.api.schema import GenerateBody

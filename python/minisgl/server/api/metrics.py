@@ -45,6 +45,11 @@ class RequestMetrics:
         self.request_prompt_tokens = Histogram(TOKENS)
         self.request_generation_tokens = Histogram(TOKENS)
 
+    def prompt(self, num_tokens: int) -> None:
+        """A prompt is accepted."""
+        self.prompt_tokens += num_tokens
+        self.request_prompt_tokens.observe(num_tokens)
+
 
 class SequenceClock:
     """When one sequence got its tokens."""

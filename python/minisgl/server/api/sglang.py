@@ -15,10 +15,11 @@ from msgspec.json import encode
 from minisgl.core import InvalidRequest, Limits
 from minisgl.message.types import PositionLogprobs, TokenLogprob, unpack_ids
 from minisgl.server.api.body import validate
-from minisgl.server.api.client import Delta, Job, OpenRequest
+from minisgl.server.api.delta import Delta
 from minisgl.server.api.errors import ApiError, clients_name, invalid, invalid_request
 from minisgl.server.api.generate import generate_job
 from minisgl.server.api.logprobs import token_text, value
+from minisgl.server.api.open_request import Job, OpenRequest
 from minisgl.server.api.responses import Usage, server_sent_event
 from minisgl.server.api.schema import GenerateBody, SglangBody
 

@@ -13,8 +13,8 @@ from minisgl import __version__
 from minisgl.core import SamplingParams
 from minisgl.message.to_tokenizer import IdsPrompt
 from minisgl.message.types import TextOptions, pack_ids
-from minisgl.server.api.client import Job
 from minisgl.server.api.errors import no_answer, overloaded, shutting_down, unhealthy
+from minisgl.server.api.open_request import Job
 from minisgl.server.api.prometheus import CONTENT_TYPE, Exposition
 from minisgl.server.api.service import Service, json_response
 

@@ -1,0 +1,176 @@
+"""One HTTP request while the engine works on it: what it asks for, what has come for it, and the way to wait for more.
+
+A reader that is behind finds everything since its last visit merged into one `Delta` a choice: memory is bounded by
+the length of the answer, and nobody waits for anybody. Everything here runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from minisgl.core import SamplingParams
+from minisgl.message.to_api import Accepted, Echo, Piece
+from minisgl.message.to_tokenizer import ChatPrompt, IdsPrompt, TextPrompt
+from minisgl.message.types import PackedIds, TextOptions
+from minisgl.server.api.delta import ID_BYTES, Delta
+from minisgl.server.api.errors import ApiError, ended_early
+from minisgl.server.api.metrics import RequestMetrics, SequenceClock
+
+
+class ClientGone(Exception):
+    """The HTTP client has left: there is nobody to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one HTTP request asks for: each prompt, answered n times. Choice i answers prompt i // n."""
+
+    prompts: Sequence[TextPrompt | IdsPrompt | ChatPrompt]
+    n: int
+    sampling: SamplingParams
+    text: TextOptions
+    priority: int = 0
+    field_names: Mapping[str, str] = field(default_factory=dict)  # our name of a field -> the client's
+    truncate: int | None = None  # tokens of each prompt to keep; -1: as many as fit
+    echo: bool = False  # the prompts' texts are wanted back
+    cache_salt: str = ""
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+
+class OpenRequest:
+    """One HTTP request, from its admission to its answer: what has arrived for it, and the way to wait for more."""
+
+    def __init__(self, job: Job, first_sequence: int, tokenizer: int, metrics: RequestMetrics) -> None:
+        self.job = job
+        self.sequences = range(first_sequence, first_sequence + job.num_choices)
+        self.tokenizer = tokenizer  # all its messages go to this one, in order
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self._metrics = metrics
+        self.prompt_ids: dict[int, PackedIds] = {}  # by prompt
+        self.prompt_ends: dict[int, str] = {}  # by prompt: how a conversation's prompt ends
+        self.echoes: dict[int, Echo] = {}  # by prompt, of those who asked
+        now = time.perf_counter()
+        self._clocks = [SequenceClock(metrics, now) for _ in self.sequences]
+        self._num_accepted = 0
+        self._num_finished = 0
+        self._cached_tokens: dict[int, int] = {}  # by prompt; n choices share what was found for the first of them
+        self._pending: dict[int, Delta] = {}  # by choice, in order of arrival
+        self._failure: ApiError | ClientGone | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._waits_for: Callable[[OpenRequest], bool] = OpenRequest._is_pending
+
+    # What the reader asks.
+
+    async def accepted(self) -> None:
+        """Wait until every prompt is valid and on its way."""
+        await self._until(OpenRequest._is_accepted)
+
+    async def deltas(self) -> list[Delta]:
+        """Wait until something has come; take all of it."""
+        await self._until(OpenRequest._is_pending)
+        pending, self._pending = self._pending, {}
+        return list(pending.values())
+
+    async def complete(self) -> list[Delta]:
+        """Wait for the end of every choice; take them in order."""
+        await self._until(OpenRequest._is_complete)
+        pending, self._pending = self._pending, {}
+        return sorted(pending.values(), key=lambda delta: delta.index)
+
+    @property
+    def exhausted(self) -> bool:
+        """Everything has come and has been taken."""
+        return self._is_complete() and not self._pending
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self._cached_tokens.values())
+
+    # What the client tells it.
+
+    def accept(self, accepted: Accepted) -> None:
+        """One prompt is accepted."""
+        prompt = self._prompt_of(accepted.sequences[0])
+        self.prompt_ids[prompt] = accepted.prompt_ids
+        self.prompt_ends[prompt] = accepted.prompt_end
+        if accepted.echo is not None:
+            self.echoes[prompt] = accepted.echo
+        num_tokens = len(accepted.prompt_ids) // ID_BYTES
+        self.prompt_tokens += num_tokens
+        self._metrics.prompt(num_tokens)
+        self._num_accepted += 1
+        self._wake()
+
+    def put(self, piece: Piece, now: float) -> None:
+        """A choice has got something, at this time of `perf_counter`."""
+        index = piece.sequence - self.sequences.start
+        clock = self._clocks[index]
+        if piece.ids:
+            clock.tokens(len(piece.ids) // ID_BYTES, now)
+        if piece.finish is not None:
+            clock.end(piece.finish, now)
+            if piece.finish == "abort" or piece.finish == "error":
+                self.fail(ended_early(piece.finish))
+                return
+        delta = self._pending.get(index)
+        if delta is None:
+            delta = self._pending[index] = Delta(index)
+        delta.add(piece)
+        self.completion_tokens += len(piece.ids) // ID_BYTES
+        if piece.finish is not None:
+            prompt = index // self.job.n
+            cached = self._cached_tokens.get(prompt, piece.cached_tokens)
+            self._cached_tokens[prompt] = min(cached, piece.cached_tokens)
+            self._num_finished += 1
+        self._wake()
+
+    def fail(self, failure: ApiError | ClientGone) -> None:
+        """The request as a whole has ended without an answer. The first failure counts."""
+        if self._failure is None:
+            self._failure = failure
+        self._wake()
+
+    def aborted(self, sequence: int) -> None:
+        """A choice has been given up."""
+        self._clocks[sequence - self.sequences.start].end("abort", time.perf_counter())
+
+    def field_names(self, sequence: int) -> dict[str, str]:
+        """Our name of a field -> the client's, in what is told of this sequence."""
+        names = dict(self.job.field_names)
+        if len(self.job.prompts) > 1:
+            names["prompt"] = f"prompt.{self._prompt_of(sequence)}"
+        return names
+
+    def _prompt_of(self, sequence: int) -> int:
+        return (sequence - self.sequences.start) // self.job.n
+
+    def _is_accepted(self) -> bool:
+        return self._num_accepted == len(self.job.prompts)
+
+    def _is_pending(self) -> bool:
+        return bool(self._pending)
+
+    def _is_complete(self) -> bool:
+        return self._num_finished == len(self.sequences) and self._is_accepted()
+
+    async def _until(self, condition: Callable[[OpenRequest], bool]) -> None:
+        """Wait for the condition, or raise the failure."""
+        while self._failure is None and not condition(self):
+            self._waits_for = condition
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._failure is not None:
+            raise self._failure
+
+    def _wake(self) -> None:
+        """Wake the reader if what it waits for is there: a reader of the whole answer is not woken by each token."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done() and (self._failure is not None or self._waits_for(self)):
+            waiter.set_result(None)

@@ -1,0 +1,84 @@
+"""Questions to the workers beside requests: about text and ids, the cache, and what each process holds.
+
+A question has a number, which its answer names. What comes when nobody waits for it any more is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+
+from minisgl.message.socket import Sender
+from minisgl.message.to_api import Reply, Report, Unanswered
+from minisgl.message.to_tokenizer import Query, Question, ToTokenizer
+from minisgl.message.types import ProcessCounts
+from minisgl.server.api.errors import ApiError, invalid, no_answer
+
+
+class Questions:
+    """All that have not been answered. `tokenizers` are the outboxes to the tokenizer workers."""
+
+    def __init__(self, tokenizers: Sequence[Sender[ToTokenizer]]) -> None:
+        self._tokenizers = tokenizers
+        self._round_robin = itertools.cycle(tokenizers)
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
+        self._reports: dict[int, asyncio.Future[list[ProcessCounts]]] = {}
+        self.dropped_reports = 0
+
+    def __len__(self) -> int:
+        return len(self._replies) + len(self._reports)
+
+    async def ask(self, question: Callable[[int], Question], timeout_seconds: float) -> Reply:
+        """Ask one tokenizer worker and wait for the answer. `question` makes the message for a number."""
+        number = next(self._numbers)
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
+        try:
+            next(self._round_robin).send(question(number))
+            async with asyncio.timeout(timeout_seconds):
+                answer = await reply
+        except TimeoutError:
+            raise no_answer(timeout_seconds) from None
+        finally:
+            self._replies.pop(number, None)
+        if isinstance(answer, Unanswered):
+            raise invalid(answer.field, answer.message)
+        return answer
+
+    async def ask_counts(self, timeout_seconds: float) -> tuple[list[ProcessCounts], bool]:
+        """What every worker holds, by name, and whether all of them answered in time."""
+        loop = asyncio.get_running_loop()
+        reports: dict[int, asyncio.Future[list[ProcessCounts]]] = {}
+        for outbox in self._tokenizers:
+            number = next(self._numbers)
+            reports[number] = self._reports[number] = loop.create_future()
+            outbox.send(Query(number))
+        try:
+            done, missing = await asyncio.wait(reports.values(), timeout=timeout_seconds)
+        finally:
+            for number in reports:
+                self._reports.pop(number, None)
+        # Each route passes the scheduler and the detokenizer: the last report of a process counts.
+        merged = {counts.process: counts for report in done for counts in report.result()}
+        return [merged[name] for name in sorted(merged)], not missing
+
+    def answer(self, answer: Reply | Report) -> None:
+        """Give an answer to whoever asked."""
+        if isinstance(answer, Report):
+            report = self._reports.pop(answer.query, None)
+            if report is None or report.done():
+                self.dropped_reports += 1
+            else:
+                report.set_result(answer.counts)
+        else:
+            reply = self._replies.pop(answer.query, None)
+            if reply is not None and not reply.done():
+                reply.set_result(answer)
+
+    def fail(self, error: ApiError) -> None:
+        """There will be no more replies."""
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
