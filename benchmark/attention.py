@@ -5,7 +5,7 @@ Decodes are timed in CUDA graphs, over so many layers that the L2 cache does not
 rotates and stores, which the others leave to another kernel.
 
     python benchmark/attention.py
-    python benchmark/attention.py --decode 64x640 --heads 16,8 --page-size 64
+    python benchmark/attention.py --decode 64x640 256x100-2000 --heads 16,8 --page-size 64 --only decode
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from kernels import DEVICE, Case, copy_speed, microseconds
+from kernel_times import DEVICE, Case, copy_speed, microseconds
 
 from minisgl.attention.base import AttentionInputs, AttentionShape
 from minisgl.attention.fused import FusedDecode
 from minisgl.attention.select import CANDIDATES, make_backend
 from minisgl.benchmark.report import table
+from minisgl.core import Int32Array
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kvcache.pool import KVPool
 
-DECODES = ["1x640", "8x640", "64x640", "256x300", "256x840", "256x2000", "8x8000", "1x32000"]
+DECODES = [
+    *("1x640", "8x640", "64x640", "256x300", "256x840", "256x2000"),
+    *("256x100-2000", "40x500-2000", "8x8000", "1x32000", "8x100-16000"),
+]
 HEADS = [(16, 8), (32, 8), (40, 8)]
 PREFILLS = [(1, 8192, 0), (8, 1024, 0), (1, 2048, 16384), (64, 128, 900)]  # rows, new tokens, cached tokens
 
@@ -59,11 +63,19 @@ def make_pool(shape: AttentionShape, rows: int, context: int, layers: int) -> tu
     return pool, torch.randperm(rows * width, device=DEVICE).int().view(rows, width)
 
 
-def decodes(shape: AttentionShape, rows: int, context: int) -> Iterator[Case]:
-    kv_bytes = rows * context * shape.num_kv_heads * shape.head_dim * 4
+def lengths_of(text: str) -> Int32Array:
+    """The cached tokens of each row: of `64x640` 64 times 640, of `64x100-640` 64 lengths from 100 to 640."""
+    rows, context = text.split("x")
+    low, high = (context.split("-") * 2)[:2]
+    return np.random.default_rng(0).integers(int(low), int(high) + 1, int(rows)).astype(np.int32)
+
+
+def decodes(shape: AttentionShape, text: str) -> Iterator[Case]:
+    lengths = lengths_of(text)
+    rows, context, head_dim = len(lengths), int(lengths.max()), shape.head_dim
+    kv_bytes = int(lengths.sum()) * shape.num_kv_heads * head_dim * 4
     layers = min(max(-(-(300 << 20) // kv_bytes), 1), 32)
     pool, page_table = make_pool(shape, rows, context, layers)
-    lengths = np.full(rows, context, dtype=np.int32)
     inputs = AttentionInputs(
         query_lens=np.ones(rows, dtype=np.int32),
         kv_lens=lengths,
@@ -71,13 +83,13 @@ def decodes(shape: AttentionShape, rows: int, context: int) -> Iterator[Case]:
         kv_lens_device=torch.from_numpy(lengths).to(DEVICE),
         page_table=page_table,
     )
-    qkv = torch.randn(rows, (shape.num_heads + 2 * shape.num_kv_heads) * 128, device=DEVICE).to(shape.dtype)
-    q = qkv[:, : shape.num_heads * 128].reshape(rows, shape.num_heads, 128).contiguous()
+    qkv = torch.randn(rows, (shape.num_heads + 2 * shape.num_kv_heads) * head_dim, device=DEVICE).to(shape.dtype)
+    q = qkv[:, : shape.num_heads * head_dim].reshape(rows, shape.num_heads, head_dim).contiguous()
     for name in names(shape):
         run: Callable[[int], object]
         if name == "fused":
-            norm = Norm(torch.ones(128, dtype=shape.dtype, device=DEVICE), 1e-6)
-            angles = torch.rand(context + 1, 64, device=DEVICE)
+            norm = Norm(torch.ones(head_dim, dtype=shape.dtype, device=DEVICE), 1e-6)
+            angles = torch.rand(context + 1, head_dim // 2, device=DEVICE)
             cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
             heads = Heads(shape.num_heads, shape.num_kv_heads, cos_sin, norm, norm)
             slots = torch.arange(rows, device=DEVICE)
@@ -96,7 +108,7 @@ def decodes(shape: AttentionShape, rows: int, context: int) -> Iterator[Case]:
             def run(index: int, backend=backend, plan=plan) -> object:  # noqa: ANN001
                 return backend.forward(index % layers, q, pool, plan)
 
-        yield Case(name, f"{rows} x {context}", run, kv_bytes)
+        yield Case(name, text, run, kv_bytes)
 
 
 def prefills(shape: AttentionShape, rows: int, new: int, cached: int) -> Iterator[tuple[str, float]]:
@@ -109,8 +121,8 @@ def prefills(shape: AttentionShape, rows: int, new: int, cached: int) -> Iterato
         kv_lens_device=torch.full((rows,), new + cached, dtype=torch.int32, device=DEVICE),
         page_table=page_table,
     )
-    q = torch.randn(rows * new, shape.num_heads, 128, device=DEVICE).to(shape.dtype)
-    operations = 4.0 * rows * shape.num_heads * 128 * (new * cached + new * (new + 1) / 2)
+    q = torch.randn(rows * new, shape.num_heads, shape.head_dim, device=DEVICE).to(shape.dtype)
+    operations = 4.0 * rows * shape.num_heads * shape.head_dim * (new * cached + new * (new + 1) / 2)
     for name in names(shape):
         if name != "fused":
             backend = make_backend(name, shape, DEVICE)
@@ -136,7 +148,7 @@ def planning(shape: AttentionShape, rows: int, context: int) -> tuple[float, flo
         kv_lens_device=torch.from_numpy(lengths).to(DEVICE),
         page_table=page_table,
     )
-    q = torch.randn(rows, shape.num_heads, 128, device=DEVICE).to(shape.dtype)
+    q = torch.randn(rows, shape.num_heads, shape.head_dim, device=DEVICE).to(shape.dtype)
     backend.forward(0, q, pool, graphed.plan(inputs))
     torch.cuda.synchronize()
     rng = np.random.default_rng(0)
@@ -152,9 +164,11 @@ def planning(shape: AttentionShape, rows: int, context: int) -> tuple[float, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Attention backends beside each other", allow_abbrev=False)
-    parser.add_argument("--decode", nargs="*", default=DECODES, metavar="ROWSxCONTEXT")
+    parser.add_argument("--decode", nargs="*", default=DECODES, metavar="ROWSxCONTEXT[-LONGEST]")
     parser.add_argument("--heads", nargs="*", default=[f"{q},{kv}" for q, kv in HEADS], metavar="QUERY,KV")
+    parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--only", choices=("decode", "prefill", "planning"))
     args = parser.parse_args()
     torch.manual_seed(0)
     speed = copy_speed()
@@ -162,32 +176,46 @@ def main() -> None:
     shapes = []
     for text in args.heads:
         heads, kv_heads = (int(part) for part in text.split(","))
-        shapes.append(AttentionShape(heads, kv_heads, 128, args.page_size, torch.bfloat16))
+        shapes.append(AttentionShape(heads, kv_heads, args.head_dim, args.page_size, torch.bfloat16))
     with torch.inference_mode():
-        lines = []
-        for shape in shapes:
-            for text in args.decode:
-                rows, context = (int(part) for part in text.split("x"))
-                for case in decodes(shape, rows, context):
-                    took = microseconds(case, 32)
-                    figures = [f"{took:.1f}", f"{case.bytes / took / 1e6:.2f}", f"{case.bytes / took / speed:.0%}"]
-                    lines.append([f"{shape.num_heads}/{shape.num_kv_heads} {case.shape}", case.kernel, *figures])
-        print(table(["decode", "backend", "us", "TB/s", "of a copy"], lines), flush=True)
-        lines = []
-        for shape in shapes:
-            for rows, new, cached in PREFILLS:
-                for name, speed_of in prefills(shape, rows, new, cached):
-                    what = f"{shape.num_heads}/{shape.num_kv_heads} {rows} x {new}, {cached} cached"
-                    lines.append([what, name, f"{speed_of:.0f}"])
-        print(table(["prefill", "backend", "TFLOP/s"], lines), flush=True)
-        lines = []
-        for shape in shapes:
-            if "fi" in names(shape):
-                for rows in (1, 64, 256):
-                    planned, kept = planning(shape, rows, 840)
-                    what = f"{shape.num_heads}/{shape.num_kv_heads} {rows} rows"
-                    lines.append([what, f"{planned:.0f}", f"{kept:.0f}"])
-        print(table(["FlashInfer's prepare, host", "us, new lengths", "us, plan kept"], lines), flush=True)
+        if args.only in (None, "decode"):
+            print_decodes(shapes, args.decode, speed)
+        if args.only in (None, "prefill"):
+            print_prefills(shapes)
+        if args.only in (None, "planning"):
+            print_planning(shapes)
+
+
+def print_decodes(shapes: list[AttentionShape], decodes_of: list[str], speed: float) -> None:
+    lines = []
+    for shape in shapes:
+        for text in decodes_of:
+            for case in decodes(shape, text):
+                took = microseconds(case, 32)
+                figures = [f"{took:.1f}", f"{case.bytes / took / 1e6:.2f}", f"{case.bytes / took / speed:.0%}"]
+                lines.append([f"{shape.num_heads}/{shape.num_kv_heads} {case.shape}", case.kernel, *figures])
+    print(table(["decode", "backend", "us", "TB/s", "of a copy"], lines), flush=True)
+
+
+def print_prefills(shapes: list[AttentionShape]) -> None:
+    lines = []
+    for shape in shapes:
+        for rows, new, cached in PREFILLS:
+            for name, speed_of in prefills(shape, rows, new, cached):
+                what = f"{shape.num_heads}/{shape.num_kv_heads} {rows} x {new}, {cached} cached"
+                lines.append([what, name, f"{speed_of:.0f}"])
+    print(table(["prefill", "backend", "TFLOP/s"], lines), flush=True)
+
+
+def print_planning(shapes: list[AttentionShape]) -> None:
+    lines = []
+    for shape in shapes:
+        if "fi" in names(shape):
+            for rows in (1, 64, 256):
+                planned, kept = planning(shape, rows, 840)
+                what = f"{shape.num_heads}/{shape.num_kv_heads} {rows} rows"
+                lines.append([what, f"{planned:.0f}", f"{kept:.0f}"])
+    print(table(["FlashInfer's prepare, host", "us, new lengths", "us, plan kept"], lines), flush=True)
 
 
 if __name__ == "__main__":
