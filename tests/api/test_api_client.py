@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 import pytest
 
@@ -12,6 +13,7 @@ from minisgl.message.to_tokenizer import Abort, Generate, Query, TextPrompt, ToT
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids
 from minisgl.seeds import choice_seed
 from minisgl.server.api.client import EngineClient
+from minisgl.server.api.delta import Delta
 from minisgl.server.api.errors import ApiError
 from minisgl.server.api.open_request import ClientGone, Job
 
@@ -42,25 +44,80 @@ def idle(client: EngineClient) -> bool:
     return not any(count for name, count in counts.items() if name.startswith("open_"))
 
 
-def test_a_reader_that_is_behind_gets_one_delta_a_choice() -> None:
+class Reader:
+    """A sink that notes what it is given, and may be behind."""
+
+    def __init__(self) -> None:
+        self.taken: list[list[tuple[int, str, str | None]]] = []
+        self.not_behind = asyncio.Event()
+        self.not_behind.set()
+
+    @property
+    def is_behind(self) -> bool:
+        return not self.not_behind.is_set()
+
+    async def caught_up(self) -> None:
+        await self.not_behind.wait()
+
+    def take(self, deltas: Iterable[Delta]) -> None:
+        self.taken.append([(delta.index, delta.text, delta.finish) for delta in deltas])
+        if self.taken[-1][0][1] == "bug":
+            raise ValueError("what a writer of events may raise")
+
+    def take_taken(self) -> list[list[tuple[int, str, str | None]]]:
+        taken, self.taken = self.taken, []
+        return taken
+
+
+def test_a_reader_is_given_what_comes_at_once_and_when_it_is_behind_one_delta_a_choice() -> None:
     async def main() -> None:
         client, _ = make()
         with client.open(job(n=2)) as request:
             first, second = request.sequences
-            client.dispatch(Accepted(list(request.sequences), pack_ids([5, 6])))
-            client.dispatch(piece(first, "a"))
-            assert [(delta.index, delta.text) for delta in await request.deltas()] == [(0, "a")]
-            for text in "bcd":
-                client.dispatch(piece(second, text.upper()))
-                client.dispatch(piece(first, text))
-            client.dispatch(piece(first, "e", "stop"))
-            merged = [(delta.index, delta.text, delta.finish) for delta in await request.deltas()]
-            assert merged == [(1, "BCD", None), (0, "bcde", "stop")]
-            assert not request.exhausted
-            client.dispatch(piece(second, "", "length"))
-            await request.deltas()
-            assert request.exhausted
-            assert (request.prompt_tokens, request.completion_tokens) == (2, 9)
+            client.dispatch([Accepted(list(request.sequences), pack_ids([5, 6])), piece(first, "a")])
+            reader = Reader()
+            streaming = asyncio.create_task(request.stream_to(reader))
+            await asyncio.sleep(0)
+            assert reader.take_taken() == [[(0, "a", None)]], "what had come before"
+            client.dispatch([piece(first, "b"), piece(second, "B"), piece(first, "c")])
+            assert reader.take_taken() == [[(0, "bc", None), (1, "B", None)]], "without a turn of its task"
+
+            reader.not_behind.clear()
+            for text in "def":
+                client.dispatch([piece(second, text.upper())])
+                client.dispatch([piece(first, text)])
+                await asyncio.sleep(0)
+            client.dispatch([piece(first, "g", "stop")])
+            assert reader.taken == []
+            reader.not_behind.set()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert reader.take_taken() == [[(1, "DEF", None), (0, "defg", "stop")]]
+            assert not streaming.done()
+            client.dispatch([piece(second, "", "length")])
+            await streaming
+            assert reader.taken == [[(1, "", "length")]]
+            assert (request.prompt_tokens, request.completion_tokens) == (2, 12)
+        assert idle(client)
+
+    asyncio.run(main())
+
+
+def test_an_error_of_one_reader_is_its_own() -> None:
+    async def main() -> None:
+        client, _ = make()
+        with client.open(job()) as broken, client.open(job()) as sound:
+            readers = Reader(), Reader()
+            tasks = [asyncio.create_task(one.stream_to(to)) for one, to in zip((broken, sound), readers, strict=True)]
+            await asyncio.sleep(0)
+            accepted = [Accepted(list(request.sequences), pack_ids([5])) for request in (broken, sound)]
+            client.dispatch(
+                [*accepted, piece(broken.sequences[0], "bug", "stop"), piece(sound.sequences[0], "fine", "stop")]
+            )
+            with pytest.raises(ValueError):
+                await tasks[0]
+            await tasks[1]
+            assert readers[1].taken == [[(0, "fine", "stop")]]
         assert idle(client)
 
     asyncio.run(main())
@@ -72,13 +129,13 @@ def test_a_reader_of_the_whole_answer_wakes_once() -> None:
         with client.open(job(n=2)) as request:
             reader = asyncio.create_task(request.complete())
             await asyncio.sleep(0)
-            client.dispatch(Accepted(list(request.sequences), pack_ids([5])))
+            client.dispatch([Accepted(list(request.sequences), pack_ids([5]))])
             waiter = request._waiter
             for sequence in reversed(request.sequences):
-                client.dispatch(piece(sequence, "x"))
+                client.dispatch([piece(sequence, "x")])
                 assert waiter is not None
                 assert not waiter.done()
-                client.dispatch(piece(sequence, f"{sequence}", "stop"))
+                client.dispatch([piece(sequence, f"{sequence}", "stop")])
             assert [delta.text for delta in await reader] == [f"x{sequence}" for sequence in request.sequences]
             assert request._waiter is waiter
 
@@ -91,7 +148,7 @@ def test_however_the_block_ends_the_request_is_aborted_once(error: type[BaseExce
 
     def handle() -> None:
         with client.open(job(n=3)) as request:
-            client.dispatch(piece(request.sequences[1], "x", "stop"))
+            client.dispatch([piece(request.sequences[1], "x", "stop")])
             raise error
 
     with pytest.raises(error):
@@ -106,7 +163,7 @@ def test_cancelled_while_waiting() -> None:
 
         async def handle() -> None:
             with client.open(job()) as request:
-                await request.deltas()
+                await request.complete()
 
         task = asyncio.create_task(handle())
         await asyncio.sleep(0)
@@ -123,7 +180,7 @@ def test_abandoned_request_ends_its_reader() -> None:
     async def main() -> None:
         client, (outbox,) = make()
         with client.open(job()) as request:
-            reader = asyncio.create_task(request.deltas())
+            reader = asyncio.create_task(request.complete())
             await asyncio.sleep(0)
             client.abandon(request)
             client.abandon(request)
@@ -140,7 +197,7 @@ def test_refused_is_not_aborted() -> None:
     async def main() -> None:
         client, (outbox,) = make()
         with client.open(job("a", "b", n=2)) as request:
-            client.dispatch(Refused(list(request.sequences)[2:], "prompt", "prompt is too long"))
+            client.dispatch([Refused(list(request.sequences)[2:], "prompt", "prompt is too long")])
             with pytest.raises(ApiError) as caught:
                 await request.accepted()
         assert caught.value.detail.param == "prompt.1"
@@ -169,7 +226,7 @@ def test_admission_counts_answers_that_nobody_has_read() -> None:
     client, _ = make(max_sequences=2)
     with client.open(job(n=2)) as request:
         for sequence in request.sequences:
-            client.dispatch(piece(sequence, "x", "stop"))
+            client.dispatch([piece(sequence, "x", "stop")])
         assert client.counts().counts["open_sequences"] == 0
         with pytest.raises(ApiError) as caught, client.open(job()):
             pass
@@ -182,7 +239,7 @@ def test_shutdown_reaches_a_request_that_waits_for_accepted_alone() -> None:
     async def main() -> None:
         client, _ = make()
         with client.open(job()) as request:
-            client.dispatch(piece(1, "x", "stop"))
+            client.dispatch([piece(1, "x", "stop")])
             client.shut_down("why")
             with pytest.raises(ApiError, match="why"):
                 await request.complete()
@@ -221,13 +278,13 @@ def test_counts_are_merged_and_late_reports_counted() -> None:
         assert client.counts().counts["open_queries"] == 2
         for index, query in enumerate(queries):
             counts = [ProcessCounts(f"tokenizer-{index}", {"x": index}), ProcessCounts("scheduler", {"y": 1})]
-            client.dispatch(Report(query, counts))
+            client.dispatch([Report(query, counts)])
         counts, complete = await asking
         assert [process.process for process in counts] == ["api", "scheduler", "tokenizer-0", "tokenizer-1"]
         assert complete
         _, complete = await client.query_counts(0.01)
         assert not complete
-        client.dispatch(Report(3, []))
+        client.dispatch([Report(3, [])])
         assert client.counts().counts["dropped_reports"] == 1
         assert idle(client)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from minisgl.server.api.boundary import send_body_of
 from minisgl.server.api.client import EngineClient
+from minisgl.server.api.connection import StreamBody, stream_body_of
 from minisgl.server.api.delta import Delta
 from minisgl.server.api.errors import ApiError, internal_error
 from minisgl.server.api.open_request import ClientGone, Job, OpenRequest
@@ -57,6 +58,25 @@ def usage_of(request: OpenRequest) -> Usage:
     return Usage(prompt, completion, prompt + completion, PromptTokensDetails(request.cached_tokens))
 
 
+class EventStream:
+    """The sink that writes events."""
+
+    def __init__(self, writer: Writer, body: StreamBody) -> None:
+        self._writer = writer
+        self._body = body
+
+    @property
+    def is_behind(self) -> bool:
+        return self._body.is_behind
+
+    async def caught_up(self) -> None:
+        await self._body.caught_up()
+
+    def take(self, deltas: Iterable[Delta]) -> None:
+        if data := b"".join([self._writer.events(delta) for delta in deltas]):
+            self._body.write(data)
+
+
 class Answer:
     """Submits a job and writes its answer, as a stream of events or as one JSON body."""
 
@@ -94,16 +114,9 @@ class Answer:
         self._writer.begin(request)
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-        send_body = send_body_of(scope, send)
-        last = False
-        while not last:
-            events = [self._writer.events(delta) for delta in await request.deltas()]
-            last = request.exhausted
-            if last:
-                events += [self._writer.last_events(usage_of(request)), DONE]
-            if data := b"".join(events):
-                # Waits while the client is behind; what comes meanwhile is merged.
-                await send_body({"type": "http.response.body", "body": data, "more_body": not last})
+        await request.stream_to(EventStream(self._writer, stream_body_of(scope)))
+        end = self._writer.last_events(usage_of(request)) + DONE
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _send_body(self, request: OpenRequest, _scope: Scope, send: Send) -> None:
         choices = await request.complete()

@@ -24,9 +24,6 @@ BEARER = b"bearer "
 class Boundary:
     """Gives every answer its x-request-id, and lets no exception out.
 
-    `send_body_of` finds the `send` that it was called with: the layers within look at the start of an answer only, and
-    a stream's events need not pass through each of them.
-
     Under `root_path`, paths with that prefix and without are the same: some reverse proxies strip it, some do not.
     """
 
@@ -41,7 +38,6 @@ class Boundary:
         request_id = _request_id(scope)
         scope["root_path"] = self._root_path
         scope.setdefault("state", {})["request_id"] = request_id.decode()
-        scope["state"]["send_body"] = send
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -59,12 +55,6 @@ class Boundary:
             logger.exception("%s %s ended with an internal error", scope["method"], scope["path"])
             if not started:
                 await internal_error().response()(scope, receive, send_with_id)
-
-
-def send_body_of(scope: Scope, send: Send) -> Send:
-    """What sends the body's messages with the fewest calls; `send`, if the application has no boundary."""
-    send_body: Send = scope.get("state", {}).get("send_body", send)
-    return send_body
 
 
 def request_id_of(connection: HTTPConnection) -> str:

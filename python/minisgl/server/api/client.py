@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from minisgl.core import InvalidRequest
@@ -40,6 +40,7 @@ class EngineClient:
         self._prompts: dict[int, OpenRequest] = {}  # neither accepted nor refused yet, by their first sequence
         self._open: set[OpenRequest] = set()
         self._num_admitted = 0  # choices of open requests: also those that have ended but wait for a slow client
+        self._reached: set[OpenRequest] = set()  # by messages, but not yet their readers
         self._names: dict[str, OpenRequest] = {}  # the open requests by what clients know of them
         self.metrics = RequestMetrics()
         self._questions = Questions(tokenizers)
@@ -139,8 +140,15 @@ class EngineClient:
             request.fail(aborted())
         return len(self._open)
 
-    def dispatch(self, message: ToApi) -> None:
-        """Take in one message of the API inbox."""
+    def dispatch(self, messages: Iterable[ToApi]) -> None:
+        """Take in messages of the API inbox. Then each request gives its reader all that they brought, at once."""
+        for message in messages:
+            self._dispatch(message)
+        reached, self._reached = self._reached, set()
+        for request in reached:
+            request.deliver()
+
+    def _dispatch(self, message: ToApi) -> None:
         match message:
             case Pieces(pieces):
                 self._dispatch_pieces(pieces)
@@ -148,13 +156,14 @@ class EngineClient:
                 request = self._prompts.pop(sequences[0], None)
                 if request is not None:
                     request.accept(message)
+                    self._reached.add(request)
             case Refused():
                 self._dispatch_refused(message)
             case _:
                 self._questions.answer(message)
 
     def _dispatch_pieces(self, pieces: list[Piece]) -> None:
-        sequences = self._sequences
+        sequences, reached = self._sequences, self._reached
         now = time.perf_counter()
         for piece in pieces:
             request = sequences.get(piece.sequence)
@@ -164,6 +173,7 @@ class EngineClient:
             if piece.finish is not None:
                 del sequences[piece.sequence]
             request.put(piece, now)
+            reached.add(request)
 
     def _dispatch_refused(self, refused: Refused) -> None:
         self._prompts.pop(refused.sequences[0], None)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from minisgl.core import SamplingParams
 from minisgl.message.to_api import Accepted, Echo, Piece
 from minisgl.message.to_tokenizer import ChatPrompt, IdsPrompt, TextPrompt
 from minisgl.message.types import PackedIds, TextOptions
 from minisgl.server.api.delta import ID_BYTES, Delta
-from minisgl.server.api.errors import ApiError, ended_early
+from minisgl.server.api.errors import ended_early
 from minisgl.server.api.metrics import RequestMetrics, SequenceClock
 
 
@@ -43,6 +44,23 @@ class Job:
         return len(self.prompts) * self.n
 
 
+class Sink(Protocol):
+    """A reader that is given what comes."""
+
+    @property
+    def is_behind(self) -> bool:
+        """It should not be given more now."""
+        ...
+
+    async def caught_up(self) -> None:
+        """Wait until it may."""
+        ...
+
+    def take(self, deltas: Iterable[Delta]) -> None:
+        """At most one of each choice."""
+        ...
+
+
 class OpenRequest:
     """One HTTP request, from its admission to its answer: what has arrived for it, and the way to wait for more."""
 
@@ -62,9 +80,10 @@ class OpenRequest:
         self._num_finished = 0
         self._cached_tokens: dict[int, int] = {}  # by prompt; n choices share what was found for the first of them
         self._pending: dict[int, Delta] = {}  # by choice, in order of arrival
-        self._failure: ApiError | ClientGone | None = None
+        self._failure: Exception | None = None
+        self._sink: Sink | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._waits_for: Callable[[OpenRequest], bool] = OpenRequest._is_pending
+        self._waits_for: Callable[[OpenRequest], bool] = OpenRequest._is_complete
 
     # What the reader asks.
 
@@ -72,22 +91,23 @@ class OpenRequest:
         """Wait until every prompt is valid and on its way."""
         await self._until(OpenRequest._is_accepted)
 
-    async def deltas(self) -> list[Delta]:
-        """Wait until something has come; take all of it."""
-        await self._until(OpenRequest._is_pending)
-        pending, self._pending = self._pending, {}
-        return list(pending.values())
+    async def stream_to(self, sink: Sink) -> None:
+        """Give all that comes to a sink, up to the end.
+
+        While the sink keeps up it gets everything in `deliver`, and no task has to be woken for each token.
+        """
+        self._sink = sink
+        await self._until(OpenRequest._is_pending_or_over)
+        while self._pending:
+            await sink.caught_up()
+            self._give_to(sink)
+            await self._until(OpenRequest._is_pending_or_over)
 
     async def complete(self) -> list[Delta]:
         """Wait for the end of every choice; take them in order."""
         await self._until(OpenRequest._is_complete)
         pending, self._pending = self._pending, {}
         return sorted(pending.values(), key=lambda delta: delta.index)
-
-    @property
-    def exhausted(self) -> bool:
-        """Everything has come and has been taken."""
-        return self._is_complete() and not self._pending
 
     @property
     def cached_tokens(self) -> int:
@@ -106,7 +126,6 @@ class OpenRequest:
         self.prompt_tokens += num_tokens
         self._metrics.prompt(num_tokens)
         self._num_accepted += 1
-        self._wake()
 
     def put(self, piece: Piece, now: float) -> None:
         """A choice has got something, at this time of `perf_counter`."""
@@ -129,9 +148,15 @@ class OpenRequest:
             cached = self._cached_tokens.get(prompt, piece.cached_tokens)
             self._cached_tokens[prompt] = min(cached, piece.cached_tokens)
             self._num_finished += 1
+
+    def deliver(self) -> None:
+        """Give the reader what has come, if that is what it waits for."""
+        sink = self._sink
+        if sink is not None and self._failure is None and not sink.is_behind:
+            self._give_to(sink)
         self._wake()
 
-    def fail(self, failure: ApiError | ClientGone) -> None:
+    def fail(self, failure: Exception) -> None:
         """The request as a whole has ended without an answer. The first failure counts."""
         if self._failure is None:
             self._failure = failure
@@ -154,11 +179,19 @@ class OpenRequest:
     def _is_accepted(self) -> bool:
         return self._num_accepted == len(self.job.prompts)
 
-    def _is_pending(self) -> bool:
-        return bool(self._pending)
+    def _is_pending_or_over(self) -> bool:
+        return bool(self._pending) or self._is_complete()
 
     def _is_complete(self) -> bool:
         return self._num_finished == len(self.sequences) and self._is_accepted()
+
+    def _give_to(self, sink: Sink) -> None:
+        pending, self._pending = self._pending, {}
+        try:
+            if pending:
+                sink.take(pending.values())
+        except Exception as error:  # this request's alone
+            self.fail(error)
 
     async def _until(self, condition: Callable[[OpenRequest], bool]) -> None:
         """Wait for the condition, or raise the failure."""
