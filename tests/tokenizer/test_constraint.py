@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from minisgl.core import Grammar, InvalidRequest
-from minisgl.grammar.text import to_llguidance
+from minisgl.grammar.text import field_of, to_llguidance
 from minisgl.grammar.validate import GrammarValidator
 from minisgl.grammar.vocabulary import named_tokens
 from minisgl.message.to_tokenizer import ChatPrompt, TextPrompt
@@ -237,10 +237,14 @@ def test_what_cannot_be_followed_is_refused_by_the_name_of_its_field(tokenizer: 
     """Also behind a thought, and among the arguments of a tool."""
     fitter = fitter_for(tokenizer, REASONING_FORMATS["qwen3"])
     bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
+
+    def check(grammar: Grammar, end: str) -> None:
+        fitter.check(fitter.fit(grammar, PROMPT, end)).result(field_of(grammar))
+
     for end in (THOUGHTLESS, PLAIN):
         with pytest.raises(InvalidRequest) as schema:
-            fitter.fit(Grammar("json_schema", json.dumps(bad)), PROMPT, end)
+            check(Grammar("json_schema", json.dumps(bad)), end)
         assert schema.value.field == "response_format"
         with pytest.raises(InvalidRequest) as calls:
-            fitter.fit(calls_grammar("hermes", {"f": bad}, parallel=False), PROMPT, end)
+            check(calls_grammar("hermes", {"f": bad}, parallel=False), end)
         assert calls.value.field == "structured_outputs"  # which a chat calls tools

@@ -44,10 +44,10 @@ from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Add, Stopped, ToScheduler
 from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
+from minisgl.tokenizer import admission
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.constraint import GrammarFitter
 from minisgl.tokenizer.text import TextTokenizer
-from minisgl.tokenizer.worker import admit
 from tokenizer import small
 
 LIMITS = Limits(max_seq_len=32, vocab_size=330)
@@ -76,6 +76,12 @@ def request(prompt: Any, sequences: tuple[int, ...] = (1,), **sampling: Any) -> 
 
 
 # --- admission ---
+
+
+def admit(asked: Generate, *others: Any) -> tuple[Accepted | Refused, list[Add]]:
+    """What follows from a request in the end."""
+    settled = admission.admit(asked, *others).settled()
+    return settled.answer, settled.adds
 
 
 def test_choices_share_the_prompt(tokenizer: TextTokenizer) -> None:
@@ -289,6 +295,34 @@ def test_tokenizer_process(server: Server) -> None:
         assert [type(message) for message in got] == [Add, Add, to_scheduler.Abort, Add, to_scheduler.Query]
         assert got[2] == to_scheduler.Abort([1])  # first in, first out: lesson 12
         assert got[4] == to_scheduler.Query(77, [ProcessCounts("tokenizer-2", {"sequences": 0})])
+
+
+def test_nobody_waits_for_the_check_of_anothers_grammar(server: Server) -> None:
+    def hard(sequence: int, repeats: int) -> Generate:
+        grammar = Grammar("regex", f"(a{{1000}}){{{repeats}}}")
+        return request(TextPrompt("ab"), (sequence,), max_tokens=4, grammar=grammar)
+
+    with server.worker("minisgl.tokenizer.worker:run"):
+        inbox: Outbox[to_tokenizer.ToTokenizer] = Outbox(server.context, server.addresses.tokenizer(0))
+        start = time.perf_counter()
+        inbox.send(hard(1, 1000))
+        inbox.send(hard(2, 1001))
+        inbox.send(request(TextPrompt("ab"), (3,), max_tokens=4))
+        inbox.send(to_tokenizer.Query(4))
+        inbox.send(to_tokenizer.Abort([2]))
+        inbox.send(request(TextPrompt("ab"), (5,), max_tokens=4, grammar=Grammar("regex", "a+")))
+        assert [server.api.receive().sequences for _ in range(2)] == [[3], [5]]  # type: ignore[union-attr]
+        assert time.perf_counter() - start < 1.5
+        got = [server.scheduler.receive() for _ in range(4)]
+        assert [type(message) for message in got] == [Add, to_scheduler.Query, to_scheduler.Abort, Add]
+        assert got[1] == to_scheduler.Query(4, [ProcessCounts("tokenizer-0", {"sequences": 2})])
+        refused = server.api.receive()
+        assert isinstance(refused, Refused)
+        assert refused.sequences == [1]
+        assert "longer than 2 s" in refused.message
+        assert 1.9 < time.perf_counter() - start < 4
+        inbox.send(to_tokenizer.Query(6))  # nothing has come for the aborted one, and nothing is left of it
+        assert server.scheduler.receive() == to_scheduler.Query(6, [ProcessCounts("tokenizer-0", {"sequences": 0})])
 
 
 def test_questions_to_the_tokenizer(server: Server) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from llguidance import LLMatcher
@@ -28,10 +28,42 @@ TRIAL_BYTES = 16
 THREADS = 4  # a grammar that takes too long keeps its thread until it is done
 
 
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    field: str
-    message: str
+class Check:
+    """Of one grammar: under way in a thread, or done. After the time limit it is done in any case."""
+
+    def __init__(self, grammar: Grammar, trial: Future[str], time_limit: float) -> None:
+        self._grammar = grammar
+        self._trial = trial
+        self._time_limit = time_limit
+        self._deadline = time.monotonic() + time_limit
+        self._refusal: InvalidRequest | None = None
+        self._is_known = False  # what came of it; a trial that ends too late changes nothing
+
+    @property
+    def is_done(self) -> bool:
+        return self._is_known or self._trial.done() or time.monotonic() >= self._deadline
+
+    def result(self, field: str | None = None) -> None:
+        """InvalidRequest if the grammar cannot be followed, which the request calls `field`. Waits until it is done."""
+        if not self._is_known:
+            self._refusal = self._find_refusal()
+            self._is_known = True
+        refusal = self._refusal
+        if refusal is not None:
+            raise InvalidRequest(field or refusal.field, refusal.message)
+
+    def _find_refusal(self) -> InvalidRequest | None:
+        try:
+            error = self._trial.result(timeout=max(self._deadline - time.monotonic(), 0.0))
+        except InvalidRequest as refused:
+            return refused
+        except ValueError as invalid:  # of a text that llguidance cannot read at all
+            error = _in_short(str(invalid))
+        except TimeoutError:
+            error = f"it takes longer than {self._time_limit:g} s to compile"
+        if not error:
+            return None
+        return InvalidRequest(field_of(self._grammar), f"this {_called(self._grammar)} is not supported: {error}")
 
 
 class GrammarValidator:
@@ -41,31 +73,23 @@ class GrammarValidator:
         self._vocabulary = byte_vocabulary(named_tokens)
         self._time_limit = time_limit
         self._pool: ThreadPoolExecutor | None = None  # until there is a grammar
-        self._results: OrderedDict[Grammar, _Refusal | None] = OrderedDict()
+        self._checks: OrderedDict[Grammar, Check] = OrderedDict()
 
     def validate(self, grammar: Grammar, field: str | None = None) -> None:
         """InvalidRequest if the grammar cannot be followed. `field`: what the request calls it."""
-        if grammar not in self._results:
-            self._results[grammar] = self._check(grammar)
-            if len(self._results) > MAX_RESULTS:
-                self._results.popitem(last=False)
-        self._results.move_to_end(grammar)
-        refusal = self._results[grammar]
-        if refusal is not None:
-            raise InvalidRequest(field or refusal.field, refusal.message)
+        self.check(grammar).result(field)
 
-    def _check(self, grammar: Grammar) -> _Refusal | None:
-        field = field_of(grammar)
-        self._pool = self._pool or compiler_threads(THREADS)
-        try:
-            error = self._pool.submit(self._try, grammar).result(timeout=self._time_limit)
-        except InvalidRequest as refused:
-            return _Refusal(refused.field, refused.message)
-        except ValueError as invalid:  # of a text that llguidance cannot read at all
-            error = _in_short(str(invalid))
-        except TimeoutError:
-            error = f"it takes longer than {self._time_limit:g} s to compile"
-        return _Refusal(field, f"this {_called(grammar)} is not supported: {error}") if error else None
+    def check(self, grammar: Grammar) -> Check:
+        """Begin to check the grammar, unless that has been done."""
+        check = self._checks.get(grammar)
+        if check is None:
+            self._pool = self._pool or compiler_threads(THREADS)
+            check = Check(grammar, self._pool.submit(self._try, grammar), self._time_limit)
+            self._checks[grammar] = check
+            if len(self._checks) > MAX_RESULTS:
+                self._checks.popitem(last=False)
+        self._checks.move_to_end(grammar)
+        return check
 
     def _try(self, grammar: Grammar) -> str:
         """Compile the grammar and follow it for a few bytes; what goes wrong, or nothing."""

@@ -64,6 +64,10 @@ class Inbox(Generic[T]):
         """Wait for one message."""
         return self._decoder.decode(self._socket.recv())
 
+    def receive_within(self, seconds: float) -> T | None:
+        """Wait so long for one message."""
+        return self.receive() if self._socket.poll(round(seconds * 1000)) else None
+
     def fileno(self) -> int:
         """A descriptor that becomes readable once for new messages: `drain` to the end before waiting again."""
         return self._socket.fileno()

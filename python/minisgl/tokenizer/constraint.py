@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 
 from minisgl.core import Grammar
-from minisgl.grammar.text import field_of, lark_rule
-from minisgl.grammar.validate import GrammarValidator
+from minisgl.grammar.text import lark_rule
+from minisgl.grammar.validate import Check, GrammarValidator
 from minisgl.message.to_tokenizer import ChatPrompt, IdsPrompt, TextPrompt
 from minisgl.parsers.constraint import ANY_TEXT, grammar_rule, text_rule
 from minisgl.parsers.reasoning import ReasoningFormat, Start, start_of_answer
@@ -27,14 +27,12 @@ class GrammarFitter:
         self._form = form
         self._validator = validator
 
-    def fit(self, grammar: Grammar, prompt: TextPrompt | IdsPrompt | ChatPrompt, prompt_end: str) -> Grammar:
-        """The grammar as the model is to follow it after this prompt; InvalidRequest if it cannot be followed."""
-        field = field_of(grammar)
-        grammar = self._fitted(grammar, prompt, prompt_end)
-        self._validator.validate(grammar, field)
-        return grammar
+    def check(self, fitted: Grammar) -> Check:
+        """Whether it can be followed."""
+        return self._validator.check(fitted)
 
-    def _fitted(self, grammar: Grammar, prompt: TextPrompt | IdsPrompt | ChatPrompt, prompt_end: str) -> Grammar:
+    def fit(self, grammar: Grammar, prompt: TextPrompt | IdsPrompt | ChatPrompt, prompt_end: str) -> Grammar:
+        """The grammar as the model is to follow it after this prompt; InvalidRequest for what is plainly wrong."""
         if self._form is not None and isinstance(prompt, ChatPrompt):
             continued = prompt.messages[-1].get("content", "") if prompt.continue_final_message else ""
             start = start_of_answer(self._form, prompt_end, continued)

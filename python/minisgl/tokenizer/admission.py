@@ -1,0 +1,150 @@
+"""From a request's prompt and parameters to what the scheduler is to run, or to the reason why it will not."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+
+import msgspec
+
+from minisgl.core import Int32Array, InvalidRequest, Limits, resolve_max_tokens
+from minisgl.grammar.text import field_of
+from minisgl.grammar.validate import Check
+from minisgl.message.to_api import Accepted, Echo, Refused
+from minisgl.message.to_scheduler import Add
+from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, TextPrompt
+from minisgl.message.types import pack_ids, unpack_ids
+from minisgl.tokenizer.bad_words import resolve_bad_words
+from minisgl.tokenizer.constraint import GrammarFitter
+from minisgl.tokenizer.text import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+PROMPT_END_TOKENS = 32  # that hold a marker and the line breaks around it, be a token a single character
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What follows from a request: the answer to the API server, and an Add for each choice.
+
+    With a `check` this is so only if that finds nothing wrong with the grammar, which the request has in `field`.
+    """
+
+    answer: Accepted | Refused
+    adds: list[Add]
+    check: Check | None = None
+    field: str = ""
+
+    @property
+    def is_settled(self) -> bool:
+        return self.check is None or self.check.is_done
+
+    def settled(self) -> Admission:
+        """What it is in the end; waits for that."""
+        if self.check is not None:
+            try:
+                self.check.result(self.field)
+            except InvalidRequest as error:
+                return Admission(Refused(self.answer.sequences, error.field, error.message, error.code), [])
+        return Admission(self.answer, self.adds)
+
+
+def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars: GrammarFitter) -> Admission:
+    """Whatever goes wrong with the request is its refusal."""
+    field = prompt_field(request.prompt)
+    check, grammar_field = None, ""
+    try:
+        ids = encode_prompt(request.prompt, tokenizer, limits, tokens_to_keep(request, limits))
+        check_vocabulary(ids, limits)
+        max_tokens = resolve_max_tokens(len(ids), request.sampling.max_tokens, limits)
+        sampling = resolve_bad_words(request.sampling.with_max_tokens(max_tokens), tokenizer)
+        end = prompt_end(request, ids, tokenizer)
+        if sampling.grammar is not None:
+            grammar_field = field_of(sampling.grammar)
+            grammar = grammars.fit(sampling.grammar, request.prompt, end)
+            check = grammars.check(grammar)
+            sampling = msgspec.structs.replace(sampling, grammar=grammar)
+    except InvalidRequest as error:
+        named = field if error.field == "prompt" else error.field
+        return Admission(Refused(request.sequences, named, error.message, error.code), [])
+    except Exception as error:
+        logger.exception("the prompt of sequences %s could not be encoded", request.sequences)
+        reason = f"the prompt could not be encoded: {type(error).__name__}: {error}"
+        return Admission(Refused(request.sequences, field, reason), [])
+    packed = pack_ids(ids)
+    # A digest, because what the cache makes of it relies on their equal lengths.
+    salt = hashlib.blake2b(request.cache_salt.encode(), digest_size=16).digest() if request.cache_salt else b""
+    adds = [
+        Add(sequence, packed, sampling, seed, request.text, request.priority, salt)
+        for sequence, seed in zip(request.sequences, request.seeds, strict=True)
+    ]
+    echo = echo_of(request, ids, tokenizer) if request.echo else None
+    return Admission(Accepted(request.sequences, packed, echo, end), adds, check, grammar_field)
+
+
+def prompt_field(prompt: TextPrompt | IdsPrompt | ChatPrompt) -> str:
+    """What the client calls it."""
+    return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+def tokens_to_keep(request: Generate, limits: Limits) -> int | None:
+    """How many tokens of the prompt are kept at most; None: all."""
+    if request.truncate != -1:
+        return request.truncate
+    wanted = 1 if request.sampling.max_tokens is None else request.sampling.max_tokens
+    return max(limits.max_seq_len - wanted, 1)
+
+
+def encode_prompt(
+    prompt: TextPrompt | IdsPrompt | ChatPrompt, tokenizer: TextTokenizer, limits: Limits, keep: int | None = None
+) -> Int32Array:
+    """The prompt's ids, whichever way it was given: all, or the last `keep` of them."""
+    if isinstance(prompt, IdsPrompt):
+        ids = unpack_ids(prompt.ids)
+        return ids if keep is None else ids[-keep:]
+    field = prompt_field(prompt)
+    text, add_special_tokens = prompt_text(prompt, tokenizer)
+    if keep is None:
+        return tokenizer.encode_fitting(text, limits, add_special_tokens, field)
+    return tokenizer.encode_last(text, keep, add_special_tokens, field)
+
+
+def prompt_text(prompt: TextPrompt | ChatPrompt, tokenizer: TextTokenizer) -> tuple[str, bool]:
+    """The prompt as text, and whether special tokens are added to it: a chat template has written them all."""
+    if isinstance(prompt, TextPrompt):
+        return prompt.text, prompt.add_special_tokens
+    text = tokenizer.render_chat(
+        prompt.messages,
+        prompt.tools,
+        prompt.template_kwargs,
+        prompt.add_generation_prompt,
+        prompt.continue_final_message,
+    )
+    return text, False
+
+
+def echo_of(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> Echo:
+    """The prompt's text: as it was sent, or else as the ids that are left of it read."""
+    if isinstance(request.prompt, TextPrompt) and request.truncate is None:
+        text = request.prompt.text
+    else:
+        text = tokenizer.decode(ids, request.text.skip_special_tokens)
+    return Echo(text, tokenizer.decode(ids[:1], skip_special_tokens=False).encode())
+
+
+def prompt_end(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> str:
+    """How a conversation's prompt ends."""
+    if not isinstance(request.prompt, ChatPrompt):
+        return ""
+    return tokenizer.decode(ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+
+
+def check_vocabulary(ids: Int32Array, limits: Limits) -> None:
+    """Raise InvalidRequest for the first id that the model has no embedding for."""
+    outside = (ids < 0) | (ids >= limits.vocab_size)
+    if outside.any():
+        token = int(ids[outside.argmax()])
+        raise InvalidRequest(
+            "prompt", f"token id {token} is outside the vocabulary: ids are 0 to {limits.vocab_size - 1}"
+        )
