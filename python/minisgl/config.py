@@ -45,7 +45,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"  # auto: the checkpoint's on CUDA, and on the CPU
     load_format: LoadFormat = "safetensors"
     attention: str = "auto"  # a backend, or two with a comma: of prefill (and mixed batches) and of decode
-    page_size: int | None = None  # tokens; None: 64 on CUDA, 16 on the CPU
+    page_size: int | None = None  # tokens; None: 64
     num_pages: int | None = None  # None: from the free memory
     memory_ratio: float = 0.9  # share of the device's memory for weights and KV cache
     max_running_requests: int = 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from minisgl.attention.base import AttentionInputs
+from minisgl.attention.cpu_backend import CpuAttention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kernel.torch_ops import TorchOps, silu_and_mul
@@ -139,8 +141,13 @@ def test_norm_rope_store(dtype: torch.dtype, norms: bool) -> None:
     ],
 )
 @pytest.mark.parametrize("window", [None, 1, 5, 40, 1000])
+@pytest.mark.parametrize("make_backend", [lambda size, _: TorchAttention(size), CpuAttention])
 def test_attention_is_the_formula(
-    dtype: torch.dtype, query_lens: list[int], kv_lens: list[int], window: int | None
+    make_backend: Callable[[int, torch.dtype], TorchAttention],
+    dtype: torch.dtype,
+    query_lens: list[int],
+    kv_lens: list[int],
+    window: int | None,
 ) -> None:
     heads, kv_heads, dim, page_size = 6, 2, 16, 4
     generator = torch.Generator().manual_seed(1)
@@ -164,7 +171,7 @@ def test_attention_is_the_formula(
         kv_lens_device=torch.tensor(kv_lens, dtype=torch.int32),
         page_table=pages,
     )
-    backend = TorchAttention(page_size)
+    backend = make_backend(page_size, dtype)
     plan = backend.plan(inputs)
     backend.forward(0, q, pool, plan)  # a layer without the window before it
     have = backend.forward(1, q, pool, plan, window)
@@ -183,6 +190,42 @@ def test_attention_is_the_formula(
     assert have.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(have.double(), torch.stack(want), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("query_lens", [[1, 1, 1, 1, 1], [1, 9, 1, 1, 1]])
+def test_attention_in_place_is_that_of_gathered_pages(query_lens: list[int], window: int | None) -> None:
+    """Rows whose pages follow one another, in order and not, shared and scattered."""
+    page_size, kv_lens = 16, [630, 640, 600, 90, 400]
+    device = torch.device("cpu")
+    pool = KVPool(
+        num_layers=1,
+        num_pages=200,
+        page_size=page_size,
+        num_kv_heads=2,
+        head_dim=16,
+        dtype=torch.float32,
+        device=device,
+    )
+    pool.keys(0).normal_()
+    pool.values(0).normal_()
+    in_order = torch.arange(40, dtype=torch.int32)
+    shared = torch.cat((in_order[:25], 60 + in_order[:15]))
+    reversed_order = 159 - in_order
+    scattered = 199 - 3 * in_order
+    inputs = AttentionInputs(
+        query_lens=np.array(query_lens, np.int32),
+        kv_lens=np.array(kv_lens, np.int32),
+        query_starts=torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32),
+        kv_lens_device=torch.tensor(kv_lens, dtype=torch.int32),
+        page_table=torch.stack((in_order, shared, reversed_order, scattered, shared)),
+    )
+    q = torch.randn(sum(query_lens), 6, 16)
+    have, want = (
+        backend.forward(0, q, pool, backend.plan(inputs), window)
+        for backend in (CpuAttention(page_size, torch.float32), TorchAttention(page_size))
+    )
+    torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

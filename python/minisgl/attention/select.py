@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from minisgl.attention.base import AttentionBackend, AttentionShape
+from minisgl.attention.cpu_backend import CpuAttention
 from minisgl.attention.pair import PairAttention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import attention_names
@@ -71,7 +72,7 @@ def make_attention(name: str, shape: AttentionShape, device: torch.device) -> Ch
     if device.type == "cpu":
         if name not in ("auto", "torch"):
             logger.info("--attn %s is for GPUs; on the CPU attention runs in torch", name)
-        return ChosenAttention(TorchAttention(shape.page_size))
+        return ChosenAttention(CpuAttention(shape.page_size, shape.dtype))
     capability = torch.cuda.get_device_capability(device)
     asked = attention_names(name)
     prefill = choose(asked[0], "prefill", shape, capability, CANDIDATES)

@@ -1,4 +1,4 @@
-"""Attention in plain torch on any device: the oracle of the other backends, and the CPU's own.
+"""Attention in plain torch on any device: the oracle of the other backends.
 
 Rows of one query are gathered from their pages and attend together, those of similar length in one call; rows of
 more queries (prefill chunks) attend one by one.
@@ -6,8 +6,9 @@ more queries (prefill chunks) attend one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,13 +20,33 @@ from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """R rows of one query each, padded at the end to the longest of them: L = pages x page_size positions."""
+class Decode(Protocol):
+    """R rows of one query each."""
 
-    tokens: Tensor | None  # [R] int64: where their queries stand in the step; None if they are the whole step
+    @property
+    def tokens(self) -> Tensor | None:
+        """[R] int64: where their queries stand in the step; None if they are the whole step."""
+        ...
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """q [R, heads, d] over keys and values [pages, page_size, kv_heads, d] -> [R, heads, d]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedDecode:
+    """Rows padded at the end to the longest of them, L = pages x page_size positions. Implements Decode."""
+
+    tokens: Tensor | None
     pages: Tensor  # [R, pages] int32, those that a query sees
     mask: Tensor  # [R, 1, 1, L] bool: true where it sees a position
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        k = _gather(keys, self.pages).transpose(1, 2)
+        v = _gather(values, self.pages).transpose(1, 2)
+        # The query heads that share a KV head stand as so many queries of it: nothing is repeated.
+        grouped = q.reshape(q.shape[0], keys.shape[2], -1, q.shape[2])
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=self.mask).reshape(q.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +63,8 @@ class PrefillRow:
 class View:
     """A step as the layers of one window see it."""
 
-    groups: list[DecodeGroup]
-    rows: list[PrefillRow]
+    decodes: Sequence[Decode]
+    prefills: list[PrefillRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +80,7 @@ class TorchAttention:
     """Implements attention.base.AttentionBackend for any page size, head size and mix of rows."""
 
     graph_safe = False  # it pads rows to the longest, which a graph would have to take for the longest possible
+    prefill_graph_safe = False
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -73,14 +95,14 @@ class TorchAttention:
         assert isinstance(plan, TorchPlan)
         view = self._view(plan, window)
         keys, values = kv.keys(layer), kv.values(layer)
-        if len(view.groups) == 1 and view.groups[0].tokens is None:
-            return _decode(q, keys, values, view.groups[0])
+        if len(view.decodes) == 1 and view.decodes[0].tokens is None:
+            return view.decodes[0].attend(q, keys, values)
         out = torch.empty_like(q)
-        for group in view.groups:
-            assert group.tokens is not None
-            out[group.tokens] = _decode(q[group.tokens], keys, values, group)
-        for row in view.rows:
-            out[row.tokens] = _prefill(q[row.tokens], keys, values, row)
+        for decode in view.decodes:
+            assert decode.tokens is not None
+            out[decode.tokens] = decode.attend(q[decode.tokens], keys, values)
+        for row in view.prefills:
+            out[row.tokens] = _attend(q[row.tokens], keys, values, row)
         return out
 
     def _view(self, plan: TorchPlan, window: int | None) -> View:
@@ -91,14 +113,20 @@ class TorchAttention:
             first = np.cumsum(inputs.query_lens) - inputs.query_lens
             decode = np.flatnonzero(inputs.query_lens == 1).astype(np.int32)
             prefill = np.flatnonzero(inputs.query_lens > 1)
-            seen = inputs.kv_lens[decode] if window is None else np.minimum(inputs.kv_lens[decode], window)
             plan.views[window] = View(
-                groups=[self._group(inputs, first, rows, window) for rows in _similar_lengths(decode, seen)],
-                rows=[self._row(inputs, int(first[row]), int(row), window) for row in prefill],
+                decodes=self._decodes(inputs, first, decode, window),
+                prefills=[self._prefill(inputs, int(first[row]), int(row), window) for row in prefill],
             )
         return plan.views[window]
 
-    def _group(self, inputs: AttentionInputs, first: Int32Array, rows: Int32Array, window: int | None) -> DecodeGroup:
+    def _decodes(
+        self, inputs: AttentionInputs, first: Int32Array, rows: Int32Array, window: int | None
+    ) -> Sequence[Decode]:
+        """Of the step's rows of one query, `rows`; `first` is where each of all rows' queries begin."""
+        seen = inputs.kv_lens[rows] if window is None else np.minimum(inputs.kv_lens[rows], window)
+        return [self._padded(inputs, first, similar, window) for similar in _similar_lengths(rows, seen)]
+
+    def _padded(self, inputs: AttentionInputs, first: Int32Array, rows: Int32Array, window: int | None) -> PaddedDecode:
         device = inputs.page_table.device
         table, lengths, tokens = inputs.page_table, inputs.kv_lens_device, None
         if len(rows) < len(inputs.query_lens):
@@ -114,9 +142,9 @@ class TorchAttention:
         mask = (positions < lengths.unsqueeze(1)) & (positions >= starts.unsqueeze(1))
         # Beyond a row's length its page table may hold anything: its first page is read instead, masked.
         pages = table.gather(1, blocks.long() * (blocks * size < lengths.unsqueeze(1)))
-        return DecodeGroup(tokens, pages, mask[:, None, None, :])
+        return PaddedDecode(tokens, pages, mask[:, None, None, :])
 
-    def _row(self, inputs: AttentionInputs, first: int, row: int, window: int | None) -> PrefillRow:
+    def _prefill(self, inputs: AttentionInputs, first: int, row: int, window: int | None) -> PrefillRow:
         device, size = inputs.page_table.device, self.page_size
         queries, length = int(inputs.query_lens[row]), int(inputs.kv_lens[row])
         start = 0 if window is None else max(0, length - queries - window + 1)
@@ -152,16 +180,7 @@ def _gather(pool: Tensor, pages: Tensor) -> Tensor:
     return found.view(*pages.shape[:-1], pages.shape[-1] * pool.shape[1], *pool.shape[2:])
 
 
-def _decode(q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup) -> Tensor:
-    """q [R, heads, d] over keys and values [pages, page_size, kv_heads, d] -> [R, heads, d]."""
-    k = _gather(keys, group.pages).transpose(1, 2)
-    v = _gather(values, group.pages).transpose(1, 2)
-    # The query heads that share a KV head stand as so many queries of it: nothing is repeated.
-    grouped = q.reshape(q.shape[0], keys.shape[2], -1, q.shape[2])
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask).reshape(q.shape)
-
-
-def _prefill(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow) -> Tensor:
     """q [queries, heads, d] -> [queries, heads, d]."""
     k = _gather(keys, row.pages)[row.positions].transpose(0, 1).unsqueeze(0)
     v = _gather(values, row.pages)[row.positions].transpose(0, 1).unsqueeze(0)

@@ -27,7 +27,7 @@ from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.serve import SchedulerProcess
 from minisgl.server.worker import Worker
 
-DEFAULT_PAGE_SIZE = 16
+DEFAULT_PAGE_SIZE = 64
 LETTERS = 4096  # how many are drawn before they repeat
 
 

@@ -1,0 +1,129 @@
+"""Attention on a CPU: decodes read K and V where they lie.
+
+A decode takes as long as reading K and V does, so gathering them first, as the reference does, costs more than the
+attention itself. Here every page of every row is attended to on its own, all of them in one call, and a row's result is
+the mean of its pages' results, weighted by their shares of the softmax's sum (Flash-Decoding, Dao et al., 2023). That
+makes the order of pages free: sorted, most follow one another in the pool and are a view of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import AttentionInputs
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.core import Int32Array
+
+Int64Array = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+# Pages that follow one another in the pool are read in place if they hold so many tokens: a call of its own costs as
+# much as gathering some hundred tokens of a small model.
+_LONG_RUN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Blocks that one call attends to: those at `blocks` among all, which are the pages `pages` of the pool."""
+
+    blocks: slice
+    pages: slice | Tensor  # [n] int64 where they have to be gathered
+
+
+@dataclass(frozen=True, slots=True)
+class PagedDecode:
+    """R rows of one query each that see B pages in all, a page seen by two rows counted twice. Implements Decode."""
+
+    tokens: Tensor | None  # [R] int64: where their queries stand in the step; None if they are the whole step
+    owners: Tensor  # [B] int64: whose page each block is
+    mask: Tensor  # [B, 1, 1, page_size], 0 where the row sees a position and -inf elsewhere
+    runs: list[PageRun]  # all blocks, in order
+    blocks_of: Tensor  # [R, most pages of a row] int64
+    absent: Tensor  # [R, most pages of a row, 1, 1] bool: true where a row has fewer pages
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        # The query heads that share a KV head stand as so many queries of it: nothing is repeated.
+        grouped = q.reshape(q.shape[0], keys.shape[2], -1, q.shape[2])[self.owners]
+        parts = [self._attend_run(run, grouped, keys, values) for run in self.runs]
+        outs, sums = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
+        shares = sums[self.blocks_of].masked_fill_(self.absent, -torch.inf).softmax(dim=1)
+        mean = (outs[self.blocks_of] * shares.unsqueeze(-1)).sum(dim=1)
+        return mean.to(q.dtype).view(q.shape)
+
+    def _attend_run(self, run: PageRun, grouped: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Of n blocks: results [n, kv_heads, group, d] and log(sum(exp(scores))) [n, kv_heads, group] float32."""
+        if isinstance(run.pages, slice):
+            k, v = keys[run.pages], values[run.pages]
+        else:
+            k, v = keys.index_select(0, run.pages), values.index_select(0, run.pages)
+        # What scaled_dot_product_attention runs on a CPU, which keeps the sums to itself.
+        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            grouped[run.blocks], k.transpose(1, 2), v.transpose(1, 2), attn_mask=self.mask[run.blocks]
+        )
+        return out, sums
+
+
+class CpuAttention(TorchAttention):
+    """Implements attention.base.AttentionBackend on a CPU, for any page size (the larger, the fewer calls inside)."""
+
+    def __init__(self, page_size: int, dtype: torch.dtype) -> None:
+        super().__init__(page_size)
+        self._dtype = dtype
+
+    def _decodes(
+        self, inputs: AttentionInputs, first: Int32Array, rows: Int32Array, window: int | None
+    ) -> list[PagedDecode]:
+        if len(rows) == 0:
+            return []
+        size = self.page_size
+        lengths = inputs.kv_lens[rows]
+        starts = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+        counts = -(-lengths // size) - starts // size
+        owners = np.repeat(np.arange(len(rows)), counts)
+        columns = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - starts // size, counts)
+        pages = inputs.page_table.numpy()[rows[owners], columns]
+        order, runs = _runs(pages, _LONG_RUN // size)
+        owners, columns = owners[order], columns[order]
+        positions = columns[:, None] * size + np.arange(size)
+        seen = (positions < lengths[owners, None]) & (positions >= starts[owners, None])
+        mask = torch.zeros(seen.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
+        absent = np.arange(counts.max()) >= counts[:, None]
+        blocks_of = np.zeros(absent.shape, dtype=np.int64)
+        blocks_of[~absent] = np.argsort(order)
+        whole = len(rows) == len(inputs.query_lens)
+        return [
+            PagedDecode(
+                tokens=None if whole else torch.from_numpy(first[rows]),
+                owners=torch.from_numpy(owners),
+                mask=mask[:, None, None],
+                runs=runs,
+                blocks_of=torch.from_numpy(blocks_of),
+                absent=torch.from_numpy(absent)[:, :, None, None],
+            )
+        ]
+
+
+def _runs(pages: Int32Array, shortest: int) -> tuple[Int64Array, list[PageRun]]:
+    """An order for pages [B], and its runs: those of at least `shortest` pages, then all others gathered as one.
+
+    The second, third ... times that a page is there come after the first times of all, or they would end every run.
+    """
+    by_page = np.argsort(pages, kind="stable")
+    times = np.empty_like(by_page)
+    times[by_page] = np.arange(len(pages)) - np.searchsorted(pages[by_page], pages[by_page])
+    order = np.lexsort((pages, times))
+    parts = np.split(order, np.flatnonzero(np.diff(pages[order]) != 1) + 1)
+    long = [part for part in parts if len(part) >= shortest]
+    short = [part for part in parts if len(part) < shortest]
+    runs, at = [], 0
+    for part in long:
+        page = int(pages[part[0]])
+        runs.append(PageRun(slice(at, at + len(part)), slice(page, page + len(part))))
+        at += len(part)
+    if short:
+        gathered = torch.from_numpy(pages[np.concatenate(short)].astype(np.int64))
+        runs.append(PageRun(slice(at, len(pages)), gathered))
+    return np.concatenate(long + short), runs
