@@ -233,6 +233,26 @@ def test_calls_are_demanded_by_a_grammar(hermes: RunningServer) -> None:
     assert "lark" not in grammar(response_format=schema, tool_choice="none")
 
 
+def test_calls_of_strict_tools_are_constrained(hermes: RunningServer) -> None:
+    def grammar(*tools: dict[str, Any], **fields: Any) -> str:
+        found = sent(hermes, say("x", **{"tools": list(tools), **fields})).sampling.grammar
+        return "" if found is None else found.text
+
+    schema = {"type": "object", "properties": {"zone": {"title": "Zone"}}, "title": "Times"}
+    time = {"type": "function", "function": {"name": "get_time", "parameters": schema, "strict": True}}
+    free = grammar(WEATHER, time)
+    assert "TEXT" in free
+    assert "Times" in free
+    assert "city" in free, "the name of a parameter"
+    assert "required" not in free, "of a tool that is not strict"
+    assert grammar(WEATHER, {**time, "function": {**time["function"], "strict": False}}) == ""
+    assert grammar(WEATHER, time, tool_choice="none") == ""
+    assert "TEXT" not in grammar(WEATHER, time, tool_choice="required")
+    only = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
+    assert grammar(WEATHER, time, tool_choice={"type": "allowed_tools", "allowed_tools": only}) == ""
+    assert free != grammar(WEATHER, time, parallel_tool_calls=False)
+
+
 NAMED = {"type": "function", "function": {"name": "nothing"}}
 BAD_TOOLS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+import jsonschema
 import pydantic
 import pytest
 from openai import OpenAI
@@ -220,3 +221,27 @@ def test_content_of_a_schema_or_a_call(client: OpenAI) -> None:
         0
     ]
     assert answer.message.tool_calls or isinstance(json.loads(answer.message.content or "")["n"], int)
+
+
+def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(client: OpenAI) -> None:
+    """Where the model is free to call, at a temperature at which it would often call wrongly."""
+    number = {"type": "integer", "minimum": 1000, "maximum": 1099}
+    called = spoke = 0
+    for case in [*cases("tools", 2, calls), *cases("recall", 1)]:
+        tools = []
+        for tool in case.tools or cases("tools", 1, calls)[0].tools or ():
+            names = list(tool["function"]["parameters"]["properties"])
+            schema = {"type": "object", "properties": dict.fromkeys(names, number), "required": names}
+            schema["additionalProperties"] = False
+            function = {**tool["function"], "parameters": schema, "strict": True}
+            tools.append({"type": "function", "function": function})
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+        wanted = params(case, tools=tools, temperature=1.2, n=3, seed=3, max_tokens=120)
+        for choice in client.chat.completions.create(**wanted).choices:
+            spoke += not choice.message.tool_calls
+            for call in choice.message.tool_calls or []:
+                if choice.finish_reason == "tool_calls":
+                    called += 1
+                    jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+    assert called >= 3
+    assert spoke >= 1

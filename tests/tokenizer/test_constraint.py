@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -18,10 +19,11 @@ from minisgl.grammar.validate import GrammarValidator
 from minisgl.grammar.vocabulary import named_tokens
 from minisgl.message.to_tokenizer import ChatPrompt, TextPrompt
 from minisgl.models.demo import demo_folder
-from minisgl.parsers.constraint import calls_grammar, either
-from minisgl.parsers.events import CallArguments, CallStart
+from minisgl.parsers.constraint import calls_grammar, either, free_grammar
+from minisgl.parsers.events import CallArguments, CallStart, Content
 from minisgl.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.parsers.select import TOOL_CALL_PARSERS
+from minisgl.parsers.strict import strict_tools
 from minisgl.tokenizer.constraint import GrammarFitter
 
 TOOLS: dict[str, dict[str, Any]] = {
@@ -84,10 +86,12 @@ def allows(matcher: LLMatcher, tokenizer: Tokenizer, text: str) -> bool:
     return bool(matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting())
 
 
-def sample(matcher: LLMatcher, tokenizer: Tokenizer, rng: random.Random) -> str:
+def sample(matcher: LLMatcher, tokenizer: Tokenizer, rng: random.Random, begin: str = "") -> str:
     """A text that the grammar allows, soon at its end."""
-    ids: list[int] = []
-    closing = tokenizer.encode("\n</parameter>\n").ids  # of a text that would never end by chance
+    ids: list[int] = tokenizer.encode(begin, add_special_tokens=False).ids
+    assert matcher.consume_tokens(ids)
+    # Of texts and lists that would hardly end by chance.
+    closings = [tokenizer.encode(text).ids for text in ("\n</parameter>\n", '"', "}", "]")]
     end = tokenizer.token_to_id("<|im_end|>")
     while len(ids) < 2000:
         allowed = np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8)).tolist()
@@ -95,7 +99,8 @@ def sample(matcher: LLMatcher, tokenizer: Tokenizer, rng: random.Random) -> str:
             if len(allowed) == 1 or rng.random() < 0.5:
                 return str(tokenizer.decode(ids, skip_special_tokens=False))
             allowed.remove(end)
-        if len(ids) % 5 == 4 and matcher.validate_tokens(closing) == len(closing):
+        if rng.random() < 0.2:
+            closing = next((one for one in closings if matcher.validate_tokens(one) == len(one)), [])
             ids += closing
             assert matcher.consume_tokens(closing)
             continue
@@ -248,3 +253,130 @@ def test_what_cannot_be_followed_is_refused_by_the_name_of_its_field(tokenizer: 
         with pytest.raises(InvalidRequest) as calls:
             check(calls_grammar("hermes", {"f": bad}, parallel=False), end)
         assert calls.value.field == "structured_outputs"  # which a chat calls tools
+
+
+# What a model is free to call: strict tools.
+
+STRICT: dict[str, dict[str, Any]] = {
+    "book": {
+        "type": "object",
+        "properties": {
+            "name": {"type": ["string", "null"], "description": "as OpenAI's clients write what is optional"},
+            "nights": {"type": "integer", "minimum": 1, "maximum": 14},
+            "room": {"$ref": "#/$defs/Room"},
+            "board": {"anyOf": [{"enum": ["full", "half"]}, {"type": "null"}]},
+            "at": {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]},
+        },
+        "required": ["name", "nights", "room", "board", "at"],
+        "additionalProperties": False,
+        "$defs": {"Room": {"enum": ["single", "double"], "title": "Room", "type": "string"}},
+    },
+    "now": {"type": "object", "properties": {"zone": {"type": "integer"}}},
+}
+BOOKING = {"name": "A", "nights": 2, "room": "single", "board": None, "at": {"x": True}}
+
+
+def written(form: str, name: str, arguments: dict[str, Any]) -> str:
+    """A call as models write it."""
+    text = json.dumps(arguments)
+    if form in ("hermes", "llama3_json"):
+        key = "arguments" if form == "hermes" else "parameters"
+        call = f'{{"name": "{name}", "{key}": {text}}}'
+        return f"<tool_call>\n{call}\n</tool_call>" if form == "hermes" else call
+    if form == "mistral":
+        return f'[TOOL_CALLS][{{"name": "{name}", "arguments": {text}}}]'
+    if form == "mistral_named":
+        return f"[TOOL_CALLS]{name}[ARGS]{text}"
+    if form == "pythonic":
+        return f"[{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in arguments.items())})]"
+    plain = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in plain.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def read_calls(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """The content and the calls of an answer."""
+    parser = TOOL_CALL_PARSERS[form.removesuffix("_named")](STRICT, lambda: "id")
+    content = ""
+    calls: list[tuple[str, str]] = []
+    for event in [*parser.feed(text), *parser.finish()]:
+        match event:
+            case Content(more):
+                content += more
+            case CallStart(_, _, name):
+                calls.append((name, ""))
+            case CallArguments(_, more):
+                calls[-1] = (calls[-1][0], calls[-1][1] + more)
+    return content, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_is_free_to_call_but_not_to_call_wrongly(
+    matcher: Callable[..., LLMatcher], tokenizer: Tokenizer, form: str
+) -> None:
+    grammar = free_grammar(form, strict_tools(form, STRICT, {"book"}), parallel=True)
+    call = written(form, "book", BOOKING)
+    positional = form in ("llama3_json", "pythonic")  # a call is the whole answer
+    good = ["", "Hello {a} [b]: a < b", "It is <tool_cal or [TOOL_", "  \n", call]
+    good += [written(form, "now", {"zone": "not strict"})]
+    good += [] if positional else [f"Let me see.\n{call}"]
+    good += [f"{call}{call}", f"Yes. {call}\n{call} Done."] if form.startswith(("hermes", "mistral")) else []
+    for text in good:
+        assert allows(matcher(grammar), tokenizer, text), text
+    wrong = [written(form, "book", BOOKING | change) for change in ({"nights": 15}, {"room": "suite"}, {"at": {}})]
+    wrong += [written(form, "later", {}), call[:-1], f" {TOOL_CALL_PARSERS[form.removesuffix('_named')].markers[-1]}"]
+    for text in wrong:
+        assert not allows(matcher(grammar), tokenizer, text), text
+    once = free_grammar(form, strict_tools(form, STRICT, {"book"}), parallel=False)
+    assert allows(matcher(once), tokenizer, call)
+    assert not allows(matcher(once), tokenizer, call + call)
+    for end in (PLAIN, OPEN):  # after a thought, which is free
+        found = matcher(grammar, end, REASONING_FORMATS["qwen3"])
+        before = "Hm <b> {</think>" if end == OPEN else "<think>Hm</think>\n"
+        assert allows(found, tokenizer, before + call)
+        assert not allows(matcher(grammar, end, REASONING_FORMATS["qwen3"]), tokenizer, before + wrong[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_whatever_is_read_as_a_call_of_a_strict_tool_is_valid(
+    matcher: Callable[..., LLMatcher], tokenizer: Tokenizer, form: str
+) -> None:
+    """Random tokens, with a call's beginning now and then."""
+    rng = random.Random(form)
+    begin = written(form, "book", BOOKING).partition("book")[0] + "book"
+    grammar = free_grammar(form, strict_tools(form, STRICT, {"book"}), parallel=True)
+    found = matcher(grammar)
+    num_calls = 0
+    for _ in range(10):
+        text = sample(found.deep_copy(), tokenizer, rng, begin if rng.random() < 0.7 else "")
+        for name, arguments in read_calls(form, text)[1]:
+            assert name in STRICT, text
+            if name == "book":
+                num_calls += 1
+                jsonschema.Draft202012Validator(STRICT["book"]).validate(arguments)
+    assert num_calls >= 3
+
+
+@pytest.mark.parametrize(
+    ("schema", "key"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "^a"}}}, "a"),
+        ({"properties": {"a": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}}}, "a"),
+        ({"properties": {"a": {"enum": ["a", 2, None]}}}, None),
+        ({"properties": {"a": {"enum": ["1", 2]}}}, "a"),
+        ({"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 2}]}}}, "a"),
+        ({"properties": {"a": {"type": ["string", "null"]}, "b": {}, "c": True}}, None),
+        ({"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"$ref": "#/$defs/A"}}}, "a"),
+        ({"properties": {}, "required": ["a"]}, "a"),
+        ({"properties": {}, "minProperties": 1}, "minProperties"),
+    ],
+)
+def test_what_a_form_cannot_hold_to_is_not_strict(schema: dict[str, Any], key: str | None) -> None:
+    tools = {"f": {"type": "object", **schema}}
+    assert strict_tools("hermes", tools, {"f"}) == tools
+    assert strict_tools("qwen3_coder", tools, set()).keys() == {"f"}
+    if key is None:
+        assert strict_tools("qwen3_coder", tools, {"f"}) == tools
+    else:
+        with pytest.raises(InvalidRequest, match=f"'{key}'"):
+            strict_tools("qwen3_coder", tools, {"f"})

@@ -14,14 +14,12 @@ written, any other when it is complete.
 
 from __future__ import annotations
 
-import ast
 import json
-import math
-import re
 from collections.abc import Callable, Mapping
 
 from minisgl.parsers.events import Event
 from minisgl.parsers.markers import find_first, possible_start
+from minisgl.parsers.plain_values import typed, types_of
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 
 MAX_TAG = 1024  # characters
@@ -30,7 +28,6 @@ _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _CALL_END = "</tool_call>"
 _VALUE_ENDS = (f"\n{_PARAMETER_END}", _PARAMETER_END)
-_INTEGER = re.compile(r"[+-]?\d{1,300}")
 
 
 class QwenCoderParser(ToolCallParser):
@@ -155,9 +152,9 @@ class QwenCoderParser(ToolCallParser):
         return text, found is not None
 
     def _types(self) -> set[str]:
-        properties = self._tools.get(self._function, {}).get("properties")
-        schema = properties.get(self._key) if isinstance(properties, Mapping) else None
-        return types_of(schema)
+        root = self._tools.get(self._function, {})
+        properties = root.get("properties")
+        return types_of(properties.get(self._key) if isinstance(properties, Mapping) else None, root)
 
     def finish(self) -> list[Event]:
         if self._state in (self._between, self._in_parameter_tag):
@@ -169,55 +166,3 @@ class QwenCoderParser(ToolCallParser):
             self._add(self._value + self._buffer)
             self._buffer = ""
         return super().finish()
-
-
-def types_of(schema: object) -> set[str]:
-    """The JSON types that a schema allows; string where it does not say."""
-    if not isinstance(schema, Mapping):
-        return {"string"}
-    kinds = schema.get("type")
-    if isinstance(kinds, str):
-        return {kinds}
-    if isinstance(kinds, list):
-        return {kind for kind in kinds if isinstance(kind, str)}
-    if isinstance(values := schema.get("enum"), list):
-        return {_type_of(value) for value in values}
-    for key in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(key), list):
-            return {kind for option in options for kind in types_of(option)}
-    return {"object", "string"} if "$ref" in schema or "allOf" in schema else {"string"}
-
-
-def _type_of(value: object) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, (int, float)):
-        return "number"
-    return "null" if value is None else "string"
-
-
-def typed(text: str, types: set[str]) -> str:
-    """The JSON text of a value; a string if it is of none of these types."""
-    word = text.strip()
-    if "null" in types and word.lower() in ("null", "none"):
-        return "null"
-    if "boolean" in types and word.lower() in ("true", "false"):
-        return word.lower()
-    if types & {"integer", "number"} and _INTEGER.fullmatch(word):
-        return str(int(word))
-    if "number" in types:
-        try:
-            number = float(word)
-        except ValueError:
-            number = math.nan
-        if math.isfinite(number):
-            return json.dumps(number)
-    if types & {"object", "array"}:
-        for read in (json.loads, ast.literal_eval):
-            try:
-                value = read(word)
-                if ("object" in types and isinstance(value, dict)) or ("array" in types and isinstance(value, list)):
-                    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-                continue
-    return json.dumps(text, ensure_ascii=False)

@@ -14,6 +14,7 @@ from minisgl.parsers.constraint import ANY_TEXT, grammar_rule, text_rule
 from minisgl.parsers.reasoning import ReasoningFormat, Start, start_of_answer
 
 _MARKER = re.compile(r'%marker ("(?:[^"\\]|\\.)*")')
+_UNTIL = re.compile(r'^%until (\w+) ("(?:[^"\\]|\\.)*")$', re.MULTILINE)
 _RULE = re.compile(r"^%grammar (\w+) (\[.*\])$", re.MULTILINE)
 
 
@@ -53,11 +54,17 @@ class GrammarFitter:
     def _complete(self, sketch: str) -> str:
         """The Lark that a sketch of `parsers.constraint` stands for. One may hold others."""
         text = _RULE.sub(lambda found: self._rule(found[1], *json.loads(found[2])), sketch)
+        text = _UNTIL.sub(lambda found: self._until(found[1], json.loads(found[2])), text)
         return _MARKER.sub(lambda found: self._token(json.loads(found[1])), text)
 
     def _rule(self, name: str, kind: str, text: str) -> str:
         grammar = Grammar(kind, text)  # type: ignore[arg-type]  # as it was before it became JSON
         return lark_rule(name, Grammar("lark", self._complete(text)) if kind == "lark" else grammar)
+
+    def _until(self, name: str, marker: str) -> str:
+        if marker in self._tokens:
+            return f"{name}: TEXT {self._token(marker)}"
+        return f"{name}[suffix={text_rule(marker)}]: TEXT"
 
     def _token(self, marker: str) -> str:
         index = self._tokens.get(marker)

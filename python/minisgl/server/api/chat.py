@@ -9,9 +9,10 @@ import msgspec
 
 from minisgl.core import Grammar, InvalidRequest, Limits
 from minisgl.message.to_tokenizer import ChatPrompt
-from minisgl.parsers.constraint import calls_grammar, either, has_grammar
+from minisgl.parsers.constraint import calls_grammar, either, free_grammar, has_grammar
 from minisgl.parsers.output import OutputParser
 from minisgl.parsers.select import Parsers
+from minisgl.parsers.strict import strict_tools
 from minisgl.server.api.chat_writer import ChatOptions, ChatWriter
 from minisgl.server.api.errors import invalid_request
 from minisgl.server.api.messages import Message, template_messages
@@ -76,8 +77,8 @@ def _prompt(body: ChatBody, use: ToolUse, messages: list[Message]) -> ChatPrompt
 
 
 def _calls_grammar(parsers: Parsers, use: ToolUse, content: Grammar | None) -> Grammar | None:
-    """What demands the calls that the client demands, or allows them beside constrained content."""
-    if not use.schemas or (not use.required and content is None):
+    """What demands the calls that the client demands, or constrains those that the model is free to make."""
+    if not use.schemas or not (use.required or use.strict or content is not None):
         return None
     form = parsers.call_form
     if not has_grammar(form):
@@ -87,8 +88,10 @@ def _calls_grammar(parsers: Parsers, use: ToolUse, content: Grammar | None) -> G
             "tool_choice",
             "tool_choice can demand a call only of a model whose form of tool calls is known: see --tool-call-parser",
         )
+    if not use.required and content is None:
+        return free_grammar(form, strict_tools(form, use.schemas, use.strict), parallel=use.parallel)
     calls = calls_grammar(form, use.schemas, parallel=use.parallel)
-    if use.required or content is None:
+    if content is None or use.required:
         return calls
     if form == "llama3_json" or content.kind == "ebnf":
         raise InvalidRequest(

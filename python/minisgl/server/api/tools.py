@@ -23,16 +23,18 @@ class ToolUse:
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameters, by the tool's name
     required: bool = False  # one of them must be called
     named: bool = False  # the client chose it: the call is what it asked for, and no reason to stop
+    strict: frozenset[str] = frozenset()  # tools whose arguments follow their schemas, also if the model may choose
     parallel: bool = True  # more than one call in an answer
 
 
 def tool_use(tools: list[Tool] | None, choice: Any, parallel: bool) -> ToolUse:
     """The meaning of `tools`, `tool_choice` and `parallel_tool_calls`, or InvalidRequest naming the field."""
     schemas = {tool["function"]["name"]: schema_of(tool) for tool in template_tools(tools or [])}
+    strict = frozenset(tool["function"]["name"] for tool in tools or [] if tool["function"].get("strict"))
     if choice == "none":
         return ToolUse()
     if choice == "auto":
-        return ToolUse(tools or None, schemas, parallel=parallel)
+        return ToolUse(tools or None, schemas, strict=strict, parallel=parallel)
     if not tools:
         raise InvalidRequest("tool_choice", "tool_choice is only allowed when tools are given")
     if choice == "required":
@@ -41,7 +43,7 @@ def tool_use(tools: list[Tool] | None, choice: Any, parallel: bool) -> ToolUse:
         name = _chosen(choice, "tool_choice", schemas)
         return ToolUse(tools, {name: schemas[name]}, required=True, named=True, parallel=False)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        return _allowed(tools, choice.get("allowed_tools"), schemas, parallel)
+        return _allowed(tools, choice.get("allowed_tools"), schemas, strict, parallel)
     raise InvalidRequest("tool_choice", f"tool_choice must be {_CHOICES}")
 
 
@@ -55,7 +57,13 @@ def _chosen(choice: dict[str, Any], path: str, schemas: Mapping[str, Any]) -> st
     return name
 
 
-def _allowed(tools: list[Tool], allowed: Any, schemas: Mapping[str, Mapping[str, Any]], parallel: bool) -> ToolUse:
+def _allowed(
+    tools: list[Tool],
+    allowed: Any,
+    schemas: Mapping[str, Mapping[str, Any]],
+    strict: frozenset[str],
+    parallel: bool,
+) -> ToolUse:
     """OpenAI's allowed_tools: a choice among some of the tools."""
     path = "tool_choice.allowed_tools"
     if not isinstance(allowed, dict) or not isinstance(chosen := allowed.get("tools"), list) or not chosen:
@@ -69,7 +77,13 @@ def _allowed(tools: list[Tool], allowed: Any, schemas: Mapping[str, Mapping[str,
     }
     # The others are not shown: nothing else would keep the model from calling them.
     shown = [tool for tool in tools if tool["function"]["name"] in names]
-    return ToolUse(shown, {name: schemas[name] for name in names}, required=mode == "required", parallel=parallel)
+    return ToolUse(
+        shown,
+        {name: schemas[name] for name in names},
+        required=mode == "required",
+        strict=strict & names,
+        parallel=parallel,
+    )
 
 
 def template_tools(tools: list[Tool]) -> list[Tool]:
