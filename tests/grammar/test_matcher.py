@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 
 from grammar.drawing import EOS, Drawer
 from minisgl.core import Grammar, InvalidRequest, SamplingParams
-from minisgl.grammar.matcher import MAX_COMPILED, GrammarMatcher, GrammarMatchers
+from minisgl.grammar.matcher import MAX_AUTOMATA, GrammarMatcher, GrammarMatchers
 from minisgl.grammar.text import lark_rule
 from minisgl.grammar.validate import GrammarValidator
 from minisgl.scheduler.constraints import Progress
@@ -100,8 +100,21 @@ def test_requests_with_one_grammar_do_not_disturb_each_other(drawer: Drawer) -> 
 
 
 def test_more_grammars_than_are_kept(drawer: Drawer) -> None:
-    matchers = [start(drawer, Grammar("regex", f"a{{{count}}}")) for count in range(1, MAX_COMPILED + 20)]
+    matchers = [start(drawer, Grammar("regex", f"a{{{count}}}")) for count in range(1, MAX_AUTOMATA + 20)]
     assert all("a" in allowed(drawer, matcher) for matcher in matchers)
+
+
+def test_requests_at_a_time_have_automata_of_their_own(drawer: Drawer) -> None:
+    matchers = GrammarMatchers(lambda: drawer.tokenizer, vocab_size=300, eos_token_ids=[drawer.eos], threads=3)
+    sampling = SamplingParams(grammar=LETTERS)
+    users = [matchers.start(sampling) for _ in range(7)]
+    assert sorted(len(one.users) for one in {user.automaton for user in users}) == [2, 2, 3]
+    masks = matchers.mask([*users, None])
+    assert (masks[:7] == masks[0]).all()
+    assert (masks[7] == -1).all()
+    freed = users.pop(0).automaton
+    del users[:]
+    assert matchers.start(sampling).automaton is freed, "one that has been used before is taken first"
 
 
 def test_a_vocabulary_larger_than_the_models_logits(drawer: Drawer) -> None:

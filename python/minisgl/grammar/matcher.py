@@ -1,7 +1,8 @@
 """Following grammars while tokens are chosen: implements scheduler.constraints on llguidance.
 
-A grammar is compiled once, in a thread, and its automaton grows as it is used; every request gets a copy. The masks
-of a step's rows are filled by several threads, without holding the interpreter.
+A grammar is compiled in a thread, and its automaton grows as it is used. Requests get copies of a matcher, which share
+its automaton and lock it; so a grammar that several requests follow at a time is compiled once for each thread that
+fills masks. The threads do not hold the interpreter.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TypeVar
+from weakref import WeakSet
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -25,9 +28,9 @@ from minisgl.scheduler.constraints import Matcher, Progress
 
 logger = logging.getLogger(__name__)
 
-MAX_COMPILED = 128  # grammars that are kept for requests to come
+MAX_AUTOMATA = 256  # that are kept for requests to come
 MAX_THREADS = 16  # that fill masks
-COMPILERS = 2
+MAX_COMPILERS = 8  # threads
 
 T = TypeVar("T")
 
@@ -40,10 +43,9 @@ class GrammarMatcher:
     anything else can follow.
     """
 
-    def __init__(
-        self, compiled: Future[LLMatcher | None], sampling: SamplingParams, eos_token_ids: frozenset[int]
-    ) -> None:
-        self._compiled = compiled
+    def __init__(self, automaton: Automaton, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> None:
+        self.automaton = automaton
+        automaton.users.add(self)
         self._followed: LLMatcher | None = None
         self._own_stop_ids = frozenset(sampling.stop_token_ids) - eos_token_ids
         self._stop_ids = self._own_stop_ids | eos_token_ids
@@ -51,13 +53,13 @@ class GrammarMatcher:
 
     @property
     def is_compiling(self) -> bool:
-        return not self._compiled.done()
+        return not self.automaton.compiled.done()
 
     @property
     def followed(self) -> LLMatcher | None:
         """llguidance's matcher; None if the grammar cannot be used."""
         if self._followed is None:
-            compiled = self._compiled.result()
+            compiled = self.automaton.compiled.result()
             self._followed = None if compiled is None else compiled.deep_copy()
         return self._followed
 
@@ -93,6 +95,14 @@ class GrammarMatcher:
                 row[:] = kept
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Automaton:
+    """One compilation of a grammar. Only one thread at a time can fill masks from it."""
+
+    compiled: Future[LLMatcher | None]  # at the beginning of the grammar; None if it cannot be used
+    users: WeakSet[GrammarMatcher] = field(default_factory=WeakSet)
+
+
 class GrammarMatchers:
     """Makes and moves the matchers of an engine's requests.
 
@@ -107,7 +117,7 @@ class GrammarMatchers:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocabulary: Future[LLTokenizer | None] | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher | None]] = OrderedDict()
+        self._automata: OrderedDict[Grammar, list[Automaton]] = OrderedDict()  # the last used last
         self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._fillers: LLExecutor | None = None
 
@@ -119,7 +129,7 @@ class GrammarMatchers:
 
     def start(self, sampling: SamplingParams) -> GrammarMatcher:
         assert sampling.grammar is not None
-        return GrammarMatcher(self._compile(sampling.grammar), sampling, self._eos_token_ids)
+        return GrammarMatcher(self._automaton(sampling.grammar), sampling, self._eos_token_ids)
 
     def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
         return [_own(matcher).advance(token) for matcher, token in zip(matchers, tokens.tolist(), strict=True)]
@@ -128,25 +138,22 @@ class GrammarMatchers:
         vocabulary = self.prepare().result()
         ids = self._vocab_size if vocabulary is None else vocabulary.vocab_size
         mask = np.empty((len(matchers), -(-ids // 32)), dtype=np.int32)
-        constrained = [_own(matcher) if matcher is not None else None for matcher in matchers]
-        filled = [
-            (matcher.followed, row)
-            for row, matcher in enumerate(constrained)
-            if matcher is not None and matcher.followed is not None
-        ]
+        constrained = [(_own(matcher), row) for row, matcher in enumerate(matchers) if matcher is not None]
+        # Threads take neighbours: those of one automaton, which would wait for each other.
+        constrained.sort(key=lambda one: id(one[0].automaton))
+        filled = [(matcher.followed, row) for matcher, row in constrained if matcher.followed is not None]
         if len(filled) < len(matchers):
             mask.fill(-1)
         if filled:
             self._fillers = self._fillers or LLExecutor(self._threads)
             self._fillers.unsafe_compute_mask_ptr(filled, mask.ctypes.data, mask.shape[1] * mask.itemsize, len(mask))
-        for followed, row in filled:
-            matcher = constrained[row]
-            if matcher is not None and not matcher.is_plain:
-                matcher.adjust(mask[row], followed)
+        for matcher, row in constrained:
+            if matcher.followed is not None and not matcher.is_plain:
+                matcher.adjust(mask[row], matcher.followed)
         return np.ascontiguousarray(mask[:, : -(-self._vocab_size // 32)])
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
-        self._pool = self._pool or compiler_threads(COMPILERS)
+        self._pool = self._pool or compiler_threads(max(2, min(self._threads, MAX_COMPILERS)))
         return self._pool.submit(work)
 
     def _load_vocabulary(self) -> LLTokenizer | None:
@@ -156,16 +163,18 @@ class GrammarMatchers:
             logger.exception("no grammar can be followed: llguidance cannot use the model's tokenizer")
             return None
 
-    def _compile(self, grammar: Grammar) -> Future[LLMatcher | None]:
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            vocabulary = self.prepare()
-            compiled = self._submit(lambda: _compiled(grammar, vocabulary))
-            self._compiled[grammar] = compiled
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return compiled
+    def _automaton(self, grammar: Grammar) -> Automaton:
+        """The one of the grammar with the fewest users, or a new one if all are used and there is a thread for it."""
+        automata = self._automata.setdefault(grammar, [])
+        self._automata.move_to_end(grammar)
+        least_used = min(automata, key=lambda one: len(one.users), default=None)
+        if least_used is not None and (not least_used.users or len(automata) == self._threads):
+            return least_used
+        vocabulary = self.prepare()
+        automata.append(Automaton(self._submit(lambda: _compiled(grammar, vocabulary))))
+        while len(self._automata) > 1 and sum(map(len, self._automata.values())) > MAX_AUTOMATA:
+            self._automata.popitem(last=False)
+        return automata[-1]
 
 
 def _compiled(grammar: Grammar, vocabulary: Future[LLTokenizer | None]) -> LLMatcher | None:
