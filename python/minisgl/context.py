@@ -27,3 +27,4 @@ class ForwardContext:
     attention: AttentionBackend
     plan: AttentionPlan
     fused: FusedRows | None = None  # attends in place of norm_rope_store and the backend
+    logits: Tensor | None = None  # [S, vocab_size]: where the model leaves them; None: in a new tensor

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from support.tiny_tokenizer import save_byte_tokenizer
+from support.small_models import save_qwen3
 
 pytestmark = pytest.mark.gpu
 
@@ -23,29 +23,7 @@ VOCAB = 5000
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3-0.6B of four layers and a small vocabulary, with a tokenizer of one token a character."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    path = tmp_path_factory.mktemp("qwen3")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=4,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=4096,
-        initializer_range=0.05,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-        dtype="bfloat16",
-    )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    save_byte_tokenizer(path, VOCAB)
-    return path
+    return save_qwen3(tmp_path_factory.mktemp("qwen3"), weights=True, vocab_size=VOCAB, num_layers=4)
 
 
 def prompts() -> list[list[int]]:

@@ -11,7 +11,7 @@ import torch
 
 from minisgl import LLM, SamplingParams
 from minisgl.config import ConfigError
-from support.tiny_tokenizer import save_byte_tokenizer
+from support.small_models import save_qwen3
 
 pytestmark = pytest.mark.gpu
 
@@ -21,27 +21,13 @@ RATIO = 0.3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import Qwen3Config
-
-    path = tmp_path_factory.mktemp("memory")
-    Qwen3Config(
+    return save_qwen3(
+        tmp_path_factory.mktemp("memory"),
+        weights=False,
         vocab_size=VOCAB,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=6,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
+        num_layers=6,
         max_position_embeddings=40960,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-        dtype="bfloat16",
-        architectures=["Qwen3ForCausalLM"],
-    ).save_pretrained(path)
-    save_byte_tokenizer(path, 5000)
-    return path
+    )
 
 
 def used_ratio() -> float:

@@ -14,7 +14,7 @@ import torch
 
 from minisgl import LLM, SamplingParams
 from minisgl.llm.llm import Completion
-from support.tiny_tokenizer import save_byte_tokenizer
+from support.small_models import save_qwen3
 
 pytestmark = pytest.mark.gpu
 
@@ -24,28 +24,9 @@ NEW_TOKENS = 40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    path = tmp_path_factory.mktemp("qwen3")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=128,
-        max_position_embeddings=1024,
-        initializer_range=0.05,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-        dtype="bfloat16",
+    return save_qwen3(
+        tmp_path_factory.mktemp("qwen3"), weights=True, vocab_size=VOCAB, num_layers=2, max_position_embeddings=1024
     )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    save_byte_tokenizer(path, VOCAB)
-    return path
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:

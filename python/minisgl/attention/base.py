@@ -72,6 +72,11 @@ class AttentionBackend(Protocol):
         """Whether a decode does the same work whatever the lengths, so that a CUDA graph may hold it."""
         ...
 
+    @property
+    def prefill_graph_safe(self) -> bool:
+        """The same of any step, rows of no query among its rows: its plan is made in the graph."""
+        ...
+
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """Host-side preparation of a step, once for all layers."""
         ...
@@ -106,3 +111,8 @@ class Unplanned:
 
     def prepare(self, positions: Int32Array) -> None:
         pass
+
+
+def window_left(window: int | None) -> int:
+    """Positions that a query sees to its left, itself not counted; -1: all."""
+    return -1 if window is None else window - 1

@@ -11,8 +11,12 @@ from dataclasses import dataclass, field
 from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 from torch import Tensor
 
-from minisgl.attention.base import AttentionInputs, AttentionPlan, AttentionShape, Unprepared
+from minisgl.attention.base import AttentionInputs, AttentionPlan, AttentionShape, Unprepared, window_left
 from minisgl.kvcache.pool import KVPool
+
+# Rows x longest query up to which a row's keys may be divided among multiprocessors: the launch that merges the parts
+# is as large as this, however few of its blocks have work.
+_MAX_MERGED = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,7 @@ class Fa3Plan:
 
     inputs: AttentionInputs
     max_query_len: int
+    num_splits: int  # of a row's keys; 0: as FlashAttention decides
     schedules: dict[int | None, Tensor] = field(default_factory=dict)
 
 
@@ -28,12 +33,14 @@ class FlashAttention3:
     """Implements attention.base.AttentionBackend. Planning costs the host nothing."""
 
     graph_safe = True
+    prefill_graph_safe = True
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
 
     def plan(self, inputs: AttentionInputs) -> Fa3Plan:
-        return Fa3Plan(inputs, int(inputs.query_lens.max()))
+        rows, longest = len(inputs.query_lens), int(inputs.query_lens.max())
+        return Fa3Plan(inputs, longest, 1 if longest > 1 and rows * longest > _MAX_MERGED else 0)
 
     def graphed_decode(self, rows: int) -> Unprepared:  # noqa: ARG002
         return Unprepared(self)
@@ -52,7 +59,8 @@ class FlashAttention3:
             cu_seqlens_q=inputs.query_starts,
             max_seqlen_q=plan.max_query_len,
             causal=True,
-            window_size=_left_right(window),
+            window_size=(window_left(window), 0),
+            num_splits=plan.num_splits,
             scheduler_metadata=plan.schedules[window],
         )
         return out
@@ -72,11 +80,7 @@ class FlashAttention3:
             cu_seqlens_q=inputs.query_starts,
             page_size=shape.page_size,
             causal=True,
-            window_size=_left_right(window),
+            window_size=(window_left(window), 0),
+            num_splits=plan.num_splits,
         )
         return schedule
-
-
-def _left_right(window: int | None) -> tuple[int, int]:
-    """Positions that a query sees to its left and right; -1: all."""
-    return (-1, -1) if window is None else (window - 1, 0)

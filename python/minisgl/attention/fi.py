@@ -24,7 +24,7 @@ from flashinfer.jit import get_batch_decode_uri, get_batch_prefill_uri
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
-from minisgl.attention.base import AttentionInputs, AttentionPlan, AttentionShape
+from minisgl.attention.base import AttentionInputs, AttentionPlan, AttentionShape, window_left
 from minisgl.attention.flatten import make_flattener
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
@@ -38,6 +38,7 @@ class FlashInfer:
     """Implements attention.base.AttentionBackend. Wrappers, one for each window, keep a plan between layers."""
 
     graph_safe = True
+    prefill_graph_safe = False  # it plans prefills on the host
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self.shape = shape
@@ -328,11 +329,6 @@ def modules(shape: AttentionShape, capability: tuple[int, int], *, decode: bool)
         )
         paths.append(shipped if shipped.exists() else compiled)
     return paths
-
-
-def window_left(window: int | None) -> int:
-    """Positions that a query sees to its left, as FlashInfer takes them; -1: all."""
-    return -1 if window is None else window - 1
 
 
 def _starts(lengths: Int32Array) -> Tensor:

@@ -24,6 +24,8 @@ _PROCESS_THREADS = 256
 class CudaSampler:
     """Implements engine.sampler.Sampler. Rows without filters read their logits once, greedy ones too."""
 
+    kinds = (SampleKind(False, True),)
+
     def __init__(self, device: torch.device) -> None:
         self._compiler = Compiler(device)
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -20,11 +20,13 @@ from minisgl.attention.select import ChosenAttention, make_attention
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import Batch, Int32Array, Limits, pages_for
 from minisgl.distributed.group import TPGroup
+from minisgl.engine.decode_graphs import DecodeGraphs, decode_graph_sizes
 from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.engine.forward import Forwarded, StepRunner
-from minisgl.engine.graph import DecodeGraphs, graph_sizes
+from minisgl.engine.graphs import Graphs, GraphSizes
 from minisgl.engine.measure import graphs_bytes, steps_bytes
 from minisgl.engine.memory import GIB, Needs, pool_pages, room_for_pool
+from minisgl.engine.prefill_graphs import prefill_graph_sizes
 from minisgl.engine.queue import PendingTokens, StepTensors, make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState, upload
@@ -79,7 +81,7 @@ class Engine:
                 sampler=_make_sampler(self.device),
                 device=self.device,
             )
-        sizes = _graph_sizes(config, parts)
+        sizes = _graph_sizes(config, parts, max_prefill_tokens)
         needs = Needs()
         if self.device.type == "cuda":
             with phase("measure a step's memory"):
@@ -97,11 +99,11 @@ class Engine:
             self.limits = Limits(max_seq_len=max_seq_len, vocab_size=model.vocab_size)
             # On the queue, like all that follows: another stream's fill would race with the first step's reads.
             self._runner = self._queue.call(lambda: parts.runner(self.num_pages, max_seq_len))
-        self._graphs: DecodeGraphs | None = None
-        if sizes:
+        self._graphs: Graphs | None = None
+        if sizes is not None:
             with phase("capture CUDA graphs"), _progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:
                 self._graphs = self._queue.call(
-                    lambda: DecodeGraphs(self._runner, sizes, max_seq_len, lambda _: bar.update())
+                    lambda: Graphs(self._runner, sizes, max_seq_len, lambda _: bar.update())
                 )
 
     def execute(self, batch: Batch) -> PendingTokens:
@@ -119,7 +121,10 @@ class Engine:
     def _forward(self, batch: Batch) -> Forwarded:
         self._runner.state.apply(batch)
         graphs = self._graphs_for(batch)
-        return self._runner.forward(batch) if graphs is None else graphs.forward(batch)
+        if graphs is not None:
+            return graphs.forward(batch)
+        prefill = None if self._graphs is None else self._graphs.prefill(batch)
+        return self._runner.forward(batch) if prefill is None else prefill.forward(batch)
 
     def _sample(self, batch: Batch, forwarded: Forwarded, mask: Tensor | None = None) -> StepTensors:
         graphs = None if batch.processed or mask is not None else self._graphs_for(batch)
@@ -128,7 +133,7 @@ class Engine:
         return StepTensors(sampled, self._runner.logprobs(batch, forwarded, judged, sampled))
 
     def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:
-        return self._graphs if self._graphs is not None and self._graphs.fits(batch) else None
+        return None if self._graphs is None else self._graphs.decode(batch)
 
     def describe(self) -> str:
         """One line for the log."""
@@ -233,14 +238,14 @@ def _load(
         ) from error
 
 
-def _measure(parts: _Parts, sizes: list[int], context_len: int, max_prefill_tokens: int) -> Needs:
+def _measure(parts: _Parts, sizes: GraphSizes | None, context_len: int, max_prefill_tokens: int) -> Needs:
     """What steps and graphs take, from a trial."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(parts.device)
     runner = parts.runner(0, context_len)
     steps = steps_bytes(runner, before, context_len, max_prefill_tokens)
     torch.cuda.empty_cache()
-    graphs = graphs_bytes(runner, sizes, context_len) if sizes else 0
+    graphs = 0 if sizes is None else graphs_bytes(runner, sizes, context_len)
     del runner
     torch.cuda.empty_cache()  # what torch keeps would look taken
     return Needs(steps, graphs)
@@ -257,21 +262,22 @@ def _attention_shape(model: ModelConfig, tp: TPGroup, page_size: int, dtype: tor
     )
 
 
-def _graph_sizes(config: EngineConfig, parts: _Parts) -> list[int]:
-    """The decode sizes to capture; none where there are no graphs."""
+def _graph_sizes(config: EngineConfig, parts: _Parts, max_prefill_tokens: int) -> GraphSizes | None:
+    """What to capture; None where there are no graphs."""
     if parts.device.type == "cpu":
         if config.cuda_graph_max_bs is not None:
             logger.info("--cuda-graph-max-bs is for GPUs and not used on the CPU")
-        return []
+        return None
     max_bs = config.max_running_requests
     if config.cuda_graph_max_bs is not None:
         max_bs = min(config.cuda_graph_max_bs, max_bs)
     if max_bs == 0:
-        return []
+        return None
     if not (parts.attention.graph_safe and parts.model.graph_safe(parts.ops)):
-        logger.warning("decodes run without CUDA graphs: attention or experts run in torch")
-        return []
-    return graph_sizes(max_bs)
+        logger.warning("steps run without CUDA graphs: attention or experts run in torch")
+        return None
+    prefill_safe = parts.attention.backend.prefill_graph_safe
+    return GraphSizes(decode_graph_sizes(max_bs), prefill_graph_sizes(max_prefill_tokens) if prefill_safe else [])
 
 
 def _progress_bar(text: str, total: int, *, shown: bool) -> tqdm[NoReturn]:

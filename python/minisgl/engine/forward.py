@@ -1,6 +1,7 @@
 """From a plan to tensors: one step's forward and sampling, launched operation by operation.
 
-Any batch runs this way. A steady decode on CUDA replays the same operations from a graph (`engine.graph`).
+Any batch runs this way. Decodes, and prefills that are not large, replay the same operations on CUDA from graphs
+(`engine.decode_graphs`, `engine.prefill_graphs`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from torch import Tensor
 from minisgl.attention.base import AttentionBackend, AttentionInputs, GraphedDecode
 from minisgl.context import ForwardContext
 from minisgl.core import Batch, Int32Array, pages_for
+from minisgl.engine.inputs import HostReads, HostRows, RowInputs, split_like
 from minisgl.engine.logprobs import LogprobTensors, compute_logprobs, no_logprobs
 from minisgl.engine.processing import process_logits
 from minisgl.engine.sampler import SampleKind, Sampler
-from minisgl.engine.state import SlotState, upload, upload_together
+from minisgl.engine.state import SlotState, upload
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.decoder import CausalLM
@@ -68,60 +70,56 @@ class StepRunner:
 
     def forward(self, batch: Batch) -> Forwarded:
         """The model's work."""
-        state = self.state
-        lengths = batch.lengths
-        query_starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        kv_lens = batch.starts + lengths
-        token_slots = np.repeat(batch.slots, lengths)
-        positions = np.arange(len(token_slots)) - np.repeat(query_starts[:-1] - batch.starts, lengths)
-        sample_rows = query_starts[1:][batch.samples] - 1
-        scored = _scored_tokens(batch, query_starts)
-        slots_of_tokens, device_positions, rows, sampling_slots, slots, kv_lens_device, query_starts_device = (
-            upload_together(
-                [
-                    token_slots,
-                    positions,
-                    np.concatenate([sample_rows, scored]),
-                    batch.slots[batch.samples],
-                    batch.slots,
-                    kv_lens,
-                    query_starts,
-                ],
-                state.device,
-            )
-        )
-        slots_of_tokens, device_positions = slots_of_tokens.long(), device_positions.long()
-        rows, sampling_slots = rows.long(), sampling_slots.long()
+        host = HostRows.of(batch)
+        reads = HostReads.of(batch, host.query_starts)
+        arrays = [*host.arrays, *reads.arrays]
+        *tensors, rows, slots = split_like(upload(np.concatenate(arrays), self.state.device), arrays)
+        inputs = RowInputs(*tensors)
+        rows = rows.long()
+        ctx = self.context(inputs, batch.lengths, host.kv_lens, sample_rows=rows)
+        return self.read(batch, self.model.model(ctx), rows, slots.long(), inputs, ctx)
 
+    def context(
+        self, inputs: RowInputs, query_lens: Int32Array, kv_lens: Int32Array, *, sample_rows: Tensor | None
+    ) -> ForwardContext:
+        """The context of a step of any rows. The lengths are the host's idea of them: in a graph, the longest."""
+        state = self.state
+        token_slots, positions, slots = inputs.token_slots.long(), inputs.positions.long(), inputs.slots.long()
         width = pages_for(int(kv_lens.max()), state.page_size)
-        inputs = AttentionInputs(
-            query_lens=lengths,
+        attended = AttentionInputs(
+            query_lens=query_lens,
             kv_lens=kv_lens,
-            query_starts=query_starts_device,
-            kv_lens_device=kv_lens_device,
-            page_table=state.page_table[slots.long(), :width],
+            query_starts=inputs.query_starts,
+            kv_lens_device=inputs.kv_lens,
+            page_table=state.page_table[slots, :width],
         )
-        ctx = ForwardContext(
-            input_ids=state.tokens[slots_of_tokens, device_positions].long(),
-            positions=device_positions,
-            kv_slots=state.kv_slots(slots_of_tokens, device_positions),
-            sample_rows=rows,
+        return ForwardContext(
+            input_ids=state.tokens[token_slots, positions].long(),
+            positions=positions,
+            kv_slots=state.kv_slots(token_slots, positions),
+            sample_rows=sample_rows,
             kv=self.kv,
             ops=self.ops,
             attention=self.attention,
-            plan=self.attention.plan(inputs),
+            plan=self.attention.plan(attended),
         )
-        if batch.logprobs is None or len(scored) == 0:
-            return Forwarded(self.model(ctx), sampling_slots)
-        states = self.model.model(ctx)
-        sampling_states, scored_states = states[: len(sample_rows)], states[len(sample_rows) :]
-        tokens = rows[len(sample_rows) :]
+
+    def read(
+        self, batch: Batch, states: Tensor, rows: Tensor, slots: Tensor, inputs: RowInputs, ctx: ForwardContext
+    ) -> Forwarded:
+        """What the forward brings, from the states of the tokens `rows` [S + P] int64, in the order of HostReads, and
+        the slots [S] int64 of those that sample.
+        """
+        logits = self.model.logits(states[: len(slots)], ctx)
+        if batch.logprobs is None or len(rows) == len(slots):
+            return Forwarded(logits, slots)
+        scored, tokens = states[len(slots) :], rows[len(slots) :]
         return Forwarded(
-            self.model.logits(sampling_states, ctx),
-            sampling_slots,
+            logits,
+            slots,
             compute_logprobs(
-                lambda piece: self.model.logits(scored_states[piece], ctx),
-                state.tokens[slots_of_tokens[tokens], device_positions[tokens] + 1].long(),
+                lambda piece: self.model.logits(scored[piece], ctx),
+                self.state.tokens[inputs.token_slots[tokens].long(), inputs.positions[tokens].long() + 1].long(),
                 self.model.config.vocab_size,
                 batch.logprobs.prompt_top,
             ),
@@ -162,11 +160,12 @@ class StepRunner:
         return output, forwarded.prompt_logprobs or no_logprobs(self.state.device)
 
     def decode_context(
-        self, slots: Tensor, kv_lens: np.ndarray[tuple[int], np.dtype[np.int32]], attention: GraphedDecode
+        self, slots: Tensor, kv_lens: Int32Array, attention: GraphedDecode, logits: Tensor
     ) -> ForwardContext:
         """The context of a decode of `slots` [rows] int64, made from device state alone so that a graph can hold it.
 
-        `kv_lens` is the host's idea of the lengths: at capture, the longest possible.
+        `kv_lens` is the host's idea of the lengths: at capture, the longest possible. `logits` [rows, vocab_size] is
+        where they go.
         """
         state, rows = self.state, len(slots)
         made = self.ops.decode_inputs(
@@ -189,13 +188,5 @@ class StepRunner:
             attention=self.attention,
             plan=attention.plan(inputs),
             fused=self.fused.rows(slots, state.lengths, state.page_table) if self.fused else None,
+            logits=logits,
         )
-
-
-def _scored_tokens(batch: Batch, query_starts: Int32Array) -> Int32Array:
-    """Which of the step's tokens the model's opinion on the next one is wanted of."""
-    if batch.logprobs is None:
-        return np.empty(0, dtype=np.int32)
-    counts = batch.logprobs.prompt_lengths
-    before = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum()), dtype=np.int32) + np.repeat(query_starts[:-1] - before, counts).astype(np.int32)

@@ -14,7 +14,7 @@ import torch
 from minisgl.config import ConfigError
 from minisgl.core import Batch
 from minisgl.engine.forward import StepRunner
-from minisgl.engine.graph import DecodeGraphs
+from minisgl.engine.graphs import Graphs, GraphSizes
 from minisgl.engine.memory import GIB
 
 
@@ -57,34 +57,45 @@ def steps_bytes(runner: StepRunner, before: int, max_seq_len: int, max_tokens: i
     return torch.cuda.max_memory_reserved(device) - before
 
 
-def graphs_bytes(runner: StepRunner, sizes: list[int], max_seq_len: int) -> int:
-    """What the graphs of all these decode sizes take, from captures of the two largest and of the smallest.
+def graphs_bytes(runner: StepRunner, sizes: GraphSizes, max_seq_len: int) -> int:
+    """What the graphs of all these sizes take, from captures of the two largest and of the smallest of each kind.
 
     The largest brings the memory that all share; the others, what grows with their rows.
     """
     device = runner.state.device
-    trial = sorted({sizes[0], *sizes[-2:]})
+    trial = GraphSizes(_ends(sizes.decode), _ends(sizes.prefill))
     free = [_free(device)]
-    taken: dict[int, int] = {}
+    taken: list[int] = []  # in the order of capture
 
-    def captured(size: int) -> None:
+    def captured(_size: int) -> None:
         torch.cuda.synchronize(device)
         free.append(_free(device))
-        taken[size] = max(free[-2] - free[-1], 0)
+        taken.append(max(free[-2] - free[-1], 0))
 
     try:
-        graphs = DecodeGraphs(runner, trial, max_seq_len, captured)
+        graphs = Graphs(runner, trial, max_seq_len, captured)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"CUDA graphs of up to {sizes[-1]} rows do not fit: use a smaller --cuda-graph-max-bs "
-            f"(such as {sizes[-1] // 4}; 0: none)"
+            f"CUDA graphs of up to {sizes.decode[-1]} rows do not fit: use a smaller --cuda-graph-max-bs "
+            f"(such as {sizes.decode[-1] // 4}; 0: none)"
         ) from error
     del graphs
     gc.collect()
     torch.cuda.empty_cache()
-    if len(sizes) == 1:
-        return taken[sizes[0]]
-    return taken[sizes[-1]] + int(sum(np.interp(sizes[:-1], trial[:-1], [taken[size] for size in trial[:-1]])))
+    prefill, decode = taken[: len(trial.prefill)][::-1], taken[len(trial.prefill) :][::-1]
+    return _of_all(sizes.prefill, trial.prefill, prefill) + _of_all(sizes.decode, trial.decode, decode)
+
+
+def _ends(sizes: list[int]) -> list[int]:
+    """The smallest and the two largest."""
+    return sorted({*sizes[:1], *sizes[-2:]})
+
+
+def _of_all(sizes: list[int], trial: list[int], taken: list[int]) -> int:
+    """What all sizes take, from what those of the trial took."""
+    if len(sizes) <= 1:
+        return sum(taken)
+    return taken[-1] + int(sum(np.interp(sizes[:-1], trial[:-1], taken[:-1])))
 
 
 def _free(device: torch.device) -> int:

@@ -83,6 +83,11 @@ class SampleKind:
 class Sampler(Protocol):
     """Chooses a token for each row, and appends it to the row's slot for the next step to read."""
 
+    @property
+    def kinds(self) -> tuple[SampleKind, ...]:
+        """Those of unprocessed rows that it launches different work for. The last is right for the others too."""
+        ...
+
     def sample(
         self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind, mask: Tensor | None = None
     ) -> Tensor:
@@ -95,6 +100,8 @@ class Sampler(Protocol):
 
 class TorchSampler:
     """The reference, in plain torch on any device."""
+
+    kinds = SampleKind(True, False), SampleKind(False, False), SampleKind(False, True)
 
     def sample(
         self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind, mask: Tensor | None = None

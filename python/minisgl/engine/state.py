@@ -6,9 +6,6 @@ its input tokens here and leaves the sampled ones here, so the next step can be 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,15 +18,11 @@ from minisgl.engine.processing import ProcessingState
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """Copy a host array to the device in stream order, without waiting."""
     tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
-
-
-def upload_together(arrays: Sequence[NDArray[np.integer[Any]]], device: torch.device) -> Sequence[Tensor]:
-    """The arrays as int32 tensors on the device, in one copy."""
-    packed = upload(np.concatenate(arrays, dtype=np.int32, casting="same_kind"), device)
-    return torch.split(packed, [len(array) for array in arrays])
+    if device.type != "cuda":
+        return tensor
+    pinned = torch.empty_like(tensor, pin_memory=True)
+    np.copyto(pinned.numpy(), array)  # torch's copy of a large array would wake all its threads
+    return pinned.to(device, non_blocking=True)
 
 
 class SlotState:

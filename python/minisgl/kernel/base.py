@@ -70,8 +70,10 @@ class Ops(Protocol):
         """
         ...
 
-    def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """linear(rms_norm(x)): what begins each half of a decoder layer."""
+    def norm_linear(
+        self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """linear(rms_norm(x)): what begins each half of a decoder layer. `out` is where it goes, if given."""
         ...
 
     def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:

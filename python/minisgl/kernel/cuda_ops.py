@@ -58,10 +58,15 @@ class CudaOps:
         y = F.linear(x, weight, bias)
         return y if residual is None else y.add_(residual)
 
-    def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def norm_linear(
+        self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         if self._few_rows.takes(x, weight):
-            return self._few_rows.product(x, norm, weight, bias)
-        return F.linear(self.rms_norm(x, norm), weight, bias)
+            return self._few_rows.product(x, norm, weight, bias, out=out)
+        if out is not None and bias is None:
+            return torch.mm(self.rms_norm(x, norm), weight.t(), out=out)
+        y = F.linear(self.rms_norm(x, norm), weight, bias)
+        return y if out is None else out.copy_(y)
 
     def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._few_rows.takes(x, weight) and len(weight) % 16 == 0:

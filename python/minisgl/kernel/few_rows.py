@@ -60,10 +60,12 @@ class FewRows:
         residual: Tensor | None = None,
         *,
         gated: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
         """[M, N], or [M, N / 2] if `gated`; see Ops.linear, norm_linear and norm_gated_linear."""
         (rows, size), width = x.shape, len(weight)
-        out = x.new_empty((rows, width // 2 if gated else width))
+        if out is None:
+            out = x.new_empty((rows, width // 2 if gated else width))
         clusters = _CLUSTERS if self._compiler.arch >= 90 else (1, 1)
         kind = _kind(x.dtype, rows, width, size, clusters, norm=norm is not None, gated=gated)
         kernel = self._kernel(kind)

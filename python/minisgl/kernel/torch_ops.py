@@ -22,8 +22,11 @@ class TorchOps:
         y = self._product(x, weight, bias)
         return y if residual is None else y.add_(residual)
 
-    def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._product(self.rms_norm(x, norm), weight, bias)
+    def norm_linear(
+        self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        y = self._product(self.rms_norm(x, norm), weight, bias)
+        return y if out is None else out.copy_(y)
 
     def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return silu_and_mul(self.norm_linear(x, norm, weight, bias))

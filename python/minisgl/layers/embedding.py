@@ -64,8 +64,10 @@ class LMHead(PackableWeight):
         self.weight = tied_to.weight if tied_to else vocab_weight(self.share, hidden_size, dtype)
 
     def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext) -> Tensor:
-        logits = self.tp.all_gather(ctx.ops.norm_linear(x, norm.params, self.weight))
-        return logits[:, : self.vocab_size]
+        if self.tp.size == 1:
+            return ctx.ops.norm_linear(x, norm.params, self.weight, out=ctx.logits)
+        logits = self.tp.all_gather(ctx.ops.norm_linear(x, norm.params, self.weight))[:, : self.vocab_size]
+        return logits if ctx.logits is None else ctx.logits.copy_(logits)
 
     def pieces(self, name: str) -> Iterator[Piece]:
         yield vocab_piece(name, self.weight, self.vocab_size, self.share, tied=self.tied)

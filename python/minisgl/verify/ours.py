@@ -4,7 +4,6 @@ cache hits are in it. Every step's logits are compared as they come and not kept
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,9 +16,9 @@ from minisgl.config import EngineConfig, SchedulerConfig
 from minisgl.context import ForwardContext
 from minisgl.core import Batch, SamplingParams
 from minisgl.distributed.group import SingleRank
+from minisgl.engine.decode_graphs import DecodeGraphs
 from minisgl.engine.engine import Engine
 from minisgl.engine.forward import Forwarded
-from minisgl.engine.graph import DecodeGraphs
 from minisgl.models.config import ModelConfig
 from minisgl.scheduler.build import make_loop
 from minisgl.verify.compare import Run, common_length, compare_rows
@@ -44,20 +43,15 @@ class ObservedEngine(Engine):
         runner.state.apply(batch)
         model = runner.model
 
-        def show(ctx: ForwardContext) -> Tensor:
-            logits: Tensor = model(dataclasses.replace(ctx, sample_rows=None))
+        def show(_last_layer: nn.Module, inputs: tuple[Tensor, ForwardContext], states: Tensor) -> None:
             ends = (batch.starts + batch.lengths).tolist()
             known = [
                 runner.state.tokens[slot, :end].tolist() for slot, end in zip(batch.slots.tolist(), ends, strict=True)
             ]
-            observer(batch, known, logits)
-            return logits if ctx.sample_rows is None else logits[ctx.sample_rows]
+            observer(batch, known, model.logits(states, inputs[1]))
 
-        runner.model = show  # type: ignore[assignment]
-        try:
+        with model.model.layers[-1].register_forward_hook(show):
             return runner.forward(batch)
-        finally:
-            runner.model = model
 
     @property
     def has_graphs(self) -> bool:

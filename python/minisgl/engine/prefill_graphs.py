@@ -1,0 +1,108 @@
+"""CUDA graphs of the steps that prefill, alone or beside decodes: the decoder, captured for a few numbers of tokens.
+
+Launched operation by operation, such a step takes the host some 0.3 ms a layer, and a GPU less unless it is large.
+A graph has room for as many rows as its tokens can belong to. Which row each token belongs to, and how far it reaches
+back, is sent with each step and read on the device. The head, which needs the sampling rows only, and the sampling
+follow operation by operation.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.context import ForwardContext
+from minisgl.core import Batch
+from minisgl.engine.capture import GraphMemory
+from minisgl.engine.forward import Forwarded, StepRunner
+from minisgl.engine.inputs import HostReads, HostRows, RowInputs, split_like
+
+SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # tokens
+
+
+def prefill_graph_sizes(max_tokens: int) -> list[int]:
+    """Up to the first that holds as many tokens."""
+    return list(SIZES[: bisect_left(SIZES, max_tokens) + 1])
+
+
+@dataclass(slots=True)
+class _Captured:
+    """A graph for one number of tokens and what it reads."""
+
+    rows: int  # without the row of the padding
+    packed: Tensor  # int32: the inputs, then the reads of a step, which the graph does not touch
+    inputs: RowInputs  # views of it
+    context: ForwardContext
+    graph: torch.cuda.CUDAGraph
+
+
+class PrefillGraphs:
+    """Captures at construction, largest first, so that the smaller ones reuse its memory.
+
+    `captured` is called with each size that is done.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        sizes: list[int],
+        max_seq_len: int,
+        memory: GraphMemory,
+        captured: Callable[[int], object],
+    ) -> None:
+        self._runner = runner
+        self._sizes = sizes
+        self._max_seq_len = max_seq_len
+        # Of all graphs: what one leaves is read before the next is replayed.
+        self._states = torch.empty(
+            (sizes[-1], runner.model.config.hidden_size), dtype=runner.model.dtype, device=runner.state.device
+        )
+        self._captured: dict[int, _Captured] = {}
+        for size in reversed(sizes):
+            self._captured[size] = self._capture(size, memory)
+            captured(size)
+
+    def _capture(self, size: int, memory: GraphMemory) -> _Captured:
+        runner, device = self._runner, self._runner.state.device
+        rows = min(runner.state.scratch_slot, size)
+        empty = np.empty(0, dtype=np.int32)
+        padding = HostRows(empty, empty, empty, empty, np.zeros(1, dtype=np.int32))
+        padding = padding.padded(size, rows, runner.state.scratch_slot, self._max_seq_len)
+        inputs_len = sum(map(len, padding.arrays))
+        packed = torch.zeros(inputs_len + size + 2 * rows, dtype=torch.int32, device=device)
+        packed[:inputs_len] = torch.from_numpy(np.concatenate(padding.arrays)).to(device)
+        inputs = RowInputs(*split_like(packed, padding.arrays))
+        query_lens = np.full(rows + 1, size, dtype=np.int32)
+        kv_lens = np.full(rows + 1, self._max_seq_len, dtype=np.int32)
+
+        def forward() -> ForwardContext:
+            context = runner.context(inputs, query_lens, kv_lens, sample_rows=None)
+            self._states[:size] = runner.model.model(context)
+            return context
+
+        graph, context = memory.capture(forward)
+        return _Captured(rows, packed, inputs, context, graph)
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether a graph has room for the plan's tokens."""
+        return batch.num_tokens <= self._sizes[-1]
+
+    def forward(self, batch: Batch) -> Forwarded:
+        """Replay a plan that fits."""
+        runner, host = self._runner, HostRows.of(batch)
+        reads = HostReads.of(batch, host.query_starts)
+        size = self._sizes[bisect_left(self._sizes, batch.num_tokens)]
+        captured = self._captured[size]
+        padded = host.padded(size, captured.rows, runner.state.scratch_slot, self._max_seq_len)
+        arrays = [*padded.arrays, *reads.arrays]
+        packed = torch.from_numpy(np.concatenate(arrays)).pin_memory()  # a new one, for the last may be on its way
+        captured.packed[: len(packed)].copy_(packed, non_blocking=True)
+        captured.graph.replay()
+        # Copies, for what the sampling reads later must outlast the next step's inputs.
+        rows, slots = (view.long() for view in split_like(captured.packed, arrays)[-2:])
+        return runner.read(batch, self._states[rows], rows, slots, captured.inputs, captured.context)

@@ -1,0 +1,74 @@
+"""What a step reads, against plain loops over its rows; padding adds tokens and rows and changes nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl.core import Batch, LogprobPlan
+from minisgl.engine.inputs import HostReads, HostRows, split_like
+
+SCRATCH = 99
+MAX_SEQ_LEN = 50
+ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9), st.booleans()), min_size=1, max_size=6)
+
+
+def batch_of(rows: list[tuple[int, int, bool]], scored: list[int] | None = None) -> Batch:
+    starts, lengths, samples = (np.array(column) for column in zip(*rows, strict=True))
+    nobody = np.empty(0, dtype=np.int32)
+    return Batch(
+        step=0,
+        slots=np.arange(10, 10 + len(rows), dtype=np.int32)[::-1],
+        starts=starts.astype(np.int32),
+        lengths=lengths.astype(np.int32),
+        samples=samples,
+        new_pages=np.zeros((0, 3), dtype=np.int32),
+        logprobs=None if scored is None else LogprobPlan(nobody, 0, np.array(scored, dtype=np.int32), 0),
+    )
+
+
+@given(ROWS, st.data())
+def test_rows_and_reads(rows: list[tuple[int, int, bool]], data: st.DataObject) -> None:
+    scored = [data.draw(st.integers(0, length)) for _, length, _ in rows]
+    batch = batch_of(rows, scored)
+    host = HostRows.of(batch)
+    reads = HostReads.of(batch, host.query_starts)
+    tokens = [
+        (slot, start + i) for slot, (start, length, _) in zip(batch.slots, rows, strict=True) for i in range(length)
+    ]
+    assert list(zip(host.token_slots, host.positions, strict=True)) == tokens
+    assert host.slots.tolist() == batch.slots.tolist()
+    assert host.kv_lens.tolist() == [start + length for start, length, _ in rows]
+    ends = host.query_starts[1:]
+    assert [0, *np.cumsum([length for _, length, _ in rows])] == host.query_starts.tolist()
+    sampling = [row for row, (_, _, samples) in enumerate(rows) if samples]
+    firsts = [
+        place
+        for row, count in enumerate(scored)
+        for place in range(host.query_starts[row], host.query_starts[row] + count)
+    ]
+    assert reads.rows.tolist() == [ends[row] - 1 for row in sampling] + firsts
+    assert reads.slots.tolist() == [batch.slots[row] for row in sampling]
+    arrays = [*host.arrays, *reads.arrays]
+    assert all(array.dtype == np.int32 for array in arrays)
+    packed = torch.from_numpy(np.concatenate([*arrays, np.full(3, -1, dtype=np.int32)]))
+    for view, array in zip(split_like(packed, arrays), arrays, strict=True):
+        assert view.tolist() == array.tolist()
+
+
+@given(ROWS, st.integers(0, 70), st.integers(0, 5))
+def test_padding(rows: list[tuple[int, int, bool]], more_tokens: int, more_rows: int) -> None:
+    host = HostRows.of(batch_of(rows))
+    tokens, count = len(host.token_slots), len(rows)
+    padded = host.padded(tokens + more_tokens, count + more_rows, SCRATCH, MAX_SEQ_LEN)
+    for ours, before in zip(padded.arrays, host.arrays, strict=True):
+        assert ours.dtype == np.int32
+        assert ours[: len(before)].tolist() == before.tolist()
+    assert padded.token_slots[tokens:].tolist() == [SCRATCH] * more_tokens
+    assert padded.positions[tokens:].tolist() == [0] * more_tokens
+    assert padded.slots[count:].tolist() == [SCRATCH] * (more_rows + 1)
+    lengths = np.diff(padded.query_starts).tolist()
+    assert lengths[count:] == [0] * more_rows + [more_tokens]
+    assert padded.kv_lens[count:].tolist() == [0] * more_rows + [min(more_tokens, MAX_SEQ_LEN)]

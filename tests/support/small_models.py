@@ -1,0 +1,44 @@
+"""Model folders for GPU tests: Qwen3 shapes cut down, and a tokenizer of one token a byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from support.tiny_tokenizer import save_byte_tokenizer
+
+_TOKENIZER_VOCAB = 5000  # at most: larger vocabularies have tokens without text
+
+
+def save_qwen3(path: Path, *, weights: bool, vocab_size: int = 5000, num_layers: int = 3, **changes: Any) -> Path:
+    """A Qwen3-0.6B of fewer layers and another vocabulary, in bfloat16, with random weights or without any.
+
+    `changes` are further fields of its configuration.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    fields: dict[str, Any] = {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.05,
+        "tie_word_embeddings": True,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        "dtype": "bfloat16",
+        "architectures": ["Qwen3ForCausalLM"],
+        **changes,
+    }
+    config = Qwen3Config(vocab_size=vocab_size, num_hidden_layers=num_layers, **fields)
+    if weights:
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    else:
+        config.save_pretrained(path)
+    save_byte_tokenizer(path, min(vocab_size, _TOKENIZER_VOCAB))
+    return path
