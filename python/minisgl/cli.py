@@ -57,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=None,
         metavar="NAME",
-        help="what clients call the model; the first name is in the answers; none: the model's own",
+        help="what clients call the model; the first name is in the answers; none: the hub id, or the folder and its last part",
     )
     model.add_argument("--model-source", default="huggingface", help="only huggingface for now")
     model.add_argument(
@@ -268,7 +268,8 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
     if args.disable_pynccl:
         logger.info("--disable-pynccl has no effect")
     load_format: LoadFormat = "dummy" if args.dummy_weight else args.load_format
-    names: list[str] = args.served_model_name or [model_name(args.model)]
+    # Clients that read a tokenizer from a folder often use the folder as the model's name, too.
+    names: list[str] = args.served_model_name or list(dict.fromkeys([model_name(args.model), args.model]))
     config = ServerConfig(
         engine=EngineConfig(
             model_path="",
