@@ -17,12 +17,14 @@ from minisgl.engine.processing import ProcessingState
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """Copy a host array to the device in stream order, without waiting."""
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor
-    pinned = torch.empty_like(tensor, pin_memory=True)
-    np.copyto(pinned.numpy(), array)  # torch's copy of a large array would wake all its threads
-    return pinned.to(device, non_blocking=True)
+    return pinned(array).to(device, non_blocking=True) if device.type == "cuda" else torch.from_numpy(array)
+
+
+def pinned(array: NDArray[np.generic]) -> Tensor:
+    """A copy that the device may read while the host goes on. Torch keeps its memory until copies from it are done."""
+    tensor = torch.empty_like(torch.from_numpy(array), pin_memory=True)
+    np.copyto(tensor.numpy(), array)  # torch's copy of a large array would wake all its threads
+    return tensor
 
 
 class SlotState:
