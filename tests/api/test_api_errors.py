@@ -162,8 +162,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
     ({"ebnf": "root ::= x", "structured_outputs": {"json_object": True}}, "structured_outputs.json_object"),
     # Fields that would change the answer and cannot be honoured.
-    ({"functions": [{"name": "f"}]}, "functions"),
-    ({"function_call": {"name": "f"}}, "function_call"),
     ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
     ({"audio": {"voice": "alloy"}}, "audio"),
     ({"modalities": ["text", "audio"]}, "modalities"),

@@ -315,12 +315,10 @@ BAD_CALLS: list[tuple[list[dict[str, Any]], str]] = [
     ([{"role": "assistant", "tool_calls": {"a": 1}}], "messages.0.tool_calls"),
     ([{"role": "assistant", "tool_calls": ["f"]}], "messages.0.tool_calls.0"),
     ([{"role": "assistant", "tool_calls": []}], "messages.0.content"),
-    ([{"role": "assistant", "content": "x", "function_call": {"name": "f"}}], "messages.0.function_call"),
     ([{"role": "assistant", "content": "x", "audio": {"id": "1"}}], "messages.0.audio"),
     ([{"role": "assistant", "content": "x", "reasoning_content": 5}], "messages.0.reasoning_content"),
     ([{"role": "tool", "content": "x", "tool_call_id": 5}], "messages.0.tool_call_id"),
     ([{"role": "user", "content": "x", "name": 5}], "messages.0.name"),
-    ([{"role": "function", "content": "x", "name": "f"}], "messages.0.role"),
 ]
 
 

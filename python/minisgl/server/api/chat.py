@@ -15,6 +15,7 @@ from minisgl.parsers.select import Parsers
 from minisgl.parsers.strict import strict_tools
 from minisgl.server.api.chat_writer import ChatOptions, ChatWriter
 from minisgl.server.api.errors import invalid_request
+from minisgl.server.api.functions import function_use
 from minisgl.server.api.messages import Message, template_messages
 from minisgl.server.api.open_request import Job
 from minisgl.server.api.schema import GRAMMAR_FIELDS, ChatBody
@@ -25,7 +26,7 @@ def chat_answer(body: ChatBody, limits: Limits, parsers: Parsers, model: str) ->
     """What the body asks of the engine, and who writes it; InvalidRequest or ApiError if that is not possible."""
     include_usage = body.wants_usage()
     messages = template_messages(body.messages)
-    use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    use = _tool_use(body)
     options = ChatOptions(
         model=model,
         parser=_parser_maker(body, parsers, use, messages),
@@ -35,12 +36,23 @@ def chat_answer(body: ChatBody, limits: Limits, parsers: Parsers, model: str) ->
         continuous_usage=body.wants_continuous_usage(),
         include_reasoning=body.include_reasoning,
         parallel_calls=use.parallel,
+        functions=bool(body.functions),
         calls_are_asked_for=use.named,
         logprobs=body.logprobs,
         prompt_logprobs=body.prompt_logprobs,
         token_ids=body.return_token_ids,
     )
     return _job(body, limits, parsers, use, messages), ChatWriter(options)
+
+
+def _tool_use(body: ChatBody) -> ToolUse:
+    if not body.functions:
+        if body.function_call not in (None, "none", "auto"):
+            raise InvalidRequest("function_call", "function_call is only allowed when functions are given")
+        return tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    if body.tools:
+        raise InvalidRequest("functions", "functions and tools cannot be given together")
+    return function_use(body.functions, body.function_call)
 
 
 def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, messages: list[Message]) -> Job:
@@ -53,7 +65,7 @@ def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, message
     field_names |= body.grammar_names
     if grammar := _calls_grammar(parsers, use, sampling.grammar):
         sampling = msgspec.structs.replace(sampling, grammar=grammar)
-        field_names |= dict.fromkeys(GRAMMAR_FIELDS, "tools")
+        field_names |= dict.fromkeys(GRAMMAR_FIELDS, "functions" if body.functions else "tools")
     keep = parsers.markers(tools=bool(use.schemas), reasoning=body.separate_reasoning)
     return Job(
         [_prompt(body, use, messages)],

@@ -16,6 +16,7 @@ from minisgl.parsers.events import CallArguments, CallStart, Content, Event, Rea
 from minisgl.parsers.output import OutputParser
 from minisgl.server.api.answer import usage_of
 from minisgl.server.api.delta import Delta
+from minisgl.server.api.functions import function_delta, with_function_call
 from minisgl.server.api.logprobs import chat_logprobs, prompt_logprobs
 from minisgl.server.api.open_request import OpenRequest
 from minisgl.server.api.responses import (
@@ -50,6 +51,7 @@ class ChatOptions:
     continuous_usage: bool = False
     include_reasoning: bool = True
     parallel_calls: bool = True  # otherwise only the first call is written
+    functions: bool = False  # a call is written in the older form
     calls_are_asked_for: bool = False  # by name: then they are not why the answer stopped
     logprobs: bool = False
     prompt_logprobs: int | None = None
@@ -105,7 +107,7 @@ class Choice:
         if delta.finish == "abort" or delta.finish == "error":
             raise AssertionError("an answer that ended early is an error, and not written")
         if delta.finish == "stop" and self._num_calls and not self._options.calls_are_asked_for:
-            return "tool_calls"
+            return "function_call" if self._options.functions else "tool_calls"
         return delta.finish
 
     def take_logprobs(self) -> ChatLogprobs | None:
@@ -145,7 +147,7 @@ class ChatWriter:
                 data += self._event(ChatChunkChoice(index, ChatDelta(content=options.echo)), delta)
         for event in choice.take(delta):
             written = ChatChunkChoice(
-                index, delta_of(event), logprobs=choice.take_logprobs(), token_ids=choice.take_token_ids()
+                index, self._delta_of(event), logprobs=choice.take_logprobs(), token_ids=choice.take_token_ids()
             )
             data += self._event(written, delta)
         if delta.finish is not None:
@@ -159,6 +161,13 @@ class ChatWriter:
             )
             data += self._event(last, delta)
         return data
+
+    def _delta_of(self, event: Event) -> ChatDelta:
+        match event:
+            case CallStart() | CallArguments() if self._options.functions:
+                return function_delta(event)
+            case _:
+                return delta_of(event)
 
     def _event(self, choice: ChatChunkChoice, delta: Delta) -> bytes:
         usage: Usage | UnsetType | None = None if self._options.include_usage else UNSET
@@ -185,6 +194,8 @@ class ChatWriter:
     def _whole(self, delta: Delta) -> ChatChoice:
         choice = self._choices[delta.index]
         message = message_of(choice.take(delta), self._options)
+        if self._options.functions:
+            message = with_function_call(message)
         return ChatChoice(
             delta.index,
             message,

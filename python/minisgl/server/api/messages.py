@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from minisgl.core import InvalidRequest
+from minisgl.server.api.functions import with_tool_calls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
@@ -20,6 +21,7 @@ def template_messages(messages: list[Message]) -> list[Message]:
 
 def template_message(message: Message, path: str) -> Message:
     """A message as chat templates know it: one string of content, and nothing that is null or empty."""
+    message = with_tool_calls(message, path)
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequest(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}")
@@ -38,9 +40,8 @@ def template_message(message: Message, path: str) -> Message:
 def _check_assistant(message: Message, path: str) -> None:
     for name in (*REASONING_NAMES, "refusal"):
         _check_string(message, name, path)
-    for name, instead in {"function_call": "send tool_calls", "audio": "send its text as content"}.items():
-        if message.get(name) is not None:
-            raise InvalidRequest(f"{path}.{name}", f"{path}.{name} is not supported: {instead}")
+    if message.get("audio") is not None:
+        raise InvalidRequest(f"{path}.audio", f"{path}.audio is not supported: send its text as content")
 
 
 def _check_string(message: Message, name: str, path: str) -> None:

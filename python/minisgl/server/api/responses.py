@@ -72,7 +72,7 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
-ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class FunctionCall(msgspec.Struct):
@@ -94,6 +94,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET  # the older form, of those who ask in it
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -137,6 +138,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):

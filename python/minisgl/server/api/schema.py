@@ -260,8 +260,6 @@ class ChatBody(OpenAIBody):
         **OpenAIBody.not_supported,
         "best_of": (1,),
         "suffix": ("",),
-        "functions": _EMPTY,
-        "function_call": ("none", "auto"),
         "audio": _NEVER,
         "modalities": (["text"],),
         "web_search_options": _NEVER,
@@ -275,6 +273,8 @@ class ChatBody(OpenAIBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[Any, _any_of(_STRING, {"type": "object"})] = "auto"  # see `tools.tool_use`
     parallel_tool_calls: bool = True
+    functions: list[dict[str, Any]] | None = None  # the older form of tools
+    function_call: Annotated[Any, _any_of(_STRING, {"type": "object"})] = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     include_reasoning: bool = True  # vLLM's: the thought is written
     separate_reasoning: bool = True  # SGLang's: it is no part of the content

@@ -95,11 +95,12 @@ def template_tools(tools: list[Tool]) -> list[Tool]:
         function = tool.get("function")
         if not isinstance(function, dict):
             raise InvalidRequest(f"{path}.function", f"{path}.function must be an object")
-        _check_function(function, f"{path}.function")
+        check_function(function, f"{path}.function")
     return tools
 
 
-def _check_function(function: dict[str, Any], path: str) -> None:
+def check_function(function: dict[str, Any], path: str) -> None:
+    """InvalidRequest if it is not a name with a schema of its parameters."""
     name = function.get("name")
     if not isinstance(name, str):
         raise InvalidRequest(f"{path}.name", f"{path}.name must be a string")
