@@ -102,7 +102,7 @@ def test_steps(name: str, heads: tuple[int, int], page_size: int, window: int | 
     world = World(heads, page_size, rows=40, windowed=window is not None)
     backend = make(name, world.shape)
     rng = world.random
-    for rows, longest_query in [(1, 1), (40, 1), (1, 700), (5, 300), (40, 30), (33, 2)]:
+    for rows, longest_query in [(1, 1), (40, 1), (1, 700), (5, 300), (40, 30), (40, 200), (33, 2)]:
         query_lens = rng.integers(1, longest_query + 1, rows).astype(np.int32)
         kv_lens = (query_lens + rng.integers(0, LONGEST - longest_query, rows)).astype(np.int32)
         kv_lens[::3] = query_lens[::3]  # nothing cached

@@ -71,6 +71,9 @@ def worst_regret(folder: Path, answers: list[list[int]]) -> float:
         {"attention_backend": "fa,fi", "page_size": 1, "pages": 40000, "max_extend_tokens": 100},
         {"attention_backend": "fa,fused", "page_size": 16, "max_extend_tokens": 100},
         {"attention_backend": "auto"},
+        {"attention_backend": "auto", "batch_policy": "mixed", "max_extend_tokens": 64},
+        {"attention_backend": "fa", "batch_policy": "mixed", "max_extend_tokens": 333, "page_size": 16},
+        {"attention_backend": "fi,fused", "batch_policy": "mixed", "max_extend_tokens": 300},
         {"attention_backend": "torch", "cuda_graph_max_bs": 0},
     ],
     ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()),
@@ -81,9 +84,11 @@ def test_greedy_agrees_with_transformers(folder: Path, options: dict[str, object
 
 
 @pytest.mark.parametrize("attention", ["fa", "fi"])
-def test_graph_equals_eager(folder: Path, attention: str) -> None:
-    graph = generate(folder, attention_backend=attention)
-    eager = generate(folder, attention_backend=attention, cuda_graph_max_bs=0)
+@pytest.mark.parametrize("policy", ["prefill-first", "mixed"])
+def test_graph_equals_eager(folder: Path, attention: str, policy: str) -> None:
+    options = {"attention_backend": attention, "batch_policy": policy, "max_extend_tokens": 700}
+    graph = generate(folder, **options)
+    eager = generate(folder, **options, cuda_graph_max_bs=0)
     same = sum(a == b for a, b in zip(graph, eager, strict=True))
     assert same >= 0.8 * len(graph)  # the others part at near ties: padding changes the products' kernels
 

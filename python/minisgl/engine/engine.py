@@ -276,8 +276,10 @@ def _graph_sizes(config: EngineConfig, parts: _Parts, max_prefill_tokens: int) -
     if not (parts.attention.graph_safe and parts.model.graph_safe(parts.ops)):
         logger.warning("steps run without CUDA graphs: attention or experts run in torch")
         return None
-    prefill_safe = parts.attention.backend.prefill_graph_safe
-    return GraphSizes(decode_graph_sizes(max_bs), prefill_graph_sizes(max_prefill_tokens) if prefill_safe else [])
+    prefill = []
+    if parts.attention.backend.prefill_graph_safe:
+        prefill = prefill_graph_sizes(max_prefill_tokens, parts.model.layer_weights)
+    return GraphSizes(decode_graph_sizes(max_bs), prefill)
 
 
 def _progress_bar(text: str, total: int, *, shown: bool) -> tqdm[NoReturn]:

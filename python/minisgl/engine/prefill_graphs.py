@@ -1,7 +1,7 @@
 """CUDA graphs of the steps that prefill, alone or beside decodes: the decoder, captured for a few numbers of tokens.
 
-Launched operation by operation, such a step takes the host some 0.3 ms a layer, and a GPU less unless it is large.
-A graph has room for as many rows as its tokens can belong to. Which row each token belongs to, and how far it reaches
+Launched operation by operation, a layer takes the host some 0.25 ms, and the GPU less unless the step is large. A graph
+has room for as many rows as its tokens can belong to. Which row each token belongs to, and how far it reaches
 back, is sent with each step and read on the device. The head, which needs the sampling rows only, and the sampling
 follow operation by operation.
 """
@@ -21,13 +21,17 @@ from minisgl.core import Batch
 from minisgl.engine.capture import GraphMemory
 from minisgl.engine.forward import Forwarded, StepRunner
 from minisgl.engine.inputs import HostReads, HostRows, RowInputs, split_like
+from minisgl.engine.state import pinned
 
-SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # tokens
+SIZES = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))  # tokens
+# Tokens x weights of a layer whose products take a fast GPU as long as the layer's launches take the host.
+_LAUNCH_WORTH = 32e9
 
 
-def prefill_graph_sizes(max_tokens: int) -> list[int]:
-    """Up to the first that holds as many tokens."""
-    return list(SIZES[: bisect_left(SIZES, max_tokens) + 1])
+def prefill_graph_sizes(max_tokens: int, layer_weights: int) -> list[int]:
+    """Of steps of up to `max_tokens`, those of which a graph shortens more than the launch, which is hidden."""
+    useful = int(min(max_tokens, _LAUNCH_WORTH / layer_weights))
+    return list(SIZES[: bisect_left(SIZES, useful) + 1])
 
 
 @dataclass(slots=True)
@@ -100,7 +104,7 @@ class PrefillGraphs:
         captured = self._captured[size]
         padded = host.padded(size, captured.rows, runner.state.scratch_slot, self._max_seq_len)
         arrays = [*padded.arrays, *reads.arrays]
-        packed = torch.from_numpy(np.concatenate(arrays)).pin_memory()  # a new one, for the last may be on its way
+        packed = pinned(np.concatenate(arrays))
         captured.packed[: len(packed)].copy_(packed, non_blocking=True)
         captured.graph.replay()
         # Copies, for what the sampling reads later must outlast the next step's inputs.

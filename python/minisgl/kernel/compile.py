@@ -21,8 +21,11 @@ _DEFAULT_SHARED_BYTES = 48 << 10  # more must be asked for
 class Kernel:
     """One compiled kernel; calling it launches it on torch's current stream."""
 
-    def __init__(self, kernel: Any, streams: dict[int, Stream], *, begins_early: bool, shared_bytes: int) -> None:
+    def __init__(
+        self, kernel: Any, device_id: int, streams: dict[int, Stream], *, begins_early: bool, shared_bytes: int
+    ) -> None:
         self._kernel = kernel
+        self._device_id = device_id
         self._streams = streams  # by torch's handle, shared by all kernels of a compiler
         self._begins_early = begins_early
         self._shared_bytes = shared_bytes
@@ -32,7 +35,7 @@ class Kernel:
 
         With a `cluster` of more than one block, the grid counts clusters, which lie along its first axis.
         """
-        handle = torch.cuda.current_stream().cuda_stream
+        handle = torch._C._cuda_getCurrentRawStream(self._device_id)  # torch.cuda.current_stream() takes 4 us
         stream = self._streams.get(handle)
         if stream is None:
             stream = self._streams[handle] = Stream.from_handle(handle)
@@ -96,5 +99,7 @@ class Compiler:
                 )
                 if error != driver.CUresult.CUDA_SUCCESS:
                     raise RuntimeError(f"{file}: {shared_bytes} bytes of shared memory a block: {error.name}")
-            compiled.append(Kernel(kernel, self._streams, begins_early=early, shared_bytes=shared_bytes))
+            compiled.append(
+                Kernel(kernel, self._device.device_id, self._streams, begins_early=early, shared_bytes=shared_bytes)
+            )
         return compiled

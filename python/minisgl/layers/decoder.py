@@ -77,6 +77,13 @@ class CausalLM(nn.Module):
         """Whether a decode launches the same work whatever its data, so that a CUDA graph may hold it."""
         return all(module.graph_safe(ops) for module in self.modules() if isinstance(module, SparseMLP))
 
+    @property
+    def layer_weights(self) -> int:
+        """How many of the last layer's weights each token is multiplied by."""
+        layer = self.model.layers[-1]
+        idle = sum(module.idle_weights for module in layer.modules() if isinstance(module, SparseMLP))
+        return sum(weight.numel() for weight in layer.parameters()) - idle
+
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Logits [S, vocab_size] of the tokens that sample, in the model's dtype, the same on every rank."""
         return self.logits(self.model(ctx), ctx)

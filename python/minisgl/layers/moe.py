@@ -41,6 +41,12 @@ class SparseMLP(nn.Module):
         )
         return self.tp.all_reduce(y).add_(x)
 
+    @property
+    def idle_weights(self) -> int:
+        """Of the experts that a token is not sent to."""
+        chosen = self.moe.experts_per_token / self.moe.num_experts
+        return int((self.experts.w13.numel() + self.experts.w2.numel()) * (1 - chosen))
+
     def graph_safe(self, ops: Ops) -> bool:
         """Whether its work is the same whatever the data."""
         return ops.moe_graph_safe(self.experts.w13, self.experts.w2, self.moe.experts_per_token)

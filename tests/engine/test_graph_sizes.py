@@ -1,0 +1,55 @@
+"""Which steps are captured: padding stays small, and prefills only as far as their graphs pay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from minisgl.benchmark.shapes import make_shape
+from minisgl.distributed.group import SingleRank
+from minisgl.engine.decode_graphs import decode_graph_sizes
+from minisgl.engine.prefill_graphs import prefill_graph_sizes
+from minisgl.layers.decoder import CausalLM
+from minisgl.models.build import build_model
+from minisgl.models.config import MoeConfig, load_model_config
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("max_bs", [1, 2, 3, 7, 8, 100, 256, 300, 1000])
+def test_decode_sizes(max_bs: int) -> None:
+    sizes = decode_graph_sizes(max_bs)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == max_bs
+    assert all(above - size <= max(8, size // 8) for size, above in pairwise(sizes))
+
+
+def on_paper(folder: Path, *, experts: MoeConfig | None = None) -> CausalLM:
+    config = load_model_config(folder)
+    if experts is not None:
+        config = replace(config, architecture="Qwen3MoeForCausalLM", moe=experts)
+    return build_model(config, tp=SingleRank(), dtype=torch.bfloat16, device=META)
+
+
+def test_prefill_sizes_end_where_the_device_takes_longer_than_the_launch(tmp_path: Path) -> None:
+    small, large = (on_paper(make_shape(name, tmp_path)) for name in ("0.6b", "14b"))
+    assert prefill_graph_sizes(8192, small.layer_weights)[-1] == 2048
+    assert prefill_graph_sizes(8192, large.layer_weights)[-1] == 128
+    assert prefill_graph_sizes(300, small.layer_weights)[-1] == 320  # no step is larger than 300
+    assert prefill_graph_sizes(1, large.layer_weights) == [64]
+    sizes = prefill_graph_sizes(8192, small.layer_weights)
+    assert all(above - size <= max(64, size // 4) for size, above in pairwise(sizes))
+
+
+def test_experts_that_a_token_is_not_sent_to_do_not_count(tmp_path: Path) -> None:
+    folder = make_shape("0.6b", tmp_path)
+    dense, config = on_paper(folder), load_model_config(folder)
+    layers = tuple(range(config.num_layers))
+    half = config.intermediate_size // 2
+    # Two experts of half the size each: as many weights as the dense block's, and a router.
+    sparse = on_paper(folder, experts=MoeConfig(16, 2, half, norm_topk_prob=True, layers=layers))
+    assert sparse.layer_weights == dense.layer_weights + 16 * config.hidden_size
