@@ -195,9 +195,9 @@ def waiting(server: Server) -> int:
 def test_priority_and_an_abort_while_waiting(
     server: Server, in_background: Callable[..., list[httpx.Response]]
 ) -> None:
-    running = in_background("running", max_tokens=1500)
+    running = in_background("running", max_tokens=1000)
     wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 1, 10)
-    later = in_background("later", max_tokens=300)
+    later = in_background("later", max_tokens=80)
     unwanted = in_background("unwanted", max_tokens=300)
     wait_until(lambda: waiting(server) == 2, 10)
     sooner = in_background("sooner", max_tokens=2, priority=1)

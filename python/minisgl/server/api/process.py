@@ -39,7 +39,6 @@ def run(worker: Worker) -> None:
     sock = socket.socket(fileno=worker.listen_fd)
     # Connections inherit it. Without it a small write waits 40 ms for the client to acknowledge the one before.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    gc.freeze()
     gc.set_threshold(COLLECT_AFTER)
     uvloop.run(serve(worker, sock))
     os._exit(0)  # nothing is left to do, and ZeroMQ would wait for tokenizers that are gone
