@@ -57,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=None,
         metavar="NAME",
-        help="what clients call the model; the first name is in the answers; none: the hub id, or the folder and its last part",
+        help="what clients call the model; the first name is in the answers; none: the hub id, or the folder",
     )
     model.add_argument("--model-source", default="huggingface", help="only huggingface for now")
     model.add_argument(

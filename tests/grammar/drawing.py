@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from minisgl.core import Grammar, SamplingParams
-from minisgl.grammar.matcher import GrammarMatchers
+from minisgl.core import Grammar, Int32Array, SamplingParams
+from minisgl.grammar.matcher import GrammarMatcher, GrammarMatchers
 from minisgl.scheduler.constraints import Progress
 
 EOS = "<|end|>"
@@ -34,6 +35,13 @@ def trained_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def filled(grammars: GrammarMatchers, matchers: Sequence[GrammarMatcher | None], vocab_size: int) -> Int32Array:
+    """[rows, words]: the mask of a step."""
+    mask = np.empty((len(matchers), -(-vocab_size // 32)), dtype=np.int32)
+    grammars.fill(mask, matchers)
+    return mask
+
+
 class Drawer:
     """Draws whole texts. A random preference for each token stands for a model."""
 
@@ -51,7 +59,7 @@ class Drawer:
 
     def allowed(self, matcher: object) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """[vocab_size]"""
-        mask = self.matchers.mask([matcher])  # type: ignore[list-item]
+        mask = filled(self.matchers, [matcher], self.vocab_size)  # type: ignore[list-item]
         bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocab_size].astype(bool)
         assert not bits[self.tokenizer.get_vocab_size() :].any(), "an id that no token has"
         return bits

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from grammar.drawing import EOS, Drawer
+from grammar.drawing import EOS, Drawer, filled
 from minisgl.core import Grammar, InvalidRequest, SamplingParams
 from minisgl.grammar.matcher import MAX_AUTOMATA, GrammarMatcher, GrammarMatchers
 from minisgl.grammar.text import lark_rule
@@ -78,15 +78,12 @@ def test_own_stop_ids_are_allowed_only_where_an_end_is(drawer: Drawer) -> None:
 
 
 def test_rows_of_a_mask_are_independent(drawer: Drawer) -> None:
-    words = -(-drawer.vocab_size // 32)
     matchers = [start(drawer, LETTERS), None, start(drawer, Grammar("regex", "[cd]")), None]
-    mask = drawer.matchers.mask(matchers)
-    assert mask.shape == (4, words)
-    assert mask.dtype == np.int32
+    mask = filled(drawer.matchers, matchers, drawer.vocab_size)
     assert (mask[1] == -1).all()
     assert (mask[3] == -1).all()
     for row in (0, 2):
-        (alone,) = drawer.matchers.mask([matchers[row]])
+        (alone,) = filled(drawer.matchers, [matchers[row]], drawer.vocab_size)
         assert (mask[row] == alone).all()
     assert (mask[0] != mask[2]).any()
 
@@ -109,7 +106,7 @@ def test_requests_at_a_time_have_automata_of_their_own(drawer: Drawer) -> None:
     sampling = SamplingParams(grammar=LETTERS)
     users = [matchers.start(sampling) for _ in range(7)]
     assert sorted(len(one.users) for one in {user.automaton for user in users}) == [2, 2, 3]
-    masks = matchers.mask([*users, None])
+    masks = filled(matchers, [*users, None], 300)
     assert (masks[:7] == masks[0]).all()
     assert (masks[7] == -1).all()
     freed = users.pop(0).automaton
@@ -120,7 +117,9 @@ def test_requests_at_a_time_have_automata_of_their_own(drawer: Drawer) -> None:
 def test_a_vocabulary_larger_than_the_models_logits(drawer: Drawer) -> None:
     eos = drawer.eos
     small = GrammarMatchers(lambda: drawer.tokenizer, vocab_size=300, eos_token_ids=[eos], threads=1)
-    assert small.mask([small.start(SamplingParams(grammar=LETTERS))]).shape == (1, 10)
+    (mask,) = filled(small, [small.start(SamplingParams(grammar=LETTERS))], 300)
+    (whole,) = filled(drawer.matchers, [start(drawer, LETTERS)], drawer.vocab_size)
+    assert (mask == whole[: len(mask)]).all()
 
 
 def test_a_tokenizer_that_llguidance_cannot_use_fails_requests_and_nothing_else() -> None:
@@ -129,7 +128,7 @@ def test_a_tokenizer_that_llguidance_cannot_use_fails_requests_and_nothing_else(
 
     matchers = GrammarMatchers(load, vocab_size=64, eos_token_ids=[1])
     matcher = matchers.start(SamplingParams(grammar=LETTERS))
-    mask = matchers.mask([matcher, None])
+    mask = filled(matchers, [matcher, None], 64)
     assert (mask[1] == -1).all()
     (progress,) = matchers.advance([matcher], np.array([0], dtype=np.int32))
     assert progress is Progress.FAILED

@@ -78,12 +78,11 @@ class SimulatedGrammars:
     def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
         return [own(matcher).advance(token) for matcher, token in zip(matchers, tokens.tolist(), strict=True)]
 
-    def mask(self, matchers: Sequence[Matcher | None]) -> Int32Array:
-        mask = np.zeros((len(matchers), -(-VOCAB // 32)), dtype=np.uint32)
-        for row, matcher in zip(mask, matchers, strict=True):
+    def fill(self, mask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
+        mask.fill(0)
+        for row, matcher in zip(mask.view(np.uint32), matchers, strict=True):
             for token in range(VOCAB) if matcher is None else own(matcher).allowed():
                 row[token // 32] |= np.uint32(1 << token % 32)
-        return mask.view(np.int32)
 
 
 def own(matcher: Matcher) -> SimulatedMatcher:
@@ -146,6 +145,7 @@ class SimulatedDevice:
         self.pages: dict[int, dict[int, int]] = {}
         self.kv: dict[tuple[int, int], int] = {}
         self.computed = 0
+        self.masks = np.zeros((1024, -(-VOCAB // 32)), dtype=np.int32)  # one memory for all steps, as an engine has
         self._queue: list[_Launched] = []
 
     def execute(self, batch: Batch) -> _Launched:
@@ -160,8 +160,8 @@ class SimulatedDevice:
     def run_until(self, wanted: _Launched) -> None:
         while wanted.result is None:
             launched = self._queue.pop(0)
-            assert launched.batch.constrained == (launched.mask is not None)
-            launched.result, launched.scores = self._run(launched.batch, launched.mask)
+            assert launched.batch.constrained == launched.masked
+            launched.result, launched.scores = self._run(launched.batch, launched.mask if launched.masked else None)
 
     def _run(self, batch: Batch, mask: Int32Array | None) -> tuple[Int32Array, StepLogprobs | None]:
         for row in batch.entering:
@@ -213,10 +213,14 @@ class _Launched:
     batch: Batch
     result: Int32Array | None = None
     scores: StepLogprobs | None = None
-    mask: Int32Array | None = None
+    masked: bool = False
 
-    def sample(self, mask: Int32Array) -> _Launched:
-        self.mask = mask
+    @property
+    def mask(self) -> Int32Array:
+        return self.device.masks[: int(self.batch.samples.sum())]
+
+    def sample(self) -> _Launched:
+        self.masked = True
         return self
 
     def tokens(self) -> Int32Array:

@@ -29,7 +29,7 @@ from minisgl.engine.memory import GIB, Needs, pool_pages, room_for_pool
 from minisgl.engine.prefill_graphs import prefill_graph_sizes
 from minisgl.engine.queue import PendingTokens, StepTensors, make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
-from minisgl.engine.state import SlotState, upload
+from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
 from minisgl.kernel.select import has_kernels, make_ops
 from minisgl.kvcache.pool import KVPool
@@ -99,6 +99,11 @@ class Engine:
             self.limits = Limits(max_seq_len=max_seq_len, vocab_size=model.vocab_size)
             # On the queue, like all that follows: another stream's fill would race with the first step's reads.
             self._runner = self._queue.call(lambda: parts.runner(self.num_pages, max_seq_len))
+        # Of a step's grammars. A step's is read by the device before its tokens are there, and written after those of
+        # the step before are.
+        self._masks = torch.empty(
+            (self.num_slots, -(-model.vocab_size // 32)), dtype=torch.int32, pin_memory=self.device.type == "cuda"
+        )
         self._graphs: Graphs | None = None
         if sizes is not None:
             with phase("capture CUDA graphs"), _progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:
@@ -112,11 +117,12 @@ class Engine:
 
     def forward(self, batch: Batch) -> LaunchedForward:
         """Launch the forward of a step alone, and return at once. Its sampling must be launched before another step."""
-        return LaunchedForward(self, batch, self._queue.launch(lambda: self._forward(batch)))
+        forwarded = self._queue.launch(lambda: self._forward(batch))
+        return LaunchedForward(self, batch, forwarded, self._masks[: int(batch.samples.sum())])
 
-    def sample(self, batch: Batch, forwarded: Callable[[], Forwarded], mask: Int32Array) -> PendingTokens:
-        """Launch the sampling behind a step's forward. `mask` as in Sampler.sample."""
-        return self._queue.submit(lambda: self._sample(batch, forwarded(), upload(mask, self.device)))
+    def sample(self, batch: Batch, forwarded: Callable[[], Forwarded], mask: Tensor) -> PendingTokens:
+        """Launch the sampling behind a step's forward. `mask` on the host, as in Sampler.sample."""
+        return self._queue.submit(lambda: self._sample(batch, forwarded(), mask.to(self.device, non_blocking=True)))
 
     def _forward(self, batch: Batch) -> Forwarded:
         self._runner.state.apply(batch)
@@ -157,10 +163,17 @@ class LaunchedForward:
     engine: Engine
     batch: Batch
     forwarded: Callable[[], Forwarded]
+    host_mask: Tensor  # [S, words] int32, pinned on CUDA
 
-    def sample(self, mask: Int32Array) -> PendingTokens:
-        """Launch the sampling. `mask` as in Sampler.sample."""
-        return self.engine.sample(self.batch, self.forwarded, mask)
+    @property
+    def mask(self) -> Int32Array:
+        """To be filled before `sample`, as in Sampler.sample. It is the same memory for all steps."""
+        array: Int32Array = self.host_mask.numpy()
+        return array
+
+    def sample(self) -> PendingTokens:
+        """Launch the sampling."""
+        return self.engine.sample(self.batch, self.forwarded, self.host_mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,10 +134,18 @@ class GrammarMatchers:
     def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
         return [_own(matcher).advance(token) for matcher, token in zip(matchers, tokens.tolist(), strict=True)]
 
-    def mask(self, matchers: Sequence[Matcher | None]) -> Int32Array:
+    def fill(self, mask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
         vocabulary = self.prepare().result()
-        ids = self._vocab_size if vocabulary is None else vocabulary.vocab_size
-        mask = np.empty((len(matchers), -(-ids // 32)), dtype=np.int32)
+        words = mask.shape[1] if vocabulary is None else -(-vocabulary.vocab_size // 32)
+        if words != mask.shape[1]:  # the tokenizer has more ids than the model has logits for
+            wide = np.empty((len(mask), words), dtype=np.int32)
+            self._fill(wide, matchers)
+            mask[:] = wide[:, : mask.shape[1]]
+        else:
+            self._fill(mask, matchers)
+
+    def _fill(self, mask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
+        """`mask` has a bit for each id of llguidance's vocabulary."""
         constrained = [(_own(matcher), row) for row, matcher in enumerate(matchers) if matcher is not None]
         # Threads take neighbours: those of one automaton, which would wait for each other.
         constrained.sort(key=lambda one: id(one[0].automaton))
@@ -150,7 +158,6 @@ class GrammarMatchers:
         for matcher, row in constrained:
             if matcher.followed is not None and not matcher.is_plain:
                 matcher.adjust(mask[row], matcher.followed)
-        return np.ascontiguousarray(mask[:, : -(-self._vocab_size // 32)])
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         self._pool = self._pool or compiler_threads(max(2, min(self._threads, MAX_COMPILERS)))

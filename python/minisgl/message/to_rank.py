@@ -67,7 +67,7 @@ def pack_mask(mask: Int32Array) -> Mask:
 
 
 def unpack_mask(mask: Mask) -> Int32Array:
-    return unpack_ids(mask.words).reshape(mask.rows, -1).copy()  # torch wants an array that it may write to
+    return unpack_ids(mask.words).reshape(mask.rows, -1)
 
 
 def pack_plan(batch: Batch) -> Plan:

@@ -37,8 +37,8 @@ class Grammars(Protocol):
         """Move each matcher on by its token."""
         ...
 
-    def mask(self, matchers: Sequence[Matcher | None]) -> Int32Array:
-        """The tokens that may come next: bit i of word w in [rows, words] is set if id 32 w + i may. None: all may."""
+    def fill(self, mask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
+        """Write the tokens that may come next: bit i of word w in [rows, words] says if id 32 w + i may. None: all."""
         ...
 
 
@@ -51,5 +51,5 @@ class NoGrammars:
     def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
         raise NotImplementedError("this engine serves no grammars")
 
-    def mask(self, matchers: Sequence[Matcher | None]) -> Int32Array:
+    def fill(self, mask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
         raise NotImplementedError("this engine serves no grammars")

@@ -30,8 +30,16 @@ class StepResult(Protocol):
 class StepForward(Protocol):
     """A step whose forward is under way and whose sampling is not launched yet."""
 
-    def sample(self, mask: Int32Array) -> StepResult:
-        """Launch the sampling; bit i of word w in `mask` [S, words] says whether the row may choose id 32 w + i."""
+    @property
+    def mask(self) -> Int32Array:
+        """Memory to fill before `sample`: bit i of word w in [S, words] says whether the row may choose id 32 w + i.
+
+        The same for all steps: it may be written to when the steps before this one are complete.
+        """
+        ...
+
+    def sample(self) -> StepResult:
+        """Launch the sampling."""
         ...
 
 
@@ -80,7 +88,8 @@ class StepLoop:
         forward = self._engine.forward(batch)
         while self._in_flight:
             self._complete_oldest()
-        return forward.sample(self.scheduler.mask(batch))
+        self.scheduler.fill(forward.mask, batch)
+        return forward.sample()
 
     def _complete_oldest(self) -> None:
         oldest, result = self._in_flight.popleft()

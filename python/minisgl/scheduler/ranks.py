@@ -45,9 +45,13 @@ class _LeadingForward:
     own: StepForward
     send: Callable[[ToRank], None]
 
-    def sample(self, mask: Int32Array) -> StepResult:
-        self.send(pack_mask(mask))
-        return self.own.sample(mask)
+    @property
+    def mask(self) -> Int32Array:
+        return self.own.mask
+
+    def sample(self) -> StepResult:
+        self.send(pack_mask(self.own.mask))
+        return self.own.sample()
 
 
 def follow(engine: StepEngine, inbox: Inbox[ToRank]) -> None:
@@ -60,7 +64,11 @@ def follow(engine: StepEngine, inbox: Inbox[ToRank]) -> None:
         if batch.constrained:
             forward, mask = engine.forward(batch), inbox.receive()
             assert isinstance(mask, Mask), "a plan with constraints is followed by its mask"
-            in_flight.append(forward.sample(unpack_mask(mask)))
+            # The memory for masks is free when the step before is complete.
+            while in_flight:
+                in_flight.popleft().tokens()
+            forward.mask[:] = unpack_mask(mask)
+            in_flight.append(forward.sample())
         else:
             in_flight.append(engine.execute(batch))
         if len(in_flight) > MAX_IN_FLIGHT:

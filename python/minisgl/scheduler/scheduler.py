@@ -193,12 +193,12 @@ class Scheduler:
         self._share_prefixes(slots[new_len == table.entry_len[slots]])
         return batch
 
-    def mask(self, batch: Batch) -> Int32Array:
-        """The tokens that the sampling rows of a constrained plan may choose; all steps before it are complete."""
+    def fill(self, mask: Int32Array, batch: Batch) -> None:
+        """Write the tokens that a constrained plan's sampling rows may choose; all steps before it are complete."""
         slots = batch.slots[batch.samples]
         constrained = self._table.live[slots] & self._table.constrained[slots]
         rows = zip(slots.tolist(), constrained.tolist(), strict=True)
-        return self._grammars.mask([self._request(slot).matcher if wanted else None for slot, wanted in rows])
+        self._grammars.fill(mask, [self._request(slot).matcher if wanted else None for slot, wanted in rows])
 
     # --- admission --------------------------------------------------------------------------------------------
 
