@@ -6,6 +6,9 @@
 // softmax of its own. The new token never takes the way through memory: it is one more partial result. At the end
 // warps merge through shared memory, and blocks by pushing their shares to one another.
 //
+// A long row is cut into chunks, by its own length alone. Its own cluster takes the first; the others are dealt to the
+// helpers, the clusters that the grid has beyond the rows. Who finishes the last chunk of a row merges them all.
+//
 // Scores are computed as K [16 tokens, dims] @ q^T [dims, 8 heads], the output as V^T [dims, 16 tokens] @ p^T [16 tokens,
 // 8 heads]. Dimensions and tokens are summed over, so their order may be any as long as both operands agree: each
 // thread loads 16 bytes that are contiguous in memory.
@@ -18,52 +21,91 @@
 #define INF __int_as_float(0x7f800000)
 constexpr int THREADS = WARPS * 32;
 constexpr int TILE = 16;
-constexpr int CHUNKS = HEAD_DIM / 32;  // of 32 dimensions: 8 a thread
+constexpr int STRIPS = HEAD_DIM / 32;  // of 32 dimensions: 8 a thread
 constexpr int HALVES = HEAD_DIM / 64;  // of 64 dimensions: 8 a thread
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int PAIRS = HALF / 32;      // of (i, i + HALF), a lane's share of a head
 constexpr int STRIDE = HEAD_DIM + 8;  // of a head in shared memory: neighbours in different banks
 constexpr int PARTIALS = WARPS + 1;   // the last is the new token's
 constexpr int VALUES = GROUP * HEAD_DIM;
+constexpr int STEP = CLUSTER * WARPS;      // tiles from one of a warp to its next
+constexpr int SHARE = VALUES / CLUSTER;    // of a block of the cluster: every CLUSTER-th value
+constexpr int RECORD = SHARE + 2 * GROUP;  // what a block leaves of a chunk: its share, each head's maximum and sum
+constexpr bool KEEP_Q = WARPS * BLOCKS_OF_SM <= 12;  // in registers, if there are enough
 
-struct Cache {
-  const T* k;
-  const T* v;
-  const int* pages;  // of the row
-  long long token_stride;
+// How rows are cut: into `shares` chunks, but of no less than `least` and no more than `most` tiles, where a row has twice
+// `least`; never into more than `max_chunks`.
+struct Cutting {
+  int shares, least, most, max_chunks;
 };
 
-// Where the K or V of a position begins, in values.
-__device__ __forceinline__ long long place(const Cache& cache, int position) {
-  int page = cache.pages[position / PAGE_SIZE];
-  return ((long long)page * PAGE_SIZE + position % PAGE_SIZE) * cache.token_stride;
+// A chunk of a row, for one KV head.
+struct Unit {
+  int row, kv_head, chunk, chunks;
+  int tile, tiles;  // from, to
+  int first, end;   // the positions that the row's query sees, of the cached ones
+
+  __device__ __forceinline__ void set_length(int length, int window, const Cutting& cutting) {  // `chunk` being set
+    end = length - 1, first = window ? max(0, end - window + 1) : 0;
+    int from = first / TILE, count = first < end ? (end + TILE - 1) / TILE - from : 0, size = count;
+    chunks = 1;
+    if (count > 2 * cutting.least) {
+      size = min(max((count + cutting.shares - 1) / cutting.shares, cutting.least), cutting.most);
+      size = (max(size, (count + cutting.max_chunks - 1) / cutting.max_chunks) + STEP - 1) / STEP * STEP;
+      chunks = (count + size - 1) / size;
+    }
+    tile = from + chunk * size, tiles = min(tile + size, from + count);
+  }
+};
+
+struct Cache {
+  const T* k;        // of the KV head
+  long long v;       // from K to V, in values
+  const int* pages;  // of the row
+  int token_stride;
+};
+
+// Of a position: the token in the cache.
+__device__ __forceinline__ int place(const Cache& cache, int position) {
+  return cache.pages[position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE;
 }
 
-// Of a tile's position `i`, given the tile's own place; where pages are smaller than tiles that is not enough.
-__device__ __forceinline__ long long place_in_tile(const Cache& cache, long long start, int tile, int i) {
-  return PAGE_SIZE >= TILE ? start + i * cache.token_stride : place(cache, tile * TILE + i);
+// The K of a tile's position `i`, given the tile's own place; where pages are smaller than tiles that is not enough.
+__device__ __forceinline__ const T* k_of(const Cache& cache, int start, int tile, int i) {
+  return cache.k + (long long)(PAGE_SIZE >= TILE ? start + i : place(cache, tile * TILE + i)) * cache.token_stride;
 }
 
 // Positions from `end` on are replaced by the last before it: they are finite, and count for nothing.
-__device__ __forceinline__ void load_k(uint4 (&k)[2][CHUNKS], const Cache& cache, long long start, int tile, int end) {
+__device__ __forceinline__ void load_k(uint4 (&k)[2][STRIPS], const Cache& cache, int start, int tile, int end) {
   int lane = threadIdx.x & 31;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     int i = min(n * 8 + (lane >> 2), end - 1 - tile * TILE);
-    const T* from = cache.k + place_in_tile(cache, start, tile, i) + (lane & 3) * 8;
+    const T* from = k_of(cache, start, tile, i) + (lane & 3) * 8;
 #pragma unroll
-    for (int j = 0; j < CHUNKS; ++j) k[n][j] = load_once(from + j * 32);
+    for (int j = 0; j < STRIPS; ++j) k[n][j] = load_once(from + j * 32);
   }
 }
 
-__device__ __forceinline__ void load_v(uint4 (&v)[4][HALVES], const Cache& cache, long long start, int tile, int end) {
+__device__ __forceinline__ void load_v(uint4 (&v)[4][HALVES], const Cache& cache, int start, int tile, int end) {
   int lane = threadIdx.x & 31;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {  // positions 2p, 2p + 1, 2p + 8, 2p + 9 of the tile
     int position = min((lane & 3) * 2 + (i & 1) + (i >> 1) * 8, end - 1 - tile * TILE);
-    const T* from = cache.v + place_in_tile(cache, start, tile, position) + (lane >> 2) * 8;
+    const T* from = k_of(cache, start, tile, position) + cache.v + (lane >> 2) * 8;
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) v[i][h] = load_once(from + h * 64);
+  }
+}
+
+// What a lane has of q: of its column's head the dimensions that it has of K. Loads that stay where they are written: the
+// compiler would keep their results in registers that it does not have.
+__device__ __forceinline__ void load_q(uint4 (&b)[STRIPS], const T (&q)[8][STRIDE]) {
+  int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int j = 0; j < STRIPS; ++j) {
+    unsigned from = (unsigned)__cvta_generic_to_shared(q[lane >> 2] + j * 32 + (lane & 3) * 8);
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(b[j].x), "=r"(b[j].y), "=r"(b[j].z), "=r"(b[j].w) : "r"(from));
   }
 }
 
@@ -120,163 +162,251 @@ __device__ __forceinline__ void push(float* mine, int rank, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
-// grid: (CLUSTER, KV heads, rows). `window`: positions a query sees, itself included; 0: all.
+// What another block wrote.
+__device__ __forceinline__ float load_fresh(const float* from) {
+  float x;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from));
+  return x;
+}
+
+// A block's share of a row's output from the records of its chunks.
+__device__ __forceinline__ void merge_chunks(T* to, const float* records, int chunks) {
+  for (int j = threadIdx.x; j < SHARE; j += THREADS) {
+    int i = j * CLUSTER + blockIdx.x, head = i / HEAD_DIM;
+    float highest = -INF, sum = 0.f, y = 0.f;
+#pragma unroll 4
+    for (int c = 0; c < chunks; ++c) {
+      const float* record = records + c * RECORD;
+      float chunk_max = load_fresh(record + SHARE + head), chunk_sum = load_fresh(record + SHARE + GROUP + head);
+      float value = load_fresh(record + j);
+      float higher = fmaxf(highest, chunk_max), fade = exp2f(highest - higher), weight = exp2f(chunk_max - higher);
+      highest = higher, sum = sum * fade + chunk_sum * weight, y = y * fade + value * weight;
+    }
+    to[i] = from_float<T>(y / sum);
+  }
+}
+
+// The unit of the index-th chunk that is not its row's first; false if there are not so many. For whole warps.
+__device__ __forceinline__ bool find_chunk(
+    Unit& unit, int index, const long long* slots, const int* lengths, int rows, int kv_heads, int window,
+    const Cutting& cutting) {
+  int left = index / kv_heads, lane = threadIdx.x & 31;
+  unit.kv_head = index % kv_heads;
+  for (int base = 0; base < rows; base += 32) {
+    Unit at = {};
+    if (base + lane < rows) at.set_length(lengths[slots[base + lane]], window, cutting);
+    int more = max(at.chunks - 1, 0), until = more;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      int below = __shfl_up_sync(0xffffffffu, until, offset);
+      if (lane >= offset) until += below;
+    }
+    unsigned beyond = __ballot_sync(0xffffffffu, until > left);
+    if (beyond) {
+      int there = __ffs(beyond) - 1;
+      unit.row = base + there;
+      unit.chunk = 1 + left - __shfl_sync(0xffffffffu, until - more, there);
+      return true;
+    }
+    left -= __shfl_sync(0xffffffffu, until, 31);
+  }
+  return false;
+}
+
+// grid: (CLUSTER, KV heads, rows or more). `window`: positions a query sees, itself included; 0: all. `records` [rows * KV
+// heads, CLUSTER, max_chunks, RECORD]; `counters` [rows * KV heads, CLUSTER] are zero before and after.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_attention(
-    const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride,
-    const float* cos_sin, const T* q_norm, const T* k_norm, float eps, T* k_cache, T* v_cache, T* out, int window) {
+    const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride, int rows,
+    const float* cos_sin, const T* q_norm, const T* k_norm, float eps, T* k_cache, T* v_cache, T* out, int window,
+    int shares, int least, int most, int max_chunks, float* records, int* counters) {
   __shared__ alignas(16) T q[8][STRIDE], new_k[HEAD_DIM], new_v[HEAD_DIM];
   __shared__ float partial_max[PARTIALS][8], partial_sum[PARTIALS][8], partial[WARPS][GROUP][HEAD_DIM];
-  __shared__ float block_max[CLUSTER][GROUP], block_sum[CLUSTER][GROUP], block[CLUSTER][(VALUES + CLUSTER - 1) / CLUSTER];
-  int rank = blockIdx.x, kv_head = blockIdx.y, kv_heads = gridDim.y;
-  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block is there
-  long long slot = slots[blockIdx.z];
-  int end = lengths[slot] - 1;  // the new token's position: the cached ones are before it
-  int first = window ? max(0, end - window + 1) : 0;
-  int tiles = first < end ? (end + TILE - 1) / TILE : 0, tile = first / TILE + rank * WARPS + warp;
-
-  Cache cache = {k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, page_table + slot * table_stride,
-                 (long long)kv_heads * HEAD_DIM};
-  uint4 k[2][CHUNKS], v[4][HALVES];
-  if (tile < tiles) {
-    long long start = place(cache, tile * TILE);
-    load_k(k, cache, start, tile, end), load_v(v, cache, start, tile, end);
-  }
-  int ahead = max(min(tile + CLUSTER * WARPS, tiles - 1), 0);
-  long long next_start = place(cache, ahead * TILE);  // a page's number is read a tile ahead
-  wait_for_predecessor();
-  start_successor();
-
-  const float* angle = cos_sin + (long long)end * HEAD_DIM;
-  const T* heads = qkv + (long long)blockIdx.z * (GROUP + 2) * kv_heads * HEAD_DIM;
-  for (int head = warp; head < 8; head += WARPS) {
-    Vec<PAIRS> low = {}, high = {};
-    if (head < GROUP) norm_rotate(heads + (kv_head * GROUP + head) * HEAD_DIM, q_norm, eps, angle, low, high);
-    *(Vec<PAIRS>*)(q[head] + lane * PAIRS) = low, *(Vec<PAIRS>*)(q[head] + HALF + lane * PAIRS) = high;
-  }
-  bool has_new = rank == CLUSTER - 1;  // this block takes care of the new token
-  if (has_new) {
-    long long to = place(cache, end) + kv_head * HEAD_DIM;
-    if (warp == WARPS - 1) {
-      Vec<PAIRS> low, high;
-      norm_rotate(heads + (GROUP * kv_heads + kv_head) * HEAD_DIM, k_norm, eps, angle, low, high);
-      *(Vec<PAIRS>*)(k_cache + to + lane * PAIRS) = low, *(Vec<PAIRS>*)(k_cache + to + HALF + lane * PAIRS) = high;
-      *(Vec<PAIRS>*)(new_k + lane * PAIRS) = low, *(Vec<PAIRS>*)(new_k + HALF + lane * PAIRS) = high;
-    } else if (warp == WARPS - 2) {
-      using Part = Vec<2 * PAIRS>;
-      Part part = *(const Part*)(heads + ((GROUP + 1) * kv_heads + kv_head) * HEAD_DIM + lane * 2 * PAIRS);
-      *(Part*)(v_cache + to + lane * 2 * PAIRS) = part, *(Part*)(new_v + lane * 2 * PAIRS) = part;
-    }
-  }
-  __syncthreads();
-
+  __shared__ float block_max[CLUSTER][GROUP], block_sum[CLUSTER][GROUP], block[CLUSTER][SHARE];
+  __shared__ bool is_last;
+  Cutting cutting = {shares, least, most, max_chunks};
+  int rank = blockIdx.x, kv_heads = gridDim.y;
+  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = rank * WARPS + warp;
+  Unit unit = {(int)blockIdx.z, (int)blockIdx.y};
+  Cache cache = {nullptr, v_cache - k_cache, nullptr, kv_heads * HEAD_DIM};
   const float scale = rsqrtf((float)HEAD_DIM) * 1.44269504f;  // for powers of two
-  uint4 b[CHUNKS];
-#pragma unroll
-  for (int j = 0; j < CHUNKS; ++j) b[j] = *(const uint4*)(q[lane >> 2] + j * 32 + (lane & 3) * 8);
-  // A thread has the heads 2p and 2p + 1: highest score, sum, and of the output the dimensions g and g + 8 of 16.
-  float highest[2] = {-INF, -INF}, sum[2] = {}, o[HALVES * 4][4] = {};
 
-  for (; tile < tiles; tile += CLUSTER * WARPS) {
-    float s[4] = {};
-#pragma unroll
-    for (int j = 0; j < CHUNKS; ++j) {
-      mma(s, k[0][j].x, k[1][j].x, k[0][j].y, k[1][j].y, b[j].x, b[j].y);
-      mma(s, k[0][j].z, k[1][j].z, k[0][j].w, k[1][j].w, b[j].z, b[j].w);
+  bool helps = (int)blockIdx.z >= rows;
+  int index = (blockIdx.z - rows) * kv_heads + blockIdx.y;  // of the chunk that a helper takes
+  do {
+    if (helps) {
+      if (!find_chunk(unit, index, slots, lengths, rows, kv_heads, window, cutting)) return;
+      index += (gridDim.z - rows) * kv_heads;
     }
-    int next = tile + CLUSTER * WARPS;
-    long long start = next_start;
-    if (next < tiles) {
-      load_k(k, cache, start, next, end);
-      next_start = place(cache, min(next + CLUSTER * WARPS, tiles - 1) * TILE);
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block is there
+    long long slot = slots[unit.row];
+    cache.k = k_cache + unit.kv_head * HEAD_DIM;
+    cache.pages = page_table + slot * table_stride;
+    unit.set_length(lengths[slot], window, cutting);
+    int tile = unit.tile + part, tiles = unit.tiles;
+    uint4 k[2][STRIPS], v[4][HALVES];
+    if (tile < tiles) {
+      int start = place(cache, tile * TILE);
+      load_k(k, cache, start, tile, unit.end), load_v(v, cache, start, tile, unit.end);
+    }
+    int ahead = max(min(tile + STEP, tiles - 1), 0);
+    int next_start = place(cache, ahead * TILE);  // a page's number is read a tile ahead
+    wait_for_predecessor();
+    start_successor();
+
+    const float* angle = cos_sin + (long long)unit.end * HEAD_DIM;
+    const T* heads = qkv + (long long)unit.row * (GROUP + 2) * kv_heads * HEAD_DIM;
+    for (int head = warp; head < 8; head += WARPS) {
+      Vec<PAIRS> low = {}, high = {};
+      if (head < GROUP) norm_rotate(heads + (unit.kv_head * GROUP + head) * HEAD_DIM, q_norm, eps, angle, low, high);
+      *(Vec<PAIRS>*)(q[head] + lane * PAIRS) = low, *(Vec<PAIRS>*)(q[head] + HALF + lane * PAIRS) = high;
+    }
+    bool has_new = unit.chunk == unit.chunks - 1 && rank == CLUSTER - 1;  // this block takes care of the new token
+    if (has_new) {
+      long long to = (long long)place(cache, unit.end) * cache.token_stride + unit.kv_head * HEAD_DIM;
+      if (warp == WARPS - 1) {
+        Vec<PAIRS> low, high;
+        norm_rotate(heads + (GROUP * kv_heads + unit.kv_head) * HEAD_DIM, k_norm, eps, angle, low, high);
+        *(Vec<PAIRS>*)(k_cache + to + lane * PAIRS) = low, *(Vec<PAIRS>*)(k_cache + to + HALF + lane * PAIRS) = high;
+        *(Vec<PAIRS>*)(new_k + lane * PAIRS) = low, *(Vec<PAIRS>*)(new_k + HALF + lane * PAIRS) = high;
+      } else if (warp == WARPS - 2) {
+        using Part = Vec<2 * PAIRS>;
+        Part part = *(const Part*)(heads + ((GROUP + 1) * kv_heads + unit.kv_head) * HEAD_DIM + lane * 2 * PAIRS);
+        *(Part*)(v_cache + to + lane * 2 * PAIRS) = part, *(Part*)(new_v + lane * 2 * PAIRS) = part;
+      }
+    }
+    __syncthreads();
+
+    uint4 kept[STRIPS];
+    if (KEEP_Q) load_q(kept, q);
+    // A thread has the heads 2p and 2p + 1: highest score, sum, and of the output the dimensions g and g + 8 of 16.
+    float highest[2] = {-INF, -INF}, sum[2] = {}, o[HALVES * 4][4] = {};
+
+    for (; tile < tiles; tile += STEP) {
+      uint4 loaded[STRIPS];
+      if (!KEEP_Q) load_q(loaded, q);
+      float s[4] = {};
+#pragma unroll
+      for (int j = 0; j < STRIPS; ++j) {
+        uint4 b = KEEP_Q ? kept[j] : loaded[j];
+        mma(s, k[0][j].x, k[1][j].x, k[0][j].y, k[1][j].y, b.x, b.y);
+        mma(s, k[0][j].z, k[1][j].z, k[0][j].w, k[1][j].w, b.z, b.w);
+      }
+      int next = tile + STEP;
+      int start = next_start;
+      if (next < tiles) {
+        load_k(k, cache, start, next, unit.end);
+        next_start = place(cache, min(next + STEP, tiles - 1) * TILE);
+      }
+
+      int position = tile * TILE + (lane >> 2);
+      bool low_in = position < unit.end && position >= unit.first, high_in = position + 8 < unit.end && position + 8 >= unit.first;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        s[i] = low_in ? s[i] * scale : -INF, s[i + 2] = high_in ? s[i + 2] * scale : -INF;
+        float higher = fmaxf(highest[i], column_max(fmaxf(s[i], s[i + 2])));  // finite: every tile has a position that counts
+        float fade = exp2f(highest[i] - higher);
+        highest[i] = higher;
+        s[i] = exp2f(s[i] - higher), s[i + 2] = exp2f(s[i + 2] - higher);
+        sum[i] = sum[i] * fade + s[i] + s[i + 2];
+#pragma unroll
+        for (int n = 0; n < HALVES * 4; ++n) o[n][i] *= fade, o[n][i + 2] *= fade;
+      }
+      unsigned p0 = transpose(pack(s[0], s[1])), p1 = transpose(pack(s[2], s[3]));
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {  // dimensions 2e and 2e + 1 of a thread's eight are rows g and g + 8
+          unsigned w[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) w[i] = word(v[i][h], e);
+          mma(o[h * 4 + e], __byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632),
+              __byte_perm(w[2], w[3], 0x5410), __byte_perm(w[2], w[3], 0x7632), p0, p1);
+        }
+      }
+      if (next < tiles) load_v(v, cache, start, next, unit.end);
     }
 
-    int position = tile * TILE + (lane >> 2);
-    bool low_in = position < end && position >= first, high_in = position + 8 < end && position + 8 >= first;
+    // The block's warps merge, with the new token.
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      s[i] = low_in ? s[i] * scale : -INF, s[i + 2] = high_in ? s[i + 2] * scale : -INF;
-      float higher = fmaxf(highest[i], column_max(fmaxf(s[i], s[i + 2])));  // finite: every tile has a position that counts
-      float fade = exp2f(highest[i] - higher);
-      highest[i] = higher;
-      s[i] = exp2f(s[i] - higher), s[i + 2] = exp2f(s[i + 2] - higher);
-      sum[i] = sum[i] * fade + s[i] + s[i + 2];
+      int head = (lane & 3) * 2 + i;
+      float all = column_sum(sum[i]);
+      if (lane < 4) partial_max[warp][head] = highest[i], partial_sum[warp][head] = all;
+      if (head < GROUP) {
 #pragma unroll
-      for (int n = 0; n < HALVES * 4; ++n) o[n][i] *= fade, o[n][i + 2] *= fade;
-    }
-    unsigned p0 = transpose(pack(s[0], s[1])), p1 = transpose(pack(s[2], s[3]));
-#pragma unroll
-    for (int h = 0; h < HALVES; ++h) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {  // dimensions 2e and 2e + 1 of a thread's eight are rows g and g + 8
-        unsigned w[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) w[i] = word(v[i][h], e);
-        mma(o[h * 4 + e], __byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632),
-            __byte_perm(w[2], w[3], 0x5410), __byte_perm(w[2], w[3], 0x7632), p0, p1);
+        for (int n = 0; n < HALVES * 4; ++n) {
+          Vec2 pair = {o[n][i], o[n][i + 2]};
+          *(Vec2*)&partial[warp][head][n / 4 * 64 + (lane >> 2) * 8 + n % 4 * 2] = pair;
+        }
       }
     }
-    if (next < tiles) load_v(v, cache, start, next, end);
-  }
-
-  // The block's warps merge, with the new token.
+    for (int head = warp; head < GROUP; head += WARPS) {
+      float dot = 0.f;
+      for (int d = lane; d < HEAD_DIM; d += 32) dot += to_float(q[head][d]) * to_float(new_k[d]);
+      dot = warp_sum(dot);
+      if (lane == 0) partial_max[WARPS][head] = has_new ? dot * scale : -INF, partial_sum[WARPS][head] = has_new;
+    }
+    __syncthreads();
+    int pair = unit.row * kv_heads + unit.kv_head, chunks = unit.chunks;
+    T* to = out + (long long)pair * VALUES;
+    float* records_of_row = records + (long long)(pair * CLUSTER + rank) * max_chunks * RECORD;
+    float* record = records_of_row + unit.chunk * RECORD;
+    if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks are there
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    int head = (lane & 3) * 2 + i;
-    float all = column_sum(sum[i]);
-    if (lane < 4) partial_max[warp][head] = highest[i], partial_sum[warp][head] = all;
-    if (head < GROUP) {
+    for (int i = threadIdx.x; i < VALUES; i += THREADS) {
+      int head = i / HEAD_DIM, d = i % HEAD_DIM;
+      float best = partial_max[WARPS][head];
 #pragma unroll
-      for (int n = 0; n < HALVES * 4; ++n) {
-        Vec2 pair = {o[n][i], o[n][i + 2]};
-        *(Vec2*)&partial[warp][head][n / 4 * 64 + (lane >> 2) * 8 + n % 4 * 2] = pair;
+      for (int w = 0; w < WARPS; ++w) best = fmaxf(best, partial_max[w][head]);
+      float base = best == -INF ? 0.f : best;  // a block may have no token at all
+      float weight = exp2f(partial_max[WARPS][head] - base);
+      float total = partial_sum[WARPS][head] * weight, y = has_new ? to_float(new_v[d]) * weight : 0.f;
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) {
+        weight = exp2f(partial_max[w][head] - base);
+        total += partial_sum[w][head] * weight, y += partial[w][head][d] * weight;
+      }
+      if (CLUSTER == 1 && chunks == 1) {
+        to[i] = from_float<T>(y / total);
+      } else if (CLUSTER == 1) {
+        record[i] = y;
+        if (d == 0) record[SHARE + head] = best, record[SHARE + GROUP + head] = total;
+      } else {
+        push(&block[rank][i / CLUSTER], i % CLUSTER, y);
+        if (d < CLUSTER) push(&block_max[rank][head], d, best), push(&block_sum[rank][head], d, total);
       }
     }
-  }
-  for (int head = warp; head < GROUP; head += WARPS) {
-    float dot = 0.f;
-    for (int d = lane; d < HEAD_DIM; d += 32) dot += to_float(q[head][d]) * to_float(new_k[d]);
-    dot = warp_sum(dot);
-    if (lane == 0) partial_max[WARPS][head] = has_new ? dot * scale : -INF, partial_sum[WARPS][head] = has_new;
-  }
-  __syncthreads();
-  if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks are there
-  T* to = out + ((long long)blockIdx.z * kv_heads + kv_head) * VALUES;
+    if (CLUSTER > 1) {  // the cluster's blocks merge, each every CLUSTER-th value
+      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+      for (int j = threadIdx.x; j < SHARE; j += THREADS) {
+        int i = j * CLUSTER + rank, head = i / HEAD_DIM;
+        float best = -INF, y = 0.f, total = 0.f;
 #pragma unroll
-  for (int i = threadIdx.x; i < VALUES; i += THREADS) {
-    int head = i / HEAD_DIM, d = i % HEAD_DIM;
-    float best = partial_max[WARPS][head];
+        for (int r = 0; r < CLUSTER; ++r) best = fmaxf(best, block_max[r][head]);
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) best = fmaxf(best, partial_max[w][head]);
-    float base = best == -INF ? 0.f : best;  // a block may have no token at all
-    float weight = exp2f(partial_max[WARPS][head] - base);
-    float total = partial_sum[WARPS][head] * weight, y = has_new ? to_float(new_v[d]) * weight : 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-      weight = exp2f(partial_max[w][head] - base);
-      total += partial_sum[w][head] * weight, y += partial[w][head][d] * weight;
+        for (int r = 0; r < CLUSTER; ++r) {
+          float weight = exp2f(block_max[r][head] - best);
+          total += block_sum[r][head] * weight, y += block[r][j] * weight;
+        }
+        if (chunks == 1) {
+          to[i] = from_float<T>(y / total);
+        } else {
+          record[j] = y;
+          if (i % HEAD_DIM < CLUSTER) record[SHARE + head] = best, record[SHARE + GROUP + head] = total;
+        }
+      }
     }
-    if (CLUSTER == 1) {
-      to[i] = from_float<T>(y / total);
-    } else {
-      push(&block[rank][i / CLUSTER], i % CLUSTER, y);
-      if (d < CLUSTER) push(&block_max[rank][head], d, best), push(&block_sum[rank][head], d, total);
+    if (chunks > 1) {
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        __threadfence();  // the record is there before it is counted
+        int* counter = counters + pair * CLUSTER + rank;
+        is_last = atomicAdd(counter, 1) == chunks - 1;
+        if (is_last) *counter = 0, __threadfence();
+      }
+      __syncthreads();
+      if (is_last) merge_chunks(to, records_of_row, chunks);
     }
-  }
-  if (CLUSTER == 1) return;
-
-  // The cluster's blocks merge, each every CLUSTER-th value.
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-  for (int i = threadIdx.x * CLUSTER + rank; i < VALUES; i += THREADS * CLUSTER) {
-    int head = i / HEAD_DIM;
-    float best = -INF, y = 0.f, total = 0.f;
-#pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) best = fmaxf(best, block_max[r][head]);
-#pragma unroll
-    for (int r = 0; r < CLUSTER; ++r) {
-      float weight = exp2f(block_max[r][head] - best);
-      total += block_sum[r][head] * weight, y += block[r][i / CLUSTER] * weight;
-    }
-    to[i] = from_float<T>(y / total);
-  }
+    if (helps) __syncthreads();
+  } while (helps);
 }

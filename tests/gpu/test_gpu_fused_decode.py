@@ -2,16 +2,72 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
+from torch import Tensor
 
 from minisgl.attention.base import AttentionShape
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kernel.torch_ops import TorchOps
 
+if TYPE_CHECKING:
+    from minisgl.attention.fused import FusedDecode
+
 pytestmark = pytest.mark.gpu
 
-MAX_LEN = 4500
+DEVICE = torch.device("cuda", 0)
+
+
+@lru_cache
+def fused_decode(shape: AttentionShape) -> FusedDecode:
+    from minisgl.attention.fused import FusedDecode
+
+    return FusedDecode(shape, DEVICE)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a decode step finds on the device: rows of `lengths` tokens, the last of which is new."""
+
+    shape: AttentionShape
+    lengths: list[int]
+    slots: Tensor
+    all_lengths: Tensor  # [slots]
+    page_table: Tensor  # [slots, pages]
+    caches: list[Tensor]  # K and V
+    qkv: Tensor
+    heads: Heads
+
+    def forward(self, window: int | None = None) -> Tensor:
+        """With the new K and V stored in `caches`."""
+        rows = fused_decode(self.shape).rows(self.slots, self.all_lengths, self.page_table)
+        return rows.forward(self.qkv, self.heads, self.caches[0], self.caches[1], window)
+
+
+def make_step(shape: AttentionShape, lengths: list[int], *, norm: bool = True) -> Step:
+    torch.manual_seed(0)
+    rows, slots_in_all, width = len(lengths), len(lengths) + 3, -(-max(lengths) // shape.page_size)
+    pages = torch.randperm(rows * width, device=DEVICE).int().view(rows, width)
+    slots = torch.randperm(slots_in_all, device=DEVICE)[:rows]
+    page_table = torch.zeros((slots_in_all, width), dtype=torch.int32, device=DEVICE)
+    page_table[slots] = pages
+    all_lengths = torch.ones(slots_in_all, dtype=torch.int32, device=DEVICE)
+    all_lengths[slots] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    cache = (rows * width, shape.page_size, shape.num_kv_heads, shape.head_dim)
+    caches = [torch.randn(cache, device=DEVICE, dtype=shape.dtype) for _ in range(2)]
+    qkv = torch.randn(rows, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, device=DEVICE)
+    angles = torch.outer(torch.arange(max(lengths)), torch.rand(shape.head_dim // 2))
+    table = torch.cat([angles.cos(), angles.sin()], dim=1).to(DEVICE)
+    norms = [Norm(torch.randn(shape.head_dim, device=DEVICE).to(shape.dtype), 1e-6) if norm else None for _ in "qk"]
+    heads = Heads(shape.num_heads, shape.num_kv_heads, table, *norms)
+    return Step(shape, lengths, slots, all_lengths, page_table, caches, qkv.to(shape.dtype), heads)
+
+
+BF16, F16 = torch.bfloat16, torch.float16
 
 
 @pytest.mark.parametrize(
@@ -27,9 +83,18 @@ MAX_LEN = 4500
         ([300, 20, 16, 17, 1000, 129], 32, 8, 128, 16, 33, False),
         ([300, 4000] * 70, 8, 8, 64, 32, None, False),
         ([300, 4000] * 40, 14, 2, 64, 32, 500, True),
+        # long rows, which are cut
+        ([30000], 16, 8, 128, 64, None, True),
+        ([30000, 1, 9000], 40, 8, 128, 16, None, True),
+        ([7000, 8193, 100, 20000, 6145, 1, 3000, 12288], 64, 8, 128, 64, None, True),
+        ([12000] * 8 + [5] * 8, 32, 4, 64, 1, None, False),
+        ([100] * 30 + [20000], 8, 8, 128, 64, None, True),
+        ([16000, 50, 700] * 14, 16, 2, 128, 64, None, True),
+        ([9000, 640] * 100, 16, 8, 64, 64, None, True),
+        ([30000, 9000], 16, 8, 128, 64, 10000, True),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [BF16, F16])
 def test_fused_decode(
     lengths: list[int],
     heads: int,
@@ -40,54 +105,45 @@ def test_fused_decode(
     norm: bool,
     dtype: torch.dtype,
 ) -> None:
-    from minisgl.attention.fused import FusedDecode
-
-    torch.manual_seed(0)
-    device = torch.device("cuda", 0)
-    rows, slots_in_all = len(lengths), len(lengths) + 3
-    max_pages = -(-MAX_LEN // page_size)
-    used = [-(-length // page_size) for length in lengths]
-    pages = torch.randperm(sum(used), device=device).int()
-    slots = torch.randperm(slots_in_all, device=device)[:rows]
-    page_table = torch.full((slots_in_all, max_pages), 0, dtype=torch.int32, device=device)
-    all_lengths = torch.ones(slots_in_all, dtype=torch.int32, device=device)
-    at = 0
-    for slot, length, count in zip(slots.tolist(), lengths, used, strict=True):
-        page_table[slot, :count] = pages[at : at + count]
-        all_lengths[slot] = length
-        at += count
-    shape = (sum(used), page_size, kv_heads, head_dim)
-    caches = [torch.randn(shape, device=device).to(dtype) for _ in range(2)]
-    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
-    angles = torch.outer(torch.arange(MAX_LEN), torch.rand(head_dim // 2))
-    table = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
-    norms = [Norm(torch.randn(head_dim, device=device).to(dtype), 1e-6) if norm else None for _ in range(2)]
-    before = [cache.clone() for cache in caches]
-
+    shape = AttentionShape(heads, kv_heads, head_dim, page_size, dtype, window is not None)
+    step = make_step(shape, lengths, norm=norm)
     made = TorchOps().decode_inputs(
-        slots, all_lengths.unsqueeze(1).expand(-1, MAX_LEN), all_lengths, page_table, page_size, pages=True
+        step.slots,
+        step.all_lengths.unsqueeze(1).expand(-1, max(lengths)),
+        step.all_lengths,
+        step.page_table,
+        page_size,
+        pages=True,
     )
-    reference_caches = [cache.clone() for cache in before]
-    q = TorchOps().norm_rope_store(
-        qkv, Heads(heads, kv_heads, table, *norms), made.positions, made.kv_slots, *reference_caches
-    )
-    want = torch.empty(rows, heads, head_dim, dtype=torch.float64, device=device)
+    reference_caches = [cache.clone() for cache in step.caches]
+    q = TorchOps().norm_rope_store(step.qkv, step.heads, made.positions, made.kv_slots, *reference_caches)
+    want = torch.empty(len(lengths), heads, head_dim, dtype=torch.float64, device=DEVICE)
     for row, length in enumerate(lengths):
-        k, v = (cache[made.page_table[row, : used[row]].long()].flatten(0, 1)[:length] for cache in reference_caches)
+        pages = made.page_table[row, : -(-length // page_size)].long()
+        k, v = (cache[pages].flatten(0, 1)[:length] for cache in reference_caches)
         if window is not None:
             k, v = k[-window:], v[-window:]
         k, v = (x.double().repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
         scores = torch.einsum("hd,nhd->hn", q[row].double(), k) * head_dim**-0.5
         want[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
 
-    fused = FusedDecode(AttentionShape(heads, kv_heads, head_dim, page_size, dtype, window is not None), device)
-    have = fused.rows(slots, all_lengths, page_table).forward(
-        qkv, Heads(heads, kv_heads, table, *norms), *caches, window
-    )
-    for cache, reference in zip(caches, reference_caches, strict=True):
+    have = step.forward(window)
+    for cache, reference in zip(step.caches, reference_caches, strict=True):
         error = (cache.double() - reference.double()).norm() / reference.double().norm()
         assert error < 1e-4, f"stored with a relative error of {error:.2e}"
     error = (have.double() - want).norm() / want.norm()
-    assert error < (6e-3 if dtype == torch.bfloat16 else 1e-3), f"relative error {error:.2e}"
+    assert error < (6e-3 if dtype == BF16 else 1e-3), f"relative error {error:.2e}"
     worst = (have.double() - want).abs().max()
     assert worst < 0.1, f"a value is {worst:.2e} off"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 40, 256])
+def test_a_row_depends_on_no_other(rows: int) -> None:
+    """The same bits whatever the others' lengths, and again."""
+    shape = AttentionShape(16, 8, 128, 64, BF16)
+    step = make_step(shape, [12345, *[640] * (rows - 1)])
+    first = step.forward()
+    assert torch.equal(step.forward(), first)
+    for lengths in ([1] * (rows - 1), [12345, *[100] * (rows - 2)] if rows > 1 else []):
+        step.all_lengths[step.slots[1:]] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        assert torch.equal(step.forward()[0], first[0])

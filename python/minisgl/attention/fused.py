@@ -1,10 +1,13 @@
 """A decode's attention in one launch from the q, k, v product on: csrc/decode_attention.cu, for Hopper and later.
 
 It takes the place of `Ops.norm_rope_store` and an attention backend in steps that only decode, and reads slots, lengths
-and the page table where they are: nothing is planned, gathered or sent for it.
+and the page table where they are: nothing is planned, gathered or sent for it. What a row gets depends on its own
+tokens and the number of rows of the step (of its graph), not on the other rows.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +19,8 @@ from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 
 _MAX_GROUP = 8  # query heads of a KV head: rows of a tensor-core instruction
 _MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
+_MAX_CHUNKS = 64  # of a row: one cluster merges them
+_RECORDS = 1 << 14  # of chunks, of all rows and KV heads
 
 
 def fused_decode_missing(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
@@ -33,30 +38,57 @@ def fused_decode_missing(shape: AttentionShape, capability: tuple[int, int]) -> 
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a step of so many rows is divided among blocks: the kernel's launch, and how it cuts long rows."""
+
+    cluster: int  # blocks that share a KV head of a row
+    warps: int  # of a block
+    blocks_of_sm: int
+    shares: int  # a long row is cut into so many chunks, or more
+    least: int  # tiles of 16 tokens of a chunk
+    most: int
+    helpers: int  # clusters of each KV head besides the rows' own
+
+
+def divide(units: int, num_sms: int) -> Division:
+    """For `units` rows times KV heads; what was fastest on 132 multiprocessors (docs/log.md)."""
+    if 16 * units <= num_sms:
+        return Division(8, 6, 2, shares=4, least=192, most=1024, helpers=3)
+    if 8 * units <= num_sms:
+        return Division(8, 6, 2, shares=2, least=384, most=1024, helpers=2)
+    if 4 * units <= num_sms:
+        return Division(8, 4, 3, shares=1, least=192, most=512, helpers=4)
+    if 2 * units <= num_sms:
+        return Division(2, 6, 2, shares=2, least=128, most=256, helpers=8)
+    if units <= num_sms:
+        return Division(2, 6, 2, shares=1, least=128, most=256, helpers=8)
+    if units <= 3 * num_sms:
+        return Division(2, 4, 3, shares=1, least=128, most=256, helpers=16)
+    if units <= 4 * num_sms:  # one block each at once
+        return Division(1, 4, 4, shares=1, least=128, most=256, helpers=16)
+    return Division(2, 4, 4, shares=1, least=128, most=256, helpers=16)
+
+
 class FusedDecode:
-    """Compiles the kernels for one model; `rows` binds them to the rows of a step."""
+    """Compiles the kernels for one model; `rows` binds them to the rows of a step. For one stream."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._compiler = Compiler(device)
         self._shape = shape
         self._kernels: dict[tuple[int, int, int], Kernel] = {}
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        floats = shape.group * (shape.head_dim + 2 * _MAX_CLUSTER)
+        self._records = torch.empty(_RECORDS, floats, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(2 * _RECORDS, dtype=torch.int32, device=device)
 
     def rows(self, slots: Tensor, lengths: Tensor, page_table: Tensor) -> FusedRows:
         """slots [B] int64; lengths [slots] and page_table [slots, pages] int32, of the slots."""
-        units = len(slots) * self._shape.num_kv_heads
-        cluster = 1
-        while cluster < _MAX_CLUSTER and cluster * units <= self._num_sms:
-            cluster *= 2
-        warps, blocks_of_sm = 4, 3
-        if 2 * cluster * units <= self._num_sms:
-            warps, blocks_of_sm = 8, 1  # a lone row leaves multiprocessors idle
-        elif 3 * self._num_sms < cluster * units <= 4 * self._num_sms:
-            blocks_of_sm = 4  # some registers are spilled, but no block has to wait for another's end
-        return FusedRows(self._kernel(warps, cluster, blocks_of_sm), warps, cluster, slots, lengths, page_table)
+        division = divide(len(slots) * self._shape.num_kv_heads, self._num_sms)
+        return FusedRows(self._kernel(division), division, self._records, self._counters, slots, lengths, page_table)
 
-    def _kernel(self, warps: int, cluster: int, blocks_of_sm: int) -> Kernel:
-        shape, key = self._shape, (warps, cluster, blocks_of_sm)
+    def _kernel(self, division: Division) -> Kernel:
+        shape, key = self._shape, (division.cluster, division.warps, division.blocks_of_sm)
         if key not in self._kernels:
             (self._kernels[key],) = self._compiler.compile(
                 "decode_attention.cu",
@@ -66,9 +98,9 @@ class FusedDecode:
                 HEAD_DIM=shape.head_dim,
                 GROUP=shape.group,
                 PAGE_SIZE=shape.page_size,
-                CLUSTER=cluster,
-                WARPS=warps,
-                BLOCKS_OF_SM=blocks_of_sm,
+                CLUSTER=division.cluster,
+                WARPS=division.warps,
+                BLOCKS_OF_SM=division.blocks_of_sm,
             )
         return self._kernels[key]
 
@@ -77,26 +109,39 @@ class FusedRows:
     """The fused attention of one step's rows."""
 
     def __init__(
-        self, kernel: Kernel, warps: int, cluster: int, slots: Tensor, lengths: Tensor, page_table: Tensor
+        self,
+        kernel: Kernel,
+        division: Division,
+        records: Tensor,
+        counters: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        page_table: Tensor,
     ) -> None:
         self._kernel = kernel
-        self._warps = warps
-        self._cluster = cluster
+        self._division = division
+        self._records = records
+        self._counters = counters
         self._slots = slots
         self._lengths = lengths
         self._page_table = page_table
 
     def forward(self, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, window: int | None) -> Tensor:
         """qkv [B, (heads + 2 * kv_heads) * head_dim] -> [B, heads, head_dim]; the new k and v are in the caches."""
-        out = qkv.new_empty((len(qkv), heads.num_heads, k_cache.shape[-1]))
+        division, rows = self._division, len(qkv)
+        out = qkv.new_empty((rows, heads.num_heads, k_cache.shape[-1]))
+        units = rows * heads.num_kv_heads
+        max_chunks = max(1, min(_RECORDS // units, _MAX_CHUNKS))
+        cuts = max_chunks > 1
         self._kernel(
-            (1, heads.num_kv_heads, len(qkv)),
-            self._warps * 32,
+            (1, heads.num_kv_heads, rows + division.helpers * cuts),
+            division.warps * 32,
             qkv.data_ptr(),
             self._slots.data_ptr(),
             self._lengths.data_ptr(),
             self._page_table.data_ptr(),
             np.int64(self._page_table.stride(0)),
+            np.int32(rows),
             heads.cos_sin.data_ptr(),
             0 if heads.q_norm is None else heads.q_norm.weight.data_ptr(),
             0 if heads.k_norm is None else heads.k_norm.weight.data_ptr(),
@@ -105,6 +150,12 @@ class FusedRows:
             v_cache.data_ptr(),
             out.data_ptr(),
             np.int32(window or 0),
-            cluster=self._cluster,
+            np.int32(division.shares),
+            np.int32(division.least if cuts else np.iinfo(np.int32).max // 2),
+            np.int32(division.most),
+            np.int32(max_chunks),
+            self._records.data_ptr(),
+            self._counters.data_ptr(),
+            cluster=division.cluster,
         )
         return out
