@@ -193,7 +193,7 @@ def test_attention_is_the_formula(
 
 
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("query_lens", [[1, 1, 1, 1, 1], [1, 9, 1, 1, 1]])
+@pytest.mark.parametrize("query_lens", [[1, 1, 1, 1, 1], [1, 9, 1, 1, 1], [1, 9, 9, 9, 9]])
 def test_attention_in_place_is_that_of_gathered_pages(query_lens: list[int], window: int | None) -> None:
     """Rows whose pages follow one another, in order and not, shared and scattered."""
     page_size, kv_lens = 16, [630, 640, 600, 90, 400]

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs
-from minisgl.attention.torch_backend import TorchAttention
+from minisgl.attention.torch_backend import Decode, TorchAttention
 from minisgl.core import Int32Array
 
 Int64Array = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -23,6 +24,19 @@ Int64Array = np.ndarray[tuple[int], np.dtype[np.int64]]
 # Pages that follow one another in the pool are read in place if they hold so many tokens: a call of its own costs as
 # much as gathering some hundred tokens of a small model.
 _LONG_RUN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LoneDecode:
+    """The only row of one query, its pages in a row in the pool. Implements Decode."""
+
+    tokens: Tensor | None
+    pages: slice
+    positions: slice  # of those in the pages
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        k, v = (pool[self.pages].flatten(0, 1)[self.positions].transpose(0, 1) for pool in (keys, values))
+        return F.scaled_dot_product_attention(_grouped(q, keys), k.unsqueeze(0), v.unsqueeze(0)).reshape(q.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +59,7 @@ class PagedDecode:
     absent: Tensor  # [R, most pages of a row, 1, 1] bool: true where a row has fewer pages
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        # The query heads that share a KV head stand as so many queries of it: nothing is repeated.
-        grouped = q.reshape(q.shape[0], keys.shape[2], -1, q.shape[2])[self.owners]
+        grouped = _grouped(q, keys)[self.owners]
         parts = [self._attend_run(run, grouped, keys, values) for run in self.runs]
         outs, sums = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         shares = sums[self.blocks_of].masked_fill_(self.absent, -torch.inf).softmax(dim=1)
@@ -75,7 +88,7 @@ class CpuAttention(TorchAttention):
 
     def _decodes(
         self, inputs: AttentionInputs, first: Int32Array, rows: Int32Array, window: int | None
-    ) -> list[PagedDecode]:
+    ) -> list[Decode]:
         if len(rows) == 0:
             return []
         size = self.page_size
@@ -85,6 +98,11 @@ class CpuAttention(TorchAttention):
         owners = np.repeat(np.arange(len(rows)), counts)
         columns = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - starts // size, counts)
         pages = inputs.page_table.numpy()[rows[owners], columns]
+        tokens = None if len(rows) == len(inputs.query_lens) else torch.from_numpy(first[rows])
+        if len(rows) == 1 and (np.diff(pages) == 1).all():
+            begin = int(starts[0]) % size
+            places = slice(begin, begin + int(lengths[0] - starts[0]))
+            return [LoneDecode(tokens, slice(int(pages[0]), int(pages[-1]) + 1), places)]
         order, runs = _runs(pages, _LONG_RUN // size)
         owners, columns = owners[order], columns[order]
         positions = columns[:, None] * size + np.arange(size)
@@ -93,10 +111,9 @@ class CpuAttention(TorchAttention):
         absent = np.arange(counts.max()) >= counts[:, None]
         blocks_of = np.zeros(absent.shape, dtype=np.int64)
         blocks_of[~absent] = np.argsort(order)
-        whole = len(rows) == len(inputs.query_lens)
         return [
             PagedDecode(
-                tokens=None if whole else torch.from_numpy(first[rows]),
+                tokens=tokens,
                 owners=torch.from_numpy(owners),
                 mask=mask[:, None, None],
                 runs=runs,
@@ -104,6 +121,11 @@ class CpuAttention(TorchAttention):
                 absent=torch.from_numpy(absent)[:, :, None, None],
             )
         ]
+
+
+def _grouped(q: Tensor, keys: Tensor) -> Tensor:
+    """q [R, heads, d] -> [R, kv_heads, group, d]: the heads that share a KV head are so many queries of it."""
+    return q.reshape(q.shape[0], keys.shape[2], -1, q.shape[2])
 
 
 def _runs(pages: Int32Array, shortest: int) -> tuple[Int64Array, list[PageRun]]:
