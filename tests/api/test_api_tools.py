@@ -253,6 +253,19 @@ def test_calls_of_strict_tools_are_constrained(hermes: RunningServer) -> None:
     assert free != grammar(WEATHER, time, parallel_tool_calls=False)
 
 
+def test_a_form_that_cannot_hold_to_a_schema(start_server: Callable[..., RunningServer]) -> None:
+    """Strings are plain text in this one."""
+    server = start_server(tool_call_parser="qwen3_coder")
+    schema = {"type": "object", "properties": {"code": {"type": "string", "pattern": "^[A-Z]{3}$"}}}
+    function = {"name": "find", "parameters": schema}
+    for choice in ("auto", "required"):
+        strict = {"type": "function", "function": {**function, "strict": True}}
+        response = server.post(PATH, json=say("x", tools=[strict], tool_choice=choice))
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+        assert "'code'" in response.json()["error"]["message"]
+        assert answer(server, say("x", tools=[{"type": "function", "function": function}], tool_choice=choice))
+
+
 NAMED = {"type": "function", "function": {"name": "nothing"}}
 BAD_TOOLS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),

@@ -1,8 +1,9 @@
-"""Tools whose calls must follow their schemas, although the model is free to call."""
+"""Tools whose calls must follow their schemas to the letter, also where the model is free to call."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from minisgl.core import InvalidRequest
@@ -13,10 +14,14 @@ _BY_PARAMETER = ("pythonic", "qwen3_coder")  # forms with a rule for each parame
 _OF_PARAMETERS = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions"))
 
 
-def strict_tools(form: str, tools: Tools, strict: Collection[str]) -> Tools:
-    """The schemas to enforce, where calls of some tools are to be strict; InvalidRequest if that is not possible."""
-    for name in strict:
+def check_strict(form: str, tools: Tools, strict: AbstractSet[str]) -> None:
+    """InvalidRequest if this form of calls does not allow some of the tools to be strict."""
+    for name in strict & tools.keys():
         _check(form, name, tools[name])
+
+
+def schemas_to_enforce(tools: Tools, strict: AbstractSet[str]) -> Tools:
+    """Where only the calls of some tools are to be strict."""
     return {name: schema if name in strict else _loose(schema) for name, schema in tools.items()}
 
 

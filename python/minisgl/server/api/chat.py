@@ -12,7 +12,7 @@ from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.parsers.constraint import calls_grammar, either, free_grammar, has_grammar
 from minisgl.parsers.output import OutputParser
 from minisgl.parsers.select import Parsers
-from minisgl.parsers.strict import strict_tools
+from minisgl.parsers.strict import check_strict, schemas_to_enforce
 from minisgl.server.api.chat_writer import ChatOptions, ChatWriter
 from minisgl.server.api.errors import invalid_request
 from minisgl.server.api.functions import function_use
@@ -100,8 +100,9 @@ def _calls_grammar(parsers: Parsers, use: ToolUse, content: Grammar | None) -> G
             "tool_choice",
             "tool_choice can demand a call only of a model whose form of tool calls is known: see --tool-call-parser",
         )
+    check_strict(form, use.schemas, use.strict)
     if not use.required and content is None:
-        return free_grammar(form, strict_tools(form, use.schemas, use.strict), parallel=use.parallel)
+        return free_grammar(form, schemas_to_enforce(use.schemas, use.strict), parallel=use.parallel)
     calls = calls_grammar(form, use.schemas, parallel=use.parallel)
     if content is None or use.required:
         return calls

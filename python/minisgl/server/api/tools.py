@@ -38,10 +38,10 @@ def tool_use(tools: list[Tool] | None, choice: Any, parallel: bool) -> ToolUse:
     if not tools:
         raise InvalidRequest("tool_choice", "tool_choice is only allowed when tools are given")
     if choice == "required":
-        return ToolUse(tools, schemas, required=True, parallel=parallel)
+        return ToolUse(tools, schemas, required=True, strict=strict, parallel=parallel)
     if isinstance(choice, dict) and choice.get("type") == "function":
         name = _chosen(choice, "tool_choice", schemas)
-        return ToolUse(tools, {name: schemas[name]}, required=True, named=True, parallel=False)
+        return ToolUse(tools, {name: schemas[name]}, required=True, named=True, strict=strict, parallel=False)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         return _allowed(tools, choice.get("allowed_tools"), schemas, strict, parallel)
     raise InvalidRequest("tool_choice", f"tool_choice must be {_CHOICES}")
