@@ -73,7 +73,6 @@ def worst_regret(folder: Path, answers: list[list[int]]) -> float:
         {"attention_backend": "auto"},
         {"attention_backend": "auto", "batch_policy": "mixed", "max_extend_tokens": 64},
         {"attention_backend": "fa", "batch_policy": "mixed", "max_extend_tokens": 333, "page_size": 16},
-        {"attention_backend": "fi,fused", "batch_policy": "mixed", "max_extend_tokens": 300},
         {"attention_backend": "torch", "cuda_graph_max_bs": 0},
     ],
     ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()),
