@@ -59,40 +59,41 @@ struct Unit {
 };
 
 struct Cache {
-  const T* k;        // of the KV head
-  long long v;       // from K to V, in values
+  const T* k;  // of the KV head
+  const T* v;
   const int* pages;  // of the row
-  int token_stride;
+  long long token_stride;
 };
 
-// Of a position: the token in the cache.
-__device__ __forceinline__ int place(const Cache& cache, int position) {
-  return cache.pages[position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE;
+// Where the K or V of a position begins, in values.
+__device__ __forceinline__ long long place(const Cache& cache, int position) {
+  int page = cache.pages[position / PAGE_SIZE];
+  return ((long long)page * PAGE_SIZE + position % PAGE_SIZE) * cache.token_stride;
 }
 
-// The K of a tile's position `i`, given the tile's own place; where pages are smaller than tiles that is not enough.
-__device__ __forceinline__ const T* k_of(const Cache& cache, int start, int tile, int i) {
-  return cache.k + (long long)(PAGE_SIZE >= TILE ? start + i : place(cache, tile * TILE + i)) * cache.token_stride;
+// Of a tile's position `i`, given the tile's own place; where pages are smaller than tiles that is not enough.
+__device__ __forceinline__ long long place_in_tile(const Cache& cache, long long start, int tile, int i) {
+  return PAGE_SIZE >= TILE ? start + i * cache.token_stride : place(cache, tile * TILE + i);
 }
 
 // Positions from `end` on are replaced by the last before it: they are finite, and count for nothing.
-__device__ __forceinline__ void load_k(uint4 (&k)[2][STRIPS], const Cache& cache, int start, int tile, int end) {
+__device__ __forceinline__ void load_k(uint4 (&k)[2][STRIPS], const Cache& cache, long long start, int tile, int end) {
   int lane = threadIdx.x & 31;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     int i = min(n * 8 + (lane >> 2), end - 1 - tile * TILE);
-    const T* from = k_of(cache, start, tile, i) + (lane & 3) * 8;
+    const T* from = cache.k + place_in_tile(cache, start, tile, i) + (lane & 3) * 8;
 #pragma unroll
     for (int j = 0; j < STRIPS; ++j) k[n][j] = load_once(from + j * 32);
   }
 }
 
-__device__ __forceinline__ void load_v(uint4 (&v)[4][HALVES], const Cache& cache, int start, int tile, int end) {
+__device__ __forceinline__ void load_v(uint4 (&v)[4][HALVES], const Cache& cache, long long start, int tile, int end) {
   int lane = threadIdx.x & 31;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {  // positions 2p, 2p + 1, 2p + 8, 2p + 9 of the tile
     int position = min((lane & 3) * 2 + (i & 1) + (i >> 1) * 8, end - 1 - tile * TILE);
-    const T* from = k_of(cache, start, tile, position) + cache.v + (lane >> 2) * 8;
+    const T* from = cache.v + place_in_tile(cache, start, tile, position) + (lane >> 2) * 8;
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) v[i][h] = load_once(from + h * 64);
   }
@@ -227,7 +228,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
   int rank = blockIdx.x, kv_heads = gridDim.y;
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = rank * WARPS + warp;
   Unit unit = {(int)blockIdx.z, (int)blockIdx.y};
-  Cache cache = {nullptr, v_cache - k_cache, nullptr, kv_heads * HEAD_DIM};
+  Cache cache;
+  cache.token_stride = (long long)kv_heads * HEAD_DIM;
   const float scale = rsqrtf((float)HEAD_DIM) * 1.44269504f;  // for powers of two
 
   bool helps = (int)blockIdx.z >= rows;
@@ -239,17 +241,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
     }
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block is there
     long long slot = slots[unit.row];
-    cache.k = k_cache + unit.kv_head * HEAD_DIM;
+    cache.k = k_cache + unit.kv_head * HEAD_DIM, cache.v = v_cache + unit.kv_head * HEAD_DIM;
     cache.pages = page_table + slot * table_stride;
     unit.set_length(lengths[slot], window, cutting);
     int tile = unit.tile + part, tiles = unit.tiles;
     uint4 k[2][STRIPS], v[4][HALVES];
     if (tile < tiles) {
-      int start = place(cache, tile * TILE);
+      long long start = place(cache, tile * TILE);
       load_k(k, cache, start, tile, unit.end), load_v(v, cache, start, tile, unit.end);
     }
     int ahead = max(min(tile + STEP, tiles - 1), 0);
-    int next_start = place(cache, ahead * TILE);  // a page's number is read a tile ahead
+    long long next_start = place(cache, ahead * TILE);  // a page's number is read a tile ahead
     wait_for_predecessor();
     start_successor();
 
@@ -262,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
     }
     bool has_new = unit.chunk == unit.chunks - 1 && rank == CLUSTER - 1;  // this block takes care of the new token
     if (has_new) {
-      long long to = (long long)place(cache, unit.end) * cache.token_stride + unit.kv_head * HEAD_DIM;
+      long long to = place(cache, unit.end) + unit.kv_head * HEAD_DIM;
       if (warp == WARPS - 1) {
         Vec<PAIRS> low, high;
         norm_rotate(heads + (GROUP * kv_heads + unit.kv_head) * HEAD_DIM, k_norm, eps, angle, low, high);
@@ -292,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
         mma(s, k[0][j].z, k[1][j].z, k[0][j].w, k[1][j].w, b.z, b.w);
       }
       int next = tile + STEP;
-      int start = next_start;
+      long long start = next_start;
       if (next < tiles) {
         load_k(k, cache, start, next, unit.end);
         next_start = place(cache, min(next + STEP, tiles - 1) * TILE);

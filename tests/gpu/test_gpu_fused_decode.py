@@ -91,7 +91,10 @@ BF16, F16 = torch.bfloat16, torch.float16
         ([100] * 30 + [20000], 8, 8, 128, 64, None, True),
         ([16000, 50, 700] * 14, 16, 2, 128, 64, None, True),
         ([9000, 640] * 100, 16, 8, 64, 64, None, True),
-        ([30000, 9000], 16, 8, 128, 64, 10000, True),
+        ([20000, 3, 700, 9999], 40, 8, 128, 64, None, True),
+        ([10000] + [300] * 19, 16, 8, 128, 64, None, True),
+        ([12000] + [200] * 55, 8, 8, 128, 16, None, True),
+        ([30000], 16, 8, 128, 64, 10000, True),
     ],
 )
 @pytest.mark.parametrize("dtype", [BF16, F16])
@@ -137,7 +140,7 @@ def test_fused_decode(
     assert worst < 0.1, f"a value is {worst:.2e} off"
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 16, 40, 256])
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 20, 40, 60, 256])
 def test_a_row_depends_on_no_other(rows: int) -> None:
     """The same bits whatever the others' lengths, and again."""
     shape = AttentionShape(16, 8, 128, 64, BF16)

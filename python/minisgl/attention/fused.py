@@ -45,29 +45,36 @@ class Division:
     cluster: int  # blocks that share a KV head of a row
     warps: int  # of a block
     blocks_of_sm: int
-    shares: int  # a long row is cut into so many chunks, or more
-    least: int  # tiles of 16 tokens of a chunk
-    most: int
-    helpers: int  # clusters of each KV head besides the rows' own
+    helpers: int  # clusters besides the rows' own, which take what is cut off
+    shares: int = 1  # a row of more than twice `least` is cut into so many chunks, or as `least` and `most` demand
+    least: int = 256  # tiles of 16 tokens of a chunk
+    most: int = 256
 
 
 def divide(units: int, num_sms: int) -> Division:
-    """For `units` rows times KV heads; what was fastest on 132 multiprocessors (docs/log.md)."""
+    """For `units` rows times KV heads: what was fastest on 132 multiprocessors (docs/log.md).
+
+    Few rows share the multiprocessors by clusters. Otherwise rows of up to 8,192 tokens stay whole, for equal rows
+    are best left alone; and there are enough helpers to keep the memory busy with what the others leave.
+    """
+    at_once = num_sms // 5  # clusters of eight large blocks: some groups of multiprocessors have room for three
     if 16 * units <= num_sms:
-        return Division(8, 6, 2, shares=4, least=192, most=1024, helpers=3)
-    if 8 * units <= num_sms:
-        return Division(8, 6, 2, shares=2, least=384, most=1024, helpers=2)
+        return Division(8, 6, 2, helpers=at_once - units, shares=at_once // units, least=80, most=1 << 20)
+    if units <= at_once:
+        return Division(8, 6, 2, helpers=16, least=512, most=512)
     if 4 * units <= num_sms:
-        return Division(8, 4, 3, shares=1, least=192, most=512, helpers=4)
+        return Division(8, 4, 3, helpers=32)
     if 2 * units <= num_sms:
-        return Division(2, 6, 2, shares=2, least=128, most=256, helpers=8)
+        return Division(4, 4, 3, helpers=128)
     if units <= num_sms:
-        return Division(2, 6, 2, shares=1, least=128, most=256, helpers=8)
+        return Division(2, 6, 2, helpers=64, most=512)
+    if 2 * units <= 3 * num_sms:
+        return Division(2, 4, 3, helpers=128)
     if units <= 3 * num_sms:
-        return Division(2, 4, 3, shares=1, least=128, most=256, helpers=16)
+        return Division(1, 4, 3, helpers=256)
     if units <= 4 * num_sms:  # one block each at once
-        return Division(1, 4, 4, shares=1, least=128, most=256, helpers=16)
-    return Division(2, 4, 4, shares=1, least=128, most=256, helpers=16)
+        return Division(1, 4, 4, helpers=256)
+    return Division(1, 8, 2, helpers=256)
 
 
 class FusedDecode:
@@ -133,8 +140,9 @@ class FusedRows:
         units = rows * heads.num_kv_heads
         max_chunks = max(1, min(_RECORDS // units, _MAX_CHUNKS))
         cuts = max_chunks > 1
+        helpers = max(division.helpers // heads.num_kv_heads, 1) if cuts else 0  # of each KV head
         self._kernel(
-            (1, heads.num_kv_heads, rows + division.helpers * cuts),
+            (1, heads.num_kv_heads, rows + helpers),
             division.warps * 32,
             qkv.data_ptr(),
             self._slots.data_ptr(),
