@@ -194,7 +194,8 @@ def test_attention_is_the_formula(
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("query_lens", [[1, 1, 1, 1, 1], [1, 9, 1, 1, 1], [1, 9, 9, 9, 9]])
-def test_attention_in_place_is_that_of_gathered_pages(query_lens: list[int], window: int | None) -> None:
+@pytest.mark.parametrize("heads", [2, 4, 6])
+def test_attention_in_place_is_that_of_gathered_pages(heads: int, query_lens: list[int], window: int | None) -> None:
     """Rows whose pages follow one another, in order and not, shared and scattered."""
     page_size, kv_lens = 16, [630, 640, 600, 90, 400]
     device = torch.device("cpu")
@@ -220,7 +221,7 @@ def test_attention_in_place_is_that_of_gathered_pages(query_lens: list[int], win
         kv_lens_device=torch.tensor(kv_lens, dtype=torch.int32),
         page_table=torch.stack((in_order, shared, reversed_order, scattered, shared)),
     )
-    q = torch.randn(sum(query_lens), 6, 16)
+    q = torch.randn(sum(query_lens), heads, 16)
     have, want = (
         backend.forward(0, q, pool, backend.plan(inputs), window)
         for backend in (CpuAttention(page_size, torch.float32), TorchAttention(page_size))

@@ -36,7 +36,8 @@ class LoneDecode:
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         k, v = (pool[self.pages].flatten(0, 1)[self.positions].transpose(0, 1) for pool in (keys, values))
-        return F.scaled_dot_product_attention(_grouped(q, keys), k.unsqueeze(0), v.unsqueeze(0)).reshape(q.shape)
+        y = F.scaled_dot_product_attention(_queries(q, len(k)), k.unsqueeze(0), v.unsqueeze(0), enable_gqa=True)
+        return y.reshape(q.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +60,22 @@ class PagedDecode:
     absent: Tensor  # [R, most pages of a row, 1, 1] bool: true where a row has fewer pages
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        grouped = _grouped(q, keys)[self.owners]
-        parts = [self._attend_run(run, grouped, keys, values) for run in self.runs]
+        queries = _queries(q, keys.shape[2])[self.owners]
+        parts = [self._attend_run(run, queries, keys, values) for run in self.runs]
         outs, sums = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         shares = sums[self.blocks_of].masked_fill_(self.absent, -torch.inf).softmax(dim=1)
         mean = (outs[self.blocks_of] * shares.unsqueeze(-1)).sum(dim=1)
         return mean.to(q.dtype).view(q.shape)
 
-    def _attend_run(self, run: PageRun, grouped: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Of n blocks: results [n, kv_heads, group, d] and log(sum(exp(scores))) [n, kv_heads, group] float32."""
+    def _attend_run(self, run: PageRun, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Of n blocks: results as _queries gives queries, and log(sum(exp(scores))) of each, float32."""
         if isinstance(run.pages, slice):
             k, v = keys[run.pages], values[run.pages]
         else:
             k, v = keys.index_select(0, run.pages), values.index_select(0, run.pages)
         # What scaled_dot_product_attention runs on a CPU, which keeps the sums to itself.
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            grouped[run.blocks], k.transpose(1, 2), v.transpose(1, 2), attn_mask=self.mask[run.blocks]
+            queries[run.blocks], k.transpose(1, 2), v.transpose(1, 2), attn_mask=self.mask[run.blocks]
         )
         return out, sums
 
@@ -123,9 +124,13 @@ class CpuAttention(TorchAttention):
         ]
 
 
-def _grouped(q: Tensor, keys: Tensor) -> Tensor:
-    """q [R, heads, d] -> [R, kv_heads, group, d]: the heads that share a KV head are so many queries of it."""
-    return q.reshape(q.shape[0], keys.shape[2], -1, q.shape[2])
+def _queries(q: Tensor, kv_heads: int) -> Tensor:
+    """q [R, heads, d] -> [R, kv_heads, group, d]: the heads that share a KV head stand as so many queries of it.
+
+    A group of one or two is [R, heads, 1, d] instead: products of a vector do not copy K and V into blocks first.
+    """
+    group = q.shape[1] // kv_heads
+    return q.unsqueeze(2) if group <= 2 else q.reshape(len(q), kv_heads, group, -1)
 
 
 def _runs(pages: Int32Array, shortest: int) -> tuple[Int64Array, list[PageRun]]:
