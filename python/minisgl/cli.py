@@ -203,6 +203,15 @@ def _add_http_flags(http: argparse._ArgumentGroup) -> None:
         help="answers under way or waiting, each choice counted; what comes beyond gets 503",
     )
     http.add_argument(
+        "--max-choices", type=int, default=default.max_choices, metavar="N", help="of a prompt: n, best_of"
+    )
+    http.add_argument(
+        "--max-stop-strings", type=int, default=default.max_stop_strings, metavar="N", help="of a request"
+    )
+    http.add_argument(
+        "--max-logprobs", type=int, default=default.max_logprobs, metavar="N", help="alternatives to a token"
+    )
+    http.add_argument(
         "--receive-timeout",
         type=float,
         default=default.receive_timeout,
@@ -237,6 +246,9 @@ def _http_config(args: argparse.Namespace) -> HttpConfig:
         ssl_certfile=args.ssl_certfile,
         max_body_bytes=args.max_body_bytes,
         max_queued_requests=args.max_queued_requests,
+        max_choices=args.max_choices,
+        max_stop_strings=args.max_stop_strings,
+        max_logprobs=args.max_logprobs,
         receive_timeout=args.receive_timeout,
         send_timeout=args.send_timeout,
         health_timeout=args.health_timeout,

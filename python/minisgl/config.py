@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from minisgl.core import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS, Limits
+
 DEFAULT_PORT = 1919
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -101,9 +103,21 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssl_certfile: str | None = None
     max_body_bytes: int = 32 * 1024 * 1024  # of one request
     max_queued_requests: int = 8192  # open sequences beyond which requests get 503
+    max_choices: int = MAX_CHOICES  # of a prompt: n, best_of
+    max_stop_strings: int = MAX_STOP_STRINGS  # of a request
+    max_logprobs: int = MAX_LOGPROBS  # alternatives to a token
     receive_timeout: float = 60.0  # seconds for a request to arrive whole
     send_timeout: float = 300.0  # seconds that a client may take nothing of what is sent to it
     health_timeout: float = 60.0  # seconds without a heartbeat after which the server is unhealthy
+
+    def limits(self, engine: Limits) -> Limits:
+        """The engine's, with what one request may ask for."""
+        return msgspec.structs.replace(
+            engine,
+            max_choices=self.max_choices,
+            max_stop_strings=self.max_stop_strings,
+            max_logprobs=self.max_logprobs,
+        )
 
     def validate(self) -> None:
         """Raise ConfigError for the first value outside its range."""
@@ -124,6 +138,12 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--max-body-bytes must be at least 1, not {self.max_body_bytes}")
         if self.max_queued_requests < 1:
             raise ConfigError(f"--max-queued-requests must be at least 1, not {self.max_queued_requests}")
+        if self.max_choices < 1:
+            raise ConfigError(f"--max-choices must be at least 1, not {self.max_choices}")
+        if not 0 <= self.max_stop_strings <= MAX_STOP_STRINGS:
+            raise ConfigError(f"--max-stop-strings must be 0 to {MAX_STOP_STRINGS}, not {self.max_stop_strings}")
+        if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
+            raise ConfigError(f"--max-logprobs must be 0 to {MAX_LOGPROBS}, not {self.max_logprobs}")
         timeouts = {
             "--receive-timeout": self.receive_timeout,
             "--send-timeout": self.send_timeout,

@@ -36,11 +36,22 @@ class InvalidRequest(ValueError):
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # the code of a prompt, or prompt and answer, that do not fit
 
 
+MAX_CHOICES = 64
+MAX_STOP_STRINGS = 32
+MAX_LOGPROBS = 20
+
+
 class Limits(msgspec.Struct, frozen=True):
-    """What one running engine can take; made by the scheduler when it is ready, known to all processes."""
+    """What one running engine can take; made by the scheduler when it is ready, known to all processes.
+
+    The API server's have what its operator allows one request.
+    """
 
     max_seq_len: int  # tokens, prompt and output together
     vocab_size: int  # token ids are 0 .. vocab_size - 1
+    max_choices: int = MAX_CHOICES  # of a prompt
+    max_stop_strings: int = MAX_STOP_STRINGS
+    max_logprobs: int = MAX_LOGPROBS  # alternatives to a token
 
     @property
     def context_limit(self) -> str:
@@ -48,14 +59,12 @@ class Limits(msgspec.Struct, frozen=True):
         return f"this model's maximum context length is {self.max_seq_len} tokens, the answer included"
 
 
-MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 1024
 MAX_BAD_WORD_TOKENS = 16
-MAX_LOGPROBS = 20
 MAX_REPETITION_PENALTY = 10.0
 
 
@@ -119,8 +128,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
             raise InvalidRequest("max_tokens", f"max_tokens must be at least {fewest}, not {self.max_tokens}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise InvalidRequest("seed", f"seed must be a signed 64-bit integer, not {self.seed}")
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest("stop", f"at most {MAX_STOP_STRINGS} stop strings are allowed, not {len(self.stop)}")
+        if len(self.stop) > limits.max_stop_strings:
+            most = limits.max_stop_strings
+            raise InvalidRequest("stop", f"at most {most} stop strings are allowed, not {len(self.stop)}")
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
                 raise InvalidRequest("stop", f"a stop string must have 1 to {MAX_STOP_STRING_CHARS} characters")
@@ -134,8 +144,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
                 )
         self._validate_processing(limits)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if count is not None and not 0 <= count <= MAX_LOGPROBS:
-                raise InvalidRequest(name, f"{name} must be between 0 and {MAX_LOGPROBS}, not {count}")
+            if count is not None and not 0 <= count <= limits.max_logprobs:
+                raise InvalidRequest(name, f"{name} must be between 0 and {limits.max_logprobs}, not {count}")
 
     def _validate_processing(self, limits: Limits) -> None:
         """The values that change logits."""

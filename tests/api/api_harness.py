@@ -87,7 +87,7 @@ class RunningServer:
         self.client = EngineClient(outboxes, self.config.http.max_queued_requests)
         heartbeat = Heartbeat(self.client)
         parsers = Parsers.choose(self.config.tool_call_parser, self.config.reasoning_parser, ())
-        self.app = build_app(self.client, heartbeat, self.config, LIMITS, parsers)
+        self.app = build_app(self.client, heartbeat, self.config, self.config.http.limits(LIMITS), parsers)
         self._server = Server(self.app, self.config.http)
         self._loop = asyncio.get_running_loop()
         receiver = asyncio.create_task(receive_forever(inbox, self.client))

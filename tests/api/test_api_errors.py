@@ -234,6 +234,22 @@ def test_bad_generate(server: RunningServer, change: dict[str, Any], param: str)
     check_error(server.post("/generate", json={"prompt": "hello", **change}), 400, param)
 
 
+def test_what_the_operator_allows(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server(max_choices=2, max_stop_strings=1, max_logprobs=3)
+    for path, change, param in (
+        (CHAT, {"n": 3}, "n"),
+        (CHAT, {"stop": ["a", "b"]}, "stop"),
+        (CHAT, {"logprobs": True, "top_logprobs": 4}, "top_logprobs"),
+        (COMPLETIONS, {"best_of": 3}, "best_of"),
+        (COMPLETIONS, {"logprobs": 4}, "logprobs"),
+        ("/generate", {"prompt_logprobs": 4}, "prompt_logprobs"),
+    ):
+        body = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
+        check_error(server.post(path, json={**body, **change}), 400, param)
+    allowed = {"messages": HELLO, "n": 2, "stop": "a", "logprobs": True, "top_logprobs": 3}
+    assert server.post(CHAT, json=allowed).status_code == 200
+
+
 @pytest.mark.parametrize(
     "body",
     [

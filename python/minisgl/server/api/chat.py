@@ -57,7 +57,7 @@ def _tool_use(body: ChatBody) -> ToolUse:
 
 def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, messages: list[Message]) -> Job:
     limit_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    field_names = {"prompt": "messages", "max_tokens": limit_field}
+    field_names = {"prompt": "messages", "max_tokens": limit_field, "logprobs": "top_logprobs"}
     try:
         sampling = body.sampling(limits)
     except InvalidRequest as error:

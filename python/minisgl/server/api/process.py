@@ -55,7 +55,7 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
         ]
         client = EngineClient(outboxes, config.http.max_queued_requests)
         parsers = model_parsers(config)
-    limits = worker.ready()
+    limits = config.http.limits(worker.ready())
     heartbeat = Heartbeat(client)
     server = Server(build_app(client, heartbeat, config, limits, parsers), config.http)
     loop = asyncio.get_running_loop()

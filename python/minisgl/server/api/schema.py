@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from minisgl.core import MAX_LOGIT_BIASES, MAX_LOGPROBS, Grammar, InvalidRequest, Limits, SamplingParams
+from minisgl.core import MAX_LOGIT_BIASES, Grammar, InvalidRequest, Limits, SamplingParams
 from minisgl.message.types import TextOptions
 from minisgl.server.api.structured import (
     ResponseFormat,
@@ -23,7 +23,6 @@ from minisgl.server.api.structured import (
     the_one_grammar,
 )
 
-MAX_CHOICES = 64
 MAX_PRIORITY = 1000
 MAX_CACHE_SALT_CHARS = 1024
 MAX_MESSAGES = 65_536
@@ -237,8 +236,13 @@ class OpenAIBody(RequestBody):
 
     max_temperature: ClassVar[float] = 2.0
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    n: Annotated[int, Field(ge=1)] = 1
     stream_options: StreamOptions | None = None
+
+    def sampling(self, limits: Limits) -> SamplingParams:
+        if self.n > limits.max_choices:
+            raise InvalidRequest("n", f"n must be between 1 and {limits.max_choices}, not {self.n}")
+        return super().sampling(limits)
 
     def wants_usage(self) -> bool:
         """Whether a stream ends with a usage chunk; InvalidRequest if there is no stream to end."""
@@ -302,10 +306,6 @@ class ChatBody(OpenAIBody):
             return 0 if self.logprobs else None
         if not self.logprobs and self.top_logprobs != 0:
             raise InvalidRequest("top_logprobs", "top_logprobs is only allowed when logprobs is true")
-        if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-            raise InvalidRequest(
-                "top_logprobs", f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {self.top_logprobs}"
-            )
         return self.top_logprobs if self.logprobs else None
 
 
@@ -324,15 +324,18 @@ class CompletionBody(OpenAIBody):
     echo: bool = False
     best_of: int | None = None
 
+    def sampling(self, limits: Limits) -> SamplingParams:
+        if self.best_of is not None and self.best_of > limits.max_choices:
+            raise InvalidRequest("best_of", f"best_of must be at most {limits.max_choices}, not {self.best_of}")
+        return super().sampling(limits)
+
     @property
     def num_choices(self) -> int:
         """How many answers to generate, of which the best n are given; InvalidRequest if that is not possible."""
         if self.best_of is None:
             return self.n
-        if not self.n <= self.best_of <= MAX_CHOICES:
-            raise InvalidRequest(
-                "best_of", f"best_of must be between n ({self.n}) and {MAX_CHOICES}, not {self.best_of}"
-            )
+        if self.best_of < self.n:
+            raise InvalidRequest("best_of", f"best_of must be at least n ({self.n}), not {self.best_of}")
         if self.stream and self.best_of > self.n:
             raise InvalidRequest("best_of", "best_of: a stream cannot wait for the best, so best_of must equal n")
         return self.best_of
