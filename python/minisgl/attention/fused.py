@@ -19,6 +19,7 @@ from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 
 _MAX_GROUP = 8  # query heads of a KV head: rows of a tensor-core instruction
 _MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
+_TILE = 16  # tokens
 _MAX_CHUNKS = 64  # of a row: one cluster merges them
 _RECORDS = 1 << 14  # of chunks, of all rows and KV heads
 
@@ -47,15 +48,16 @@ class Division:
     blocks_of_sm: int
     helpers: int  # clusters besides the rows' own, which take what is cut off
     shares: int = 1  # a row of more than twice `least` is cut into so many chunks, or as `least` and `most` demand
-    least: int = 256  # tiles of 16 tokens of a chunk
+    least: int = 256  # tiles of a chunk
     most: int = 256
 
 
-def divide(units: int, num_sms: int) -> Division:
+def divide(units: int, num_sms: int, *, spills: bool) -> Division:
     """For `units` rows times KV heads: what was fastest on 132 multiprocessors (docs/log.md).
 
     Few rows share the multiprocessors by clusters. Otherwise rows of up to 8,192 tokens stay whole, for equal rows
-    are best left alone; and there are enough helpers to keep the memory busy with what the others leave.
+    are best left alone; and there are enough helpers to keep the memory busy with what the others leave. `spills`: the
+    kernel does not fit into 128 registers.
     """
     at_once = num_sms // 5  # clusters of eight large blocks: some groups of multiprocessors have room for three
     if 16 * units <= num_sms:
@@ -70,7 +72,7 @@ def divide(units: int, num_sms: int) -> Division:
         return Division(2, 6, 2, helpers=64, most=512)
     if 2 * units <= 3 * num_sms:
         return Division(2, 4, 3, helpers=128)
-    if units <= 3 * num_sms:
+    if units <= 3 * num_sms or spills:
         return Division(1, 4, 3, helpers=256)
     if units <= 4 * num_sms:  # one block each at once
         return Division(1, 4, 4, helpers=256)
@@ -91,7 +93,9 @@ class FusedDecode:
 
     def rows(self, slots: Tensor, lengths: Tensor, page_table: Tensor) -> FusedRows:
         """slots [B] int64; lengths [slots] and page_table [slots, pages] int32, of the slots."""
-        division = divide(len(slots) * self._shape.num_kv_heads, self._num_sms)
+        shape = self._shape
+        spills = shape.page_size < _TILE or shape.group == 1
+        division = divide(len(slots) * shape.num_kv_heads, self._num_sms, spills=spills)
         return FusedRows(self._kernel(division), division, self._records, self._counters, slots, lengths, page_table)
 
     def _kernel(self, division: Division) -> Kernel:
