@@ -126,6 +126,6 @@ def test_a_conversation_with_calls(hermes: RunningServer) -> None:
         ),
     ],
 )
-def test_what_is_wrong(hermes: RunningServer, change: dict[str, Any], param: str) -> None:
-    response = hermes.post(PATH, json=say("x", **change))
+def test_what_is_wrong(server: RunningServer, change: dict[str, Any], param: str) -> None:
+    response = server.post(PATH, json=say("x", **change))
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
