@@ -20,7 +20,7 @@ from minisgl.benchmark.report import table
 from minisgl.engine.cuda_sampler import CudaSampler
 from minisgl.engine.sampler import SampleKind, Sampler, TorchSampler
 from minisgl.engine.state import SlotState
-from minisgl.kernel.base import Ops
+from minisgl.kernel.base import Norm, Ops
 from minisgl.kernel.cuda_ops import CudaOps
 from minisgl.kernel.torch_ops import TorchOps
 
@@ -155,7 +155,46 @@ def moe() -> Iterator[Case]:
             yield Case(f"moe ({name})", f"{tokens} tokens", run, int(weights) + 2 * x.numel() * 2, captured)
 
 
-SUITES: dict[str, Callable[[], Iterator[Case]]] = {"sampling": sampling, "moe": moe}
+def products() -> Iterator[Case]:
+    """Those of a layer, with their norm, gate and residual. The bytes are the weights, and the rows in and out."""
+    layers = {"Qwen3-0.6B": (1024, 2048, 4096, 3072), "Qwen3-14B": (5120, 5120, 7168, 17408)}
+    all_ops: dict[str, Ops] = {"csrc": CudaOps(DEVICE), "torch": TorchOps()}
+    for model, (hidden, attended, qkv, intermediate) in layers.items():
+        for label, outputs, size in (
+            ("qkv", qkv, hidden),
+            ("o", hidden, attended),
+            ("gate and up", 2 * intermediate, hidden),
+            ("down", hidden, intermediate),
+        ):
+            copies = max(2, (200 << 20) // (outputs * size * 2))
+            weights = torch.randn(copies, outputs, size, device=DEVICE, dtype=torch.bfloat16) * size**-0.5
+            norm = Norm(torch.ones(size, device=DEVICE, dtype=torch.bfloat16), 1e-6)
+            for rows in (1, 16, 32, 64, 128, 256):
+                x = torch.randn(rows, size, device=DEVICE).to(torch.bfloat16)
+                residual = torch.randn(rows, outputs, device=DEVICE).to(torch.bfloat16)
+                for name, ops in all_ops.items():
+
+                    def run(
+                        index: int,
+                        ops: Ops = ops,
+                        label: str = label,
+                        x: torch.Tensor = x,
+                        residual: torch.Tensor = residual,
+                        weights: torch.Tensor = weights,
+                        norm: Norm = norm,
+                    ) -> torch.Tensor:
+                        weight = weights[index % len(weights)]
+                        if label == "qkv":
+                            return ops.norm_linear(x, norm, weight)
+                        if label == "gate and up":
+                            return ops.norm_gated_linear(x, norm, weight)
+                        return ops.linear(x, weight, None, residual)
+
+                    moved = outputs * size * 2 + x.nbytes + residual.nbytes
+                    yield Case(f"{label} ({name})", f"{model}, {rows} rows", run, moved)
+
+
+SUITES: dict[str, Callable[[], Iterator[Case]]] = {"sampling": sampling, "moe": moe, "products": products}
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ __device__ __forceinline__ void scale_row(const T* row, const T* weight, T* out,
 }
 
 extern "C" __global__ void rms_norm(const T* x, const T* weight, T* out, int H, float eps) {
+  start_successor();  // which may fetch weights
   wait_for_predecessor();
-  start_successor();
   __shared__ float scratch[32];
   const T* row = x + (long long)blockIdx.x * H;
   float squares = 0.f;

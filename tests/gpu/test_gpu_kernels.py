@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -68,10 +70,12 @@ def test_norm_rope_store(
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 64, 65, 300])
-@pytest.mark.parametrize(("size", "width"), [(1024, 4096), (2048, 1024), (3072, 1024), (96, 40), (5120, 2064)])
-def test_products_of_few_rows(ops: Ops, dtype: torch.dtype, rows: int, size: int, width: int) -> None:
-    """17 rows are a product of cuBLAS: the same interface on both sides of the border."""
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 300])
+@pytest.mark.parametrize(
+    ("size", "width"), [(1024, 4096), (2048, 1024), (3072, 1024), (96, 40), (5120, 2064), (8192, 1280), (4096, 24576)]
+)
+def test_products(ops: Ops, dtype: torch.dtype, rows: int, size: int, width: int) -> None:
+    """Up to 16 rows are for linear.cu, up to 64 for many_rows.cu, more for cuBLAS: the same on all sides."""
     x = torch.randn(rows, size, device="cuda").to(dtype)
     weight = (torch.randn(width, size, device="cuda") / size**0.5).to(dtype)
     bias, residual = torch.randn(width, device="cuda").to(dtype), torch.randn(rows, width, device="cuda").to(dtype)
@@ -86,6 +90,38 @@ def test_products_of_few_rows(ops: Ops, dtype: torch.dtype, rows: int, size: int
     close(ops.norm_linear(x, norm, weight, bias), reference.norm_linear(wide[0], wide_norm, wide[1], wide[2]), dtype)
     gated = ops.norm_gated_linear(x, norm, weight, bias)
     close(gated, reference.norm_gated_linear(wide[0], wide_norm, wide[1], wide[2]), dtype)
+
+
+@pytest.mark.parametrize("rows", [4, 24, 64])
+def test_products_follow_one_another_in_a_graph(ops: Ops, rows: int) -> None:
+    """Kernels begin before their predecessors end: the same bits as one at a time, at every replay."""
+    shapes = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
+    weights = {name: (torch.randn(shape, device="cuda") / shape[1] ** 0.5).bfloat16() for name, shape in shapes.items()}
+    norm = Norm(torch.randn(1024, device="cuda").bfloat16(), 1e-6)
+    start = torch.zeros(rows, 1024, device="cuda", dtype=torch.bfloat16)
+
+    def layers(pause: Callable[[], object]) -> torch.Tensor:
+        x = start.clone()
+        for _ in range(6):
+            pause()
+            qkv = ops.norm_linear(x, norm, weights["qkv"])
+            pause()
+            x = ops.linear(qkv[:, :2048].contiguous(), weights["o"], None, x)
+            pause()
+            hidden = ops.norm_gated_linear(x, norm, weights["gate_up"])
+            pause()
+            x = ops.linear(hidden, weights["down"], None, x)
+        return x
+
+    layers(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers(lambda: None)
+    for _ in range(20):
+        start.normal_()
+        expected = layers(torch.cuda.synchronize)
+        graph.replay()
+        assert torch.equal(out, expected)
 
 
 def test_decode_inputs_and_embedding(ops: Ops) -> None:

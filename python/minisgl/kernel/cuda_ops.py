@@ -11,6 +11,7 @@ from minisgl.kernel.base import DecodeInputs, Heads, Norm
 from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 from minisgl.kernel.cuda_moe import CudaMoe
 from minisgl.kernel.few_rows import FewRows
+from minisgl.kernel.many_rows import ManyRows
 from minisgl.kernel.torch_ops import TorchOps, silu_and_mul
 
 _VECTOR_BYTES = 16
@@ -24,6 +25,7 @@ class CudaOps:
         self._compiler = Compiler(device)
         self._torch = TorchOps()
         self._few_rows = FewRows(self._compiler)
+        self._many_rows = ManyRows(self._compiler)
         self._moe = CudaMoe(self._compiler)
         self._norms: dict[torch.dtype, Kernel] = {}
         self._inputs: dict[torch.dtype, list[Kernel]] = {}
@@ -53,6 +55,8 @@ class CudaOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         if self._few_rows.takes(x, weight):
             return self._few_rows.product(x, None, weight, bias, residual)
+        if self._many_rows.takes(x, weight):
+            return self._many_rows.product(x, weight, bias, residual)
         if residual is not None and bias is None:
             return residual.addmm_(x, weight.t())  # in place, because cuBLAS would copy the residual first
         y = F.linear(x, weight, bias)
@@ -63,6 +67,8 @@ class CudaOps:
     ) -> Tensor:
         if self._few_rows.takes(x, weight):
             return self._few_rows.product(x, norm, weight, bias, out=out)
+        if self._many_rows.takes(x, weight):
+            return self._many_rows.product(self.rms_norm(x, norm), weight, bias, out=out)
         if out is not None and bias is None:
             return torch.mm(self.rms_norm(x, norm), weight.t(), out=out)
         y = F.linear(self.rms_norm(x, norm), weight, bias)
@@ -71,6 +77,8 @@ class CudaOps:
     def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._few_rows.takes(x, weight) and len(weight) % 16 == 0:
             return self._few_rows.product(x, norm, weight, bias, gated=True)
+        if self._many_rows.takes(x, weight) and len(weight) % 16 == 0:
+            return self._many_rows.product(self.rms_norm(x, norm), weight, bias, gated=True)
         return self._silu_and_mul(F.linear(self.rms_norm(x, norm), weight, bias))
 
     def _silu_and_mul(self, gate_up: Tensor) -> Tensor:

@@ -1,0 +1,221 @@
+// Matrix products of tens of rows (a decode of a batch): y [M, N] = x [M, K] @ weight [N, K]^T, M up to 64, on Hopper.
+//
+// A block owns ROWS rows of the weight and, in a cluster of SPLIT blocks, a share of K. One of its threads, the
+// producer, asks the tensor memory accelerator for stages of 64 columns of the weight's rows and of all of x, which
+// arrive swizzled in a ring in shared memory. A warpgroup multiplies x (the left operand, with zeros beyond its M rows)
+// with the weight's rows (the right one) by wgmma, straight from the ring. In the end the blocks of a cluster push their
+// sums to one another, and each adds up those of its part of x's rows, in order.
+//
+// Weights do not depend on the kernel before this one: the ring is filled with them before waiting for it.
+//
+// A stage's life: `full` completes when all of its bytes have arrived, `empty` when all warps have used them.
+// `received` completes when all sums are here. So nothing needs a fence for the whole device (which is what `release` in
+// a cluster compiles to), which costs most of a microsecond.
+//
+// GATED: the weight's first half gates its second: y [M, N / 2] = silu(gate) * up.
+// K is a multiple of 64, N of 8 (GATED: of 16). T is bf16 or f16.
+#include "mma.cuh"
+
+constexpr int X_ROWS = 64;              // as many as a wgmma instruction has
+constexpr int KEYS = 64;                // columns of a stage,
+constexpr int LINE = KEYS * 2;          // in bytes: as wide as the swizzle
+constexpr int CONSUMERS = 128;          // threads: a warpgroup
+constexpr int WARPS = CONSUMERS / 32;
+constexpr int THREADS = CONSUMERS + 32;
+constexpr int W_STAGE = ROWS * LINE;    // bytes
+constexpr int X_STAGE = X_ROWS * LINE;
+constexpr int STAGE = X_STAGE + W_STAGE;
+constexpr int OUTPUTS = GATED ? ROWS / 2 : ROWS;
+constexpr int STRIDE = ROWS % 16 ? ROWS : ROWS + 8;  // of sums in shared memory, in floats: no bank conflicts
+
+struct alignas(64) TensorMap { unsigned char opaque[128]; };
+using Barrier = unsigned long long;
+
+extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
+
+__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void init(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void expect(Barrier* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Until the barrier has completed the phase of this parity.
+__device__ __forceinline__ void wait(Barrier* barrier, int parity) {
+  unsigned done = 0;
+  while (!done)
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+
+// The box of a matrix that begins at this column and row; rows beyond the matrix are zeros.
+__device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int column, int row, Barrier* barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(shared_address(to)), "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier)) : "memory");
+}
+
+// All threads of the cluster are here. Orders nothing but the initialization of barriers, which has a fence of its own.
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// The same place in another block of the cluster.
+__device__ __forceinline__ unsigned address_in(int block, const void* p) {
+  unsigned there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
+  return there;
+}
+
+// Two sums to a place in a block of the cluster, for the barrier there.
+__device__ __forceinline__ void push(unsigned to, float a, float b, unsigned barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+               ::"r"(to), "f"(a), "f"(b), "r"(barrier) : "memory");
+}
+
+// wgmma's operands: the accumulators c[0], c[1], ... with the numbers of their registers, ten at a time.
+#define TEN(d) "%" #d "0,%" #d "1,%" #d "2,%" #d "3,%" #d "4,%" #d "5,%" #d "6,%" #d "7,%" #d "8,%" #d "9,"
+#define FOUR(t) "+f"(c[t][0]), "+f"(c[t][1]), "+f"(c[t][2]), "+f"(c[t][3])
+#define SIXTEEN(t) FOUR(t), FOUR(t + 1), FOUR(t + 2), FOUR(t + 3)
+#define NAME(type) #type
+#define TYPE(type) NAME(type)
+#define WGMMA(n, registers, a, b)                                                                          \
+  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." TYPE(SCALAR) "." TYPE(SCALAR) " {" registers "}, " a ", " b \
+  ", 1, 1, 1, 0, 0;"
+
+// c [64, ROWS] += a [64, 16] @ b [ROWS, 16]^T of a warpgroup, whose warps have 16 rows of c each, laid out as by `mma`.
+// In pieces of powers of two, from column AT on. a and b describe where the operands lie.
+template <int AT> __device__ __forceinline__ void multiply_add(
+    float (*c)[4], unsigned long long a, unsigned long long b) {
+  if constexpr (AT < ROWS) {
+    constexpr int LEFT = ROWS - AT, PIECE = LEFT >= 128 ? 128 : LEFT >= 64 ? 64 : LEFT >= 32 ? 32 : LEFT >= 16 ? 16 : 8;
+    if constexpr (PIECE == 128)
+      asm volatile(WGMMA("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65")
+                   : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12) : "l"(a), "l"(b));
+    else if constexpr (PIECE == 64)
+      asm volatile(WGMMA("64", TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33") : SIXTEEN(0), SIXTEEN(4) : "l"(a), "l"(b));
+    else if constexpr (PIECE == 32)
+      asm volatile(WGMMA("32", TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17") : SIXTEEN(0) : "l"(a), "l"(b));
+    else if constexpr (PIECE == 16)
+      asm volatile(WGMMA("16", "%0,%1,%2,%3,%4,%5,%6,%7", "%8", "%9") : FOUR(0), FOUR(1) : "l"(a), "l"(b));
+    else
+      asm volatile(WGMMA("8", "%0,%1,%2,%3", "%4", "%5") : FOUR(0) : "l"(a), "l"(b));
+    multiply_add<AT + PIECE>(c + PIECE / 8, a, b + (PIECE * LINE >> 4));
+  }
+}
+
+// Of rows of 128 bytes, swizzled, eight of them 1024 bytes apart from the next eight.
+__device__ __forceinline__ unsigned long long descriptor(unsigned address) {
+  return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) many_rows_linear(
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const T* bias, const T* residual,
+    T* out, int M, int N, int K) {
+  __shared__ Barrier full[STAGES], empty[STAGES], received;
+  int split = blockIdx.x, tile = blockIdx.y, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  int steps = K / KEYS, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
+  int own = (M + SPLIT - 1) / SPLIT, own_rows = max(0, min(own, M - split * own));  // of x, whose sums this block adds up
+  bool producer = thread == CONSUMERS;
+
+  auto x_stage = [](int stage) { return memory + stage * STAGE; };
+  auto w_stage = [](int stage) { return memory + stage * STAGE + X_STAGE; };
+  auto load_weight = [&](int step, int stage) {
+    int column = (begin + step) * KEYS, row = tile * OUTPUTS;
+    expect(&full[stage], W_STAGE + X_STAGE);
+    copy_box(w_stage(stage), w_map, column, row, &full[stage]);
+    if (GATED) copy_box(w_stage(stage) + W_STAGE / 2, w_map, column, row + N / 2, &full[stage]);
+  };
+  auto load_x = [&](int step, int stage) { copy_box(x_stage(stage), x_map, (begin + step) * KEYS, 0, &full[stage]); };
+
+  if (producer) {
+    for (int s = 0; s < STAGES; ++s) init(&full[s], 1), init(&empty[s], WARPS);
+    init(&received, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int s = 0; s < min(STAGES, count); ++s) load_weight(s, s);
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
+    if (SPLIT > 1) expect(&received, SPLIT * own_rows * ROWS * 4);
+  }
+  __syncthreads();
+  wait_for_predecessor();
+  start_successor();
+
+  if (producer) {
+    for (int s = 0; s < min(STAGES, count); ++s) load_x(s, s);
+    for (int step = STAGES; step < count; ++step) {
+      int stage = step % STAGES;
+      wait(&empty[stage], (step / STAGES - 1) & 1);
+      load_weight(step, stage);
+      load_x(step, stage);
+    }
+  }
+  __syncwarp();
+  float acc[ROWS / 8][4] = {};
+  if (warp < WARPS) {
+    for (int step = 0; step < count; ++step) {
+      int stage = step % STAGES;
+      wait(&full[stage], step / STAGES & 1);
+      unsigned x = shared_address(x_stage(stage)), w = shared_address(w_stage(stage));
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (int k = 0; k < KEYS / 16; ++k) multiply_add<0>(acc, descriptor(x + k * 32), descriptor(w + k * 32));
+      asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+      // The products of the step before are complete: its stage may be filled again.
+      if (step > 0 && step - 1 + STAGES < count && lane == 0) arrive(&empty[(step - 1) % STAGES]);
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  }
+
+  // The ring is not needed any more, here and where the sums go. They lie by [split, row of x, row of the weight].
+  if (SPLIT > 1) meet_cluster();
+  else __syncthreads();
+  if (warp == WARPS) return;
+  float* sums = (float*)memory;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    int m = warp * 16 + (lane >> 2) + h * 8, block = m / own;
+    float* to = sums + (split * own + m % own) * STRIDE + (lane & 3) * 2;
+    if (m >= M) break;
+    unsigned there = address_in(block, to), barrier = address_in(block, &received);
+#pragma unroll
+    for (int t = 0; t < ROWS / 8; ++t) {
+      float a = acc[t][h * 2], b = acc[t][h * 2 + 1];
+      if (SPLIT > 1) push(there + t * 32, a, b, barrier);
+      else to[t * 8] = a, to[t * 8 + 1] = b;
+    }
+  }
+  if (SPLIT > 1) wait(&received, 0);
+  else asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+
+  int width = GATED ? N / 2 : N;
+  for (int i = thread; i < own_rows * (OUTPUTS / 4); i += CONSUMERS) {
+    int row = i / (OUTPUTS / 4), column = i % (OUTPUTS / 4) * 4, m = split * own + row, n = tile * OUTPUTS + column;
+    if (n >= width) continue;
+    float y[4] = {}, up[4] = {};
+#pragma unroll
+    for (int s = 0; s < SPLIT; ++s) {
+      const float* at = sums + (s * own + row) * STRIDE + column;
+      float4 v = *(const float4*)at;
+      y[0] += v.x, y[1] += v.y, y[2] += v.z, y[3] += v.w;
+      if (GATED) v = *(const float4*)(at + OUTPUTS), up[0] += v.x, up[1] += v.y, up[2] += v.z, up[3] += v.w;
+    }
+    Vec<4> bias_y = {}, bias_up = {}, before = {}, result;
+    if (bias) bias_y = *(const Vec<4>*)(bias + n);
+    if (bias && GATED) bias_up = *(const Vec<4>*)(bias + width + n);
+    if (residual) before = *(const Vec<4>*)(residual + (long long)m * N + n);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      y[j] += to_float(bias_y.v[j]);
+      if (GATED) {
+        float gate = rounded(y[j]), other = rounded(up[j] + to_float(bias_up.v[j]));
+        y[j] = rounded(gate / (1.f + __expf(-gate))) * other;
+      }
+      if (residual) y[j] = rounded(y[j]) + to_float(before.v[j]);
+      result.v[j] = from_float<T>(y[j]);
+    }
+    *(Vec<4>*)(out + (long long)m * width + n) = result;
+  }
+}

@@ -1,0 +1,145 @@
+"""Products of tens of rows on csrc/many_rows.cu (Hopper): a decode of a batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from cuda.core import TensorMapDescriptor
+from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
+from cuda.core.utils import StridedMemoryView
+from torch import Tensor
+
+from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
+
+_X_ROWS = 64  # of x, at most; of more, cuBLAS is as fast or faster
+_KEYS = 64  # columns of a stage, as in many_rows.cu
+_THREADS = 160  # of a block, likewise
+_MIN_SIZE = 1 << 20  # values of a weight; smaller ones leave most multiprocessors idle
+_MAX_WIDTH = 1 << 16  # rows of a weight; cuBLAS reads a vocabulary's as fast as the memory can
+_SMALL = 1 << 23  # values of a weight that many narrow blocks hold at once; larger ones stream
+_MULTIPROCESSORS = 132
+_MAX_CLUSTER = 8
+_MAX_STAGES = 12
+_RING_BYTES = {1: 220 << 10, 2: 110 << 10, 3: 73 << 10}  # of shared memory, by blocks on a multiprocessor
+
+
+class _Kind(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: torch.dtype
+    block_rows: int  # of the weight
+    split: int  # blocks that divide K
+    stages: int
+    gated: bool
+    blocks: int  # at a time on a multiprocessor
+
+
+class ManyRows:
+    """Compiles the kernel once for each kind of product that is asked for."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._kernels: dict[_Kind, Kernel] = {}
+
+    def takes(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether x [M, K] @ weight [N, K]^T is one that the kernel is for. Of fewer rows, few_rows.py is faster."""
+        rows, size = x.shape
+        return (
+            self._compiler.arch == 90
+            and 16 < rows <= _X_ROWS
+            and x.dtype in (torch.bfloat16, torch.float16)
+            and size % _KEYS == 0
+            and len(weight) % 8 == 0
+            and len(weight) <= _MAX_WIDTH
+            and weight.numel() >= _MIN_SIZE
+            and x.is_contiguous()
+            and weight.is_contiguous()
+        )
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        *,
+        gated: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[M, N], or [M, N / 2] if `gated`; see Ops.linear and norm_gated_linear."""
+        (rows, size), width = x.shape, len(weight)
+        outputs = width // 2 if gated else width
+        if out is None:
+            out = x.new_empty((rows, outputs))
+        kind = _kind(x.dtype, width, size, gated=gated)
+        box_rows = kind.block_rows // 2 if gated else kind.block_rows
+        kernel = self._kernel(kind)
+        kernel(
+            (1, -(-outputs // box_rows)),
+            _THREADS,
+            _tensor_map(x, _X_ROWS),
+            _tensor_map(weight, box_rows),
+            0 if bias is None else bias.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+            np.int32(rows),
+            np.int32(width),
+            np.int32(size),
+            cluster=kind.split,
+        )
+        return out
+
+    def _kernel(self, kind: _Kind) -> Kernel:
+        if kind not in self._kernels:
+            ring = kind.stages * (_X_ROWS + kind.block_rows) * _KEYS * 2
+            sums = kind.split * -(-_X_ROWS // kind.split) * (kind.block_rows + 8) * 4
+            (self._kernels[kind],) = self._compiler.compile(
+                "many_rows.cu",
+                ("many_rows_linear",),
+                begins_early=True,
+                shared_bytes=max(ring, sums),
+                SCALAR=SCALAR_NAMES[kind.dtype],
+                ROWS=kind.block_rows,
+                SPLIT=kind.split,
+                STAGES=kind.stages,
+                GATED=int(kind.gated),
+                BLOCKS=kind.blocks,
+            )
+        return self._kernels[kind]
+
+
+def _kind(dtype: torch.dtype, width: int, size: int, *, gated: bool) -> _Kind:
+    """How the work of x [rows, size] @ weight [width, size]^T is divided.
+
+    As evenly among the multiprocessors as can be, while a block reads no more of x than of the weight by far: what
+    reaches a multiprocessor from the second cache is limited, too.
+    """
+    steps = size // _KEYS
+    if width * size <= _SMALL:
+        block_rows, blocks = 64 if gated else 32, 2
+        split = max(1, min(192 // -(-width // block_rows), steps // 8, _MAX_CLUSTER))
+    elif gated:
+        blocks = next((b for b in (3, 2) if _share(width, b, 16) >= 64), 1)
+        block_rows, split = min(max(_share(width, blocks, 16), 64), 128), 1
+    else:
+        blocks, split = 1, 1
+        while _share(width * split, 1, 8) < 64 and split < min(_MAX_CLUSTER, steps):
+            split += 1
+        block_rows = min(max(_share(width * split, 1, 8), 64), 128)
+    stages = _RING_BYTES[blocks] // ((_X_ROWS + block_rows) * _KEYS * 2)
+    return _Kind(dtype, block_rows, split, min(stages, -(-steps // split), _MAX_STAGES), gated, blocks)
+
+
+def _share(width: int, blocks: int, unit: int) -> int:
+    """Of `width` rows, those of a block if each multiprocessor has so many, in whole units."""
+    return -(-width // (_MULTIPROCESSORS * blocks * unit)) * unit
+
+
+def _tensor_map(matrix: Tensor, rows: int) -> TensorMapDescriptor:
+    """How the tensor memory accelerator fetches 64 columns of some rows of a matrix of 16-bit values."""
+    view = StridedMemoryView.from_any_interface(matrix.view(torch.uint16), stream_ptr=-1)
+    return view.as_tensor_map(
+        (rows, _KEYS), swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=TensorMapL2Promotion.L2_256B
+    )
