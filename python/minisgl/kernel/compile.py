@@ -1,16 +1,20 @@
 """Compiles csrc/ at start with NVRTC, through NVIDIA's cuda-core: no toolkit, no headers, milliseconds a file.
 
+What was compiled is kept in the user's cache folder, where later starts find it.
 A kernel of these is launched on torch's current stream and so is captured by torch's CUDA graphs.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from cuda.bindings import driver
-from cuda.core import Device, LaunchConfig, Program, ProgramOptions, Stream, launch
+from cuda.core import Device, LaunchConfig, ObjectCode, Program, ProgramOptions, Stream, launch
+from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache, make_program_cache_key
 
 import minisgl
 
@@ -58,6 +62,12 @@ class Compiler:
         self._device.set_current()
         self._streams: dict[int, Stream] = {}
         self._folder = Path(minisgl.__file__).parent / "csrc"
+        headers = b"".join(path.read_bytes() for path in sorted(self._folder.glob("*.cuh")))
+        self._headers = sha256(headers).digest()
+        try:
+            self._cache = FileStreamProgramCache()
+        except OSError:  # no home, or one that may not be written
+            self._cache = InMemoryProgramCache()
 
     @property
     def arch(self) -> int:
@@ -84,8 +94,7 @@ class Compiler:
             include_path=[str(self._folder)],
             define_macro=[(name, str(value)) for name, value in macros.items()],
         )
-        source = (self._folder / file).read_text()
-        module = Program(source, code_type="c++", options=options).compile("cubin")
+        module = self._module((self._folder / file).read_text(), options)
         early = begins_early and self.arch >= 90
         compiled = []
         for name in kernels:
@@ -103,3 +112,15 @@ class Compiler:
                 Kernel(kernel, self._device.device_id, self._streams, begins_early=early, shared_bytes=shared_bytes)
             )
         return compiled
+
+    def _module(self, source: str, options: ProgramOptions) -> ObjectCode:
+        key = make_program_cache_key(
+            code=source, code_type="c++", options=options, target_type="cubin", extra_digest=self._headers
+        )
+        cubin = self._cache.get(key)
+        if cubin is not None:
+            return ObjectCode.from_cubin(cubin)
+        module = Program(source, code_type="c++", options=options).compile("cubin")
+        with suppress(OSError):  # a full disk
+            self._cache[key] = module
+        return module
