@@ -139,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) many_rows_linear(
     asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
     if (SPLIT > 1) expect(&received, SPLIT * own_rows * ROWS * 4);
   }
+  __syncwarp();
   __syncthreads();
   wait_for_predecessor();
   start_successor();
