@@ -42,11 +42,12 @@ def test_norm_rope_store(dtype: torch.dtype, normed: str) -> None:
     q_norm, k_norm = (Norm(torch.rand(dim).to(dtype) + 0.5, 1e-6) if name in normed else None for name in "qk")
     for theta in (1e4, 1e6):
         made = Heads(heads, kv_heads, cos_sin_table(dim, 100, RopeConfig(theta)), q_norm, k_norm)
-        for positions in (torch.tensor([3, 90, 0]), torch.tensor([4, 91, 1])):  # two steps on one table
-            qkv = torch.randn(3, (heads + 2 * kv_heads) * dim).to(dtype)
+        steps = torch.tensor([3, 90, 0]), torch.tensor([4, 91, 1]), torch.arange(100)  # on one table
+        for positions in steps:
+            qkv = torch.randn(len(positions), (heads + 2 * kv_heads) * dim).to(dtype)
             before = qkv.clone()
-            have, want = torch.full((2, 2, 11, 4, kv_heads, dim), 7.0, dtype=dtype)
-            slots = torch.tensor([40, 3, 22])
+            have, want = torch.full((2, 2, 30, 4, kv_heads, dim), 7.0, dtype=dtype)
+            slots = torch.randperm(120)[: len(positions)]
             close(
                 ops.norm_rope_store(qkv, made, positions, slots, *have),
                 REFERENCE.norm_rope_store(qkv, made, positions, slots, *want),

@@ -16,6 +16,7 @@ from minisgl.kernel.torch_ops import TorchOps
 # Without 16-bit products: from so many rows on, turning the weight into float32 costs less than it saves.
 _MANY_ROWS = 4
 _BLOCK = 1 << 20  # values of a weight in float32 at a time: they stay in the cache
+_TOKENS = 64  # normed and rotated at a time, for the same reason
 
 
 def multiplies_bfloat16() -> bool:
@@ -66,21 +67,14 @@ class CpuOps(TorchOps):
         self, qkv: Tensor, heads: Heads, positions: Tensor, kv_slots: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         q_norm, k_norm = heads.q_norm, heads.k_norm
-        num_q, num_rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
-        rows = qkv.view(len(qkv), num_rotated + heads.num_kv_heads, -1)
-        wide = rows[:, :num_rotated].to(torch.float32, copy=True)
-        if q_norm is not None and k_norm is not None and q_norm.eps == k_norm.eps:
-            wide.mul_(_scale(wide, q_norm.eps))
-            wide[:, :num_q].mul_(q_norm.weight)
-            wide[:, num_q:].mul_(k_norm.weight)
-        elif q_norm is not None or k_norm is not None:
+        if (q_norm is None) != (k_norm is None) or (q_norm and k_norm and q_norm.eps != k_norm.eps):
             return super().norm_rope_store(qkv, heads, positions, kv_slots, k_cache, v_cache)
-        cos, sin = self._rotation(heads.cos_sin, positions)
-        swapped = wide.roll(wide.shape[-1] // 2, -1)
-        rotated = wide.mul_(cos).addcmul_(swapped, sin).to(qkv.dtype)
-        k_cache.flatten(0, 1).index_copy_(0, kv_slots, rotated[:, num_q:])
-        v_cache.flatten(0, 1).index_copy_(0, kv_slots, rows[:, num_rotated:])
-        return rotated[:, :num_q]
+        caches = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+        tensors = qkv, *self._rotation(heads.cos_sin, positions), kv_slots
+        if len(qkv) <= _TOKENS:
+            return _norm_rope_store(heads, *caches, *tensors)
+        parts = zip(*(torch.split(tensor, _TOKENS) for tensor in tensors), strict=True)
+        return torch.cat([_norm_rope_store(heads, *caches, *part) for part in parts])
 
     def _rotation(self, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Factors [T, 1, head_dim] of x and of x with its halves swapped. All layers of a step ask for the same."""
@@ -88,6 +82,24 @@ class CpuOps(TorchOps):
             cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
             self._rotations = cos_sin, positions, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         return self._rotations[2], self._rotations[3]
+
+
+def _norm_rope_store(
+    heads: Heads, keys: Tensor, values: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, kv_slots: Tensor
+) -> Tensor:
+    """As Ops.norm_rope_store, with caches of [slots, kv_heads, head_dim] and the factors of CpuOps._rotation."""
+    num_q, num_rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
+    rows = qkv.view(len(qkv), num_rotated + heads.num_kv_heads, -1)
+    wide = rows[:, :num_rotated].to(torch.float32, copy=True)
+    if heads.q_norm and heads.k_norm:
+        wide.mul_(_scale(wide, heads.q_norm.eps))
+        wide[:, :num_q].mul_(heads.q_norm.weight)
+        wide[:, num_q:].mul_(heads.k_norm.weight)
+    swapped = wide.roll(wide.shape[-1] // 2, -1)
+    rotated = wide.mul_(cos).addcmul_(swapped, sin).to(qkv.dtype)
+    keys.index_copy_(0, kv_slots, rotated[:, num_q:])
+    values.index_copy_(0, kv_slots, rows[:, num_rotated:])
+    return rotated[:, :num_q]
 
 
 def _scale(x: Tensor, eps: float) -> Tensor:
