@@ -106,9 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="attention: auto, fa, fi or torch, or two with a comma: for prefill, for decode (there also fused)",
     )
-    engine.add_argument(
-        "--page-size", type=int, default=None, metavar="TOKENS", help="of the KV cache; none: 64"
-    )
+    engine.add_argument("--page-size", type=int, default=None, metavar="TOKENS", help="of the KV cache; none: 64")
     engine.add_argument(
         "--num-pages", type=int, default=None, metavar="PAGES", help="in the KV cache; none: as memory allows"
     )
