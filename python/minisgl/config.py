@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from minisgl.core import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS, Limits
+from minisgl.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS, Limits
 
 DEFAULT_PORT = 1919
 

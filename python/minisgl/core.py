@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from minisgl.limits import Limits
+
 Int32Array: TypeAlias = NDArray[np.int32]
 Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
@@ -34,29 +36,6 @@ class InvalidRequest(ValueError):
 
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # the code of a prompt, or prompt and answer, that do not fit
-
-
-MAX_CHOICES = 64
-MAX_STOP_STRINGS = 32
-MAX_LOGPROBS = 20
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What one running engine can take; made by the scheduler when it is ready, known to all processes.
-
-    The API server's have what its operator allows one request.
-    """
-
-    max_seq_len: int  # tokens, prompt and output together
-    vocab_size: int  # token ids are 0 .. vocab_size - 1
-    max_choices: int = MAX_CHOICES  # of a prompt
-    max_stop_strings: int = MAX_STOP_STRINGS
-    max_logprobs: int = MAX_LOGPROBS  # alternatives to a token
-
-    @property
-    def context_limit(self) -> str:
-        """How a refusal for length ends: in OpenAI's words, because clients look for them."""
-        return f"this model's maximum context length is {self.max_seq_len} tokens, the answer included"
 
 
 MAX_STOP_STRING_CHARS = 1024

@@ -23,7 +23,8 @@ from typing import Any
 
 import zmq
 
-from minisgl.core import Limits, SamplingParams
+from minisgl.core import SamplingParams
+from minisgl.limits import Limits
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import (
     Accepted,

@@ -21,8 +21,9 @@ from tokenizers import AddedToken
 
 import minisgl
 from minisgl.config import EngineConfig, ServerConfig
-from minisgl.core import Grammar, Limits, SamplingParams
+from minisgl.core import Grammar, SamplingParams
 from minisgl.grammar.validate import GrammarValidator
+from minisgl.limits import Limits
 from minisgl.message import control, to_detokenizer, to_scheduler, to_tokenizer
 from minisgl.message.control import ControlPipe, ToSupervisor
 from minisgl.message.socket import Addresses, Inbox, Outbox

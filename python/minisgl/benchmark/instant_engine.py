@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 
 from minisgl.benchmark.pipeline_server import STEP_MS
 from minisgl.config import ConfigError
-from minisgl.core import Batch, Int32Array, Limits, pages_for
+from minisgl.core import Batch, Int32Array, pages_for
+from minisgl.limits import Limits
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_scheduler import ToScheduler

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from minisgl.attention.base import AttentionShape
 from minisgl.attention.select import ChosenAttention, make_attention
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.core import Batch, Int32Array, Limits, pages_for
+from minisgl.core import Batch, Int32Array, pages_for
 from minisgl.distributed.group import TPGroup
 from minisgl.engine.decode_graphs import DecodeGraphs, decode_graph_sizes
 from minisgl.engine.device import resolve_device, resolve_dtype
@@ -35,6 +35,7 @@ from minisgl.kernel.select import has_kernels, make_ops
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.decoder import CausalLM
 from minisgl.layers.linear import pack_weights
+from minisgl.limits import Limits
 from minisgl.models.build import build_model, load_model
 from minisgl.models.config import ModelConfig
 

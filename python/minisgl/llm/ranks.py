@@ -8,7 +8,7 @@ import tempfile
 import zmq
 
 from minisgl.config import ConfigError, ServerConfig
-from minisgl.core import Limits
+from minisgl.limits import Limits
 from minisgl.message.control import Failed, Ready, Serve, Start
 from minisgl.message.socket import Addresses, Outbox
 from minisgl.message.to_rank import ToRank

@@ -12,7 +12,7 @@ from typing import Generic, TypeAlias, TypeVar
 import msgspec
 
 from minisgl.config import ServerConfig
-from minisgl.core import Limits
+from minisgl.limits import Limits
 
 T = TypeVar("T")
 

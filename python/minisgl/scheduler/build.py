@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import Limits
 from minisgl.kvcache import make_cache
+from minisgl.limits import Limits
 from minisgl.message.socket import Outbox
 from minisgl.message.to_rank import ToRank
 from minisgl.models.config import ModelConfig

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from minisgl.config import ConfigError, ServerConfig
-from minisgl.core import Limits
+from minisgl.limits import Limits
 from minisgl.logs import set_up_logging
 from minisgl.message.control import ControlPipe, Failed, Phase, Ready, Serve, Shutdown, Start, ToWorker
 from minisgl.message.socket import Addresses

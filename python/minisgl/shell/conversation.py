@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from minisgl.core import InvalidRequest, Limits, SamplingParams
+from minisgl.core import InvalidRequest, SamplingParams
+from minisgl.limits import Limits
 
 Message = dict[str, str]
 

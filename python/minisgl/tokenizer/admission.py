@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from minisgl.core import Int32Array, InvalidRequest, Limits, resolve_max_tokens
+from minisgl.core import Int32Array, InvalidRequest, resolve_max_tokens
 from minisgl.grammar.text import field_of
 from minisgl.grammar.validate import Check
+from minisgl.limits import Limits
 from minisgl.message.to_api import Accepted, Echo, Refused
 from minisgl.message.to_scheduler import Add
 from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, TextPrompt

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from minisgl.core import CONTEXT_LENGTH_EXCEEDED, Int32Array, InvalidRequest, Limits
+from minisgl.core import CONTEXT_LENGTH_EXCEEDED, Int32Array, InvalidRequest
+from minisgl.limits import Limits
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.files import load_tokenizer
 from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, special_tokens

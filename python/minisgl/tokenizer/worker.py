@@ -13,9 +13,10 @@ from typing import Any
 
 import zmq
 
-from minisgl.core import InvalidRequest, Limits
+from minisgl.core import InvalidRequest
 from minisgl.grammar.validate import GrammarValidator
 from minisgl.grammar.vocabulary import named_tokens
+from minisgl.limits import Limits
 from minisgl.message import to_scheduler
 from minisgl.message.socket import Inbox, Outbox, Sender
 from minisgl.message.to_api import Decoded, Described, Encoded, Reply, ToApi, Unanswered

@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl.config import HttpConfig, ServerConfig
-from minisgl.core import InvalidRequest, Limits
+from minisgl.core import InvalidRequest
+from minisgl.limits import Limits
 from minisgl.parsers.select import Parsers
 from minisgl.server.api.boundary import Boundary, KeyGate
 from minisgl.server.api.client import EngineClient

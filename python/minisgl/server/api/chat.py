@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from minisgl.core import Grammar, InvalidRequest, Limits
+from minisgl.core import Grammar, InvalidRequest
+from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.parsers.constraint import calls_grammar, either, free_grammar, has_grammar
 from minisgl.parsers.output import OutputParser

@@ -8,7 +8,8 @@ import uuid
 from msgspec import UNSET, UnsetType
 from msgspec.json import encode
 
-from minisgl.core import InvalidRequest, Limits
+from minisgl.core import InvalidRequest
+from minisgl.limits import Limits
 from minisgl.server.api.answer import usage_of
 from minisgl.server.api.choice_text import NO_TEXT, ChoiceText
 from minisgl.server.api.delta import Delta

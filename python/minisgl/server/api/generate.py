@@ -6,7 +6,7 @@ import uuid
 
 from msgspec.json import encode
 
-from minisgl.core import Limits
+from minisgl.limits import Limits
 from minisgl.server.api.choice_text import NO_TEXT, ChoiceText
 from minisgl.server.api.delta import Delta
 from minisgl.server.api.open_request import Job, OpenRequest

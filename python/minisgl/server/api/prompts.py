@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from minisgl.core import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, Limits
+from minisgl.core import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
+from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import IdsPrompt, TextPrompt
 from minisgl.message.types import pack_ids
 

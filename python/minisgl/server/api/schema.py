@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from minisgl.core import MAX_LOGIT_BIASES, Grammar, InvalidRequest, Limits, SamplingParams
+from minisgl.core import MAX_LOGIT_BIASES, Grammar, InvalidRequest, SamplingParams
+from minisgl.limits import Limits
 from minisgl.message.types import TextOptions
 from minisgl.server.api.structured import (
     ResponseFormat,

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl.config import ServerConfig
-from minisgl.core import Limits
+from minisgl.limits import Limits
 from minisgl.parsers.select import Parsers
 from minisgl.server.api.body import B, read_body, read_fields, validate
 from minisgl.server.api.client import EngineClient

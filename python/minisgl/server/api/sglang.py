@@ -12,7 +12,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.json import encode
 
-from minisgl.core import InvalidRequest, Limits
+from minisgl.core import InvalidRequest
+from minisgl.limits import Limits
 from minisgl.message.types import PositionLogprobs, TokenLogprob, unpack_ids
 from minisgl.server.api.body import validate
 from minisgl.server.api.delta import Delta

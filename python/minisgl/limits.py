@@ -1,0 +1,27 @@
+"""What one request may ask for. Apart from `core`, so that a command line is read without NumPy."""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_CHOICES = 64
+MAX_STOP_STRINGS = 32
+MAX_LOGPROBS = 20
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one running engine can take; made by the scheduler when it is ready, known to all processes.
+
+    The API server's have what its operator allows one request.
+    """
+
+    max_seq_len: int  # tokens, prompt and output together
+    vocab_size: int  # token ids are 0 .. vocab_size - 1
+    max_choices: int = MAX_CHOICES  # of a prompt
+    max_stop_strings: int = MAX_STOP_STRINGS
+    max_logprobs: int = MAX_LOGPROBS  # alternatives to a token
+
+    @property
+    def context_limit(self) -> str:
+        """How a refusal for length ends: in OpenAI's words, because clients look for them."""
+        return f"this model's maximum context length is {self.max_seq_len} tokens, the answer included"
