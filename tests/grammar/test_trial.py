@@ -34,3 +34,12 @@ def test_no_grammar_keeps_others_from_being_checked() -> None:
     for check in checks:
         with pytest.raises(InvalidRequest, match="longer than"):
             check.result()
+
+
+def test_a_valid_grammar_is_not_refused_because_somebody_killed_the_process_that_waited_for_it() -> None:
+    validator = GrammarValidator({}, time_limit=10.0)
+    validator.validate(LETTERS)
+    (idle,) = validator._idle
+    idle._process.kill()
+    idle._process.wait()
+    validator.validate(Grammar("regex", "[cd]"))

@@ -57,6 +57,10 @@ class TrialProcess:
         self._send(encode(named_tokens))
         self._receive(START_SECONDS)
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def verdict(self, grammar: Grammar, seconds: float) -> Verdict:
         """Try a grammar for so long; TrialFailed if that was not enough."""
         self._send(encode(grammar))

@@ -75,10 +75,14 @@ class GrammarValidator:
         return verdict
 
     def _idle_process(self) -> TrialProcess | None:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return None
+        """One that has tried a grammar before. Those that somebody has killed since are dropped."""
+        while True:
+            try:
+                process = self._idle.pop()
+            except IndexError:
+                return None
+            if process.is_alive:
+                return process
 
 
 def _called(grammar: Grammar) -> str:
