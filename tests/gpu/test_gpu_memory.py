@@ -52,6 +52,15 @@ def test_a_full_load_stays_within_the_ratio(folder: Path) -> None:
         assert used_ratio() > RATIO - 0.05 - outside
 
 
+def test_a_closed_llm_gives_its_memory_back_though_its_name_is_kept(folder: Path) -> None:
+    before = used_ratio()
+    llm = LLM(str(folder), device="cuda", use_dummy_weight=True, memory_ratio=RATIO)
+    assert used_ratio() > before + 0.1
+    llm.close()
+    assert used_ratio() < before + 0.005  # kernels and libraries stay loaded
+    assert answers(folder, memory_ratio=RATIO)
+
+
 def refusal(folder: Path, **options: object) -> str:
     """Why an LLM does not start. Nothing of it stays: an exception's traceback would keep its weights."""
     text = ""

@@ -35,7 +35,7 @@ class TPGroup(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, whatever the other ranks do. CUDA graphs that have its collectives must be gone."""
         ...
 
 
@@ -85,6 +85,8 @@ class ProcessGroupTP:
         return cls(dist.group.WORLD, device)
 
     def close(self) -> None:
+        if self._device.type == "cuda":
+            self._group.abort()  # destroying alone waits until every rank does it
         dist.destroy_process_group(self._group)
 
     def all_reduce(self, x: Tensor) -> Tensor:

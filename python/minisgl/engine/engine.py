@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import math
 from collections.abc import Callable
@@ -150,11 +151,14 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Wait for the steps under way and let the device go."""
+        """Wait for the steps under way and give the device's memory back; the engine cannot be used afterwards."""
         self._queue.close()
+        self._graphs = None
+        del self._runner, self._masks
+        gc.collect()  # modules and graphs refer to one another
         self._tp.close()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)
