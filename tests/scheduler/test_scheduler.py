@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from minisgl.core import SamplingParams
+from minisgl.core import Batch, SamplingParams
+from minisgl.scheduler.loop import StepResult
 from minisgl.scheduler.policy import chunk_lengths, mixed, prefill_first
 from minisgl.scheduler.waiting import MAX_PASSED
 from scheduler.simulation import EOS, World, expected_answer, random_prompt
@@ -245,6 +247,38 @@ def test_lesson_04_batches_are_built_in_order_of_arrival() -> None:
     assert batch is not None
     assert [int(row.token_ids[0]) for row in batch.entering] == [5, 3, 9, 1]
     assert batch.slots.tolist() == [row.slot for row in batch.entering]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_decodes_go_longest_first_and_keep_their_order(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes, goes or is retracted; and the order changes only then: nothing else is sent to a device."""
+    world, rng = World(num_slots=12, num_pages=60, overlap=overlap), random.Random(3)
+    batches: list[Batch] = []
+    execute = world.device.execute
+
+    def recorded(batch: Batch) -> StepResult:
+        batches.append(batch)
+        return execute(batch)
+
+    monkeypatch.setattr(world.device, "execute", recorded)
+    for sequence in range(60):
+        prompt = random_prompt(rng, families=4, longest=40)
+        world.add(sequence, prompt, max_tokens=rng.randint(1, 50), ignore_eos=True)
+    world.run()
+    decodes = [batch for batch in batches if batch.is_decode]
+    assert max(len(batch.slots) for batch in decodes) > 6
+    unchanged = 0
+    for before, batch in itertools.pairwise(decodes):
+        assert (np.diff(batch.starts) <= 0).all()
+        if starts_of(before, later=1) == starts_of(batch):
+            assert np.array_equal(before.slots, batch.slots)
+            unchanged += 1
+    assert unchanged > 100
+
+
+def starts_of(batch: Batch, later: int = 0) -> dict[int, int]:
+    """By slot."""
+    return dict(zip(batch.slots.tolist(), (batch.starts + later).tolist(), strict=True))
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

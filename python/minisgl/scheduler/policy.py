@@ -1,4 +1,4 @@
-"""Which running requests a step extends, and by how many tokens. Pure functions of arrays.
+"""Which running requests a step extends, by how many tokens, and in what order. Pure functions of arrays.
 
 `remaining[i]` is how many known tokens of running request i have no KV yet: 0 when all it may do is in flight, 1 when
 the next step is a decode, more while its prompt is being prefilled.
@@ -38,6 +38,15 @@ def mixed(remaining: Int32Array, budget: int) -> Int32Array:
     decodes = np.where(remaining == 1, remaining, 0).astype(np.int32)
     lengths: Int32Array = decodes + chunk_lengths(prompts, max(budget - int(decodes.sum()), 1))
     return lengths
+
+
+def longest_first(slots: Int32Array, lengths: Int32Array) -> Int32Array:
+    """A decode's rows in order. Attention begins with rows as they come, and what it begins last should be short.
+
+    All rows of a decode grow by one token a step, so their order stays until a request comes or goes.
+    """
+    ordered: Int32Array = slots[np.argsort(-lengths, kind="stable")]
+    return ordered
 
 
 BATCH_POLICIES: Mapping[BatchPolicyName, BatchPolicy] = {"prefill-first": prefill_first, "mixed": mixed}

@@ -29,7 +29,7 @@ from minisgl.message.to_detokenizer import End, TokenLogprobs
 from minisgl.message.types import LogprobRows
 from minisgl.scheduler.constraints import Grammars, NoGrammars, Progress
 from minisgl.scheduler.logprobs import pack_logprobs, plan_logprobs, rows_of
-from minisgl.scheduler.policy import BATCH_POLICIES
+from minisgl.scheduler.policy import BATCH_POLICIES, longest_first
 from minisgl.scheduler.request import Request, RequestState
 from minisgl.scheduler.table import SlotTable
 from minisgl.scheduler.waiting import WaitingQueue
@@ -165,6 +165,8 @@ class Scheduler:
         if not chosen.any():
             return None
         slots, lengths = running[chosen], lengths[chosen]
+        if int(lengths.max()) == 1:
+            slots = longest_first(slots, table.cached_len[slots])
         step = self._next_step
         self._next_step += 1
 
