@@ -134,7 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--kv-cache-dtype",
         default="auto",
         choices=["auto", "fp8_e4m3"],
-        help="auto: the model's; fp8_e4m3: not there yet",
+        help="what K and V are stored in; auto: the model's dtype; fp8_e4m3: 8 bits, of which twice as many fit",
     )
     engine.add_argument("--disable-pynccl", action="store_true", help="accepted for Mini-SGLang; has no effect")
     engine.add_argument("--moe-backend", default=None, metavar="NAME", help="mixture of experts (not there yet)")
@@ -287,6 +287,7 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
             dtype=args.dtype,
             load_format=load_format,
             attention=args.attn,
+            kv_cache_dtype=args.kv_cache_dtype,
             page_size=args.page_size,
             num_pages=args.num_pages,
             memory_ratio=args.memory_ratio,
@@ -330,7 +331,6 @@ def model_name(model: str) -> str:
 def _refuse_later_parts(args: argparse.Namespace) -> None:
     later = {
         f"--moe-backend {args.moe_backend}: mixture of experts": args.moe_backend is not None,
-        f"--kv-cache-dtype {args.kv_cache_dtype}: a KV cache in 8 bits": args.kv_cache_dtype != "auto",
         f"--model-source {args.model_source}: another source than huggingface": args.model_source != "huggingface",
     }
     for what, asked in later.items():

@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 CacheType = Literal["radix", "naive"]
+KVCacheDtype = Literal["auto", "fp8_e4m3"]
 BatchPolicyName = Literal["prefill-first", "mixed"]
 SchedulePolicy = Literal["fcfs", "lpm"]
 ATTENTION_BACKENDS = ("auto", "fa", "fi", "torch")
@@ -47,6 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"  # auto: the checkpoint's on CUDA, and on the CPU
     load_format: LoadFormat = "safetensors"
     attention: str = "auto"  # a backend, or two with a comma: of prefill (and mixed batches) and of decode
+    kv_cache_dtype: KVCacheDtype = "auto"  # auto: the model's
     page_size: int | None = None  # tokens; None: 64
     num_pages: int | None = None  # None: from the free memory
     memory_ratio: float = 0.9  # share of the device's memory for weights and KV cache

@@ -7,6 +7,7 @@ choice has a margin far above that.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,13 @@ class Oracle:
         self._model.generation_config.eos_token_id = None  # the full length is compared
         save_byte_tokenizer(folder, VOCAB)
 
-    def greedy(self, rng: random.Random, count: int, new_tokens: int) -> list[Expected]:
-        """`count` prompts of 1 to 300 tokens, several sharing prefixes, with transformers' greedy answers."""
+    def greedy(
+        self, rng: random.Random, count: int, new_tokens: int, make_cache: Callable[[], Any] | None = None
+    ) -> list[Expected]:
+        """`count` prompts of 1 to 300 tokens, several sharing prefixes, with transformers' greedy answers.
+
+        `make_cache` makes the KV cache of one of them, if it is not to be transformers' own.
+        """
         shared = [_tokens(rng, 90), _tokens(rng, 130)]
         found: list[Expected] = []
         while len(found) < count:
@@ -51,6 +57,7 @@ class Oracle:
             out = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
+                past_key_values=make_cache() if make_cache else None,
                 max_new_tokens=new_tokens,
                 do_sample=False,
                 output_logits=True,

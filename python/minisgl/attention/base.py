@@ -22,11 +22,17 @@ class AttentionShape:
     page_size: int
     dtype: torch.dtype
     windowed: bool = False  # some layer has a sliding window
+    fp8_kv: bool = False  # K and V are stored in 8 bits
 
     @property
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the pool."""
+        return torch.float8_e4m3fn if self.fp8_kv else self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,11 @@ class AttentionBackend(Protocol):
     @property
     def prefill_graph_safe(self) -> bool:
         """The same of any step, rows of no query among its rows: its plan is made in the graph."""
+        ...
+
+    @property
+    def widens(self) -> bool:
+        """Whether it reads a pool of 8 bits by way of `KVPool.wide`."""
         ...
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:

@@ -35,7 +35,7 @@ class LoneDecode:
     positions: slice  # of those in the pages
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        k, v = (pool[self.pages].flatten(0, 1)[self.positions].transpose(0, 1) for pool in (keys, values))
+        k, v = (pool[self.pages].flatten(0, 1)[self.positions].to(q.dtype).transpose(0, 1) for pool in (keys, values))
         y = F.scaled_dot_product_attention(_queries(q, len(k)), k.unsqueeze(0), v.unsqueeze(0), enable_gqa=True)
         return y.reshape(q.shape)
 
@@ -75,7 +75,10 @@ class PagedDecode:
             k, v = keys.index_select(0, run.pages), values.index_select(0, run.pages)
         # What scaled_dot_product_attention runs on a CPU, which keeps the sums to itself.
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            queries[run.blocks], k.transpose(1, 2), v.transpose(1, 2), attn_mask=self.mask[run.blocks]
+            queries[run.blocks],
+            k.to(queries.dtype).transpose(1, 2),
+            v.to(queries.dtype).transpose(1, 2),
+            attn_mask=self.mask[run.blocks],
         )
         return out, sums
 

@@ -34,6 +34,7 @@ class FlashAttention3:
 
     graph_safe = True
     prefill_graph_safe = True
+    widens = False
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape

@@ -39,6 +39,7 @@ class FlashInfer:
 
     graph_safe = True
     prefill_graph_safe = False  # it plans prefills on the host
+    widens = False
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self.shape = shape

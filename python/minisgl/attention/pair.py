@@ -25,6 +25,7 @@ class PairAttention:
         self._decode = decode
         self.graph_safe = decode.graph_safe
         self.prefill_graph_safe = prefill.prefill_graph_safe
+        self.widens = prefill.widens or decode.widens
 
     def plan(self, inputs: AttentionInputs) -> PairPlan:
         backend = self._decode if int(inputs.query_lens.max()) == 1 else self._prefill

@@ -22,7 +22,7 @@ from minisgl.attention.base import AttentionBackend, AttentionShape
 from minisgl.attention.cpu_backend import CpuAttention
 from minisgl.attention.pair import PairAttention
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.config import attention_names
+from minisgl.config import ConfigError, attention_names
 
 if TYPE_CHECKING:
     from minisgl.attention.fused import FusedDecode
@@ -34,6 +34,8 @@ Capability = tuple[int, int]
 
 SIXTEEN_BITS = torch.bfloat16, torch.float16
 TESTED: tuple[Capability, ...] = ((9, 0),)
+FP8: Capability = (8, 9)  # from here on GPUs convert 8 bits
+_NOT_8_BITS = "it does not read a KV cache in 8 bits (--kv-cache-dtype fp8_e4m3)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,10 @@ class ChosenAttention:
         """Whether a CUDA graph may hold any decode."""
         return self.fused is not None or self.backend.graph_safe
 
+    def widened(self, shape: AttentionShape) -> torch.dtype | None:
+        """Of the one layer that the KV pool has to have room for besides its own, if it has to."""
+        return shape.dtype if self.backend.widens else None
+
 
 def preferences(role: Role, shape: AttentionShape, capability: Capability) -> tuple[str, ...]:
     """The backends' names, the fastest first."""
@@ -74,6 +80,11 @@ def make_attention(name: str, shape: AttentionShape, device: torch.device) -> Ch
             logger.info("--attn %s is for GPUs; on the CPU attention runs in torch", name)
         return ChosenAttention(CpuAttention(shape.page_size, shape.dtype))
     capability = torch.cuda.get_device_capability(device)
+    if shape.fp8_kv and capability < FP8:
+        raise ConfigError(
+            f"--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability {FP8[0]}.{FP8[1]} or later, "
+            f"not {capability[0]}.{capability[1]}"
+        )
     asked = attention_names(name)
     prefill = choose(asked[0], "prefill", shape, capability, CANDIDATES)
     decode = choose(asked[1], "decode", shape, capability, CANDIDATES)
@@ -136,6 +147,8 @@ def choose(
 
 
 def _fa_missing(shape: AttentionShape, capability: Capability) -> str | None:
+    if shape.fp8_kv:
+        return _NOT_8_BITS
     if capability[0] not in (8, 9):
         return f"it is built for compute capability 8.x and 9.0, not {capability[0]}.{capability[1]}"
     why = _unsupported(shape, head_dims=range(8, 257, 8))
@@ -145,6 +158,8 @@ def _fa_missing(shape: AttentionShape, capability: Capability) -> str | None:
 def _fi_missing(shape: AttentionShape, capability: Capability) -> str | None:
     if capability < (8, 0):
         return f"it needs compute capability 8.0, not {capability[0]}.{capability[1]}"
+    if shape.fp8_kv:
+        return _NOT_8_BITS
     why = _unsupported(shape, head_dims=(64, 128, 256))
     why = why or import_error("flashinfer.decode", "flashinfer-python", "fi")
     if why is None and not _has_nvcc():
@@ -180,6 +195,8 @@ def _fi_ready(shape: AttentionShape, capability: Capability, role: Role) -> bool
 
 
 def _fused_missing(shape: AttentionShape, capability: Capability) -> str | None:
+    if shape.fp8_kv:
+        return _NOT_8_BITS
     why = import_error("cuda.core", "cuda-core", "cuda")
     if why is not None:
         return why

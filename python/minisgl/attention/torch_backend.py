@@ -1,7 +1,7 @@
 """Attention in plain torch on any device: the oracle of the other backends.
 
 Rows of one query are gathered from their pages and attend together, those of similar length in one call; rows of
-more queries (prefill chunks) attend one by one.
+more queries (prefill chunks) attend one by one. K and V of 8 bits are computed with in the queries' dtype.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PaddedDecode:
     mask: Tensor  # [R, 1, 1, L] bool: true where it sees a position
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        k = _gather(keys, self.pages).transpose(1, 2)
-        v = _gather(values, self.pages).transpose(1, 2)
+        k = _gather(keys, self.pages).to(q.dtype).transpose(1, 2)
+        v = _gather(values, self.pages).to(q.dtype).transpose(1, 2)
         # The query heads that share a KV head stand as so many queries of it: nothing is repeated.
         grouped = q.reshape(q.shape[0], keys.shape[2], -1, q.shape[2])
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=self.mask).reshape(q.shape)
@@ -81,6 +81,7 @@ class TorchAttention:
 
     graph_safe = False  # it pads rows to the longest, which a graph would have to take for the longest possible
     prefill_graph_safe = False
+    widens = False
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -176,14 +177,15 @@ def _gather(pool: Tensor, pages: Tensor) -> Tensor:
 
     Whole pages, because a CPU copies few long pieces many times faster than many short ones.
     """
-    found = pool.flatten(1).index_select(0, pages.flatten())
+    moved = torch.uint8 if pool.itemsize == 1 else pool.dtype  # torch moves no float8 by index
+    found = pool.flatten(1).view(moved).index_select(0, pages.flatten()).view(pool.dtype)
     return found.view(*pages.shape[:-1], pages.shape[-1] * pool.shape[1], *pool.shape[2:])
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow) -> Tensor:
     """q [queries, heads, d] -> [queries, heads, d]."""
-    k = _gather(keys, row.pages)[row.positions].transpose(0, 1).unsqueeze(0)
-    v = _gather(values, row.pages)[row.positions].transpose(0, 1).unsqueeze(0)
+    k = _gather(keys, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
+    v = _gather(values, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
     y = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0), k, v, attn_mask=row.mask, is_causal=row.mask is None, enable_gqa=True
     )

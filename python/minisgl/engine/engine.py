@@ -64,6 +64,7 @@ class Engine:
         self.dtype = resolve_dtype(config, model.dtype)
         self.page_size = config.page_size or DEFAULT_PAGE_SIZE
         self.num_slots = config.max_running_requests
+        self._kv_format = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
         self._judges_processed = config.logprobs_mode == "processed_logprobs"
         self._tp = tp
         self._queue = make_queue(self.device)
@@ -73,7 +74,7 @@ class Engine:
             weights = self._queue.call(lambda: _load(config, model, tp, self.dtype, self.device, progress=progress))
             self._queue.call(lambda: pack_weights(weights, ops))
         with phase("load kernels"):
-            shape = _attention_shape(model, tp, self.page_size, self.dtype)
+            shape = _attention_shape(config, model, tp, self.page_size, self.dtype)
             parts = _Parts(
                 model=weights,
                 shape=shape,
@@ -147,7 +148,7 @@ class Engine:
         """One line for the log."""
         return (
             f"{self.device}, {str(self.dtype).removeprefix('torch.')}, {self.num_pages} pages of {self.page_size} "
-            f"tokens, up to {self.num_slots} requests of {self.limits.max_seq_len} tokens"
+            f"tokens{self._kv_format}, up to {self.num_slots} requests of {self.limits.max_seq_len} tokens"
         )
 
     def close(self) -> None:
@@ -201,8 +202,9 @@ class _Parts:
             page_size=shape.page_size,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            dtype=shape.dtype,
+            dtype=shape.kv_dtype,
             device=self.device,
+            widened=attention.widened(shape),
         )
         state = SlotState(
             num_slots=self.num_slots,
@@ -229,7 +231,8 @@ class _Parts:
             page_size=shape.page_size,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            dtype=shape.dtype,
+            dtype=shape.kv_dtype,
+            widened=self.attention.widened(shape),
         )
 
 
@@ -269,7 +272,9 @@ def _measure(parts: _Parts, sizes: GraphSizes | None, context_len: int, max_pref
     return Needs(steps, graphs)
 
 
-def _attention_shape(model: ModelConfig, tp: TPGroup, page_size: int, dtype: torch.dtype) -> AttentionShape:
+def _attention_shape(
+    config: EngineConfig, model: ModelConfig, tp: TPGroup, page_size: int, dtype: torch.dtype
+) -> AttentionShape:
     return AttentionShape(
         num_heads=model.heads_per_rank(tp.size),
         num_kv_heads=model.kv_heads_per_rank(tp.size),
@@ -277,6 +282,7 @@ def _attention_shape(model: ModelConfig, tp: TPGroup, page_size: int, dtype: tor
         page_size=page_size,
         dtype=dtype,
         windowed=any(window is not None for window in model.windows),
+        fp8_kv=config.kv_cache_dtype == "fp8_e4m3",
     )
 
 

@@ -84,7 +84,8 @@ class Ops(Protocol):
         self, qkv: Tensor, heads: Heads, positions: Tensor, kv_slots: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         """Split qkv [T, (heads + 2 * kv_heads) * head_dim]; norm and rotate q and k as `heads` says; write k and v to
-        the rows `kv_slots` of the caches [pages, page_size, kv_heads, head_dim]. Returns q [T, heads, head_dim].
+        the rows `kv_slots` of the caches [pages, page_size, kv_heads, head_dim], in qkv's dtype or float8_e4m3fn, where
+        what is beyond 448 becomes 448. Returns q [T, heads, head_dim].
         """
         ...
 

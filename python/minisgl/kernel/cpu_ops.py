@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.base import Heads, Norm
-from minisgl.kernel.torch_ops import TorchOps
+from minisgl.kernel.torch_ops import TorchOps, store
 
 # Without 16-bit products: from so many rows on, turning the weight into float32 costs less than it saves.
 _MANY_ROWS = 4
@@ -97,8 +97,8 @@ def _norm_rope_store(
         wide[:, num_q:].mul_(heads.k_norm.weight)
     swapped = wide.roll(wide.shape[-1] // 2, -1)
     rotated = wide.mul_(cos).addcmul_(swapped, sin).to(qkv.dtype)
-    keys.index_copy_(0, kv_slots, rotated[:, num_q:])
-    values.index_copy_(0, kv_slots, rows[:, num_rotated:])
+    store(keys, kv_slots, rotated[:, num_q:])
+    store(values, kv_slots, rows[:, num_rotated:])
     return rotated[:, :num_q]
 
 

@@ -61,8 +61,8 @@ class TorchOps:
         if heads.k_norm is not None:
             k = self.rms_norm(k, heads.k_norm)
         cos, sin = heads.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-        k_cache.flatten(0, 1).index_copy_(0, kv_slots, _rotate(k, cos, sin))
-        v_cache.flatten(0, 1).index_copy_(0, kv_slots, v)
+        store(k_cache.flatten(0, 1), kv_slots, _rotate(k, cos, sin))
+        store(v_cache.flatten(0, 1), kv_slots, v)
         return _rotate(q, cos, sin)
 
     def moe(
@@ -98,6 +98,19 @@ def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor,
     if renormalize:
         weights /= weights.sum(-1, keepdim=True)
     return weights.to(router_logits.dtype), experts
+
+
+def store(cache: Tensor, kv_slots: Tensor, x: Tensor) -> None:
+    """Write x [T, kv_heads, head_dim] to rows of the cache [slots, kv_heads, head_dim], rounded to its dtype.
+
+    What is too large for 8 bits becomes the largest value that they have.
+    """
+    if cache.dtype == x.dtype:
+        cache.index_copy_(0, kv_slots, x)
+        return
+    largest = torch.finfo(cache.dtype).max
+    rounded = x.clamp(-largest, largest).to(cache.dtype)
+    cache.view(torch.uint8).index_copy_(0, kv_slots, rounded.view(torch.uint8))  # torch moves no float8 by index
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from minisgl.config import (
     CacheType,
     Device,
     EngineConfig,
+    KVCacheDtype,
     LogprobsMode,
     SchedulePolicy,
     SchedulerConfig,
@@ -82,6 +83,7 @@ class LLM:
         batch_policy: BatchPolicyName = "prefill-first",
         schedule_policy: SchedulePolicy = "fcfs",
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        kv_cache_dtype: KVCacheDtype = "auto",
     ) -> None:
         folder = model_folder(model, weights=not use_dummy_weight)
         config = EngineConfig(
@@ -90,6 +92,7 @@ class LLM:
             dtype=str(dtype).removeprefix("torch."),
             load_format="dummy" if use_dummy_weight else "safetensors",
             attention=attention_backend,
+            kv_cache_dtype=kv_cache_dtype,
             page_size=page_size,
             num_pages=num_page_override,
             memory_ratio=memory_ratio,
