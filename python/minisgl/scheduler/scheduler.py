@@ -207,10 +207,12 @@ class Scheduler:
     def _admit(self) -> list[EnteringRow]:
         """Move waiting requests to slots while a step's prefill budget and the pages last."""
         table = self._table
+        entering: list[EnteringRow] = []
+        if not self._waiting or not table.num_free:
+            return entering
         remaining = table.remaining(self._running_array)
         budget = self._max_prefill_tokens - int(remaining[remaining > 1].sum())
-        entering: list[EnteringRow] = []
-        if not self._waiting or not table.num_free or budget <= 0:
+        if budget <= 0:
             return entering
         for request in self._waiting.candidates(lambda request: self._match(request).cached_len):
             if _is_compiling(request):
@@ -301,6 +303,8 @@ class Scheduler:
         """See to it that every decode can have its next page. False: the steps in flight must be complete first."""
         while True:
             running, table = self._running_array, self._table
+            if len(running) <= self._pages.available - self._reserved_pages:
+                return True  # no decode needs more than one
             decodes = running[table.remaining(running) == 1]
             missing = self._missing_pages(decodes, table.cached_len[decodes] + 1)
             # A prompt of one last token has its page promised already.
