@@ -253,7 +253,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
     int ahead = max(min(tile + STEP, tiles - 1), 0);
     long long next_start = place(cache, ahead * TILE);  // a page's number is read a tile ahead
     wait_for_predecessor();
-    start_successor();
 
     const float* angle = cos_sin + (long long)unit.end * HEAD_DIM;
     const T* heads = qkv + (long long)unit.row * (GROUP + 2) * kv_heads * HEAD_DIM;
@@ -327,6 +326,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
       }
       if (next < tiles) load_v(v, cache, start, next, unit.end);
     }
+
+    start_successor();  // not before: what it fetches early would hinder the loads above
 
     // The block's warps merge, with the new token.
 #pragma unroll
