@@ -19,7 +19,6 @@ from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache, make_p
 import minisgl
 
 SCALAR_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-_DEFAULT_SHARED_BYTES = 48 << 10  # more must be asked for
 
 
 class Kernel:
@@ -99,7 +98,7 @@ class Compiler:
         compiled = []
         for name in kernels:
             kernel = module.get_kernel(name)
-            if shared_bytes > _DEFAULT_SHARED_BYTES:
+            if shared_bytes:  # with what is declared it may be more than the 48 KiB that need no asking
                 (error,) = driver.cuKernelSetAttribute(
                     driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                     shared_bytes,
