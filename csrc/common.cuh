@@ -31,7 +31,7 @@ template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
 // The value that x has after it was stored in T: kernels round where separate operations would.
 __device__ __forceinline__ float rounded(float x) { return to_float(from_float<T>(x)); }
 
-template <int N> struct alignas(N * sizeof(T)) Vec { T v[N]; };
+template <int N, typename U = T> struct alignas(N * sizeof(U)) Vec { U v[N]; };
 struct alignas(8) Vec2 { float x, y; };
 constexpr int VEC = 16 / sizeof(T);  // elements of one 16-byte access
 

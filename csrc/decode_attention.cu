@@ -11,11 +11,12 @@
 //
 // Scores are computed as K [16 tokens, dims] @ q^T [dims, 8 heads], the output as V^T [dims, 16 tokens] @ p^T [16 tokens,
 // 8 heads]. Dimensions and tokens are summed over, so their order may be any as long as both operands agree: each
-// thread loads 16 bytes that are contiguous in memory.
+// thread loads 16 bytes that are contiguous in memory. K and V of 8 bits become f16 in registers, and so do q and p: f16
+// has more bits than bf16, and q ends at its largest value.
 //
 // -DHEAD_DIM: 64 or 128; -DGROUP: query heads of a KV head, at most 8; -DPAGE_SIZE: a power of two; -DCLUSTER: blocks;
-// -DWARPS of a block, at least 2; -DBLOCKS_OF_SM: that registers must be left for.
-#include "common.cuh"
+// -DWARPS of a block, at least 2; -DBLOCKS_OF_SM: that registers must be left for; -DCACHE: fp8.cuh.
+#include "fp8.cuh"
 #include "mma.cuh"
 
 #define INF __int_as_float(0x7f800000)
@@ -23,6 +24,10 @@ constexpr int THREADS = WARPS * 32;
 constexpr int TILE = 16;
 constexpr int STRIPS = HEAD_DIM / 32;  // of 32 dimensions: 8 a thread
 constexpr int HALVES = HEAD_DIM / 64;  // of 64 dimensions: 8 a thread
+constexpr int K_VALUES = 16 / sizeof(C);          // of a load of K, a head of which takes four threads
+constexpr int K_LOADS = HEAD_DIM / 4 / K_VALUES;  // of a thread, for a token
+constexpr int V_VALUES = K_VALUES < HEAD_DIM / 8 ? K_VALUES : HEAD_DIM / 8;  // the same of V, which takes eight
+constexpr int V_LOADS = HEAD_DIM / 8 / V_VALUES;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int PAIRS = HALF / 32;      // of (i, i + HALF), a lane's share of a head
 constexpr int STRIDE = HEAD_DIM + 8;  // of a head in shared memory: neighbours in different banks
@@ -31,6 +36,7 @@ constexpr int VALUES = GROUP * HEAD_DIM;
 constexpr int STEP = CLUSTER * WARPS;      // tiles from one of a warp to its next
 constexpr int SHARE = VALUES / CLUSTER;    // of a block of the cluster: every CLUSTER-th value
 constexpr int RECORD = SHARE + 2 * GROUP;  // what a block leaves of a chunk: its share, each head's maximum and sum
+using M = Either<FP8, f16, T>::type;       // of what tensor cores multiply
 constexpr bool KEEP_Q = WARPS * BLOCKS_OF_SM <= 12;  // in registers, if there are enough
 
 // How rows are cut: into `shares` chunks, but of no less than `least` and no more than `most` tiles, where a row has twice
@@ -59,8 +65,8 @@ struct Unit {
 };
 
 struct Cache {
-  const T* k;  // of the KV head
-  const T* v;
+  const C* k;  // of the KV head
+  const C* v;
   const int* pages;  // of the row
   long long token_stride;
 };
@@ -77,40 +83,86 @@ __device__ __forceinline__ long long place_in_tile(const Cache& cache, long long
 }
 
 // Positions from `end` on are replaced by the last before it: they are finite, and count for nothing.
-__device__ __forceinline__ void load_k(uint4 (&k)[2][STRIPS], const Cache& cache, long long start, int tile, int end) {
+__device__ __forceinline__ void load_k(uint4 (&k)[2][K_LOADS], const Cache& cache, long long start, int tile, int end) {
   int lane = threadIdx.x & 31;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     int i = min(n * 8 + (lane >> 2), end - 1 - tile * TILE);
-    const T* from = cache.k + place_in_tile(cache, start, tile, i) + (lane & 3) * 8;
+    const C* from = cache.k + place_in_tile(cache, start, tile, i) + (lane & 3) * K_VALUES;
 #pragma unroll
-    for (int j = 0; j < STRIPS; ++j) k[n][j] = load_once(from + j * 32);
+    for (int j = 0; j < K_LOADS; ++j) k[n][j] = load_once(from + j * 4 * K_VALUES);
   }
 }
 
-__device__ __forceinline__ void load_v(uint4 (&v)[4][HALVES], const Cache& cache, long long start, int tile, int end) {
+__device__ __forceinline__ void load_v(uint4 (&v)[4][V_LOADS], const Cache& cache, long long start, int tile, int end) {
   int lane = threadIdx.x & 31;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {  // positions 2p, 2p + 1, 2p + 8, 2p + 9 of the tile
     int position = min((lane & 3) * 2 + (i & 1) + (i >> 1) * 8, end - 1 - tile * TILE);
-    const T* from = cache.v + place_in_tile(cache, start, tile, position) + (lane >> 2) * 8;
+    const C* from = cache.v + place_in_tile(cache, start, tile, position) + (lane >> 2) * V_VALUES;
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h) v[i][h] = load_once(from + h * 64);
+    for (int h = 0; h < V_LOADS; ++h) {
+      if constexpr (V_VALUES * sizeof(C) == 16) {
+        v[i][h] = load_once(from + h * 8 * V_VALUES);
+      } else {
+        uint2 half = load_once_8(from + h * 8 * V_VALUES);
+        v[i][h] = make_uint4(half.x, half.y, 0, 0);
+      }
+    }
   }
 }
 
 // What a lane has of q: of its column's head the dimensions that it has of K. Loads that stay where they are written: the
 // compiler would keep their results in registers that it does not have.
-__device__ __forceinline__ void load_q(uint4 (&b)[STRIPS], const T (&q)[8][STRIDE]) {
+__device__ __forceinline__ void load_q(uint4 (&b)[STRIPS], const M (&q)[8][STRIDE]) {
   int lane = threadIdx.x & 31;
 #pragma unroll
   for (int j = 0; j < STRIPS; ++j) {
-    unsigned from = (unsigned)__cvta_generic_to_shared(q[lane >> 2] + j * 32 + (lane & 3) * 8);
+    int at = j * 8 / K_VALUES * 4 * K_VALUES + (lane & 3) * K_VALUES + j * 8 % K_VALUES;
+    unsigned from = (unsigned)__cvta_generic_to_shared(q[lane >> 2] + at);
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(b[j].x), "=r"(b[j].y), "=r"(b[j].z), "=r"(b[j].w) : "r"(from));
   }
 }
 
 __device__ __forceinline__ unsigned word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// The i-th two of the dimensions that a lane has of a token's K.
+__device__ __forceinline__ unsigned two_of_k(const uint4 (&k)[K_LOADS], int i) {
+  if constexpr (FP8)
+    return widen(word(k[i / 8], i / 2 % 4), i & 1);
+  else
+    return word(k[i / 4], i % 4);
+}
+
+// The i-th two of the dimensions that a lane has of the four positions of V: the one of positions 0 and 1, the other of
+// these, then of positions 2 and 3.
+__device__ __forceinline__ void two_of_v(unsigned (&a)[4], const uint4 (&v)[4][V_LOADS], int i) {
+  unsigned w[4];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) w[n] = FP8 ? word(v[n][0], i / 2) : word(v[n][i / 4], i % 4);
+#pragma unroll
+  for (int n = 0; n < 4; n += 2) {
+    if constexpr (FP8) {
+      unsigned both = __byte_perm(w[n], w[n + 1], i & 1 ? 0x7362 : 0x5140);
+      a[n] = widen(both, false), a[n + 1] = widen(both, true);
+    } else {
+      a[n] = __byte_perm(w[n], w[n + 1], 0x5410), a[n + 1] = __byte_perm(w[n], w[n + 1], 0x7632);
+    }
+  }
+}
+
+// q as tensor cores take it.
+template <int N> __device__ __forceinline__ Vec<N, M> operand(const Vec<N>& x) {
+  if constexpr (Same<M, T>::value) {
+    return x;
+  } else {
+    Vec<N, M> y;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      asm("cvt.rn.satfinite.f16.f32 %0, %1;" : "=h"(y.v[i].bits) : "f"(to_float(x.v[i])));
+    return y;
+  }
+}
 
 // A lane's PAIRS of a head, normed if there is a weight, and rotated.
 __device__ __forceinline__ void norm_rotate(
@@ -218,9 +270,10 @@ __device__ __forceinline__ bool find_chunk(
 // heads, CLUSTER, max_chunks, RECORD]; `counters` [rows * KV heads, CLUSTER] are zero before and after.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_attention(
     const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride, int rows,
-    const float* cos_sin, const T* q_norm, const T* k_norm, float eps, T* k_cache, T* v_cache, T* out, int window,
+    const float* cos_sin, const T* q_norm, const T* k_norm, float eps, C* k_cache, C* v_cache, T* out, int window,
     int shares, int least, int most, int max_chunks, float* records, int* counters) {
-  __shared__ alignas(16) T q[8][STRIDE], new_k[HEAD_DIM], new_v[HEAD_DIM];
+  __shared__ alignas(16) M q[8][STRIDE];
+  __shared__ alignas(16) T new_k[HEAD_DIM], new_v[HEAD_DIM];
   __shared__ float partial_max[PARTIALS][8], partial_sum[PARTIALS][8], partial[WARPS][GROUP][HEAD_DIM];
   __shared__ float block_max[CLUSTER][GROUP], block_sum[CLUSTER][GROUP], block[CLUSTER][SHARE];
   __shared__ bool is_last;
@@ -245,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
     cache.pages = page_table + slot * table_stride;
     unit.set_length(lengths[slot], window, cutting);
     int tile = unit.tile + part, tiles = unit.tiles;
-    uint4 k[2][STRIPS], v[4][HALVES];
+    uint4 k[2][K_LOADS], v[4][V_LOADS];
     if (tile < tiles) {
       long long start = place(cache, tile * TILE);
       load_k(k, cache, start, tile, unit.end), load_v(v, cache, start, tile, unit.end);
@@ -259,7 +312,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
     for (int head = warp; head < 8; head += WARPS) {
       Vec<PAIRS> low = {}, high = {};
       if (head < GROUP) norm_rotate(heads + (unit.kv_head * GROUP + head) * HEAD_DIM, q_norm, eps, angle, low, high);
-      *(Vec<PAIRS>*)(q[head] + lane * PAIRS) = low, *(Vec<PAIRS>*)(q[head] + HALF + lane * PAIRS) = high;
+      *(Vec<PAIRS, M>*)(q[head] + lane * PAIRS) = operand(low);
+      *(Vec<PAIRS, M>*)(q[head] + HALF + lane * PAIRS) = operand(high);
     }
     bool has_new = unit.chunk == unit.chunks - 1 && rank == CLUSTER - 1;  // this block takes care of the new token
     if (has_new) {
@@ -267,12 +321,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
       if (warp == WARPS - 1) {
         Vec<PAIRS> low, high;
         norm_rotate(heads + (GROUP * kv_heads + unit.kv_head) * HEAD_DIM, k_norm, eps, angle, low, high);
-        *(Vec<PAIRS>*)(k_cache + to + lane * PAIRS) = low, *(Vec<PAIRS>*)(k_cache + to + HALF + lane * PAIRS) = high;
-        *(Vec<PAIRS>*)(new_k + lane * PAIRS) = low, *(Vec<PAIRS>*)(new_k + HALF + lane * PAIRS) = high;
+        store(k_cache + to + lane * PAIRS, low), store(k_cache + to + HALF + lane * PAIRS, high);
+        *(Vec<PAIRS>*)(new_k + lane * PAIRS) = as_stored(low), *(Vec<PAIRS>*)(new_k + HALF + lane * PAIRS) = as_stored(high);
       } else if (warp == WARPS - 2) {
         using Part = Vec<2 * PAIRS>;
         Part part = *(const Part*)(heads + ((GROUP + 1) * kv_heads + unit.kv_head) * HEAD_DIM + lane * 2 * PAIRS);
-        *(Part*)(v_cache + to + lane * 2 * PAIRS) = part, *(Part*)(new_v + lane * 2 * PAIRS) = part;
+        store(v_cache + to + lane * 2 * PAIRS, part);
+        *(Part*)(new_v + lane * 2 * PAIRS) = as_stored(part);
       }
     }
     __syncthreads();
@@ -289,8 +344,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
 #pragma unroll
       for (int j = 0; j < STRIPS; ++j) {
         uint4 b = KEEP_Q ? kept[j] : loaded[j];
-        mma(s, k[0][j].x, k[1][j].x, k[0][j].y, k[1][j].y, b.x, b.y);
-        mma(s, k[0][j].z, k[1][j].z, k[0][j].w, k[1][j].w, b.z, b.w);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; i += 2)
+          mma<M>(s, two_of_k(k[0], i), two_of_k(k[1], i), two_of_k(k[0], i + 1), two_of_k(k[1], i + 1),
+                 word(b, i % 4), word(b, i % 4 + 1));
       }
       int next = tile + STEP;
       long long start = next_start;
@@ -312,17 +369,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
 #pragma unroll
         for (int n = 0; n < HALVES * 4; ++n) o[n][i] *= fade, o[n][i + 2] *= fade;
       }
-      unsigned p0 = transpose(pack(s[0], s[1])), p1 = transpose(pack(s[2], s[3]));
+      unsigned p0 = transpose(pack<M>(s[0], s[1])), p1 = transpose(pack<M>(s[2], s[3]));
 #pragma unroll
-      for (int h = 0; h < HALVES; ++h) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {  // dimensions 2e and 2e + 1 of a thread's eight are rows g and g + 8
-          unsigned w[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) w[i] = word(v[i][h], e);
-          mma(o[h * 4 + e], __byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632),
-              __byte_perm(w[2], w[3], 0x5410), __byte_perm(w[2], w[3], 0x7632), p0, p1);
-        }
+      for (int n = 0; n < HALVES * 4; ++n) {  // a thread's dimensions 2n and 2n + 1 are rows g and g + 8
+        unsigned a[4];
+        two_of_v(a, v, n);
+        mma<M>(o[n], a[0], a[1], a[2], a[3], p0, p1);
       }
       if (next < tiles) load_v(v, cache, start, next, unit.end);
     }
@@ -339,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
 #pragma unroll
         for (int n = 0; n < HALVES * 4; ++n) {
           Vec2 pair = {o[n][i], o[n][i + 2]};
-          *(Vec2*)&partial[warp][head][n / 4 * 64 + (lane >> 2) * 8 + n % 4 * 2] = pair;
+          *(Vec2*)&partial[warp][head][2 * n / V_VALUES * 8 * V_VALUES + (lane >> 2) * V_VALUES + 2 * n % V_VALUES] = pair;
         }
       }
     }

@@ -7,10 +7,10 @@ template <> struct Is<struct bf16> { static constexpr bool bf16 = true; };
 
 // c [16, 8] += a [16, 16] @ b [16, 8]: with g = lane / 4 and p = lane % 4, a thread has of a the rows g (a0, a2) and
 // g + 8 (a1, a3) at columns 2p, 2p + 1 (a0, a1) and 2p + 8, 2p + 9 (a2, a3); of b the column g at these rows (b0, b1); of c the
-// columns 2p, 2p + 1 of row g (c[0], c[1]) and row g + 8 (c[2], c[3]).
-__device__ __forceinline__ void mma(
+// columns 2p, 2p + 1 of row g (c[0], c[1]) and row g + 8 (c[2], c[3]). U: the type of a and b.
+template <typename U = T> __device__ __forceinline__ void mma(
     float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-  if constexpr (Is<T>::bf16)
+  if constexpr (Is<U>::bf16)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -33,8 +33,8 @@ __device__ __forceinline__ unsigned multiply(unsigned a, unsigned b) {
 __device__ __forceinline__ float low_of(unsigned pair) { return to_float(T{(unsigned short)pair}); }
 __device__ __forceinline__ float high_of(unsigned pair) { return to_float(T{(unsigned short)(pair >> 16)}); }
 
-__device__ __forceinline__ unsigned pack(float low, float high) {
-  return from_float<T>(low).bits | (unsigned)from_float<T>(high).bits << 16;
+template <typename U = T> __device__ __forceinline__ unsigned pack(float low, float high) {
+  return from_float<U>(low).bits | (unsigned)from_float<U>(high).bits << 16;
 }
 
 // Eight values of T.
@@ -56,5 +56,12 @@ __device__ __forceinline__ float quad_sum(float x) {
 __device__ __forceinline__ uint4 load_once(const void* address) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+  return v;
+}
+
+// The same of 8 bytes.
+__device__ __forceinline__ uint2 load_once_8(const void* address) {
+  uint2 v;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
   return v;
 }

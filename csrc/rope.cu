@@ -1,14 +1,14 @@
 // Between the QKV product and attention, in one launch: norm of each q and k head (Qwen3), rotary positions, and the
-// store of k and v into the paged cache. One warp a head of a token; -DHEAD_DIM is a multiple of 64.
-#include "common.cuh"
+// store of k and v into the paged cache. One warp a head of a token; -DHEAD_DIM is a multiple of 64; -DCACHE: fp8.cuh.
+#include "fp8.cuh"
 
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int PAIRS = HALF / 32;  // of (i, i + HALF), a lane's share
 
 // Null q_weight or k_weight: no norm. Heads are in the order q, k, v.
 extern "C" __global__ void norm_rope_store(
-    const T* qkv, const long long* positions, const float* cos_sin, const long long* kv_slots, T* q_out, T* k_cache,
-    T* v_cache, const T* q_weight, const T* k_weight, long long tokens, int num_heads, int num_kv_heads, float eps) {
+    const T* qkv, const long long* positions, const float* cos_sin, const long long* kv_slots, T* q_out, C* k_cache,
+    C* v_cache, const T* q_weight, const T* k_weight, long long tokens, int num_heads, int num_kv_heads, float eps) {
   wait_for_predecessor();
   start_successor();
   int heads = num_heads + 2 * num_kv_heads;
@@ -21,13 +21,6 @@ extern "C" __global__ void norm_rope_store(
   Part low = *(const Part*)(in + lane * PAIRS), high = *(const Part*)(in + HALF + lane * PAIRS);
 
   bool is_q = head < num_heads, is_v = head >= num_heads + num_kv_heads;
-  T* out;
-  if (is_q) {
-    out = q_out + (token * num_heads + head) * HEAD_DIM;
-  } else {
-    int kv_head = head - num_heads - (is_v ? num_kv_heads : 0);
-    out = (is_v ? v_cache : k_cache) + (kv_slots[token] * num_kv_heads + kv_head) * HEAD_DIM;
-  }
   if (!is_v) {
     float a[PAIRS], b[PAIRS];
 #pragma unroll
@@ -53,6 +46,12 @@ extern "C" __global__ void norm_rope_store(
       high.v[j] = from_float<T>(b[j] * c + a[j] * s);
     }
   }
-  *(Part*)(out + lane * PAIRS) = low;
-  *(Part*)(out + HALF + lane * PAIRS) = high;
+  if (is_q) {
+    T* out = q_out + (token * num_heads + head) * HEAD_DIM + lane * PAIRS;
+    *(Part*)out = low, *(Part*)(out + HALF) = high;
+  } else {
+    int kv_head = head - num_heads - (is_v ? num_kv_heads : 0);
+    C* out = (is_v ? v_cache : k_cache) + (kv_slots[token] * num_kv_heads + kv_head) * HEAD_DIM + lane * PAIRS;
+    store(out, low), store(out + HALF, high);
+  }
 }

@@ -94,7 +94,7 @@ class FusedDecode:
     def rows(self, slots: Tensor, lengths: Tensor, page_table: Tensor) -> FusedRows:
         """slots [B] int64; lengths [slots] and page_table [slots, pages] int32, of the slots."""
         shape = self._shape
-        spills = shape.page_size < _TILE or shape.group == 1
+        spills = not shape.fp8_kv and (shape.page_size < _TILE or shape.group == 1)
         division = divide(len(slots) * shape.num_kv_heads, self._num_sms, spills=spills)
         return FusedRows(self._kernel(division), division, self._records, self._counters, slots, lengths, page_table)
 
@@ -106,6 +106,7 @@ class FusedDecode:
                 ("decode_attention",),
                 begins_early=True,
                 SCALAR=SCALAR_NAMES[shape.dtype],
+                CACHE=SCALAR_NAMES[shape.kv_dtype],
                 HEAD_DIM=shape.head_dim,
                 GROUP=shape.group,
                 PAGE_SIZE=shape.page_size,

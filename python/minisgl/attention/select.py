@@ -35,7 +35,6 @@ Capability = tuple[int, int]
 SIXTEEN_BITS = torch.bfloat16, torch.float16
 TESTED: tuple[Capability, ...] = ((9, 0),)
 FP8: Capability = (8, 9)  # from here on GPUs convert 8 bits
-_NOT_8_BITS = "it does not read a KV cache in 8 bits (--kv-cache-dtype fp8_e4m3)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ def make_backend(name: str, shape: AttentionShape, device: torch.device) -> Atte
         case "fa":
             from minisgl.attention.fa import FlashAttention3
 
-            return FlashAttention3(shape)
+            return FlashAttention3(shape, device)
         case "fi":
             from minisgl.attention.fi import FlashInfer
 
@@ -147,11 +146,11 @@ def choose(
 
 
 def _fa_missing(shape: AttentionShape, capability: Capability) -> str | None:
-    if shape.fp8_kv:
-        return _NOT_8_BITS
     if capability[0] not in (8, 9):
         return f"it is built for compute capability 8.x and 9.0, not {capability[0]}.{capability[1]}"
-    why = _unsupported(shape, head_dims=range(8, 257, 8))
+    why = _unsupported(shape, head_dims=range(16, 257, 16) if shape.fp8_kv else range(8, 257, 8))
+    if why is None and shape.fp8_kv:  # whose pages a kernel of ours widens
+        why = import_error("cuda.core", "cuda-core", "cuda")
     return why or import_error("sgl_kernel.flash_attn", "sglang-kernel", "cuda")
 
 
@@ -159,7 +158,7 @@ def _fi_missing(shape: AttentionShape, capability: Capability) -> str | None:
     if capability < (8, 0):
         return f"it needs compute capability 8.0, not {capability[0]}.{capability[1]}"
     if shape.fp8_kv:
-        return _NOT_8_BITS
+        return "it does not read a KV cache in 8 bits (--kv-cache-dtype fp8_e4m3)"
     why = _unsupported(shape, head_dims=(64, 128, 256))
     why = why or import_error("flashinfer.decode", "flashinfer-python", "fi")
     if why is None and not _has_nvcc():
@@ -195,8 +194,6 @@ def _fi_ready(shape: AttentionShape, capability: Capability, role: Role) -> bool
 
 
 def _fused_missing(shape: AttentionShape, capability: Capability) -> str | None:
-    if shape.fp8_kv:
-        return _NOT_8_BITS
     why = import_error("cuda.core", "cuda-core", "cuda")
     if why is not None:
         return why

@@ -18,7 +18,12 @@ from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache, make_p
 
 import minisgl
 
-SCALAR_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+SCALAR_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float32: "f32",
+    torch.float8_e4m3fn: "e4m3",  # of the KV cache only (fp8.cuh)
+}
 
 
 class Kernel:

@@ -30,7 +30,7 @@ class CudaOps:
         self._norms: dict[torch.dtype, Kernel] = {}
         self._inputs: dict[torch.dtype, list[Kernel]] = {}
         self._silu: dict[torch.dtype, Kernel] = {}
-        self._rope: dict[tuple[torch.dtype, int], Kernel] = {}
+        self._rope: dict[tuple[torch.dtype, torch.dtype, int], Kernel] = {}
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight
@@ -102,11 +102,11 @@ class CudaOps:
         self, qkv: Tensor, heads: Heads, positions: Tensor, kv_slots: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         tokens, head_dim = len(qkv), k_cache.shape[-1]
-        if head_dim % 64 or head_dim > 256 or not qkv.is_contiguous() or k_cache.dtype != qkv.dtype:
+        if head_dim % 64 or head_dim > 256 or not qkv.is_contiguous():
             return self._torch.norm_rope_store(qkv, heads, positions, kv_slots, k_cache, v_cache)
         q = qkv.new_empty((tokens, heads.num_heads, head_dim))
         units = tokens * (heads.num_heads + 2 * heads.num_kv_heads)
-        kernel = self._rope_kernel(qkv.dtype, head_dim)
+        kernel = self._rope_kernel(qkv.dtype, k_cache.dtype, head_dim)
         kernel(
             (-(-units // _WARPS),),
             _WARPS * 32,
@@ -187,14 +187,21 @@ class CudaOps:
             (self._silu[dtype],) = self._compile("silu.cu", ("silu_and_mul",), dtype)
         return self._silu[dtype]
 
-    def _rope_kernel(self, dtype: torch.dtype, head_dim: int) -> Kernel:
-        key = dtype, head_dim
+    def _rope_kernel(self, dtype: torch.dtype, cache: torch.dtype, head_dim: int) -> Kernel:
+        key = dtype, cache, head_dim
         if key not in self._rope:
-            (self._rope[key],) = self._compile("rope.cu", ("norm_rope_store",), dtype, HEAD_DIM=head_dim)
+            (self._rope[key],) = self._compiler.compile(
+                "rope.cu",
+                ("norm_rope_store",),
+                begins_early=True,
+                SCALAR=SCALAR_NAMES[dtype],
+                CACHE=SCALAR_NAMES[cache],
+                HEAD_DIM=head_dim,
+            )
         return self._rope[key]
 
-    def _compile(self, file: str, kernels: tuple[str, ...], dtype: torch.dtype, **macros: int) -> list[Kernel]:
-        return self._compiler.compile(file, kernels, begins_early=True, SCALAR=SCALAR_NAMES[dtype], **macros)
+    def _compile(self, file: str, kernels: tuple[str, ...], dtype: torch.dtype) -> list[Kernel]:
+        return self._compiler.compile(file, kernels, begins_early=True, SCALAR=SCALAR_NAMES[dtype])
 
 
 def _vectorizes(x: Tensor, size: int) -> bool:

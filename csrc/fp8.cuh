@@ -1,0 +1,57 @@
+// 8-bit floats in the KV cache: e4m3, 4 bits of exponent and 3 of mantissa, up to 448; from compute capability 8.9 on.
+// -DCACHE=e4m3 if K and V are stored in them; without it they are stored in T.
+#pragma once
+#include "common.cuh"
+
+#ifndef CACHE
+#define CACHE SCALAR
+#endif
+
+struct e4m3 { unsigned char bits; };
+using C = CACHE;
+
+// The lower or the upper two of four e4m3 values as two f16, which have all of their values.
+__device__ __forceinline__ unsigned widen(unsigned four, bool upper) {
+  unsigned two;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(two) : "h"((unsigned short)(upper ? four >> 16 : four)));
+  return two;
+}
+
+__device__ __forceinline__ float to_float(e4m3 x) { return to_float(f16{(unsigned short)widen(x.bits, false)}); }
+
+// The nearest value; what is beyond 448 becomes 448.
+template <> __device__ __forceinline__ e4m3 from_float<e4m3>(float x) {
+  unsigned short pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
+  return e4m3{(unsigned char)pair};
+}
+
+template <typename U, typename V> struct Same { static constexpr bool value = false; };
+template <typename U> struct Same<U, U> { static constexpr bool value = true; };
+template <bool first, typename U, typename V> struct Either { using type = U; };
+template <typename U, typename V> struct Either<false, U, V> { using type = V; };
+constexpr bool FP8 = Same<C, e4m3>::value;
+
+// As it is stored in the cache.
+template <int N> __device__ __forceinline__ void store(C* to, Vec<N> x) {
+  if constexpr (Same<C, T>::value) {
+    *(Vec<N>*)to = x;
+  } else {
+    Vec<N, C> y;
+#pragma unroll
+    for (int i = 0; i < N; ++i) y.v[i] = from_float<C>(to_float(x.v[i]));
+    *(Vec<N, C>*)to = y;
+  }
+}
+
+// As it is read from there.
+template <int N> __device__ __forceinline__ Vec<N> as_stored(const Vec<N>& x) {
+  if constexpr (Same<C, T>::value) {
+    return x;
+  } else {
+    Vec<N> y;
+#pragma unroll
+    for (int i = 0; i < N; ++i) y.v[i] = from_float<T>(to_float(from_float<C>(to_float(x.v[i]))));
+    return y;
+  }
+}

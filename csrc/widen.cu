@@ -1,0 +1,29 @@
+// K and V of the pages that a step sees, from 8 bits to T, for attention that reads 16 bits. Every e4m3 value is one of T.
+#include "fp8.cuh"
+
+struct alignas(16) Eight { T v[8]; };
+
+__device__ __forceinline__ Eight widened(unsigned low, unsigned high) {
+  Eight y;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    unsigned two = widen(i < 2 ? low : high, i & 1);
+    y.v[2 * i] = from_float<T>(to_float(f16{(unsigned short)two}));
+    y.v[2 * i + 1] = from_float<T>(to_float(f16{(unsigned short)(two >> 16)}));
+  }
+  return y;
+}
+
+// Pages are pages[0 .. *count), the same ones several times if rows share them; of 16 * `vectors` values.
+extern "C" __global__ void widen_pages(
+    const uint4* k, const uint4* v, Eight* wide_k, Eight* wide_v, const int* pages, const int* count, int vectors) {
+  wait_for_predecessor();
+  start_successor();
+  unsigned all = (unsigned)*count * vectors, step = gridDim.x * blockDim.x;
+  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+    long long at = (long long)pages[i / vectors] * vectors + i % vectors;
+    uint4 a = k[at], b = v[at];
+    wide_k[2 * at] = widened(a.x, a.y), wide_k[2 * at + 1] = widened(a.z, a.w);
+    wide_v[2 * at] = widened(b.x, b.y), wide_v[2 * at + 1] = widened(b.z, b.w);
+  }
+}
