@@ -6,6 +6,7 @@ rotates and stores, which the others leave to another kernel.
 
     python benchmark/attention.py
     python benchmark/attention.py --decode 64x640 256x100-2000 --heads 16,8 --page-size 64 --only decode
+    python benchmark/attention.py --kv-cache-dtype fp8_e4m3
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from minisgl.attention.base import AttentionInputs, AttentionShape
 from minisgl.attention.fused import FusedDecode
 from minisgl.attention.select import CANDIDATES, make_backend
 from minisgl.benchmark.report import table
+from minisgl.config import KVCacheDtype
 from minisgl.core import Int32Array
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kvcache.pool import KVPool
@@ -54,12 +57,14 @@ def make_pool(shape: AttentionShape, rows: int, context: int, layers: int) -> tu
         page_size=shape.page_size,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        dtype=shape.dtype,
+        dtype=shape.kv_dtype,
         device=DEVICE,
+        widened=shape.dtype if shape.fp8_kv else None,
     )
+    random = torch.empty_like(pool.keys(0), dtype=shape.dtype)
     for layer in range(layers):
-        pool.keys(layer).normal_()
-        pool.values(layer).normal_()
+        pool.keys(layer).copy_(random.normal_())
+        pool.values(layer).copy_(random.normal_())
     return pool, torch.randperm(rows * width, device=DEVICE).int().view(rows, width)
 
 
@@ -73,7 +78,7 @@ def lengths_of(text: str) -> Int32Array:
 def decodes(shape: AttentionShape, text: str) -> Iterator[Case]:
     lengths = lengths_of(text)
     rows, context, head_dim = len(lengths), int(lengths.max()), shape.head_dim
-    kv_bytes = int(lengths.sum()) * shape.num_kv_heads * head_dim * 4
+    kv_bytes = int(lengths.sum()) * shape.num_kv_heads * head_dim * 2 * shape.kv_dtype.itemsize
     layers = min(max(-(-(300 << 20) // kv_bytes), 1), 32)
     pool, page_table = make_pool(shape, rows, context, layers)
     inputs = AttentionInputs(
@@ -168,15 +173,18 @@ def main() -> None:
     parser.add_argument("--heads", nargs="*", default=[f"{q},{kv}" for q, kv in HEADS], metavar="QUERY,KV")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=get_args(KVCacheDtype))
     parser.add_argument("--only", choices=("decode", "prefill", "planning"))
     args = parser.parse_args()
     torch.manual_seed(0)
     speed = copy_speed()
-    print(f"{torch.cuda.get_device_name()}: a copy moves {speed / 1e6:.2f} TB/s; pages of {args.page_size}")
+    print(f"{torch.cuda.get_device_name()}: a copy moves {speed / 1e6:.2f} TB/s")
+    print(f"pages of {args.page_size} tokens, KV cache {args.kv_cache_dtype}")
     shapes = []
     for text in args.heads:
         heads, kv_heads = (int(part) for part in text.split(","))
-        shapes.append(AttentionShape(heads, kv_heads, args.head_dim, args.page_size, torch.bfloat16))
+        fp8 = args.kv_cache_dtype == "fp8_e4m3"
+        shapes.append(AttentionShape(heads, kv_heads, args.head_dim, args.page_size, torch.bfloat16, fp8_kv=fp8))
     with torch.inference_mode():
         if args.only in (None, "decode"):
             print_decodes(shapes, args.decode, speed)

@@ -58,7 +58,7 @@ def make_step(shape: AttentionShape, lengths: list[int], *, norm: bool = True) -
     all_lengths = torch.ones(slots_in_all, dtype=torch.int32, device=DEVICE)
     all_lengths[slots] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     cache = (rows * width, shape.page_size, shape.num_kv_heads, shape.head_dim)
-    caches = [torch.randn(cache, device=DEVICE, dtype=shape.dtype) for _ in range(2)]
+    caches = [torch.randn(cache, device=DEVICE, dtype=shape.dtype).to(shape.kv_dtype) for _ in range(2)]
     qkv = torch.randn(rows, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, device=DEVICE)
     angles = torch.outer(torch.arange(max(lengths)), torch.rand(shape.head_dim // 2))
     table = torch.cat([angles.cos(), angles.sin()], dim=1).to(DEVICE)

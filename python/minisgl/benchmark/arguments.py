@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args
 from minisgl.benchmark.engines.base import ENGINES, EngineOptions
 from minisgl.benchmark.report import write_json
 from minisgl.benchmark.shapes import SHAPES, make_shape, read_context
-from minisgl.config import BatchPolicyName, SchedulePolicy
+from minisgl.config import BatchPolicyName, KVCacheDtype, SchedulePolicy
 
 T = TypeVar("T")
 
@@ -90,6 +90,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--page-size", type=int, metavar="TOKENS", help="of minisgl's KV cache")
     group.add_argument("--num-pages", type=int, metavar="PAGES", help="in minisgl's KV cache")
     group.add_argument("--attn", default="auto", metavar="NAME", help="minisgl's attention backend")
+    group.add_argument(
+        "--kv-cache-dtype", default="auto", choices=get_args(KVCacheDtype), help="what minisgl stores K and V in"
+    )
     group.add_argument("--graph", type=int, metavar="ROWS", help="minisgl: largest batch in a CUDA graph; 0: none")
     group.add_argument("--disable-overlap", action="store_true", help="minisgl: read each step before the next")
     group.add_argument(
@@ -135,6 +138,7 @@ def engine_options(args: argparse.Namespace, folder: Path, longest: int) -> Engi
         page_size=args.page_size,
         num_pages=args.num_pages,
         attention=args.attn,
+        kv_cache_dtype=args.kv_cache_dtype,
         graph_max_bs=args.graph,
         overlap=not args.disable_overlap,
         batch_policy=args.batch_policy,

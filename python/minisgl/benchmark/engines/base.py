@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from minisgl.benchmark.workload import OfflineBatch
-from minisgl.config import BatchPolicyName, SchedulePolicy
+from minisgl.config import BatchPolicyName, KVCacheDtype, SchedulePolicy
 
 ENGINES = {
     "minisgl": "minisgl.benchmark.engines.minisgl_engine:MinisglEngine",
@@ -32,6 +32,7 @@ class EngineOptions:
     page_size: int | None = None  # minisgl
     num_pages: int | None = None  # minisgl
     attention: str = "auto"  # minisgl
+    kv_cache_dtype: KVCacheDtype = "auto"  # minisgl
     graph_max_bs: int | None = None  # minisgl
     overlap: bool = True  # minisgl
     batch_policy: BatchPolicyName = "prefill-first"  # minisgl

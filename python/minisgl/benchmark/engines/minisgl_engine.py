@@ -20,6 +20,7 @@ class MinisglEngine:
             max_seq_len_override=options.max_seq_len,
             max_running_req=options.max_running_requests,
             memory_ratio=options.memory_ratio,
+            kv_cache_dtype=options.kv_cache_dtype,
             page_size=options.page_size,
             num_page_override=options.num_pages,
             cuda_graph_max_bs=options.graph_max_bs,
