@@ -143,6 +143,7 @@ def test_old_rotary_buffers_are_ignored(changed: Callable[..., Path], saved: Sav
         ({"model.norm.weight": torch.ones(1, 72)}, {}, r"model\.norm\.weight has shape \[1, 72\]"),
         ({"model.layers.1.mlp.up_proj.weight": None}, {}, r"lacks model\.layers\.1\.mlp\.up_proj\.weight$"),
         ({"model.layers.0.mlp.router.weight": torch.ones(4, 72)}, {}, r"does not use: .*router\.weight$"),
+        ({"model.layers.0.self_attn.k_scale": torch.ones(1)}, {}, r"does not use: .*k_scale$"),  # of a cache in 8 bits
         ({}, {"num_hidden_layers": 3}, r"lacks model\.layers\.2\..* and \d+ more$"),
         ({}, {"num_hidden_layers": 1}, r"does not use: model\.layers\.1\..* and \d+ more$"),
         ({}, {"attention_bias": True}, r"lacks .*bias and \d+ more$"),
