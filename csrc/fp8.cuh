@@ -13,7 +13,10 @@ using C = CACHE;
 // The lower or the upper two of four e4m3 values as two f16, which have all of their values.
 __device__ __forceinline__ unsigned widen(unsigned four, bool upper) {
   unsigned two;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(two) : "h"((unsigned short)(upper ? four >> 16 : four)));
+  if (upper)
+    asm("{ .reg .b16 low, high;\n mov.b32 {low, high}, %1;\n cvt.rn.f16x2.e4m3x2 %0, high; }" : "=r"(two) : "r"(four));
+  else
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(two) : "h"((unsigned short)four));
   return two;
 }
 
