@@ -72,11 +72,9 @@ def divide(units: int, num_sms: int, *, spills: bool) -> Division:
         return Division(2, 6, 2, helpers=64, most=512)
     if 2 * units <= 3 * num_sms:
         return Division(2, 4, 3, helpers=128)
-    if units <= 3 * num_sms or spills:
-        return Division(1, 4, 3, helpers=256)
-    if units <= 4 * num_sms:
-        return Division(1, 4, 4, helpers=256)
-    return Division(1, 8, 2, helpers=256)
+    # So many that the last of the waves in which they work leaves the fewest places empty.
+    blocks = 3 if spills else min((3, 4), key=lambda blocks: -(-units // (blocks * num_sms)) * blocks)
+    return Division(1, 4, blocks, helpers=256)
 
 
 class FusedDecode:
