@@ -83,7 +83,7 @@ def expected(row: Row, logits: list[float]) -> list[float]:
 def enter(state: SlotState, slot: int, row: Row) -> None:
     tokens = np.array(row.prompt + row.output, dtype=np.int32)
     no_pages = np.empty(0, dtype=np.int32)
-    state._enter(EnteringRow(slot, tokens, no_pages, row.sampling, 0, len(row.prompt), row.stop_ids))
+    state._enter([EnteringRow(slot, tokens, no_pages, row.sampling, 0, len(row.prompt), row.stop_ids)])
 
 
 def pack(masks: list[list[bool] | None]) -> torch.Tensor:

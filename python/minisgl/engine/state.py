@@ -6,12 +6,14 @@ its input tokens here and leaves the sampled ones here, so the next step can be 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import Batch, EnteringRow, pages_for
+from minisgl.core import Batch, EnteringRow, Int32Array, pages_for
 from minisgl.engine.processing import ProcessingState
 
 
@@ -51,24 +53,43 @@ class SlotState:
 
     def apply(self, batch: Batch) -> None:
         """Bring the rows up to date for this step."""
-        for row in batch.entering:
-            self._enter(row)
+        if batch.entering:
+            self._enter(batch.entering)
         if len(batch.new_pages):
-            change = upload(batch.new_pages.T.astype(np.int64), self.device)
-            self.page_table[change[0], change[1]] = change[2].int()
+            self._write(self.page_table, batch.new_pages)
 
-    def _enter(self, row: EnteringRow) -> None:
-        slot, sampling = row.slot, row.sampling
-        self.tokens[slot, : len(row.token_ids)] = upload(row.token_ids, self.device)
-        if len(row.pages):
-            self.page_table[slot, : len(row.pages)] = upload(row.pages, self.device)
-        self.lengths[slot] = len(row.token_ids)
-        self.temperature[slot] = 0.0 if sampling.greedy else sampling.temperature
-        self.top_k[slot] = max(sampling.top_k, 0)
-        self.top_p[slot] = sampling.top_p
-        self.min_p[slot] = sampling.min_p
-        self.seed[slot] = row.seed
-        self.processing.enter(row)
+    def _enter(self, rows: Sequence[EnteringRow]) -> None:
+        """All rows at once: each operation takes the host as long as the next."""
+        asked = [row.sampling for row in rows]
+        integers = [
+            [row.slot for row in rows],
+            [len(row.token_ids) for row in rows],
+            [max(one.top_k, 0) for one in asked],
+            [row.seed for row in rows],
+        ]
+        slots, lengths, top_k, seeds = upload(np.array(integers, dtype=np.int64), self.device)
+        self.lengths[slots] = lengths.int()
+        self.top_k[slots] = top_k.int()
+        self.seed[slots] = seeds
+        floats = [
+            [0.0 if one.greedy else one.temperature for one in asked],
+            [one.top_p for one in asked],
+            [one.min_p for one in asked],
+        ]
+        temperature, top_p, min_p = upload(np.array(floats, dtype=np.float32), self.device)
+        self.temperature[slots] = temperature
+        self.top_p[slots] = top_p
+        self.min_p[slots] = min_p
+        self._write(self.tokens, _beginnings([(row.slot, row.token_ids) for row in rows]))
+        if any(len(row.pages) for row in rows):
+            self._write(self.page_table, _beginnings([(row.slot, row.pages) for row in rows]))
+        for row in rows:
+            self.processing.enter(row)
+
+    def _write(self, table: Tensor, entries: Int32Array) -> None:
+        """entries [k, 3]: (slot, index in its row, value), no place twice."""
+        slots, indices, values = upload(np.ascontiguousarray(entries.T, dtype=np.int64), self.device)
+        table[slots, indices] = values.int()
 
     def kv_slots(self, slots: Tensor, positions: Tensor) -> Tensor:
         """[T] slots and positions -> [T] int64 places in the KV pool."""
@@ -82,3 +103,11 @@ class SlotState:
         # The scratch slot, of length 1 for ever, writes its first place again and again.
         self.tokens[slots, lengths.long() * real] = sampled.int()
         self.lengths[slots] = lengths + real
+
+
+def _beginnings(rows: Sequence[tuple[int, Int32Array]]) -> Int32Array:
+    """[k, 3] (slot, index, value): what each slot's row begins with."""
+    lengths = [len(values) for _, values in rows]
+    owners = np.repeat(np.array([slot for slot, _ in rows], dtype=np.int32), lengths)
+    indices = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    return np.stack([owners, indices, np.concatenate([values for _, values in rows])], axis=1)

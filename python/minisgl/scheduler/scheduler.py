@@ -246,10 +246,10 @@ class Scheduler:
 
     def _is_being_prefilled(self, request: Request, cached_len: int) -> bool:
         """A running request is computing more of this one's tokens than the cache holds: they are worth waiting for."""
-        table, tokens = self._table, request.token_ids
-        for slot in self._running:
+        table, tokens, running = self._table, request.token_ids, self._running_array
+        for slot in running[table.cached_len[running] < table.entry_len[running]].tolist():
             length = min(int(table.entry_len[slot]), len(tokens) - 1) // self._page_size * self._page_size
-            if length <= cached_len or table.cached_len[slot] >= table.entry_len[slot]:
+            if length <= cached_len:
                 continue
             if self._request(slot).salt != request.salt:
                 continue
