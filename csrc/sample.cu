@@ -538,7 +538,7 @@ __device__ __forceinline__ int choose(const Row& row, unsigned limit, long long 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sample_choose(
     const T* logits, long long row_stride, const unsigned* mask, const long long* slots, const float* temperature,
     const int* top_k, const float* top_p, const float* min_p, const long long* seeds, const Partial* partials, int groups, int vocab,
-    int* tokens, long long tokens_stride, int* lengths, int scratch_slot, long long* sampled) {
+    int* tokens, long long tokens_stride, int* lengths, int scratch_slot, int* sampled) {
   __shared__ Shared s;
   int index = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   long long slot = slots[index];

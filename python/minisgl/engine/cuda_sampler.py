@@ -45,7 +45,7 @@ class CudaSampler:
         if kind.processed:
             logits, mask = self.process(logits, slots, state, mask), None
         partials = torch.empty(rows * groups * _PARTIAL_BYTES, dtype=torch.uint8, device=logits.device)
-        sampled = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        sampled = torch.empty(rows, dtype=torch.int32, device=logits.device)
         # Twice as many rows fit on the device at a time with half the threads each.
         choose_threads = 1024 if rows <= self._multiprocessors else 512
         sample_partials, sample_choose = self._sampling_kernels(logits.dtype, choose_threads)

@@ -126,10 +126,10 @@ class StepRunner:
         )
 
     def sample(self, batch: Batch, forwarded: Forwarded, mask: Tensor | None = None) -> Tensor:
-        """The sampled tokens [S] int64; the slots have been advanced by them. `mask` as in Sampler.sample."""
+        """The sampled tokens [S] int32; the slots have been advanced by them. `mask` as in Sampler.sample."""
         logits, slots = forwarded.logits, forwarded.slots
         if len(slots) == 0:
-            return slots
+            return slots.int()
         return self.sampler.sample(logits, slots, self.state, SampleKind.of(batch), mask)
 
     def judged(self, batch: Batch, forwarded: Forwarded, mask: Tensor | None, *, processed: bool) -> Judged | None:
@@ -156,7 +156,9 @@ class StepRunner:
         plan = batch.logprobs
         if plan is None or judged is None:
             return None
-        output = compute_logprobs(judged.logits.__getitem__, sampled[judged.rows], judged.logits.shape[1], plan.top)
+        output = compute_logprobs(
+            judged.logits.__getitem__, sampled[judged.rows].long(), judged.logits.shape[1], plan.top
+        )
         return output, forwarded.prompt_logprobs or no_logprobs(self.state.device)
 
     def decode_context(

@@ -20,7 +20,7 @@ T = TypeVar("T")
 class StepTensors:
     """What a step brings, on its device."""
 
-    tokens: Tensor  # [S]: sampled
+    tokens: Tensor  # [S] int32: sampled
     logprobs: tuple[LogprobTensors, LogprobTensors] | None = None  # of the output and of prompts, if asked for
 
 
@@ -85,7 +85,7 @@ class CpuQueue:
         def run() -> tuple[Int32Array, StepLogprobs | None]:
             with torch.inference_mode():
                 result = step()
-                array: Int32Array = result.tokens.int().numpy()
+                array: Int32Array = result.tokens.numpy()
                 return array, _on_host(result.logprobs)
 
         return _CpuTokens(self._thread.submit(run))
@@ -124,18 +124,18 @@ class _CudaTokens:
         return _on_host(self._logprobs)
 
 
-def _copy_to_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _copy_to_host(tensor: Tensor) -> Tensor:
     """A copy in pinned memory, there when the stream has come so far."""
-    host = torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 
 def _copy_logprobs(one: LogprobTensors) -> LogprobTensors:
     return LogprobTensors(
-        _copy_to_host(one.chosen, torch.float32),
-        _copy_to_host(one.ranks, torch.int32),
-        _copy_to_host(one.top_ids, torch.int32),
-        _copy_to_host(one.top, torch.float32),
+        _copy_to_host(one.chosen),
+        _copy_to_host(one.ranks),
+        _copy_to_host(one.top_ids),
+        _copy_to_host(one.top),
     )
 
 
@@ -148,7 +148,7 @@ class CudaQueue:
     def submit(self, step: Callable[[], StepTensors]) -> _CudaTokens:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             result = step()
-            tokens = _copy_to_host(result.tokens, torch.int32)
+            tokens = _copy_to_host(result.tokens)
             logprobs = None
             if result.logprobs is not None:
                 output, prompt = result.logprobs

@@ -91,7 +91,7 @@ class Sampler(Protocol):
     def sample(
         self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind, mask: Tensor | None = None
     ) -> Tensor:
-        """logits [S, V] of the rows in `slots` [S] int64 -> tokens [S] int64. The logits are left as they are.
+        """logits [S, V] of the rows in `slots` [S] int64 -> tokens [S] int32. The logits are left as they are.
 
         `mask` [S, ceil(V / 32)] int32 allows id 32 w + i where bit i of word w is set; None allows all.
         """
@@ -111,6 +111,7 @@ class TorchSampler:
         elif mask is not None:
             logits = mask_logits(logits, mask)
         sampled = logits.argmax(dim=1) if kind.greedy else _draw(logits, slots, state, filtered=kind.filtered)
+        sampled = sampled.int()
         state.advance(slots, sampled)
         return sampled
 

@@ -97,11 +97,14 @@ class SlotState:
         return pages.long() * self.page_size + positions % self.page_size
 
     def advance(self, slots: Tensor, sampled: Tensor) -> None:
-        """Append the sampled token of each slot: the next step reads it from here. Slots may repeat only as scratch."""
+        """Append the sampled tokens [S] int32 to the slots [S] int64, for the next step to read.
+
+        Slots may repeat only as scratch.
+        """
         lengths = self.lengths[slots]
         real = (slots != self.scratch_slot).int()
         # The scratch slot, of length 1 for ever, writes its first place again and again.
-        self.tokens[slots, lengths.long() * real] = sampled.int()
+        self.tokens[slots, lengths.long() * real] = sampled
         self.lengths[slots] = lengths + real
 
 
