@@ -142,9 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) many_rows_linear(
   __syncwarp();
   __syncthreads();
   wait_for_predecessor();
-  // What follows a product that neither gates nor adds is attention. It loses more than it gains by beginning before all
-  // of these blocks are gone: its own would be dealt to the multiprocessors by the room that there is at the time.
-  if (GATED || residual) start_successor();
+  start_successor();
 
   if (producer) {
     for (int s = 0; s < min(STAGES, count); ++s) load_x(s, s);

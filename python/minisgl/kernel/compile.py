@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from cuda.bindings import driver
+from cuda.bindings.driver import CUfunction_attribute as _Attribute
 from cuda.core import Device, LaunchConfig, ObjectCode, Program, ProgramOptions, Stream, launch
 from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache, make_program_cache_key
 
@@ -85,12 +86,15 @@ class Compiler:
         *,
         begins_early: bool = False,
         shared_bytes: int = 0,
+        sm_shared_bytes: int = 0,
         **macros: str | int,
     ) -> list[Kernel]:
         """The named kernels of one file, with these macros defined.
 
         `begins_early`: they wait for their predecessor themselves (common.cuh), and so may be launched before its end.
         `shared_bytes`: of the shared memory that they use besides what they declare.
+        `sm_shared_bytes`: of shared memory that a multiprocessor should have while it runs them, one of the sizes that
+        there are. The rest is its first cache, also for kernels that begin meanwhile. 0: for as many blocks as fit.
         """
         options = ProgramOptions(
             std="c++17",
@@ -104,18 +108,20 @@ class Compiler:
         for name in kernels:
             kernel = module.get_kernel(name)
             if shared_bytes:  # with what is declared it may be more than the 48 KiB that need no asking
-                (error,) = driver.cuKernelSetAttribute(
-                    driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    shared_bytes,
-                    kernel.handle,
-                    self._device.device_id,
-                )
-                if error != driver.CUresult.CUDA_SUCCESS:
-                    raise RuntimeError(f"{file}: {shared_bytes} bytes of shared memory a block: {error.name}")
+                self._set(kernel, _Attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+            if sm_shared_bytes:
+                largest = self._device.properties.max_shared_memory_per_multiprocessor
+                percent = min(100 * sm_shared_bytes // largest, 100)  # the device takes the next size above
+                self._set(kernel, _Attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent)
             compiled.append(
                 Kernel(kernel, self._device.device_id, self._streams, begins_early=early, shared_bytes=shared_bytes)
             )
         return compiled
+
+    def _set(self, kernel: Any, attribute: _Attribute, value: int) -> None:
+        (error,) = driver.cuKernelSetAttribute(attribute, value, kernel.handle, self._device.device_id)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{attribute.name} cannot be {value}: {error.name}")
 
     def _module(self, source: str, options: ProgramOptions) -> ObjectCode:
         key = make_program_cache_key(

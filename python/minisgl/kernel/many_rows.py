@@ -23,6 +23,9 @@ _MULTIPROCESSORS = 132
 _MAX_CLUSTER = 8
 _MAX_STAGES = 12
 _RING_BYTES = {1: 220 << 10, 2: 110 << 10, 3: 73 << 10}  # of shared memory, by blocks on a multiprocessor
+# Of a multiprocessor's 256 KiB, for the block of a product before attention and two of attention's, which begin beside
+# it. What they stream from memory passes the first cache, which is the rest.
+_SHARED_BEFORE_ATTENTION = 132 << 10
 
 
 class _Kind(NamedTuple):
@@ -34,6 +37,7 @@ class _Kind(NamedTuple):
     stages: int
     gated: bool
     blocks: int  # at a time on a multiprocessor
+    before_attention: bool
 
 
 class ManyRows:
@@ -73,7 +77,8 @@ class ManyRows:
         outputs = width // 2 if gated else width
         if out is None:
             out = x.new_empty((rows, outputs))
-        kind = _kind(x.dtype, width, size, gated=gated)
+        # Of those without gate and residual nearly all are of q, k and v.
+        kind = _kind(x.dtype, width, size, gated=gated, before_attention=residual is None and not gated)
         box_rows = kind.block_rows // 2 if gated else kind.block_rows
         kernel = self._kernel(kind)
         kernel(
@@ -100,6 +105,7 @@ class ManyRows:
                 ("many_rows_linear",),
                 begins_early=True,
                 shared_bytes=max(ring, sums),
+                sm_shared_bytes=_SHARED_BEFORE_ATTENTION if kind.before_attention else 0,
                 SCALAR=SCALAR_NAMES[kind.dtype],
                 ROWS=kind.block_rows,
                 SPLIT=kind.split,
@@ -110,16 +116,18 @@ class ManyRows:
         return self._kernels[kind]
 
 
-def _kind(dtype: torch.dtype, width: int, size: int, *, gated: bool) -> _Kind:
+def _kind(dtype: torch.dtype, width: int, size: int, *, gated: bool, before_attention: bool) -> _Kind:
     """How the work of x [rows, size] @ weight [width, size]^T is divided.
 
     As evenly among the multiprocessors as can be, while a block reads no more of x than of the weight by far: what
-    reaches a multiprocessor from the second cache is limited, too.
+    reaches a multiprocessor from the second cache is limited, too. Before attention each has but one block, with room for
+    two: in twice the ring it would leave attention no first cache.
     """
     steps = size // _KEYS
     if width * size <= _SMALL:
         block_rows, blocks = 64 if gated else 32, 2
-        split = max(1, min(192 // -(-width // block_rows), steps // 8, _MAX_CLUSTER))
+        most = _MULTIPROCESSORS if before_attention else 192
+        split = max(1, min(most // -(-width // block_rows), steps // 8, _MAX_CLUSTER))
     elif gated:
         blocks = next((b for b in (3, 2) if _share(width, b, 16) >= 64), 1)
         block_rows, split = min(max(_share(width, blocks, 16), 64), 128), 1
@@ -128,8 +136,9 @@ def _kind(dtype: torch.dtype, width: int, size: int, *, gated: bool) -> _Kind:
         while _share(width * split, 1, 8) < 64 and split < min(_MAX_CLUSTER, steps):
             split += 1
         block_rows = min(max(_share(width * split, 1, 8), 64), 128)
-    stages = _RING_BYTES[blocks] // ((_X_ROWS + block_rows) * _KEYS * 2)
-    return _Kind(dtype, block_rows, split, min(stages, -(-steps // split), _MAX_STAGES), gated, blocks)
+    ring = _RING_BYTES[2 if before_attention else blocks]
+    stages = min(ring // ((_X_ROWS + block_rows) * _KEYS * 2), -(-steps // split), _MAX_STAGES)
+    return _Kind(dtype, block_rows, split, stages, gated, blocks, before_attention)
 
 
 def _share(width: int, blocks: int, unit: int) -> int:
