@@ -120,8 +120,8 @@ def _kind(dtype: torch.dtype, width: int, size: int, *, gated: bool, before_atte
     """How the work of x [rows, size] @ weight [width, size]^T is divided.
 
     As evenly among the multiprocessors as can be, while a block reads no more of x than of the weight by far: what
-    reaches a multiprocessor from the second cache is limited, too. Before attention each has but one block, with room for
-    two: in twice the ring it would leave attention no first cache.
+    reaches a multiprocessor from the second cache is limited, too. Before attention each has but one block with the ring
+    of two: a larger one would leave attention no first cache.
     """
     steps = size // _KEYS
     if width * size <= _SMALL:
