@@ -120,14 +120,16 @@ def _kind(dtype: torch.dtype, width: int, size: int, *, gated: bool, before_atte
     """How the work of x [rows, size] @ weight [width, size]^T is divided.
 
     As evenly among the multiprocessors as can be, while a block reads no more of x than of the weight by far: what
-    reaches a multiprocessor from the second cache is limited, too. Before attention each has but one block with the ring
-    of two: a larger one would leave attention no first cache.
+    reaches a multiprocessor from the second cache is limited, too. Before attention each has but one block, with the
+    ring of two: a larger one would leave attention no first cache.
     """
     steps = size // _KEYS
     if width * size <= _SMALL:
         block_rows, blocks = 64 if gated else 32, 2
+        tiles = -(-width // block_rows)
+        before_attention = before_attention and tiles <= _MULTIPROCESSORS
         most = _MULTIPROCESSORS if before_attention else 192
-        split = max(1, min(most // -(-width // block_rows), steps // 8, _MAX_CLUSTER))
+        split = max(1, min(most // tiles, steps // 8, _MAX_CLUSTER))
     elif gated:
         blocks = next((b for b in (3, 2) if _share(width, b, 16) >= 64), 1)
         block_rows, split = min(max(_share(width, blocks, 16), 64), 128), 1
