@@ -26,6 +26,10 @@ SCALAR_NAMES = {
     torch.float8_e4m3fn: "e4m3",  # of the KV cache only (fp8.cuh)
 }
 
+# Of a multiprocessor's 256 KiB, while it multiplies what attention then begins to read: what attention streams from
+# memory passes the first cache, which is the rest. One of the sizes that there are.
+SHARED_BEFORE_ATTENTION = 132 << 10
+
 
 class Kernel:
     """One compiled kernel; calling it launches it on torch's current stream."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.base import Norm
-from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
+from minisgl.kernel.compile import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Compiler, Kernel
 
 _MAX_ROWS = 16  # of x, and fewer where the weight is not small: cuBLAS is faster then
 _MAX_ROWS_OF_LARGE = 8
@@ -18,6 +18,7 @@ _STAGE = 4096  # values of a weight in a stage, likewise
 _CLUSTERS = (2, 8)  # blocks, the fewest and the most; GPUs before Hopper have no clusters
 _SMALL = 1 << 23  # values of a weight that is divided into many narrow blocks; of others, clusters share K
 _MIN_BLOCKS = 256  # of a weight that is not small: some for each multiprocessor
+_RING_BEFORE_ATTENTION = 56 << 10  # bytes at most: two blocks leave room for some of attention's, which begin early
 
 
 class _Kind(NamedTuple):
@@ -30,6 +31,7 @@ class _Kind(NamedTuple):
     stages: int
     norm: bool
     gated: bool
+    before_attention: bool
 
 
 class FewRows:
@@ -88,13 +90,12 @@ class FewRows:
 
     def _kernel(self, kind: _Kind) -> Kernel:
         if kind not in self._kernels:
-            columns = _STAGE // kind.block_rows
-            stage = 2 * columns * (kind.block_rows + kind.max_rows + kind.norm)  # bytes
             (self._kernels[kind],) = self._compiler.compile(
                 "linear.cu",
                 ("few_rows_linear",),
                 begins_early=True,
-                shared_bytes=kind.stages * stage,
+                shared_bytes=kind.stages * _stage_bytes(kind.block_rows, kind.max_rows, norm=kind.norm),
+                sm_shared_bytes=SHARED_BEFORE_ATTENTION if kind.before_attention else 0,
                 SCALAR=SCALAR_NAMES[kind.dtype],
                 M_MAX=kind.max_rows,
                 ROWS=kind.block_rows,
@@ -112,10 +113,19 @@ def _kind(
     """How the work of x [rows, size] @ weight [width, size]^T is divided."""
     max_rows = 8 if rows <= 8 else 16
     if width * size <= _SMALL and size % 256 == 0:
-        return _Kind(dtype, max_rows, 16, 1, min(size // 256 + 1, 9), norm, gated)
+        stages = min(size // 256 + 1, 9)
+        before_attention = norm and not gated and clusters[1] > 1  # where there are clusters, kernels begin early
+        if before_attention:
+            stages = min(stages, _RING_BEFORE_ATTENTION // _stage_bytes(16, max_rows, norm=norm))
+        return _Kind(dtype, max_rows, 16, 1, stages, norm, gated, before_attention)
     (cluster, most), blocks = clusters, -(-width // 64)
     while cluster < most and cluster * blocks < _MIN_BLOCKS:
         cluster *= 2
     while size // 64 < cluster:
         cluster //= 2
-    return _Kind(dtype, max_rows, 64, cluster, 7, norm, gated)
+    return _Kind(dtype, max_rows, 64, cluster, 7, norm, gated, False)
+
+
+def _stage_bytes(block_rows: int, max_rows: int, *, norm: bool) -> int:
+    """Of a stage: columns of the weight's rows, of x, and of the norm."""
+    return 2 * _STAGE // block_rows * (block_rows + max_rows + norm)

@@ -11,7 +11,7 @@ from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
 from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
-from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
+from minisgl.kernel.compile import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Compiler, Kernel
 
 _X_ROWS = 64  # of x, at most; of more, cuBLAS is as fast or faster
 _KEYS = 64  # columns of a stage, as in many_rows.cu
@@ -23,9 +23,6 @@ _MULTIPROCESSORS = 132
 _MAX_CLUSTER = 8
 _MAX_STAGES = 12
 _RING_BYTES = {1: 220 << 10, 2: 110 << 10, 3: 73 << 10}  # of shared memory, by blocks on a multiprocessor
-# Of a multiprocessor's 256 KiB, for the block of a product before attention and two of attention's, which begin beside
-# it. What they stream from memory passes the first cache, which is the rest.
-_SHARED_BEFORE_ATTENTION = 132 << 10
 
 
 class _Kind(NamedTuple):
@@ -105,7 +102,7 @@ class ManyRows:
                 ("many_rows_linear",),
                 begins_early=True,
                 shared_bytes=max(ring, sums),
-                sm_shared_bytes=_SHARED_BEFORE_ATTENTION if kind.before_attention else 0,
+                sm_shared_bytes=SHARED_BEFORE_ATTENTION if kind.before_attention else 0,
                 SCALAR=SCALAR_NAMES[kind.dtype],
                 ROWS=kind.block_rows,
                 SPLIT=kind.split,
