@@ -7,7 +7,7 @@ tokens and the number of rows of the step (of its graph), not on the other rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ class Division:
     blocks_of_sm: int
     helpers: int  # clusters besides the rows' own, which take what is cut off
     shares: int = 1  # a row of more than twice `least` is cut into so many chunks, or as `least` and `most` demand
-    least: int = 256  # tiles of a chunk
+    least: int = 256  # tiles of 16 tokens in a chunk
     most: int = 256
 
 
@@ -94,6 +94,8 @@ class FusedDecode:
         shape = self._shape
         spills = not shape.fp8_kv and (shape.page_size < _TILE or shape.group == 1)
         division = divide(len(slots) * shape.num_kv_heads, self._num_sms, spills=spills)
+        if shape.fp8_kv:  # tiles have twice the tokens
+            division = replace(division, least=division.least // 2, most=division.most // 2)
         return FusedRows(self._kernel(division), division, self._records, self._counters, slots, lengths, page_table)
 
     def _kernel(self, division: Division) -> Kernel:
