@@ -114,7 +114,8 @@ def _kind(
     max_rows = 8 if rows <= 8 else 16
     if width * size <= _SMALL and size % 256 == 0:
         stages = min(size // 256 + 1, 9)
-        before_attention = norm and not gated and clusters[1] > 1  # where there are clusters, kernels begin early
+        # Where there are clusters, kernels begin early. A longer product has not been measured with so short a ring.
+        before_attention = norm and not gated and clusters[1] > 1 and size <= 1024
         if before_attention:
             stages = min(stages, _RING_BEFORE_ATTENTION // _stage_bytes(16, max_rows, norm=norm))
         return _Kind(dtype, max_rows, 16, 1, stages, norm, gated, before_attention)
