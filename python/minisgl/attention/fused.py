@@ -19,7 +19,7 @@ from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 
 _MAX_GROUP = 8  # query heads of a KV head: rows of a tensor-core instruction
 _MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
-_TILE = 16  # tokens
+_TILE = 16  # tokens; of 8 bits twice as many
 _MAX_CHUNKS = 64  # of a row: one cluster merges them
 _RECORDS = 1 << 14  # of chunks, of all rows and KV heads
 
@@ -92,9 +92,10 @@ class FusedDecode:
     def rows(self, slots: Tensor, lengths: Tensor, page_table: Tensor) -> FusedRows:
         """slots [B] int64; lengths [slots] and page_table [slots, pages] int32, of the slots."""
         shape = self._shape
-        spills = not shape.fp8_kv and (shape.page_size < _TILE or shape.group == 1)
+        tile = 2 * _TILE if shape.fp8_kv else _TILE
+        spills = shape.page_size < tile or shape.group == 1
         division = divide(len(slots) * shape.num_kv_heads, self._num_sms, spills=spills)
-        if shape.fp8_kv:  # tiles have twice the tokens
+        if shape.fp8_kv:
             division = replace(division, least=division.least // 2, most=division.most // 2)
         return FusedRows(self._kernel(division), division, self._records, self._counters, slots, lengths, page_table)
 
