@@ -1,7 +1,7 @@
 // Attention of a decode step from the q, k, v product to its output, in one launch: norm and rotation of q and k, the
 // store of the new K and V, and attention over the paged cache (flash-decoding: Dao et al., 2023).
 //
-// A cluster of blocks serves one KV head of one row. Tiles of 16 (8 bits: 32) cached tokens are dealt to the cluster's warps in turn;
+// A cluster of blocks serves one KV head of one row. Tiles of 16 cached tokens are dealt to the cluster's warps in turn;
 // each warp streams its tiles from memory straight into the registers of tensor-core instructions and keeps an online
 // softmax of its own. The new token never takes the way through memory: it is one more partial result. At the end
 // warps merge through shared memory, and blocks by pushing their shares to one another.
@@ -21,8 +21,7 @@
 
 #define INF __int_as_float(0x7f800000)
 constexpr int THREADS = WARPS * 32;
-constexpr int TILE = FP8 ? 32 : 16;  // as many bytes either way
-constexpr int PARTS = TILE / 16;     // that an instruction multiplies
+constexpr int TILE = 16;
 constexpr int STRIPS = HEAD_DIM / 32;  // of 32 dimensions: 8 a thread
 constexpr int HALVES = HEAD_DIM / 64;  // of 64 dimensions: 8 a thread
 constexpr int K_VALUES = 16 / sizeof(C);          // of a load of K, a head of which takes four threads
@@ -84,10 +83,10 @@ __device__ __forceinline__ long long place_in_tile(const Cache& cache, long long
 }
 
 // Positions from `end` on are replaced by the last before it: they are finite, and count for nothing.
-__device__ __forceinline__ void load_k(uint4 (&k)[2 * PARTS][K_LOADS], const Cache& cache, long long start, int tile, int end) {
+__device__ __forceinline__ void load_k(uint4 (&k)[2][K_LOADS], const Cache& cache, long long start, int tile, int end) {
   int lane = threadIdx.x & 31;
 #pragma unroll
-  for (int n = 0; n < 2 * PARTS; ++n) {
+  for (int n = 0; n < 2; ++n) {
     int i = min(n * 8 + (lane >> 2), end - 1 - tile * TILE);
     const C* from = cache.k + place_in_tile(cache, start, tile, i) + (lane & 3) * K_VALUES;
 #pragma unroll
@@ -95,10 +94,10 @@ __device__ __forceinline__ void load_k(uint4 (&k)[2 * PARTS][K_LOADS], const Cac
   }
 }
 
-__device__ __forceinline__ void load_v(uint4 (&v)[4 * PARTS][V_LOADS], const Cache& cache, long long start, int tile, int end) {
+__device__ __forceinline__ void load_v(uint4 (&v)[4][V_LOADS], const Cache& cache, long long start, int tile, int end) {
   int lane = threadIdx.x & 31;
 #pragma unroll
-  for (int i = 0; i < 4 * PARTS; ++i) {  // positions 2p, 2p + 1, 2p + 8, 2p + 9 of a part
+  for (int i = 0; i < 4; ++i) {  // positions 2p, 2p + 1, 2p + 8, 2p + 9 of the tile
     int position = min((lane & 3) * 2 + (i & 1) + (i >> 1) * 8, end - 1 - tile * TILE);
     const C* from = cache.v + place_in_tile(cache, start, tile, position) + (lane >> 2) * V_VALUES;
 #pragma unroll
@@ -135,12 +134,12 @@ __device__ __forceinline__ unsigned two_of_k(const uint4 (&k)[K_LOADS], int i) {
     return word(k[i / 4], i % 4);
 }
 
-// The i-th two of the dimensions that a lane has of a part's four positions of V: the one of positions 0 and 1, the other of
+// The i-th two of the dimensions that a lane has of the four positions of V: the one of positions 0 and 1, the other of
 // these, then of positions 2 and 3.
-__device__ __forceinline__ void two_of_v(unsigned (&a)[4], const uint4 (&v)[4 * PARTS][V_LOADS], int part, int i) {
+__device__ __forceinline__ void two_of_v(unsigned (&a)[4], const uint4 (&v)[4][V_LOADS], int i) {
   unsigned w[4];
 #pragma unroll
-  for (int n = 0; n < 4; ++n) w[n] = FP8 ? word(v[part * 4 + n][0], i / 2) : word(v[part * 4 + n][i / 4], i % 4);
+  for (int n = 0; n < 4; ++n) w[n] = FP8 ? word(v[n][0], i / 2) : word(v[n][i / 4], i % 4);
 #pragma unroll
   for (int n = 0; n < 4; n += 2) {
     if constexpr (FP8) {
@@ -299,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
     cache.pages = page_table + slot * table_stride;
     unit.set_length(lengths[slot], window, cutting);
     int tile = unit.tile + part, tiles = unit.tiles;
-    uint4 k[2 * PARTS][K_LOADS], v[4 * PARTS][V_LOADS];
+    uint4 k[2][K_LOADS], v[4][V_LOADS];
     if (tile < tiles) {
       long long start = place(cache, tile * TILE);
       load_k(k, cache, start, tile, unit.end), load_v(v, cache, start, tile, unit.end);
@@ -341,16 +340,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
     for (; tile < tiles; tile += STEP) {
       uint4 loaded[STRIPS];
       if (!KEEP_Q) load_q(loaded, q);
-      float s[PARTS][4] = {};
+      float s[4] = {};
 #pragma unroll
       for (int j = 0; j < STRIPS; ++j) {
         uint4 b = KEEP_Q ? kept[j] : loaded[j];
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; i += 2)
-#pragma unroll
-          for (int t = 0; t < PARTS; ++t)
-            mma<M>(s[t], two_of_k(k[2 * t], i), two_of_k(k[2 * t + 1], i), two_of_k(k[2 * t], i + 1),
-                   two_of_k(k[2 * t + 1], i + 1), word(b, i % 4), word(b, i % 4 + 1));
+          mma<M>(s, two_of_k(k[0], i), two_of_k(k[1], i), two_of_k(k[0], i + 1), two_of_k(k[1], i + 1),
+                 word(b, i % 4), word(b, i % 4 + 1));
       }
       int next = tile + STEP;
       long long start = next_start;
@@ -359,40 +356,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
         next_start = place(cache, min(next + STEP, tiles - 1) * TILE);
       }
 
-#pragma unroll
-      for (int t = 0; t < PARTS; ++t) {
-        int position = tile * TILE + t * 16 + (lane >> 2);
-        bool low_in = position < unit.end && position >= unit.first;
-        bool high_in = position + 8 < unit.end && position + 8 >= unit.first;
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          s[t][i] = low_in ? s[t][i] * scale : -INF, s[t][i + 2] = high_in ? s[t][i + 2] * scale : -INF;
-      }
+      int position = tile * TILE + (lane >> 2);
+      bool low_in = position < unit.end && position >= unit.first, high_in = position + 8 < unit.end && position + 8 >= unit.first;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float best = fmaxf(s[0][i], s[0][i + 2]);
-#pragma unroll
-        for (int t = 1; t < PARTS; ++t) best = fmaxf(best, fmaxf(s[t][i], s[t][i + 2]));
-        float higher = fmaxf(highest[i], column_max(best));  // finite: every tile has a position that counts
+        s[i] = low_in ? s[i] * scale : -INF, s[i + 2] = high_in ? s[i + 2] * scale : -INF;
+        float higher = fmaxf(highest[i], column_max(fmaxf(s[i], s[i + 2])));  // finite: every tile has a position that counts
         float fade = exp2f(highest[i] - higher);
-        highest[i] = higher, sum[i] *= fade;
-#pragma unroll
-        for (int t = 0; t < PARTS; ++t) {
-          s[t][i] = exp2f(s[t][i] - higher), s[t][i + 2] = exp2f(s[t][i + 2] - higher);
-          sum[i] = sum[i] + s[t][i] + s[t][i + 2];
-        }
+        highest[i] = higher;
+        s[i] = exp2f(s[i] - higher), s[i + 2] = exp2f(s[i + 2] - higher);
+        sum[i] = sum[i] * fade + s[i] + s[i + 2];
 #pragma unroll
         for (int n = 0; n < HALVES * 4; ++n) o[n][i] *= fade, o[n][i + 2] *= fade;
       }
+      unsigned p0 = transpose(pack<M>(s[0], s[1])), p1 = transpose(pack<M>(s[2], s[3]));
 #pragma unroll
-      for (int t = 0; t < PARTS; ++t) {
-        unsigned p0 = transpose(pack<M>(s[t][0], s[t][1])), p1 = transpose(pack<M>(s[t][2], s[t][3]));
-#pragma unroll
-        for (int n = 0; n < HALVES * 4; ++n) {  // a thread's dimensions 2n and 2n + 1 are rows g and g + 8
-          unsigned a[4];
-          two_of_v(a, v, t, n);
-          mma<M>(o[n], a[0], a[1], a[2], a[3], p0, p1);
-        }
+      for (int n = 0; n < HALVES * 4; ++n) {  // a thread's dimensions 2n and 2n + 1 are rows g and g + 8
+        unsigned a[4];
+        two_of_v(a, v, n);
+        mma<M>(o[n], a[0], a[1], a[2], a[3], p0, p1);
       }
       if (next < tiles) load_v(v, cache, start, next, unit.end);
     }

@@ -107,6 +107,7 @@ def attend(step: Step, q: Tensor, window: int | None) -> Tensor:
         ([300, 4000] * 40, 14, 2, 64, 32, 500, True),
         ([1, 2, 15, 16, 17, 31, 900], 12, 2, 64, 4, None, False),
         ([640, 77] * 140, 16, 8, 128, 64, None, True),
+        ([640, 5, 77, 1500] * 8, 16, 8, 128, 64, None, True),
         # long rows, which are cut
         ([30000], 16, 8, 128, 64, None, True),
         ([30000, 1, 9000], 40, 8, 128, 16, None, True),

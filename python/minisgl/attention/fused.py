@@ -7,7 +7,7 @@ tokens and the number of rows of the step (of its graph), not on the other rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 
 _MAX_GROUP = 8  # query heads of a KV head: rows of a tensor-core instruction
 _MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
-_TILE = 16  # tokens; of 8 bits twice as many
+_TILE = 16  # tokens
 _MAX_CHUNKS = 64  # of a row: one cluster merges them
 _RECORDS = 1 << 14  # of chunks, of all rows and KV heads
 
@@ -48,16 +48,16 @@ class Division:
     blocks_of_sm: int
     helpers: int  # clusters besides the rows' own, which take what is cut off
     shares: int = 1  # a row of more than twice `least` is cut into so many chunks, or as `least` and `most` demand
-    least: int = 256  # tiles of 16 tokens in a chunk
+    least: int = 256  # tiles of a chunk
     most: int = 256
 
 
-def divide(units: int, num_sms: int, *, spills: bool) -> Division:
+def divide(units: int, num_sms: int, *, spills: bool, fp8: bool) -> Division:
     """For `units` rows times KV heads: what was fastest on 132 multiprocessors (docs/log.md).
 
     Few rows share the multiprocessors by clusters. Otherwise rows of up to 8,192 tokens stay whole, for equal rows
     are best left alone; and there are enough helpers to keep the memory busy with what the others leave. `spills`: the
-    kernel does not fit into 128 registers.
+    kernel does not fit into 128 registers. `fp8`: K and V have 8 bits, of which a block has half the bytes under way.
     """
     at_once = num_sms // 5  # clusters of eight large blocks: some groups of multiprocessors have room for three
     if 16 * units <= num_sms:
@@ -70,6 +70,8 @@ def divide(units: int, num_sms: int, *, spills: bool) -> Division:
         return Division(4, 4, 3, helpers=128)
     if units <= num_sms:
         return Division(2, 6, 2, helpers=64, most=512)
+    if fp8 and 2 * units <= 5 * num_sms:
+        return Division(2, 4, 4, helpers=128)
     if 2 * units <= 3 * num_sms:
         return Division(2, 4, 3, helpers=128)
     # So many that the last of the waves in which they work leaves the fewest places empty.
@@ -92,11 +94,8 @@ class FusedDecode:
     def rows(self, slots: Tensor, lengths: Tensor, page_table: Tensor) -> FusedRows:
         """slots [B] int64; lengths [slots] and page_table [slots, pages] int32, of the slots."""
         shape = self._shape
-        tile = 2 * _TILE if shape.fp8_kv else _TILE
-        spills = shape.page_size < tile or shape.group == 1
-        division = divide(len(slots) * shape.num_kv_heads, self._num_sms, spills=spills)
-        if shape.fp8_kv:
-            division = replace(division, least=division.least // 2, most=division.most // 2)
+        spills = not shape.fp8_kv and (shape.page_size < _TILE or shape.group == 1)
+        division = divide(len(slots) * shape.num_kv_heads, self._num_sms, spills=spills, fp8=shape.fp8_kv)
         return FusedRows(self._kernel(division), division, self._records, self._counters, slots, lengths, page_table)
 
     def _kernel(self, division: Division) -> Kernel:
