@@ -9,7 +9,7 @@ from torch import Tensor
 from minisgl.core import MAX_BAD_WORD_TOKENS
 from minisgl.engine.sampler import SampleKind, TorchSampler
 from minisgl.engine.state import SlotState
-from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
+from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel, address
 
 # As in sample.cu.
 _GROUP = 512  # logits
@@ -52,7 +52,7 @@ class CudaSampler:
         shared = (
             logits.data_ptr(),
             np.int64(logits.stride(0)),
-            0 if mask is None else mask.data_ptr(),
+            address(mask),
             slots.data_ptr(),
             state.temperature.data_ptr(),
         )
@@ -93,7 +93,7 @@ class CudaSampler:
             _PROCESS_THREADS,
             logits.data_ptr(),
             np.int64(logits.stride(0)),
-            0 if mask is None else mask.data_ptr(),
+            address(mask),
             slots.data_ptr(),
             state.tokens.data_ptr(),
             np.int64(state.tokens.stride(0)),

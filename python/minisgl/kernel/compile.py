@@ -16,6 +16,7 @@ from cuda.bindings import driver
 from cuda.bindings.driver import CUfunction_attribute as _Attribute
 from cuda.core import Device, LaunchConfig, ObjectCode, Program, ProgramOptions, Stream, launch
 from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache, make_program_cache_key
+from torch import Tensor
 
 import minisgl
 
@@ -29,6 +30,11 @@ SCALAR_NAMES = {
 # Of a multiprocessor's 256 KiB, while it multiplies what attention then begins to read: what attention streams from
 # memory passes the first cache, which is the rest. One of the sizes that there are.
 SHARED_BEFORE_ATTENTION = 132 << 10
+
+
+def address(tensor: Tensor | None) -> int:
+    """What a kernel gets for a tensor that need not be there: where it begins, or 0."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class Kernel:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.base import Norm
-from minisgl.kernel.compile import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Compiler, Kernel
+from minisgl.kernel.compile import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Compiler, Kernel, address
 
 _MAX_ROWS = 16  # of x, and fewer where the weight is not small: cuBLAS is faster then
 _MAX_ROWS_OF_LARGE = 8
@@ -78,8 +78,8 @@ class FewRows:
             0 if norm is None else norm.weight.data_ptr(),
             np.float32(0.0 if norm is None else norm.eps),
             weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            0 if residual is None else residual.data_ptr(),
+            address(bias),
+            address(residual),
             out.data_ptr(),
             np.int32(rows),
             np.int32(width),

@@ -11,7 +11,7 @@ from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
 from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
-from minisgl.kernel.compile import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Compiler, Kernel
+from minisgl.kernel.compile import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Compiler, Kernel, address
 
 _X_ROWS = 64  # of x, at most; of more, cuBLAS is as fast or faster
 _KEYS = 64  # columns of a stage, as in many_rows.cu
@@ -83,8 +83,8 @@ class ManyRows:
             _THREADS,
             _tensor_map(x, _X_ROWS),
             _tensor_map(weight, box_rows),
-            0 if bias is None else bias.data_ptr(),
-            0 if residual is None else residual.data_ptr(),
+            address(bias),
+            address(residual),
             out.data_ptr(),
             np.int32(rows),
             np.int32(width),
