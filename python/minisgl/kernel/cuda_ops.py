@@ -16,6 +16,7 @@ from minisgl.kernel.torch_ops import TorchOps, silu_and_mul
 
 _VECTOR_BYTES = 16
 _WARPS = 4  # of a block that works warp by warp
+_SILU_THREADS = 128
 
 
 class CudaOps:
@@ -86,15 +87,14 @@ class CudaOps:
         if not _vectorizes(gate_up, width // 2):
             return silu_and_mul(gate_up)
         out = gate_up.new_empty((tokens, width // 2))
-        vectors = out.numel() * out.itemsize // _VECTOR_BYTES
-        kernel = self._silu_kernel(gate_up.dtype)
-        kernel(
-            (min(-(-vectors // 256), 1 << 16),),
-            256,
+        parts = -(-width // 2 * out.itemsize // (_VECTOR_BYTES * _SILU_THREADS))
+        self._silu_kernel(gate_up.dtype)(
+            (tokens * parts,),
+            _SILU_THREADS,
             gate_up.data_ptr(),
             out.data_ptr(),
-            np.int64(tokens),
             np.int32(width // 2),
+            np.int32(parts),
         )
         return out
 
