@@ -260,7 +260,7 @@ def test_greedy_agrees_with_transformers_and_a_rounded_cache(folder: Path, optio
     found = regrets(folder, answers, RoundedCache)
     without = regrets(folder, answers, DynamicCache)
     print(f"regret: worst {found.max():.3f}, mean {found.mean():.5f}; exact {without.max():.3f}, {without.mean():.5f}")
-    # Roundings of bf16 become steps of e4m3 where they cross a boundary: 0.28 at worst, 0.0034 on average were seen, and
-    # 0.66 and 0.022 against an oracle that rounds nothing.
+    # Roundings of bf16 become steps of e4m3 where they cross a boundary: 0.28 at worst, 0.0034 on average were seen,
+    # and 0.66 and 0.022 against an oracle that rounds nothing.
     assert found.max() < 0.45
     assert found.mean() < 0.3 * without.mean()
