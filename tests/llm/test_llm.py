@@ -84,3 +84,9 @@ def test_bad_requests_are_refused_before_anything_runs(llm: LLM) -> None:
 def test_what_cannot_be_is_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM("demo", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_closing_twice_is_closing_once(tp_size: int) -> None:
+    with LLM("demo", max_running_req=2, tp_size=tp_size) as llm:
+        llm.close()

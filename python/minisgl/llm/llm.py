@@ -135,6 +135,7 @@ class LLM:
                 eos_token_ids=model_config.eos_token_ids,
             )
             followers = self._ranks.outboxes(self._engine.limits)
+            self._open = True
             self.loop = make_loop(scheduling, self._engine, model_config, followers, grammars)
         except BaseException:
             self._ranks.close()
@@ -176,9 +177,11 @@ class LLM:
         return self._run(ids, self._params_for(ids, sampling_params), use_tqdm)
 
     def close(self) -> None:
-        """End the engine; the object cannot be used afterwards."""
-        self._engine.close()
-        self._ranks.close()
+        """End the engine and give its memory back; the object cannot be used afterwards, but closed again."""
+        if self._open:
+            self._open = False
+            self._engine.close()
+            self._ranks.close()
 
     def __enter__(self) -> LLM:
         return self
