@@ -12,6 +12,7 @@ import numpy as np
 
 from minisgl.benchmark.offline import LatencyFigures
 from minisgl.benchmark.record import RequestRecord
+from minisgl.benchmark.report import cell_text
 from minisgl.benchmark.statistics import LoadSummary, Spread
 
 STYLE = {"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
@@ -42,7 +43,7 @@ def plot_bars(path: Path, values: Mapping[str, float], title: str, unit: str) ->
     """One bar a name."""
     with _figure(path, 1) as (axis,):
         bars = axis.bar(list(values), list(values.values()), color="tab:blue", width=0.6)
-        axis.bar_label(bars, fmt="{:,.4g}")
+        axis.bar_label(bars, labels=[cell_text(value) for value in values.values()])
         axis.set(title=title, ylabel=unit)
 
 
