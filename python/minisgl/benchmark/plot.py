@@ -125,11 +125,15 @@ def plot_timelines(
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(len(timelines), 1, figsize=(13, 2.1 * len(timelines)), squeeze=False)
-        for axis, (title, host, device) in zip(axes[:, 0], timelines, strict=True):
+        names_of = [
+            list(dict.fromkeys([*(span.name for span in host), *(name for name, _ in device)]))
+            for _, host, device in timelines
+        ]
+        everywhere = dict.fromkeys(name for names in names_of for name in names)
+        colors = {name: pyplot.get_cmap("tab20")(index % 20) for index, name in enumerate(everywhere)}
+        for names, axis, (title, host, device) in zip(names_of, axes[:, 0], timelines, strict=True):
             launches = [span.begin for span in host if span.name == "launch"]
             begin, end = launches[-steps - 1], launches[-1]
-            names = list(dict.fromkeys([*(span.name for span in host), *(name for name, _ in device)]))
-            colors = {name: pyplot.get_cmap("tab20")(index % 20) for index, name in enumerate(names)}
             for row, spans in ((1, [(span.name, span) for span in host]), (0, device)):
                 for name, span in spans:
                     if span.end > begin and span.begin < end:
