@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.core import Batch, EnteringRow, Int32Array, pages_for
-from minisgl.engine.processing import ProcessingState
+from minisgl.engine.processing_state import ProcessingState
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
