@@ -20,7 +20,7 @@ from minisgl.core import Batch
 from minisgl.engine.capture import GraphMemory
 from minisgl.engine.forward import Forwarded, StepRunner
 from minisgl.engine.sampler import SampleKind
-from minisgl.engine.state import upload
+from minisgl.engine.upload import upload
 
 
 @dataclass(slots=True)

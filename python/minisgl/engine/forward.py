@@ -20,7 +20,8 @@ from minisgl.engine.inputs import HostReads, HostRows, RowInputs, split_like
 from minisgl.engine.logprobs import LogprobTensors, compute_logprobs, no_logprobs
 from minisgl.engine.processing import process_logits
 from minisgl.engine.sampler import SampleKind, Sampler
-from minisgl.engine.state import SlotState, upload
+from minisgl.engine.state import SlotState
+from minisgl.engine.upload import upload
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.decoder import CausalLM

@@ -21,7 +21,7 @@ from minisgl.core import Batch
 from minisgl.engine.capture import GraphMemory
 from minisgl.engine.forward import Forwarded, StepRunner
 from minisgl.engine.inputs import HostReads, HostRows, RowInputs, split_like
-from minisgl.engine.state import pinned
+from minisgl.engine.upload import pinned
 
 SIZES = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))  # tokens
 # Tokens x weights of a layer whose products take a fast GPU as long as the layer's launches take the host.

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.core import MAX_BAD_WORD_TOKENS, EnteringRow
+from minisgl.engine.upload import upload
 
 NO_ID = -1  # fills the tables' rows
 
@@ -89,10 +90,7 @@ class ProcessingState:
             self.is_restricted[slot] = True
 
     def _write(self, table: Tensor, slot: int, values: NDArray[np.generic]) -> None:
-        host = torch.from_numpy(values)
-        if self.device.type == "cuda":
-            host = host.pin_memory()
-        table[slot, : len(values)] = host.to(self.device, non_blocking=True)
+        table[slot, : len(values)] = upload(values, self.device)
 
 
 def _widened(table: Tensor, width: int, fill: float) -> Tensor:

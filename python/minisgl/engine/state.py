@@ -10,23 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.core import Batch, EnteringRow, Int32Array, pages_for
 from minisgl.engine.processing_state import ProcessingState
-
-
-def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copy a host array to the device in stream order, without waiting."""
-    return pinned(array).to(device, non_blocking=True) if device.type == "cuda" else torch.from_numpy(array)
-
-
-def pinned(array: NDArray[np.generic]) -> Tensor:
-    """A copy that the device may read while the host goes on. Torch keeps its memory until copies from it are done."""
-    tensor = torch.empty_like(torch.from_numpy(array), pin_memory=True)
-    np.copyto(tensor.numpy(), array)  # torch's copy of a large array would wake all its threads
-    return tensor
+from minisgl.engine.upload import upload
 
 
 class SlotState:
