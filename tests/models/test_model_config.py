@@ -522,7 +522,7 @@ def test_importing_configs_loads_no_torch() -> None:
 
 def test_every_family_is_where_the_registry_says() -> None:
     from minisgl.layers.decoder import CausalLM
-    from minisgl.models.registry import model_class
+    from minisgl.models.build import model_class
 
     for architecture in FAMILIES:
         assert issubclass(model_class(architecture), CausalLM)

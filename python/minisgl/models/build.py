@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import torch
@@ -10,8 +11,15 @@ from minisgl.config import LoadFormat
 from minisgl.distributed.group import TPGroup
 from minisgl.layers.decoder import CausalLM
 from minisgl.models.config import ModelConfig
-from minisgl.models.registry import model_class
+from minisgl.models.registry import FAMILIES
 from minisgl.models.weights import fill_random, load_weights
+
+
+def model_class(architecture: str) -> type[CausalLM]:
+    """The class of a known architecture."""
+    module = importlib.import_module(FAMILIES[architecture].module)
+    found: type[CausalLM] = getattr(module, architecture)
+    return found
 
 
 def build_model(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> CausalLM:

@@ -1,17 +1,13 @@
-"""Architecture name -> where its model class is. Pure: the class is imported only when a model is built.
+"""Architecture name -> where its model class is. Pure: build.py imports the class when a model is built.
 
 A new family is one file in this folder and one line here.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from minisgl.layers.decoder import CausalLM
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +37,3 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3ForCausalLM": Family("minisgl.models.qwen3", {"head_dim": 128, **_QWEN_WINDOWS}, windows="by layer"),
     "Qwen3MoeForCausalLM": Family("minisgl.models.qwen3_moe", _QWEN_WINDOW, windows="all", experts=True),
 }
-
-
-def model_class(architecture: str) -> type[CausalLM]:
-    """The class of a known architecture; imports torch."""
-    module = importlib.import_module(FAMILIES[architecture].module)
-    found: type[CausalLM] = getattr(module, architecture)
-    return found
