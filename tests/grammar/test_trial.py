@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import minisgl
 from minisgl.core import Grammar, InvalidRequest
 from minisgl.grammar.trial import TrialFailed, TrialProcess, Verdict
 from minisgl.grammar.validate import GrammarValidator
@@ -43,3 +49,22 @@ def test_a_valid_grammar_is_not_refused_because_somebody_killed_the_process_that
     idle._process.kill()
     idle._process.wait()
     validator.validate(Grammar("regex", "[cd]"))
+
+
+def test_the_process_finds_the_package_where_its_parent_found_it(tmp_path: Path) -> None:
+    """Also where only the parent's own search path says so. The copy refuses everything, so that it is known."""
+    package = tmp_path / "elsewhere" / "minisgl"
+    left_out = shutil.ignore_patterns("demo", "csrc", "__pycache__")
+    shutil.copytree(Path(minisgl.__file__).parent, package, ignore=left_out)
+    with (package / "grammar" / "text.py").open("a") as text:
+        text.write("\n\ndef to_llguidance(_): raise ValueError('elsewhere')\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(package.parent)!r})\n"
+        "from minisgl.core import Grammar\n"
+        "from minisgl.grammar.trial import TrialProcess\n"
+        "print(TrialProcess({}).verdict(Grammar('regex', '[ab]'), 10.0).message)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "elsewhere\n"

@@ -26,6 +26,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from msgspec.json import decode, encode
 
+from minisgl.child import start_module
 from minisgl.core import Grammar, InvalidRequest
 from minisgl.grammar.text import to_llguidance
 from minisgl.grammar.threads import STACK_BYTES
@@ -51,8 +52,7 @@ class TrialProcess:
     """The process, from outside. It ends with this object."""
 
     def __init__(self, named_tokens: Mapping[int, str]) -> None:
-        command = [sys.executable, "-P", "-m", "minisgl.grammar.trial"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = start_module("minisgl.grammar.trial", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.end = weakref.finalize(self, _end, self._process)
         self._send(encode(named_tokens))
         self._receive(START_SECONDS)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-import minisgl
+from minisgl.child import start_module
 from minisgl.message.control import ControlPipe, Start, ToSupervisor
 
 
@@ -27,13 +24,12 @@ def start_worker(name: str, entry: str, start: Start) -> Child:
     """Start a worker whose entry is "package.module:function"."""
     ours, theirs = socket.socketpair()
     fds = [theirs.fileno()] if start.listen_fd is None else [theirs.fileno(), start.listen_fd]
-    # The package is found where it was found for us, and nothing in the current folder shadows a module.
-    paths = [str(Path(minisgl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "minisgl.server.worker", entry, str(theirs.fileno())],
+    process = start_module(
+        "minisgl.server.worker",
+        entry,
+        str(theirs.fileno()),
         pass_fds=fds,
         stdin=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the others in order
     )
     theirs.close()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import termios
-from pathlib import Path
 from typing import Any
 
-import minisgl
+from minisgl.child import start_module
 
 API_KEY = "MINISGL_API_KEY"  # the environment variable of the shell's key
 GRACE_SECONDS = 1.0
@@ -24,13 +22,8 @@ class ShellProcess:
 
     def __init__(self, host: str, port: int, model: str, api_key: str | None = None) -> None:
         self._modes = _terminal_modes()
-        # As for the workers: the package is found where it was found for us.
-        paths = [str(Path(minisgl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         key = {} if api_key is None else {API_KEY: api_key}
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "minisgl.shell", "--base-url", local_url(host, port), "--model", model],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | key,
-        )
+        self.process = start_module("minisgl.shell", "--base-url", local_url(host, port), "--model", model, env=key)
 
     def end(self) -> int:
         """End it if it still runs, and leave the terminal as it was found; its exit code."""
