@@ -6,7 +6,7 @@ They travel to the worker processes as JSON over the control pipe (`message.cont
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -60,6 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise ConfigError for the first value outside its range."""
+        _check_choices(self)
         attention_names(self.attention)
         if self.page_size is not None and self.page_size < 1:
             raise ConfigError(f"--page-size must be at least 1, not {self.page_size}")
@@ -88,6 +89,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise ConfigError for the first value outside its range."""
+        _check_choices(self)
         if self.max_prefill_tokens < 1:
             raise ConfigError(f"--max-prefill-length must be at least 1, not {self.max_prefill_tokens}")
 
@@ -163,6 +165,14 @@ def _check_certificate(keyfile: str, certfile: str) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)
     except OSError as error:
         raise ConfigError(f"--ssl-certfile {certfile} and its --ssl-keyfile cannot be used: {error}") from None
+
+
+def _check_choices(config: msgspec.Struct) -> None:
+    """ConfigError for the first field that has none of the values which its type names. Flags cannot; Python can."""
+    for field, kind in get_type_hints(type(config)).items():
+        value = getattr(config, field)
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise ConfigError(f"{field} must be one of {', '.join(get_args(kind))}, not {value}")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

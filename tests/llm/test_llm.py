@@ -79,6 +79,12 @@ def test_bad_requests_are_refused_before_anything_runs(llm: LLM) -> None:
         ({"max_seq_len_override": 10**6}, "positions end at 4096"),
         ({"page_size": 0}, "--page-size"),
         ({"tp_size": 3}, "tensor parallelism"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of auto, fp8_e4m3, not fp8"),
+        ({"cache_type": "tree"}, "cache must be one of radix, naive"),
+        ({"batch_policy": "decode-first"}, "batch_policy must be one of"),
+        ({"schedule_policy": "sjf"}, "schedule_policy must be one of"),
+        ({"device": "gpu"}, "device must be one of"),
+        ({"logprobs_mode": "logits"}, "logprobs_mode must be one of"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, object], words: str) -> None:
