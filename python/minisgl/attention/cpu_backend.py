@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs
-from minisgl.attention.torch_backend import Decode, TorchAttention
+from minisgl.attention.torch_backend import Decode, TorchAttention, read_pages
 from minisgl.core import Int32Array
 
 Int64Array = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -72,7 +72,7 @@ class PagedDecode:
         if isinstance(run.pages, slice):
             k, v = keys[run.pages], values[run.pages]
         else:
-            k, v = keys.index_select(0, run.pages), values.index_select(0, run.pages)
+            k, v = read_pages(keys, run.pages), read_pages(values, run.pages)
         # What scaled_dot_product_attention runs on a CPU, which keeps the sums to itself.
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries[run.blocks],

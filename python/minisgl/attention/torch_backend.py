@@ -172,13 +172,18 @@ def _similar_lengths(rows: Int32Array, lengths: Int32Array) -> Iterator[Int32Arr
     yield from _similar_lengths(rows[short], lengths[short])
 
 
+def read_pages(pool: Tensor, pages: Tensor) -> Tensor:
+    """pool [pages, ...] and pages [n] -> [n, ...], a copy."""
+    moved = torch.uint8 if pool.itemsize == 1 else pool.dtype  # on a GPU torch moves no float8 by index
+    return pool.view(moved).index_select(0, pages).view(pool.dtype)
+
+
 def _gather(pool: Tensor, pages: Tensor) -> Tensor:
     """pool [pages, page_size, kv_heads, d] at [..., n] -> [..., n * page_size, kv_heads, d].
 
     Whole pages, because a CPU copies few long pieces many times faster than many short ones.
     """
-    moved = torch.uint8 if pool.itemsize == 1 else pool.dtype  # torch moves no float8 by index
-    found = pool.flatten(1).view(moved).index_select(0, pages.flatten()).view(pool.dtype)
+    found = read_pages(pool.flatten(1), pages.flatten())
     return found.view(*pages.shape[:-1], pages.shape[-1] * pool.shape[1], *pool.shape[2:])
 
 
