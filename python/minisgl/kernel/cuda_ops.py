@@ -66,10 +66,11 @@ class CudaOps:
     def norm_linear(
         self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
+        # Of those that are small enough for these, nearly all are of q, k and v.
         if self._few_rows.takes(x, weight):
-            return self._few_rows.product(x, norm, weight, bias, out=out)
+            return self._few_rows.product(x, norm, weight, bias, before_attention=True, out=out)
         if self._many_rows.takes(x, weight):
-            return self._many_rows.product(self.rms_norm(x, norm), weight, bias, out=out)
+            return self._many_rows.product(self.rms_norm(x, norm), weight, bias, before_attention=True, out=out)
         if out is not None and bias is None:
             return torch.mm(self.rms_norm(x, norm), weight.t(), out=out)
         y = F.linear(self.rms_norm(x, norm), weight, bias)

@@ -62,14 +62,19 @@ class FewRows:
         residual: Tensor | None = None,
         *,
         gated: bool = False,
+        before_attention: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[M, N], or [M, N / 2] if `gated`; see Ops.linear, norm_linear and norm_gated_linear."""
+        """[M, N], or [M, N / 2] if `gated`; see Ops.linear, norm_linear and norm_gated_linear.
+
+        `before_attention`: what comes next may begin early, and wants a first cache.
+        """
         (rows, size), width = x.shape, len(weight)
         if out is None:
             out = x.new_empty((rows, width // 2 if gated else width))
         clusters = _CLUSTERS if self._compiler.arch >= 90 else (1, 1)
-        kind = _kind(x.dtype, rows, width, size, clusters, norm=norm is not None, gated=gated)
+        normed = norm is not None
+        kind = _kind(x.dtype, rows, width, size, clusters, norm=normed, gated=gated, before_attention=before_attention)
         kernel = self._kernel(kind)
         kernel(
             (1, -(-width // kind.block_rows)),
@@ -108,14 +113,22 @@ class FewRows:
 
 
 def _kind(
-    dtype: torch.dtype, rows: int, width: int, size: int, clusters: tuple[int, int], *, norm: bool, gated: bool
+    dtype: torch.dtype,
+    rows: int,
+    width: int,
+    size: int,
+    clusters: tuple[int, int],
+    *,
+    norm: bool,
+    gated: bool,
+    before_attention: bool,
 ) -> _Kind:
     """How the work of x [rows, size] @ weight [width, size]^T is divided."""
     max_rows = 8 if rows <= 8 else 16
     if width * size <= _SMALL and size % 256 == 0:
         stages = min(size // 256 + 1, 9)
         # Where there are clusters, kernels begin early. A longer product has not been measured with so short a ring.
-        before_attention = norm and not gated and clusters[1] > 1 and size <= 1024
+        before_attention = before_attention and clusters[1] > 1 and size <= 1024
         if before_attention:
             stages = min(stages, _RING_BEFORE_ATTENTION // _stage_bytes(16, max_rows, norm=norm))
         return _Kind(dtype, max_rows, 16, 1, stages, norm, gated, before_attention)

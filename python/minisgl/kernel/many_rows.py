@@ -67,15 +67,18 @@ class ManyRows:
         residual: Tensor | None = None,
         *,
         gated: bool = False,
+        before_attention: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[M, N], or [M, N / 2] if `gated`; see Ops.linear and norm_gated_linear."""
+        """[M, N], or [M, N / 2] if `gated`; see Ops.linear and norm_gated_linear.
+
+        `before_attention`: what comes next may begin early, and wants a first cache.
+        """
         (rows, size), width = x.shape, len(weight)
         outputs = width // 2 if gated else width
         if out is None:
             out = x.new_empty((rows, outputs))
-        # Of those without gate and residual nearly all are of q, k and v.
-        kind = _kind(x.dtype, width, size, gated=gated, before_attention=residual is None and not gated)
+        kind = _kind(x.dtype, width, size, gated=gated, before_attention=before_attention)
         box_rows = kind.block_rows // 2 if gated else kind.block_rows
         kernel = self._kernel(kind)
         kernel(
