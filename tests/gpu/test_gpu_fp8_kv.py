@@ -131,14 +131,7 @@ def test_fused_decode(
 ) -> None:
     shape = AttentionShape(heads, kv_heads, head_dim, page_size, dtype, window is not None, fp8_kv=True)
     step = make_step(shape, lengths, norm=norm)
-    made = TorchOps().decode_inputs(
-        step.slots,
-        step.all_lengths.unsqueeze(1).expand(-1, max(lengths)),
-        step.all_lengths,
-        step.page_table,
-        page_size,
-        pages=True,
-    )
+    made = step.inputs()
     reference = [cache.clone() for cache in step.caches]
     q = TorchOps().norm_rope_store(step.qkv, step.heads, made.positions, made.kv_slots, *reference)
     have = step.forward(window)

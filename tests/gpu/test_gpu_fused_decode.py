@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionShape
-from minisgl.kernel.base import Heads, Norm
+from minisgl.kernel.base import DecodeInputs, Heads, Norm
 from minisgl.kernel.torch_ops import TorchOps
 
 if TYPE_CHECKING:
@@ -41,6 +41,13 @@ class Step:
     caches: list[Tensor]  # K and V
     qkv: Tensor
     heads: Heads
+
+    def inputs(self) -> DecodeInputs:
+        """Where the new tokens stand, for those who store and attend by themselves."""
+        tokens = self.all_lengths.unsqueeze(1).expand(-1, max(self.lengths))  # any will do
+        return TorchOps().decode_inputs(
+            self.slots, tokens, self.all_lengths, self.page_table, self.shape.page_size, pages=True
+        )
 
     def forward(self, window: int | None = None) -> Tensor:
         """With the new K and V stored in `caches`."""
@@ -111,14 +118,7 @@ def test_fused_decode(
 ) -> None:
     shape = AttentionShape(heads, kv_heads, head_dim, page_size, dtype, window is not None)
     step = make_step(shape, lengths, norm=norm)
-    made = TorchOps().decode_inputs(
-        step.slots,
-        step.all_lengths.unsqueeze(1).expand(-1, max(lengths)),
-        step.all_lengths,
-        step.page_table,
-        page_size,
-        pages=True,
-    )
+    made = step.inputs()
     reference_caches = [cache.clone() for cache in step.caches]
     q = TorchOps().norm_rope_store(step.qkv, step.heads, made.positions, made.kv_slots, *reference_caches)
     want = torch.empty(len(lengths), heads, head_dim, dtype=torch.float64, device=DEVICE)
