@@ -120,6 +120,32 @@ def test_signals_end_everything_within_two_seconds(signum: int, folder: Path) ->
         assert errors() == "the server is shutting down"
 
 
+SIGNAL_WHILE_LOGGING = """
+import logging, os, signal, sys
+from minisgl.__main__ import main
+
+class Terminal:
+    def write(self, text):
+        sys.__stderr__.write(text)
+        if "ready after" in text:
+            os.kill(os.getpid(), signal.SIGTERM)  # its handler runs here, inside the logging
+    def flush(self):
+        sys.__stderr__.flush()
+
+sys.stderr = Terminal()
+sys.exit(main())
+"""
+
+
+def test_a_signal_that_comes_while_a_line_is_logged_ends_the_server(folder: Path) -> None:
+    """Logging catches what is raised while it writes: a handler must not leave its word to an exception."""
+    command = [sys.executable, "-c", SIGNAL_WHILE_LOGGING, "--port", "0", "--model", str(folder)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("ending")
+
+
 def test_lesson_13_sockets_are_private(folder: Path) -> None:
     with Server("--model", str(folder)) as server:
         (run_dir,) = Path(server.tmp).iterdir()

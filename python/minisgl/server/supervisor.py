@@ -16,14 +16,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from minisgl.config import ConfigError, HttpConfig, ServerConfig
 from minisgl.limits import Limits
 from minisgl.message.control import Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
 from minisgl.server.launch import Child, start_worker
+from minisgl.server.signals import SignalSocket
 
 if TYPE_CHECKING:
     from minisgl.shell.launch import ShellProcess
@@ -70,27 +69,28 @@ class Supervisor:
         self._config = config
         self._entries = entries
         self._listener = listener
+        self._signals = SignalSocket()  # first: from here on a signal leaves nothing behind
         self._run_dir = tempfile.mkdtemp(prefix="minisgl-")  # of mode 0700
         self._children: list[Child] = []
         self._selector = selectors.DefaultSelector()
+        self._selector.register(self._signals, selectors.EVENT_READ, None)
         self._shell: ShellProcess | None = None
 
     def run(self) -> int:
         """Serve until interrupted or the shell ends (0), or until a worker fails (1)."""
         begin = time.perf_counter()
         try:
-            with _interrupts():
-                self._launch()
-                limits = self._wait_until_ready()
-                self._tell_all(Serve(limits))
-                host, port = self._listener.getsockname()[:2]
-                seconds = time.perf_counter() - begin
-                scheme = "https" if self._config.http.ssl_certfile else "http"
-                name = self._config.model_name
-                logger.info("ready after %.1f s: %s on %s://%s:%d", seconds, name, scheme, host, port)
-                if self._config.shell:
-                    self._open_shell(host, port)
-                self._watch()  # until one of these is raised
+            self._launch()
+            limits = self._wait_until_ready()
+            self._tell_all(Serve(limits))
+            host, port = self._listener.getsockname()[:2]
+            seconds = time.perf_counter() - begin
+            scheme = "https" if self._config.http.ssl_certfile else "http"
+            name = self._config.model_name
+            logger.info("ready after %.1f s: %s on %s://%s:%d", seconds, name, scheme, host, port)
+            if self._config.shell:
+                self._open_shell(host, port)
+            self._watch()  # until one of these is raised
         except Interrupted:
             self._close_shell()
             logger.info("ending")
@@ -136,8 +136,6 @@ class Supervisor:
         """Give the terminal to the shell: Ctrl-C is its word to stop an answer, and nothing else writes there."""
         from minisgl.shell.launch import ShellProcess
 
-        # A function, because an ignored signal would be ignored by the shell too.
-        signal.signal(signal.SIGINT, lambda _signum, _frame: None)
         logging.getLogger().setLevel(logging.WARNING)
         keys = self._config.http.api_keys
         self._shell = ShellProcess(host, port, self._config.model_name, keys[0] if keys else None)
@@ -158,9 +156,15 @@ class Supervisor:
     def _messages(self) -> Iterator[tuple[Child, ToSupervisor]]:
         """Wait for workers to say something.
 
-        Raises WorkerFailed when one fails or is gone, Interrupted when the shell has ended.
+        Raises WorkerFailed when one fails or is gone, Interrupted after a signal or when the shell has ended.
         """
-        for key, _ in self._selector.select():
+        sources = self._selector.select()
+        signals = self._signals.receive()
+        if signal.SIGTERM in signals or (signal.SIGINT in signals and self._shell is None):
+            raise Interrupted
+        for key, _ in sources:
+            if key.fileobj is self._signals:
+                continue
             child: Child | None = key.data
             if child is None:
                 raise Interrupted
@@ -204,6 +208,7 @@ class Supervisor:
             child.process.wait()
             child.pipe.close()
         self._selector.close()
+        self._signals.close()
         self._listener.close()
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
@@ -213,17 +218,3 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
         process.wait(timeout=max(seconds, 0.0))
     except subprocess.TimeoutExpired:
         return
-
-
-@contextmanager
-def _interrupts() -> Iterator[None]:
-    """Raise Interrupted on the first SIGINT or SIGTERM; ignore those that follow, the end is under way."""
-
-    def handle(_signum: int, _frame: FrameType | None) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        raise Interrupted
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
-    yield
