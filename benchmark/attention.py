@@ -51,16 +51,8 @@ def names(shape: AttentionShape) -> list[str]:
 def make_pool(shape: AttentionShape, rows: int, context: int, layers: int) -> tuple[KVPool, torch.Tensor]:
     """Random keys and values, and page tables [rows, pages] that are all over the pool."""
     width = -(-context // shape.page_size)
-    pool = KVPool(
-        num_layers=layers,
-        num_pages=rows * width,
-        page_size=shape.page_size,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=shape.kv_dtype,
-        device=DEVICE,
-        widened=shape.dtype if shape.fp8_kv else None,
-    )
+    layout = shape.kv_layout(layers, widened=shape.dtype if shape.fp8_kv else None)
+    pool = KVPool(layout, rows * width, DEVICE)
     random = torch.empty_like(pool.keys(0), dtype=shape.dtype)
     for layer in range(layers):
         pool.keys(layer).copy_(random.normal_())

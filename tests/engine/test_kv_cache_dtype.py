@@ -17,7 +17,7 @@ from minisgl.config import ConfigError
 from minisgl.kernel.base import Heads, Ops
 from minisgl.kernel.cpu_ops import CpuOps
 from minisgl.kernel.torch_ops import TorchOps
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.pool import KVLayout, KVPool
 from minisgl.layers.rotary import cos_sin_table
 from minisgl.models.config import RopeConfig
 
@@ -27,26 +27,21 @@ SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, page_size=4, dt
 OPS = [TorchOps(), CpuOps(bfloat16_products=False)]
 
 
-def make_pool(dtype: torch.dtype, widened: torch.dtype | None = None) -> KVPool:
-    return KVPool(
-        num_layers=3,
-        num_pages=50,
-        page_size=SHAPE.page_size,
-        num_kv_heads=SHAPE.num_kv_heads,
-        head_dim=SHAPE.head_dim,
-        dtype=dtype,
-        device=CPU,
-        widened=widened,
-    )
+def make_layout(dtype: torch.dtype, widened: torch.dtype | None = None) -> KVLayout:
+    return replace(SHAPE.kv_layout(3, widened), dtype=dtype)
+
+
+def make_pool(dtype: torch.dtype) -> KVPool:
+    return KVPool(make_layout(dtype), 50, CPU)
 
 
 @pytest.mark.parametrize(("dtype", "widened"), [(torch.bfloat16, None), (FP8, None), (FP8, torch.bfloat16)])
 def test_a_page_takes_what_is_reckoned_for_it(dtype: torch.dtype, widened: torch.dtype | None) -> None:
-    pool = make_pool(dtype, widened)
+    layout = make_layout(dtype, widened)
+    pool = KVPool(layout, 50, CPU)
     tensors = [half(layer) for half in (pool.keys, pool.values) for layer in range(3)]
     taken = sum(tensor.nbytes for tensor in tensors) + (0 if pool.wide is None else pool.wide.nbytes)
-    of_page = KVPool.page_bytes(num_layers=3, page_size=4, num_kv_heads=2, head_dim=16, dtype=dtype, widened=widened)
-    assert taken == 51 * of_page
+    assert taken == 51 * layout.page_bytes
     assert {tensor.dtype for tensor in tensors} == {dtype}
 
 

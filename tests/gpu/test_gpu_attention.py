@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -35,18 +36,9 @@ class World:
         self.random = np.random.default_rng(rows * 1000 + page_size)
         width = -(-LONGEST // page_size)
         pages = 2 * max(rows * width // 4, width)
-        self.pool, self.exact = (
-            KVPool(
-                num_layers=2,
-                num_pages=pages,
-                page_size=page_size,
-                num_kv_heads=heads[1],
-                head_dim=128,
-                dtype=dtype,
-                device=DEVICE,
-            )
-            for dtype in (torch.bfloat16, torch.float32)
-        )
+        layout = self.shape.kv_layout(num_layers=2)
+        self.pool = KVPool(layout, pages, DEVICE)
+        self.exact = KVPool(dataclasses.replace(layout, dtype=torch.float32), pages, DEVICE)
         for half in (self.pool.keys, self.pool.values):
             half(1).normal_(generator=self.generator)
         self.exact.keys(1).copy_(self.pool.keys(1))

@@ -4,6 +4,7 @@ whose cache rounds likewise.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,7 @@ BF16, F16 = torch.bfloat16, torch.float16
 
 
 def make_pool(shape: AttentionShape, pages: int, dtype: torch.dtype, widened: torch.dtype | None = None) -> KVPool:
-    return KVPool(
-        num_layers=2,
-        num_pages=pages,
-        page_size=shape.page_size,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        device=DEVICE,
-        widened=widened,
-    )
+    return KVPool(dataclasses.replace(shape.kv_layout(2, widened), dtype=dtype), pages, DEVICE)
 
 
 def check_stored(have: Tensor, want: Tensor) -> None:

@@ -13,7 +13,7 @@ from minisgl.attention.base import AttentionInputs
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.context import ForwardContext
 from minisgl.kernel.torch_ops import TorchOps
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.pool import KVLayout, KVPool
 from minisgl.layers.decoder import CausalLM
 
 
@@ -33,15 +33,9 @@ class Harness:
         self.model = model
         self.page_size = page_size
         self.device = device
-        self.pool = KVPool(
-            num_layers=config.num_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            num_kv_heads=config.kv_heads_per_rank(model.tp.size),
-            head_dim=config.head_dim,
-            dtype=model.dtype,
-            device=device,
-        )
+        kv_heads = config.kv_heads_per_rank(model.tp.size)
+        layout = KVLayout(config.num_layers, page_size, kv_heads, config.head_dim, model.dtype)
+        self.pool = KVPool(layout, num_pages, device)
         # What nobody wrote must not matter: NaN would spread through a masked product, so large but finite.
         self.pool.keys(0).fill_(50.0)
         self.pool.values(0).fill_(50.0)

@@ -14,7 +14,7 @@ from minisgl.attention.cpu_backend import CpuAttention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kernel.torch_ops import TorchOps, silu_and_mul
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.pool import KVLayout, KVPool
 from minisgl.layers.rotary import cos_sin_table
 from minisgl.models.config import RopeConfig, parse_config
 
@@ -151,15 +151,7 @@ def test_attention_is_the_formula(
 ) -> None:
     heads, kv_heads, dim, page_size = 6, 2, 16, 4
     generator = torch.Generator().manual_seed(1)
-    pool = KVPool(
-        num_layers=2,
-        num_pages=200,
-        page_size=page_size,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
+    pool = KVPool(KVLayout(2, page_size, kv_heads, dim, dtype), 200, torch.device("cpu"))
     pool.keys(1).normal_(generator=generator)
     pool.values(1).normal_(generator=generator)
     pages = torch.randperm(200, generator=generator).int()[: len(kv_lens) * 25].view(len(kv_lens), 25)
@@ -199,15 +191,7 @@ def test_attention_in_place_is_that_of_gathered_pages(heads: int, query_lens: li
     """Rows whose pages follow one another, in order and not, shared and scattered."""
     page_size, kv_lens = 16, [630, 640, 600, 90, 400]
     device = torch.device("cpu")
-    pool = KVPool(
-        num_layers=1,
-        num_pages=200,
-        page_size=page_size,
-        num_kv_heads=2,
-        head_dim=16,
-        dtype=torch.float32,
-        device=device,
-    )
+    pool = KVPool(KVLayout(1, page_size, 2, 16, torch.float32), 200, device)
     pool.keys(0).normal_()
     pool.values(0).normal_()
     in_order = torch.arange(40, dtype=torch.int32)

@@ -73,7 +73,11 @@ class Server:
         """Send a signal; the seconds until the process was gone."""
         begin = time.perf_counter()
         self.process.send_signal(signum)
-        self.process.wait(timeout=30)
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"still there after 30 s: {self.log}") from None
         self._reader.join(timeout=10)
         return time.perf_counter() - begin
 

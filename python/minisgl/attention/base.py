@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Int32Array
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.pool import KVLayout, KVPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,10 @@ class AttentionShape:
     def kv_dtype(self) -> torch.dtype:
         """Of the pool."""
         return torch.float8_e4m3fn if self.fp8_kv else self.dtype
+
+    def kv_layout(self, num_layers: int, widened: torch.dtype | None = None) -> KVLayout:
+        """The pool's; `widened` as there."""
+        return KVLayout(num_layers, self.page_size, self.num_kv_heads, self.head_dim, self.kv_dtype, widened)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 import re
@@ -199,18 +200,9 @@ class _Case:
         generator = torch.Generator(device).manual_seed(0)
         self.lengths = np.array([40, 1, 17], dtype=np.int32)
         pages = 9
-        self.pool, self.exact = (
-            KVPool(
-                num_layers=1,
-                num_pages=pages,
-                page_size=shape.page_size,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                dtype=dtype,
-                device=device,
-            )
-            for dtype in (shape.dtype, torch.float32)
-        )
+        layout = shape.kv_layout(num_layers=1)
+        self.pool = KVPool(layout, pages, device)
+        self.exact = KVPool(dataclasses.replace(layout, dtype=torch.float32), pages, device)
         for mine, theirs in ((self.pool.keys(0), self.exact.keys(0)), (self.pool.values(0), self.exact.values(0))):
             mine.normal_(generator=generator)
             theirs.copy_(mine)

@@ -33,7 +33,7 @@ from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
 from minisgl.kernel.select import has_kernels, make_ops
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.pool import KVLayout, KVPool
 from minisgl.layers.decoder import CausalLM
 from minisgl.layers.linear import pack_weights
 from minisgl.limits import Limits
@@ -93,7 +93,7 @@ class Engine:
             room = room_for_pool(self.device, config.memory_ratio, tp.size, needs)
             self.num_pages = pool_pages(
                 config,
-                page_bytes=parts.page_bytes,
+                page_bytes=parts.layout.page_bytes,
                 useful_pages=self.num_slots * pages_for(context_len, self.page_size),
                 room=dataclasses.replace(room, pool=tp.smallest(room.pool)),
             )
@@ -195,21 +195,11 @@ class _Parts:
     device: torch.device
 
     def runner(self, num_pages: int, max_seq_len: int) -> StepRunner:
-        shape, attention = self.shape, self.attention
-        kv = KVPool(
-            num_layers=self.model.config.num_layers,
-            num_pages=num_pages,
-            page_size=shape.page_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=shape.kv_dtype,
-            device=self.device,
-            widened=attention.widened(shape),
-        )
+        kv = KVPool(self.layout, num_pages, self.device)
         state = SlotState(
             num_slots=self.num_slots,
             max_seq_len=max_seq_len,
-            page_size=shape.page_size,
+            page_size=kv.page_size,
             scratch_page=kv.scratch_page,
             device=self.device,
         )
@@ -217,23 +207,15 @@ class _Parts:
             self.model,
             kv,
             state,
-            attention.backend,
+            self.attention.backend,
             self.ops,
             self.sampler,
-            attention.fused,
+            self.attention.fused,
         )
 
     @property
-    def page_bytes(self) -> int:
-        shape = self.shape
-        return KVPool.page_bytes(
-            num_layers=self.model.config.num_layers,
-            page_size=shape.page_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=shape.kv_dtype,
-            widened=self.attention.widened(shape),
-        )
+    def layout(self) -> KVLayout:
+        return self.shape.kv_layout(self.model.config.num_layers, self.attention.widened(self.shape))
 
 
 def _load(
