@@ -157,6 +157,7 @@ def test_lesson_19_n_and_stop_are_not_ignored(server: RunningServer) -> None:
     assert refused.status_code == 400, "what cannot be done is not ignored either"
 
 
-def test_lesson_19_generate_events_have_the_blank_line(server: RunningServer) -> None:
+def test_lesson_19_generate_events_have_the_blank_line(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server(tick=0.1)  # tokens that come while the server is busy share an event
     text = server.post("/generate", json={"prompt": "hello", "stream": True}).text
     assert len(parse_events(text)) > 1
