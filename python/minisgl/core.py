@@ -18,6 +18,7 @@ from minisgl.limits import Limits
 Int32Array: TypeAlias = NDArray[np.int32]
 Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
+IndexArray: TypeAlias = NDArray[np.intp]  # what NumPy indexes with: other integers take it four times as long
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minisgl.core import BoolArray, Int32Array, LogprobPlan, Logprobs
+from minisgl.core import BoolArray, IndexArray, Int32Array, LogprobPlan, Logprobs
 from minisgl.message.types import LogprobRows, pack_ids
-from minisgl.scheduler.table import SlotTable
+from minisgl.scheduler.table import Asks, SlotTable
 
 
 def plan_logprobs(
-    table: SlotTable, slots: Int32Array, starts: Int32Array, ends: Int32Array, sampling_slots: Int32Array
+    table: SlotTable, slots: IndexArray, starts: Int32Array, ends: Int32Array, sampling_slots: IndexArray
 ) -> LogprobPlan | None:
     """What the requests of a step want to know; its rows extend `slots` from `starts` to `ends`."""
+    if Asks.LOGPROBS not in table.asked(slots):
+        return None
     tops, prompt_tops = table.top_logprobs[sampling_slots], table.top_prompt_logprobs[slots]
     asks, prompt_asks = tops >= 0, prompt_tops >= 0
     if not asks.any() and not prompt_asks.any():

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from minisgl.config import BatchPolicyName
-from minisgl.core import Int32Array
+from minisgl.core import IndexArray, Int32Array
 
 BatchPolicy: TypeAlias = Callable[[Int32Array, int], Int32Array]
 
@@ -40,12 +40,12 @@ def mixed(remaining: Int32Array, budget: int) -> Int32Array:
     return lengths
 
 
-def longest_first(slots: Int32Array, lengths: Int32Array) -> Int32Array:
+def longest_first(slots: IndexArray, lengths: Int32Array) -> IndexArray:
     """A decode's rows in order. Attention begins with rows as they come, and what it begins last should be short.
 
     All rows of a decode grow by one token a step, so their order stays until a request comes or goes.
     """
-    ordered: Int32Array = slots[np.argsort(-lengths, kind="stable")]
+    ordered: IndexArray = slots[np.argsort(-lengths, kind="stable")]
     return ordered
 
 

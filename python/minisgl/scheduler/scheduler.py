@@ -17,6 +17,7 @@ from minisgl.core import (
     Batch,
     EnteringRow,
     FinishReason,
+    IndexArray,
     Int32Array,
     LogprobPlan,
     SamplingParams,
@@ -31,7 +32,7 @@ from minisgl.scheduler.constraints import Grammars, NoGrammars, Progress
 from minisgl.scheduler.logprobs import pack_logprobs, plan_logprobs, rows_of
 from minisgl.scheduler.policy import BATCH_POLICIES, longest_first
 from minisgl.scheduler.request import Request, RequestState
-from minisgl.scheduler.table import SlotTable
+from minisgl.scheduler.table import Asks, SlotTable
 from minisgl.scheduler.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Scheduler:
         self._grammars = grammars or NoGrammars()
         self._waiting = WaitingQueue(config.schedule_policy)
         self._running: list[int] = []  # slots, oldest admission first
-        self._running_array: Int32Array = np.empty(0, dtype=np.int32)  # the same, rebuilt when it changes
+        self._running_array: IndexArray = np.empty(0, dtype=np.intp)  # the same, rebuilt when it changes
         self._retiring: list[int] = []  # slots of ended requests that a step in flight may still name
         self._by_sequence: dict[int, Request] = {}
         self._reserved_pages = 0  # promised to running requests and not yet allocated
@@ -175,19 +176,20 @@ class Scheduler:
         new_pages = self._allocate(slots, self._missing_pages(slots, new_len))
         samples = new_len == table.device_len[slots]
         sampling_slots = slots[samples]
+        asked = table.asked(sampling_slots)
         batch = Batch(
             step=step,
-            slots=slots,
+            slots=slots.astype(np.int32),
             starts=starts,
             lengths=lengths,
             samples=samples,
             new_pages=new_pages,
             entering=entering,
-            greedy=not table.sampled[sampling_slots].any(),
-            filtered=bool(table.filtered[sampling_slots].any()),
-            processed=bool(table.processed[sampling_slots].any()),
+            greedy=Asks.SAMPLED not in asked,
+            filtered=Asks.FILTERED in asked,
+            processed=Asks.PROCESSED in asked,
             logprobs=plan_logprobs(table, slots, starts, new_len, sampling_slots),
-            constrained=bool(table.constrained[sampling_slots].any()),
+            constrained=Asks.CONSTRAINED in asked,
         )
         table.cached_len[slots] = new_len
         table.device_len[sampling_slots] += 1
@@ -197,8 +199,8 @@ class Scheduler:
 
     def fill(self, mask: Int32Array, batch: Batch) -> None:
         """Write the tokens that a constrained plan's sampling rows may choose; all steps before it are complete."""
-        slots = batch.slots[batch.samples]
-        constrained = self._table.live[slots] & self._table.constrained[slots]
+        slots = batch.slots[batch.samples].astype(np.intp)
+        constrained = self._table.live[slots] & self._table.constrained(slots)
         rows = zip(slots.tolist(), constrained.tolist(), strict=True)
         self._grammars.fill(mask, [self._request(slot).matcher if wanted else None for slot, wanted in rows])
 
@@ -270,7 +272,7 @@ class Scheduler:
         request.reserved_pages = needed
         self._reserved_pages += needed
         self._running.append(self._table.enter(request, prefix.pages))
-        self._running_array = np.asarray(self._running, dtype=np.int32)
+        self._running_array = np.asarray(self._running, dtype=np.intp)
         sampling = request.sampling
         stop_ids: tuple[int, ...] = ()
         if sampling.min_tokens:
@@ -281,12 +283,12 @@ class Scheduler:
 
     # --- pages ------------------------------------------------------------------------------------------------
 
-    def _missing_pages(self, slots: Int32Array, lengths: Int32Array) -> Int32Array:
+    def _missing_pages(self, slots: IndexArray, lengths: Int32Array) -> Int32Array:
         """How many pages each row lacks for this many tokens."""
         missing: Int32Array = -(-lengths // self._page_size) - self._table.num_pages[slots]
         return missing
 
-    def _allocate(self, slots: Int32Array, counts: Int32Array) -> Int32Array:
+    def _allocate(self, slots: IndexArray, counts: Int32Array) -> Int32Array:
         """Pages for the rows that cross a page boundary: [k, 3] (slot, index in the row, page)."""
         if not counts.any():
             return np.empty((0, 3), dtype=np.int32)
@@ -326,7 +328,7 @@ class Scheduler:
         self._waiting.add(request)
         self.retractions += 1
 
-    def _share_prefixes(self, slots: Int32Array) -> None:
+    def _share_prefixes(self, slots: IndexArray) -> None:
         """Put the known tokens whose last chunk is planned into the cache: a later step may read what this one writes.
 
         Where another request came first with the same prefix, this one keeps its own pages until it ends: its row
@@ -351,7 +353,7 @@ class Scheduler:
     def complete(self, batch: Batch, tokens: Int32Array, logprobs: StepLogprobs | None = None) -> None:
         """Take the tokens that a step sampled, one for each row that samples, in row order; and what its plan asked."""
         table = self._table
-        slots = batch.slots[batch.samples]
+        slots = batch.slots[batch.samples].astype(np.intp)
         if batch.logprobs is not None and logprobs is not None:
             self._take_logprobs(batch, slots, tokens, batch.logprobs, logprobs)
         live = table.live[slots]  # the others ended while the step ran: their tokens are dropped
@@ -382,9 +384,9 @@ class Scheduler:
         self._completed_step = batch.step
         self._retire()
 
-    def _advance(self, slots: Int32Array, tokens: Int32Array) -> dict[int, Progress]:
+    def _advance(self, slots: IndexArray, tokens: Int32Array) -> dict[int, Progress]:
         """Move the matchers on; by row, those that can go no further."""
-        rows = np.flatnonzero(self._table.constrained[slots])
+        rows = np.flatnonzero(self._table.constrained(slots))
         matchers = [matcher for slot in slots[rows].tolist() if (matcher := self._request(slot).matcher) is not None]
         progress = self._grammars.advance(matchers, tokens[rows])
         found = zip(rows.tolist(), progress, strict=True)
@@ -392,7 +394,7 @@ class Scheduler:
 
     def _end_unsampled(self, batch: Batch) -> None:
         """End the requests that get no token (max_tokens = 0) and whose last chunk this was."""
-        table, slots = self._table, batch.slots
+        table, slots = self._table, batch.slots.astype(np.intp)
         done = table.live[slots] & (table.known_len[slots] == table.max_len[slots])
         done &= batch.starts + batch.lengths == table.max_len[slots] - 1
         for slot in slots[done].tolist():
@@ -402,7 +404,7 @@ class Scheduler:
             self._end(request, "length")
 
     def _take_logprobs(
-        self, batch: Batch, slots: Int32Array, tokens: Int32Array, plan: LogprobPlan, logprobs: StepLogprobs
+        self, batch: Batch, slots: IndexArray, tokens: Int32Array, plan: LogprobPlan, logprobs: StepLogprobs
     ) -> None:
         """Keep for the report what a step that sampled `tokens` in `slots` found."""
         table = self._table
@@ -468,7 +470,7 @@ class Scheduler:
     def _stop_running(self, slot: int) -> None:
         self._table.live[slot] = False
         self._running.remove(slot)
-        self._running_array = np.asarray(self._running, dtype=np.int32)
+        self._running_array = np.asarray(self._running, dtype=np.intp)
 
     def _retire(self) -> None:
         """Give back slots, pages and locks of ended requests that no incomplete step names."""

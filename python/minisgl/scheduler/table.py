@@ -9,10 +9,37 @@ the KV of the first `cached_len` is written or being written. cached_len <= devi
 
 from __future__ import annotations
 
+from enum import IntFlag
+
 import numpy as np
 
-from minisgl.core import Int32Array, pages_for
+from minisgl.core import BoolArray, IndexArray, Int32Array, pages_for
 from minisgl.scheduler.request import Request
+
+
+class Asks(IntFlag):
+    """What a running request asks of its steps besides the likeliest token."""
+
+    SAMPLED = 1  # not greedy
+    FILTERED = 2  # top-k, top-p or min-p
+    PROCESSED = 4  # SamplingParams.processed
+    CONSTRAINED = 8  # has a matcher
+    LOGPROBS = 16  # of its output, or of its prompt
+
+    @classmethod
+    def of(cls, request: Request) -> Asks:
+        sampling, asks = request.sampling, cls(0)
+        if not sampling.greedy:
+            asks |= cls.SAMPLED
+            if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
+                asks |= cls.FILTERED
+        if sampling.processed:
+            asks |= cls.PROCESSED
+        if request.matcher is not None:
+            asks |= cls.CONSTRAINED
+        if sampling.logprobs is not None or not request.prompt_scored:
+            asks |= cls.LOGPROBS
+        return asks
 
 
 class SlotTable:
@@ -31,12 +58,9 @@ class SlotTable:
         self.last_step = np.full(num_slots, -1, dtype=np.int64)  # the last step that names the slot
         self.sequence = np.full(num_slots, -1, dtype=np.int64)
         self.live = np.zeros(num_slots, dtype=np.bool_)  # running, not ended
-        self.sampled = np.zeros(num_slots, dtype=np.bool_)  # not greedy
-        self.filtered = np.zeros(num_slots, dtype=np.bool_)  # top-k, top-p or min-p
+        self._asks = np.zeros(num_slots, dtype=np.uint8)  # Asks
         self.stops_at_eos = np.zeros(num_slots, dtype=np.bool_)
         self.own_stop_ids = np.zeros(num_slots, dtype=np.bool_)
-        self.processed = np.zeros(num_slots, dtype=np.bool_)  # SamplingParams.processed
-        self.constrained = np.zeros(num_slots, dtype=np.bool_)  # has a matcher
         self.top_logprobs = np.full(num_slots, -1, dtype=np.int32)  # SamplingParams.logprobs; -1: None
         self.top_prompt_logprobs = np.full(num_slots, -1, dtype=np.int32)  # the same for the prompt; -1: None, or done
         self.prompt_len = np.zeros(num_slots, dtype=np.int32)
@@ -61,13 +85,9 @@ class SlotTable:
         self.sequence[slot] = request.sequence
         self.live[slot] = True
         sampling = request.sampling
-        self.sampled[slot] = not sampling.greedy
-        filters = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
-        self.filtered[slot] = filters and not sampling.greedy
+        self._asks[slot] = Asks.of(request)
         self.stops_at_eos[slot] = not sampling.ignore_eos
         self.own_stop_ids[slot] = bool(sampling.stop_token_ids)
-        self.processed[slot] = sampling.processed
-        self.constrained[slot] = request.matcher is not None
         self.top_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
         wanted = None if request.prompt_scored else sampling.prompt_logprobs
         self.top_prompt_logprobs[slot] = -1 if wanted is None else wanted
@@ -82,15 +102,24 @@ class SlotTable:
         self.sequence[slot] = -1
         self._free.append(slot)
 
-    def remaining(self, slots: Int32Array) -> Int32Array:
+    def remaining(self, slots: IndexArray) -> Int32Array:
         """Known tokens of each slot that have no KV yet; the last token of a request never needs it."""
         wanted = np.minimum(self.device_len[slots], self.max_len[slots] - 1)
         return wanted - self.cached_len[slots]
 
+    def asked(self, slots: IndexArray) -> Asks:
+        """All that the slots' requests ask for, together."""
+        return Asks(int(np.bitwise_or.reduce(self._asks[slots])))
+
+    def constrained(self, slots: IndexArray) -> BoolArray:
+        """Which slots' requests have a matcher."""
+        have: BoolArray = (self._asks[slots] & Asks.CONSTRAINED) != 0
+        return have
+
     def row_pages(self, slot: int) -> Int32Array:
         return self.pages[slot, : self.num_pages[slot]]
 
-    def extend_pages(self, slots: Int32Array, counts: Int32Array, pages: Int32Array) -> Int32Array:
+    def extend_pages(self, slots: IndexArray, counts: Int32Array, pages: Int32Array) -> Int32Array:
         """Append `counts[i]` of `pages` to the row of `slots[i]`; return [k, 3] (slot, index, page)."""
         owners = np.repeat(slots, counts)
         first_of_row = np.repeat(np.cumsum(counts) - counts, counts)
