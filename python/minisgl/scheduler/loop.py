@@ -12,7 +12,8 @@ from time import sleep
 from typing import Protocol
 
 from minisgl.core import Batch, Int32Array, StepLogprobs
-from minisgl.scheduler.scheduler import Scheduler, StepReport
+from minisgl.scheduler.report import StepReport
+from minisgl.scheduler.scheduler import Scheduler
 
 
 class StepResult(Protocol):

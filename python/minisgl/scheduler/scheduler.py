@@ -8,7 +8,6 @@ where slots, pages and locks are given back, and only after the last step that n
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,10 +26,10 @@ from minisgl.core import (
 from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.kvcache.pages import PagePool
 from minisgl.message.to_detokenizer import End, TokenLogprobs
-from minisgl.message.types import LogprobRows
 from minisgl.scheduler.constraints import Grammars, NoGrammars, Progress
 from minisgl.scheduler.logprobs import pack_logprobs, plan_logprobs, rows_of
 from minisgl.scheduler.policy import BATCH_POLICIES, longest_first
+from minisgl.scheduler.report import Entered, StepReport
 from minisgl.scheduler.request import Request, RequestState
 from minisgl.scheduler.table import Asks, SlotTable
 from minisgl.scheduler.waiting import WaitingQueue
@@ -38,30 +37,6 @@ from minisgl.scheduler.waiting import WaitingQueue
 logger = logging.getLogger(__name__)
 
 WATERMARK = 0.02  # share of all pages that stays free at an admission, besides one page for each running request
-
-
-@dataclass(frozen=True, slots=True)
-class Entered:
-    """A request has entered a slot, or ends without ever having done so: its tokens may come from now on."""
-
-    sequence: int
-    cached_tokens: int  # of its prompt, found in the cache
-    min_tokens: int  # no stop string ends it before
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What the world learns after a step: who entered, one new token each for `sequences`, and who ended."""
-
-    entered: list[Entered]
-    sequences: list[int]
-    tokens: Int32Array
-    ended: list[End]
-    logprobs: TokenLogprobs | None  # of the tokens, if anybody asks
-    prompt_logprobs: dict[int, LogprobRows]  # by sequence: of its prompt, all at once
-
-    def __bool__(self) -> bool:
-        return bool(self.entered or self.sequences or self.ended)
 
 
 class Scheduler:
@@ -103,13 +78,7 @@ class Scheduler:
         self.retractions = 0
         self._prefix_tokens_queried = 0  # of all requests that entered
         self._prefix_tokens_hit = 0  # of these, found in the cache
-        # Since the last report:
-        self._entered: list[Entered] = []
-        self._new_sequences: list[int] = []
-        self._new_tokens: Int32Array = np.empty(0, dtype=np.int32)
-        self._ended: list[End] = []
-        self._new_logprobs: TokenLogprobs | None = None
-        self._new_prompt_logprobs: dict[int, LogprobRows] = {}
+        self._report = StepReport()  # the next
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
@@ -145,7 +114,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Something waits, runs, or has to be given back."""
-        return bool(self._waiting or self._running or self._retiring or self._ended)
+        return bool(self._waiting or self._running or self._retiring or self._report.ended)
 
     @property
     def is_compiling(self) -> bool:
@@ -263,7 +232,7 @@ class Scheduler:
 
     def _enter(self, request: Request, prefix: CacheHandle, needed: int) -> EnteringRow:
         if request.state is RequestState.WAITING:
-            self._entered.append(Entered(request.sequence, prefix.cached_len, request.sampling.min_tokens))
+            self._report.entered.append(Entered(request.sequence, prefix.cached_len, request.sampling.min_tokens))
             self._prefix_tokens_queried += len(request.token_ids)
             self._prefix_tokens_hit += prefix.cached_len
         self._waiting.admitted(request)
@@ -360,8 +329,8 @@ class Scheduler:
         slots, tokens = slots[live], tokens[live]
         table.tokens[slots, table.known_len[slots]] = tokens
         table.known_len[slots] += 1
-        self._new_sequences = table.sequence[slots].tolist()
-        self._new_tokens = tokens
+        self._report.sequences = table.sequence[slots].tolist()
+        self._report.tokens = tokens
 
         stop = (tokens[:, None] == self._eos).any(axis=1) & table.stops_at_eos[slots]
         for row in np.flatnonzero(table.own_stop_ids[slots]).tolist():
@@ -411,7 +380,7 @@ class Scheduler:
         live = table.live[slots[plan.rows]]
         if live.any():
             rows = plan.rows[live]
-            self._new_logprobs = TokenLogprobs(
+            self._report.logprobs = TokenLogprobs(
                 table.sequence[slots[rows]].tolist(),
                 table.top_logprobs[slots[rows]].tolist(),
                 pack_logprobs(tokens[rows], [rows_of(logprobs.output, live, plan.top)]),
@@ -432,24 +401,14 @@ class Scheduler:
     def _report_prompt(self, request: Request) -> None:
         """All at once, with the first token or the end."""
         tokens = request.token_ids[1 : request.prompt_len]
-        self._new_prompt_logprobs[request.sequence] = pack_logprobs(tokens, request.prompt_scores)
+        self._report.prompt_logprobs[request.sequence] = pack_logprobs(tokens, request.prompt_scores)
         request.prompt_scores.clear()
         request.prompt_scored = True
         self._table.top_prompt_logprobs[request.slot] = -1
 
     def report(self) -> StepReport:
         """What happened since the last report."""
-        report = StepReport(
-            self._entered,
-            self._new_sequences,
-            self._new_tokens,
-            self._ended,
-            self._new_logprobs,
-            self._new_prompt_logprobs,
-        )
-        self._entered, self._ended = [], []
-        self._new_logprobs, self._new_prompt_logprobs = None, {}
-        self._new_sequences, self._new_tokens = [], np.empty(0, dtype=np.int32)
+        report, self._report = self._report, StepReport()
         return report
 
     # --- a request ends ---------------------------------------------------------------------------------------
@@ -457,14 +416,14 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason, stop_token: int | None = None) -> None:
         """Mark the request as ended. What it holds is given back by `_retire`."""
         del self._by_sequence[request.sequence]
-        self._ended.append(End(request.sequence, reason, stop_token))
+        self._report.ended.append(End(request.sequence, reason, stop_token))
         if request.state is RequestState.RUNNING:
             self._stop_running(request.slot)
             self._retiring.append(request.slot)
         else:
             self._waiting.remove(request)
             if request.state is RequestState.WAITING:
-                self._entered.append(Entered(request.sequence, 0, request.sampling.min_tokens))
+                self._report.entered.append(Entered(request.sequence, 0, request.sampling.min_tokens))
         request.state = RequestState.FINISHED
 
     def _stop_running(self, slot: int) -> None:

@@ -10,7 +10,7 @@ from minisgl.message.to_detokenizer import Flushed, Open, StepOutput, ToDetokeni
 from minisgl.message.to_scheduler import Abort, Add, FlushCache, Query, Stopped, ToScheduler
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
 from minisgl.scheduler.loop import StepLoop
-from minisgl.scheduler.scheduler import StepReport
+from minisgl.scheduler.report import StepReport
 
 
 def step_output(report: StepReport, texts: Sequence[TextOptions]) -> StepOutput:

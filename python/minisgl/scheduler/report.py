@@ -1,0 +1,35 @@
+"""What the world learns of a step: who entered, the tokens it brought, and who ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from minisgl.core import Int32Array
+from minisgl.message.to_detokenizer import End, TokenLogprobs
+from minisgl.message.types import LogprobRows
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A request has entered a slot, or ends without ever having done so: its tokens may come from now on."""
+
+    sequence: int
+    cached_tokens: int  # of its prompt, found in the cache
+    min_tokens: int  # no stop string ends it before
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What happened since the last report, which had at most one step's end: one new token each for `sequences`."""
+
+    entered: list[Entered] = field(default_factory=list)
+    sequences: list[int] = field(default_factory=list)
+    tokens: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    ended: list[End] = field(default_factory=list)
+    logprobs: TokenLogprobs | None = None  # of the tokens, if anybody asks
+    prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)  # by sequence: of its prompt, all at once
+
+    def __bool__(self) -> bool:
+        return bool(self.entered or self.sequences or self.ended)
