@@ -28,6 +28,7 @@ class Asks(IntFlag):
 
     @classmethod
     def of(cls, request: Request) -> Asks:
+        """What one request asks."""
         sampling, asks = request.sampling, cls(0)
         if not sampling.greedy:
             asks |= cls.SAMPLED
