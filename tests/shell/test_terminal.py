@@ -46,9 +46,19 @@ def run_plain(server: Server, lines: str, *args: str) -> subprocess.CompletedPro
 
 
 def test_a_conversation_with_commands(shell: Terminal, tmp_path: Path) -> None:
+    # A long answer: the few tokens of a short one may all be there at once on a busy machine, and have no rate then.
+    shell.ask("/set ignore_eos true")
+    shell.prompt()
+    shell.ask("/set max_tokens 400")
+    shell.prompt()
     shell.ask("What is 3 + 4?")
-    # On a busy machine so few tokens may all be there at once: there is no rate then.
-    shell.expect(r"3 \+ 4 = 7 .*\d+ tokens, ([\d.]+ tokens/s, )?first after [\d.]+ s")
+    shell.expect(r"3 \+ 4 = 7 .*\d+ tokens, [\d.]+ tokens/s, first after [\d.]+ s")
+    shell.prompt()
+    for line in ("/set ignore_eos default", "/set max_tokens default", "/reset"):
+        shell.ask(line)
+        shell.prompt()
+    shell.ask("What is 3 + 4?")
+    shell.expect(r"3 \+ 4 = 7 .*\d+ tokens, .*first after [\d.]+ s")
     shell.prompt()
     shell.ask("/system You are brief.")
     shell.expect("system: You are brief.")
@@ -85,15 +95,6 @@ def test_a_conversation_with_commands(shell: Terminal, tmp_path: Path) -> None:
     history = tmp_path / "minisgl" / "shell_history"
     assert "+What is 3 + 4?" in history.read_text()
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
-
-
-def test_a_long_answer_has_a_rate(shell: Terminal) -> None:
-    shell.ask("/set ignore_eos true")
-    shell.prompt()
-    shell.ask("/set max_tokens 400")
-    shell.prompt()
-    shell.ask("Count from 1 to 9.")
-    shell.expect(r"400 tokens, [\d.]+ tokens/s, first after [\d.]+ s, cut at the token limit")
 
 
 def test_ctrl_c_stops_the_answer_at_the_server_and_not_the_program(server: Server, shell: Terminal) -> None:

@@ -35,7 +35,7 @@ class AttentionShape:
         return torch.float8_e4m3fn if self.fp8_kv else self.dtype
 
     def kv_layout(self, num_layers: int, widened: torch.dtype | None = None) -> KVLayout:
-        """The pool's; `widened` as there."""
+        """What a page of such a pool holds; `widened` as in KVLayout."""
         return KVLayout(num_layers, self.page_size, self.num_kv_heads, self.head_dim, self.kv_dtype, widened)
 
 

@@ -159,7 +159,7 @@ class Supervisor:
         Raises WorkerFailed when one fails or is gone, Interrupted after a signal or when the shell has ended.
         """
         sources = self._selector.select()
-        signals = self._signals.receive()
+        signals = self._signals.receive()  # first: whoever ends all of a group's processes means no failure
         if signal.SIGTERM in signals or (signal.SIGINT in signals and self._shell is None):
             raise Interrupted
         for key, _ in sources:
