@@ -137,7 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="what K and V are stored in; auto: the model's dtype; fp8_e4m3: 8 bits, of which twice as many fit",
     )
     engine.add_argument("--disable-pynccl", action="store_true", help="accepted for Mini-SGLang; has no effect")
-    engine.add_argument("--moe-backend", default=None, metavar="NAME", help="mixture of experts (not there yet)")
+    engine.add_argument("--moe-backend", default=None, metavar="NAME", help="of experts (there is no choice yet)")
 
     scheduler = parser.add_argument_group("scheduler")
     scheduler.add_argument(
@@ -330,7 +330,7 @@ def model_name(model: str) -> str:
 
 def _refuse_later_parts(args: argparse.Namespace) -> None:
     later = {
-        f"--moe-backend {args.moe_backend}: mixture of experts": args.moe_backend is not None,
+        f"--moe-backend {args.moe_backend}: a choice of how experts are computed": args.moe_backend is not None,
         f"--model-source {args.model_source}: another source than huggingface": args.model_source != "huggingface",
     }
     for what, asked in later.items():
