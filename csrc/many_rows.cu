@@ -27,6 +27,9 @@ constexpr int X_STAGE = X_ROWS * LINE;
 constexpr int STAGE = X_STAGE + W_STAGE;
 constexpr int OUTPUTS = GATED ? ROWS / 2 : ROWS;
 constexpr int STRIDE = ROWS % 16 ? ROWS : ROWS + 8;  // of sums in shared memory, in floats: no bank conflicts
+constexpr int OWN = (X_ROWS + SPLIT - 1) / SPLIT;    // rows of x, at most, whose sums a block adds up
+constexpr int TURNS = (OWN * (OUTPUTS / 4) + CONSUMERS - 1) / CONSUMERS;  // in which its threads do that, four sums each
+constexpr bool FETCHES = !GATED && TURNS <= 16;      // the residual before the sums are there, if registers hold it
 
 struct alignas(64) TensorMap { unsigned char opaque[128]; };
 using Barrier = unsigned long long;
@@ -174,6 +177,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) many_rows_linear(
   if (SPLIT > 1) meet_cluster();
   else __syncthreads();
   if (warp == WARPS) return;
+  Vec<4> fetched[FETCHES ? TURNS : 1] = {};
+  if (FETCHES && residual)
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      int i = thread + turn * CONSUMERS, row = i / (OUTPUTS / 4), n = tile * OUTPUTS + i % (OUTPUTS / 4) * 4;
+      if (row < own_rows && n < N) fetched[turn] = *(const Vec<4>*)(residual + (long long)(split * own + row) * N + n);
+    }
   float* sums = (float*)memory;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -192,9 +202,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) many_rows_linear(
   else asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
 
   int width = GATED ? N / 2 : N;
-  for (int i = thread; i < own_rows * (OUTPUTS / 4); i += CONSUMERS) {
-    int row = i / (OUTPUTS / 4), column = i % (OUTPUTS / 4) * 4, m = split * own + row, n = tile * OUTPUTS + column;
-    if (n >= width) continue;
+#pragma unroll (FETCHES ? TURNS : 1)
+  for (int turn = 0; turn < TURNS; ++turn) {
+    int i = thread + turn * CONSUMERS, row = i / (OUTPUTS / 4), column = i % (OUTPUTS / 4) * 4;
+    int m = split * own + row, n = tile * OUTPUTS + column;
+    if (row >= own_rows || n >= width) continue;
     float y[4] = {}, up[4] = {};
 #pragma unroll
     for (int s = 0; s < SPLIT; ++s) {
@@ -206,7 +218,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) many_rows_linear(
     Vec<4> bias_y = {}, bias_up = {}, before = {}, result;
     if (bias) bias_y = *(const Vec<4>*)(bias + n);
     if (bias && GATED) bias_up = *(const Vec<4>*)(bias + width + n);
-    if (residual) before = *(const Vec<4>*)(residual + (long long)m * N + n);
+    if (FETCHES) before = fetched[turn];
+    else if (residual) before = *(const Vec<4>*)(residual + (long long)m * N + n);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       y[j] += to_float(bias_y.v[j]);
