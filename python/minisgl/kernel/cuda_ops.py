@@ -103,10 +103,11 @@ class CudaOps:
         self, qkv: Tensor, heads: Heads, positions: Tensor, kv_slots: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         tokens, head_dim = len(qkv), k_cache.shape[-1]
-        if head_dim % 64 or head_dim > 256 or not qkv.is_contiguous():
+        if head_dim not in (64, 128, 256) or not qkv.is_contiguous():
             return self._torch.norm_rope_store(qkv, heads, positions, kv_slots, k_cache, v_cache)
         q = qkv.new_empty((tokens, heads.num_heads, head_dim))
-        units = tokens * (heads.num_heads + 2 * heads.num_kv_heads)
+        heads_of_warp = 64 * _VECTOR_BYTES // (head_dim * qkv.itemsize)
+        units = tokens * -(-(heads.num_heads + 2 * heads.num_kv_heads) // heads_of_warp)
         kernel = self._rope_kernel(qkv.dtype, k_cache.dtype, head_dim)
         kernel(
             (-(-units // _WARPS),),
