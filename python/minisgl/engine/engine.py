@@ -67,7 +67,7 @@ class Engine:
         self._kv_format = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
         self._judges_processed = config.logprobs_mode == "processed_logprobs"
         self._tp = tp
-        self._queue = make_queue(self.device)
+        self._queue = make_queue(self.device, self.num_slots)
         context_len = _context_len(config, model)
         with phase("load weights"):
             ops = make_ops(self.device)

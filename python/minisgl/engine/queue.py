@@ -104,23 +104,39 @@ class CpuQueue:
         self._thread.shutdown()
 
 
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """Where a step's tokens arrive on the host, and what says that they are there."""
+
+    memory: Tensor  # [n] int32, pinned
+    done: torch.cuda.Event
+
+
 class _CudaTokens:
-    """The host's copies, and the event that says when they are there."""
+    """The host's copies. When the tokens have been read, the next step may land in their place."""
 
     def __init__(
-        self, tokens: Tensor, logprobs: tuple[LogprobTensors, LogprobTensors] | None, done: torch.cuda.Event
+        self,
+        landing: _Landing,
+        count: int,
+        logprobs: tuple[LogprobTensors, LogprobTensors] | None,
+        give_back: Callable[[_Landing], None],
     ) -> None:
-        self._tokens = tokens
+        self._landing: _Landing | None = landing
+        self._tokens: Int32Array = landing.memory.numpy()[:count]
         self._logprobs = logprobs
-        self._done = done
+        self._give_back = give_back
 
     def tokens(self) -> Int32Array:
-        self._done.synchronize()
-        array: Int32Array = self._tokens.numpy()
-        return array
+        if self._landing is not None:
+            self._landing.done.synchronize()
+            self._tokens = self._tokens.copy()
+            self._give_back(self._landing)
+            self._landing = None
+        return self._tokens
 
     def logprobs(self) -> StepLogprobs | None:
-        self._done.synchronize()
+        self.tokens()
         return _on_host(self._logprobs)
 
 
@@ -142,20 +158,27 @@ def _copy_logprobs(one: LogprobTensors) -> LogprobTensors:
 class CudaQueue:
     """A stream of its own. Tokens are copied to pinned memory behind the step; waiting for an event reads them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_slots: int) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._num_slots = num_slots  # of which a step samples
+        self._free: list[_Landing] = []
 
     def submit(self, step: Callable[[], StepTensors]) -> _CudaTokens:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             result = step()
-            tokens = _copy_to_host(result.tokens)
+            count = len(result.tokens)
+            landing = self._free.pop() if self._free else self._make_landing()
+            landing.memory[:count].copy_(result.tokens, non_blocking=True)
             logprobs = None
             if result.logprobs is not None:
                 output, prompt = result.logprobs
                 logprobs = _copy_logprobs(output), _copy_logprobs(prompt)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(self._stream)
-        return _CudaTokens(tokens, logprobs, done)
+            landing.done.record(self._stream)
+        return _CudaTokens(landing, count, logprobs, self._free.append)
+
+    def _make_landing(self) -> _Landing:
+        memory = torch.empty(self._num_slots, dtype=torch.int32, pin_memory=True)
+        return _Landing(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     def launch(self, function: Callable[[], T]) -> Callable[[], T]:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -171,5 +194,6 @@ class CudaQueue:
         self._stream.synchronize()
 
 
-def make_queue(device: torch.device) -> DeviceQueue:
-    return CudaQueue(device) if device.type == "cuda" else CpuQueue()
+def make_queue(device: torch.device, num_slots: int) -> DeviceQueue:
+    """`num_slots`: rows that a step samples, at most."""
+    return CudaQueue(device, num_slots) if device.type == "cuda" else CpuQueue()
