@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionShape
 from minisgl.kernel.base import Heads
-from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
+from minisgl.kernel.compile import EARLY_ROWS, SCALAR_NAMES, Compiler, Kernel
 
 _MAX_GROUP = 8  # query heads of a KV head: rows of a tensor-core instruction
 _MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
@@ -170,5 +170,6 @@ class FusedRows:
             self._records.data_ptr(),
             self._counters.data_ptr(),
             cluster=division.cluster,
+            early=rows <= EARLY_ROWS,
         )
         return out

@@ -116,29 +116,35 @@ class Engine:
 
     def execute(self, batch: Batch) -> PendingTokens:
         """Launch a step behind those launched before, and return at once."""
-        return self._queue.submit(lambda: self._sample(batch, self._forward(batch)))
+        graphs = self._graphs_for(batch)
+        return self._queue.submit(lambda: self._sample(batch, self._forward(batch, graphs), graphs))
 
     def forward(self, batch: Batch) -> LaunchedForward:
         """Launch the forward of a step alone, and return at once. Its sampling must be launched before another step."""
-        forwarded = self._queue.launch(lambda: self._forward(batch))
+        forwarded = self._queue.launch(lambda: self._forward(batch, self._graphs_for(batch)))
         return LaunchedForward(self, batch, forwarded, self._masks[: int(batch.samples.sum())])
 
     def sample(self, batch: Batch, forwarded: Callable[[], Forwarded], mask: Tensor) -> PendingTokens:
         """Launch the sampling behind a step's forward. `mask` on the host, as in Sampler.sample."""
-        return self._queue.submit(lambda: self._sample(batch, forwarded(), mask.to(self.device, non_blocking=True)))
+        return self._queue.submit(
+            lambda: self._sample(batch, forwarded(), None, mask.to(self.device, non_blocking=True))
+        )
 
-    def _forward(self, batch: Batch) -> Forwarded:
+    def _forward(self, batch: Batch, graphs: DecodeGraphs | None) -> Forwarded:
         self._runner.state.apply(batch)
-        graphs = self._graphs_for(batch)
         if graphs is not None:
             return graphs.forward(batch)
         prefill = None if self._graphs is None else self._graphs.prefill(batch)
         return self._runner.forward(batch) if prefill is None else prefill.forward(batch)
 
-    def _sample(self, batch: Batch, forwarded: Forwarded, mask: Tensor | None = None) -> StepTensors:
-        graphs = None if batch.processed or mask is not None else self._graphs_for(batch)
+    def _sample(
+        self, batch: Batch, forwarded: Forwarded, graphs: DecodeGraphs | None, mask: Tensor | None = None
+    ) -> StepTensors:
         judged = self._runner.judged(batch, forwarded, mask, processed=self._judges_processed)
-        sampled = self._runner.sample(batch, forwarded, mask) if graphs is None else graphs.sample(batch)
+        if graphs is None or batch.processed:
+            sampled = self._runner.sample(batch, forwarded, mask)
+        else:
+            sampled = graphs.sample(batch)
         return StepTensors(sampled, self._runner.logprobs(batch, forwarded, judged, sampled))
 
     def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:

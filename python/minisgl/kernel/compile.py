@@ -31,6 +31,10 @@ SCALAR_NAMES = {
 # memory passes the first cache, which is the rest. One of the sizes that there are.
 SHARED_BEFORE_ATTENTION = 132 << 10
 
+# Steps of more rows have cuBLAS's products between our kernels. These neither begin early nor let others, and a kernel
+# behind them that is launched as if they did begins later than one that is not.
+EARLY_ROWS = 64
+
 
 def address(tensor: Tensor | None) -> int:
     """What a kernel gets for a tensor that need not be there: where it begins, or 0."""
@@ -49,10 +53,11 @@ class Kernel:
         self._begins_early = begins_early
         self._shared_bytes = shared_bytes
 
-    def __call__(self, grid: tuple[int, ...], block: int, *args: Any, cluster: int = 1) -> None:
+    def __call__(self, grid: tuple[int, ...], block: int, *args: Any, cluster: int = 1, early: bool = True) -> None:
         """Arguments: tensors' data_ptr() for pointers, NumPy scalars of the exact type for the rest.
 
-        With a `cluster` of more than one block, the grid counts clusters, which lie along its first axis.
+        With a `cluster` of more than one block, the grid counts clusters, which lie along its first axis. `early`: as
+        early as it was compiled for.
         """
         handle = torch._C._cuda_getCurrentRawStream(self._device_id)  # torch.cuda.current_stream() takes 4 us
         stream = self._streams.get(handle)
@@ -63,7 +68,7 @@ class Kernel:
             block=block,
             cluster=(cluster, 1, 1) if cluster > 1 else None,
             shmem_size=self._shared_bytes,
-            programmatic_stream_serialization=self._begins_early,
+            programmatic_stream_serialization=early and self._begins_early,
         )
         launch(stream, config, self._kernel, *args)
 

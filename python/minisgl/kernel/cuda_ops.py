@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.base import DecodeInputs, Heads, Norm
-from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
+from minisgl.kernel.compile import EARLY_ROWS, SCALAR_NAMES, Compiler, Kernel
 from minisgl.kernel.cuda_moe import CudaMoe
 from minisgl.kernel.few_rows import FewRows
 from minisgl.kernel.many_rows import ManyRows
@@ -41,15 +41,17 @@ class CudaOps:
         if not _vectorizes(x, size) or not len(x):
             return self._torch.rms_norm(x, norm)
         out = torch.empty_like(x)
+        rows = x.numel() // size
         kernel = self._norm_kernel(x.dtype)
         kernel(
-            (x.numel() // size,),
+            (rows,),
             _row_threads(x, size),
             x.data_ptr(),
             norm.weight.data_ptr(),
             out.data_ptr(),
             np.int32(size),
             np.float32(norm.eps),
+            early=rows <= EARLY_ROWS,
         )
         return out
 
@@ -96,6 +98,7 @@ class CudaOps:
             out.data_ptr(),
             np.int32(width // 2),
             np.int32(parts),
+            early=tokens <= EARLY_ROWS,
         )
         return out
 
@@ -125,6 +128,7 @@ class CudaOps:
             np.int32(heads.num_heads),
             np.int32(heads.num_kv_heads),
             np.float32(0.0 if heads.q_norm is None else heads.q_norm.eps),
+            early=tokens <= EARLY_ROWS,
         )
         return q
 
