@@ -177,10 +177,10 @@ def test_replays_with_other_lengths(name: str, heads: tuple[int, int], page_size
 
 
 def test_plans_are_redone_only_when_rows_gain_or_lose_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    import minisgl.attention.fi as fi
-
     world = World((16, 8), 64, rows=4)
     backend = make("fi", world.shape)
+    import minisgl.attention.fi as fi
+
     plans = 0
     original: Callable[..., None] = fi.fast_decode_plan
 
