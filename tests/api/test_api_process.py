@@ -137,14 +137,15 @@ def test_it_ends_with_its_parent(process: Process) -> None:
     assert process.end(1) == 1
 
 
-def test_signals(process: Process) -> None:
-    """Ctrl-C goes to the whole group, and the supervisor handles it; SIGTERM ends the process as any other."""
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_the_supervisors_to_handle(process: Process, signum: int) -> None:
+    """Both may go to the whole group: Ctrl-C does, and so does what ends a service."""
     process.serve()
-    process.popen.send_signal(signal.SIGINT)
+    process.popen.send_signal(signum)
     time.sleep(0.1)
     assert process.get("/health")
-    process.popen.send_signal(signal.SIGTERM)
-    assert process.end(1) == -signal.SIGTERM
+    process.pipe.close()
+    assert process.end(1) == 1
 
 
 def test_a_message_it_does_not_know_ends_it(process: Process, engine: FakeEngine) -> None:

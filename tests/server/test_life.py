@@ -120,6 +120,20 @@ def test_signals_end_everything_within_two_seconds(signum: int, folder: Path) ->
         assert errors() == "the server is shutting down"
 
 
+def test_sigterm_to_every_process_ends_them_as_one_to_the_supervisor(folder: Path) -> None:
+    """Whoever ends a service may signal all of it, and the workers first."""
+    with Server("--model", str(folder)) as server:
+        pids = worker_pids(server.process.pid)
+        errors = _open_request(server)
+        for pid in pids.values():
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(0.1)
+        assert server.end() < 2
+        assert server.process.returncode == 0
+        assert not any(map(is_alive, pids.values()))
+        assert errors() == "the server is shutting down"
+
+
 SIGNAL_WHILE_LOGGING = """
 import logging, os, signal, sys
 from minisgl.__main__ import main

@@ -93,7 +93,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> None:
     """The process: try what comes, until nothing can come."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its parent
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # it ends with its parent
     grammars: queue.SimpleQueue[Grammar] = queue.SimpleQueue()
     vocabulary = byte_vocabulary(decode(sys.stdin.buffer.readline(), type=dict[int, str]))
 

@@ -75,8 +75,9 @@ class Worker:
 
 
 def main(entry: str, fd: int) -> None:
-    """Run one worker. Ctrl-C is the supervisor's to handle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Run one worker. Signals are the supervisor's to handle: Ctrl-C, and whoever ends a service, sends them to all."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     set_up_logging()
     worker = Worker(ControlPipe(socket.socket(fileno=fd), ToWorker))  # type: ignore[arg-type]
     module, _, function = entry.partition(":")
