@@ -31,8 +31,8 @@ SCALAR_NAMES = {
 # memory passes the first cache, which is the rest. One of the sizes that there are.
 SHARED_BEFORE_ATTENTION = 132 << 10
 
-# Steps of more rows have cuBLAS's products between our kernels. These neither begin early nor let others, and a kernel
-# behind them that is launched as if they did begins later than one that is not.
+# Steps of more rows have cuBLAS's products between our kernels. These neither begin early nor let others, and launching
+# ours as if they did makes a step 0.6% longer.
 EARLY_ROWS = 64
 
 

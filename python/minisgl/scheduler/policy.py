@@ -26,9 +26,9 @@ def chunk_lengths(remaining: Int32Array, budget: int) -> Int32Array:
 
 def prefill_first(remaining: Int32Array, budget: int) -> Int32Array:
     """Tokens each request gets in the next step: the prompts' chunks if there are any, else one for each decode."""
-    prompts = np.where(remaining > 1, remaining, 0).astype(np.int32)
-    if prompts.any():
-        return chunk_lengths(prompts, budget)
+    is_prompt = remaining > 1
+    if is_prompt.any():
+        return chunk_lengths(np.where(is_prompt, remaining, 0).astype(np.int32), budget)
     return remaining
 
 
