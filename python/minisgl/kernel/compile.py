@@ -56,8 +56,8 @@ class Kernel:
     def __call__(self, grid: tuple[int, ...], block: int, *args: Any, cluster: int = 1, early: bool = True) -> None:
         """Arguments: tensors' data_ptr() for pointers, NumPy scalars of the exact type for the rest.
 
-        With a `cluster` of more than one block, the grid counts clusters, which lie along its first axis. `early`: as
-        early as it was compiled for.
+        With a `cluster` of more than one block, the grid counts clusters, which lie along its first axis. Without
+        `early` it waits for its predecessor's end, also if it was compiled to begin early.
         """
         handle = torch._C._cuda_getCurrentRawStream(self._device_id)  # torch.cuda.current_stream() takes 4 us
         stream = self._streams.get(handle)

@@ -1,9 +1,9 @@
 """How far two correct computations of the same logits may be apart. Pure.
 
 Both engines round, and not in the same order. With the unit roundoff u of the dtype (2^-24 float32, 2^-11 float16,
-2^-8 bfloat16), a layer rounds the residual stream and what is added to it some `ROUNDINGS` times; these
-errors are independent, so the logits' relative error grows with the square root of their number, and the difference of
-two such computations is sqrt(2) of it:
+2^-8 bfloat16), a layer rounds the residual stream and what is added to it some `ROUNDINGS` times; these errors are
+independent, so the logits' relative error grows with the square root of their number, and the difference of two such
+computations is sqrt(2) of it:
 
     expected = u * sqrt(2 * ROUNDINGS * layers)
 
