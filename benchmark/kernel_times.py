@@ -13,16 +13,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from minisgl.attention.base import AttentionShape
+from minisgl.attention.flatten import flatten_pages, make_flattener
+from minisgl.attention.widen import SeenPages, Widener
 from minisgl.benchmark.report import table
 from minisgl.engine.cuda_sampler import CudaSampler
 from minisgl.engine.sampler import SampleKind, Sampler, TorchSampler
 from minisgl.engine.state import SlotState
-from minisgl.kernel.base import Norm, Ops
+from minisgl.kernel.base import Heads, Norm, Ops
 from minisgl.kernel.cuda_ops import CudaOps
-from minisgl.kernel.torch_ops import TorchOps
+from minisgl.kernel.torch_ops import TorchOps, silu_and_mul
+from minisgl.kvcache.pool import KVPool
 
 DEVICE = torch.device("cuda", 0)
 
@@ -194,7 +199,79 @@ def products() -> Iterator[Case]:
                     yield Case(f"{label} ({name})", f"{model}, {rows} rows", run, moved)
 
 
-SUITES: dict[str, Callable[[], Iterator[Case]]] = {"sampling": sampling, "moe": moe, "products": products}
+def between() -> Iterator[Case]:
+    """What stands between products and attention. Few tokens come from the second cache, as they do in a step."""
+    ops, twin = CudaOps(DEVICE), TorchOps()
+    models = {"Qwen3-0.6B": (1024, 16, 8, 3072), "Qwen3-14B": (5120, 40, 8, 17408)}
+    head_dim, page_size, pages = 128, 64, 256
+    for model, (hidden, num_heads, num_kv_heads, intermediate) in models.items():
+        norm = Norm(torch.ones(hidden, device=DEVICE, dtype=torch.bfloat16), 1e-6)
+        head_norm = Norm(torch.ones(head_dim, device=DEVICE, dtype=torch.bfloat16), 1e-6)
+        cos_sin = torch.rand(4096, head_dim, device=DEVICE)
+        heads = Heads(num_heads, num_kv_heads, cos_sin, head_norm, head_norm)
+        k_cache, v_cache = torch.zeros(
+            2, pages, page_size, num_kv_heads, head_dim, device=DEVICE, dtype=torch.bfloat16
+        ).unbind()
+        embedding = torch.randn(151936, hidden, device=DEVICE).to(torch.bfloat16)
+        for tokens in (1, 64, 256, 8192):
+            shape = f"{model}, {tokens} tokens"
+            x = torch.randn(tokens, hidden, device=DEVICE).to(torch.bfloat16)
+            qkv = torch.randn(tokens, (num_heads + 2 * num_kv_heads) * head_dim, device=DEVICE).to(torch.bfloat16)
+            gate_up = torch.randn(tokens, 2 * intermediate, device=DEVICE).to(torch.bfloat16)
+            ids = torch.randint(151936, (tokens,), device=DEVICE)
+            positions = torch.randint(4096, (tokens,), device=DEVICE)
+            places = torch.randperm(pages * page_size, device=DEVICE)[:tokens]
+            stored = heads, positions, places, k_cache, v_cache
+            for name, which, silu in (("csrc", ops, ops.silu_and_mul), ("torch", twin, silu_and_mul)):
+                runs: dict[str, tuple[Callable[..., object], int]] = {
+                    "norm": (partial(which.rms_norm, x, norm), 2 * x.nbytes),
+                    "norm, rope, store": (partial(which.norm_rope_store, qkv, *stored), 2 * qkv.nbytes + tokens * 512),
+                    "silu and product": (partial(silu, gate_up), gate_up.nbytes * 3 // 2),
+                    "embedding": (partial(which.embed, ids, embedding), 2 * x.nbytes),
+                }
+                for kernel, (run, moved) in runs.items():
+                    yield Case(f"{kernel} ({name})", shape, lambda _, run=run: run(), moved)
+
+
+def pages() -> Iterator[Case]:
+    """What a step learns of its pages, and pages of 8 bits made wide for a backend that reads 16."""
+    ops, twin = CudaOps(DEVICE), TorchOps()
+    flattener, page_size, context = make_flattener(DEVICE), 64, 2048
+    for rows in (1, 64, 256):
+        width = context // page_size
+        state = SlotState(num_slots=rows, max_seq_len=context, page_size=page_size, scratch_page=0, device=DEVICE)
+        state.lengths[:] = context
+        slots, kv_lens = torch.arange(rows, device=DEVICE), state.lengths[:rows]
+        page_table = torch.randperm(rows * width, device=DEVICE).int().view(rows, width)
+        flat = (torch.empty(rows + 1, device=DEVICE).int(), kv_lens.clone(), torch.empty(rows * width + 1).to(kv_lens))
+        told = slots, state.tokens, state.lengths, state.page_table, page_size
+        for name, which, flatten in (("csrc", ops, flattener), ("torch", twin, flatten_pages)):
+            inputs = partial(which.decode_inputs, *told, pages=True)
+            yield Case(
+                f"decode inputs ({name})", f"{rows} rows", lambda _, run=inputs: run(), rows * (2 * width * 4 + 40)
+            )
+            listed = partial(flatten, page_table, kv_lens, page_size, *flat)
+            yield Case(f"pages as a list ({name})", f"{rows} rows", lambda _, run=listed: run(), page_table.nbytes * 2)
+    shape = AttentionShape(16, 8, 128, page_size, torch.bfloat16, fp8_kv=True)
+    pool = KVPool(shape.kv_layout(1, widened=torch.bfloat16), 128, DEVICE)
+    widener = Widener(shape, DEVICE)
+    for count in (16, 128):
+        seen = SeenPages(torch.arange(count, device=DEVICE).int(), torch.tensor([count], device=DEVICE).int())
+        moved = 3 * count * pool.keys(0)[0].numel() * 2
+
+        def run(_: int, seen: SeenPages = seen) -> object:
+            return widener.widen(0, pool, seen)
+
+        yield Case("pages made wide (csrc)", f"{count} pages of 64 tokens, 8 KV heads", run, moved)
+
+
+SUITES: dict[str, Callable[[], Iterator[Case]]] = {
+    "sampling": sampling,
+    "moe": moe,
+    "products": products,
+    "between": between,
+    "pages": pages,
+}
 
 
 def main() -> None:

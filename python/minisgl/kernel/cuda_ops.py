@@ -83,9 +83,10 @@ class CudaOps:
             return self._few_rows.product(x, norm, weight, bias, gated=True)
         if self._many_rows.takes(x, weight) and len(weight) % 16 == 0:
             return self._many_rows.product(self.rms_norm(x, norm), weight, bias, gated=True)
-        return self._silu_and_mul(F.linear(self.rms_norm(x, norm), weight, bias))
+        return self.silu_and_mul(F.linear(self.rms_norm(x, norm), weight, bias))
 
-    def _silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 * I] -> [T, I]: silu of the first half times the second."""
         tokens, width = gate_up.shape
         if not _vectorizes(gate_up, width // 2):
             return silu_and_mul(gate_up)
