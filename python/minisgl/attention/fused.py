@@ -15,7 +15,8 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionShape
 from minisgl.kernel.base import Heads
-from minisgl.kernel.compile import EARLY_ROWS, SCALAR_NAMES, Compiler, Kernel
+from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
+from minisgl.kernel.many_rows import MAX_ROWS
 
 _MAX_GROUP = 8  # query heads of a KV head: rows of a tensor-core instruction
 _MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
@@ -170,6 +171,6 @@ class FusedRows:
             self._records.data_ptr(),
             self._counters.data_ptr(),
             cluster=division.cluster,
-            early=rows <= EARLY_ROWS,
+            early=rows <= MAX_ROWS,
         )
         return out

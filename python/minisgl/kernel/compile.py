@@ -31,10 +31,6 @@ SCALAR_NAMES = {
 # memory passes the first cache, which is the rest. One of the sizes that there are.
 SHARED_BEFORE_ATTENTION = 132 << 10
 
-# Steps of more rows have cuBLAS's products between our kernels. These neither begin early nor let others, and launching
-# ours as if they did makes a step 0.6% longer.
-EARLY_ROWS = 64
-
 
 def address(tensor: Tensor | None) -> int:
     """What a kernel gets for a tensor that need not be there: where it begins, or 0."""

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.base import DecodeInputs, Heads, Norm
-from minisgl.kernel.compile import EARLY_ROWS, SCALAR_NAMES, Compiler, Kernel
+from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 from minisgl.kernel.cuda_moe import CudaMoe
 from minisgl.kernel.few_rows import FewRows
-from minisgl.kernel.many_rows import ManyRows
+from minisgl.kernel.many_rows import MAX_ROWS, ManyRows
 from minisgl.kernel.torch_ops import TorchOps, silu_and_mul
 
 _VECTOR_BYTES = 16
@@ -51,7 +51,7 @@ class CudaOps:
             out.data_ptr(),
             np.int32(size),
             np.float32(norm.eps),
-            early=rows <= EARLY_ROWS,
+            early=rows <= MAX_ROWS,
         )
         return out
 
@@ -99,7 +99,7 @@ class CudaOps:
             out.data_ptr(),
             np.int32(width // 2),
             np.int32(parts),
-            early=tokens <= EARLY_ROWS,
+            early=tokens <= MAX_ROWS,
         )
         return out
 
@@ -129,7 +129,7 @@ class CudaOps:
             np.int32(heads.num_heads),
             np.int32(heads.num_kv_heads),
             np.float32(0.0 if heads.q_norm is None else heads.q_norm.eps),
-            early=tokens <= EARLY_ROWS,
+            early=tokens <= MAX_ROWS,
         )
         return q
 
