@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -23,3 +24,9 @@ def start_module(
     found = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-P", "-m", module, *arguments]
     return subprocess.Popen(command, env=os.environ | found | dict(env or {}), **options)
+
+
+def leave_signals_to_parent() -> None:
+    """Of a process that ends with its parent: Ctrl-C, and whoever ends a service, sends its signal to both of them."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

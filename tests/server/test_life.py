@@ -108,27 +108,19 @@ def test_lesson_13_a_port_in_use_is_noticed_first(folder: Path) -> None:
     assert str(port) in line
 
 
+@pytest.mark.parametrize("to_workers", [False, True], ids=["alone", "workers first"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_signals_end_everything_within_two_seconds(signum: int, folder: Path) -> None:
+def test_signals_end_everything_within_two_seconds(signum: int, to_workers: bool, folder: Path) -> None:
+    """Ctrl-C, and whoever ends a service, may signal all processes, and the workers first."""
     with Server("--model", str(folder)) as server:
         pids = worker_pids(server.process.pid)
         assert sorted(pids) == sorted(WORKERS)
         errors = _open_request(server)
+        if to_workers:
+            for pid in pids.values():
+                os.kill(pid, signum)
+            time.sleep(0.1)
         assert server.end(signum) < 2
-        assert server.process.returncode == 0
-        assert not any(map(is_alive, pids.values()))
-        assert errors() == "the server is shutting down"
-
-
-def test_sigterm_to_every_process_ends_them_as_one_to_the_supervisor(folder: Path) -> None:
-    """Whoever ends a service may signal all of it, and the workers first."""
-    with Server("--model", str(folder)) as server:
-        pids = worker_pids(server.process.pid)
-        errors = _open_request(server)
-        for pid in pids.values():
-            os.kill(pid, signal.SIGTERM)
-        time.sleep(0.1)
-        assert server.end() < 2
         assert server.process.returncode == 0
         assert not any(map(is_alive, pids.values()))
         assert errors() == "the server is shutting down"

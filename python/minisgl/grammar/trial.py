@@ -14,7 +14,6 @@ import queue
 import random
 import re
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -26,7 +25,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from msgspec.json import decode, encode
 
-from minisgl.child import start_module
+from minisgl.child import leave_signals_to_parent, start_module
 from minisgl.core import Grammar, InvalidRequest
 from minisgl.grammar.text import to_llguidance
 from minisgl.grammar.threads import STACK_BYTES
@@ -93,8 +92,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> None:
     """The process: try what comes, until nothing can come."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # it ends with its parent
+    leave_signals_to_parent()
     grammars: queue.SimpleQueue[Grammar] = queue.SimpleQueue()
     vocabulary = byte_vocabulary(decode(sys.stdin.buffer.readline(), type=dict[int, str]))
 

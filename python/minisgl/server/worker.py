@@ -11,7 +11,6 @@ import gc
 import importlib
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -19,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from minisgl.child import leave_signals_to_parent
 from minisgl.config import ConfigError, ServerConfig
 from minisgl.limits import Limits
 from minisgl.logs import set_up_logging
@@ -75,9 +75,8 @@ class Worker:
 
 
 def main(entry: str, fd: int) -> None:
-    """Run one worker. Signals are the supervisor's to handle: Ctrl-C, and whoever ends a service, sends them to all."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """Run one worker."""
+    leave_signals_to_parent()
     set_up_logging()
     worker = Worker(ControlPipe(socket.socket(fileno=fd), ToWorker))  # type: ignore[arg-type]
     module, _, function = entry.partition(":")
