@@ -76,12 +76,9 @@ class SlotState:
 
     def _write(self, table: Tensor, entries: Int32Array) -> None:
         """entries [k, 3]: (slot, index in its row, value), no place twice."""
-        packed = np.empty((2, len(entries)), dtype=np.int64)
-        np.multiply(entries[:, 0], table.shape[1], out=packed[0], dtype=np.int64)
-        packed[0] += entries[:, 1]
-        packed[1] = entries[:, 2]
-        sent = upload(packed, self.device)
-        table.view(-1).scatter_(0, sent[0], sent[1].view(torch.int32)[::2])  # the low half of each value
+        places = entries[:, 0].astype(np.int64) * table.shape[1] + entries[:, 1]
+        sent_places, sent_values = upload(np.stack([places, entries[:, 2]]), self.device)
+        table.view(-1).scatter_(0, sent_places, sent_values.view(torch.int32)[::2])  # the low half of each
 
     def kv_slots(self, slots: Tensor, positions: Tensor) -> Tensor:
         """[T] slots and positions -> [T] int64 places in the KV pool."""
