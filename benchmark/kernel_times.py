@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -199,70 +198,67 @@ def products() -> Iterator[Case]:
                     yield Case(f"{label} ({name})", f"{model}, {rows} rows", run, moved)
 
 
+def same_each_time(work: Callable[..., object], *args: object, **options: object) -> Callable[[int], object]:
+    """The `run` of a case whose inputs are not rotated."""
+    return lambda _: work(*args, **options)
+
+
 def between() -> Iterator[Case]:
     """What stands between products and attention. Few tokens come from the second cache, as they do in a step."""
-    ops, twin = CudaOps(DEVICE), TorchOps()
-    models = {"Qwen3-0.6B": (1024, 16, 8, 3072), "Qwen3-14B": (5120, 40, 8, 17408)}
-    head_dim, page_size, pages = 128, 64, 256
-    for model, (hidden, num_heads, num_kv_heads, intermediate) in models.items():
-        norm = Norm(torch.ones(hidden, device=DEVICE, dtype=torch.bfloat16), 1e-6)
-        head_norm = Norm(torch.ones(head_dim, device=DEVICE, dtype=torch.bfloat16), 1e-6)
-        cos_sin = torch.rand(4096, head_dim, device=DEVICE)
-        heads = Heads(num_heads, num_kv_heads, cos_sin, head_norm, head_norm)
-        k_cache, v_cache = torch.zeros(
-            2, pages, page_size, num_kv_heads, head_dim, device=DEVICE, dtype=torch.bfloat16
-        ).unbind()
-        embedding = torch.randn(151936, hidden, device=DEVICE).to(torch.bfloat16)
+    all_ops = {"csrc": (ops := CudaOps(DEVICE), ops.silu_and_mul), "torch": (TorchOps(), silu_and_mul)}
+    models = {"Qwen3-0.6B": (1024, 16, 3072), "Qwen3-14B": (5120, 40, 17408)}
+    context, vocab = 4096, 151936
+    for model, (hidden, num_heads, intermediate) in models.items():
+        shape = AttentionShape(num_heads, 8, 128, 64, torch.bfloat16)
+        pool = KVPool(shape.kv_layout(1), 256, DEVICE)
+        norm, head_norm = (Norm(torch.ones(n, device=DEVICE).to(shape.dtype), 1e-6) for n in (hidden, shape.head_dim))
+        cos_sin = torch.rand(context, shape.head_dim, device=DEVICE)
+        heads = Heads(num_heads, shape.num_kv_heads, cos_sin, head_norm, head_norm)
+        embedding = torch.randn(vocab, hidden, device=DEVICE).to(shape.dtype)
         for tokens in (1, 64, 256, 8192):
-            shape = f"{model}, {tokens} tokens"
-            x = torch.randn(tokens, hidden, device=DEVICE).to(torch.bfloat16)
-            qkv = torch.randn(tokens, (num_heads + 2 * num_kv_heads) * head_dim, device=DEVICE).to(torch.bfloat16)
-            gate_up = torch.randn(tokens, 2 * intermediate, device=DEVICE).to(torch.bfloat16)
-            ids = torch.randint(151936, (tokens,), device=DEVICE)
-            positions = torch.randint(4096, (tokens,), device=DEVICE)
-            places = torch.randperm(pages * page_size, device=DEVICE)[:tokens]
-            stored = heads, positions, places, k_cache, v_cache
-            for name, which, silu in (("csrc", ops, ops.silu_and_mul), ("torch", twin, silu_and_mul)):
-                runs: dict[str, tuple[Callable[..., object], int]] = {
-                    "norm": (partial(which.rms_norm, x, norm), 2 * x.nbytes),
-                    "norm, rope, store": (partial(which.norm_rope_store, qkv, *stored), 2 * qkv.nbytes + tokens * 512),
-                    "silu and product": (partial(silu, gate_up), gate_up.nbytes * 3 // 2),
-                    "embedding": (partial(which.embed, ids, embedding), 2 * x.nbytes),
-                }
-                for kernel, (run, moved) in runs.items():
-                    yield Case(f"{kernel} ({name})", shape, lambda _, run=run: run(), moved)
+            x, qkv, gate_up = (
+                torch.randn(tokens, width, device=DEVICE).to(shape.dtype)
+                for width in (hidden, (num_heads + 2 * shape.num_kv_heads) * shape.head_dim, 2 * intermediate)
+            )
+            ids = torch.randint(vocab, (tokens,), device=DEVICE)
+            positions = torch.randint(context, (tokens,), device=DEVICE)
+            places = torch.randperm(pool.num_pages * pool.page_size, device=DEVICE)[:tokens]
+            stored = qkv, heads, positions, places, pool.keys(0), pool.values(0)
+            angles = tokens * cos_sin[0].nbytes
+            for name, (which, silu) in all_ops.items():
+                for kernel, run, moved in (
+                    ("norm", same_each_time(which.rms_norm, x, norm), 2 * x.nbytes),
+                    ("norm, rope, store", same_each_time(which.norm_rope_store, *stored), 2 * qkv.nbytes + angles),
+                    ("silu and product", same_each_time(silu, gate_up), gate_up.nbytes * 3 // 2),
+                    ("embedding", same_each_time(which.embed, ids, embedding), 2 * x.nbytes),
+                ):
+                    yield Case(f"{kernel} ({name})", f"{model}, {tokens} tokens", run, moved)
 
 
 def pages() -> Iterator[Case]:
     """What a step learns of its pages, and pages of 8 bits made wide for a backend that reads 16."""
-    ops, twin = CudaOps(DEVICE), TorchOps()
-    flattener, page_size, context = make_flattener(DEVICE), 64, 2048
+    all_ops = {"csrc": (CudaOps(DEVICE), make_flattener(DEVICE)), "torch": (TorchOps(), flatten_pages)}
+    shape = AttentionShape(16, 8, 128, 64, torch.bfloat16, fp8_kv=True)
+    context = 2048
     for rows in (1, 64, 256):
-        width = context // page_size
-        state = SlotState(num_slots=rows, max_seq_len=context, page_size=page_size, scratch_page=0, device=DEVICE)
+        state = SlotState(num_slots=rows, max_seq_len=context, page_size=shape.page_size, scratch_page=0, device=DEVICE)
         state.lengths[:] = context
-        slots, kv_lens = torch.arange(rows, device=DEVICE), state.lengths[:rows]
-        page_table = torch.randperm(rows * width, device=DEVICE).int().view(rows, width)
-        flat = (torch.empty(rows + 1, device=DEVICE).int(), kv_lens.clone(), torch.empty(rows * width + 1).to(kv_lens))
-        told = slots, state.tokens, state.lengths, state.page_table, page_size
-        for name, which, flatten in (("csrc", ops, flattener), ("torch", twin, flatten_pages)):
-            inputs = partial(which.decode_inputs, *told, pages=True)
-            yield Case(
-                f"decode inputs ({name})", f"{rows} rows", lambda _, run=inputs: run(), rows * (2 * width * 4 + 40)
-            )
-            listed = partial(flatten, page_table, kv_lens, page_size, *flat)
-            yield Case(f"pages as a list ({name})", f"{rows} rows", lambda _, run=listed: run(), page_table.nbytes * 2)
-    shape = AttentionShape(16, 8, 128, page_size, torch.bfloat16, fp8_kv=True)
-    pool = KVPool(shape.kv_layout(1, widened=torch.bfloat16), 128, DEVICE)
+        slots, table, kv_lens = torch.arange(rows, device=DEVICE), state.page_table[:rows], state.lengths[:rows]
+        inputs = slots, state.tokens, state.lengths, state.page_table, shape.page_size
+        lists = table.new_empty(rows + 1), table.new_empty(rows), table.new_empty(table.numel() + 1)
+        in_rows = 4 * slots.nbytes + 2 * kv_lens.nbytes  # slots, ids, positions, places; tokens and lengths
+        for name, (which, flatten) in all_ops.items():
+            run = same_each_time(which.decode_inputs, *inputs, pages=True)
+            yield Case(f"decode inputs ({name})", f"{rows} rows", run, 2 * table.nbytes + in_rows)
+            run = same_each_time(flatten, table, kv_lens, shape.page_size, *lists)
+            yield Case(f"pages as a list ({name})", f"{rows} rows", run, 2 * table.nbytes)
+    pool = KVPool(shape.kv_layout(1, widened=shape.dtype), 128, DEVICE)
     widener = Widener(shape, DEVICE)
     for count in (16, 128):
         seen = SeenPages(torch.arange(count, device=DEVICE).int(), torch.tensor([count], device=DEVICE).int())
-        moved = 3 * count * pool.keys(0)[0].numel() * 2
-
-        def run(_: int, seen: SeenPages = seen) -> object:
-            return widener.widen(0, pool, seen)
-
-        yield Case("pages made wide (csrc)", f"{count} pages of 64 tokens, 8 KV heads", run, moved)
+        moved = 2 * count * pool.keys(0)[0].numel() * (shape.kv_dtype.itemsize + shape.dtype.itemsize)
+        run = same_each_time(widener.widen, 0, pool, seen)
+        yield Case("pages made wide (csrc)", f"{count} pages of {shape.page_size} tokens, 8 KV heads", run, moved)
 
 
 SUITES: dict[str, Callable[[], Iterator[Case]]] = {
