@@ -156,7 +156,10 @@ def _copy_logprobs(one: LogprobTensors) -> LogprobTensors:
 
 
 class CudaQueue:
-    """A stream of its own. Tokens are copied to pinned memory behind the step; waiting for an event reads them."""
+    """A stream of its own, which makes itself the current one in a fraction of the time of `torch.cuda.stream`.
+
+    Tokens are copied to pinned memory behind the step; waiting for an event reads them.
+    """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -164,7 +167,7 @@ class CudaQueue:
         self._free: list[_Landing] = []
 
     def submit(self, step: Callable[[], StepTensors]) -> _CudaTokens:
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), self._stream:
             result = step()
             count = len(result.tokens)
             landing = self._free.pop() if self._free else self._make_landing()
@@ -181,7 +184,7 @@ class CudaQueue:
         return _Landing(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     def launch(self, function: Callable[[], T]) -> Callable[[], T]:
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), self._stream:
             result = function()
         return lambda: result
 
