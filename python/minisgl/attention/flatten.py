@@ -35,7 +35,7 @@ def flatten_pages(
     """A PageFlattener in torch, that a CUDA graph can hold: nothing is read back."""
     rows, width = table.shape
     own = (kv_lens + page_size - 1) // page_size
-    starts[0] = 0
+    starts[:1].zero_()
     starts[1:] = own.cumsum(0)
     last_page_lens.copy_(kv_lens - (own - 1) * page_size)
     columns = torch.arange(width, device=table.device)

@@ -71,12 +71,20 @@ def divide(units: int, num_sms: int, *, spills: bool, fp8: bool) -> Division:
         return Division(4, 4, 3, helpers=128)
     if units <= num_sms:
         return Division(2, 6, 2, helpers=64, most=512)
-    if fp8 and 2 * units <= 5 * num_sms:
-        return Division(2, 4, 4, helpers=128)
+    if fp8:
+        if 2 * units <= 5 * num_sms:
+            return Division(2, 4, 4, helpers=128)
+        return Division(1, 2, 8, helpers=256) if units > 10 * num_sms else Division(1, 4, 4, helpers=256)
     if 2 * units <= 3 * num_sms:
         return Division(2, 4, 3, helpers=128)
+    if spills:
+        return Division(1, 4, 3, helpers=256)
+    if units <= 2 * num_sms or 3 * num_sms < units <= 4 * num_sms:  # all at once, or in two waves
+        return Division(1, 8, 2, helpers=256)
+    if units > 10 * num_sms:  # so many waves that the last counts for little
+        return Division(1, 4, 4, helpers=256)
     # So many that the last of the waves in which they work leaves the fewest places empty.
-    blocks = 3 if spills else min((3, 4), key=lambda blocks: -(-units // (blocks * num_sms)) * blocks)
+    blocks = min((3, 4), key=lambda blocks: -(-units // (blocks * num_sms)) * blocks)
     return Division(1, 4, blocks, helpers=256)
 
 
