@@ -244,11 +244,16 @@ class LLM:
                     bar.update(piece.finish is not None)
                 for message in stopped:
                     scheduler.end(message.sequence, "stop")
-        return [answer.completion() for answer in answers]
+        return [answer.completion for answer in answers]
 
 
 class _Answer:
-    """Gathers the pieces of one sequence."""
+    """Gathers the pieces of one sequence, until the last brings its completion.
+
+    Then it lets go of them: thousands of pieces a sequence are joined and freed while the device is at work.
+    """
+
+    completion: Completion
 
     def __init__(self, sampling: SamplingParams) -> None:
         self._sampling = sampling
@@ -256,23 +261,23 @@ class _Answer:
         self._ids: list[bytes] = []
         self._logprobs: list[PositionLogprobs] = []
         self._prompt_logprobs: list[PositionLogprobs] = []
-        self._last: Piece | None = None
 
     def take(self, piece: Piece) -> None:
         self._texts.append(piece.text)
         self._ids.append(piece.ids)
         self._logprobs += piece.logprobs
         self._prompt_logprobs += piece.prompt_logprobs
-        self._last = piece
+        if piece.finish is not None:
+            self.completion = self._complete(piece.finish, piece.cached_tokens)
+            self._texts.clear()
+            self._ids.clear()
 
-    def completion(self) -> Completion:
-        assert self._last is not None
-        assert self._last.finish is not None
+    def _complete(self, finish_reason: FinishReason, cached_tokens: int) -> Completion:
         completion = Completion(
             text="".join(self._texts),
             token_ids=unpack_ids(b"".join(self._ids)).tolist(),
-            finish_reason=self._last.finish,
-            cached_tokens=self._last.cached_tokens,
+            finish_reason=finish_reason,
+            cached_tokens=cached_tokens,
         )
         if self._sampling.logprobs is not None:
             completion["logprobs"] = self._logprobs
