@@ -8,6 +8,7 @@ tokens and the number of rows of the step (of its graph), not on the other rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ _MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
 _TILE = 16  # tokens
 _MAX_CHUNKS = 64  # of a row: one cluster merges them
 _RECORDS = 1 << 14  # of chunks, of all rows and KV heads
+_EXPECTED_ROWS = 256  # of a step: kernels for up to so many are compiled side by side, others when they are used
 
 
 def fused_decode_missing(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
@@ -51,6 +53,11 @@ class Division:
     shares: int = 1  # a row of more than twice `least` is cut into so many chunks, or as `least` and `most` demand
     least: int = 256  # tiles of a chunk
     most: int = 256
+
+    @property
+    def compiled_for(self) -> tuple[int, int, int]:
+        """What of this the kernel's code depends on."""
+        return self.cluster, self.warps, self.blocks_of_sm
 
 
 def divide(units: int, num_sms: int, *, spills: bool, fp8: bool) -> Division:
@@ -99,31 +106,39 @@ class FusedDecode:
         floats = shape.group * (shape.head_dim + 2 * _MAX_CLUSTER)
         self._records = torch.empty(_RECORDS, floats, dtype=torch.float32, device=device)
         self._counters = torch.zeros(2 * _RECORDS, dtype=torch.int32, device=device)
+        expected = {self._divide(rows).compiled_for for rows in range(1, _EXPECTED_ROWS + 1)}
+        self._compiler.begin("decode_attention.cu", map(self._macros, expected))
 
     def rows(self, slots: Tensor, lengths: Tensor, page_table: Tensor) -> FusedRows:
         """slots [B] int64; lengths [slots] and page_table [slots, pages] int32, of the slots."""
+        division = self._divide(len(slots))
+        kernel = self._kernel(division.compiled_for)
+        return FusedRows(kernel, division, self._records, self._counters, slots, lengths, page_table)
+
+    def _divide(self, rows: int) -> Division:
         shape = self._shape
         spills = not shape.fp8_kv and (shape.page_size < _TILE or shape.group == 1)
-        division = divide(len(slots) * shape.num_kv_heads, self._num_sms, spills=spills, fp8=shape.fp8_kv)
-        return FusedRows(self._kernel(division), division, self._records, self._counters, slots, lengths, page_table)
+        return divide(rows * shape.num_kv_heads, self._num_sms, spills=spills, fp8=shape.fp8_kv)
 
-    def _kernel(self, division: Division) -> Kernel:
-        shape, key = self._shape, (division.cluster, division.warps, division.blocks_of_sm)
+    def _kernel(self, key: tuple[int, int, int]) -> Kernel:
         if key not in self._kernels:
             (self._kernels[key],) = self._compiler.compile(
-                "decode_attention.cu",
-                ("decode_attention",),
-                begins_early=True,
-                SCALAR=SCALAR_NAMES[shape.dtype],
-                CACHE=SCALAR_NAMES[shape.kv_dtype],
-                HEAD_DIM=shape.head_dim,
-                GROUP=shape.group,
-                PAGE_SIZE=shape.page_size,
-                CLUSTER=division.cluster,
-                WARPS=division.warps,
-                BLOCKS_OF_SM=division.blocks_of_sm,
+                "decode_attention.cu", ("decode_attention",), begins_early=True, **self._macros(key)
             )
         return self._kernels[key]
+
+    def _macros(self, key: tuple[int, int, int]) -> dict[str, Any]:
+        shape, (cluster, warps, blocks_of_sm) = self._shape, key
+        return {
+            "SCALAR": SCALAR_NAMES[shape.dtype],
+            "CACHE": SCALAR_NAMES[shape.kv_dtype],
+            "HEAD_DIM": shape.head_dim,
+            "GROUP": shape.group,
+            "PAGE_SIZE": shape.page_size,
+            "CLUSTER": cluster,
+            "WARPS": warps,
+            "BLOCKS_OF_SM": blocks_of_sm,
+        }
 
 
 class FusedRows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ _GROUP = 512  # logits
 _MAX_GROUPS = 2048
 _PARTIAL_WARPS = 8
 _PARTIAL_BYTES = 16
+_THREADS = 512  # of a block that chooses,
+_THREADS_OF_FEW_ROWS = 1024  # and where each has a multiprocessor to itself
 # As in process.cu.
 _PROCESS_CHUNK = 4096  # ids
 _PROCESS_THREADS = 256
@@ -26,8 +30,10 @@ class CudaSampler:
 
     kinds = (SampleKind(False, True),)
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, expected: torch.dtype) -> None:
+        """`expected`: the dtype of logits whose kernels are compiled at once; those of others when they come."""
         self._compiler = Compiler(device)
+        self._compiler.begin("sample.cu", [_macros(expected, threads) for threads in (_THREADS_OF_FEW_ROWS, _THREADS)])
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._sampling: dict[tuple[torch.dtype, int], list[Kernel]] = {}
         self._processing: dict[torch.dtype, Kernel] = {}
@@ -47,7 +53,7 @@ class CudaSampler:
         partials = torch.empty(rows * groups * _PARTIAL_BYTES, dtype=torch.uint8, device=logits.device)
         sampled = torch.empty(rows, dtype=torch.int32, device=logits.device)
         # Twice as many rows fit on the device at a time with half the threads each.
-        choose_threads = 1024 if rows <= self._multiprocessors else 512
+        choose_threads = _THREADS_OF_FEW_ROWS if rows <= self._multiprocessors else _THREADS
         sample_partials, sample_choose = self._sampling_kernels(logits.dtype, choose_threads)
         shared = (
             logits.data_ptr(),
@@ -125,8 +131,7 @@ class CudaSampler:
                 "sample.cu",
                 ("sample_partials", "sample_choose"),
                 begins_early=True,
-                SCALAR=SCALAR_NAMES[dtype],
-                THREADS=choose_threads,
+                **_macros(*key),
             )
         return self._sampling[key]
 
@@ -140,3 +145,7 @@ class CudaSampler:
                 WORD=MAX_BAD_WORD_TOKENS,
             )
         return self._processing[dtype]
+
+
+def _macros(dtype: torch.dtype, choose_threads: int) -> dict[str, Any]:
+    return {"SCALAR": SCALAR_NAMES[dtype], "THREADS": choose_threads}

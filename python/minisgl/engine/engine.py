@@ -69,21 +69,15 @@ class Engine:
         self._tp = tp
         self._queue = make_queue(self.device, self.num_slots)
         context_len = _context_len(config, model)
-        with phase("load weights"):
+        shape = _attention_shape(config, model, tp, self.page_size, self.dtype)
+        with phase("load kernels"):  # first: threads go on compiling them while weights are loaded
             ops = make_ops(self.device)
+            sampler = _make_sampler(self.device, self.dtype)
+            attention = self._queue.call(lambda: make_attention(config.attention, shape, self.device))
+        with phase("load weights"):
             weights = self._queue.call(lambda: _load(config, model, tp, self.dtype, self.device, progress=progress))
             self._queue.call(lambda: pack_weights(weights, ops))
-        with phase("load kernels"):
-            shape = _attention_shape(config, model, tp, self.page_size, self.dtype)
-            parts = _Parts(
-                model=weights,
-                shape=shape,
-                num_slots=self.num_slots,
-                attention=self._queue.call(lambda: make_attention(config.attention, shape, self.device)),
-                ops=ops,
-                sampler=_make_sampler(self.device),
-                device=self.device,
-            )
+        parts = _Parts(weights, shape, self.num_slots, attention, ops, sampler, self.device)
         sizes = _graph_sizes(config, parts, max_prefill_tokens)
         needs = Needs()
         if self.device.type == "cuda":
@@ -306,9 +300,9 @@ def _context_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_seq_len or longest
 
 
-def _make_sampler(device: torch.device) -> Sampler:
+def _make_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
     if has_kernels(device):
         from minisgl.engine.cuda_sampler import CudaSampler
 
-        return CudaSampler(device)
+        return CudaSampler(device, dtype)
     return TorchSampler()

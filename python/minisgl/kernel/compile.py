@@ -6,6 +6,8 @@ A kernel of these is launched on torch's current stream and so is captured by to
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -76,6 +78,7 @@ class Compiler:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._device = Device(device.index or 0)
         self._device.set_current()
+        self.arch = int(self._device.arch)  # its compute capability: 90 for 9.0
         self._streams: dict[int, Stream] = {}
         self._folder = Path(minisgl.__file__).parent / "csrc"
         headers = b"".join(path.read_bytes() for path in sorted(self._folder.glob("*.cuh")))
@@ -84,11 +87,17 @@ class Compiler:
             self._cache = FileStreamProgramCache()
         except OSError:  # no home, or one that may not be written
             self._cache = InMemoryProgramCache()
+        self._begun: dict[tuple[str, frozenset[tuple[str, str | int]]], Future[ObjectCode]] = {}
 
-    @property
-    def arch(self) -> int:
-        """The device's compute capability: 90 for 9.0."""
-        return int(self._device.arch)
+    def begin(self, file: str, variants: Iterable[Mapping[str, str | int]]) -> None:
+        """Begin to compile a file with each of these sets of macros, for which `compile` will be called.
+
+        In threads, each of which has a core to itself: NVRTC works without the interpreter's lock.
+        """
+        threads = ThreadPoolExecutor(thread_name_prefix="nvrtc")
+        for macros in variants:
+            self._begun[file, frozenset(macros.items())] = threads.submit(self._module, file, macros)
+        threads.shutdown(wait=False)  # they end with their work
 
     def compile(
         self,
@@ -107,13 +116,8 @@ class Compiler:
         `sm_shared_bytes`: of shared memory that a multiprocessor should have while it runs them, one of the sizes that
         there are. The rest is its first cache, also for kernels that begin meanwhile. 0: for as many blocks as fit.
         """
-        options = ProgramOptions(
-            std="c++17",
-            arch=f"sm_{self.arch}" + ("a" if self.arch == 90 else ""),  # 90a has what Hopper alone can do
-            include_path=[str(self._folder)],
-            define_macro=[(name, str(value)) for name, value in macros.items()],
-        )
-        module = self._module((self._folder / file).read_text(), options)
+        begun = self._begun.pop((file, frozenset(macros.items())), None)
+        module = self._module(file, macros) if begun is None else begun.result()
         early = begins_early and self.arch >= 90
         compiled = []
         for name in kernels:
@@ -134,7 +138,14 @@ class Compiler:
         if error != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{attribute.name} cannot be {value}: {error.name}")
 
-    def _module(self, source: str, options: ProgramOptions) -> ObjectCode:
+    def _module(self, file: str, macros: Mapping[str, str | int]) -> ObjectCode:
+        source = (self._folder / file).read_text()
+        options = ProgramOptions(
+            std="c++17",
+            arch=f"sm_{self.arch}" + ("a" if self.arch == 90 else ""),  # 90a has what Hopper alone can do
+            include_path=[str(self._folder)],
+            define_macro=[(name, str(value)) for name, value in macros.items()],
+        )
         key = make_program_cache_key(
             code=source, code_type="c++", options=options, target_type="cubin", extra_digest=self._headers
         )
