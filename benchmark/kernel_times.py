@@ -97,7 +97,7 @@ def sampling() -> Iterator[Case]:
         "masked": (0.6, 20, 0.95),
         "penalties": (0.6, 20, 0.95),
     }
-    samplers: dict[str, Sampler] = {"csrc": CudaSampler(DEVICE, torch.bfloat16), "torch": TorchSampler()}
+    samplers: dict[str, Sampler] = {"csrc": CudaSampler(DEVICE), "torch": TorchSampler()}
     for rows in (1, 64, 256):
         for spread, logits in (
             ("peaked", _peaked_logits(rows, vocab)),

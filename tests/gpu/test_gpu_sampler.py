@@ -25,7 +25,7 @@ FILTERED = SampleKind(greedy=False, filtered=True)
 def sampler() -> Sampler:
     from minisgl.engine.cuda_sampler import CudaSampler
 
-    return CudaSampler(torch.device("cuda", 0), torch.bfloat16)
+    return CudaSampler(torch.device("cuda", 0))
 
 
 @pytest.fixture(autouse=True)
@@ -261,7 +261,7 @@ def test_logits_are_processed_as_in_torch(dtype: torch.dtype, vocab: int) -> Non
     state = asking_state(rows, vocab)
     slots = torch.randperm(rows, device="cuda")
     logits = (torch.randn(rows, vocab, device="cuda") * 3).to(dtype)
-    sampler = CudaSampler(torch.device("cuda", 0), dtype)
+    sampler = CudaSampler(torch.device("cuda", 0))
     for mask in (None, random_mask(rows, vocab)):
         assert torch.equal(sampler.process(logits, slots, state, mask), process_logits(logits, slots, state, mask))
 

@@ -24,7 +24,6 @@ _MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
 _TILE = 16  # tokens
 _MAX_CHUNKS = 64  # of a row: one cluster merges them
 _RECORDS = 1 << 14  # of chunks, of all rows and KV heads
-_EXPECTED_ROWS = 256  # of a step: kernels for up to so many are compiled side by side, others when they are used
 
 
 def fused_decode_missing(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
@@ -106,7 +105,10 @@ class FusedDecode:
         floats = shape.group * (shape.head_dim + 2 * _MAX_CLUSTER)
         self._records = torch.empty(_RECORDS, floats, dtype=torch.float32, device=device)
         self._counters = torch.zeros(2 * _RECORDS, dtype=torch.int32, device=device)
-        expected = {self._divide(rows).compiled_for for rows in range(1, _EXPECTED_ROWS + 1)}
+
+    def begin_compiling(self, max_rows: int) -> None:
+        """In threads, the kernels of steps of up to so many rows; otherwise each is compiled when it is needed."""
+        expected = {self._divide(rows).compiled_for for rows in range(1, max_rows + 1)}
         self._compiler.begin("decode_attention.cu", map(self._macros, expected))
 
     def rows(self, slots: Tensor, lengths: Tensor, page_table: Tensor) -> FusedRows:

@@ -187,7 +187,7 @@ def _run_sampler(device: torch.device) -> tuple[Tensor, Tensor]:
     logits = torch.randn(5, 4096, device=device, generator=generator)
     slots = torch.arange(5, device=device)
     sampled = []
-    for sampler in (CudaSampler(device, logits.dtype), TorchSampler()):
+    for sampler in (CudaSampler(device), TorchSampler()):
         state = SlotState(num_slots=5, max_seq_len=8, page_size=1, scratch_page=0, device=device)
         sampled.append(sampler.sample(logits, slots, state, SampleKind(greedy=True, filtered=False)))
     return sampled[0], sampled[1]

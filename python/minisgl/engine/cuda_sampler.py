@@ -30,14 +30,16 @@ class CudaSampler:
 
     kinds = (SampleKind(False, True),)
 
-    def __init__(self, device: torch.device, expected: torch.dtype) -> None:
-        """`expected`: the dtype of logits whose kernels are compiled at once; those of others when they come."""
+    def __init__(self, device: torch.device) -> None:
         self._compiler = Compiler(device)
-        self._compiler.begin("sample.cu", [_macros(expected, threads) for threads in (_THREADS_OF_FEW_ROWS, _THREADS)])
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._sampling: dict[tuple[torch.dtype, int], list[Kernel]] = {}
         self._processing: dict[torch.dtype, Kernel] = {}
         self._torch = TorchSampler()
+
+    def begin_compiling(self, dtype: torch.dtype) -> None:
+        """In threads, the kernels for logits of this dtype; otherwise they are compiled when logits come."""
+        self._compiler.begin("sample.cu", [_macros(dtype, threads) for threads in (_THREADS_OF_FEW_ROWS, _THREADS)])
 
     def sample(
         self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind, mask: Tensor | None = None

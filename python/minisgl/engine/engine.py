@@ -74,6 +74,8 @@ class Engine:
             ops = make_ops(self.device)
             sampler = _make_sampler(self.device, self.dtype)
             attention = self._queue.call(lambda: make_attention(config.attention, shape, self.device))
+            if attention.fused is not None:
+                attention.fused.begin_compiling(self.num_slots)
         with phase("load weights"):
             weights = self._queue.call(lambda: _load(config, model, tp, self.dtype, self.device, progress=progress))
             self._queue.call(lambda: pack_weights(weights, ops))
@@ -304,5 +306,7 @@ def _make_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
     if has_kernels(device):
         from minisgl.engine.cuda_sampler import CudaSampler
 
-        return CudaSampler(device, dtype)
+        sampler = CudaSampler(device)
+        sampler.begin_compiling(dtype)
+        return sampler
     return TorchSampler()
