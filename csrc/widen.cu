@@ -19,11 +19,15 @@ extern "C" __global__ void widen_pages(
     const uint4* k, const uint4* v, Eight* wide_k, Eight* wide_v, const int* pages, const int* count, int vectors) {
   wait_for_predecessor();
   start_successor();
-  unsigned all = (unsigned)*count * vectors, step = gridDim.x * blockDim.x;
-  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
-    long long at = (long long)pages[i / vectors] * vectors + i % vectors;
+  // A vector's page and place there, counted through: vectors of rows that share long prefixes may be more than 2^32.
+  int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+  int page = first / vectors, i = first % vectors, end = *count;
+  while (page < end) {
+    long long at = (long long)pages[page] * vectors + i;
     uint4 a = k[at], b = v[at];
     wide_k[2 * at] = widened(a.x, a.y), wide_k[2 * at + 1] = widened(a.z, a.w);
     wide_v[2 * at] = widened(b.x, b.y), wide_v[2 * at + 1] = widened(b.z, b.w);
+    page += step / vectors, i += step % vectors;
+    if (i >= vectors) i -= vectors, ++page;
   }
 }

@@ -45,7 +45,9 @@ MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 1024
 MAX_BAD_WORD_TOKENS = 16
+MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 10.0
+MIN_TEMPERATURE = 1e-5  # below it requests are greedy: quotients of logits might not be finite
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -138,10 +140,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
         ):
             if not -2.0 <= penalty <= 2.0:
                 raise InvalidRequest(name, f"{name} must be between -2 and 2, not {penalty}")
-        if not 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
+        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY:
             raise InvalidRequest(
                 "repetition_penalty",
-                f"repetition_penalty must be above 0 and at most {MAX_REPETITION_PENALTY:g}, "
+                f"repetition_penalty must be between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}, "
                 f"not {self.repetition_penalty}",
             )
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
@@ -188,7 +190,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
     @property
     def processed(self) -> bool:

@@ -21,7 +21,7 @@ NAN, INF = math.nan, math.inf
             for name in ("presence_penalty", "frequency_penalty")
             for value in (2.1, NAN)
         ],
-        *[("repetition_penalty", value, "above 0 and at most 10") for value in (0.0, -1.0, 10.5, INF, NAN)],
+        *[("repetition_penalty", value, "between 0.01 and 10") for value in (0.0, -1.0, 1e-40, 10.5, INF, NAN)],
         ("min_tokens", -1, "between 0 and 20"),
         ("min_tokens", 21, "between 0 and 20"),
         ("logit_bias", ((50, 1.0),), "token id 50 is outside the vocabulary of 50"),

@@ -103,6 +103,15 @@ def test_every_choice_has_a_probability_above_zero() -> None:
     assert set(sample(logits, state, filtered=False).tolist()) == {2, 3}
 
 
+@pytest.mark.parametrize("filtered", [False, True])
+def test_rows_without_numbers_get_some_token(filtered: bool) -> None:
+    """A model may yield them. A token outside the vocabulary would end the next step."""
+    logits = torch.randn(6, VOCAB)
+    logits[0], logits[1], logits[2], logits[3, 7], logits[4, 7] = torch.nan, torch.inf, -torch.inf, torch.nan, torch.inf
+    tokens = sample(logits, make_state(6, top_p=0.9 if filtered else 1.0), filtered=filtered)
+    assert 0 <= int(tokens.min()) <= int(tokens.max()) < VOCAB
+
+
 def test_the_sampled_token_is_appended_to_the_slot() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, 5] = 9.0

@@ -110,6 +110,8 @@ def test_penalties(server: Server, route: str, ids: dict[str, int]) -> None:
 def test_filters_and_seeds(server: Server, route: str, ids: dict[str, int], plain: dict[str, Any]) -> None:
     for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         assert ask(server, route, temperature=2, **narrow)["token_ids"] == plain["token_ids"]
+    for temperature in (1e-6, 1e-38, 1e-320):  # by which float32 cannot divide
+        assert ask(server, route, temperature=temperature)["token_ids"] == plain["token_ids"]
     letters = {"allowed_token_ids": [ids[letter] for letter in "abcdefgh"], "max_tokens": 16}
     drawn = [ask(server, route, temperature=2, seed=seed, **letters)["token_ids"] for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
@@ -147,6 +149,7 @@ def test_logprobs(server: Server, route: str, plain: dict[str, Any]) -> None:
         ("presence_penalty", 3),
         ("frequency_penalty", -2.5),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-40),
         ("min_tokens", 61),
         ("logit_bias", {"100000000": 1}),
         ("logit_bias", {"1": 101}),

@@ -172,9 +172,9 @@ def _warnings_off() -> Iterator[None]:
 
 def _run_ops(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(3, 512, device=device, generator=generator).to(dtype)
-    norm = Norm(torch.randn(512, device=device, generator=generator).to(dtype), 1e-6)
-    weight = (torch.randn(768, 512, device=device, generator=generator) / 16).to(dtype)
+    x = torch.randn(3, 2048, device=device, generator=generator).to(dtype)
+    norm = Norm(torch.randn(2048, device=device, generator=generator).to(dtype), 1e-6)
+    weight = (torch.randn(768, 2048, device=device, generator=generator) / 32).to(dtype)
     ops = make_ops(device)
     exact = TorchOps().norm_linear(x.double(), Norm(norm.weight.double(), norm.eps), weight.double())
     return ops.norm_linear(x, norm, weight), exact

@@ -129,4 +129,5 @@ def _draw(logits: Tensor, slots: Tensor, state: SlotState, *, filtered: bool) ->
     # Below the total even when the product rounds up, so that the token found has a probability above 0.
     target = torch.minimum(draw * total, torch.nextafter(total, torch.zeros_like(total)))
     chosen = torch.searchsorted(cdf, target, right=True).squeeze(1)
+    chosen.clamp_(max=logits.shape[1] - 1)  # what a model that yields no numbers gets is at least a token
     return torch.where(is_greedy.squeeze(1), logits.argmax(dim=1), chosen)

@@ -18,6 +18,7 @@ _STAGE = 4096  # values of a weight in a stage, likewise
 _CLUSTERS = (2, 8)  # blocks, the fewest and the most; GPUs before Hopper have no clusters
 _SMALL = 1 << 23  # values of a weight that is divided into many narrow blocks; of others, clusters share K
 _MIN_BLOCKS = 256  # of a weight that is not small: some for each multiprocessor
+_STATIC_BYTES = 5 << 10  # of shared memory besides the ring, at most
 _RING_BEFORE_ATTENTION = 56 << 10  # bytes at most: two blocks leave room for some of attention's, which begin early
 
 
@@ -74,7 +75,10 @@ class FewRows:
             out = x.new_empty((rows, width // 2 if gated else width))
         clusters = _CLUSTERS if self._compiler.arch >= 90 else (1, 1)
         normed = norm is not None
-        kind = _kind(x.dtype, rows, width, size, clusters, norm=normed, gated=gated, before_attention=before_attention)
+        room = self._compiler.block_shared_bytes - _STATIC_BYTES
+        kind = _kind(
+            x.dtype, rows, width, size, clusters, room, norm=normed, gated=gated, before_attention=before_attention
+        )
         kernel = self._kernel(kind)
         kernel(
             (1, -(-width // kind.block_rows)),
@@ -118,15 +122,16 @@ def _kind(
     width: int,
     size: int,
     clusters: tuple[int, int],
+    room: int,
     *,
     norm: bool,
     gated: bool,
     before_attention: bool,
 ) -> _Kind:
-    """How the work of x [rows, size] @ weight [width, size]^T is divided."""
+    """How the work of x [rows, size] @ weight [width, size]^T is divided. `room`: for the ring, bytes."""
     max_rows = 8 if rows <= 8 else 16
     if width * size <= _SMALL and size % 256 == 0:
-        stages = min(size // 256 + 1, 9)
+        stages = min(size // 256 + 1, 9, room // _stage_bytes(16, max_rows, norm=norm))
         # Where there are clusters, kernels begin early. A longer product has not been measured with so short a ring.
         before_attention = before_attention and clusters[1] > 1 and size <= 1024
         if before_attention:

@@ -13,6 +13,8 @@ from minisgl.kernel.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
 
+OLDEST = (8, 0)  # compute capability
+
 
 def make_ops(device: torch.device) -> Ops:
     """Kernels of csrc/ on CUDA, torch elsewhere."""
@@ -31,5 +33,8 @@ def has_kernels(device: torch.device) -> bool:
         return False
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
         logger.warning("the kernels of csrc/ need cuda-core (pip install 'minisgl[cuda]'); torch is used, slower")
+        return False
+    if torch.cuda.get_device_capability(device) < OLDEST:
+        logger.warning("the kernels of csrc/ need compute capability %d.%d; torch is used, slower", *OLDEST)
         return False
     return True
