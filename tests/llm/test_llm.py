@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from minisgl.config import ConfigError
-from minisgl.core import InvalidRequest
+from minisgl.core import Int32Array, InvalidRequest, StepLogprobs
 from minisgl.llm import LLM, SamplingParams
+from minisgl.scheduler.loop import StepResult
 
 QUESTION = [{"role": "user", "content": "What is Minisgl?"}]
 
@@ -63,7 +65,7 @@ def test_logprobs_of_text_and_prompt(llm: LLM) -> None:
 def test_bad_requests_are_refused_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="at least one token"):
         llm.generate([[]])
-    with pytest.raises(InvalidRequest, match="between 0 and"):
+    with pytest.raises(InvalidRequest, match="token id 1000000 is outside the vocabulary: ids are 0 to"):
         llm.generate([[10**6]])
     with pytest.raises(InvalidRequest, match="top_p"):
         llm.generate(["a"], SamplingParams(top_p=0.0))
@@ -90,6 +92,67 @@ def test_bad_requests_are_refused_before_anything_runs(llm: LLM) -> None:
 def test_what_cannot_be_is_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM("demo", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_after_ctrl_c_the_next_call_works(llm: LLM, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Nearly all of a call's time the host waits for a step's tokens, so that is where it comes."""
+
+    class Interrupted:
+        def __init__(self, result: StepResult) -> None:
+            self._result = result
+
+        def tokens(self) -> Int32Array:
+            nonlocal steps
+            steps -= 1
+            if steps == -1:
+                raise KeyboardInterrupt
+            return self._result.tokens()
+
+        def logprobs(self) -> StepLogprobs | None:
+            return self._result.logprobs()
+
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    plain = llm.generate(["abc"] * 6, params)
+    execute = llm.loop._engine.execute
+    monkeypatch.setattr(llm.loop._engine, "execute", lambda batch: Interrupted(execute(batch)))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["abc", "xyz"] * 3, params)
+    monkeypatch.undo()
+    llm.check_idle()
+    assert [one["token_ids"] for one in llm.generate(["abc"] * 6, params)] == [one["token_ids"] for one in plain]
+
+
+def test_a_plan_that_was_lost_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(batch: object) -> StepResult:
+        raise MemoryError
+
+    with LLM("demo", num_page_override=50) as other:
+        monkeypatch.setattr(other.loop._engine, "execute", fails)
+        with pytest.raises(MemoryError):
+            other.generate("abc")
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match="interrupted in the middle of a step: close this LLM"):
+            other.generate("abc")
+
+
+def test_lists_stand_for_tuples(llm: LLM) -> None:
+    lists = SamplingParams(stop=["server"], stop_token_ids=[5], min_tokens=2, logit_bias=[(7, 1.0)], bad_words=["fast"])  # type: ignore[arg-type]
+    tuples = SamplingParams(
+        stop=("server",), stop_token_ids=(5,), min_tokens=2, logit_bias=((7, 1.0),), bad_words=("fast",)
+    )
+    assert llm.chat(QUESTION, lists)[0]["text"] == llm.chat(QUESTION, tuples)[0]["text"]
+
+
+@pytest.mark.parametrize(
+    "prompt", [np.array([[1, 2]]), np.array([2**32 + 5]), [1.5], [2**70], [2**40], [b"abc"], 3, b"abc", [-1]]
+)
+def test_prompts_that_are_none(llm: LLM, prompt: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"prompt must be a text or a list|outside the vocabulary"):
+        llm.generate([[1], prompt])  # type: ignore[list-item]
+    with pytest.raises(InvalidRequest, match="stop must be a list"):
+        llm.generate("abc", SamplingParams(stop="server"))  # type: ignore[arg-type]
+    llm.check_idle()
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -455,6 +455,8 @@ def test_lesson_18_eos_ids_of_both_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3_0_6B, "eos_token_id": 151645}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643]}))
     assert load_model_config(tmp_path).eos_token_ids == (151645, 151643)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151643, 151936]}))
+    assert load_model_config(tmp_path).eos_token_ids == (151645, 151643)  # the model does not have the last
 
 
 def test_unreadable_folders(tmp_path: Path) -> None:

@@ -178,6 +178,14 @@ def test_missing_and_broken_files(saved: Saved, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(broken)
         with pytest.raises(WeightError, match="is not a safetensors index"):
             load(tmp_path)
+    for strange in (
+        '{"weight_map": {"a": 5}}',
+        '{"weight_map": {"a": null}}',
+        '{"weight_map": {"a": "/etc/hostname"}}',
+    ):
+        (tmp_path / "model.safetensors.index.json").write_text(strange)
+        with pytest.raises(WeightError, match="names something else than files of its folder"):
+            load(tmp_path)
 
 
 def test_progress_bar_is_shown_only_if_asked(saved: Saved, capfd: pytest.CaptureFixture[str]) -> None:

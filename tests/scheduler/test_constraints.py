@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import Grammar, SamplingParams
-from scheduler.simulation import World, expected_answer, random_prompt
+from scheduler.simulation import SimulatedMatcher, World, expected_answer, random_prompt
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -49,6 +49,20 @@ def test_random_traffic_of_constrained_and_free_requests(overlap: bool, batch_po
                 assert (world.ends[sequence] == "stop") or len(answer) == params_.max_tokens
         retractions += world.scheduler.retractions
     assert retractions > 0
+
+
+def test_grammars_that_compile_hold_up_nobody() -> None:
+    """However many requests wait for theirs before one that does not."""
+    world = World(num_pages=400, num_slots=4)
+    for sequence in range(200):
+        world.add(sequence, [1, 2, 3], max_tokens=2, ignore_eos=True, grammar=Grammar("regex", "5"))
+        matcher = world.scheduler._by_sequence[sequence].matcher
+        assert isinstance(matcher, SimulatedMatcher)
+        matcher.polls = 10**9
+    world.add(200, [1, 2, 4], max_tokens=5, ignore_eos=True)
+    for _ in range(20):
+        world.step()
+    assert world.ends == {200: "length"}
 
 
 def test_a_complete_grammar_ends_its_request_with_its_last_token() -> None:

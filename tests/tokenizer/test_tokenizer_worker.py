@@ -46,6 +46,7 @@ from minisgl.message.to_scheduler import Add, Stopped, ToScheduler
 from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
 from minisgl.tokenizer import admission
+from minisgl.tokenizer.bad_words import resolve_bad_words
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.constraint import GrammarFitter
 from minisgl.tokenizer.text import TextTokenizer
@@ -106,6 +107,15 @@ def test_bad_words_become_ids_with_and_without_a_space(tokenizer: TextTokenizer)
     assert isinstance(refused, Refused)
     assert (refused.field, adds) == ("bad_words", [])
     assert "1 to 16" in refused.message
+
+
+def test_bad_words_that_the_model_cannot_say(tokenizer: TextTokenizer) -> None:
+    """A tokenizer may have more ids than the model."""
+    params = SamplingParams(bad_words=("ab",))
+    (ids, spaced) = resolve_bad_words(params, tokenizer, 1000).bad_words_ids
+    assert resolve_bad_words(params, tokenizer, max(ids)).bad_words_ids == tuple(
+        one for one in (ids, spaced) if max(one) < max(ids)
+    )
 
 
 def test_grammars_are_checked(tokenizer: TextTokenizer) -> None:

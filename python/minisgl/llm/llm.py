@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NotRequired, TypedDict
 
+import msgspec
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -39,10 +40,14 @@ from minisgl.models.config import load_model_config
 from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.serve import step_output
 from minisgl.seeds import choice_seed, random_seed
+from minisgl.tokenizer.admission import check_vocabulary
 from minisgl.tokenizer.bad_words import resolve_bad_words
 from minisgl.tokenizer.detokenizer import Detokenizer
 from minisgl.tokenizer.incremental import make_decoder
 from minisgl.tokenizer.text import TextTokenizer
+
+_STEPS_TO_REST = 4  # more than are in flight
+_TUPLES = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words")
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
@@ -136,6 +141,7 @@ class LLM:
             )
             followers = self._ranks.outboxes(self._engine.limits)
             self._open = True
+            self._sequences = 0  # of the call that runs: they are numbered from 0
             self.loop = make_loop(scheduling, self._engine, model_config, followers, grammars)
         except BaseException:
             self._ranks.close()
@@ -173,7 +179,7 @@ class LLM:
         """Answer one conversation, or several; `template_kwargs` go to the model's chat template."""
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: list[Any] = list(messages) if several else [messages]
-        ids = [self.tokenizer.encode_chat(list(one), None, template_kwargs) for one in conversations]
+        ids = [self._known(self.tokenizer.encode_chat(list(one), None, template_kwargs)) for one in conversations]
         return self._run(ids, self._params_for(ids, sampling_params), use_tqdm)
 
     def close(self) -> None:
@@ -200,11 +206,15 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> Int32Array:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        ids = np.asarray(prompt, dtype=np.int32)
-        vocab_size = self._engine.limits.vocab_size
-        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
-            raise InvalidRequest("prompt", f"token ids must be between 0 and {vocab_size - 1}")
+            return self._known(self.tokenizer.encode(prompt))
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+            raise InvalidRequest("prompt", "a prompt must be a text or a list of token ids")
+        return self._known(ids).astype(np.int32)
+
+    def _known(self, ids: Int32Array) -> Int32Array:
+        """InvalidRequest for an id that the model does not have; a tokenizer may have more."""
+        check_vocabulary(ids, self._engine.limits)
         return ids
 
     def _params_for(
@@ -218,14 +228,36 @@ class LLM:
         limits = self._engine.limits
         resolved = []
         for ids, one in zip(prompts, params, strict=True):
+            one = _with_tuples(one)
             one.validate(limits)
             if one.grammar is not None:
                 self._validator.validate(one.grammar, "grammar")
             max_tokens = resolve_max_tokens(len(ids), one.max_tokens, limits)
-            resolved.append(resolve_bad_words(one.with_max_tokens(max_tokens), self.tokenizer))
+            resolved.append(resolve_bad_words(one.with_max_tokens(max_tokens), self.tokenizer, limits.vocab_size))
         return resolved
 
     def _run(self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool) -> list[Completion]:
+        self._come_to_rest()  # a second Ctrl-C may have cut short what the first began
+        self._sequences = len(prompts)
+        try:
+            return self._answer(prompts, params, use_tqdm)
+        except BaseException:
+            with suppress(Exception):
+                self._come_to_rest()
+            raise
+
+    def _come_to_rest(self) -> None:
+        """End what a call that was interrupted has left. RuntimeError if its steps cannot be completed any more."""
+        for sequence in range(self._sequences):
+            self.loop.scheduler.end(sequence, "abort")
+        for _ in range(_STEPS_TO_REST):
+            if self.loop.has_work:
+                self.loop.step()
+        if self.loop.has_work:
+            raise RuntimeError("an earlier call was interrupted in the middle of a step: close this LLM, make another")
+        self._sequences = 0
+
+    def _answer(self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool) -> list[Completion]:
         scheduler, detokenizer = self.loop.scheduler, Detokenizer(self._decoder)
         for sequence, (ids, one) in enumerate(zip(prompts, params, strict=True)):
             seed = choice_seed(random_seed() if one.seed is None else one.seed, 0)
@@ -245,6 +277,16 @@ class LLM:
                 for message in stopped:
                     scheduler.end(message.sequence, "stop")
         return [answer.completion for answer in answers]
+
+
+def _with_tuples(params: SamplingParams) -> SamplingParams:
+    """Lists become the tuples that they stand for."""
+    given = {name: getattr(params, name) for name in _TUPLES}
+    for name, value in given.items():
+        if isinstance(value, str):
+            raise InvalidRequest(name, f"{name} must be a list, not a text")
+    lists = {name: tuple(value) for name, value in given.items() if value is not None and not isinstance(value, tuple)}
+    return msgspec.structs.replace(params, **lists) if lists else params
 
 
 class _Answer:

@@ -212,7 +212,8 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         mlp_bias=_flag(raw, "mlp_bias"),
         dtype=_dtype(raw),
         initializer_range=_number(raw, "initializer_range", 0.02),
-        eos_token_ids=_eos(raw, generation or {}),
+        # Ids beyond the vocabulary, which some tokenizers have, are never generated.
+        eos_token_ids=tuple(token for token in _eos(raw, generation or {}) if token < _count(raw, "vocab_size")),
         windows=_windows(raw, family, num_layers, max_positions),
         moe=_moe(raw, family, num_layers),
     )

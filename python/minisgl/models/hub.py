@@ -70,6 +70,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightError(f"{index} is not a safetensors index: {error!r}") from error
+        if not all(isinstance(name, str) and folder in (folder / name).resolve().parents for name in names):
+            raise WeightError(f"{index} names something else than files of its folder: {names}")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise WeightError(f"{folder} lacks {_some(missing)}, named by {INDEX}")

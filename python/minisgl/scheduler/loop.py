@@ -93,5 +93,7 @@ class StepLoop:
         return forward.sample()
 
     def _complete_oldest(self) -> None:
-        oldest, result = self._in_flight.popleft()
-        self.scheduler.complete(oldest, result.tokens(), result.logprobs())
+        oldest, result = self._in_flight[0]
+        tokens, logprobs = result.tokens(), result.logprobs()
+        self._in_flight.popleft()  # not before: Ctrl-C may end the wait
+        self.scheduler.complete(oldest, tokens, logprobs)

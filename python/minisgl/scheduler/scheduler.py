@@ -119,7 +119,7 @@ class Scheduler:
     @property
     def is_compiling(self) -> bool:
         """Some request may wait for nothing but its grammar."""
-        return any(_is_compiling(request) for request in self._waiting.candidates(lambda _: 0))
+        return any(_is_compiling(request) for request in self._waiting)
 
     # --- a step is planned ------------------------------------------------------------------------------------
 
@@ -185,9 +185,9 @@ class Scheduler:
         budget = self._max_prefill_tokens - int(remaining[remaining > 1].sum())
         if budget <= 0:
             return entering
-        for request in self._waiting.candidates(lambda request: self._match(request).cached_len):
-            if _is_compiling(request):
-                continue
+        for request in self._waiting.candidates(
+            lambda request: not _is_compiling(request), lambda request: self._match(request).cached_len
+        ):
             prefix = self._match(request)
             waits = request.prompt_scored and not self._waiting.is_overdue(request)
             if waits and self._is_being_prefilled(request, prefix.cached_len):

@@ -41,9 +41,9 @@ class WaitingQueue:
         """It is passed over no more, whatever it would gain by waiting."""
         return request.passed_over >= MAX_PASSED
 
-    def candidates(self, cached_tokens: Callable[[Request], int]) -> list[Request]:
+    def candidates(self, is_ready: Callable[[Request], bool], cached_tokens: Callable[[Request], int]) -> list[Request]:
         """The requests to try for admission, best first."""
-        head = list(islice(self._requests, LOOKED_AT))
+        head = list(islice(filter(is_ready, self._requests), LOOKED_AT))
         if self._policy == "fcfs" or len(head) < 2:
             return head
         cached = {request.sequence: cached_tokens(request) for request in head}

@@ -12,8 +12,11 @@ from minisgl.core import MAX_BAD_WORD_TOKENS, InvalidRequest, SamplingParams
 from minisgl.tokenizer.text import TextTokenizer
 
 
-def resolve_bad_words(sampling: SamplingParams, tokenizer: TextTokenizer) -> SamplingParams:
-    """The same parameters with `bad_words_ids`. InvalidRequest if a word has too many tokens, or none."""
+def resolve_bad_words(sampling: SamplingParams, tokenizer: TextTokenizer, vocab_size: int) -> SamplingParams:
+    """The same parameters with `bad_words_ids`. InvalidRequest if a word has too many tokens, or none.
+
+    A spelling with a token that the tokenizer alone has, and not the model, is never generated anyway.
+    """
     if not sampling.bad_words:
         return sampling
     spellings = [spelling for word in sampling.bad_words for spelling in (word, f" {word.lstrip()}")]
@@ -25,5 +28,6 @@ def resolve_bad_words(sampling: SamplingParams, tokenizer: TextTokenizer) -> Sam
                 "bad_words",
                 f"bad_words: {spelling!r} has {len(ids)} tokens, but a bad word may have 1 to {MAX_BAD_WORD_TOKENS}",
             )
-        found[ids] = None
+        if max(ids) < vocab_size:
+            found[ids] = None
     return msgspec.structs.replace(sampling, bad_words_ids=tuple(found))
