@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import ssl
 import subprocess
@@ -170,6 +171,32 @@ def test_a_body_that_never_ends(start_server: Callable[..., RunningServer]) -> N
     client.post(CHAT, HELLO, cut=5)
     assert b" 408 " in client.read_all()
     assert not server.engine.of_type(Generate)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nho"])
+def test_a_head_that_never_ends(start_server: Callable[..., RunningServer], sent: bytes) -> None:
+    server = start_server(receive_timeout=0.3)
+    client = RawClient(server.port)
+    client.socket.sendall(sent)
+    assert client.read_all() == b""
+    client = RawClient(server.port)  # while a connection between two requests may be idle for longer
+    for _ in range(2):
+        client.socket.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b" 200 " in client.read_until(b"\r\n\r\n")
+        time.sleep(0.5)
+
+
+def test_an_offer_to_speak_http_2(server: RunningServer) -> None:
+    """As `curl --http2` and Java's client make it: the answer is in HTTP/1.1, and nothing of the body is lost."""
+    client = RawClient(server.port)
+    data = json.dumps({"model": MODEL, "prompt": "a\r\n\r\nupgrade: b", "max_tokens": 2}).encode()
+    client.socket.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nConnection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\n"
+        b"HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\ncontent-length: %d\r\n\r\n" % len(data)
+    )
+    time.sleep(0.1)
+    client.socket.sendall(data)
+    assert client.read_all().startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_client_that_never_reads_and_never_leaves(start_server: Callable[..., RunningServer]) -> None:

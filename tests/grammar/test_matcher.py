@@ -77,6 +77,31 @@ def test_own_stop_ids_are_allowed_only_where_an_end_is(drawer: Drawer) -> None:
     assert "c" in allowed(drawer, matcher)
 
 
+def test_a_grammar_that_goes_on_with_a_stop_id_ends_there(drawer: Drawer) -> None:
+    """It allows nothing else: the request asked for both."""
+    matcher = start(drawer, Grammar("regex", "abc"), stop_token_ids=tuple(ids_of(drawer, "b")))
+    assert advance(drawer, matcher, "a") is Progress.OPEN
+    assert "b" in allowed(drawer, matcher)
+    assert advance(drawer, matcher, "b") is Progress.COMPLETE
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("choice", json.dumps([f"{EOS}x"])),
+        Grammar("regex", rf"a{EOS}x".replace("|", r"\|")),
+        Grammar("json_schema", json.dumps({"const": f"a{EOS}"})),
+        Grammar("json_schema", json.dumps({"type": "object", "properties": {EOS: {"const": 1}}, "required": [EOS]})),
+        Grammar("ebnf", f'root ::= "a" "{EOS}" "x"'),
+    ],
+)
+def test_the_text_of_a_special_token_is_spelt_with_others(drawer: Drawer, grammar: Grammar) -> None:
+    for seed in range(3):
+        text = drawer.draw(grammar, seed, greedy=True)
+        assert text is not None
+        assert EOS in text
+
+
 def test_rows_of_a_mask_are_independent(drawer: Drawer) -> None:
     matchers = [start(drawer, LETTERS), None, start(drawer, Grammar("regex", "[cd]")), None]
     mask = filled(drawer.matchers, matchers, drawer.vocab_size)

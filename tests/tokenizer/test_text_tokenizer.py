@@ -54,6 +54,15 @@ def test_special_tokens_are_added_to_plain_text_only_if_asked_for(tmp_path: Path
     assert ours.decode(ours.encode("he"), skip_special_tokens=False).startswith("<s>")
 
 
+def test_the_first_token_may_be_a_part_of_a_character(qwen_path: Path) -> None:
+    ours = loaded(qwen_path)
+    for text in ("abc", " x", "\U0001f389 ok", "\u0e53", "<|im_start|>"):
+        ids = ours.encode(text)
+        first = ours.first_token(ids)
+        assert text.encode().startswith(first)
+        assert len(first) < 5 or len(ids) == 1
+
+
 @pytest.mark.parametrize("text", ["a\ud800b", "\udfff"])
 def test_half_a_surrogate_pair_is_refused(qwen_path: Path, text: str) -> None:
     with pytest.raises(InvalidRequest, match="surrogate") as caught:

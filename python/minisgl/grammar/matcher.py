@@ -21,9 +21,9 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from minisgl.core import Grammar, Int32Array, SamplingParams
-from minisgl.grammar.text import to_llguidance
+from minisgl.grammar.text import names_any, to_llguidance, unforced
 from minisgl.grammar.threads import compiler_threads
-from minisgl.grammar.vocabulary import PARSER_LIMITS, model_vocabulary
+from minisgl.grammar.vocabulary import PARSER_LIMITS, model_vocabulary, named_tokens
 from minisgl.scheduler.constraints import Matcher, Progress
 
 logger = logging.getLogger(__name__)
@@ -77,22 +77,30 @@ class GrammarMatcher:
             return Progress.COMPLETE
         if not followed.consume_token(token):
             return Progress.FAILED
-        if token in self._stop_ids:
-            return Progress.COMPLETE if followed.is_accepting() else Progress.FAILED
+        if token in self._stop_ids:  # also where the grammar does not end: nothing else was allowed
+            return Progress.COMPLETE
         if not followed.is_stopped():
             return Progress.OPEN
         return Progress.FAILED if followed.is_error() else Progress.COMPLETE
 
     def adjust(self, row: Int32Array, followed: LLMatcher) -> None:
         """Turn llguidance's mask [words] into the request's."""
+        kept = row.copy()
         for token in self._own_stop_ids:
             _set_bit(row, token, _may_end_with(token, followed, is_allowed=_has_bit(row, token)))
-        if self._avoided:
-            kept = row.copy()
-            for token in self._avoided:
-                _set_bit(row, token, False)
-            if not row.any():
-                row[:] = kept
+        if not row.any():  # the grammar goes on with a token that ends the request
+            row[:] = kept
+        kept[:] = row
+        for token in self._avoided:
+            _set_bit(row, token, False)
+        if not row.any():
+            row[:] = kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    tokens: LLTokenizer
+    special: frozenset[str]  # the texts of special tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,13 +123,13 @@ class GrammarMatchers:
         self._load = load
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._vocabulary: Future[LLTokenizer | None] | None = None
+        self._vocabulary: Future[_Vocabulary | None] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._automata: OrderedDict[Grammar, list[Automaton]] = OrderedDict()  # the last used last
         self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._fillers: LLExecutor | None = None
 
-    def prepare(self) -> Future[LLTokenizer | None]:
+    def prepare(self) -> Future[_Vocabulary | None]:
         """Begin to load the vocabulary; returns at once. None comes of it if llguidance cannot use it."""
         if self._vocabulary is None:
             self._vocabulary = self._submit(self._load_vocabulary)
@@ -136,7 +144,7 @@ class GrammarMatchers:
 
     def fill(self, mask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
         vocabulary = self.prepare().result()
-        words = mask.shape[1] if vocabulary is None else -(-vocabulary.vocab_size // 32)
+        words = mask.shape[1] if vocabulary is None else -(-vocabulary.tokens.vocab_size // 32)
         if words != mask.shape[1]:  # the tokenizer has more ids than the model has logits for
             wide = np.empty((len(mask), words), dtype=np.int32)
             self._fill(wide, matchers)
@@ -163,9 +171,11 @@ class GrammarMatchers:
         self._pool = self._pool or compiler_threads(max(2, min(self._threads, MAX_COMPILERS)))
         return self._pool.submit(work)
 
-    def _load_vocabulary(self) -> LLTokenizer | None:
+    def _load_vocabulary(self) -> _Vocabulary | None:
         try:
-            return model_vocabulary(self._load(), self._vocab_size, self._eos_token_ids)
+            tokenizer = self._load()
+            tokens = model_vocabulary(tokenizer, self._vocab_size, self._eos_token_ids)
+            return _Vocabulary(tokens, frozenset(named_tokens(tokenizer).values()))
         except Exception:  # whatever reading a tokenizer raises
             logger.exception("no grammar can be followed: llguidance cannot use the model's tokenizer")
             return None
@@ -184,13 +194,14 @@ class GrammarMatchers:
         return automata[-1]
 
 
-def _compiled(grammar: Grammar, vocabulary: Future[LLTokenizer | None]) -> LLMatcher | None:
+def _compiled(grammar: Grammar, vocabulary: Future[_Vocabulary | None]) -> LLMatcher | None:
     """A matcher at the beginning of the grammar; None if the grammar cannot be used."""
-    tokens = vocabulary.result()
-    if tokens is None:
+    words = vocabulary.result()
+    if words is None:
         return None
     try:
-        matcher = LLMatcher(tokens, to_llguidance(grammar), log_level=0, limits=PARSER_LIMITS)
+        text = unforced(grammar) if names_any(grammar, words.special) else to_llguidance(grammar)
+        matcher = LLMatcher(words.tokens, text, log_level=0, limits=PARSER_LIMITS)
         matcher.compute_bitmask()  # copies begin with what this has computed of the automaton
         error = matcher.get_error()
     except ValueError as invalid:

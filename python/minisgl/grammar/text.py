@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -57,6 +58,20 @@ def to_llguidance(grammar: Grammar, field: str | None = None) -> str:
             return LLMatcher.grammar_from_lark(_ebnf(grammar.text, named))
         case "lark":
             return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def unforced(grammar: Grammar) -> str:
+    """The same where `text` may be spelt as the model likes, also if there is but one text that can follow.
+
+    llguidance would spell that as its tokenizer does, to which the text of a special token is that token.
+    """
+    return f'%llguidance {{"no_forcing": true}}\n{lark_rule("start", grammar)}'
+
+
+def names_any(grammar: Grammar, special_tokens: Iterable[str]) -> bool:
+    """Whether the grammar may demand the text of a special token. In Lark's notation the token itself is meant."""
+    written = grammar.text.replace("\\", "")
+    return grammar.kind != "lark" and any(token in written for token in special_tokens)
 
 
 def lark_rule(name: str, grammar: Grammar) -> str:

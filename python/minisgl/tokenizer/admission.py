@@ -131,7 +131,7 @@ def echo_of(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> Ech
         text = request.prompt.text
     else:
         text = tokenizer.decode(ids, request.text.skip_special_tokens)
-    return Echo(text, tokenizer.decode(ids[:1], skip_special_tokens=False).encode())
+    return Echo(text, tokenizer.first_token(ids))
 
 
 def prompt_end(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> str:

@@ -15,6 +15,7 @@ from minisgl.limits import Limits
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.files import load_tokenizer
 from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, special_tokens
+from minisgl.tokenizer.incremental import REPLACEMENT, TextDecoder, make_decoder
 
 # A text of more characters than this for each token of the context is not encoded whole without a look at its
 # beginning: encoding takes a second for some 2 MB, in which nobody else's prompt moves.
@@ -70,6 +71,15 @@ class TextTokenizer:
         front = self._encode("", add_special_tokens, field)
         kept = len(front) if len(front) < num_tokens and np.array_equal(ids[: len(front)], front) else 0
         return np.concatenate([ids[:kept], ids[len(ids) - num_tokens + kept :]])
+
+    def first_token(self, ids: Int32Array) -> bytes:
+        """What the first token is at the start of a text, in UTF-8; perhaps a part of a character."""
+        text = self.decode(ids[:1], skip_special_tokens=False)
+        return self._decoder.token_bytes(int(ids[0])) if REPLACEMENT in text else text.encode()
+
+    @cached_property
+    def _decoder(self) -> TextDecoder:
+        return make_decoder(self.tokenizer)
 
     @cached_property
     def _longest_token(self) -> int:

@@ -9,7 +9,9 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
+from typing import cast
 
 import uvicorn
 import uvloop
@@ -99,7 +101,7 @@ class Server(uvicorn.Server):
             app,
             ssl_keyfile=http.ssl_keyfile,
             ssl_certfile=http.ssl_certfile,
-            http=Connection,
+            http=cast(type[asyncio.Protocol], partial(Connection, receive_timeout=http.receive_timeout)),
             ws="none",
             lifespan="off",
             access_log=False,
