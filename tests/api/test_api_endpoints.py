@@ -297,14 +297,16 @@ def test_bad_abort(server: RunningServer, body: dict[str, Any]) -> None:
     assert server.post("/abort", json=body).status_code == 400
 
 
-def test_equal_ids_are_the_firsts(server: RunningServer) -> None:
-    """The end of the second does not take it from the first."""
+def test_equal_ids_name_all_of_them(server: RunningServer) -> None:
+    """The end of one does not take it from the others."""
     headers = {"x-request-id": "same"}
     with server.stream("/generate", json={"prompt": "endless", "stream": True}, headers=headers) as response:
         lines = response.iter_lines()
         next(lines)
         assert server.post("/generate", json={"prompt": "x"}, headers=headers).status_code == 200
-        assert server.post("/abort", json={"request_id": "same"}).json() == {"aborted": 1}
+        with server.stream("/generate", json={"prompt": "endless", "stream": True}, headers=headers) as other:
+            assert server.post("/abort", json={"request_id": "same"}).json() == {"aborted": 2}
+            assert "request_aborted" in other.read().decode()
         assert any("request_aborted" in line for line in lines)
 
 

@@ -120,6 +120,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"guided_json": [1]}, "guided_json"),
     # Log-probabilities, penalties, biases.
     ({"logprobs": 1}, "logprobs"),
     ({"top_logprobs": 5}, "top_logprobs"),

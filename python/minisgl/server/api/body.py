@@ -95,11 +95,13 @@ def check_numbers(items: Iterable[tuple[str | int, Any]], path: str = "") -> Non
 
 def _first_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = ".".join(str(part) for part in first["loc"])
+    # Without the names of a union's types, which stand in it as well.
+    param = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
     return invalid(param, f"{param}: {first['msg'][:1].lower()}{first['msg'][1:]}")
 
 
 def _log_unknown(names: set[str]) -> None:
-    for name in sorted(names - _logged_fields)[: MAX_LOGGED_FIELDS - len(_logged_fields)]:
+    room = MAX_LOGGED_FIELDS - len(_logged_fields)
+    for name in sorted(names - _logged_fields)[:room] if room else ():
         _logged_fields.add(name)
         logger.warning("requests have the unknown field %.80r; it has no effect", name)

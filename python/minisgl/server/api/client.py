@@ -41,7 +41,7 @@ class EngineClient:
         self._open: set[OpenRequest] = set()
         self._num_admitted = 0  # choices of open requests: also those that have ended but wait for a slow client
         self._reached: set[OpenRequest] = set()  # by messages, but not yet their readers
-        self._names: dict[str, OpenRequest] = {}  # the open requests by what clients know of them
+        self._names: dict[str, set[OpenRequest]] = {}  # the open requests by what clients know of them
         self.metrics = RequestMetrics()
         self._questions = Questions(tokenizers)
         self._shutdown_reason: str | None = None
@@ -59,15 +59,17 @@ class EngineClient:
         self._next_sequence += job.num_choices
         self._num_admitted += job.num_choices
         self._open.add(request)
-        names = [name for name in names if name not in self._names]  # an id that a client sent twice is the first's
-        self._names.update(dict.fromkeys(names, request))
+        for name in set(names):
+            self._names.setdefault(name, set()).add(request)
         try:
             self._submit(request)
             yield request
         finally:
             self._release(request)
-            for name in names:
-                del self._names[name]
+            for name in set(names):
+                self._names[name].discard(request)
+                if not self._names[name]:
+                    del self._names[name]
             self._open.discard(request)
             self._num_admitted -= job.num_choices
 
@@ -125,13 +127,13 @@ class EngineClient:
         self._release(request)
         request.fail(ClientGone())
 
-    def abort(self, name: str) -> bool:
-        """End the open request of this id with an error; False if there is none."""
-        request = self._names.get(name)
-        if request is not None:
+    def abort(self, name: str) -> int:
+        """End the open requests of this id, which clients may give to several, with an error; how many there were."""
+        requests = self._names.get(name, set())
+        for request in requests:
             self._release(request)
             request.fail(aborted())
-        return request is not None
+        return len(requests)
 
     def abort_all(self) -> int:
         """End every open request with an error; how many there were."""
