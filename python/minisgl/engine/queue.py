@@ -128,11 +128,12 @@ class _CudaTokens:
         self._give_back = give_back
 
     def tokens(self) -> Int32Array:
-        if self._landing is not None:
-            self._landing.done.synchronize()
+        landing = self._landing
+        if landing is not None:
+            landing.done.synchronize()
             self._tokens = self._tokens.copy()
-            self._give_back(self._landing)
-            self._landing = None
+            self._landing = None  # first: Ctrl-C must not let it be given back twice
+            self._give_back(landing)
         return self._tokens
 
     def logprobs(self) -> StepLogprobs | None:

@@ -70,7 +70,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightError(f"{index} is not a safetensors index: {error!r}") from error
-        if not all(isinstance(name, str) and folder in (folder / name).resolve().parents for name in names):
+        if not all(isinstance(name, str) and _is_inside(Path(name)) for name in names):
             raise WeightError(f"{index} names something else than files of its folder: {names}")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
@@ -81,6 +81,11 @@ def checkpoint_files(folder: Path) -> list[Path]:
     others = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.gguf"))
     hint = f" ({others[0]} is not supported: convert it to safetensors)" if others else ""
     raise WeightError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
+
+
+def _is_inside(path: Path) -> bool:
+    """Whether a relative path stays in its folder. What lies there may be a link: in the hub's cache all files are."""
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _some(names: list[str]) -> str:
