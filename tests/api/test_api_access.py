@@ -186,6 +186,15 @@ def test_a_head_that_never_ends(start_server: Callable[..., RunningServer], sent
         time.sleep(0.5)
 
 
+@pytest.mark.parametrize("sent", [b"hello\r\n\r\n", b"POST / HTTP/1.1\r\ncontent-length: x\r\n\r\n"])
+def test_what_is_no_http(server: RunningServer, sent: bytes) -> None:
+    client = RawClient(server.port)
+    client.socket.sendall(sent)
+    head, _, body = client.read_all().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
 def test_an_offer_to_speak_http_2(server: RunningServer) -> None:
     """As `curl --http2` and Java's client make it: the answer is in HTTP/1.1, and nothing of the body is lost."""
     client = RawClient(server.port)

@@ -145,7 +145,8 @@ def test_lists_stand_for_tuples(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [np.array([[1, 2]]), np.array([2**32 + 5]), [1.5], [2**70], [2**40], [b"abc"], 3, b"abc", [-1]]
+    "prompt",
+    [np.array([[1, 2]]), np.array([2**32 + 5]), [1.5], [2**70], [2**40], [b"abc"], 3, b"abc", [-1], [[1], [2, 3]]],
 )
 def test_prompts_that_are_none(llm: LLM, prompt: object) -> None:
     with pytest.raises(InvalidRequest, match=r"prompt must be a text or a list|outside the vocabulary"):

@@ -207,7 +207,10 @@ class LLM:
     def _encode(self, prompt: Prompt) -> Int32Array:
         if isinstance(prompt, str):
             return self._known(self.tokenizer.encode(prompt))
-        ids = np.asarray(prompt)
+        try:
+            ids = np.asarray(prompt)
+        except ValueError:  # lists of different lengths
+            ids = np.empty((), dtype=np.object_)
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise InvalidRequest("prompt", "a prompt must be a text or a list of token ids")
         return self._known(ids).astype(np.int32)

@@ -15,6 +15,8 @@ from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from minisgl.server.api.errors import invalid
+
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
@@ -73,6 +75,13 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._reads_head = True
         super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is answered like all else that is wrong."""
+        body = invalid(None, msg).body()
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d"
+        self.transport.write(head % len(body) + b"\r\n\r\n" + body)
+        self.transport.close()
 
     def _expect_head(self) -> None:
         self._forget_head()
