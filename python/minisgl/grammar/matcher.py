@@ -39,8 +39,8 @@ class GrammarMatcher:
     """One request's place in its grammar. Its first mask needs the compiled grammar; until then it `is_compiling`.
 
     Where the grammar accepts an end, the ids that end the request are allowed as well: the model's ends of sequence
-    and the request's `stop_token_ids`, which are allowed nowhere else. `ignore_eos` takes the former away as long as
-    anything else can follow.
+    and the request's `stop_token_ids`, which elsewhere are allowed only if nothing else can follow: there they end the
+    request in the middle of the grammar. `ignore_eos` takes the former away as long as anything else can follow.
     """
 
     def __init__(self, automaton: Automaton, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> None:
@@ -85,16 +85,18 @@ class GrammarMatcher:
 
     def adjust(self, row: Int32Array, followed: LLMatcher) -> None:
         """Turn llguidance's mask [words] into the request's."""
-        kept = row.copy()
-        for token in self._own_stop_ids:
-            _set_bit(row, token, _may_end_with(token, followed, is_allowed=_has_bit(row, token)))
-        if not row.any():  # the grammar goes on with a token that ends the request
-            row[:] = kept
-        kept[:] = row
-        for token in self._avoided:
-            _set_bit(row, token, False)
-        if not row.any():
-            row[:] = kept
+        if self._own_stop_ids:
+            kept = row.copy()
+            for token in self._own_stop_ids:
+                _set_bit(row, token, _may_end_with(token, followed, is_allowed=_has_bit(row, token)))
+            if not row.any():
+                row[:] = kept
+        if self._avoided:
+            kept = row.copy()
+            for token in self._avoided:
+                _set_bit(row, token, False)
+            if not row.any():
+                row[:] = kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class Compiler:
     def begin(self, file: str, variants: Iterable[Mapping[str, str | int]]) -> None:
         """Begin to compile a file with each of these sets of macros, for which `compile` will be called.
 
-        In threads, each of which has a core to itself: NVRTC works without the interpreter's lock.
+        In threads, for NVRTC works without the interpreter's lock.
         """
         threads = ThreadPoolExecutor(thread_name_prefix="nvrtc")
         for macros in variants:

@@ -193,11 +193,12 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     if head_dim % 2:
         raise UnsupportedModel(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
 
+    vocab_size = _count(raw, "vocab_size")
     num_layers = _count(raw, "num_hidden_layers")
     max_positions = _count(raw, "max_position_embeddings")
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_count(raw, "vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=_count(raw, "intermediate_size"),
         num_layers=num_layers,
@@ -213,7 +214,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         dtype=_dtype(raw),
         initializer_range=_number(raw, "initializer_range", 0.02),
         # Ids beyond the vocabulary, which some tokenizers have, are never generated.
-        eos_token_ids=tuple(token for token in _eos(raw, generation or {}) if token < _count(raw, "vocab_size")),
+        eos_token_ids=tuple(token for token in _eos(raw, generation or {}) if token < vocab_size),
         windows=_windows(raw, family, num_layers, max_positions),
         moe=_moe(raw, family, num_layers),
     )
