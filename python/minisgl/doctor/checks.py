@@ -23,7 +23,7 @@ from minisgl.attention.torch_backend import TorchAttention
 from minisgl.engine.sampler import SampleKind, TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Heads, Norm
-from minisgl.kernel.select import has_kernels, make_ops
+from minisgl.kernel.select import kernels_missing, make_ops
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.kvcache.pool import KVPool
 
@@ -97,11 +97,12 @@ def examine(device: torch.device) -> Iterator[Finding]:
     dtype = torch.bfloat16
     shape = AttentionShape(num_heads=16, num_kv_heads=8, head_dim=128, page_size=16, dtype=dtype)
     if device.type == "cuda":
-        if has_kernels(device):
+        missing = kernels_missing(device)
+        if missing is None:
             yield _tried("kernels of csrc/: norm, rotation, products", lambda: _run_ops(device, dtype))
             yield _tried("kernels of csrc/: sampling", lambda: _run_sampler(device))
         else:
-            yield Finding("kernels of csrc/", State.ABSENT, "pip install 'minisgl[cuda]'")
+            yield Finding("kernels of csrc/", State.ABSENT, f"they need {missing}")
         yield from _attention(shape, device)
     else:
         yield _tried("operations of the CPU", lambda: _run_ops(device, dtype))

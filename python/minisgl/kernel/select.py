@@ -28,13 +28,19 @@ def make_ops(device: torch.device) -> Ops:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether csrc/ can be compiled and run for this device; says so if not."""
+    """Whether csrc/ can be compiled and run for this device; says so if a GPU lacks them."""
+    missing = kernels_missing(device)
+    if missing is not None and device.type == "cuda":
+        logger.warning("the kernels of csrc/ need %s; torch is used, slower", missing)
+    return missing is None
+
+
+def kernels_missing(device: torch.device) -> str | None:
+    """What csrc/ needs to be compiled and run for this device and is not there, or None."""
     if device.type != "cuda":
-        return False
+        return "a GPU"
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        logger.warning("the kernels of csrc/ need cuda-core (pip install 'minisgl[cuda]'); torch is used, slower")
-        return False
+        return "cuda-core (pip install 'minisgl[cuda]')"
     if torch.cuda.get_device_capability(device) < OLDEST:
-        logger.warning("the kernels of csrc/ need compute capability %d.%d; torch is used, slower", *OLDEST)
-        return False
-    return True
+        return "compute capability {}.{}".format(*OLDEST)
+    return None
