@@ -1,4 +1,4 @@
-"""Gaps between the tokens of running streams while long prompts arrive, under each batch policy.
+r"""Gaps between the tokens of running streams while long prompts arrive, under each batch policy.
 
 Starts the server once for each policy, with the flags after `--`:
 
@@ -26,12 +26,12 @@ POLICIES = ("prefill-first", "mixed")
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--streams", type=int, default=8, help="streams that run all the time")
-    parser.add_argument("--stream-tokens", type=int, default=500, help="tokens of each stream")
-    parser.add_argument("--prompts", type=int, default=8, help="long prompts")
-    parser.add_argument("--prompt", type=int, default=8000, help="their tokens")
-    parser.add_argument("--every", type=float, default=1.0, help="seconds between them")
-    parser.add_argument("--quiet", type=float, default=2.0, help="seconds before the first")
+    parser.add_argument("--streams", type=int, default=8, metavar="N", help="streams that run all the time")
+    parser.add_argument("--stream-tokens", type=int, default=500, metavar="TOKENS", help="of each stream")
+    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="long prompts")
+    parser.add_argument("--prompt", type=int, default=8000, metavar="TOKENS", help="of each long prompt")
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between long prompts")
+    parser.add_argument("--quiet", type=float, default=2.0, metavar="SECONDS", help="before the first long prompt")
     parser.add_argument("server", nargs="+", help="flags of the server, after --")
     add_output_arguments(parser)
     args = parser.parse_args()

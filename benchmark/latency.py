@@ -15,6 +15,7 @@ from typing import Any
 from minisgl.benchmark.arguments import (
     add_engine_arguments,
     add_output_arguments,
+    add_peer_arguments,
     engine_options,
     integers,
     make_parser,
@@ -52,6 +53,7 @@ def main() -> None:
     default = LatencySizes()
     parser = make_parser(__doc__)
     add_engine_arguments(parser)
+    add_peer_arguments(parser)
     work = parser.add_argument_group("work")
     work.add_argument(
         "--batch-sizes", type=integers, default=default.batch_sizes, metavar="SIZES", help="of decode: 1,8,64"

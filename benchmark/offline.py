@@ -18,6 +18,7 @@ from typing import Any
 from minisgl.benchmark.arguments import (
     add_engine_arguments,
     add_output_arguments,
+    add_peer_arguments,
     engine_options,
     integers,
     make_parser,
@@ -76,6 +77,7 @@ def print_results(results: dict[str, Any], latency: tuple[int, ...]) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     add_engine_arguments(parser)
+    add_peer_arguments(parser)
     work = parser.add_argument_group("work")
     work.add_argument("--requests", type=int, default=256, metavar="N", help="sequences in a run")
     work.add_argument("--longest", type=int, default=1024, metavar="TOKENS", help="of a prompt, and of an output")

@@ -17,6 +17,7 @@ import shutil
 import statistics
 import time
 from argparse import Namespace
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from minisgl.benchmark.arguments import (
     output_of,
 )
 from minisgl.benchmark.engines import EngineOptions
+from minisgl.benchmark.engines.minisgl_engine import MinisglEngine
 from minisgl.benchmark.report import table
 from minisgl.benchmark.workload import random_prompts
 from minisgl.core import Grammar, SamplingParams
@@ -60,8 +62,6 @@ def records(*, limited: bool) -> dict[str, Any]:
 
 def measure(options: EngineOptions, args: Namespace) -> dict[str, Any]:
     """Tokens per second of each batch size, free and constrained, run by run."""
-    from minisgl.llm import LLM
-
     rng = random.Random(0)
     free = SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=args.new, seed=0)
     sampling = {
@@ -74,23 +74,8 @@ def measure(options: EngineOptions, args: Namespace) -> dict[str, Any]:
         ),
     }
     figures: dict[str, Any] = {"batch_sizes": {}}
-    with LLM(
-        options.model,
-        dtype=options.dtype,
-        device=options.device,
-        use_dummy_weight=options.dummy,
-        max_seq_len_override=options.max_seq_len,
-        max_running_req=max(args.batch_sizes),
-        memory_ratio=options.memory_ratio,
-        num_page_override=options.num_pages,
-        page_size=options.page_size,
-        attention_backend=options.attention,
-        cuda_graph_max_bs=options.graph_max_bs,
-        overlap=options.overlap,
-        tp_size=options.tp_size,
-        cache_type="naive",
-    ) as llm:
-        figures["start"] = {name: round(seconds, 1) for name, seconds in llm.phases.items()}
+    with closing(MinisglEngine(options)) as engine:
+        figures["start"] = {name: round(seconds, 1) for name, seconds in engine.phases.items()}
         bar = tqdm(total=len(args.batch_sizes) * (args.runs + 1) * len(sampling), desc="Structured", unit="run")
         for size in args.batch_sizes:
             rates: dict[str, list[float]] = {name: [] for name in sampling}
@@ -98,7 +83,7 @@ def measure(options: EngineOptions, args: Namespace) -> dict[str, Any]:
                 for name, one in sampling.items():
                     prompts = random_prompts(rng, size, args.prompt, PROMPT_IDS)
                     begin = time.perf_counter()
-                    answers = llm.generate(prompts, one)
+                    answers = engine.llm.generate(prompts, one)
                     seconds = time.perf_counter() - begin
                     if any(len(answer["token_ids"]) != args.new for answer in answers):
                         raise RuntimeError(f"{name}: an answer ended early: {answers[0]['finish_reason']}")

@@ -1,4 +1,4 @@
-// Tensor-core and packed instructions for 16-bit T, and loads past the first cache.
+// Tensor-core and packed instructions for 16-bit T, and loads past L1.
 #pragma once
 #include "common.cuh"
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// 16 bytes that nobody else of this SM will want again; the second cache fetches all of their 128.
+// 16 bytes that nobody else of this SM will want again; L2 fetches all of their 128.
 __device__ __forceinline__ uint4 load_once(const void* address) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));

@@ -19,8 +19,8 @@ from minisgl.config import (
     SchedulerConfig,
     ServerConfig,
 )
-from minisgl.models.demo import DEMO_MODEL, demo_folder
-from minisgl.models.hub import resolve_model
+from minisgl.models.demo import DEMO_MODEL
+from minisgl.models.hub import model_folder
 from minisgl.parsers.reasoning import REASONING_FORMATS
 from minisgl.parsers.select import AUTO, TOOL_CALL_PARSERS, known_reasoning_parser, known_tool_call_parser
 
@@ -36,6 +36,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m minisgl",
         description="Serve a language model behind an OpenAI-compatible API.",
+        epilog="python -m minisgl verify MODEL compares a model with transformers on this machine; "
+        "python -m minisgl doctor tells what works here.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -111,7 +113,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--num-pages", type=int, default=None, metavar="PAGES", help="in the KV cache; none: as memory allows"
     )
     engine.add_argument(
-        "--memory-ratio", type=float, default=0.9, metavar="RATIO", help="share of the device's memory to use"
+        "--memory-ratio",
+        type=float,
+        default=0.9,
+        metavar="RATIO",
+        help="of the GPU's memory; on the CPU, of the free memory for the KV cache, at most 8 GiB",
     )
     engine.add_argument(
         "--max-running-requests", type=int, default=256, metavar="N", help="requests that run at the same time"
@@ -187,7 +193,7 @@ def _add_http_flags(http: argparse._ArgumentGroup) -> None:
     http.add_argument("--allowed-methods", nargs="+", default=["*"], metavar="METHOD", help="that such pages may use")
     http.add_argument("--allowed-headers", nargs="+", default=["*"], metavar="HEADER", help="that such pages may send")
     http.add_argument("--allow-credentials", action="store_true", help="such pages may send cookies")
-    http.add_argument("--root-path", default="", metavar="PATH", help="under which a reverse proxy shows the server")
+    http.add_argument("--root-path", default="", metavar="PATH", help="that a reverse proxy puts before every route")
     http.add_argument("--ssl-keyfile", default=None, metavar="FILE", help="private key, for https")
     http.add_argument("--ssl-certfile", default=None, metavar="FILE", help="certificate, for https")
     http.add_argument(
@@ -198,7 +204,7 @@ def _add_http_flags(http: argparse._ArgumentGroup) -> None:
         type=int,
         default=default.max_queued_requests,
         metavar="N",
-        help="answers under way or waiting, each choice counted; what comes beyond gets 503",
+        help="sequences (each choice is one) running or waiting; further requests get 503",
     )
     http.add_argument(
         "--max-choices", type=int, default=default.max_choices, metavar="N", help="of a prompt: n, best_of"
@@ -207,7 +213,11 @@ def _add_http_flags(http: argparse._ArgumentGroup) -> None:
         "--max-stop-strings", type=int, default=default.max_stop_strings, metavar="N", help="of a request"
     )
     http.add_argument(
-        "--max-logprobs", type=int, default=default.max_logprobs, metavar="N", help="alternatives to a token"
+        "--max-logprobs",
+        type=int,
+        default=default.max_logprobs,
+        metavar="N",
+        help="alternatives per token that a request may ask for",
     )
     http.add_argument(
         "--receive-timeout",
@@ -221,14 +231,14 @@ def _add_http_flags(http: argparse._ArgumentGroup) -> None:
         type=float,
         default=default.send_timeout,
         metavar="SECONDS",
-        help="that a client may take nothing of what is sent to it",
+        help="after which a client that accepts no data is disconnected",
     )
     http.add_argument(
         "--health-timeout",
         type=float,
         default=default.health_timeout,
         metavar="SECONDS",
-        help="without a sign of life from the engine after which /health says so",
+        help="without a heartbeat through all processes after which /health fails",
     )
 
 
@@ -316,11 +326,6 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
     )
     config.validate()
     return config, lambda: model_folder(args.model, weights=load_format != "dummy")
-
-
-def model_folder(model: str, *, weights: bool) -> Path:
-    """The local folder of the demo model, a folder or a hub id."""
-    return demo_folder() if model == DEMO_MODEL else resolve_model(model, weights=weights)
 
 
 def model_name(model: str) -> str:

@@ -45,7 +45,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: str  # a local folder
     device: Device = "auto"
-    dtype: str = "auto"  # auto: the checkpoint's on CUDA, and on the CPU
+    dtype: str = "auto"  # auto: the checkpoint's
     load_format: LoadFormat = "safetensors"
     attention: str = "auto"  # a backend, or two with a comma: of prefill (and mixed batches) and of decode
     kv_cache_dtype: KVCacheDtype = "auto"  # auto: the model's

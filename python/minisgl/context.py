@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Tensors of one step over T tokens, S of which sample, and the parts that the layers call."""
+    """Tensors of one step over T tokens, and the parts that the layers call."""
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64: place of each token in its sequence
     kv_slots: Tensor  # [T] int64: page * page_size + offset, where each token's K and V are written
-    sample_rows: Tensor | None  # [S] int64: the tokens among the T that sample; None where all do
+    read_rows: Tensor | None  # [R] int64: the tokens whose final states are read; None: of all T
     kv: KVPool
     ops: Ops
     attention: AttentionBackend

@@ -245,9 +245,9 @@ class EnteringRow:
 class LogprobPlan:
     """Of which tokens a step returns log-probabilities."""
 
-    rows: Int32Array  # of the tokens chosen by these, counted among the sampling rows
+    rows: Int32Array  # [n]: sampling rows whose new token's log-probability is wanted
     top: int  # with so many alternatives
-    prompt_lengths: Int32Array  # [rows of the batch]: of the tokens that follow so many first tokens of each row
+    prompt_lengths: Int32Array  # [rows]: how many of a row's tokens, from its first, score the token that follows
     prompt_top: int  # with so many alternatives
 
 

@@ -14,8 +14,7 @@ from api_harness import MODEL, RawClient, RunningServer
 from fake_engine import LIMITS
 
 from minisgl.message.to_tokenizer import Generate
-from minisgl.server.api import body as body_module
-from minisgl.server.api.body import read_fields, validate
+from minisgl.server.api.body import MAX_LOGGED_FIELDS, UnknownFields
 from minisgl.server.api.schema import ChatBody
 
 CHAT = "/v1/chat/completions"
@@ -433,13 +432,13 @@ def test_internal_error_while_answering(server: RunningServer, monkeypatch: pyte
     server.assert_idle()
 
 
-def test_unknown_fields_are_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(body_module, "_logged_fields", set())
-    raw = json.dumps({"messages": HELLO, "tempreature": 1, "user": "u"}).encode()
+def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    unknown = {"messages", "tempreature", "user"} - ChatBody.known_fields()
+    fields = UnknownFields()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            validate(read_fields(raw), ChatBody)
-        for index in range(300):
-            validate({"messages": HELLO, f"field{index}": 1}, ChatBody)
-    assert len([record for record in caplog.records if "tempreature" in record.message]) == 1
-    assert len(caplog.records) == body_module.MAX_LOGGED_FIELDS, "the log is bounded too"
+            fields.log(unknown)
+        assert [record.args for record in caplog.records] == [("tempreature",)]
+        fields.log({f"field{index}" for index in range(300)})
+        fields.log({"another"})
+    assert len(caplog.records) == MAX_LOGGED_FIELDS, "the log is bounded too"

@@ -32,7 +32,7 @@ class Process:
         self._socket = listening_socket()
         self.port: int = self._socket.getsockname()[1]
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "minisgl.server.worker", ENTRY, str(theirs.fileno())]
+        command = [sys.executable, "-m", "minisgl.process.worker", ENTRY, str(theirs.fileno())]
         fds = (theirs.fileno(), self._socket.fileno())
         paths = os.pathsep.join(path for path in sys.path if path)
         environment = {**os.environ, "PYTHONPATH": paths}

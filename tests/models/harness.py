@@ -86,7 +86,7 @@ class Harness:
             input_ids=self._tensor(tokens),
             positions=self._tensor(positions),
             kv_slots=self._tensor(slots),
-            sample_rows=None if every_row_samples else self._tensor(ends - 1),
+            read_rows=None if every_row_samples else self._tensor(ends - 1),
             kv=self.pool,
             ops=TorchOps(),
             attention=self.attention,

@@ -118,8 +118,8 @@ def worker_pids(parent: int) -> dict[str, int]:
             command = (path / "cmdline").read_bytes().decode().split("\0")
         except OSError:
             continue
-        if int(status[1]) == parent and "minisgl.server.worker" in command:
-            entry = command[command.index("minisgl.server.worker") + 1]
+        if int(status[1]) == parent and "minisgl.process.worker" in command:
+            entry = command[command.index("minisgl.process.worker") + 1]
             pids[entry.partition(":")[0]] = int(path.name)
     return pids
 

@@ -263,7 +263,7 @@ class Server:
         """Run the worker until it is ready; gives the phases of its start."""
         ours, theirs = socket.socketpair()
         environment = os.environ | {"PYTHONPATH": str(Path(minisgl.__file__).parents[1])}
-        command = [sys.executable, "-m", "minisgl.server.worker", entry, str(theirs.fileno())]
+        command = [sys.executable, "-m", "minisgl.process.worker", entry, str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
         pipe: ControlPipe[ToSupervisor] = ControlPipe(ours, ToSupervisor)  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ class GraphedDecode(Protocol):
     """A backend's share in one captured decode of a fixed number of rows, and in its replays."""
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
-        """What `AttentionBackend.plan` is to a step, once before the capture and once in it. Nothing on the host may
+        """Like `AttentionBackend.plan`, but called once before the capture and once during it. Nothing on the host may
         depend on the lengths: a replay finds others in the tensors.
         """
         ...

@@ -65,23 +65,12 @@ def _engines(text: str) -> tuple[str, ...]:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that say which engines load which model."""
+    """Flags that say which model is loaded, and how."""
     group = parser.add_argument_group("model and engine")
     which = group.add_mutually_exclusive_group()
     which.add_argument("--model", default="demo", help="folder or hub id; demo: the built-in one")
     which.add_argument("--shape", choices=SHAPES, help="a Qwen3 of this size with random weights, made on the spot")
     group.add_argument("--dummy", action="store_true", help="random weights; --shape means it")
-    group.add_argument(
-        "--engine", type=_engines, default=("minisgl",), metavar="NAMES", help=f"of {','.join(ENGINES)}; several run"
-    )
-    group.add_argument(
-        "--engine-path",
-        type=_engine_path,
-        action="append",
-        default=[],
-        metavar="NAME=FOLDERS",
-        help="where this engine is installed, if its packages must not meet the others'; may be repeated",
-    )
     group.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32; auto: the checkpoint's")
     group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="of minisgl and transformers")
     group.add_argument("--max-running", type=int, default=256, metavar="N", help="sequences at the same time")
@@ -104,6 +93,22 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-prefill-length", type=int, default=8192, metavar="TOKENS", help="minisgl: prompt tokens of one step"
     )
+
+
+def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that say which engines are compared."""
+    group = parser.add_argument_group("engines")
+    group.add_argument(
+        "--engine", type=_engines, default=("minisgl",), metavar="NAMES", help=f"of {','.join(ENGINES)}; several run"
+    )
+    group.add_argument(
+        "--engine-path",
+        type=_engine_path,
+        action="append",
+        default=[],
+        metavar="NAME=FOLDERS",
+        help="where this engine is installed, if its packages must not meet the others'; may be repeated",
+    )
     group.add_argument(
         "--static-batch", type=integers, default=(8, 32), metavar="SIZES", help="transformers: tried, the best counts"
     )
@@ -113,7 +118,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 def model_folder_of(args: argparse.Namespace) -> Iterator[Path]:
     """The folder of --model or --shape; a shape's lasts as long as the block."""
     if args.shape is None:
-        from minisgl.cli import model_folder  # knows the hub
+        from minisgl.models.hub import model_folder  # knows the hub
 
         yield model_folder(args.model, weights=not args.dummy)
         return
@@ -144,7 +149,7 @@ def engine_options(args: argparse.Namespace, folder: Path, longest: int) -> Engi
         batch_policy=args.batch_policy,
         schedule_policy=args.schedule_policy,
         max_prefill_tokens=args.max_prefill_length,
-        static_batches=args.static_batch,
+        static_batches=vars(args).get("static_batch", ()),  # of those who compare
     )
 
 

@@ -1,6 +1,6 @@
 """A scheduler process without a model: its engine gives tokens at once, or after a fixed time a step.
 
-Everything else is real: SchedulerProcess, Scheduler, pages, cache. Tokens are single letters, so that a stream's
+Everything else is real: SchedulerServer, Scheduler, pages, cache. Tokens are single letters, so that a stream's
 characters count its tokens. Set by the environment: MINISGL_STEP_MS, milliseconds a step takes (default 0).
 """
 
@@ -24,9 +24,9 @@ from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_scheduler import ToScheduler
 from minisgl.models.config import load_model_config
+from minisgl.process.worker import Worker
 from minisgl.scheduler.build import make_loop
-from minisgl.scheduler.serve import SchedulerProcess
-from minisgl.server.worker import Worker
+from minisgl.scheduler.serve import SchedulerServer
 
 DEFAULT_PAGE_SIZE = 64
 LETTERS = 4096  # how many are drawn before they repeat
@@ -98,6 +98,6 @@ def run(worker: Worker) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Inbox[ToScheduler] = Inbox(context, worker.addresses.scheduler, ToScheduler)
     detokenizer: Outbox[ToDetokenizer] = Outbox(context, worker.addresses.detokenizer)
-    process = SchedulerProcess(make_loop(config.scheduler, instant, model), inbox, detokenizer)
+    process = SchedulerServer(make_loop(config.scheduler, instant, model), inbox, detokenizer)
     worker.ready(instant.limits)
     process.run_forever()

@@ -17,8 +17,8 @@ import msgspec
 
 from minisgl.benchmark.profiler import Profiler
 from minisgl.cli import parse_args
+from minisgl.process.worker import Worker
 from minisgl.server.supervisor import Supervisor, bind
-from minisgl.server.worker import Worker
 
 STEP_MS = "MINISGL_STEP_MS"
 PROFILE_DIR = "MINISGL_PROFILE_DIR"

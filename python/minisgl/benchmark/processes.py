@@ -25,8 +25,8 @@ def worker_pids(supervisor: int) -> dict[str, int]:
                 command = (folder / "cmdline").read_bytes().decode().split("\0")
             except OSError:
                 continue
-            if "minisgl.server.worker" in command:
-                entry = command[command.index("minisgl.server.worker") + 1]
+            if "minisgl.process.worker" in command:
+                entry = command[command.index("minisgl.process.worker") + 1]
                 found[entry if entry not in found else f"{entry}-{pid}"] = pid
     return found
 

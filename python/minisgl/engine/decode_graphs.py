@@ -51,7 +51,7 @@ class DecodeGraphs:
         sizes: list[int],
         max_seq_len: int,
         memory: GraphMemory,
-        captured: Callable[[int], object],
+        captured: Callable[[], object],
     ) -> None:
         self._runner = runner
         self._sizes = sizes
@@ -64,7 +64,7 @@ class DecodeGraphs:
         self._captured: dict[int, _Captured] = {}
         for size in reversed(sizes):
             self._captured[size] = self._capture(size, memory)
-            captured(size)
+            captured()
 
     def _capture(self, size: int, memory: GraphMemory) -> _Captured:
         runner, slots, logits = self._runner, self._slots[:size], self._logits[:size]

@@ -98,17 +98,15 @@ class Engine:
             self.limits = Limits(max_seq_len=max_seq_len, vocab_size=model.vocab_size)
             # On the queue, like all that follows: another stream's fill would race with the first step's reads.
             self._runner = self._queue.call(lambda: parts.runner(self.num_pages, max_seq_len))
-        # Of a step's grammars. A step's is read by the device before its tokens are there, and written after those of
-        # the step before are.
+        # Grammar masks, of all steps. The host writes a step's only when it has the tokens of the step before; by then
+        # the device has read that one's.
         self._masks = torch.empty(
             (self.num_slots, -(-model.vocab_size // 32)), dtype=torch.int32, pin_memory=self.device.type == "cuda"
         )
         self._graphs: Graphs | None = None
         if sizes is not None:
             with phase("capture CUDA graphs"), _progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:
-                self._graphs = self._queue.call(
-                    lambda: Graphs(self._runner, sizes, max_seq_len, lambda _: bar.update())
-                )
+                self._graphs = self._queue.call(lambda: Graphs(self._runner, sizes, max_seq_len, bar.update))
 
     def execute(self, batch: Batch) -> PendingTokens:
         """Launch a step behind those launched before, and return at once."""

@@ -77,11 +77,11 @@ class StepRunner:
         *tensors, rows, slots = split_like(upload(np.concatenate(arrays), self.state.device), arrays)
         inputs = RowInputs(*tensors)
         rows = rows.long()
-        ctx = self.context(inputs, batch.lengths, host.kv_lens, sample_rows=rows)
+        ctx = self.context(inputs, batch.lengths, host.kv_lens, read_rows=rows)
         return self.read(batch, self.model.model(ctx), rows, slots.long(), inputs, ctx)
 
     def context(
-        self, inputs: RowInputs, query_lens: Int32Array, kv_lens: Int32Array, *, sample_rows: Tensor | None
+        self, inputs: RowInputs, query_lens: Int32Array, kv_lens: Int32Array, *, read_rows: Tensor | None
     ) -> ForwardContext:
         """The context of a step of any rows. The lengths are the host's idea of them: in a graph, the longest."""
         state = self.state
@@ -98,7 +98,7 @@ class StepRunner:
             input_ids=state.tokens[token_slots, positions].long(),
             positions=positions,
             kv_slots=state.kv_slots(token_slots, positions),
-            sample_rows=sample_rows,
+            read_rows=read_rows,
             kv=self.kv,
             ops=self.ops,
             attention=self.attention,
@@ -134,7 +134,7 @@ class StepRunner:
         return self.sampler.sample(logits, slots, self.state, SampleKind.of(batch), mask)
 
     def judged(self, batch: Batch, forwarded: Forwarded, mask: Tensor | None, *, processed: bool) -> Judged | None:
-        """What the log-probabilities of the tokens to be sampled are of, if the plan asks for some.
+        """The logits that the sampled tokens' log-probabilities are computed from; None if nobody asks.
 
         `processed`: the logits as they are before the filters, else as the model gave them. Comes before `sample`,
         which makes the slots longer.
@@ -185,7 +185,7 @@ class StepRunner:
             input_ids=made.input_ids,
             positions=made.positions,
             kv_slots=made.kv_slots,
-            sample_rows=None,
+            read_rows=None,
             kv=self.kv,
             ops=self.ops,
             attention=self.attention,

@@ -26,9 +26,7 @@ class GraphSizes:
 class Graphs:
     """Captures at construction; `captured` is called after each graph, of prefills first, the largest of them first."""
 
-    def __init__(
-        self, runner: StepRunner, sizes: GraphSizes, max_seq_len: int, captured: Callable[[int], object]
-    ) -> None:
+    def __init__(self, runner: StepRunner, sizes: GraphSizes, max_seq_len: int, captured: Callable[[], object]) -> None:
         memory = GraphMemory()
         self._prefill = PrefillGraphs(runner, sizes.prefill, max_seq_len, memory, captured) if sizes.prefill else None
         self._decode = DecodeGraphs(runner, sizes.decode, max_seq_len, memory, captured)

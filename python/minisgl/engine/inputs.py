@@ -71,7 +71,7 @@ class HostRows:
 class HostReads:
     """What of a step's tokens is read."""
 
-    rows: Int32Array  # [S + P]: the tokens that sample, then those the model's opinion on the next one is wanted of
+    rows: Int32Array  # [S + P] of the T tokens: those that sample, then those scored for prompt_logprobs
     slots: Int32Array  # [S]: of those that sample
 
     @classmethod

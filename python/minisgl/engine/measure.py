@@ -67,7 +67,7 @@ def graphs_bytes(runner: StepRunner, sizes: GraphSizes, max_seq_len: int) -> int
     free = [_free(device)]
     taken: list[int] = []  # in the order of capture
 
-    def captured(_size: int) -> None:
+    def captured() -> None:
         torch.cuda.synchronize(device)
         free.append(_free(device))
         taken.append(max(free[-2] - free[-1], 0))

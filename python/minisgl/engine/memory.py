@@ -19,7 +19,7 @@ class Needs:
     """Bytes that a running engine takes on its GPU besides weights and KV pool."""
 
     steps: int = 0  # the largest prefill chunk, sampling, slot state
-    graphs: int = 0  # of all decode sizes
+    graphs: int = 0  # all CUDA graphs, of prefills and decodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class PrefillGraphs:
         sizes: list[int],
         max_seq_len: int,
         memory: GraphMemory,
-        captured: Callable[[int], object],
+        captured: Callable[[], object],
     ) -> None:
         self._runner = runner
         self._sizes = sizes
@@ -69,7 +69,7 @@ class PrefillGraphs:
         self._captured: dict[int, _Captured] = {}
         for size in reversed(sizes):
             self._captured[size] = self._capture(size, memory)
-            captured(size)
+            captured()
 
     def _capture(self, size: int, memory: GraphMemory) -> _Captured:
         runner, device = self._runner, self._runner.state.device
@@ -85,7 +85,7 @@ class PrefillGraphs:
         kv_lens = np.full(rows + 1, self._max_seq_len, dtype=np.int32)
 
         def forward() -> ForwardContext:
-            context = runner.context(inputs, query_lens, kv_lens, sample_rows=None)
+            context = runner.context(inputs, query_lens, kv_lens, read_rows=None)
             self._states[:size] = runner.model.model(context)
             return context
 

@@ -25,15 +25,15 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from msgspec.json import decode, encode
 
-from minisgl.child import leave_signals_to_parent, start_module
 from minisgl.core import Grammar, InvalidRequest
 from minisgl.grammar.text import to_llguidance
 from minisgl.grammar.threads import STACK_BYTES
 from minisgl.grammar.vocabulary import PARSER_LIMITS, byte_vocabulary
+from minisgl.process.child import leave_signals_to_parent, start_module
 
 START_SECONDS = 60.0  # on a machine that has much else to do
-TRIALS = 4
-TRIAL_BYTES = 16
+TRIALS = 4  # random continuations of a grammar
+TRIAL_BYTES = 16  # of each
 
 
 class Verdict(msgspec.Struct, frozen=True):

@@ -30,7 +30,7 @@ SCALAR_NAMES = {
 }
 
 # Of a multiprocessor's 256 KiB, while it multiplies what attention then begins to read: what attention streams from
-# memory passes the first cache, which is the rest. One of the sizes that there are.
+# memory passes L1, which is the rest. One of the sizes that there are.
 SHARED_BEFORE_ATTENTION = 132 << 10
 
 
@@ -114,8 +114,8 @@ class Compiler:
 
         `begins_early`: they wait for their predecessor themselves (common.cuh), and so may be launched before its end.
         `shared_bytes`: of the shared memory that they use besides what they declare.
-        `sm_shared_bytes`: of shared memory that a multiprocessor should have while it runs them, one of the sizes that
-        there are. The rest is its first cache, also for kernels that begin meanwhile. 0: for as many blocks as fit.
+        `sm_shared_bytes`: of shared memory on each multiprocessor while it runs them, one of the sizes that
+        the hardware has. The rest is L1, also for kernels that begin meanwhile. 0: enough for as many blocks as fit.
         """
         begun = self._begun.pop((file, frozenset(macros.items())), None)
         module = self._module(file, macros) if begun is None else begun.result()

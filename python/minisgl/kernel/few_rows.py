@@ -68,7 +68,7 @@ class FewRows:
     ) -> Tensor:
         """[M, N], or [M, N / 2] if `gated`; see Ops.linear, norm_linear and norm_gated_linear.
 
-        `before_attention`: what comes next may begin early, and wants a first cache.
+        `before_attention`: what comes next may begin early, and wants an L1 cache.
         """
         (rows, size), width = x.shape, len(weight)
         if out is None:

@@ -74,7 +74,7 @@ class ManyRows:
     ) -> Tensor:
         """[M, N], or [M, N / 2] if `gated`; see Ops.linear and norm_gated_linear.
 
-        `before_attention`: what comes next may begin early, and wants a first cache.
+        `before_attention`: what comes next may begin early, and wants an L1 cache.
         """
         (rows, size), width = x.shape, len(weight)
         outputs = width // 2 if gated else width
@@ -122,8 +122,8 @@ def _kind(dtype: torch.dtype, width: int, size: int, *, gated: bool, before_atte
     """How the work of x [rows, size] @ weight [width, size]^T is divided.
 
     As evenly among the multiprocessors as can be, while a block reads no more of x than of the weight by far: what
-    reaches a multiprocessor from the second cache is limited, too. Before attention each has but one block, with the
-    ring of two: a larger one would leave attention no first cache.
+    reaches a multiprocessor from L2 is limited, too. Before attention each has but one block, with the
+    ring of two: a larger one would leave attention no L1.
     """
     steps = size // _KEYS
     if width * size <= _SMALL:

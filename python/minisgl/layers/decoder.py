@@ -34,7 +34,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """[T] token ids -> [S, hidden_size]: the states of the tokens that sample, before `norm`."""
+    """[T] token ids -> [R, hidden_size]: the states of `ctx.read_rows` (None: of all T tokens), before `norm`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
         x: Tensor = self.embed_tokens(ctx.input_ids, ctx)
         for layer in self.layers:
             x = layer(x, ctx)
-        return x if ctx.sample_rows is None else x[ctx.sample_rows]
+        return x if ctx.read_rows is None else x[ctx.read_rows]
 
 
 class CausalLM(nn.Module):

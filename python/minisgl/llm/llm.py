@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from minisgl.cli import model_folder
 from minisgl.config import (
     BatchPolicyName,
     CacheType,
@@ -37,6 +36,7 @@ from minisgl.llm.ranks import RankProcesses
 from minisgl.message.to_api import Piece
 from minisgl.message.types import PositionLogprobs, TextOptions, unpack_ids
 from minisgl.models.config import load_model_config
+from minisgl.models.hub import model_folder
 from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.serve import step_output
 from minisgl.seeds import choice_seed, random_seed

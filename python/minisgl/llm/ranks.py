@@ -12,7 +12,7 @@ from minisgl.limits import Limits
 from minisgl.message.control import Failed, Ready, Serve, Start
 from minisgl.message.socket import Addresses, Outbox
 from minisgl.message.to_rank import ToRank
-from minisgl.server.launch import Child, start_worker
+from minisgl.process.launch import Child, start_worker
 
 
 class RankProcesses:

@@ -48,7 +48,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """The client left: end these sequences."""
+    """End these sequences: the client left, gave up, or asked for it."""
 
     sequences: list[int]
 

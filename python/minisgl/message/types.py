@@ -10,6 +10,7 @@ import numpy as np
 from minisgl.core import Int32Array
 
 PackedIds: TypeAlias = bytes  # little-endian int32
+ID_BYTES = 4
 
 
 def pack_ids(ids: Int32Array | list[int]) -> PackedIds:
@@ -18,6 +19,10 @@ def pack_ids(ids: Int32Array | list[int]) -> PackedIds:
 
 def unpack_ids(packed: PackedIds) -> Int32Array:
     return np.frombuffer(packed, dtype="<i4")
+
+
+def num_ids(packed: PackedIds) -> int:
+    return len(packed) // ID_BYTES
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -7,11 +7,17 @@ import re
 from pathlib import Path
 
 from minisgl.models.config import UnsupportedModel, WeightError
+from minisgl.models.demo import DEMO_MODEL, demo_folder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _CONFIG_AND_TOKENIZER = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def model_folder(name: str, *, weights: bool = True) -> Path:
+    """The local folder of the demo model, a folder or a hub id. Raises UnsupportedModel."""
+    return demo_folder() if name == DEMO_MODEL else resolve_model(name, weights=weights)
 
 
 def resolve_model(name: str, *, weights: bool = True) -> Path:
@@ -74,7 +80,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
             raise WeightError(f"{index} names something else than files of its folder: {names}")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise WeightError(f"{folder} lacks {_some(missing)}, named by {INDEX}")
+            raise WeightError(f"{folder} lacks {some(missing)}, named by {INDEX}")
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
@@ -88,5 +94,6 @@ def _is_inside(path: Path) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first of these and how many more, for an error."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from minisgl.layers.pieces import Loadable, Piece, Stackable
 from minisgl.models.config import WeightError
-from minisgl.models.hub import checkpoint_files
+from minisgl.models.hub import checkpoint_files, some
 
 # Old checkpoints keep what follows from the config.
 _DERIVED = ("rotary_emb.inv_freq",)
@@ -83,10 +83,10 @@ def fill_random(model: nn.Module, std: float, *, seed: int) -> None:
 def _check(wanted: dict[str, list[Piece]], found: dict[str, tuple[int, ...]], folder: Path) -> None:
     missing = [name for name, pieces in wanted.items() if name not in found and not pieces[0].tied]
     if missing:
-        raise WeightError(f"the checkpoint in {folder} lacks {_some(missing)}")
+        raise WeightError(f"the checkpoint in {folder} lacks {some(missing)}")
     unused = [name for name in found if name not in wanted and not name.endswith(_DERIVED)]
     if unused:
-        raise WeightError(f"the checkpoint in {folder} has weights that the model does not use: {_some(unused)}")
+        raise WeightError(f"the checkpoint in {folder} has weights that the model does not use: {some(unused)}")
     for name, pieces in wanted.items():
         shape = found.get(name, pieces[0].shape)
         if shape != pieces[0].shape:
@@ -115,7 +115,3 @@ def _read(file: Any, piece: Piece) -> Tensor:
     else:
         tensor = file.get_slice(piece.name)[piece.source]
     return tensor
-
-
-def _some(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -15,10 +15,10 @@ from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_rank import ToRank
 from minisgl.message.to_scheduler import ToScheduler
 from minisgl.models.config import load_model_config
+from minisgl.process.worker import Worker
 from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.ranks import follow
-from minisgl.scheduler.serve import SchedulerProcess
-from minisgl.server.worker import Worker
+from minisgl.scheduler.serve import SchedulerServer
 from minisgl.tokenizer.files import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,6 @@ def run(worker: Worker) -> None:
     inbox: Inbox[ToScheduler] = Inbox(context, worker.addresses.scheduler, ToScheduler)
     detokenizer: Outbox[ToDetokenizer] = Outbox(context, worker.addresses.detokenizer)
     followers: list[Outbox[ToRank]] = [Outbox(context, worker.addresses.rank(rank)) for rank in range(1, tp.size)]
-    process = SchedulerProcess(make_loop(config.scheduler, engine, model, followers, grammars), inbox, detokenizer)
+    process = SchedulerServer(make_loop(config.scheduler, engine, model, followers, grammars), inbox, detokenizer)
     worker.ready(engine.limits)
     process.run_forever()

@@ -51,6 +51,6 @@ class Request:
     matcher: Matcher | None = None  # stands behind its last known token, through retractions too
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def precedence(self) -> tuple[int, int]:
         """Smaller goes first, and is retracted last."""
         return -self.priority, self.arrival

@@ -1,7 +1,7 @@
 """The scheduler's decisions: admission, the plan of each step, what a finished step means, and giving things back.
 
 It knows no device: `schedule` makes plans and `complete` takes the tokens they brought, in the same order but not
-necessarily before the next plan is made (overlap). Whatever ends a request only marks it; `_retire` is the one place
+necessarily before the next plan is made (overlap). Whatever ends a request only marks it; `_give_back` is the one place
 where slots, pages and locks are given back, and only after the last step that names them is complete.
 """
 
@@ -284,7 +284,7 @@ class Scheduler:
                 return True
             if self._completed_step < self._next_step - 1:
                 return False  # they may end requests, and they name the slots that would be retracted
-            self._retract(max(map(self._request, self._running), key=lambda request: request.rank))
+            self._retract(max(map(self._request, self._running), key=lambda request: request.precedence))
 
     def _retract(self, request: Request) -> None:
         """Take everything from a running request; it waits again with the tokens it has. Nothing is in flight."""

@@ -29,7 +29,7 @@ def step_output(report: StepReport, texts: Sequence[TextOptions]) -> StepOutput:
     )
 
 
-class SchedulerProcess:
+class SchedulerServer:
     """Feeds the step loop from the inbox and tells the detokenizer what each step brought."""
 
     def __init__(self, loop: StepLoop, inbox: Inbox[ToScheduler], detokenizer: Outbox[ToDetokenizer]) -> None:

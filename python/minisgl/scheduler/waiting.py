@@ -32,7 +32,7 @@ class WaitingQueue:
         return iter(self._requests)
 
     def add(self, request: Request) -> None:
-        insort(self._requests, request, key=lambda waiting: waiting.rank)
+        insort(self._requests, request, key=lambda waiting: waiting.precedence)
 
     def remove(self, request: Request) -> None:
         self._requests.remove(request)
@@ -58,7 +58,7 @@ class WaitingQueue:
         """Take the request out; older ones of its priority have been passed over."""
         self._requests.remove(request)
         for other in self._requests:
-            if other.rank >= request.rank:
+            if other.precedence >= request.precedence:
                 break
             if other.priority == request.priority:
                 other.passed_over += 1

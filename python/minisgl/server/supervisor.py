@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from minisgl.config import ConfigError, HttpConfig, ServerConfig
 from minisgl.limits import Limits
 from minisgl.message.control import Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
-from minisgl.server.launch import Child, start_worker
+from minisgl.process.launch import Child, start_worker
 from minisgl.server.signals import SignalSocket
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import sys
 import termios
 from typing import Any
 
-from minisgl.child import start_module
+from minisgl.process.child import start_module
 
 API_KEY = "MINISGL_API_KEY"  # the environment variable of the shell's key
 GRACE_SECONDS = 1.0

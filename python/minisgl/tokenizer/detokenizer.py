@@ -12,13 +12,12 @@ import msgspec
 from minisgl.message.to_api import Piece
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Stopped
-from minisgl.message.types import unpack_ids
+from minisgl.message.types import ID_BYTES, unpack_ids
 from minisgl.tokenizer.incremental import TextDecoder
 from minisgl.tokenizer.logprobs import unpack_logprobs
 from minisgl.tokenizer.stop import StopMatcher
 
-ID_BYTES = 4  # of one packed token id
-NO_TEXT = 2**31 - 1  # an id that no vocabulary has: it decodes to nothing
+NO_TEXT_ID = 2**31 - 1  # an id that no vocabulary has: it decodes to nothing
 
 
 class Detokenizer:
@@ -80,7 +79,7 @@ class Detokenizer:
             last = {sequence: index for index, sequence in enumerate(step.sequences)}
             for sequence in ended_by_token & last.keys() & self._running.keys():
                 if not self._running[sequence].include_stop:
-                    tokens[last[sequence]] = NO_TEXT
+                    tokens[last[sequence]] = NO_TEXT_ID
         return tokens
 
     def _add_logprobs(self, pieces: dict[int, Piece], step: StepOutput) -> None:

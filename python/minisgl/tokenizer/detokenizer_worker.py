@@ -12,7 +12,7 @@ from minisgl.message.to_api import Pieces, ToApi
 from minisgl.message.to_detokenizer import Flushed, StepOutput, ToDetokenizer
 from minisgl.message.to_scheduler import ToScheduler
 from minisgl.message.types import ProcessCounts
-from minisgl.server.worker import Worker
+from minisgl.process.worker import Worker
 from minisgl.tokenizer.detokenizer import Detokenizer
 from minisgl.tokenizer.files import load_decoder
 

@@ -23,7 +23,7 @@ from minisgl.message.to_api import Decoded, Described, Encoded, Reply, ToApi, Un
 from minisgl.message.to_scheduler import ToScheduler
 from minisgl.message.to_tokenizer import Abort, Decode, Describe, Encode, FlushCache, Generate, Query, ToTokenizer
 from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
-from minisgl.server.worker import Worker
+from minisgl.process.worker import Worker
 from minisgl.tokenizer.admission import Admission, admit, check_vocabulary, prompt_field, prompt_text
 from minisgl.tokenizer.constraint import GrammarFitter
 from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, model_parsers, special_tokens

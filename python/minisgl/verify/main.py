@@ -18,11 +18,11 @@ from pathlib import Path
 from rich.console import Console
 from tqdm import tqdm
 
-from minisgl.cli import model_folder
 from minisgl.config import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.core import InvalidRequest
 from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.models.config import ModelConfig, load_model_config
+from minisgl.models.hub import model_folder
 from minisgl.tokenizer.text import TextTokenizer
 from minisgl.verify.limits import tolerance
 from minisgl.verify.oracle import ask_transformers
@@ -141,7 +141,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--attn", "--attention-backend", default="torch", metavar="NAME", help="auto, fa, fi, torch, or two"
     )
-    parser.add_argument("--page-size", type=int, default=None, metavar="TOKENS", help="none: 64 on CUDA, 16 on CPU")
+    parser.add_argument("--page-size", type=int, default=None, metavar="TOKENS", help="none: 64")
     parser.add_argument("--num-pages", type=int, default=None, metavar="PAGES", help="none: as memory allows")
     parser.add_argument("--memory-ratio", type=float, default=0.9, metavar="RATIO", help="of the device's memory")
     parser.add_argument(

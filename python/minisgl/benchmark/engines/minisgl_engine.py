@@ -13,7 +13,7 @@ from minisgl.llm import LLM
 class MinisglEngine:
     def __init__(self, options: EngineOptions) -> None:
         literal: dict[str, Any] = {"device": options.device, "attention_backend": options.attention}
-        self._llm = LLM(
+        self.llm = LLM(
             options.model,
             options.dtype,
             use_dummy_weight=options.dummy,
@@ -31,8 +31,8 @@ class MinisglEngine:
             max_extend_tokens=options.max_prefill_tokens,
             **literal,
         )
-        self.phases = self._llm.phases
-        self.loop = self._llm.loop
+        self.phases = self.llm.phases
+        self.loop = self.llm.loop
 
     def prepare(self, _work: OfflineBatch, *, whole: bool) -> None:  # noqa: ARG002
         return None
@@ -41,8 +41,8 @@ class MinisglEngine:
         params = [
             SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=count) for count in work.max_tokens
         ]
-        answers = self._llm.generate(work.prompts, params, use_tqdm=progress)
+        answers = self.llm.generate(work.prompts, params, use_tqdm=progress)
         return sum(len(answer["token_ids"]) for answer in answers)
 
     def close(self) -> None:
-        self._llm.close()
+        self.llm.close()

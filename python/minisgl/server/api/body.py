@@ -10,7 +10,7 @@ import asyncio
 import gc
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -26,7 +26,6 @@ B = TypeVar("B", bound=Body)
 
 MAX_LOGGED_FIELDS = 100
 HAVE_CHECKS = frozenset({"prompt", "input_ids", "tokens"})  # of their own, and may be long
-_logged_fields: set[str] = set()
 
 
 async def read_body(request: Request, max_bytes: int, timeout_seconds: float) -> bytes:
@@ -70,7 +69,6 @@ def validate(fields: dict[str, Any], model: type[B]) -> B:
     for name, neutral in model.not_supported.items():
         if name in fields and fields[name] not in neutral:
             raise invalid(name, f"{name} is not supported yet")
-    _log_unknown(fields.keys() - model.known_fields())
     try:
         return model.model_validate(fields)
     except ValidationError as error:
@@ -100,8 +98,13 @@ def _first_error(error: ValidationError) -> ApiError:
     return invalid(param, f"{param}: {first['msg'][:1].lower()}{first['msg'][1:]}")
 
 
-def _log_unknown(names: set[str]) -> None:
-    room = MAX_LOGGED_FIELDS - len(_logged_fields)
-    for name in sorted(names - _logged_fields)[:room] if room else ():
-        _logged_fields.add(name)
-        logger.warning("requests have the unknown field %.80r; it has no effect", name)
+class UnknownFields:
+    """Names in the log, once, what clients send to no effect; so many names and no more."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def log(self, names: Set[str]) -> None:
+        for name in sorted(names - self._logged)[: MAX_LOGGED_FIELDS - len(self._logged)]:
+            self._logged.add(name)
+            logger.warning("requests have the unknown field %.80r; it has no effect", name)

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 from minisgl.core import FinishReason
 from minisgl.message.to_api import Piece
-from minisgl.message.types import PackedIds, PositionLogprobs, unpack_ids
-
-ID_BYTES = 4  # of a packed token id
+from minisgl.message.types import PackedIds, PositionLogprobs, num_ids, unpack_ids
 
 
 class Delta:
@@ -43,7 +41,7 @@ class Delta:
     @property
     def pieces(self) -> Iterator[tuple[str, int]]:
         """The text as it came, piece by piece, each with its number of ids."""
-        return zip(self._texts, [len(ids) // ID_BYTES for ids in self._ids], strict=True)
+        return zip(self._texts, map(num_ids, self._ids), strict=True)
 
     @property
     def token_ids(self) -> list[int]:

@@ -121,10 +121,9 @@ def unhealthy(seconds: float) -> ApiError:
     return _unavailable(f"the engine has given no sign of life for {seconds:.0f} seconds", "unhealthy")
 
 
-def ended_early(finish: str) -> ApiError:
+def generation_failed() -> ApiError:
     """The engine gave a sequence up: not the client's fault."""
-    text = "the request was aborted by the server" if finish == "abort" else "the generation failed in the server"
-    return ApiError(500, text, type="server_error", code=f"generation_{finish}")
+    return ApiError(500, "the generation failed in the server", type="server_error", code="generation_error")
 
 
 def internal_error() -> ApiError:

@@ -15,9 +15,9 @@ from typing import Protocol
 from minisgl.core import SamplingParams
 from minisgl.message.to_api import Accepted, Echo, Piece
 from minisgl.message.to_tokenizer import ChatPrompt, IdsPrompt, TextPrompt
-from minisgl.message.types import PackedIds, TextOptions
-from minisgl.server.api.delta import ID_BYTES, Delta
-from minisgl.server.api.errors import ended_early
+from minisgl.message.types import PackedIds, TextOptions, num_ids
+from minisgl.server.api.delta import Delta
+from minisgl.server.api.errors import generation_failed
 from minisgl.server.api.metrics import RequestMetrics, SequenceClock
 
 
@@ -122,7 +122,7 @@ class OpenRequest:
         self.prompt_ends[prompt] = accepted.prompt_end
         if accepted.echo is not None:
             self.echoes[prompt] = accepted.echo
-        num_tokens = len(accepted.prompt_ids) // ID_BYTES
+        num_tokens = num_ids(accepted.prompt_ids)
         self.prompt_tokens += num_tokens
         self._metrics.prompt(num_tokens)
         self._num_accepted += 1
@@ -132,17 +132,17 @@ class OpenRequest:
         index = piece.sequence - self.sequences.start
         clock = self._clocks[index]
         if piece.ids:
-            clock.tokens(len(piece.ids) // ID_BYTES, now)
+            clock.tokens(num_ids(piece.ids), now)
         if piece.finish is not None:
             clock.end(piece.finish, now)
-            if piece.finish == "abort" or piece.finish == "error":
-                self.fail(ended_early(piece.finish))
+            if piece.finish in ("abort", "error"):
+                self.fail(generation_failed())
                 return
         delta = self._pending.get(index)
         if delta is None:
             delta = self._pending[index] = Delta(index)
         delta.add(piece)
-        self.completion_tokens += len(piece.ids) // ID_BYTES
+        self.completion_tokens += num_ids(piece.ids)
         if piece.finish is not None:
             prompt = index // self.job.n
             cached = self._cached_tokens.get(prompt, piece.cached_tokens)

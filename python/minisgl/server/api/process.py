@@ -22,11 +22,11 @@ from minisgl.config import HttpConfig
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
+from minisgl.process.worker import Worker
 from minisgl.server.api.app import build_app
 from minisgl.server.api.client import EngineClient
 from minisgl.server.api.connection import Connection
 from minisgl.server.api.heartbeat import Heartbeat
-from minisgl.server.worker import Worker
 from minisgl.tokenizer.folder import model_parsers
 
 SHUTDOWN_SECONDS = 0.9  # from the word to the end of the process, whatever clients do

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from minisgl.config import ServerConfig
 from minisgl.limits import Limits
 from minisgl.parsers.select import Parsers
-from minisgl.server.api.body import B, read_body, read_fields, validate
+from minisgl.server.api.body import B, UnknownFields, read_body, read_fields, validate
 from minisgl.server.api.client import EngineClient
 from minisgl.server.api.errors import model_not_found
 from minisgl.server.api.heartbeat import Heartbeat
@@ -27,6 +27,7 @@ class Service:
     limits: Limits
     parsers: Parsers
     created: int = field(default_factory=lambda: int(time.time()))
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
 
     async def parse(self, request: Request, model: type[B]) -> B:
         """The request's body, or ApiError."""
@@ -40,6 +41,7 @@ class Service:
     def validate(self, fields: dict[str, Any], model: type[B]) -> B:
         """The body made of these fields, or ApiError."""
         body = validate(fields, model)
+        self.unknown_fields.log(fields.keys() - model.known_fields())
         if body.model is not None:
             self.check_model(body.model)
         return body

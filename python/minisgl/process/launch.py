@@ -6,8 +6,8 @@ import socket
 import subprocess
 from dataclasses import dataclass
 
-from minisgl.child import start_module
 from minisgl.message.control import ControlPipe, Start, ToSupervisor
+from minisgl.process.child import start_module
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ def start_worker(name: str, entry: str, start: Start) -> Child:
     ours, theirs = socket.socketpair()
     fds = [theirs.fileno()] if start.listen_fd is None else [theirs.fileno(), start.listen_fd]
     process = start_module(
-        "minisgl.server.worker",
+        "minisgl.process.worker",
         entry,
         str(theirs.fileno()),
         pass_fds=fds,

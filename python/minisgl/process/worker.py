@@ -1,4 +1,4 @@
-"""What every worker process starts with: `python -m minisgl.server.worker ENTRY FD`.
+"""What every worker process starts with: `python -m minisgl.process.worker ENTRY FD`.
 
 ENTRY names a function ("package.module:function") that only this process imports; FD is its end of the control pipe.
 A thread reads that pipe for the whole life of the process, so that a worker ends with its parent, however that dies
@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from minisgl.child import leave_signals_to_parent
 from minisgl.config import ConfigError, ServerConfig
 from minisgl.limits import Limits
 from minisgl.logs import set_up_logging
 from minisgl.message.control import ControlPipe, Failed, Phase, Ready, Serve, Shutdown, Start, ToWorker
 from minisgl.message.socket import Addresses
+from minisgl.process.child import leave_signals_to_parent
 
 
 class Worker:

@@ -1,0 +1,1 @@
+"""Worker processes: how one is started, and what each begins with."""
