@@ -80,6 +80,21 @@ def test_any_ids_of_any_kind(kind: str, data: st.DataObject, skip: bool) -> None
 
 
 @pytest.mark.parametrize("kind", small.KINDS)
+@settings(deadline=None, max_examples=120)
+@given(data=st.data())
+def test_a_text_that_continues_another(kind: str, data: st.DataObject) -> None:
+    """What the ids add to a text before them: no space in front is lost."""
+    tokenizer, decoder = pair(kind)
+    letter = next(tokenizer.token_to_id(token) for token in ("a", "▁a", "hello") if tokenizer.token_to_id(token))
+    marks = [i for token in ("▁", "▁▁", "##", "</s>") if (i := tokenizer.token_to_id(token)) is not None]
+    some_id = st.integers(0, tokenizer.get_vocab_size() + 3)
+    ids = data.draw(st.lists(st.one_of(some_id, st.sampled_from(marks)) if marks else some_id, max_size=24))
+    stream = decoder.stream(True, continues=True)
+    text = "".join([*map(stream.feed, ids), stream.flush()])
+    assert tokenizer.decode([letter, *ids]) == tokenizer.decode([letter]) + text
+
+
+@pytest.mark.parametrize("kind", small.KINDS)
 @settings(deadline=None, max_examples=50)
 @given(text=ANY_TEXT)
 def test_any_text_of_any_kind(kind: str, text: str) -> None:

@@ -166,7 +166,7 @@ class LLM:
         or parameter that cannot be served, before anything runs.
         """
         ids = [self._encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
-        return self._run(ids, self._params_for(ids, sampling_params), use_tqdm)
+        return self._run(ids, self._params_for(ids, sampling_params), use_tqdm, continues=True)
 
     def chat(
         self,
@@ -180,7 +180,7 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: list[Any] = list(messages) if several else [messages]
         ids = [self._known(self.tokenizer.encode_chat(list(one), None, template_kwargs)) for one in conversations]
-        return self._run(ids, self._params_for(ids, sampling_params), use_tqdm)
+        return self._run(ids, self._params_for(ids, sampling_params), use_tqdm, continues=False)
 
     def close(self) -> None:
         """End the engine and give its memory back; the object cannot be used afterwards, but closed again."""
@@ -239,11 +239,14 @@ class LLM:
             resolved.append(resolve_bad_words(one.with_max_tokens(max_tokens), self.tokenizer, limits.vocab_size))
         return resolved
 
-    def _run(self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool) -> list[Completion]:
+    def _run(
+        self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool, *, continues: bool
+    ) -> list[Completion]:
+        """`continues`: the answers' texts go on from the prompts'."""
         self._come_to_rest()  # a second Ctrl-C may have cut short what the first began
         self._sequences = len(prompts)
         try:
-            return self._answer(prompts, params, use_tqdm)
+            return self._answer(prompts, params, use_tqdm, continues=continues)
         except BaseException:
             with suppress(Exception):
                 self._come_to_rest()
@@ -260,7 +263,9 @@ class LLM:
             raise RuntimeError("an earlier call was interrupted in the middle of a step: close this LLM, make another")
         self._sequences = 0
 
-    def _answer(self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool) -> list[Completion]:
+    def _answer(
+        self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool, *, continues: bool
+    ) -> list[Completion]:
         scheduler, detokenizer = self.loop.scheduler, Detokenizer(self._decoder)
         for sequence, (ids, one) in enumerate(zip(prompts, params, strict=True)):
             seed = choice_seed(random_seed() if one.seed is None else one.seed, 0)
@@ -272,7 +277,7 @@ class LLM:
                 report = self.loop.step()
                 if not report:
                     continue
-                texts = [TextOptions(params[entered.sequence].stop) for entered in report.entered]
+                texts = [TextOptions(params[one.sequence].stop, continues=continues) for one in report.entered]
                 pieces, stopped = detokenizer.apply(step_output(report, texts))
                 for piece in pieces:
                     answers[piece.sequence].take(piece)

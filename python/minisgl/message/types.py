@@ -58,6 +58,7 @@ class TextOptions(msgspec.Struct, frozen=True):
     skip_special_tokens: bool = True
     include_stop: bool = False  # the stop string or token that ends the text is a part of it
     keep: tuple[str, ...] = ()  # special tokens that are not skipped
+    continues: bool = False  # the text goes on from the prompt's, so that a space in front belongs to it
 
 
 class ProcessCounts(msgspec.Struct, frozen=True):

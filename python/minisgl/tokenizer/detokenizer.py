@@ -102,7 +102,7 @@ class _Sequence:
 
     def __init__(self, decoder: TextDecoder, opened: Open) -> None:
         options = opened.text
-        stream = decoder.stream(options.skip_special_tokens, options.keep)
+        stream = decoder.stream(options.skip_special_tokens, options.keep, continues=options.continues)
         self.cached_tokens = opened.cached_tokens
         self.include_stop = options.include_stop
         self.feed = self._feed = stream.feed

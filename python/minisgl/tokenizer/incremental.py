@@ -1,7 +1,8 @@
 """Output ids to text, one token at a time.
 
 The pieces that a stream gives, with its flush at the end, are together exactly what `tokenizers` decodes from all ids
-at once, whatever the ids; and each character comes with the first token after which no further token can change it.
+at once, whatever the ids (of a stream that continues other text: what they add to that); and each character comes with
+the first token after which no further token can change it.
 
 There are two kinds of decoder. Byte-level ones (GPT-2, Llama 3, Qwen, DeepSeek) map every token to bytes, of which
 all together are read as UTF-8. The others (Llama 2, Gemma, T5, BERT) map every token to text by itself, except that
@@ -37,8 +38,8 @@ class TextStream(Protocol):
 class TextDecoder(Protocol):
     """What all sequences share."""
 
-    def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = ()) -> TextStream:
-        """The state of a new sequence; special tokens of `keep` are not skipped."""
+    def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = (), *, continues: bool = False) -> TextStream:
+        """The state of a new sequence; special tokens of `keep` are not skipped. `continues`: it follows other text."""
 
     def token_bytes(self, token: int) -> bytes:
         """What the token is anywhere but at the start of a text, in UTF-8; perhaps a part of a character."""
@@ -140,7 +141,13 @@ class ByteLevelDecoder:
             self._without_special[token_id] = ""
         self._keeping: dict[tuple[str, ...], list[str | bytes]] = {(): self._without_special}
 
-    def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = ()) -> TextStream:
+    def stream(
+        self,
+        skip_special_tokens: bool,
+        keep: tuple[str, ...] = (),
+        *,
+        continues: bool = False,  # noqa: ARG002 - bytes are the same everywhere
+    ) -> TextStream:
         return _ByteLevelStream(self._table_keeping(keep) if skip_special_tokens else self._table)
 
     def token_bytes(self, token: int) -> bytes:
@@ -213,14 +220,14 @@ class TokenwiseDecoder:
                 return token_id, text
         raise ConfigError("the tokenizer has no token that is a single letter")
 
-    def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = ()) -> TextStream:
+    def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = (), *, continues: bool = False) -> TextStream:
         if not skip_special_tokens:
-            return _TokenwiseStream(self, frozenset())
+            return _TokenwiseStream(self, frozenset(), continues)
         skipped = self._skipped.get(keep)
         if skipped is None:
             skipped = frozenset(token_id for token_id, token in self._special.items() if token not in keep)
             self._skipped[keep] = skipped
-        return _TokenwiseStream(self, skipped)
+        return _TokenwiseStream(self, skipped, continues)
 
     def token_bytes(self, token: int) -> bytes:
         if token in self.byte_of:
@@ -252,10 +259,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # as Rust reads
 class _TokenwiseStream:
     __slots__ = ("_broken", "_decoder", "_incomplete", "_run", "_skipped", "_start")
 
-    def __init__(self, decoder: TokenwiseDecoder, skipped: frozenset[int]) -> None:
+    def __init__(self, decoder: TokenwiseDecoder, skipped: frozenset[int], continues: bool) -> None:
         self._decoder = decoder
         self._skipped = skipped
-        self._start: list[int] | None = []  # the tokens so far, until they have some text
+        self._start: list[int] | None = None if continues else []  # the tokens so far, until they have some text
         self._run: list[int] = []  # byte tokens, held back since one invalid byte turns them all to U+FFFD
         self._incomplete = b""  # the run's last bytes, if they are the beginning of a character
         self._broken = False  # the run has an invalid byte

@@ -72,7 +72,7 @@ def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, message
         [_prompt(body, use, messages)],
         body.n,
         sampling,
-        msgspec.structs.replace(body.text_options(), keep=keep),
+        msgspec.structs.replace(body.text_options(continues=body.continue_final_message), keep=keep),
         body.priority,
         truncate=body.truncation(limits),
         cache_salt=body.cache_salt or "",

@@ -30,7 +30,7 @@ def completion_job(body: CompletionBody, limits: Limits) -> Job:
         parse_prompts(body.prompt, limits, add_special_tokens=body.add_special_tokens, cut=truncate is not None),
         body.num_choices,
         sampling,
-        body.text_options(),
+        body.text_options(continues=True),
         body.priority,
         truncate=truncate,
         echo=body.echo,

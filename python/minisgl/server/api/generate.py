@@ -24,7 +24,7 @@ def generate_job(body: GenerateBody, limits: Limits) -> Job:
         [prompt],
         1,
         sampling,
-        body.text_options(),
+        body.text_options(continues=True),
         body.priority,
         field_names=body.grammar_names,
         truncate=truncate,

@@ -202,9 +202,14 @@ class RequestBody(Body):
         nested = {} if self.structured_outputs is None else self.structured_outputs.grammars()
         return {name: grammar for name, grammar in found.items() if grammar is not None} | nested
 
-    def text_options(self) -> TextOptions:
-        """How output ids become text."""
-        return TextOptions(tuple(self.stop), self.skip_special_tokens, include_stop=self.include_stop_str_in_output)
+    def text_options(self, *, continues: bool) -> TextOptions:
+        """How output ids become text, which continues that of the prompt or stands for itself."""
+        return TextOptions(
+            tuple(self.stop),
+            self.skip_special_tokens,
+            include_stop=self.include_stop_str_in_output,
+            continues=continues,
+        )
 
     def truncation(self, limits: Limits) -> int | None:
         """How many tokens of the prompt to keep; -1: as many as fit; None: all, or nothing."""
