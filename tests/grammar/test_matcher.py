@@ -6,10 +6,12 @@ import json
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 from tokenizers import Tokenizer, models
 
 from grammar.drawing import EOS, Drawer, filled
 from minisgl.core import Grammar, InvalidRequest, SamplingParams
+from minisgl.grammar import matcher as matcher_module
 from minisgl.grammar.matcher import MAX_AUTOMATA, GrammarMatcher, GrammarMatchers
 from minisgl.grammar.text import lark_rule
 from minisgl.grammar.validate import GrammarValidator
@@ -220,3 +222,71 @@ def test_a_grammar_that_takes_too_long_is_refused_in_time() -> None:
 def test_grammars_may_name_the_models_special_tokens() -> None:
     validator = GrammarValidator({5: "<|tool|>", 151_657: "<tool_call>"})
     validator.validate(Grammar("lark", 'start: <|tool|> "x" <[151657]>'))
+
+
+MANY_STATES = Grammar("regex", "[ab]*a[ab]{16}c")  # each text so far is another state
+
+
+def test_an_automaton_that_many_requests_have_filled_is_replaced(
+    drawer: Drawer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = LLParserLimits(max_lexer_states=1000, precompute_large_lexemes=False, verbose_errors=False)
+    monkeypatch.setattr(matcher_module, "PARSER_LIMITS", limits)
+    matchers = GrammarMatchers(
+        lambda: drawer.tokenizer, vocab_size=drawer.tokenizer.get_vocab_size(), eos_token_ids=ids_of(drawer, EOS)
+    )
+    sampling, rng = SamplingParams(grammar=MANY_STATES), np.random.default_rng(0)
+    letters = ids_of(drawer, "a", "b")
+    mask = np.zeros((3, -(-drawer.tokenizer.get_vocab_size() // 32)), dtype=np.int32)
+    used = set()
+    for _ in range(10):
+        several = [matchers.start(sampling) for _ in mask]
+        for _ in range(60):
+            matchers.fill(mask, several)
+            assert np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, letters].all()
+            chosen = rng.choice(letters, len(mask)).astype(np.int32)
+            assert matchers.advance(several, chosen) == [Progress.OPEN] * len(mask)
+        used |= {id(one.automaton) for one in several}
+    assert len(used) > len(mask)
+
+
+def test_a_grammar_that_fills_an_automaton_alone_fails(drawer: Drawer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not end as if it were complete."""
+    limits = LLParserLimits(max_lexer_states=60, precompute_large_lexemes=False, verbose_errors=False)
+    monkeypatch.setattr(matcher_module, "PARSER_LIMITS", limits)
+    tokenizer = drawer.tokenizer
+    matchers = GrammarMatchers(
+        lambda: tokenizer, vocab_size=tokenizer.get_vocab_size(), eos_token_ids=ids_of(drawer, EOS)
+    )
+    matcher = matchers.start(SamplingParams(grammar=MANY_STATES))
+    mask = np.zeros((1, -(-tokenizer.get_vocab_size() // 32)), dtype=np.int32)
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        matchers.fill(mask, [matcher])
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        going_on = np.intersect1d(allowed, ids_of(drawer, "a", "b"))
+        chosen = rng.choice(going_on if len(going_on) else allowed, 1)
+        (progress,) = matchers.advance([matcher], chosen.astype(np.int32))
+        if progress is not Progress.OPEN:
+            break
+    assert progress is Progress.FAILED
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("lark", 'start: %json {"const": "<think>"}'),
+        ("lark", 'start: "<think>"'),
+        ("json_schema", r'{"const": "\u003cthink>"}'),
+        ("regex", r"\x3cthink>"),
+        ("regex", "<thi(nk>)"),
+        ("ebnf", 'root ::= "<th" "ink>"'),
+    ],
+)
+def test_the_text_of_a_special_token_however_it_is_written(kind: str, text: str) -> None:
+    from minisgl.llm import LLM
+
+    with LLM("demo", max_seq_len_override=512) as llm:
+        grammar = Grammar(kind, text)  # type: ignore[arg-type]
+        (answer,) = llm.generate("hello", SamplingParams(grammar=grammar, max_tokens=40))
+    assert (answer["text"].strip('"'), answer["finish_reason"]) == ("<think>", "stop")

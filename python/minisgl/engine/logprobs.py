@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: the float32 log-softmax of the logits as the model gave them.
+"""Log-probabilities of tokens: the float32 log-softmax of logits, as the model gave them or as they were changed.
 
 Rows are worked on in pieces, so that a long prompt takes no more memory than a short one.
 """

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TypeAlias
 
 MAX_REPETITION = 10_000
@@ -299,11 +300,9 @@ class _Printer:
 
     def _parts(self, items: tuple[_Node, ...]) -> list[tuple[_Node, ...]]:
         parts: list[tuple[_Node, ...]] = []
-        for item in items:
-            if parts and self._is_regular(item) and all(map(self._is_regular, parts[-1])):
-                parts[-1] += (item,)
-            else:
-                parts.append((item,))
+        for is_regular, group in groupby(items, self._is_regular):
+            neighbours = tuple(group)
+            parts += [neighbours] if is_regular else [(item,) for item in neighbours]
         return parts
 
     def _new_terminal(self, node: _Node) -> str:

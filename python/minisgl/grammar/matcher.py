@@ -2,7 +2,8 @@
 
 A grammar is compiled in a thread, and its automaton grows as it is used. Requests get copies of a matcher, which share
 its automaton and lock it; so a grammar that several requests follow at a time is compiled once for each thread that
-fills masks. The threads do not hold the interpreter.
+fills masks. The threads do not hold the interpreter. An automaton that is full of states, which all its requests needed
+together, is thrown away, and they go on with a new one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_AUTOMATA = 256  # that are kept for requests to come
 MAX_THREADS = 16  # that fill masks
 MAX_COMPILERS = 8  # threads
+REPLACEMENTS = 2  # of a request's automaton in one step: the first may be full by then
 
 T = TypeVar("T")
 
@@ -44,9 +46,12 @@ class GrammarMatcher:
     """
 
     def __init__(self, automaton: Automaton, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> None:
+        assert sampling.grammar is not None
+        self.grammar = sampling.grammar
         self.automaton = automaton
         automaton.users.add(self)
         self._followed: LLMatcher | None = None
+        self._tokens: list[int] = []  # that it has moved on by
         self._own_stop_ids = frozenset(sampling.stop_token_ids) - eos_token_ids
         self._stop_ids = self._own_stop_ids | eos_token_ids
         self._avoided = eos_token_ids - frozenset(sampling.stop_token_ids) if sampling.ignore_eos else frozenset[int]()
@@ -68,15 +73,29 @@ class GrammarMatcher:
         """llguidance's mask is the request's."""
         return not self._own_stop_ids and not self._avoided
 
+    @property
+    def is_stuck(self) -> bool:
+        """Its automaton is full, or the grammar too complex."""
+        return self.followed is not None and self.followed.is_error()
+
+    def move_to(self, automaton: Automaton) -> None:
+        """Go on from where it stands with another automaton of the grammar."""
+        self.automaton.users.discard(self)
+        self.automaton, self._followed = automaton, None
+        automaton.users.add(self)
+        if self.followed is not None:
+            self.followed.consume_tokens(self._tokens)
+
     def advance(self, token: int) -> Progress:
         """Move on by a token."""
         followed = self.followed
-        if followed is None:
+        if followed is None or followed.is_error():
             return Progress.FAILED
         if token in self._stop_ids and followed.is_accepting():
             return Progress.COMPLETE
         if not followed.consume_token(token):
             return Progress.FAILED
+        self._tokens.append(token)
         if token in self._stop_ids:  # also where the grammar does not end: nothing else was allowed
             return Progress.COMPLETE
         if not followed.is_stopped():
@@ -105,12 +124,13 @@ class _Vocabulary:
     special: frozenset[str]  # the texts of special tokens
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Automaton:
     """One compilation of a grammar. Only one thread at a time can fill masks from it."""
 
     compiled: Future[LLMatcher | None]  # at the beginning of the grammar; None if it cannot be used
     users: WeakSet[GrammarMatcher] = field(default_factory=WeakSet)
+    successor: Automaton | None = None  # in whose favour it was given up
 
 
 class GrammarMatchers:
@@ -142,7 +162,7 @@ class GrammarMatchers:
         return GrammarMatcher(self._automaton(sampling.grammar), sampling, self._eos_token_ids)
 
     def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
-        return [_own(matcher).advance(token) for matcher, token in zip(matchers, tokens.tolist(), strict=True)]
+        return [self._advance(_own(matcher), token) for matcher, token in zip(matchers, tokens.tolist(), strict=True)]
 
     def fill(self, mask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
         vocabulary = self.prepare().result()
@@ -166,8 +186,32 @@ class GrammarMatchers:
             self._fillers = self._fillers or LLExecutor(self._threads)
             self._fillers.unsafe_compute_mask_ptr(filled, mask.ctypes.data, mask.shape[1] * mask.itemsize, len(mask))
         for matcher, row in constrained:
+            for _ in range(REPLACEMENTS):
+                if not matcher.is_stuck:
+                    break
+                self._replace_automaton(matcher)
+                if matcher.followed is not None:
+                    matcher.followed.unsafe_compute_mask_ptr(mask[row].ctypes.data, mask[row].nbytes)
             if matcher.followed is not None and not matcher.is_plain:
                 matcher.adjust(mask[row], matcher.followed)
+
+    def _advance(self, matcher: GrammarMatcher, token: int) -> Progress:
+        progress = matcher.advance(token)
+        for _ in range(REPLACEMENTS):
+            if progress is not Progress.FAILED or not matcher.is_stuck:
+                break
+            self._replace_automaton(matcher)
+            progress = matcher.advance(token)
+        return progress
+
+    def _replace_automaton(self, matcher: GrammarMatcher) -> None:
+        """Move a stuck matcher, and those to come, to what takes the place of its automaton."""
+        old = matcher.automaton
+        if old.successor is None:
+            old.successor = self._compile(matcher.grammar)
+            automata = self._automata.setdefault(matcher.grammar, [])
+            automata[:] = [old.successor, *(one for one in automata if one is not old)]
+        matcher.move_to(old.successor)
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         self._pool = self._pool or compiler_threads(max(2, min(self._threads, MAX_COMPILERS)))
@@ -189,11 +233,14 @@ class GrammarMatchers:
         least_used = min(automata, key=lambda one: len(one.users), default=None)
         if least_used is not None and (not least_used.users or len(automata) == self._threads):
             return least_used
-        vocabulary = self.prepare()
-        automata.append(Automaton(self._submit(lambda: _compiled(grammar, vocabulary))))
+        automata.append(self._compile(grammar))
         while len(self._automata) > 1 and sum(map(len, self._automata.values())) > MAX_AUTOMATA:
             self._automata.popitem(last=False)
         return automata[-1]
+
+    def _compile(self, grammar: Grammar) -> Automaton:
+        vocabulary = self.prepare()
+        return Automaton(self._submit(lambda: _compiled(grammar, vocabulary)))
 
 
 def _compiled(grammar: Grammar, vocabulary: Future[_Vocabulary | None]) -> LLMatcher | None:

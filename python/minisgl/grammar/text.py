@@ -31,6 +31,9 @@ SCHEMA_OPTIONS: JsonCompileOptions = {
     "lenient": False,
 }
 
+_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})|\\x\{?([0-9a-fA-F]{2,5})\}?")  # of JSON, and of regular expressions
+_NOTATION = re.compile(r"[\\\"'/()\[\]{}|?*+\s]")
+
 
 def field_of(grammar: Grammar) -> str:
     """The request's field that a refusal names, if the one who checks knows none."""
@@ -43,8 +46,7 @@ def to_llguidance(grammar: Grammar, field: str | None = None) -> str:
     Most of what can be wrong is found by `validate` only.
     """
     named = field or field_of(grammar)
-    if len(grammar.text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(named, f"a grammar may have {MAX_GRAMMAR_CHARS} characters, not {len(grammar.text)}")
+    _check_size(grammar, named)
     match grammar.kind:
         case "json_object":
             return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=SCHEMA_OPTIONS)
@@ -65,18 +67,25 @@ def unforced(grammar: Grammar) -> str:
 
     llguidance would spell that as its tokenizer does, to which the text of a special token is that token.
     """
-    return f'%llguidance {{"no_forcing": true}}\n{lark_rule("start", grammar)}'
+    rules = grammar.text if grammar.kind == "lark" else lark_rule("start", grammar)
+    return f'%llguidance {{"no_forcing": true}}\n{rules}'
 
 
 def names_any(grammar: Grammar, special_tokens: Iterable[str]) -> bool:
-    """Whether the grammar may demand the text of a special token. In Lark's notation the token itself is meant."""
-    written = grammar.text.replace("\\", "")
-    return grammar.kind != "lark" and any(token in written for token in special_tokens)
+    """Whether the grammar may demand the text of a special token: rather once too often, which costs but some speed."""
+    written = _letters(grammar.text)
+    return any(_letters(token) in written for token in special_tokens)
+
+
+def _letters(text: str) -> str:
+    """Without what notations put between the letters of a text that they demand, and without escapes."""
+    return _NOTATION.sub("", _ESCAPE.sub(lambda found: chr(int(found[1] or found[2], 16)), text))
 
 
 def lark_rule(name: str, grammar: Grammar) -> str:
     """A rule of a larger Lark grammar for what `grammar` allows; InvalidRequest as in `to_llguidance`."""
     named = field_of(grammar)
+    _check_size(grammar, named)
     match grammar.kind:
         case "json_object":
             return _json_rule(name, {"type": "object"})
@@ -90,6 +99,11 @@ def lark_rule(name: str, grammar: Grammar) -> str:
             return f"{name}: %lark {{\n{_ebnf(grammar.text, named)}\n}}"
         case "lark":
             return f"{name}: %lark {{\n{grammar.text}\n}}"
+
+
+def _check_size(grammar: Grammar, field: str) -> None:
+    if len(grammar.text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(field, f"a grammar may have {MAX_GRAMMAR_CHARS} characters, not {len(grammar.text)}")
 
 
 def _within_slashes(expression: str) -> str:
