@@ -71,7 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     Logits are changed in this order: ids that `grammar`, `allowed_token_ids`, `bad_words` or `min_tokens` forbid are
     excluded, `logit_bias` is added, then come the repetition penalty (on all tokens so far), the frequency and the
     presence penalty (on the output's), the temperature, and the filters. Log-probabilities are of the logits before
-    any of it.
+    any of it, or, where the engine is told so, of those before the filters.
     """
 
     temperature: float = 0.0
