@@ -17,7 +17,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minisgl.server.api.errors import invalid
 
+_END = b"\r\n\r\n"  # of every head, and of every chunked body
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+_BEGUN = re.compile(rb"\r(\n(\r|[a-z]{0,7}))?\Z", re.IGNORECASE)  # may go on as one of these two
+_LONGEST_BEGUN = len(b"\r\nupgrade")
 
 
 class StreamBody:
@@ -43,13 +46,19 @@ class StreamBody:
 
 
 class Connection(HttpToolsProtocol):
-    """Takes `receive_timeout` seconds for a connection's first head, and for each from its first byte on."""
+    """Takes `receive_timeout` seconds for a connection's first head, and for each from its first byte on.
+
+    The parser gets what comes in pieces, none of which goes beyond the end of a head or of a body: so it is known of
+    every byte which of them it belongs to.
+    """
 
     def __init__(self, *args: Any, receive_timeout: float, **options: Any) -> None:
         super().__init__(*args, **options)
         self._receive_timeout = receive_timeout
         self._patience: asyncio.TimerHandle | None = None
         self._reads_head = True
+        self._body_left = 0  # bytes, where the head says how many
+        self._held = b""  # the end of what came, while it is not known what it begins
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -60,7 +69,16 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(_without_upgrade(data) if self._reads_head else data)
+        data, self._held = self._held + data, b""
+        start = 0
+        while start < len(data) and not self.transport.is_closing():
+            end = self._end_of_piece(data, start)
+            if end == start:
+                self._held = data[start:]
+                return
+            piece = data[start:end]
+            super().data_received(_without_upgrade(piece) if self._reads_head else piece)
+            start = end
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -69,8 +87,13 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._forget_head()
-        self._reads_head = False
+        self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         super().on_headers_complete()
+        self._reads_head = False
+
+    def on_body(self, body: bytes) -> None:
+        self._body_left = max(0, self._body_left - len(body))
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._reads_head = True
@@ -83,6 +106,16 @@ class Connection(HttpToolsProtocol):
         self.transport.write(head % len(body) + b"\r\n\r\n" + body)
         self.transport.close()
 
+    def _end_of_piece(self, data: bytes, start: int) -> int:
+        """How far the parser may be given what came; `start` for nothing, until more has come."""
+        if self._body_left:
+            return min(len(data), start + self._body_left)
+        end = data.find(_END, start)
+        if end >= 0:
+            return end + len(_END)
+        begun = _BEGUN.search(data, max(start, len(data) - _LONGEST_BEGUN))
+        return begun.start() if begun else len(data)
+
     def _expect_head(self) -> None:
         self._forget_head()
         self._patience = self.loop.call_later(self._receive_timeout, self.transport.close)
@@ -92,10 +125,9 @@ class Connection(HttpToolsProtocol):
             self._patience.cancel()
 
 
-def _without_upgrade(data: bytes) -> bytes:
-    """A request's head without an offer to speak another protocol, such as HTTP/2: the parser would skip its body."""
-    head, end, rest = data.partition(b"\r\n\r\n")
-    return _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + rest
+def _without_upgrade(head: bytes) -> bytes:
+    """Without an offer to speak another protocol, such as HTTP/2: the parser would skip the body."""
+    return _UPGRADE.sub(b"\r\nx-upgrade:", head)
 
 
 def stream_body_of(scope: Scope) -> StreamBody:
