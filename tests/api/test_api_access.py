@@ -195,6 +195,14 @@ def test_what_is_no_http(server: RunningServer, sent: bytes) -> None:
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
+def test_a_head_that_is_too_large(server: RunningServer) -> None:
+    client = RawClient(server.port)
+    client.socket.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * 2**16)
+    head, _, body = client.read_all().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+    assert json.loads(body)["error"]["code"] == "head_too_large"
+
+
 def test_an_offer_to_speak_http_2(server: RunningServer) -> None:
     """As `curl --http2` and Java's client make it: the answer is in HTTP/1.1, and nothing of the body is lost."""
     client = RawClient(server.port)

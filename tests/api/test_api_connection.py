@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from minisgl.server.api.connection import Connection
+from minisgl.server.api.connection import MAX_HEAD_BYTES, Connection
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUPgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
 CHUNKS = b"8;a=b\r\n\r\nupgrad\r\n7\r\ne:\r\n\r\nz\r\n0\r\nx-last: 1\r\n\r\n"
@@ -20,7 +21,7 @@ Requests = list[tuple[str, bytes]]  # path, body
 
 
 class Wire(asyncio.Transport):
-    """Takes what is written."""
+    """Takes what is written, until it is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +29,8 @@ class Wire(asyncio.Transport):
         self._closing = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.written += data
+        if not self._closing:
+            self.written += data
 
     def close(self) -> None:
         self._closing = True
@@ -41,8 +43,8 @@ class Wire(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
-async def requests_of(packets: list[bytes]) -> Requests:
-    """What an application gets when these come."""
+async def send_all(packets: list[bytes]) -> tuple[Requests, Wire]:
+    """What an application gets when these come, and what it writes."""
     requests: Requests = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,8 +65,11 @@ async def requests_of(packets: list[bytes]) -> Requests:
     for _ in range(20):
         await asyncio.sleep(0)
     connection.connection_lost(None)
-    assert wire.written.count(b"HTTP/1.1 200 OK") == len(requests), wire.written
-    return requests
+    return requests, wire
+
+
+def requests_of(packets: list[bytes]) -> Requests:
+    return asyncio.run(send_all(packets))[0]
 
 
 def post(path: str, body: bytes, headers: bytes = b"") -> bytes:
@@ -87,17 +92,72 @@ EXPECTED = [request for _, request in SENT]
 
 def test_requests_in_one_packet() -> None:
     """An offer to speak another protocol is passed over in each of them."""
-    assert asyncio.run(requests_of([WHOLE])) == EXPECTED
+    assert requests_of([WHOLE]) == EXPECTED
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 17])
 def test_requests_in_small_packets(size: int) -> None:
     packets = [WHOLE[start : start + size] for start in range(0, len(WHOLE), size)]
-    assert asyncio.run(requests_of(packets)) == EXPECTED
+    assert requests_of(packets) == EXPECTED
 
 
 @settings(deadline=None)
 @given(st.sets(st.integers(0, len(WHOLE))))
 def test_requests_cut_anywhere(cuts: set[int]) -> None:
     packets = [WHOLE[start:end] for start, end in pairwise(sorted({0, *cuts, len(WHOLE)}))]
-    assert asyncio.run(requests_of(packets)) == EXPECTED
+    assert requests_of(packets) == EXPECTED
+
+
+CHUNKED = b"POST /1 HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nx: "
+OPEN_ENDED = {
+    "value": b"GET /1 HTTP/1.1\r\nx: ",
+    "path": b"GET /",
+    "second": b"GET /0 HTTP/1.1\r\n\r\nGET /1 HTTP/1.1\r\nx: ",
+    "behind a body": post("/0", b"abc") + b"GET /1 HTTP/1.1\r\nx: ",
+    "trailer": CHUNKED,
+}
+
+
+@pytest.mark.parametrize("size", [1000, 2**18])
+@pytest.mark.parametrize("begin", OPEN_ENDED.values(), ids=OPEN_ENDED)
+def test_heads_without_end(begin: bytes, size: int) -> None:
+    """Refused before much of them is kept."""
+    wire = asyncio.run(send_all([begin, *[b"a" * size] * (2**20 // size)]))[1]
+    assert wire.is_closing()
+    head, _, body = wire.written[wire.written.index(b"HTTP/1.1 431 ") :].partition(b"\r\n\r\n")
+    assert b"\r\nconnection: close" in head
+    assert b"content-length: %d" % len(body) in head
+    assert json.loads(body)["error"]["code"] == "head_too_large"
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_many_header_lines() -> None:
+    requests, wire = asyncio.run(send_all([b"GET /1 HTTP/1.1\r\n", *[b"a: b\r\n" * 1000] * 30, b"\r\n"]))
+    assert not requests
+    assert wire.written.startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_largest_head(more: int) -> None:
+    """Whether it comes in one packet or in several; before and after it there are others."""
+    head = b"POST /1 HTTP/1.1\r\ncontent-length: 70000\r\nx: "
+    head += b"a" * (MAX_HEAD_BYTES - len(head) - 4 + more) + b"\r\n\r\n"
+    sent = post("/0", b"x" * 70_000) + head + b"y" * 70_000 + post("/2", b"z")
+    bodies = [("/0", b"x" * 70_000), ("/1", b"y" * 70_000), ("/2", b"z")]
+    for size in (len(sent), 10_000, 1999):
+        packets = [sent[start : start + size] for start in range(0, len(sent), size)]
+        assert requests_of(packets) == bodies[: 1 if more else 3]
+
+
+def test_chunks_have_no_limit_together() -> None:
+    """What is between them may come to more than a head may have."""
+    head = b"POST /1 HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert requests_of([head, *[b"1\r\nx\r\n" * 1000] * 30, b"0\r\n\r\n"]) == [("/1", b"x" * 30_000)]
+
+
+def test_a_refusal_is_not_taken_for_another_answer() -> None:
+    """Nothing is written while the request before has no answer yet."""
+    for begin in (b"hello\r\n\r\n", b"GET /2 HTTP/1.1\r\nx: " + b"a" * MAX_HEAD_BYTES):
+        wire = asyncio.run(send_all([b"GET /1 HTTP/1.1\r\n\r\n" + begin]))[1]
+        assert wire.is_closing()
+        assert wire.written == b""

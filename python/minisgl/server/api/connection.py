@@ -13,10 +13,11 @@ from typing import Any
 
 from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from minisgl.server.api.errors import invalid
+from minisgl.server.api.errors import ApiError, head_too_large, invalid
 
+MAX_HEAD_BYTES = 64 * 1024  # a request's line and headers, or what ends a chunked body
 _END = b"\r\n\r\n"  # of every head, and of every chunked body
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 _BEGUN = re.compile(rb"\r(\n(\r|[a-z]{0,7}))?\Z", re.IGNORECASE)  # may go on as one of these two
@@ -49,7 +50,7 @@ class Connection(HttpToolsProtocol):
     """Takes `receive_timeout` seconds for a connection's first head, and for each from its first byte on.
 
     The parser gets what comes in pieces, none of which goes beyond the end of a head or of a body: so it is known of
-    every byte which of them it belongs to.
+    every byte which of them it belongs to, and a head may have MAX_HEAD_BYTES.
     """
 
     def __init__(self, *args: Any, receive_timeout: float, **options: Any) -> None:
@@ -57,6 +58,7 @@ class Connection(HttpToolsProtocol):
         self._receive_timeout = receive_timeout
         self._patience: asyncio.TimerHandle | None = None
         self._reads_head = True
+        self._head_bytes = 0  # that the parser has got of a head, or of a chunked body since its last data
         self._body_left = 0  # bytes, where the head says how many
         self._held = b""  # the end of what came, while it is not known what it begins
 
@@ -76,8 +78,7 @@ class Connection(HttpToolsProtocol):
             if end == start:
                 self._held = data[start:]
                 return
-            piece = data[start:end]
-            super().data_received(_without_upgrade(piece) if self._reads_head else piece)
+            self._parse(data[start:end])
             start = end
 
     def on_message_begin(self) -> None:
@@ -90,21 +91,46 @@ class Connection(HttpToolsProtocol):
         self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         super().on_headers_complete()
         self._reads_head = False
+        self._head_bytes = 0
 
     def on_body(self, body: bytes) -> None:
         self._body_left = max(0, self._body_left - len(body))
+        self._head_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._reads_head = True
+        self._head_bytes = 0
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is answered like all else that is wrong."""
-        body = invalid(None, msg).body()
-        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d"
-        self.transport.write(head % len(body) + b"\r\n\r\n" + body)
+        self._refuse(invalid(None, msg))
+
+    def _parse(self, piece: bytes) -> None:
+        if self._head_bytes + (len(piece) if self._reads_head else 0) > MAX_HEAD_BYTES:
+            self._refuse(head_too_large(MAX_HEAD_BYTES))
+            return
+        self._head_bytes += len(piece)  # before the parser's calls, which set it back
+        super().data_received(_without_upgrade(piece) if self._reads_head else piece)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what is being read, and close; without a word, if that would be taken for the answer to another."""
+        if self._is_to_be_answered():
+            body = error.body()
+            headers = {**error.headers, "content-type": "application/json", "connection": "close"}
+            lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+            head = b"%b%bcontent-length: %d\r\n\r\n" % (STATUS_LINE[error.status], lines.encode(), len(body))
+            self.transport.write(head + body)
         self.transport.close()
+
+    def _is_to_be_answered(self) -> bool:
+        """All before what is being read is answered, and nothing of the answer to that has been written."""
+        if not self.cycle:
+            return True
+        if self._reads_head:
+            return self.cycle.response_complete
+        return not self.cycle.response_started and not self.pipeline
 
     def _end_of_piece(self, data: bytes, start: int) -> int:
         """How far the parser may be given what came; `start` for nothing, until more has come."""

@@ -75,6 +75,11 @@ def too_large(limit: int) -> ApiError:
     return ApiError(413, f"the request body is larger than the limit of {limit} bytes", code="request_too_large")
 
 
+def head_too_large(limit: int) -> ApiError:
+    message = f"the request's head, its line and headers, is larger than the limit of {limit} bytes"
+    return ApiError(431, message, code="head_too_large")
+
+
 def model_not_found(model: str) -> ApiError:
     return ApiError(404, f"the model {model!r} does not exist", param="model", code="model_not_found")
 
