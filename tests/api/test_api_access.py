@@ -186,6 +186,49 @@ def test_a_head_that_never_ends(start_server: Callable[..., RunningServer], sent
         time.sleep(0.5)
 
 
+EARLY = b"POST /nope HTTP/1.1\r\nhost: x\r\n%b\r\n\r\n"  # answered whatever its body is
+LENGTH, CHUNKED = EARLY % b"content-length: 9", EARLY % b"transfer-encoding: chunked"
+
+
+def test_after_an_answer_nobody_is_waited_for_without_end(start_server: Callable[..., RunningServer]) -> None:
+    """Neither for the rest of a body that was not read, nor for a head that has begun."""
+    server = start_server(receive_timeout=1.0)
+    clients = []
+    for sent in (LENGTH, LENGTH + b"12345", CHUNKED, CHUNKED + b"1\r\nx\r"):
+        clients.append(client := RawClient(server.port))
+        client.socket.sendall(sent)
+        assert b" 404 " in client.read_until(b"}}")
+    for more in (b"\r", b"\r\n\r\n", b"G", b"GET / HTTP/1.1\r\n"):
+        clients.append(client := RawClient(server.port))
+        client.socket.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b" 200 " in client.read_until(b'"ok"}')
+        client.socket.sendall(more)
+    for client in clients:
+        assert client.read_all() == b""
+
+
+def test_after_a_body_that_was_not_read(
+    start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection goes on, and when it is idle it ends like others."""
+    monkeypatch.setattr("minisgl.server.api.process.KEEP_ALIVE_SECONDS", 0.5)
+    client = RawClient(start_server().port)
+    client.socket.sendall(LENGTH)
+    assert b" 404 " in client.read_until(b"}}")
+    client.socket.sendall(b"123456789" + CHUNKED)
+    assert b" 404 " in client.read_until(b"}}")
+    client.socket.sendall(b"0\r\n\r\n")
+    assert client.read_all() == b""
+
+
+def test_a_head_that_never_ends_behind_a_request(start_server: Callable[..., RunningServer]) -> None:
+    """It does not end the answer that is being given, and is waited for from then on."""
+    client = RawClient(start_server(receive_timeout=1.0, tick=0.1).port)
+    data = json.dumps({"prompt": "x", "stream": True, "max_tokens": 20}).encode()
+    client.socket.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%bGET" % (len(data), data))
+    assert client.read_all().endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
 @pytest.mark.parametrize("sent", [b"hello\r\n\r\n", b"POST / HTTP/1.1\r\ncontent-length: x\r\n\r\n"])
 def test_what_is_no_http(server: RunningServer, sent: bytes) -> None:
     client = RawClient(server.port)

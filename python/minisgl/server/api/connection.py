@@ -1,4 +1,4 @@
-"""uvicorn's HTTP connection, with a short way for the events of streams, and a limit on the time that a head may take.
+"""uvicorn's HTTP connection, with a short way for the events of streams, and limits on what clients may send and when.
 
 Through ASGI an event costs a task its turn and a call through every layer of the application, which is most of what a
 token costs. So a request also gets the body of its answer as an object that may be written to from anywhere on the
@@ -47,10 +47,14 @@ class StreamBody:
 
 
 class Connection(HttpToolsProtocol):
-    """Takes `receive_timeout` seconds for a connection's first head, and for each from its first byte on.
+    """Gives the parser what comes, and waits for nobody for ever.
 
-    The parser gets what comes in pieces, none of which goes beyond the end of a head or of a body: so it is known of
-    every byte which of them it belongs to, and a head may have MAX_HEAD_BYTES.
+    The parser gets pieces, none of which goes beyond the end of a head or of a body: so it is known of every byte which
+    of them it belongs to. A head may have MAX_HEAD_BYTES.
+
+    While no request is being answered one of two clocks runs: uvicorn's keep-alive between requests, and else
+    `receive_timeout`, for a connection's first head, for each from its first byte on, and for what is missing of a body
+    that the answer did not wait for.
     """
 
     def __init__(self, *args: Any, receive_timeout: float, **options: Any) -> None:
@@ -64,10 +68,10 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_head()
+        self._start_patience()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_head()
+        self._end_patience()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -77,17 +81,17 @@ class Connection(HttpToolsProtocol):
             end = self._end_of_piece(data, start)
             if end == start:
                 self._held = data[start:]
-                return
+                break
             self._parse(data[start:end])
             start = end
+        self._choose_clock()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._expect_head()
+        self._end_patience()  # what came before took its own time
         self.scope["state"]["stream_body"] = StreamBody(self.transport, self.flow)
 
     def on_headers_complete(self) -> None:
-        self._forget_head()
         self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         super().on_headers_complete()
         self._reads_head = False
@@ -102,6 +106,10 @@ class Connection(HttpToolsProtocol):
         self._reads_head = True
         self._head_bytes = 0
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._choose_clock()
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is answered like all else that is wrong."""
@@ -142,13 +150,28 @@ class Connection(HttpToolsProtocol):
         begun = _BEGUN.search(data, max(start, len(data) - _LONGEST_BEGUN))
         return begun.start() if begun else len(data)
 
-    def _expect_head(self) -> None:
-        self._forget_head()
+    def _choose_clock(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.cycle and not self.cycle.response_complete:
+            self._end_patience()
+        elif self._held or self._head_bytes or not self._reads_head:
+            self._unset_keepalive_if_required()
+            if self._patience is None:
+                self._start_patience()
+        else:
+            self._end_patience()
+            if self.timeout_keep_alive_task is None:  # every byte ends it, and uvicorn starts it only after answers
+                handler = self.timeout_keep_alive_handler
+                self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, handler)
+
+    def _start_patience(self) -> None:
         self._patience = self.loop.call_later(self._receive_timeout, self.transport.close)
 
-    def _forget_head(self) -> None:
+    def _end_patience(self) -> None:
         if self._patience is not None:
             self._patience.cancel()
+            self._patience = None
 
 
 def _without_upgrade(head: bytes) -> bytes:
