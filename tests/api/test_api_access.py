@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 from api_harness import MODEL, RawClient, RunningServer
+from api_sse import parse_events
 from fake_engine import wait_until
 
 from minisgl.cli import parse_args
@@ -257,6 +258,47 @@ def test_an_offer_to_speak_http_2(server: RunningServer) -> None:
     time.sleep(0.1)
     client.socket.sendall(data)
     assert client.read_all().startswith(b"HTTP/1.1 200 ")
+
+
+def http_1_0(server: RunningServer, line: str, body: dict[str, object], headers: str = "") -> tuple[str, str]:
+    """The head and the body of the answer."""
+    client = RawClient(server.port)
+    data = json.dumps(body)
+    client.socket.sendall(f"{line} HTTP/1.0\r\n{headers}content-length: {len(data)}\r\n\r\n{data}".encode())
+    head, _, answered = client.read_all().decode().partition("\r\n\r\n")
+    assert "transfer-encoding" not in head
+    assert "connection: close" in head
+    return head, answered
+
+
+@pytest.mark.parametrize("headers", ["", "connection: keep-alive\r\n"])
+def test_a_stream_to_a_client_of_http_1_0(server: RunningServer, headers: str) -> None:
+    """It knows no chunks: the stream is bare, and ends with the connection."""
+    fields = {"stream": True, "max_tokens": 30}
+    for path, prompt in (("/v1/completions", "hello"), ("/generate", "big hello"), ("/v1/completions", "fail")):
+        head, body = http_1_0(server, f"POST {path}", {"prompt": prompt, **fields}, headers)
+        assert head.startswith("HTTP/1.1 200 ")
+        assert body.endswith("data: [DONE]\n\n")
+        assert all(line.startswith("data: ") for line in body.split("\n") if line)
+        assert ("the generation failed" in body) == (prompt == "fail")
+        expected = server.post(path, json={"prompt": prompt, **fields}).text
+        assert "".join(texts(body)) == "".join(texts(expected))
+
+
+def texts(body: str) -> list[str]:
+    events = parse_events(body)
+    return [event["choices"][0]["text"] if "choices" in event else event.get("text", "") for event in events]
+
+
+def test_other_answers_to_a_client_of_http_1_0(server: RunningServer) -> None:
+    for line, status in (("POST /v1/completions", 200), ("POST /nope", 404), ("GET /health", 200)):
+        head, body = http_1_0(server, line, {"prompt": "hello"})
+        assert f" {status} " in head
+        assert f"content-length: {len(body.encode())}" in head
+        assert json.loads(body)
+    head, body = http_1_0(server, "HEAD /health", {})
+    assert " 200 " in head
+    assert not body
 
 
 def test_a_client_that_never_reads_and_never_leaves(start_server: Callable[..., RunningServer]) -> None:

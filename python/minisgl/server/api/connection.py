@@ -1,9 +1,4 @@
-"""uvicorn's HTTP connection, with a short way for the events of streams, and limits on what clients may send and when.
-
-Through ASGI an event costs a task its turn and a call through every layer of the application, which is most of what a
-token costs. So a request also gets the body of its answer as an object that may be written to from anywhere on the
-event loop, between the start and the last message of the answer, which take the usual way.
-"""
+"""uvicorn's HTTP connection, with limits on what clients may send and when."""
 
 from __future__ import annotations
 
@@ -11,39 +6,16 @@ import asyncio
 import re
 from typing import Any
 
-from starlette.types import Scope
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from minisgl.server.api.errors import ApiError, head_too_large, invalid
+from minisgl.server.api.stream_body import BareCycle, StreamBody
 
 MAX_HEAD_BYTES = 64 * 1024  # a request's line and headers, or what ends a chunked body
 _END = b"\r\n\r\n"  # of every head, and of every chunked body
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 _BEGUN = re.compile(rb"\r(\n(\r|[a-z]{0,7}))?\Z", re.IGNORECASE)  # may go on as one of these two
 _LONGEST_BEGUN = len(b"\r\nupgrade")
-
-
-class StreamBody:
-    """The body of an answer without content-length."""
-
-    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
-        self._transport = transport
-        self._flow = flow
-
-    @property
-    def is_behind(self) -> bool:
-        """The client has not yet taken what was written: more would only lie in memory."""
-        return self._flow.write_paused
-
-    async def caught_up(self) -> None:
-        """Wait until the client has taken it, or is gone."""
-        await self._flow.drain()
-
-    def write(self, data: bytes) -> None:
-        """Write a chunk; nothing, if the client is gone."""
-        if not self._transport.is_closing():
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class Connection(HttpToolsProtocol):
@@ -89,11 +61,15 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._end_patience()  # what came before took its own time
-        self.scope["state"]["stream_body"] = StreamBody(self.transport, self.flow)
 
     def on_headers_complete(self) -> None:
         self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         super().on_headers_complete()
+        knows_chunks = self.parser.get_http_version() >= "1.1"
+        if not knows_chunks:
+            self.cycle.__class__ = BareCycle  # uvicorn has made it, but not begun
+            self.cycle.keep_alive = False
+        self.scope["state"]["stream_body"] = StreamBody(self.transport, self.flow, chunked=knows_chunks)
         self._reads_head = False
         self._head_bytes = 0
 
@@ -177,9 +153,3 @@ class Connection(HttpToolsProtocol):
 def _without_upgrade(head: bytes) -> bytes:
     """Without an offer to speak another protocol, such as HTTP/2: the parser would skip the body."""
     return _UPGRADE.sub(b"\r\nx-upgrade:", head)
-
-
-def stream_body_of(scope: Scope) -> StreamBody:
-    """The body of the answer to this request."""
-    body: StreamBody = scope["state"]["stream_body"]
-    return body
