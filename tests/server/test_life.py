@@ -108,6 +108,16 @@ def test_lesson_13_a_port_in_use_is_noticed_first(folder: Path) -> None:
     assert str(port) in line
 
 
+def test_the_ready_line_of_an_ipv6_host_can_be_called(folder: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    with Server("--model", str(folder), "--host", "::1") as server:
+        assert server.url.startswith("http://[::1]:")
+        assert httpx.get(f"{server.url}/health", trust_env=False, timeout=30).status_code == 200
+
+
 @pytest.mark.parametrize("to_workers", [False, True], ids=["alone", "workers first"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_everything_within_two_seconds(signum: int, to_workers: bool, folder: Path) -> None:

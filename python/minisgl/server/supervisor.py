@@ -23,6 +23,7 @@ from minisgl.limits import Limits
 from minisgl.message.control import Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
 from minisgl.process.launch import Child, start_worker
 from minisgl.server.signals import SignalSocket
+from minisgl.urls import origin
 
 if TYPE_CHECKING:
     from minisgl.shell.launch import ShellProcess
@@ -87,7 +88,7 @@ class Supervisor:
             seconds = time.perf_counter() - begin
             scheme = "https" if self._config.http.ssl_certfile else "http"
             name = self._config.model_name
-            logger.info("ready after %.1f s: %s on %s://%s:%d", seconds, name, scheme, host, port)
+            logger.info("ready after %.1f s: %s on %s", seconds, name, origin(scheme, host, port))
             if self._config.shell:
                 self._open_shell(host, port)
             self._watch()  # until one of these is raised

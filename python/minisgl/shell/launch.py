@@ -8,6 +8,7 @@ import termios
 from typing import Any
 
 from minisgl.process.child import start_module
+from minisgl.urls import origin
 
 API_KEY = "MINISGL_API_KEY"  # the environment variable of the shell's key
 GRACE_SECONDS = 1.0
@@ -42,7 +43,7 @@ class ShellProcess:
 def local_url(host: str, port: int) -> str:
     """How a server that listens there is reached from this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    return origin("http", host, port) + "/v1"
 
 
 def _terminal_modes() -> list[Any] | None:
