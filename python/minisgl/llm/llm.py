@@ -118,7 +118,6 @@ class LLM:
         server.validate()
         model_config = load_model_config(folder)
         model_config.check_tp(tp_size)
-        self.cache_type = cache_type
         self.phases: dict[str, float] = {}  # seconds of each phase of the start
         with self._phase("load tokenizer"):
             self.tokenizer = TextTokenizer.from_folder(folder)
