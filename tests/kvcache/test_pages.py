@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -37,6 +38,27 @@ def test_make_cache() -> None:
         make_cache("lru", 16)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", ["radix", "naive"])
+def test_locks_of_one_handle_are_counted(kind: Literal["radix", "naive"]) -> None:
+    cache = make_cache(kind, 2)
+    handle = cache.insert(ids(1, 2, 3, 4), ids(10, 11)).handle
+    held = len(handle.pages)
+    for _ in range(2):
+        cache.lock(handle)
+    for locked in (held, 0):
+        assert cache.locked_pages == held
+        cache.unlock(handle)
+        assert cache.locked_pages == locked
+    with pytest.raises(ValueError, match="not locked"):
+        cache.unlock(handle)
+
+
+@pytest.mark.parametrize("kind", ["radix", "naive"])
+def test_page_size_must_be_positive(kind: Literal["radix", "naive"]) -> None:
+    with pytest.raises(ValueError, match="page size must be at least 1, not 0"):
+        make_cache(kind, 0)
+
+
 # ---- the free list ----
 
 
@@ -52,6 +74,13 @@ def test_allocator_hands_out_each_page_once() -> None:
     assert sorted(allocator.free_pages().tolist()) == [0, 3]
     assert sorted(allocator.allocate(2).tolist()) == [0, 3]
     allocator.check()
+
+
+def test_one_page_is_enough() -> None:
+    allocator = PageAllocator(1)
+    assert allocator.allocate(1).tolist() == [0]
+    allocator.free(ids(0))
+    assert allocator.num_free == 1
 
 
 def test_allocated_pages_are_the_callers_array() -> None:
@@ -153,6 +182,25 @@ def test_check_idle_notices_lost_and_shared_pages() -> None:
     cache.insert(ids(1), pages[:1])
     pool.free(pages[:1])  # the tree's page: the counts are right, the owners are not
     with pytest.raises(BrokenInvariant, match=r"lost pages: \[1\]; pages with two owners: \[0\]"):
+        pool.check_idle()
+
+
+def test_check_idle_notices_a_page_that_is_not_the_pools() -> None:
+    pool = PagePool(4, cache := RadixCache(page_size=1))
+    cache.insert(ids(1), ids(4))
+    with pytest.raises(BrokenInvariant):
+        pool.check_idle()
+
+
+def test_check_idle_notices_wrong_books_of_free_and_of_cached_pages() -> None:
+    pool = PagePool(4, RadixCache(page_size=1))
+    pool.allocator._place[[0, 1]] = pool.allocator._place[[1, 0]]
+    with pytest.raises(BrokenInvariant, match="a free page is not in its place"):
+        pool.check_idle()
+    pool = PagePool(4, cache := RadixCache(page_size=1))
+    cache.insert(ids(1, 2), pool.allocate(2))
+    cache._cached += 1
+    with pytest.raises(BrokenInvariant, match="3 pages are counted, 2 are in the tree"):
         pool.check_idle()
 
 
