@@ -72,11 +72,6 @@ def test_one_page_for_each_whole_page_of_tokens() -> None:
     assert cache.cached_pages == 0
 
 
-def test_page_size_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="page size"):
-        RadixCache(page_size=0)
-
-
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 def test_prompts_that_part_share_their_prefix(page_size: int) -> None:
     cache = RadixCache(page_size)
