@@ -223,6 +223,13 @@ def test_stop_string_in_what_was_held_back() -> None:
     assert stopped == []
 
 
+def test_stop_string_that_the_end_completes() -> None:
+    detokenizer = opened("ab\ufffd")
+    shown = "".join(detokenizer.apply(step((1, token)))[0][0].text for token in [*ids_of("xab"), ids_of("世")[0]])
+    (last,), _ = detokenizer.apply(step(ended=[End(1, "length")]))
+    assert (shown + last.text, last.finish, last.stop_reason) == ("x", "stop", "ab\ufffd")
+
+
 class Machine(RuleBasedStateMachine):
     """Any mixture of sequences, steps and late messages, against decoding each sequence's ids at once."""
 
