@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from minisgl.models.config import load_model_config
 from minisgl.models.demo import demo_folder
 from minisgl.tokenizer.text import TextTokenizer
 from support.server import Server
@@ -91,6 +92,22 @@ def test_min_tokens(server: Server, route: str, ids: dict[str, int]) -> None:
     text = ask(server, route, stop=["e"], min_tokens=30)
     assert len(text["token_ids"]) > 30
     assert "e" not in text["text"][30:]
+
+
+def test_min_tokens_and_the_end_of_the_sequence(server: Server, route: str) -> None:
+    end = load_model_config(demo_folder()).eos_token_ids[0]
+
+    def tokens(**fields: Any) -> list[int]:
+        token_ids: list[int] = ask(server, route, max_tokens=8, logit_bias={str(end): 100}, **fields)["token_ids"]
+        return token_ids
+
+    assert tokens() == [end]
+    *late, last = tokens(min_tokens=4)
+    assert len(late) == 4
+    assert last == end
+    assert end not in late
+    # Where it ends nothing, it is not forbidden.
+    assert tokens(ignore_eos=True) == tokens(ignore_eos=True, min_tokens=4) == [end] * 8
 
 
 def test_penalties(server: Server, route: str, ids: dict[str, int]) -> None:
