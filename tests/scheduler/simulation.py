@@ -178,6 +178,7 @@ class SimulatedDevice:
         for slot, start, length, samples, asked in (
             (int(a), int(b), int(c), bool(d), int(e)) for a, b, c, d, e in rows
         ):
+            assert 0 <= asked <= length, "log-probabilities of what the step does not compute"
             tokens, pages, prefix = self.tokens[slot], self.pages[slot], 0
             for position in range(start + length):
                 prefix = hash((prefix, tokens[position]))
@@ -270,10 +271,12 @@ class World:
         )
         self.loop = StepLoop(self.scheduler, self.device, overlap=self.overlap)
 
-    def add(self, sequence: int, prompt: list[int] | Int32Array, *, priority: int = 0, **params: object) -> None:
+    def add(
+        self, sequence: int, prompt: list[int] | Int32Array, *, priority: int = 0, salt: bytes = b"", **params: object
+    ) -> None:
         self.answers[sequence] = []
         sampling = SamplingParams(**params)  # type: ignore[arg-type]
-        self.scheduler.add(sequence, np.array(prompt, dtype=np.int32), sampling, seed=0, priority=priority)
+        self.scheduler.add(sequence, np.array(prompt, dtype=np.int32), sampling, seed=0, priority=priority, salt=salt)
 
     def step(self) -> None:
         report = self.loop.step()
@@ -294,6 +297,7 @@ class World:
             self.prompt_logprobs[sequence] = rows
         for end in report.ended:
             assert end.sequence not in self.ends, "ended twice"
+            assert end.sequence in self.cached, "ended without having been opened"
             self.ends[end.sequence] = end.reason
 
     def check_logprobs(self, sequence: int, prompt: list[int], params: SamplingParams) -> None:

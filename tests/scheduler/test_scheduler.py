@@ -174,8 +174,9 @@ def test_a_retraction_amid_a_scored_prompt_loses_and_repeats_nothing() -> None:
         world.check_logprobs(sequence, prompt, SamplingParams(**params))  # type: ignore[arg-type]
 
 
-def test_priority_goes_first() -> None:
-    world = World(num_slots=1)
+@pytest.mark.parametrize("schedule_policy", ["fcfs", "lpm"])
+def test_priority_goes_first(schedule_policy: str) -> None:
+    world = World(num_slots=1, schedule_policy=schedule_policy)
     for sequence, priority in enumerate([0, 0, 5, 1]):
         world.add(sequence, [sequence, 3], priority=priority, max_tokens=2, ignore_eos=True)
     world.run()
@@ -194,6 +195,42 @@ def test_longest_prefix_goes_first_but_nobody_is_passed_over_for_ever() -> None:
     assert world.entered.index(1) == 1 + MAX_PASSED
 
 
+def test_those_passed_over_too_often_go_in_order_of_arrival() -> None:
+    world = World(num_slots=1, page_size=4, num_pages=400, schedule_policy="lpm")
+    shared = list(range(40))
+    world.add(0, shared, max_tokens=2, ignore_eos=True)
+    world.run()
+    world.add(1, [49, 48], max_tokens=2, ignore_eos=True)  # nothing of it is cached
+    world.add(2, [*shared[:8], 49], max_tokens=2, ignore_eos=True)  # something of it
+    for sequence in range(3, 40):
+        world.add(sequence, [*shared[:36], sequence], max_tokens=2, ignore_eos=True)
+    world.run()
+    assert world.entered.index(1) == 1 + MAX_PASSED
+    assert world.entered.index(2) == 2 + MAX_PASSED
+
+
+def test_nobody_is_passed_over_by_those_who_came_before() -> None:
+    world = World(num_slots=1, page_size=4, num_pages=400, schedule_policy="lpm")
+    shared = list(range(40))
+    world.add(0, shared, max_tokens=2, ignore_eos=True)
+    world.run()
+    for sequence in range(1, 60):
+        prompt = [49, 48] if sequence == 20 else [*shared[:36], sequence]
+        world.add(sequence, prompt, max_tokens=2, ignore_eos=True)
+    world.run()
+    assert world.entered.index(20) == 20 + MAX_PASSED
+
+
+def test_longest_prefix_goes_first_of_two() -> None:
+    world = World(num_slots=1, schedule_policy="lpm")
+    world.add(0, list(range(40)), max_tokens=2, ignore_eos=True)
+    world.run()
+    world.add(1, [49, 48], max_tokens=2, ignore_eos=True)
+    world.add(2, list(range(40)), max_tokens=2, ignore_eos=True)
+    world.run()
+    assert world.entered == [0, 2, 1]
+
+
 def test_equal_prompts_that_come_at_once_are_prefilled_once() -> None:
     world = World(page_size=4, num_pages=400, num_slots=8, chunk=16)
     for sequence in range(8):
@@ -204,12 +241,61 @@ def test_equal_prompts_that_come_at_once_are_prefilled_once() -> None:
     assert world.entered.index(8) == 1  # who shares nothing does not wait
 
 
+@pytest.mark.parametrize(("length", "entered"), [(4, [0, 1, 2]), (5, [0])])
+def test_who_would_be_spared_no_page_does_not_wait(length: int, entered: list[int]) -> None:
+    """The last token of a prompt is computed in any case."""
+    world = World(page_size=4)
+    for sequence in range(3):
+        world.add(sequence, list(range(length)), max_tokens=1, ignore_eos=True)
+    world.step()
+    assert world.entered == entered
+
+
+def test_who_waits_for_the_prefixes_of_others_is_not_passed_over_for_ever() -> None:
+    world = World(page_size=1, num_pages=400, chunk=32)
+    text = list(range(40))
+    for sequence in range(30):
+        # Each computes all of its prompt, of which the last tokens are left for the next step.
+        shared = 1 + sequence
+        prompt = text[:shared] + [49] * ((34 if sequence == 0 else 32) - shared)
+        world.add(sequence, prompt, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        if sequence == 0:
+            world.add(99, text, max_tokens=1, ignore_eos=True)
+    world.run()
+    assert world.entered.index(99) == 1 + MAX_PASSED
+
+
+@pytest.mark.parametrize(("length", "steps"), [(8, 1), (30, 1), (30, 3)])
+def test_nobody_enters_before_there_is_room_for_a_prefill(length: int, steps: int) -> None:
+    """So that one of higher priority who comes in the meantime goes before."""
+    world = World(chunk=8)
+    for sequence in range(4):
+        world.add(sequence, [sequence] * length, max_tokens=1, ignore_eos=True)
+    for _ in range(steps):
+        world.step()
+    world.add(4, [4] * length, max_tokens=1, ignore_eos=True, priority=1)
+    world.run()
+    assert world.entered == [0, 4, 1, 2, 3]
+
+
 def test_lesson_01_equal_prompts_side_by_side_keep_their_pages() -> None:
     world = World(num_pages=100, chunk=1000)
     for sequence in range(5):
         world.add(sequence, list(range(20)), max_tokens=30, ignore_eos=True)
     world.run()  # the device checks every place before every step
     assert len({tuple(answer) for answer in world.answers.values()}) == 1
+
+
+def test_lesson_01_who_comes_second_with_a_prefix_takes_no_promised_pages() -> None:
+    """It keeps its own pages, and the cached ones can be evicted for those who were admitted beside it."""
+    world = World(page_size=1, num_pages=60, chunk=32)
+    prompt = list(range(20))
+    world.add(0, prompt, max_tokens=1, ignore_eos=True)
+    world.run()
+    world.add(1, prompt, max_tokens=8, prompt_logprobs=0, ignore_eos=True)  # computes all of it again
+    world.add(2, list(range(20, 50)), max_tokens=1, ignore_eos=True)
+    world.run()
+    assert world.scheduler.retractions == 0
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -303,6 +389,19 @@ def test_a_repeated_prompt_is_prefilled_from_the_cache() -> None:
     assert world.cached == {0: 0, 1: 28}
     assert world.device.computed - before == 2 + 3
     assert world.answers[0] == world.answers[1]
+    counts = world.scheduler.counts()
+    assert (counts["prefix_tokens_queried"], counts["prefix_tokens_hit"]) == (60, 28)
+
+
+def test_lost_pages_are_said_at_idle(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    world.add(0, list(range(30)), max_tokens=4)
+    world.run()
+    world.scheduler.check_balance()
+    assert caplog.text == ""
+    world.scheduler._pages.allocate(1)
+    world.scheduler.check_balance()
+    assert "pages are lost or held at idle" in caplog.text
 
 
 def test_a_running_prompt_is_shared_before_it_ends() -> None:
@@ -315,11 +414,42 @@ def test_a_running_prompt_is_shared_before_it_ends() -> None:
     assert world.cached[1] == 16
 
 
-def test_a_request_that_fills_the_pool_runs() -> None:
-    world = World(page_size=4, num_pages=5, max_seq_len=20)
-    world.add(0, list(range(15)), max_tokens=5, ignore_eos=True)
+def test_prefixes_are_shared_with_the_same_salt_only() -> None:
+    world = World(page_size=4, num_pages=400)
+    prompt, params = list(range(30)), {"max_tokens": 40, "ignore_eos": True}
+    for sequence, salt in enumerate([b"a", b"", b"b"]):
+        world.add(sequence, prompt, salt=salt, **params)
+    world.step()
+    assert world.entered == [0]  # the prompt is longer than a chunk
+    for _ in range(6):
+        world.step()
+    assert world.scheduler.counts()["requests_running"] == 3
+    for sequence, salt in enumerate([b"c", b"a", b"b", b""], start=3):
+        world.add(sequence, prompt, salt=salt, **params)
     world.run()
-    assert len(world.answers[0]) == 5
+    for sequence, salt in enumerate([b"d", b"a"], start=7):
+        world.add(sequence, [*prompt, 49], salt=salt, **params)
+    world.run()
+    assert world.cached == {0: 0, 1: 0, 2: 0, 3: 0, 4: 28, 5: 28, 6: 28, 7: 0, 8: 28}
+
+
+@pytest.mark.parametrize("salts", [(b"", b""), (b"a", b"b"), (b"a", b"")])
+def test_who_has_another_salt_waits_for_no_prefix(salts: tuple[bytes, bytes]) -> None:
+    world = World(page_size=4, chunk=32)
+    for sequence, salt in enumerate(salts):
+        world.add(sequence, list(range(10)), salt=salt, max_tokens=1)
+    world.step()
+    assert world.entered == ([0] if salts[0] == salts[1] else [0, 1])
+
+
+@pytest.mark.parametrize("prompt", [15, 19])
+def test_a_request_that_fills_the_pool_runs(prompt: int) -> None:
+    world = World(page_size=4, num_pages=5, max_seq_len=20, chunk=32)
+    world.add(0, list(range(prompt)), max_tokens=20 - prompt, ignore_eos=True)
+    world.step()
+    assert world.entered == [0]
+    world.run()
+    assert len(world.answers[0]) == 20 - prompt
 
 
 def test_stop_token_ids_end_their_own_request_only() -> None:
@@ -341,6 +471,7 @@ def test_policy() -> None:
     assert lengths([1, 1, 0], 8) == [1, 1, 0]  # decodes, whatever the budget
     assert lengths([1, 5, 0, 9], 8) == [0, 5, 0, 3]  # prompts first, in order, in chunks
     assert lengths([0, 0], 8) == [0, 0]
+    assert lengths([2, 2, 1], 3) == [2, 1, 0]  # two tokens are a prompt's
     assert mixed(np.array([1, 5, 0, 9, 1], dtype=np.int32), 8).tolist() == [1, 5, 0, 1, 1]
     assert mixed(np.array([1, 1, 5], dtype=np.int32), 2).tolist() == [1, 1, 1]  # a prompt always moves
     assert chunk_lengths(np.array([3, 3, 3], dtype=np.int32), 4).tolist() == [3, 1, 0]
