@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Regex, Tokenizer, decoders, models
 
 from minisgl.config import ConfigError
 from minisgl.tokenizer.incremental import ByteLevelDecoder, TextDecoder, make_decoder
@@ -194,12 +194,22 @@ def test_unknown_decoders_are_refused_by_name() -> None:
         (decoders.CTC(), "CTC"),
         (decoders.BPEDecoder(), "BPEDecoder"),
         (decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]), "Strip"),
+        (decoders.Sequence([decoders.Fuse(), decoders.WordPiece()]), "WordPiece"),
         (decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]), "Replace"),
+        (decoders.Sequence([decoders.Fuse(), decoders.Replace(Regex("a+"), "c")]), "Replace"),
         (decoders.Sequence([decoders.Replace("a", "b"), decoders.ByteLevel()]), "ByteLevel"),
+        (decoders.Sequence([decoders.ByteLevel(), decoders.Replace("a", "b")]), "ByteLevel"),
     ]:
         tokenizer.decoder = decoder
         with pytest.raises(ConfigError, match=name):
             make_decoder(tokenizer)
+
+
+def test_a_character_may_be_replaced_in_the_whole_text() -> None:
+    tokenizer = small.metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("▁", " ")])
+    ids = tokenizer.encode("hello world").ids
+    assert "".join(pieces(make_decoder(tokenizer), ids)) == tokenizer.decode(ids) == " hello world"
 
 
 def test_byte_level_in_a_sequence() -> None:
