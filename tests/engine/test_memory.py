@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.engine.measure import largest_step
-from minisgl.engine.memory import Needs, Room, pool_pages, room_for_pool
+from minisgl.engine.memory import CPU_POOL_LIMIT, Needs, Room, pool_pages, room_for_pool
 
 CONFIG = EngineConfig(model_path="")
 GIB = 1 << 30
@@ -20,6 +22,7 @@ def room(pool: int) -> Room:
 def test_as_many_as_fit_and_are_useful() -> None:
     assert pool_pages(CONFIG, page_bytes=100, useful_pages=1000, room=room(5050)) == 50
     assert pool_pages(CONFIG, page_bytes=100, useful_pages=20, room=room(5050)) == 20
+    assert pool_pages(CONFIG, page_bytes=100, useful_pages=20, room=room(150)) == 1
 
 
 def test_what_the_user_asks_for() -> None:
@@ -50,6 +53,13 @@ def test_lesson_16_ranks_on_one_machine_share_its_memory() -> None:
     cpu = torch.device("cpu")
     alone, four = (room_for_pool(cpu, 0.5, tp_size, Needs()).pool for tp_size in (1, 4))
     assert four <= alone // 3
+
+
+@pytest.mark.parametrize("ratio", [1e-4, 0.5])
+def test_on_the_cpu_a_share_of_the_free_memory_is_taken_but_never_very_much(ratio: float) -> None:
+    found = room_for_pool(torch.device("cpu"), ratio, 1, Needs())
+    assert 1 << 20 < found.free < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert found.pool == pytest.approx(min(ratio * found.free, CPU_POOL_LIMIT), abs=1)
 
 
 @pytest.mark.parametrize(("slots", "longest", "tokens"), [(8, 100, 64), (8, 100, 500), (8, 10, 8192), (64, 100, 5)])
