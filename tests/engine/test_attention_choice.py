@@ -79,6 +79,10 @@ def test_what_a_backend_has_no_kernels_for() -> None:
     assert "float32" in (fa.missing(replace(SMALL, dtype=torch.float32), HOPPER) or "")
     assert "heads of 96" in (fi.missing(replace(SMALL, head_dim=96), HOPPER) or "")
     assert "8.0" in (fi.missing(SMALL, (7, 5)) or "")
+    narrow = replace(SMALL, head_dim=24)
+    assert "heads of 24" not in (fa.missing(narrow, HOPPER) or "")
+    assert "heads of 24" in (fa.missing(replace(narrow, fp8_kv=True), HOPPER) or "")
+    assert "in 8 bits" in (fi.missing(replace(SMALL, fp8_kv=True), HOPPER) or "")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without the packages")
