@@ -20,6 +20,7 @@ import torch
 
 from minisgl.attention.base import AttentionBackend, AttentionShape
 from minisgl.attention.cpu_backend import CpuAttention
+from minisgl.attention.division import fused_decode_missing
 from minisgl.attention.pair import PairAttention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ConfigError, attention_names
@@ -194,12 +195,7 @@ def _fi_ready(shape: AttentionShape, capability: Capability, role: Role) -> bool
 
 
 def _fused_missing(shape: AttentionShape, capability: Capability) -> str | None:
-    why = import_error("cuda.core", "cuda-core", "cuda")
-    if why is not None:
-        return why
-    from minisgl.attention.fused import fused_decode_missing
-
-    return fused_decode_missing(shape, capability)
+    return import_error("cuda.core", "cuda-core", "cuda") or fused_decode_missing(shape, capability)
 
 
 def _has_nvcc() -> bool:

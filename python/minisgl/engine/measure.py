@@ -19,10 +19,13 @@ from minisgl.engine.memory import GIB
 
 
 def largest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
-    """A prefill of `max_tokens` in which every slot has a part, the first ones the longest, and all sample."""
-    rows = min(num_slots, max_tokens)
+    """A prefill of `max_tokens` in which every slot has a part, the first ones the longest, and all sample.
+
+    Every slot has a token in any case: decodes are not bounded by the tokens of a prefill.
+    """
+    rows = num_slots
     lengths = np.ones(rows, dtype=np.int32)
-    left = max_tokens - rows
+    left = max(max_tokens - rows, 0)
     for row in range(rows):
         lengths[row] += min(left, max_seq_len - 1)
         left -= lengths[row] - 1

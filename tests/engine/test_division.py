@@ -1,0 +1,55 @@
+"""How fused decodes are divided: what the kernel relies on, and for which models it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minisgl.attention.base import AttentionShape
+from minisgl.attention.division import divide, fused_decode_missing
+
+SHAPE = AttentionShape(num_heads=16, num_kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16)
+HOPPER = (9, 0)
+
+
+@pytest.mark.parametrize("num_sms", [78, 108, 114, 132, 148])
+@pytest.mark.parametrize("spills", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_any_number_of_rows_is_divided(num_sms: int, spills: bool, fp8: bool) -> None:
+    for units in range(1, 1 << 13):
+        division = divide(units, num_sms, spills=spills, fp8=fp8)
+        assert division.cluster in (1, 2, 4, 8), units
+        assert division.warps >= 2, "the new key and value have a warp each"
+        assert division.warps * 32 * division.blocks_of_sm <= 1024 + 512, "no registers are left for more"
+        assert division.helpers > 0, "who is cut must be helped"
+        assert division.shares >= 1
+        assert 1 <= division.least <= division.most
+
+
+@pytest.mark.parametrize("num_sms", [108, 132])
+def test_few_rows_have_more_blocks_each_than_many(num_sms: int) -> None:
+    clusters = [divide(units, num_sms, spills=False, fp8=False).cluster for units in range(1, 2000)]
+    assert clusters == sorted(clusters, reverse=True)
+    assert (clusters[0], clusters[-1]) == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "capability", "why"),
+    [
+        ({}, HOPPER, None),
+        ({}, (10, 0), None),
+        ({}, (8, 9), "compute capability 9.0"),
+        ({"dtype": torch.float32}, HOPPER, "bfloat16 and float16"),
+        ({"head_dim": 96}, HOPPER, "64 or 128 dimensions, not 96"),
+        ({"num_heads": 64}, HOPPER, None),
+        ({"num_heads": 72}, HOPPER, "8 query heads a KV head, not 9"),
+        ({"num_heads": 20}, HOPPER, "query heads a KV head"),
+        ({"page_size": 24}, HOPPER, "power of two, not 24"),
+        ({"fp8_kv": True, "windowed": True, "page_size": 1}, HOPPER, None),
+    ],
+)
+def test_which_models_it_is_for(changed: dict[str, object], capability: tuple[int, int], why: str | None) -> None:
+    missing = fused_decode_missing(replace(SHAPE, **changed), capability)  # type: ignore[arg-type]
+    assert missing is None if why is None else why in (missing or "")
