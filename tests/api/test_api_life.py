@@ -145,6 +145,33 @@ def test_engine_error_in_a_whole_answer(server: RunningServer) -> None:
     assert response.json()["error"]["type"] == "server_error"
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "hold", "allowed_token_ids": [1], "regex": "a"}, "allowed_token_ids"),
+        (
+            {"text": "hold", "sampling_params": {"allowed_token_ids": [1], "regex": "a"}},
+            "sampling_params.allowed_token_ids",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_the_allowed_ids_exclude(
+    server: RunningServer, stream: bool, body: dict[str, Any], param: str
+) -> None:
+    """The client's contradiction: it is told of it, and not to come again."""
+    client = RawClient(server.port)
+    client.post("/generate", {**body, "stream": stream})
+    (generate,) = server.engine.wait_for(Generate)
+    server.engine.say(Pieces([Piece(generate.sequences[0], b"", "", "error", excluded=True)]))
+    rest = client.read_all()
+    assert f'"{param} have no token that can follow the grammar'.encode() in rest
+    assert f'"type":"invalid_request_error","param":"{param}"'.encode() in rest
+    if not stream:
+        assert b" 400 Bad Request" in rest
+        assert b"x-should-retry: false" in rest
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_abort_by_the_engine_is_an_error(server: RunningServer, stream: bool) -> None:
     client = RawClient(server.port)

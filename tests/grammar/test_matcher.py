@@ -54,6 +54,25 @@ def test_ends_are_allowed_where_the_grammar_accepts_one(drawer: Drawer) -> None:
     assert advance(drawer, matcher, "c") is Progress.FAILED
 
 
+def test_allowed_ids_that_leave_the_grammar_nothing(drawer: Drawer) -> None:
+    """The sampler chooses all the same, by chance also what one of the two allows."""
+    a, c = ids_of(drawer, "a", "c")
+    for text in ("a", "b", "c", EOS):
+        assert advance(drawer, start(drawer, LETTERS, allowed_token_ids=(c,)), text) is Progress.EXCLUDED
+    matcher = start(drawer, LETTERS, allowed_token_ids=(a, c, drawer.eos), stop_token_ids=(c,))
+    assert advance(drawer, matcher, "a") is Progress.OPEN
+    assert advance(drawer, matcher, "a") is Progress.OPEN
+    assert advance(drawer, matcher, "c") is Progress.COMPLETE
+
+
+def test_a_grammar_that_is_too_complex_excludes_nothing(drawer: Drawer) -> None:
+    matcher = start(drawer, LETTERS, allowed_token_ids=tuple(ids_of(drawer, "a")))
+    assert matcher.followed is not None
+    matcher.followed.consume_token(drawer.eos)  # which brings it into an error
+    (c,) = ids_of(drawer, "c")
+    assert matcher.advance(c) is Progress.FAILED
+
+
 def test_ignore_eos_takes_ends_away_as_long_as_anything_can_follow(drawer: Drawer) -> None:
     matcher = start(drawer, LETTERS, ignore_eos=True)
     advance(drawer, matcher, "a")

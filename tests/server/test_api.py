@@ -152,6 +152,17 @@ def test_a_grammar_that_is_none(server: Server, path: str, field: dict[str, Any]
     assert response.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_that_the_allowed_ids_exclude(server: Server, temperature: float) -> None:
+    body = {"prompt": "x", "max_tokens": 5, "temperature": temperature, "guided_regex": "a[bc]+"}
+    for allowed in ([99], [97]):  # from the beginning, or behind the first token
+        response = post(server, "/v1/completions", {**body, "allowed_token_ids": allowed})
+        assert response.status_code == 400, response.text
+        assert response.headers["x-should-retry"] == "false"
+        assert response.json()["error"]["param"] == "allowed_token_ids"
+    assert complete(server, **{**body, "allowed_token_ids": [97, 99]})["choices"][0]["text"] == "acccc"
+
+
 def test_abort_ends_the_engines_work(server: Server) -> None:
     body = {"prompt": "on and on", "max_tokens": 1000, "ignore_eos": True}
     with ThreadPoolExecutor() as pool:

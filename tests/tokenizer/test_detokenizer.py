@@ -83,6 +83,13 @@ def test_lesson_07_tail_of_a_sequence_is_flushed(reason: FinishReason) -> None:
     assert pieces == [Piece(1, pack_ids([letter]), "\ufffdn", reason, cached_of(1))]
 
 
+def test_an_error_keeps_its_cause() -> None:
+    detokenizer = Detokenizer(DECODER)
+    ended = [End(1, "error", excluded=True), End(2, "error")]
+    pieces, _ = detokenizer.apply(step(opened={1: TextOptions(), 2: TextOptions()}, ended=ended))
+    assert [(piece.finish, piece.excluded) for piece in pieces] == [("error", True), ("error", False)]
+
+
 def test_lesson_07_two_tokens_in_one_message() -> None:
     detokenizer = opened()
     tokens = [(1, token) for token in ids_of("ab世c")]

@@ -55,6 +55,7 @@ class GrammarMatcher:
         self._own_stop_ids = frozenset(sampling.stop_token_ids) - eos_token_ids
         self._stop_ids = self._own_stop_ids | eos_token_ids
         self._avoided = eos_token_ids - frozenset(sampling.stop_token_ids) if sampling.ignore_eos else frozenset[int]()
+        self._allowed_ids = None if sampling.allowed_token_ids is None else frozenset(sampling.allowed_token_ids)
 
     @property
     def is_compiling(self) -> bool:
@@ -91,6 +92,8 @@ class GrammarMatcher:
         followed = self.followed
         if followed is None or followed.is_error():
             return Progress.FAILED
+        if self._allowed_ids is not None and self._is_excluded(token, self._allowed_ids, followed):
+            return Progress.EXCLUDED
         if token in self._stop_ids and followed.is_accepting():
             return Progress.COMPLETE
         if not followed.consume_token(token):
@@ -101,6 +104,13 @@ class GrammarMatcher:
         if not followed.is_stopped():
             return Progress.OPEN
         return Progress.FAILED if followed.is_error() else Progress.COMPLETE
+
+    def _is_excluded(self, token: int, allowed_ids: frozenset[int], followed: LLMatcher) -> bool:
+        """Whether the token shows that the sampler had none to choose: then what it chose is not allowed by both."""
+        if token not in allowed_ids:
+            return True
+        may_end = token in self._stop_ids and followed.is_accepting()
+        return not may_end and not followed.validate_tokens([token]) and not followed.is_error()
 
     def adjust(self, row: Int32Array, followed: LLMatcher) -> None:
         """Turn llguidance's mask [words] into the request's."""

@@ -46,6 +46,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_reason: str | int | None = None  # in the last piece: the stop string or stop token that ended it
     logprobs: list[PositionLogprobs] = []  # of the ids, if asked for
     prompt_logprobs: list[PositionLogprobs] = []  # in the first piece, if asked for: of all ids but the first
+    excluded: bool = False  # in the last piece: the error is that no allowed token could follow the grammar
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):

@@ -25,6 +25,7 @@ class End(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
     reason: FinishReason
     stop_token: int | None = None  # the token that ended it: not part of the text
+    excluded: bool = False  # an error: its `allowed_token_ids` left nothing that its grammar allows
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -15,6 +15,7 @@ class Progress(Enum):
     OPEN = auto()  # more tokens can follow
     COMPLETE = auto()  # none but an end of sequence
     FAILED = auto()  # the grammar does not allow the token, or has become too complex to follow
+    EXCLUDED = auto()  # the request's `allowed_token_ids` leave nothing that the grammar allows
 
 
 class Matcher(Protocol):

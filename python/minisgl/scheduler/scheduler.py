@@ -340,8 +340,8 @@ class Scheduler:
         by_grammar = self._advance(slots, tokens) if batch.constrained else {}
         for row in sorted(ended | by_grammar.keys()):
             request = self._request(int(slots[row]))
-            if by_grammar.get(row) is Progress.FAILED:
-                self._end(request, "error")
+            if by_grammar.get(row) in (Progress.FAILED, Progress.EXCLUDED):
+                self._end(request, "error", excluded=by_grammar[row] is Progress.EXCLUDED)
             elif stop[row]:
                 self._end(request, "stop", stop_token=int(tokens[row]))
             elif row in by_grammar:
@@ -413,10 +413,12 @@ class Scheduler:
 
     # --- a request ends ---------------------------------------------------------------------------------------
 
-    def _end(self, request: Request, reason: FinishReason, stop_token: int | None = None) -> None:
+    def _end(
+        self, request: Request, reason: FinishReason, stop_token: int | None = None, *, excluded: bool = False
+    ) -> None:
         """Mark the request as ended. What it holds is given back by `_retire`."""
         del self._by_sequence[request.sequence]
-        self._report.ended.append(End(request.sequence, reason, stop_token))
+        self._report.ended.append(End(request.sequence, reason, stop_token, excluded))
         if request.state is RequestState.RUNNING:
             self._stop_running(request.slot)
             self._retiring.append(request.slot)

@@ -137,4 +137,5 @@ class _Sequence:
             text += self.matcher.flush()
         if stop is not None:
             return Piece(end.sequence, ids, shown + text, "stop", self.cached_tokens, stop)
-        return Piece(end.sequence, ids, shown + text, end.reason, self.cached_tokens, end.stop_token)
+        text = shown + text
+        return Piece(end.sequence, ids, text, end.reason, self.cached_tokens, end.stop_token, excluded=end.excluded)

@@ -131,5 +131,12 @@ def generation_failed() -> ApiError:
     return ApiError(500, "the generation failed in the server", type="server_error", code="generation_error")
 
 
+def no_allowed_token(field_names: Mapping[str, str]) -> ApiError:
+    """The client's fields contradict each other, which shows only while the answer is generated."""
+    field = "allowed_token_ids"
+    message = f"{field} have no token that can follow the grammar of the answer at this point"
+    return invalid_request(InvalidRequest(field, message), field_names)
+
+
 def internal_error() -> ApiError:
     return ApiError(500, "internal server error", type="server_error", code="internal_error", headers=NO_RETRY)

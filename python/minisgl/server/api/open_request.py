@@ -17,7 +17,7 @@ from minisgl.message.to_api import Accepted, Echo, Piece
 from minisgl.message.to_tokenizer import ChatPrompt, IdsPrompt, TextPrompt
 from minisgl.message.types import PackedIds, TextOptions, num_ids
 from minisgl.server.api.delta import Delta
-from minisgl.server.api.errors import generation_failed
+from minisgl.server.api.errors import generation_failed, no_allowed_token
 from minisgl.server.api.metrics import RequestMetrics, SequenceClock
 
 
@@ -136,7 +136,8 @@ class OpenRequest:
         if piece.finish is not None:
             clock.end(piece.finish, now)
             if piece.finish in ("abort", "error"):
-                self.fail(generation_failed())
+                names = self.field_names(piece.sequence)
+                self.fail(no_allowed_token(names) if piece.excluded else generation_failed())
                 return
         delta = self._pending.get(index)
         if delta is None:
