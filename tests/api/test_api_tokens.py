@@ -173,14 +173,42 @@ def test_continuous_usage(server: RunningServer) -> None:
 # --- the forms by themselves ---
 
 
-def position(text: bytes, *top: tuple[bytes, float], logprob: float = -1.0) -> PositionLogprobs:
+def position(text: bytes, *top: tuple[bytes, float], logprob: float = -1.0, special: bool = False) -> PositionLogprobs:
     tokens = [TokenLogprob(10 + i, alternative, value) for i, (alternative, value) in enumerate(top)]
-    return PositionLogprobs(TokenLogprob(1, text, logprob), 1, tokens)
+    return PositionLogprobs(TokenLogprob(1, text, logprob), 1, tokens, special)
 
 
 def test_offsets_of_parts_of_characters() -> None:
     parts = [position(b"a"), position(b"\xf0\x9f"), position(b"\x99\x82"), position(b"z")]
     assert TextLogprobsWriter(0).write(parts).text_offset == [0, 1, 2, 2]
+
+
+def test_offsets_of_bytes_that_are_no_character() -> None:
+    """They read as U+FFFD."""
+    parts = [position(text) for text in (b"\x80", b"a", b"\xe4\xb8", b"b", b"\xff\xff", b"c")]
+    text = b"".join(part.chosen.text for part in parts).decode(errors="replace")
+    offsets = TextLogprobsWriter(0).write(parts).text_offset
+    assert offsets == [0, 1, 2, 3, 4, 6]
+    assert [text[offset] for offset in offsets] == ["\ufffd", "a", "\ufffd", "b", "\ufffd", "c"]
+    echo = TextLogprobsWriter(0).prompt(b"\x80", "\ufffdab", [position(b"a"), position(b"b")])
+    assert echo.text_offset == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("skip", "offsets"), [(True, [0, 1, 1, 2]), (False, [0, 1, 5, 6])])
+def test_special_tokens_take_the_place_that_they_have_in_the_text(skip: bool, offsets: list[int]) -> None:
+    parts = [position(b"a"), position(b"<s>!", special=True), position(b"b"), position(b"c")]
+    writer = TextLogprobsWriter(0, skip_special_tokens=skip)
+    assert writer.write(parts).text_offset == offsets
+    text = "abc" if skip else "a<s>!bc"
+    writer = TextLogprobsWriter(0, skip_special_tokens=skip)
+    assert writer.prompt(b"a", text, parts[1:]).text_offset == offsets
+    assert writer.write([position(b"d")]).text_offset == [len(text)], "the answer's come behind the prompt's"
+
+
+def test_an_echo_as_it_was_sent_has_the_special_tokens_that_were_written() -> None:
+    """Of the two the tokenizer added the first."""
+    parts = [position(b" ab"), position(b"</s>", special=True), position(b"c")]
+    assert TextLogprobsWriter(0).prompt(b"<s>", "ab</s>c", parts).text_offset == [0, 0, 2, 6]
 
 
 def test_tokens_that_read_alike() -> None:

@@ -132,8 +132,14 @@ def expected_logprobs(before: list[int], tokens: list[int], top: int) -> Logprob
     return pack_logprobs(np.array(tokens, dtype=np.int32), [logprobs_after(scored, top)])
 
 
-def no_text(_: int) -> bytes:
-    return b""
+class NoText:
+    """A vocabulary."""
+
+    def token_bytes(self, _: int) -> bytes:
+        return b""
+
+    def is_special(self, _: int) -> bool:
+        return False
 
 
 class SimulatedDevice:
@@ -287,7 +293,7 @@ class World:
             self.answers[sequence].append(token)
         ended = {end.sequence for end in report.ended}
         if report.logprobs is not None:
-            positions = unpack_logprobs(report.logprobs.rows, no_text, report.logprobs.tops)
+            positions = unpack_logprobs(report.logprobs.rows, NoText(), report.logprobs.tops)
             for sequence, position in zip(report.logprobs.sequences, positions, strict=True):
                 assert sequence in report.sequences
                 self.logprobs.setdefault(sequence, []).append(position)
@@ -306,7 +312,7 @@ class World:
         if params.logprobs is None:
             assert found == []
         else:
-            assert found == unpack_logprobs(expected_logprobs(prompt, answer, params.logprobs), no_text)
+            assert found == unpack_logprobs(expected_logprobs(prompt, answer, params.logprobs), NoText())
         scores = self.prompt_logprobs.pop(sequence, None)
         if params.prompt_logprobs is None or len(prompt) == 1:
             assert scores is None

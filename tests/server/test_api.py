@@ -120,6 +120,19 @@ def test_scores_do_not_depend_on_how_they_are_asked(server: Server) -> None:
         assert value == max(top.values()), "greedy: the token is the most likely, bit for bit"
 
 
+def test_offsets_are_places_in_the_text(server: Server) -> None:
+    """Of special tokens, which are skipped or not, and of bytes that are no text."""
+    for ids, skip, text, offsets in (
+        ([97, 258, 98], True, "ab", [0, 1, 1]),
+        ([97, 258, 98], False, "a<|im_end|>b", [0, 1, 11]),
+        ([128, 97, 98], True, "\ufffdab", [0, 1, 2]),
+    ):
+        body = {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 1, "skip_special_tokens": skip}
+        (choice,) = complete(server, **body)["choices"]
+        assert choice["text"].startswith(text)
+        assert choice["logprobs"]["text_offset"] == [*offsets, len(text)]
+
+
 def test_best_of_is_the_likeliest(server: Server) -> None:
     body: dict[str, Any] = {"prompt": "Once", "temperature": 1.5, "seed": 3, "max_tokens": 6, "logprobs": 0}
     every = complete(server, **body, n=6)["choices"]

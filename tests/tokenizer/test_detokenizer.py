@@ -183,6 +183,8 @@ def test_bytes_of_tokens_make_the_text(kind: str) -> None:
     whole, begin = (tokenizer.decode(ids, skip_special_tokens=False) for ids in ([start, *rest], [start]))
     assert b"".join(map(decoder.token_bytes, rest)).decode() == whole[len(begin) :]
     assert decoder.token_bytes(10**6) == b""
+    specials = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    assert {token_id for token_id in range(tokenizer.get_vocab_size() + 5) if decoder.is_special(token_id)} == specials
 
 
 def test_special_tokens_are_text_if_asked_for() -> None:
@@ -190,6 +192,16 @@ def test_special_tokens_are_text_if_asked_for() -> None:
     options = {1: TextOptions(skip_special_tokens=False), 2: TextOptions()}
     pieces, _ = detokenizer.apply(step((1, EOS), (2, EOS), opened=options))
     assert [piece.text for piece in pieces] == ["</s>", ""]
+
+
+def test_log_probabilities_say_which_tokens_may_be_no_text() -> None:
+    x = ids_of("x")[0]
+    row = LogprobRows(pack_ids([x, EOS]), np.zeros(2, "<f4").tobytes(), pack_ids([1, 1]), b"", b"")
+    output = step((1, x), opened={1: TextOptions()})
+    output = msgspec.structs.replace(output, prompt_logprobs={1: row}, logprobs=TokenLogprobs([1, 1], [0, 0], row))
+    ((piece,), _) = Detokenizer(DECODER).apply(output)
+    assert [position.special for position in piece.prompt_logprobs] == [False, True]
+    assert [position.special for position in piece.logprobs] == [True]
 
 
 def test_stop_string_over_tokens() -> None:

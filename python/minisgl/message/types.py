@@ -39,6 +39,7 @@ class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
     chosen: TokenLogprob
     rank: int  # of the chosen token: 1 is the most likely
     top: list[TokenLogprob]
+    special: bool = False  # the chosen token is one that `skip_special_tokens` leaves out of the text
 
 
 class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -84,14 +84,13 @@ class Detokenizer:
 
     def _add_logprobs(self, pieces: dict[int, Piece], step: StepOutput) -> None:
         """To the pieces of the tokens, and the first ones, of those who asked."""
-        token_bytes = self._decoder.token_bytes
         if step.logprobs is not None:
-            positions = unpack_logprobs(step.logprobs.rows, token_bytes, step.logprobs.tops)
+            positions = unpack_logprobs(step.logprobs.rows, self._decoder, step.logprobs.tops)
             for sequence, position in zip(step.logprobs.sequences, positions, strict=True):
                 if sequence in pieces:
                     pieces[sequence] = msgspec.structs.replace(pieces[sequence], logprobs=[position])
         for sequence in step.prompt_logprobs.keys() & pieces.keys():
-            found = unpack_logprobs(step.prompt_logprobs[sequence], token_bytes)
+            found = unpack_logprobs(step.prompt_logprobs[sequence], self._decoder)
             pieces[sequence] = msgspec.structs.replace(pieces[sequence], prompt_logprobs=found)
 
 

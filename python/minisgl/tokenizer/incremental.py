@@ -44,6 +44,9 @@ class TextDecoder(Protocol):
     def token_bytes(self, token: int) -> bytes:
         """What the token is anywhere but at the start of a text, in UTF-8; perhaps a part of a character."""
 
+    def is_special(self, token: int) -> bool:
+        """Whether `skip_special_tokens` leaves it out."""
+
 
 def make_decoder(tokenizer: Tokenizer) -> TextDecoder:
     """The decoder for this tokenizer; ConfigError if its kind is not known to be decodable piece by piece."""
@@ -154,6 +157,9 @@ class ByteLevelDecoder:
         piece = self._table[token] if token < len(self._table) else b""
         return piece.encode() if isinstance(piece, str) else piece
 
+    def is_special(self, token: int) -> bool:
+        return token in self._special
+
     def _table_keeping(self, keep: tuple[str, ...]) -> list[str | bytes]:
         table = self._keeping.get(keep)
         if table is None:
@@ -233,6 +239,9 @@ class TokenwiseDecoder:
         if token in self.byte_of:
             return bytes([self.byte_of[token]])
         return b"" if self.is_unknown(token) else self.text_of([token]).encode()
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
 
     def is_unknown(self, token: int) -> bool:
         return token not in self._known

@@ -35,7 +35,11 @@ class ChoiceText:
         self._body = body
         self._prompt_ids = request.prompt_ids[prompt]
         self._echo = request.echoes.get(prompt)
-        self._logprobs = None if body.logprobs is None else TextLogprobsWriter(body.logprobs)
+        self._logprobs = (
+            None
+            if body.logprobs is None
+            else TextLogprobsWriter(body.logprobs, skip_special_tokens=body.skip_special_tokens)
+        )
         self._tells_prompt = self._echo is not None or body.prompt_logprobs is not None or body.return_token_ids
         self._tells_tokens = self._logprobs is not None or body.return_token_ids
 

@@ -5,6 +5,7 @@ A token's own value and its entry among the alternatives are the same number bit
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 from minisgl.message.types import PositionLogprobs, TokenLogprob
@@ -54,28 +55,47 @@ def prompt_logprobs(positions: Sequence[PositionLogprobs], top: int) -> list[dic
 class TextLogprobsWriter:
     """The form of completions, for one choice, in pieces: each token's offset in the text goes on from the last's."""
 
-    def __init__(self, top: int) -> None:
+    def __init__(self, top: int, *, skip_special_tokens: bool = True) -> None:
         self._top = top
-        self._offset = 0  # characters
+        self._skips_special = skip_special_tokens
+        self._length = _Length()  # of the text so far
 
     def prompt(self, first_token: bytes, text: str, positions: Sequence[PositionLogprobs]) -> TextLogprobs:
         """The echo of a prompt: `text` as it is written, and the tokens; the first has no probability."""
         first = TextLogprobs([token_text(first_token)], [None], [None], [0])
-        if text.encode().startswith(first_token):  # and not a special token in front of the text
-            self._offset = _characters(first_token)
-        return TextLogprobs.join([first, self.write(positions)])
+        if _begins(text, first_token):  # and not a special token in front of the text
+            self._length.add(first_token)
+        rest = self._write(positions, text)
+        self._length = _Length(len(text))
+        return TextLogprobs.join([first, rest])
 
     def write(self, positions: Sequence[PositionLogprobs]) -> TextLogprobs:
         """The tokens that follow."""
+        return self._write(positions, None)
+
+    def _write(self, positions: Sequence[PositionLogprobs], prompt: str | None) -> TextLogprobs:
         result = TextLogprobs([], [], [], [])
         for position in positions:
             chosen = position.chosen
             result.tokens.append(token_text(chosen.text))
             result.token_logprobs.append(value(chosen))
             result.top_logprobs.append(self._alternatives(position))
-            result.text_offset.append(self._offset)
-            self._offset += _characters(chosen.text)
+            result.text_offset.append(self._length.characters)
+            self._length.add(self._shown(position) if prompt is None else self._shown_in(prompt, position))
         return result
+
+    def _shown(self, position: PositionLogprobs) -> bytes:
+        """What the token is in the text of an answer."""
+        return b"" if position.special and self._skips_special else position.chosen.text
+
+    def _shown_in(self, prompt: str, position: PositionLogprobs) -> bytes:
+        """What the token is in the prompt's text, which has only some of the special ones: those that were written."""
+        text, at = position.chosen.text, self._length.characters
+        if position.special and not prompt.startswith(text.decode(errors="replace"), at):
+            return b""
+        if at == 0 and text.startswith(b" ") and not prompt.startswith(" "):
+            return text[1:]  # the tokens of some vocabularies lose a space at the start of a text
+        return text
 
     def _alternatives(self, position: PositionLogprobs) -> dict[str, float]:
         """The most likely, and the token itself. Of tokens that read alike the most likely counts."""
@@ -85,9 +105,27 @@ class TextLogprobsWriter:
         return found
 
 
-def _characters(text: bytes) -> int:
-    """How many characters begin in these bytes."""
-    return sum(byte & 0xC0 != 0x80 for byte in text)
+class _Length:
+    """How many characters the UTF-8 of a text's tokens reads as; what is no UTF-8 reads as U+FFFD."""
+
+    def __init__(self, characters: int = 0) -> None:
+        self._complete = characters
+        self._begun = b""  # the beginning of another
+
+    def add(self, data: bytes) -> None:
+        data = self._begun + data
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._complete += len(text)
+        self._begun = data[used:]
+
+    @property
+    def characters(self) -> int:
+        return self._complete + len(self._begun.decode(errors="replace"))
+
+
+def _begins(text: str, token: bytes) -> bool:
+    """Whether the text begins with this token, which may be a part of a character or of none."""
+    return text[: len(token)].encode().startswith(token) or text.startswith(token.decode(errors="replace"))
 
 
 def mean_logprob(positions: Sequence[PositionLogprobs]) -> float:
