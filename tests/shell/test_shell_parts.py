@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from minisgl.server.api.schema import ChatBody
 from minisgl.shell.client import ChatError, _event_data
-from minisgl.shell.conversation import Conversation, Sampling
+from minisgl.shell.conversation import SAMPLING_FIELDS, Conversation, Sampling
 from minisgl.shell.launch import local_url
 from minisgl.shell.session import Answer
 from minisgl.shell.terminal import last_block
@@ -24,8 +25,15 @@ from minisgl.shell.terminal import last_block
         ("stop", "END", ("END",)),
         ("stop", '["a", "b\\n"]', ("a", "b\n")),
         ("stop", "5", ("5",)),
+        ("stop", "null", ("null",)),
+        ("stop", '{"a": 1}', ('{"a": 1}',)),
         ("stop_token_ids", "[1, 2]", (1, 2)),
         ("stop_token_ids", "7", (7,)),
+        ("allowed_token_ids", "[1, 2]", (1, 2)),
+        ("allowed_token_ids", "7", (7,)),
+        ("logit_bias", '{"5": -1.5, "7": 100}', {"5": -1.5, "7": 100.0}),
+        ("logit_bias", "[[5, 1]]", {"5": 1.0}),
+        ("bad_words", '["a b"]', ("a b",)),
     ],
 )
 def test_values_as_they_are_typed(name: str, text: str, value: object) -> None:
@@ -44,6 +52,13 @@ def test_values_as_they_are_typed(name: str, text: str, value: object) -> None:
         ("top_p", "0", "top_p must be above 0"),
         ("max_tokens", "1.5", "max_tokens cannot be '1.5'"),
         ("colour", "red", "colour is not a sampling field"),
+        ("logprobs", "1", "logprobs is not a sampling field"),
+        ("prompt_logprobs", "1", "prompt_logprobs is not a sampling field"),
+        ("grammar", "a", "grammar is not a sampling field"),
+        ("bad_words_ids", "[[1]]", "bad_words_ids is not a sampling field"),
+        ("logit_bias", "5", "logit_bias cannot be '5'"),
+        ("logit_bias", '{"a": 1}', "logit_bias cannot be"),
+        ("logit_bias", '{"5": 101}', "between -100 and 100"),
     ],
 )
 def test_wrong_values_change_nothing(name: str, text: str, message: str) -> None:
@@ -52,6 +67,17 @@ def test_wrong_values_change_nothing(name: str, text: str, message: str) -> None
     with pytest.raises(ValueError, match=message):
         sampling.set(name, text)
     assert sampling.fields() == {"top_k": 5}
+
+
+def test_a_value_is_shown_as_it_can_be_typed() -> None:
+    for name, text in (("logit_bias", '{"5": -1.5}'), ("allowed_token_ids", "[1, 2]"), ("stop", '["a"]')):
+        sampling = Sampling()
+        sampling.set(name, text)
+        assert sampling.get(name) == text
+
+
+def test_the_fields_are_those_of_a_chats_body() -> None:
+    assert set(SAMPLING_FIELDS) <= ChatBody.known_fields()
 
 
 def test_the_system_message_goes_first_and_outlives_the_turns() -> None:

@@ -16,7 +16,9 @@ from minisgl.limits import Limits
 Message = dict[str, str]
 
 _ANY = Limits(max_seq_len=2**31 - 1, vocab_size=2**31 - 1)  # the server knows its own
-_KINDS = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
+# Not the user's to set: what the shell would not show, and what requests' bodies do not have under this name.
+_HIDDEN = ("logprobs", "prompt_logprobs", "grammar", "bad_words_ids")
+_KINDS = {field.name: field.type for field in msgspec.structs.fields(SamplingParams) if field.name not in _HIDDEN}
 SAMPLING_FIELDS = tuple(_KINDS)
 DEFAULT = "default"  # the word that takes a field's value away
 
@@ -44,21 +46,28 @@ class Sampling:
 
     def get(self, name: str) -> str:
         """A field's value as it would be typed."""
-        return json.dumps(self._values[name], ensure_ascii=False) if name in self._values else DEFAULT
+        fields = self.fields()
+        return json.dumps(fields[name], ensure_ascii=False) if name in fields else DEFAULT
 
     def fields(self) -> dict[str, Any]:
         """As a request's body has them."""
-        return dict(self._values)
+        fields = dict(self._values)
+        if "logit_bias" in fields:
+            fields["logit_bias"] = {str(token): bias for token, bias in fields["logit_bias"]}
+        return fields
 
 
 def _read(text: str, kind: Any) -> Any:
-    """Scalars are converted from their text; a list may be JSON, or one element as it stands."""
-    if typing.get_origin(kind) is not tuple:
+    """Scalars are converted from their text; a list may be JSON, or one element as it stands; pairs are an object."""
+    kinds = [one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is tuple]
+    if not kinds:
         return text
     try:
         value = json.loads(text)
     except ValueError:
         value = text
+    if isinstance(value, dict) and len(kinds) > 1:  # a tuple of tuples
+        return list(value.items())
     if isinstance(value, list):
         return value
     return [value if isinstance(value, str) else text]
