@@ -54,10 +54,11 @@ class Grammar(msgspec.Struct, frozen=True):
     """What the output must look like.
 
     `text` is the JSON text of the schema for json_schema, nothing for json_object, the expression for regex, a JSON
-    list of strings for choice, EBNF in GBNF's notation for ebnf, and llguidance's own notation for lark.
+    list of strings for choice, EBNF in GBNF's notation for ebnf, and llguidance's own notation for lark. A sketch is
+    the server's own, never a client's: Lark that `tokenizer.constraint` completes.
     """
 
-    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark"]
+    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark", "sketch"]
     text: str = ""
 
 

@@ -150,6 +150,7 @@ BAD_SCHEMA = {"type": "object", "properties": {"a": {"type": "no such type"}}}
         ("/v1/completions", {"guided_regex": "("}, "guided_regex"),
         ("/v1/completions", {"structured_outputs": {"json": BAD_SCHEMA}}, "structured_outputs.json"),
         ("/v1/completions", {"ebnf": "root ::= nothing"}, "ebnf"),
+        ("/v1/chat/completions", {"guided_grammar": "start: a\n%grammar a [5]"}, "guided_grammar"),
         (
             "/v1/chat/completions",
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BAD_SCHEMA}}},

@@ -255,6 +255,33 @@ def test_what_cannot_be_followed_is_refused_by_the_name_of_its_field(tokenizer: 
         assert calls.value.field == "structured_outputs"  # which a chat calls tools
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        'start: %marker "</think>"',
+        'start: a\n%grammar a ["regex", "b"]',
+        "start: a\n%grammar a [5]",
+        'start: begin\n%until begin "x"\nTEXT: /b*/',
+    ],
+)
+def test_clients_cannot_write_sketches(tokenizer: Tokenizer, text: str) -> None:
+    """Neither for themselves nor behind a thought."""
+    fitter = fitter_for(tokenizer, REASONING_FORMATS["qwen3"])
+    for end in (THOUGHTLESS, PLAIN):
+        with pytest.raises(InvalidRequest) as refused:
+            fitter.check(fitter.fit(Grammar("lark", text), PROMPT, end)).result("guided_grammar")
+        assert refused.value.field == "guided_grammar"
+    with pytest.raises(InvalidRequest, match="sketch"):
+        fitter.check(Grammar("sketch", text)).result("grammar")
+
+
+def test_texts_that_look_like_a_sketch_are_texts(matcher: Callable[..., LLMatcher], tokenizer: Tokenizer) -> None:
+    text = '%marker "xyz"'
+    for grammar in (Grammar("regex", text), Grammar("choice", json.dumps([text]))):
+        for end in (THOUGHTLESS, PLAIN):
+            assert allows(matcher(grammar, end, REASONING_FORMATS["qwen3"]), tokenizer, text)
+
+
 # What a model is free to call: strict tools.
 
 STRICT: dict[str, dict[str, Any]] = {

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_CHARS = 262_144
 MAX_CHOICES = 10_000
+NOT_COMPLETE = "a sketch is no grammar before it is completed"
 FIELDS = {"json_object": "response_format", "json_schema": "response_format"}  # where most clients write it
 
 # Where JSON may have whitespace: a space, or a new line that is indented. Without a bound, models that are unsure what
@@ -60,6 +61,8 @@ def to_llguidance(grammar: Grammar, field: str | None = None) -> str:
             return LLMatcher.grammar_from_lark(_ebnf(grammar.text, named))
         case "lark":
             return LLMatcher.grammar_from_lark(grammar.text)
+        case "sketch":
+            raise InvalidRequest(named, NOT_COMPLETE)
 
 
 def unforced(grammar: Grammar) -> str:
@@ -99,6 +102,8 @@ def lark_rule(name: str, grammar: Grammar) -> str:
             return f"{name}: %lark {{\n{_ebnf(grammar.text, named)}\n}}"
         case "lark":
             return f"{name}: %lark {{\n{grammar.text}\n}}"
+        case "sketch":
+            raise InvalidRequest(named, NOT_COMPLETE)
 
 
 def _check_size(grammar: Grammar, field: str) -> None:

@@ -91,5 +91,5 @@ def _called(grammar: Grammar) -> str:
             return "JSON schema"
         case "regex" | "choice":
             return "regular expression"
-        case "ebnf" | "lark":
+        case "ebnf" | "lark" | "sketch":
             return "grammar"

@@ -47,7 +47,7 @@ def calls_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
     opening = f"{_marker(how.marker)} " if how.marker else ""
     calls = "opened" if how.between is None else _repeated("opened", how.between, parallel)
     rules = [f"start: {calls}", f"opened: {opening}call", *how.rules(tools, parallel)]
-    return Grammar("lark", "\n".join(rules))
+    return Grammar("sketch", "\n".join(rules))
 
 
 def free_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
@@ -61,7 +61,7 @@ def free_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
         start = "(begin call)* TEXT" if parallel else "TEXT | begin call"
         rules = [f"start: {start}", f"%until begin {text_rule(how.marker)}"]
     rules += [f"TEXT: {_text_without(calls)}"]
-    return Grammar("lark", "\n".join([*rules, *how.rules(tools, parallel)]))
+    return Grammar("sketch", "\n".join([*rules, *how.rules(tools, parallel)]))
 
 
 def has_grammar(form: str) -> bool:
@@ -72,7 +72,7 @@ def has_grammar(form: str) -> bool:
 def either(calls: Grammar, content: Grammar) -> Grammar:
     """Calls, or else content that is constrained too."""
     rules = ["start: calls | content", grammar_rule("calls", calls), grammar_rule("content", content)]
-    return Grammar("lark", "\n".join(rules))
+    return Grammar("sketch", "\n".join(rules))
 
 
 def grammar_rule(name: str, grammar: Grammar) -> str:

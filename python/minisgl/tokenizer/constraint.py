@@ -13,9 +13,14 @@ from minisgl.message.to_tokenizer import ChatPrompt, IdsPrompt, TextPrompt
 from minisgl.parsers.constraint import ANY_TEXT, grammar_rule, text_rule
 from minisgl.parsers.reasoning import ReasoningFormat, Start, start_of_answer
 
-_MARKER = re.compile(r'%marker ("(?:[^"\\]|\\.)*")')
-_UNTIL = re.compile(r'^%until (\w+) ("(?:[^"\\]|\\.)*")$', re.MULTILINE)
-_RULE = re.compile(r"^%grammar (\w+) (\[.*\])$", re.MULTILINE)
+_OPEN = re.compile(
+    r"""
+    ^%grammar\ (?P<rule>\w+)\ (?P<grammar>\[.*\])$
+    | ^%until\ (?P<until>\w+)\ (?P<end>"(?:[^"\\]|\\.)*")$
+    | %marker\ (?P<marker>"(?:[^"\\]|\\.)*")
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
 
 
 class GrammarFitter:
@@ -39,7 +44,7 @@ class GrammarFitter:
             start = start_of_answer(self._form, prompt_end, continued)
             if start is not Start.OUTSIDE:
                 grammar = self._after_thought(grammar, self._form, optional=start is Start.UNDECIDED)
-        return Grammar("lark", self._complete(grammar.text)) if grammar.kind == "lark" else grammar
+        return self._completed(grammar)
 
     def _after_thought(self, grammar: Grammar, form: ReasoningFormat, *, optional: bool) -> Grammar:
         """One that is open already, or else may be opened."""
@@ -49,17 +54,23 @@ class GrammarFitter:
         else:
             thought = [f"thought: {opening}thought_text", f"thought_text[suffix={text_rule(form.closing)}]: {ANY_TEXT}"]
         start = f"start: (thought LINE_BREAKS){'?' if optional else ''} answer"
-        return Grammar("lark", "\n".join([start, r"LINE_BREAKS: /\n{0,2}/", *thought, grammar_rule("answer", grammar)]))
+        return Grammar(
+            "sketch", "\n".join([start, r"LINE_BREAKS: /\n{0,2}/", *thought, grammar_rule("answer", grammar)])
+        )
 
-    def _complete(self, sketch: str) -> str:
-        """The Lark that a sketch of `parsers.constraint` stands for. One may hold others."""
-        text = _RULE.sub(lambda found: self._rule(found[1], *json.loads(found[2])), sketch)
-        text = _UNTIL.sub(lambda found: self._until(found[1], json.loads(found[2])), text)
-        return _MARKER.sub(lambda found: self._token(json.loads(found[1])), text)
+    def _completed(self, grammar: Grammar) -> Grammar:
+        """The Lark that a sketch of `parsers.constraint` stands for, which may hold others; or what is no sketch."""
+        if grammar.kind != "sketch":
+            return grammar
+        return Grammar("lark", _OPEN.sub(self._replaced, grammar.text))
 
-    def _rule(self, name: str, kind: str, text: str) -> str:
-        grammar = Grammar(kind, text)  # type: ignore[arg-type]  # as it was before it became JSON
-        return lark_rule(name, Grammar("lark", self._complete(text)) if kind == "lark" else grammar)
+    def _replaced(self, found: re.Match[str]) -> str:
+        # What is put in is not searched: it may be a client's, and say anything.
+        if found["rule"]:
+            return lark_rule(found["rule"], self._completed(Grammar(*json.loads(found["grammar"]))))
+        if found["until"]:
+            return self._until(found["until"], json.loads(found["end"]))
+        return self._token(json.loads(found["marker"]))
 
     def _until(self, name: str, marker: str) -> str:
         if marker in self._tokens:
