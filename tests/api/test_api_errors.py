@@ -158,6 +158,12 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"guided_choice": "a"}, "guided_choice"),
     ({"guided_regex": 5}, "guided_regex"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"foo": 1}}, "structured_outputs.foo"),
+    ({"structured_outputs": {"regex": "a", "foo": False}}, "structured_outputs.foo"),
+    (
+        {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+        "structured_outputs.disable_any_whitespace",
+    ),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
     ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
     ({"ebnf": "root ::= x", "structured_outputs": {"json_object": True}}, "structured_outputs.json_object"),

@@ -16,6 +16,12 @@ from minisgl.message.types import TextOptions, pack_ids
 ROUTES = ["/v1/chat/completions", "/v1/completions", "/generate"]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 SCHEMA_TEXT = json.dumps(SCHEMA, separators=(",", ":"))
+VLLMS_OPTIONS = {  # as its clients write all of them
+    **dict.fromkeys(("json", "json_object", "regex", "choice", "grammar", "structural_tag", "whitespace_pattern")),
+    "disable_any_whitespace": False,
+    "disable_additional_properties": False,
+    "disable_fallback": True,
+}
 
 
 def sent(server: RunningServer, path: str, **fields: Any) -> Generate:
@@ -63,6 +69,7 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"guided_regex": "a+"}, {"grammar": Grammar("regex", "a+")}),
     ({"regex": "a+"}, {"grammar": Grammar("regex", "a+")}),
     ({"structured_outputs": {"regex": "a+"}}, {"grammar": Grammar("regex", "a+")}),
+    ({"structured_outputs": {**VLLMS_OPTIONS, "regex": "a+", "new": None}}, {"grammar": Grammar("regex", "a+")}),
     ({"guided_choice": ["a", 'b"']}, {"grammar": Grammar("choice", '["a","b\\""]')}),
     ({"structured_outputs": {"choice": ["a"]}}, {"grammar": Grammar("choice", '["a"]')}),
     ({"guided_grammar": 'root ::= "a"'}, {"grammar": Grammar("ebnf", 'root ::= "a"')}),

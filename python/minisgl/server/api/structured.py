@@ -41,19 +41,27 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's `structured_outputs`."""
+    """vLLM's `structured_outputs`. Unknown names are kept, so that `grammars` can refuse them by name."""
 
-    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
+    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=(), extra="allow")
 
     json_: Schema | None = Field(default=None, alias="json")
-    json_object: bool = False
+    json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     structural_tag: None = Field(default=None, description="not supported")
     whitespace_pattern: None = Field(default=None, description="not supported")
+    disable_any_whitespace: Literal[False] | None = Field(default=None, description="not supported")
+    disable_additional_properties: Literal[False] | None = Field(default=None, description="not supported")
+    disable_fallback: bool | None = Field(default=None, description="no effect: there is nothing to fall back on")
 
     def grammars(self) -> dict[str, Grammar]:
+        """By the name of the field; InvalidRequest for one that there is not."""
+        if unknown := [name for name, value in (self.model_extra or {}).items() if value is not None]:
+            name = f"structured_outputs.{unknown[0]:.80}"
+            known = "json, json_object, regex, choice and grammar"
+            raise InvalidRequest(name, f"{name} is unknown: structured_outputs takes {known}")
         found = {
             "json": None if self.json_ is None else schema_grammar(self.json_),
             "json_object": Grammar("json_object") if self.json_object else None,
