@@ -11,6 +11,9 @@ from api_harness import MODEL, RunningServer
 from api_sse import parse_events
 
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
+from minisgl.parsers.events import CallStart
+from minisgl.server.api.chat_writer import ChatOptions, Choice
+from minisgl.server.api.delta import Delta
 
 PATH = "/v1/chat/completions"
 WEATHER: dict[str, Any] = {
@@ -154,6 +157,15 @@ def test_parallel_tool_calls(hermes: RunningServer) -> None:
     chunks = parse_events(hermes.post(PATH, json=body | {"parallel_tool_calls": False, "stream": True}).text)
     calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
     assert {call["index"] for call in calls} == {0}
+
+
+def test_asking_whether_a_call_is_wanted_counts_none() -> None:
+    choice = Choice(ChatOptions(model=MODEL, parser=lambda _: None), None)
+    end = Delta(0)
+    end.finish = "stop"
+    assert choice._is_wanted(CallStart(0, "id", "get_time"))
+    assert choice._is_wanted(CallStart(1, "id", "get_time"))
+    assert choice.finish_reason(end) == "stop"
 
 
 def test_choices_have_calls_of_their_own(hermes: RunningServer) -> None:

@@ -64,7 +64,7 @@ class Choice:
     def __init__(self, options: ChatOptions, parser: OutputParser | None) -> None:
         self._options = options
         self._parser = parser
-        self._num_calls = 0
+        self._num_calls = 0  # that are written
         self.begun = False  # its role has left
         self.logprobs: list[PositionLogprobs] = []
         self.token_ids: list[int] = []
@@ -88,17 +88,16 @@ class Choice:
             events += self._parser.finish()
         if len(events) > 1:
             events = merged(events)
-        return [event for event in events if self._is_wanted(event)]
+        wanted = [event for event in events if self._is_wanted(event)]
+        self._num_calls += sum(isinstance(event, CallStart) for event in wanted)
+        return wanted
 
     def _is_wanted(self, event: Event) -> bool:
         match event:
             case Reasoning():
                 return self._options.include_reasoning
-            case CallStart(index):
-                self._num_calls += index == 0 or self._options.parallel_calls
-                return index < self._num_calls
-            case CallArguments(index):
-                return index < self._num_calls
+            case CallStart(index) | CallArguments(index):
+                return index == 0 or self._options.parallel_calls
             case _:
                 return True
 
