@@ -64,9 +64,37 @@ def test_tokenize_messages(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"reasoning_effort": "none"},
+        {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+        {"functions": [{"name": "f"}]},
+        {"functions": [{"name": "f"}], "function_call": "none"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {"tools": []},
+        {"continue_final_message": True},
+        {"add_generation_prompt": False},
+    ],
+)
+def test_tokenize_makes_the_prompt_that_chat_makes(server: RunningServer, fields: dict[str, Any]) -> None:
+    body = {"model": MODEL, "messages": [USER], **fields}
+    assert server.post("/tokenize", json=body).status_code == 200
+    assert server.post("/v1/chat/completions", json=body).status_code == 200
+    assert server.engine.of_type(Encode)[-1].prompt == server.engine.of_type(Generate)[-1].prompt
+
+
+@pytest.mark.parametrize(
     ("body", "status", "param"),
     [
         ({}, 400, "prompt"),
+        ({"messages": [USER], "reasoning_effort": "huge"}, 400, "reasoning_effort"),
+        ({"messages": [USER], "functions": [{}]}, 400, "functions.0.name"),
+        (
+            {"messages": [USER], "continue_final_message": True, "add_generation_prompt": True},
+            400,
+            "continue_final_message",
+        ),
         ({"prompt": "a", "messages": [USER]}, 400, "prompt"),
         ({"prompt": 5}, 400, "prompt"),
         ({"messages": []}, 400, "messages"),

@@ -9,25 +9,24 @@ import msgspec
 
 from minisgl.core import Grammar, InvalidRequest
 from minisgl.limits import Limits
-from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.parsers.constraint import calls_grammar, either, free_grammar, has_grammar
 from minisgl.parsers.output import OutputParser
 from minisgl.parsers.select import Parsers
 from minisgl.parsers.strict import check_strict, schemas_to_enforce
 from minisgl.server.api.chat_writer import ChatOptions, ChatWriter
+from minisgl.server.api.conversation import conversation_prompt, conversation_tools
 from minisgl.server.api.errors import invalid_request
-from minisgl.server.api.functions import function_use
 from minisgl.server.api.messages import Message, template_messages
 from minisgl.server.api.open_request import Job
 from minisgl.server.api.schema import GRAMMAR_FIELDS, ChatBody
-from minisgl.server.api.tools import ToolUse, tool_use
+from minisgl.server.api.tools import ToolUse
 
 
 def chat_answer(body: ChatBody, limits: Limits, parsers: Parsers, model: str) -> tuple[Job, ChatWriter]:
     """What the body asks of the engine, and who writes it; InvalidRequest or ApiError if that is not possible."""
     include_usage = body.wants_usage()
     messages = template_messages(body.messages)
-    use = _tool_use(body)
+    use = conversation_tools(body)
     options = ChatOptions(
         model=model,
         parser=_parser_maker(body, parsers, use, messages),
@@ -46,16 +45,6 @@ def chat_answer(body: ChatBody, limits: Limits, parsers: Parsers, model: str) ->
     return _job(body, limits, parsers, use, messages), ChatWriter(options)
 
 
-def _tool_use(body: ChatBody) -> ToolUse:
-    if not body.functions:
-        if body.function_call not in (None, "none", "auto"):
-            raise InvalidRequest("function_call", "function_call is only allowed when functions are given")
-        return tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-    if body.tools:
-        raise InvalidRequest("functions", "functions and tools cannot be given together")
-    return function_use(body.functions, body.function_call)
-
-
 def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, messages: list[Message]) -> Job:
     limit_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     field_names = {"prompt": "messages", "max_tokens": limit_field, "logprobs": "top_logprobs"}
@@ -69,7 +58,7 @@ def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, message
         field_names |= dict.fromkeys(GRAMMAR_FIELDS, "functions" if body.functions else "tools")
     keep = parsers.markers(tools=bool(use.schemas), reasoning=body.separate_reasoning)
     return Job(
-        [_prompt(body, use, messages)],
+        [conversation_prompt(body, use, messages)],
         body.n,
         sampling,
         msgspec.structs.replace(body.text_options(continues=body.continue_final_message), keep=keep),
@@ -78,15 +67,6 @@ def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, message
         cache_salt=body.cache_salt or "",
         field_names=field_names,
     )
-
-
-def _prompt(body: ChatBody, use: ToolUse, messages: list[Message]) -> ChatPrompt:
-    if body.continue_final_message and body.add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"
-        )
-    generation_prompt = not body.continue_final_message and body.add_generation_prompt is not False
-    return ChatPrompt(messages, use.shown, body.template_kwargs, generation_prompt, body.continue_final_message)
 
 
 def _calls_grammar(parsers: Parsers, use: ToolUse, content: Grammar | None) -> Grammar | None:

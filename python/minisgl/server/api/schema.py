@@ -263,7 +263,30 @@ class OpenAIBody(RequestBody):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-class ChatBody(OpenAIBody):
+class ConversationBody(Body):
+    """What makes a conversation's prompt, besides its messages."""
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Annotated[Any, _any_of(_STRING, {"type": "object"})] = "auto"  # see `tools.tool_use`
+    parallel_tool_calls: bool = True
+    functions: list[dict[str, Any]] | None = None  # the older form of tools
+    function_call: Annotated[Any, _any_of(_STRING, {"type": "object"})] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool | None = None  # none: unless the last message is to be continued
+    continue_final_message: bool = False
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the chat template gets: the effort under the names that templates use, and what is given by name."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        thinks = self.reasoning_effort != "none"
+        effort = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        return effort | self.chat_template_kwargs
+
+
+class ChatBody(OpenAIBody, ConversationBody):
     """POST /v1/chat/completions"""
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -280,27 +303,9 @@ class ChatBody(OpenAIBody):
     logprobs: bool = False
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Annotated[Any, _any_of(_STRING, {"type": "object"})] = "auto"  # see `tools.tool_use`
-    parallel_tool_calls: bool = True
-    functions: list[dict[str, Any]] | None = None  # the older form of tools
-    function_call: Annotated[Any, _any_of(_STRING, {"type": "object"})] = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     include_reasoning: bool = True  # vLLM's: the thought is written
     separate_reasoning: bool = True  # SGLang's: it is no part of the content
-    chat_template_kwargs: dict[str, Any] = {}
-    add_generation_prompt: bool | None = None  # none: unless the last message is to be continued
-    continue_final_message: bool = False
     echo: bool = False
-
-    @property
-    def template_kwargs(self) -> dict[str, Any]:
-        """What the chat template gets: the effort under the names that templates use, and what is given by name."""
-        if self.reasoning_effort is None:
-            return self.chat_template_kwargs
-        thinks = self.reasoning_effort != "none"
-        effort = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
-        return effort | self.chat_template_kwargs
 
     @property
     def token_limit(self) -> int | None:
@@ -410,17 +415,13 @@ class SglangBody(Body):
     stream: bool = False
 
 
-class TokenizeBody(Body):
+class TokenizeBody(ConversationBody):
     """POST /tokenize: a text, or a conversation as /v1/chat/completions takes it."""
 
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None  # none: as generation does
     return_token_strs: bool = False
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] = {}
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
 
 
 class DetokenizeBody(Body):

@@ -10,12 +10,12 @@ from minisgl.core import InvalidRequest
 from minisgl.message.to_api import Decoded, Described, Encoded
 from minisgl.message.to_tokenizer import ChatPrompt, Decode, Describe, Encode, TextPrompt
 from minisgl.message.types import pack_ids, unpack_ids
+from minisgl.server.api.conversation import conversation_prompt, conversation_tools
 from minisgl.server.api.messages import template_messages
 from minisgl.server.api.prompts import checked_ids
 from minisgl.server.api.responses import Detokenized, Tokenized
 from minisgl.server.api.schema import DetokenizeBody, TokenizeBody
 from minisgl.server.api.service import Service, json_response
-from minisgl.server.api.tools import template_tools
 
 TIMEOUT = 60.0  # seconds, for a tokenizer worker that has others to answer
 
@@ -62,8 +62,4 @@ def tokenize_prompt(body: TokenizeBody) -> TextPrompt | ChatPrompt:
     if body.add_special_tokens:
         raise InvalidRequest("add_special_tokens", "add_special_tokens: the chat template of messages writes them")
     assert body.messages is not None
-    messages = template_messages(body.messages)
-    tools = template_tools(body.tools) if body.tools else None
-    return ChatPrompt(
-        messages, tools, body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message
-    )
+    return conversation_prompt(body, conversation_tools(body), template_messages(body.messages))
