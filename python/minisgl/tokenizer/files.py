@@ -6,6 +6,7 @@ and imported only then.
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from minisgl.config import ConfigError
+from minisgl.tokenizer.added import Added, changed_tokens
 from minisgl.tokenizer.folder import load_tokenizer_config
 from minisgl.tokenizer.incremental import ByteLevelDecoder, TextDecoder, is_byte_level, make_decoder
 
@@ -35,18 +37,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
             raise ConfigError(f"{path} cannot be read: {error}") from error
-        _add_missing_tokens(tokenizer, load_tokenizer_config(folder))
+        _complete(tokenizer, load_tokenizer_config(folder))
     else:
         tokenizer = _convert(folder)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-class _AddedToken(msgspec.Struct):
-    id: int
-    content: str
-    special: bool = False
 
 
 class _Model(msgspec.Struct):
@@ -57,7 +53,7 @@ class _TokenizerJson(msgspec.Struct):
     """The parts of tokenizer.json that decoding needs."""
 
     model: _Model
-    added_tokens: list[_AddedToken] = []
+    added_tokens: list[Added] = []
     decoder: dict[str, Any] | None = None
 
 
@@ -74,36 +70,51 @@ def load_decoder(folder: Path) -> TextDecoder:
             return make_decoder(load_tokenizer(folder))  # which says what is wrong, if anything is
         vocabulary = content.model.vocab
         if is_byte_level(content.decoder) and isinstance(vocabulary, dict):
-            listed: dict[str, dict[str, Any]] = load_tokenizer_config(folder).get("added_tokens_decoder") or {}
-            added = {int(key): (token["content"], token.get("special", False)) for key, token in listed.items()}
-            added |= {vocabulary.get(t.content, t.id): (t.content, t.special) for t in content.added_tokens}
-            return ByteLevelDecoder(vocabulary, added)
+            own = [msgspec.structs.replace(t, id=vocabulary.get(t.content, t.id)) for t in content.added_tokens]
+            changed = changed_tokens(load_tokenizer_config(folder), own, _Known(vocabulary, own))
+            return ByteLevelDecoder(vocabulary, {t.id: (t.content, t.special) for t in (*own, *changed)})
     return make_decoder(load_tokenizer(folder))
 
 
-def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
-    """Some folders name added tokens in tokenizer_config.json only. Each must get the id that is written there."""
-    listed: dict[str, dict[str, Any]] = config.get("added_tokens_decoder") or {}
-    for token_id, fields in sorted((int(key), value) for key, value in listed.items()):
-        if tokenizer.id_to_token(token_id) is not None:
-            continue
-        content = fields["content"]
-        token = AddedToken(
-            content,
-            single_word=fields.get("single_word", False),
-            lstrip=fields.get("lstrip", False),
-            rstrip=fields.get("rstrip", False),
-            normalized=fields.get("normalized", True),
-            special=fields.get("special", False),
-        )
-        if fields.get("special", False):
-            tokenizer.add_special_tokens([token])
-        else:
-            tokenizer.add_tokens([token])
-        if tokenizer.token_to_id(content) != token_id:
+class _Known:
+    """The Vocabulary that tokenizer.json writes."""
+
+    def __init__(self, vocabulary: dict[str, int], own: list[Added]) -> None:
+        self._vocabulary = vocabulary
+        self._own = {token.content: token.id for token in own}
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._vocabulary.get(token, self._own.get(token))
+
+    def id_to_token(self, id: int) -> str | None:
+        return self._tokens.get(id)
+
+    @cached_property
+    def _tokens(self) -> dict[int, str]:
+        return {token_id: token for tokens in (self._vocabulary, self._own) for token, token_id in tokens.items()}
+
+
+def _complete(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
+    """Add the tokens that only the configuration makes added ones. Each must get the id that is written there."""
+    own = [Added(token_id, **token.__getstate__()) for token_id, token in tokenizer.get_added_tokens_decoder().items()]
+    changed = changed_tokens(config, own, tokenizer)
+    tokenizer.add_tokens([_for_the_library(token) for token in changed])
+    for token in changed:
+        if tokenizer.token_to_id(token.content) != token.id:
             raise ConfigError(
-                f"tokenizer_config.json gives the token {content!r} the id {token_id}, which tokenizer.json skips"
+                f"tokenizer_config.json gives the token {token.content!r} the id {token.id}, which tokenizer.json skips"
             )
+
+
+def _for_the_library(token: Added) -> AddedToken:
+    return AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=token.special,
+    )
 
 
 def _convert(folder: Path) -> Tokenizer:

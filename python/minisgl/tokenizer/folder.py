@@ -12,8 +12,6 @@ from typing import Any
 from minisgl.config import ConfigError, ServerConfig
 from minisgl.parsers.select import Parsers
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 
 def load_tokenizer_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, over the older special_tokens_map.json; empty if there is neither."""
@@ -22,14 +20,24 @@ def load_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """The texts of bos_token, eos_token and so on, for those that the configuration sets."""
-    texts: dict[str, str] = {}
-    for name in SPECIAL_TOKENS:
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            texts[name] = value
-    return texts
+    named = {name: value for name, value in config.items() if name.endswith("_token")}
+    if isinstance(extra := config.get("extra_special_tokens"), dict):
+        named |= extra
+    return {name: text for name, value in named.items() if (text := _text_of(value)) is not None}
+
+
+def extra_special_tokens(config: dict[str, Any]) -> list[str]:
+    """The texts of special tokens that have no name."""
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        if isinstance(values := config.get(key), list) and values:
+            return [text for text in map(_text_of, values) if text is not None]
+    return []
+
+
+def _text_of(token: Any) -> str | None:
+    """Tokens are texts or objects."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -1,0 +1,90 @@
+"""Which tokens are added ones: as transformers has it, wherever the folder says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.tokenizer.files import load_decoder
+from minisgl.tokenizer.text import TextTokenizer
+from tokenizer import small
+
+TEXTS = ["<s>he</s> a", "a <|im_start|> he\n<|im_end|>  b", "<think>he</think>", "a</think> <|im_end|>"]
+CHATML = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+
+
+def written(kind: str, folder: Path, added: dict[str, dict[str, Any]], config: dict[str, Any]) -> Path:
+    """A tokenizer with CHATML in its ordinary vocabulary; of these, `added` are added tokens with these flags."""
+    raw = json.loads(small.KINDS[kind]().to_str())
+    vocabulary = raw["model"]["vocab"]
+    raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] in ("<s>", "</s>", "<unk>")]
+    for token in raw["added_tokens"]:
+        vocabulary.setdefault(token["content"], token["id"])
+    vocabulary.update({content: len(vocabulary) + at for at, content in enumerate(CHATML)})
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    own = {token["content"]: token for token in raw["added_tokens"]}
+    for content, changes in added.items():
+        own[content] = {"id": vocabulary[content], "content": content, **flags, **changes}
+    raw["added_tokens"] = sorted(own.values(), key=lambda token: token["id"])
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    if listed := config.get("added_tokens_decoder"):
+        config = config | {
+            "added_tokens_decoder": {
+                vocabulary[content]: {"content": content, **flags, **changes} for content, changes in listed.items()
+            }
+        }
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
+    return folder
+
+
+PLAIN: dict[str, dict[str, Any]] = {"<s>": {}, "</s>": {}}
+LISTED: dict[str, dict[str, Any]] = {**PLAIN, "<|im_start|>": {}, "<|im_end|>": {}}
+CASES: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
+    "nothing more": (LISTED, {"eos_token": "</s>"}),
+    "listed": ({}, {"added_tokens_decoder": LISTED}),
+    "listed, not special": ({}, {"added_tokens_decoder": {**PLAIN, "<think>": {"special": False}}}),
+    "one of them listed": ({}, {"added_tokens_decoder": {"<|im_end|>": {}}}),
+    "listed as special only there": ({"<|im_end|>": {"special": False}}, {"added_tokens_decoder": LISTED}),
+    "special only in tokenizer.json": (LISTED, {"added_tokens_decoder": {"<|im_end|>": {"special": False}}}),
+    "taking spaces only there": (LISTED, {"added_tokens_decoder": {"<|im_end|>": {"rstrip": True, "lstrip": True}}}),
+    "the end token": ({}, {"eos_token": "<|im_end|>"}),
+    "the end token, an object": ({}, {"pad_token": {"__type": "AddedToken", "content": "<|im_end|>"}}),
+    "the end token, not special": ({"<|im_end|>": {"special": False}}, {"eos_token": "<|im_end|>"}),
+    "another name": ({}, {"turn_token": "<|im_end|>"}),
+    "additional": ({}, {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}),
+    "additional, not special": ({"<think>": {"special": False}}, {"additional_special_tokens": ["<think>"]}),
+    "extra": ({}, {"extra_special_tokens": ["<|im_end|>"], "additional_special_tokens": ["<think>"]}),
+    "extra by name": ({}, {"extra_special_tokens": {"turn": "<|im_end|>"}}),
+}
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama"])
+@pytest.mark.parametrize(("added", "config"), CASES.values(), ids=CASES)
+def test_added_tokens_are_those_of_transformers(
+    tmp_path: Path, kind: str, added: dict[str, dict[str, Any]], config: dict[str, Any]
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = written(kind, tmp_path, added, config)
+    theirs, ours = AutoTokenizer.from_pretrained(folder), TextTokenizer.from_folder(folder)
+    decoder = load_decoder(folder)
+    for text in TEXTS:
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text).tolist() == ids
+        for skip in (True, False):
+            stream = decoder.stream(skip)
+            want = theirs.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip) == want
+            assert "".join(map(stream.feed, ids)) + stream.flush() == want
+
+
+def test_a_configuration_that_gives_a_tokens_id_to_another_is_passed_over(tmp_path: Path) -> None:
+    folder = written("byte_level", tmp_path, LISTED, {})
+    raw = {"added_tokens_decoder": {"5": {"content": "<|renamed|>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(raw))
+    ours = TextTokenizer.from_folder(folder)
+    stream = load_decoder(folder).stream(skip_special_tokens=False)
+    assert stream.feed(5) == ours.decode([5]) != "<|renamed|>"
