@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import minisgl.tokenizer.chat_template as chat_template
+from minisgl.config import ConfigError
 from minisgl.core import InvalidRequest
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.text import TextTokenizer
@@ -102,6 +103,14 @@ def test_lesson_06_no_double_bos() -> None:
     assert ids[0] == 1
 
 
+@pytest.mark.parametrize("name", ["default", "tool_use"])
+@pytest.mark.parametrize("source", ["{% for m in messages %}", "\n{{ messages | no_such_filter }}", "{% trans %}"])
+def test_templates_that_cannot_be_compiled_end_the_start(name: str, source: str) -> None:
+    with pytest.raises(ConfigError, match=rf"template {name} of the model tiny cannot be compiled.* line \d: "):
+        tokenizer_with(**{"default": "", name: source})
+    tokenizer_with("", other=source)  # is not used
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -110,8 +119,6 @@ def test_lesson_06_no_double_bos() -> None:
         "{{ messages[0].content + 1 }}",
         "{{ missing + 'x' }}",
         "{{ 1 / 0 }}",
-        "{% for m in messages %}",  # a syntax error
-        "{{ messages | no_such_filter }}",
         "{% include 'other' %}",
         "{{ messages.append(1) }}",  # the sandbox is immutable
         "{{ ''.__class__.__mro__ }}{{ ().__class__.__subclasses__() }}",

@@ -18,6 +18,7 @@ import jinja2.parser
 import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from minisgl.config import ConfigError
 from minisgl.core import InvalidRequest
 
 MAX_CHARS = 64 * 1024 * 1024
@@ -26,18 +27,22 @@ MAX_SECONDS = 5.0
 Message = dict[str, Any]
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same thing, the standard one first
+_USED = ("default", "tool_use")
 _END_TAG = "END-OF-FINAL-MESSAGE-f1b2c7 "  # marks where a message that is to be continued ends
 
 
 class ChatTemplates:
-    """A model's chat templates, by name. `variables` are what every template sees (bos_token and so on)."""
+    """A model's chat templates, by name. `variables` are what every template sees (bos_token and so on).
+
+    ConfigError if one of those that are used cannot be compiled.
+    """
 
     def __init__(self, sources: dict[str, str], variables: dict[str, str], model_name: str = "") -> None:
         self._sources = sources
         self._variables = variables
         self._model_name = model_name
         self._environment = _Environment()
-        self._compiled: dict[str, jinja2.Template] = {}
+        self._compiled = {name: self._compile(name) for name in _USED if name in sources}
 
     def render(
         self,
@@ -67,8 +72,6 @@ class ChatTemplates:
             raise InvalidRequest("chat_template_kwargs", f"{min(reserved)} cannot be given in chat_template_kwargs")
         variables = {**self._variables, "documents": None, **template_kwargs, **variables}
         try:
-            if name not in self._compiled:
-                self._compiled[name] = self._environment.from_string(self._sources[name])
             text = self._environment.render_bounded(self._compiled[name], variables)
             return _cut_at_end_tag(text) if continue_final_message else text
         except Refusal as error:
@@ -76,6 +79,16 @@ class ChatTemplates:
         except Exception as error:
             message = f"the model's chat template fails on these messages: {type(error).__name__}: {error}"
         raise InvalidRequest("messages", message)
+
+    def _compile(self, name: str) -> jinja2.Template:
+        try:
+            return self._environment.from_string(self._sources[name])
+        except Exception as error:
+            where = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise ConfigError(
+                f"the chat template {name} of the model {self._model_name} cannot be compiled: "
+                f"{type(error).__name__}{where}: {error}"
+            ) from error
 
     def _choose(self, tools: list[dict[str, Any]] | None) -> str:
         if tools is not None and "tool_use" in self._sources:
