@@ -110,6 +110,33 @@ def test_special_tokens_as_text_or_object(tmp_path: Path) -> None:
     assert ours.render_chat(USER) == "<s></s>False"
 
 
+TOKEN = {"__type": "AddedToken", "content": "<s>", "lstrip": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "older"),
+    [
+        ({"eos_token": "</s>"}, {"eos_token": "<think>"}),
+        ({"eos_token": "</s>", "added_tokens_decoder": {}}, {"eos_token": "<think>"}),
+        ({"eos_token": None, "bos_token": None}, {"eos_token": "</s>"}),
+        ({"eos_token": None, "added_tokens_decoder": {}}, {"eos_token": "</s>"}),
+        ({}, {"eos_token": {"content": "</s>", "lstrip": False}, "bos_token": "<s>"}),
+        ({"bos_token": TOKEN, "image_token": "<think>"}, {}),
+        ({"extra_special_tokens": {"image_token": "<think>", "turn": "</s>"}}, {}),
+    ],
+)
+def test_which_file_names_the_special_tokens(tmp_path: Path, config: dict[str, Any], older: dict[str, Any]) -> None:
+    from transformers import AutoTokenizer
+
+    names = ("bos_token", "eos_token", "pad_token", "image_token", "turn")
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config |= {"chat_template": "".join(f"{{{{ {name} }}}} in {name};" for name in names)}
+    folder_with(tmp_path, small.llama(), config)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    want = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(USER, tokenize=False)
+    assert TextTokenizer.from_folder(tmp_path).render_chat(USER) == want
+
+
 def test_where_chat_templates_are_found(tmp_path: Path) -> None:
     def rendered(config: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> str:
         return TextTokenizer.from_folder(folder_with(tmp_path, small.llama(), config)).render_chat(USER, tools)
@@ -122,6 +149,8 @@ def test_where_chat_templates_are_found(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "list"}, {"name": "tool_use", "template": "tools"}]
     assert rendered({"chat_template": named}) == "list"
     assert rendered({"chat_template": named}, [{}]) == "tools"
+    by_name = {entry["name"]: entry["template"] for entry in named}
+    assert [rendered({"chat_template": by_name}, tools) for tools in (None, [{}])] == ["list", "tools"]
     (tmp_path / "chat_template.jinja").write_text("jinja 世")
     assert rendered({"chat_template": named}, [{}]) == "jinja 世"
     (tmp_path / "additional_chat_templates").mkdir()
@@ -145,6 +174,38 @@ def test_folders_without_a_usable_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.model cannot be converted") as caught:
         TextTokenizer.from_folder(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"chat_template": [{"template": "x"}]}, r"chat_template in .*tokenizer_config\.json .*`name`"),
+        ({"chat_template": ["x"]}, r"chat_template in .*tokenizer_config\.json"),
+        ({"chat_template": {"default": 3}}, r"chat_template in .*tokenizer_config\.json"),
+        ({"chat_template": 3}, r"chat_template in .*tokenizer_config\.json"),
+        ({"added_tokens_decoder": {"900": {"special": True}}}, r"tokenizer_config\.json .*`content`"),
+        ({"added_tokens_decoder": {"x": {"content": "a"}}}, r"tokenizer_config\.json has no valid added_tokens"),
+        ({"added_tokens_decoder": ["a"]}, r"tokenizer_config\.json has no valid added_tokens"),
+        ({"added_tokens_decoder": {"1": "</s>"}}, r"tokenizer_config\.json has no valid added_tokens"),
+        ({"added_tokens_decoder": {"900": {"content": "<X>"}}}, r"tokenizer_config\.json gives the token '<X>'"),
+    ],
+)
+def test_malformed_configurations(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    folder = folder_with(tmp_path, small.byte_level(), config)
+    with pytest.raises(ConfigError, match=message):
+        TextTokenizer.from_folder(folder)
+    if "no valid" in message:
+        with pytest.raises(ConfigError, match=message):
+            load_decoder(folder)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"])
+def test_a_template_that_is_not_utf_8(tmp_path: Path, name: str) -> None:
+    folder_with(tmp_path, small.llama())
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=rf"{name} is not UTF-8"):
+        TextTokenizer.from_folder(tmp_path)
 
 
 def test_conversion_of_a_folder_without_tokenizer_json(tmp_path: Path) -> None:

@@ -9,13 +9,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from minisgl.config import ConfigError, ServerConfig
 from minisgl.parsers.select import Parsers
 
 
 def load_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, over the older special_tokens_map.json; empty if there is neither."""
-    return _load_json(folder / "special_tokens_map.json") | _load_json(folder / "tokenizer_config.json")
+    """tokenizer_config.json; empty if there is none.
+
+    As in transformers, special_tokens_map.json goes over it, unless it is of the newer kind that lists added tokens.
+    """
+    config = _load_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in config:
+        return config
+    named = _load_json(folder / "special_tokens_map.json")
+    return config | {name: value for name, value in named.items() if value is not None}
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -43,20 +52,41 @@ def _text_of(token: Any) -> str | None:
 def chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """The folder's chat templates by name. A single one is called "default"; empty if the model has none."""
     templates: dict[str, str] = {}
-    for configured in (
-        _load_json(folder / "chat_template.json").get("chat_template"),
-        config.get("chat_template"),
+    for name, configured in (
+        ("chat_template.json", _load_json(folder / "chat_template.json").get("chat_template")),
+        ("tokenizer_config.json", config.get("chat_template")),
     ):
-        if isinstance(configured, str):
-            templates = {"default": configured}
-        elif isinstance(configured, list):
-            templates = {entry["name"]: entry["template"] for entry in configured}
+        if configured is not None:
+            templates = _named_templates(configured, folder / name)
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     if files:  # files of their own replace what the configuration says
-        templates = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+        templates = {name: _read(path) for name, path in files.items()}
     return templates
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
+def _named_templates(configured: Any, path: Path) -> dict[str, str]:
+    """The value of chat_template: one text, texts by name, or a list of them with their names."""
+    try:
+        found = msgspec.convert(configured, type=str | dict[str, str] | list[_NamedTemplate])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"chat_template in {path} is not one: {error}") from error
+    if isinstance(found, str):
+        return {"default": found}
+    return found if isinstance(found, dict) else {entry.name: entry.template for entry in found}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error}") from error
 
 
 def model_parsers(config: ServerConfig) -> Parsers:
