@@ -10,6 +10,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from minisgl.distributed.group import SingleRank
@@ -67,6 +68,20 @@ def test_sharded_checkpoints(saved: Saved, kind: str, tmp_path: Path) -> None:
     for file in stored.iterdir():
         (linked / file.name).symlink_to(Path("..", "blobs", file.name))
     assert_same(load(linked), load(folder))
+
+
+def test_one_file_goes_before_an_index_that_was_left(saved: Saved, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, folder = saved("llama")
+    make_model("llama", num_hidden_layers=1).save_pretrained(tmp_path, max_shard_size="40KB")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(theirs.model.norm.weight, model.model.norm.weight)
+    assert_same(load(tmp_path), load(folder))
+    next(tmp_path.glob("model-*.safetensors")).unlink()
+    assert_same(load(tmp_path), load(folder))
 
 
 def test_experts_stacked_as_transformers_holds_them(saved: Saved, tmp_path: Path) -> None:
@@ -174,6 +189,7 @@ def test_missing_and_broken_files(saved: Saved, tmp_path: Path) -> None:
     with pytest.raises(WeightError, match="is not a readable safetensors file"):
         load(tmp_path)
 
+    (tmp_path / "model.safetensors").unlink()
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     first = min(tmp_path.glob("model-*.safetensors"))
     first.unlink()
@@ -244,14 +260,27 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 def test_hub_ids_are_downloaded_with_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = []
 
-    def download(name: str, *, allow_patterns: list[str]) -> str:
-        calls.append((name, "*.safetensors" in allow_patterns, "*.json" in allow_patterns))
+    def download(name: str, **patterns: list[str]) -> str:
+        calls.append((name, *filter_repo_objects(REPOSITORY, **patterns)))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(UnsupportedModel, match=r"owner/name came without safetensors; .*\.bin, "):
+        resolve_model("owner/name")
+    (tmp_path / "model-00001-of-00001.safetensors").touch()
     assert resolve_model("owner/name") == tmp_path
     assert resolve_model("gpt2", weights=False) == tmp_path
-    assert calls == [("owner/name", True, True), ("gpt2", False, True)]
+    small = [name for name in REPOSITORY[:8] if not name.endswith(".safetensors")]
+    assert calls == [("owner/name", *REPOSITORY[:8])] * 2 + [("gpt2", *small)]
+
+
+REPOSITORY = [
+    *("config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"),
+    *("tokenizer.model", "merges.txt", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
+    # and what is left where it is
+    *("consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "pytorch_model.bin", "README.md"),
+    *("original/params.json", "original/tokenizer.model", "fp8/model.safetensors", "a/b/merges.txt"),
+]
 
 
 def test_hub_errors_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,12 @@ from minisgl.models.demo import DEMO_MODEL, demo_folder
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _CONFIG_AND_TOKENIZER = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_WEIGHTS = "*.safetensors"
+# "*" crosses "/". Only templates are in sub-folders, which else hold a model again: another format, a training's steps.
+_IGNORED = [
+    *(f"*/{pattern}" for pattern in (*_CONFIG_AND_TOKENIZER, _WEIGHTS) if pattern != "*.jinja"),
+    "consolidated*.safetensors",
+]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -46,9 +52,9 @@ def _download(name: str, weights: bool) -> Path:
         RepositoryNotFoundError,
     )
 
-    patterns = [*_CONFIG_AND_TOKENIZER, "*.safetensors"] if weights else _CONFIG_AND_TOKENIZER
+    patterns = [*_CONFIG_AND_TOKENIZER, _WEIGHTS] if weights else _CONFIG_AND_TOKENIZER
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_IGNORED))
     except GatedRepoError as error:
         raise UnsupportedModel(
             f"model {name} is gated: ask for access on its hub page and log in with `hf auth login`"
@@ -66,10 +72,18 @@ def _download(name: str, weights: bool) -> Path:
     except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UnsupportedModel(f"model {name} could not be downloaded: {reason}") from error
+    if weights and not any(folder.glob(_WEIGHTS)):
+        raise UnsupportedModel(
+            f"model {name} came without safetensors; weights in other formats (.bin, .gguf) are not downloaded: "
+            "convert them to safetensors"
+        )
+    return folder
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder. Raises WeightError if there are none or one is missing."""
+    if (folder / SINGLE).is_file():  # before an index, as transformers does: models saved anew leave the old one there
+        return [folder / SINGLE]
     index = folder / INDEX
     if index.is_file():
         try:
@@ -82,8 +96,6 @@ def checkpoint_files(folder: Path) -> list[Path]:
         if missing:
             raise WeightError(f"{folder} lacks {some(missing)}, named by {INDEX}")
         return [folder / name for name in names]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
     others = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.gguf"))
     hint = f" ({others[0]} is not supported: convert it to safetensors)" if others else ""
     raise WeightError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
