@@ -343,6 +343,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         "partial_rotary_factor 0.5",
     ),
+    "dual chunk attention": (
+        {"dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192}},
+        "dual_chunk_attention_config",
+    ),
     "softcap": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
     "final softcap": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
     "multipliers": ({"embedding_multiplier": 12.0}, "embedding_multiplier 12.0"),
@@ -451,12 +455,29 @@ def test_rope_scalings() -> None:
     assert scaling(rope_type="yarn", factor=4.0, attention_factor=1.5, **length).attention_factor == 1.5
 
 
+def test_yarn_makes_the_context_longer_than_the_file_says() -> None:
+    def context(raw: dict[str, Any] = QWEN3_0_6B, **rope: Any) -> int:
+        return parse_config({**raw, "rope_scaling": {"rope_type": "yarn", **rope}}).max_position_embeddings
+
+    assert context(factor=4.0, original_max_position_embeddings=32768) == 131072  # as on Qwen's model cards
+    assert context({**QWEN3_0_6B, "original_max_position_embeddings": 32768}, factor=4.0) == 131072
+    assert context(factor=1.1, original_max_position_embeddings=32768) == 40960
+    assert context(factor=None, original_max_position_embeddings=30000) == 40960
+    assert context(factor=4.0) == 40960
+    assert context(rope_type="linear", factor=4.0, original_max_position_embeddings=32768) == 40960
+    windows = {**MISTRAL_7B_V1, "sliding_window": 40000}  # more than the file says, less than the context
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert parse_config({**windows, "rope_scaling": yarn}).windows == (40000,) * 32
+
+
 def test_lesson_18_eos_ids_of_both_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3_0_6B, "eos_token_id": 151645}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643]}))
     assert load_model_config(tmp_path).eos_token_ids == (151645, 151643)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151643, 151936]}))
     assert load_model_config(tmp_path).eos_token_ids == (151645, 151643)  # the model does not have the last
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 151643]}))
+    assert load_model_config(tmp_path).eos_token_ids == (151645, 151643)  # -1 is none
 
 
 def test_unreadable_folders(tmp_path: Path) -> None:

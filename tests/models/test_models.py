@@ -16,7 +16,7 @@ from minisgl.layers.decoder import CausalLM
 from minisgl.models.build import load_model
 from minisgl.models.config import load_model_config
 from models.harness import Harness
-from models.tiny import FAMILIES, VOCAB, WINDOW
+from models.tiny import FAMILIES, VOCAB, WINDOW, YARN_ROPE, make_model
 
 CPU = torch.device("cpu")
 Saved = Callable[[str], tuple[Any, Path]]
@@ -47,6 +47,18 @@ def test_whole_prompt_in_one_step(saved: Saved, kind: str) -> None:
     tokens = prompt(150)
     harness = Harness(load(folder))
     assert_close(harness.step([(harness.add(tokens), 150)], every_token=True), oracle(theirs, tokens))
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("qwen3", {}), ("mistral-window", {"sliding_window": 80})])
+def test_yarn_beyond_the_positions_that_the_file_names(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+    rope = {**YARN_ROPE, "factor": 4.0, "original_max_position_embeddings": 48}
+    theirs = make_model(kind, rope_parameters=rope, max_position_embeddings=60, **changes)
+    theirs.save_pretrained(tmp_path)
+    ours = load(tmp_path)
+    assert ours.config.max_position_embeddings == 192
+    tokens = prompt(190)
+    harness = Harness(ours)
+    assert_close(harness.step([(harness.add(tokens), 190)], every_token=True), oracle(theirs, tokens))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -93,7 +93,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope: RopeConfig
-    max_position_embeddings: int
+    max_position_embeddings: int  # the context length: with YaRN, config.json may have less
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
@@ -150,6 +150,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "logits_scaling": 1,
     "logit_scale": 1,
     "attention_chunk_size": None,
+    "dual_chunk_attention_config": None,
     "no_rope_layers": None,
     "use_qk_norm": False,
     "qk_layernorm": False,
@@ -196,6 +197,8 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     vocab_size = _count(raw, "vocab_size")
     num_layers = _count(raw, "num_hidden_layers")
     max_positions = _count(raw, "max_position_embeddings")
+    rope = _rope(raw, max_positions)
+    context_len = _context_len(raw, rope, max_positions)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -206,16 +209,16 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
-        rope=_rope(raw, max_positions),
-        max_position_embeddings=max_positions,
+        rope=rope,
+        max_position_embeddings=context_len,
         tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
         attention_bias=_flag(raw, "attention_bias"),
         mlp_bias=_flag(raw, "mlp_bias"),
         dtype=_dtype(raw),
         initializer_range=_number(raw, "initializer_range", 0.02),
-        # Ids beyond the vocabulary, which some tokenizers have, are never generated.
-        eos_token_ids=tuple(token for token in _eos(raw, generation or {}) if token < vocab_size),
-        windows=_windows(raw, family, num_layers, max_positions),
+        # Ids beyond the vocabulary, which some tokenizers have, are never generated; -1 means that there is none.
+        eos_token_ids=tuple(token for token in _eos(raw, generation or {}) if 0 <= token < vocab_size),
+        windows=_windows(raw, family, num_layers, context_len),
         moe=_moe(raw, family, num_layers),
     )
 
@@ -231,11 +234,16 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     raise UnsupportedModel(f"architecture {', '.join(map(str, names))} is not supported; known are {known}")
 
 
-def _rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
+def _rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     # transformers 5 has all in rope_parameters; before, rope_theta stood outside and rope_scaling could be null.
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UnsupportedModel(f"rope_scaling must be an object, not {_brief(rope)}")
+    return rope
+
+
+def _rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    rope = _rope_parameters(raw)
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedModel(f"rope parameters by layer type ({', '.join(rope)}) are not supported")
     if rope.get("partial_rotary_factor") not in (None, 1):
@@ -304,6 +312,14 @@ def _yarn(rope: Mapping[str, Any], original: int, max_positions: int) -> YarnSca
             f"rope type yarn needs beta_fast ({scaling.beta_fast}) not below beta_slow ({scaling.beta_slow})"
         )
     return scaling
+
+
+def _context_len(raw: Mapping[str, Any], rope: RopeConfig, max_positions: int) -> int:
+    """YaRN as Qwen's model cards have it added leaves max_position_embeddings what it was without."""
+    named = any(keys.get("original_max_position_embeddings") for keys in (raw, _rope_parameters(raw)))
+    if isinstance(rope.scaling, YarnScaling) and named:
+        return max(max_positions, int(rope.scaling.factor * rope.scaling.original_max_positions))
+    return max_positions
 
 
 def _windows(raw: Mapping[str, Any], family: Family, num_layers: int, max_positions: int) -> tuple[int | None, ...]:
