@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 from minisgl.config import ConfigError
+from minisgl.models import beside
 from minisgl.models.registry import FAMILIES, Family
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -163,17 +164,22 @@ _EXPERTS = ("num_experts", "num_local_experts")  # one key under two names; tran
 
 
 def load_model_config(folder: Path) -> ModelConfig:
-    """Read config.json and, if it is there, generation_config.json. Raises UnsupportedModel."""
+    """Read config.json and, if they are there, what other files add to it. Raises UnsupportedModel."""
     if not folder.is_dir():
         raise UnsupportedModel(f"{folder} is not a folder")
     if not (folder / "config.json").is_file():
         raise UnsupportedModel(f"{folder} has no config.json")
+    raw = _read_json(folder / "config.json")
+    if not (raw.get("dtype") or raw.get("torch_dtype")):
+        raw = {**raw, "dtype": beside.checkpoint_dtype(folder)}
     generation = folder / "generation_config.json"
-    return parse_config(_read_json(folder / "config.json"), _read_json(generation) if generation.is_file() else {})
+    return parse_config(raw, _read_json(generation) if generation.is_file() else {}, beside.tokenizer_eos(folder))
 
 
-def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-    """The same from the two files' contents; takes the keys of transformers 4 and of 5."""
+def parse_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, tokenizer_eos: int | None = None
+) -> ModelConfig:
+    """The same from the two files' contents and the tokenizer's eos_token; takes keys of transformers 4 and of 5."""
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
     raw = {**family.defaults, **raw}
@@ -217,7 +223,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         dtype=_dtype(raw),
         initializer_range=_number(raw, "initializer_range", 0.02),
         # Ids beyond the vocabulary, which some tokenizers have, are never generated; -1 means that there is none.
-        eos_token_ids=tuple(token for token in _eos(raw, generation or {}) if 0 <= token < vocab_size),
+        eos_token_ids=tuple(token for token in _eos(raw, generation or {}, tokenizer_eos) if 0 <= token < vocab_size),
         windows=_windows(raw, family, num_layers, context_len),
         moe=_moe(raw, family, num_layers),
     )
@@ -383,9 +389,10 @@ def _dtype(raw: Mapping[str, Any]) -> DTypeName:
     return cast(DTypeName, name)
 
 
-def _eos(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+def _eos(raw: Mapping[str, Any], generation: Mapping[str, Any], tokenizer_eos: int | None) -> tuple[int, ...]:
+    """Whatever ends an answer in any of the files, as vLLM and SGLang have it."""
     ids: list[int] = []
-    for source in (raw, generation):
+    for source in (raw, generation, {"eos_token_id": tokenizer_eos}):
         value = source.get("eos_token_id")
         for item in value if isinstance(value, list) else [value]:
             if item is None:

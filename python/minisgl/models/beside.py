@@ -1,0 +1,71 @@
+"""What a model's other files say where config.json is silent. Pure: neither torch nor the tokenizer's libraries.
+
+A file that is not there or cannot be read says nothing here; what needs it will name it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from minisgl.config import ConfigError
+from minisgl.tokenizer.folder import load_tokenizer_config, special_tokens
+
+MAX_HEADER = 100_000_000  # bytes, as safetensors has it
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def checkpoint_dtype(folder: Path) -> str | None:
+    """The dtype of the checkpoint's first floating tensor by name, which transformers takes if config.json has none."""
+    files = [folder / "model.safetensors", *sorted(folder.glob("model-*.safetensors"))]
+    path = next((path for path in files if path.is_file()), None)
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header: dict[str, dict[str, Any]] = json.loads(file.read(min(length, MAX_HEADER)))
+        found = [tensor["dtype"] for name, tensor in sorted(header.items()) if name != "__metadata__"]
+        return next((_DTYPES[name] for name in found if name in _DTYPES), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+class _Token(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerJson(msgspec.Struct):
+    model: msgspec.Raw  # megabytes, rarely looked into
+    added_tokens: list[_Token] = []
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]]
+
+
+def tokenizer_eos(folder: Path) -> int | None:
+    """The id of the tokenizer's eos_token. Some folders name there alone what ends a turn."""
+    try:
+        config = load_tokenizer_config(folder)
+        text = special_tokens(config).get("eos_token")
+        if text is None:
+            return None
+        listed = config.get("added_tokens_decoder")
+        for token_id, token in listed.items() if isinstance(listed, dict) else ():
+            if isinstance(token, dict) and token.get("content") == text and token_id.isdecimal():
+                return int(token_id)
+        content = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_TokenizerJson)
+        for added in content.added_tokens:
+            if added.content == text:
+                return added.id
+        vocabulary = msgspec.json.decode(content.model, type=_Model).vocab
+    except (OSError, ConfigError, msgspec.DecodeError):
+        return None
+    if isinstance(vocabulary, dict):
+        return vocabulary.get(text)
+    return next((index for index, (piece, _) in enumerate(vocabulary) if piece == text), None)
