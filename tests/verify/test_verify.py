@@ -142,6 +142,37 @@ def test_what_cannot_be_compared_is_said_in_one_line(tmp_path: Path, capsys: pyt
     assert "transformers cannot load" in capsys.readouterr().err
 
 
+def test_weights_that_transformers_cannot_load_are_no_difference(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cut(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.norm.weight"] = weights["model.norm.weight"][:-1].clone()
+
+    assert main([str(tiny), "--reference", str(changed(tiny, tmp_path / "cut", cut)), *QUICK]) == 2
+    assert "error: transformers cannot load" in (err := capsys.readouterr().err)
+    assert err.count("\n") == 1
+    shutil.copytree(tiny, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"x" * 16)
+    assert main([str(tiny), "--reference", str(tmp_path / "broken"), *QUICK]) == 2
+    assert "error: transformers cannot load" in capsys.readouterr().err
+
+
+def test_a_reference_with_a_smaller_vocabulary_is_no_difference(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model("qwen3", num_hidden_layers=3, vocab_size=50).save_pretrained(tmp_path)
+    assert main([str(tiny), "--reference", str(tmp_path), *QUICK]) == 2
+    assert "error: transformers cannot run" in capsys.readouterr().err
+
+
+def test_experts_of_a_width_that_grouped_products_refuse(
+    tmp_path: Path, verify: Callable[..., tuple[int, dict[str, Any]]]
+) -> None:
+    make_model("qwen3-moe", moe_intermediate_size=17).save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path, VOCAB)
+    assert verify(str(tmp_path))[0] == 0
+
+
 def test_prompts_fit_and_share_a_beginning() -> None:
     prompts = make_prompts(lambda text: list(text.encode()), vocab_size=256, max_len=230)
     assert [len(prompt.tokens) for prompt in prompts] == [1, 7, 17, 32, 63, 65, 90, 129, 200, 230, 225, 230]

@@ -58,7 +58,7 @@ def ask_transformers(
     scratch: Path,
     progress: Callable[[], object],
 ) -> Answers:
-    """Raises ConfigError if transformers cannot load the model. `scratch` is a folder for the logits."""
+    """Raises ConfigError if transformers cannot load or run the model. `scratch` is a folder for the logits."""
     model = _load(folder, dtype, device)
     expected = []
     try:
@@ -70,6 +70,8 @@ def ask_transformers(
         # The last of them has gone through the final norm; the logits tell of it.
         hidden = [_host(states[0, -TRACED:]) for states in out.hidden_states[:-1]]
         return Answers(expected, traced, hidden)
+    except (RuntimeError, IndexError) as error:  # out of memory, a smaller vocabulary
+        raise ConfigError(f"transformers cannot run {folder}: {_line(error)}") from error
     finally:
         del model
         gc.collect()
@@ -78,6 +80,7 @@ def ask_transformers(
 
 
 def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -86,11 +89,19 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, attn_implementation="eager", local_files_only=True
+            str(folder),
+            dtype=dtype,
+            attn_implementation="eager",
+            experts_implementation="eager",  # grouped products want rows of multiples of 16 bytes
+            local_files_only=True,
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"transformers cannot load {folder}: {' '.join(str(error).split())}") from error
-    return model.to(device).eval()
+        return model.to(device).eval()
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"transformers cannot load {folder}: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _answer(model: Any, prompt: Prompt, new_tokens: int, device: torch.device, file: Path) -> Expected:
