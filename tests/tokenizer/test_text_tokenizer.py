@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -174,6 +175,14 @@ def test_folders_without_a_usable_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.model cannot be converted") as caught:
         TextTokenizer.from_folder(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sentencepiece") is not None, reason="sentencepiece is installed")
+def test_the_packages_that_sentencepiece_models_take_are_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(ConfigError, match=r"tokenizer\.model cannot be converted: .*pip install sentencepiece"):
+        TextTokenizer.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

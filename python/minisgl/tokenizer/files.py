@@ -6,6 +6,7 @@ and imported only then.
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ CONVERTIBLE = (
     "vocab.json",
     "vocab.txt",
 )
+SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}  # module: package
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -129,4 +131,20 @@ def _convert(folder: Path) -> Tokenizer:
         return Tokenizer.from_str(converted.backend_tokenizer.to_str())
     except Exception as error:  # whatever transformers and the converters under it raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if _is_sentencepiece(folder / found[0]) and (lacking := [name for name in SENTENCEPIECE if not _has(name)]):
+            packages = " ".join(SENTENCEPIECE[name] for name in lacking)
+            reason = f"this takes packages that are not installed (pip install {packages})"
         raise ConfigError(f"{folder} has no tokenizer.json, and {found[0]} cannot be converted: {reason}") from error
+
+
+def _is_sentencepiece(path: Path) -> bool:
+    """A serialized message that begins with its first field, where tiktoken has lines of text."""
+    with path.open("rb") as file:
+        return file.read(1) == b"\n"
+
+
+def _has(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
