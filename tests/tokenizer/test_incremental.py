@@ -183,9 +183,9 @@ def test_a_long_run_of_empty_tokens_costs_nothing() -> None:
     empty = tokenizer.token_to_id("")
     assert empty is not None
     stream = decoder.stream(True)
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert "".join(stream.feed(empty) for _ in range(20_000)) == ""
-    assert time.perf_counter() - begin < 2.0
+    assert time.process_time() - begin < 2.0
 
 
 def test_unknown_decoders_are_refused_by_name() -> None:

@@ -87,8 +87,8 @@ def test_the_worst_stop_strings_are_cheap() -> None:
     """As many and as long as allowed, and text that almost matches all the time."""
     stops = tuple("a" * (MAX_STOP_STRING_CHARS - 1 - i) + "b" for i in range(MAX_STOP_STRINGS))
     matcher = StopMatcher(stops)
-    begin = time.perf_counter()
+    begin = time.process_time()
     for _ in range(500):
         assert matcher.feed("aaaa")[1] is None
         matcher.feed("ac")
-    assert time.perf_counter() - begin < 2.0
+    assert time.process_time() - begin < 2.0
