@@ -260,12 +260,16 @@ def test_an_offer_to_speak_http_2(server: RunningServer) -> None:
     assert client.read_all().startswith(b"HTTP/1.1 200 ")
 
 
-def http_1_0(server: RunningServer, line: str, body: dict[str, object], headers: str = "") -> tuple[str, str]:
-    """The head and the body of the answer."""
+def ask_in_http_1_0(server: RunningServer, line: str, body: dict[str, object], headers: str = "") -> RawClient:
     client = RawClient(server.port)
     data = json.dumps(body)
     client.socket.sendall(f"{line} HTTP/1.0\r\n{headers}content-length: {len(data)}\r\n\r\n{data}".encode())
-    head, _, answered = client.read_all().decode().partition("\r\n\r\n")
+    return client
+
+
+def http_1_0(server: RunningServer, line: str, body: dict[str, object], headers: str = "") -> tuple[str, str]:
+    """The head and the body of the answer."""
+    head, _, answered = ask_in_http_1_0(server, line, body, headers).read_all().decode().partition("\r\n\r\n")
     assert "transfer-encoding" not in head
     assert "connection: close" in head
     return head, answered
@@ -275,14 +279,23 @@ def http_1_0(server: RunningServer, line: str, body: dict[str, object], headers:
 def test_a_stream_to_a_client_of_http_1_0(server: RunningServer, headers: str) -> None:
     """It knows no chunks: the stream is bare, and ends with the connection."""
     fields = {"stream": True, "max_tokens": 30}
-    for path, prompt in (("/v1/completions", "hello"), ("/generate", "big hello"), ("/v1/completions", "fail")):
+    for path, prompt in (("/v1/completions", "hello"), ("/generate", "big hello")):
         head, body = http_1_0(server, f"POST {path}", {"prompt": prompt, **fields}, headers)
         assert head.startswith("HTTP/1.1 200 ")
         assert body.endswith("data: [DONE]\n\n")
         assert all(line.startswith("data: ") for line in body.split("\n") if line)
-        assert ("the generation failed" in body) == (prompt == "fail")
         expected = server.post(path, json={"prompt": prompt, **fields}).text
         assert "".join(texts(body)) == "".join(texts(expected))
+
+
+def test_an_error_in_a_stream_to_a_client_of_http_1_0(server: RunningServer) -> None:
+    client = ask_in_http_1_0(server, "POST /v1/completions", {"prompt": "endless", "stream": True})
+    begun = client.read_until(b"data: ")
+    assert server.post("/abort", json={"all": True}).json() == {"aborted": 1}
+    body = (begun + client.read_all()).partition(b"\r\n\r\n")[2].decode()
+    events = parse_events(body)
+    assert "error" in events[-1]
+    assert not any("error" in event for event in events[:-1])
 
 
 def texts(body: str) -> list[str]:
