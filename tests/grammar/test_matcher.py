@@ -269,6 +269,23 @@ def test_an_automaton_that_many_requests_have_filled_is_replaced(
     assert len(used) > len(mask)
 
 
+def test_a_long_answer_goes_on_with_a_new_automaton(drawer: Drawer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has so far is more than llguidance follows in one go."""
+    limits = LLParserLimits(max_lexer_states=50_000, precompute_large_lexemes=False, verbose_errors=False)
+    monkeypatch.setattr(matcher_module, "PARSER_LIMITS", limits)
+    tokenizer = drawer.tokenizer
+    matchers = GrammarMatchers(
+        lambda: tokenizer, vocab_size=tokenizer.get_vocab_size(), eos_token_ids=ids_of(drawer, EOS)
+    )
+    matcher, rng = matchers.start(SamplingParams(grammar=MANY_STATES)), np.random.default_rng(0)
+    first, letters = matcher.automaton, ids_of(drawer, "a", "b")
+    mask = np.zeros((1, -(-tokenizer.get_vocab_size() // 32)), dtype=np.int32)
+    for _ in range(36_000):
+        matchers.fill(mask, [matcher])
+        assert matchers.advance([matcher], rng.choice(letters, 1).astype(np.int32)) == [Progress.OPEN]
+    assert matcher.automaton is not first
+
+
 def test_a_grammar_that_fills_an_automaton_alone_fails(drawer: Drawer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not end as if it were complete."""
     limits = LLParserLimits(max_lexer_states=60, precompute_large_lexemes=False, verbose_errors=False)
@@ -298,6 +315,7 @@ def test_a_grammar_that_fills_an_automaton_alone_fails(drawer: Drawer, monkeypat
         ("lark", 'start: "<think>"'),
         ("json_schema", r'{"const": "\u003cthink>"}'),
         ("regex", r"\x3cthink>"),
+        ("regex", r"\x{3c}think\x3e"),
         ("regex", "<thi(nk>)"),
         ("ebnf", 'root ::= "<th" "ink>"'),
     ],

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_AUTOMATA = 256  # that are kept for requests to come
 MAX_THREADS = 16  # that fill masks
 MAX_COMPILERS = 8  # threads
+REPLAYED_TOKENS = 256  # at a time
 REPLACEMENTS = 2  # of a request's automaton in one step: the first may be full by then
 
 T = TypeVar("T")
@@ -84,8 +85,10 @@ class GrammarMatcher:
         self.automaton.users.discard(self)
         self.automaton, self._followed = automaton, None
         automaton.users.add(self)
-        if self.followed is not None:
-            self.followed.consume_tokens(self._tokens)
+        for start in range(0, len(self._tokens), REPLAYED_TOKENS):
+            if self.followed is not None:
+                self.followed.consume_tokens(self._tokens[start : start + REPLAYED_TOKENS])
+                self.followed.compute_bitmask()  # renews what llguidance allows to be done without one
 
     def advance(self, token: int) -> Progress:
         """Move on by a token."""

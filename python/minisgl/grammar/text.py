@@ -32,7 +32,7 @@ SCHEMA_OPTIONS: JsonCompileOptions = {
     "lenient": False,
 }
 
-_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})|\\x\{?([0-9a-fA-F]{2,5})\}?")  # of JSON, and of regular expressions
+_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|\\x\{([0-9a-fA-F]{1,5})\}")  # of JSON, of expressions
 _NOTATION = re.compile(r"[\\\"'/()\[\]{}|?*+\s]")
 
 
@@ -82,7 +82,7 @@ def names_any(grammar: Grammar, special_tokens: Iterable[str]) -> bool:
 
 def _letters(text: str) -> str:
     """Without what notations put between the letters of a text that they demand, and without escapes."""
-    return _NOTATION.sub("", _ESCAPE.sub(lambda found: chr(int(found[1] or found[2], 16)), text))
+    return _NOTATION.sub("", _ESCAPE.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), text))
 
 
 def lark_rule(name: str, grammar: Grammar) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Collection, Mapping
 from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
-# What one mask may cost, and an automaton hold: a kilobyte and more a state. llguidance calls what goes beyond it too
-# complex.
-PARSER_LIMITS = LLParserLimits(max_lexer_states=50_000, precompute_large_lexemes=False, verbose_errors=False)
+# What one mask may cost, and an automaton hold. llguidance calls what goes beyond it too complex.
+PARSER_LIMITS = LLParserLimits(precompute_large_lexemes=False, verbose_errors=False)
 
 
 def model_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
