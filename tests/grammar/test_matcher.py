@@ -10,7 +10,7 @@ from llguidance import LLParserLimits
 from tokenizers import Tokenizer, models
 
 from grammar.drawing import EOS, Drawer, filled
-from minisgl.core import Grammar, InvalidRequest, SamplingParams
+from minisgl.core import Grammar, Int32Array, InvalidRequest, SamplingParams
 from minisgl.grammar import matcher as matcher_module
 from minisgl.grammar.matcher import MAX_AUTOMATA, GrammarMatcher, GrammarMatchers
 from minisgl.grammar.text import lark_rule
@@ -246,17 +246,25 @@ def test_grammars_may_name_the_models_special_tokens() -> None:
 MANY_STATES = Grammar("regex", "[ab]*a[ab]{16}c")  # each text so far is another state
 
 
+def small_automata(drawer: Drawer, monkeypatch: pytest.MonkeyPatch, states: int) -> GrammarMatchers:
+    """Matchers whose automata hold so many states."""
+    limits = LLParserLimits(max_lexer_states=states, precompute_large_lexemes=False, verbose_errors=False)
+    monkeypatch.setattr(matcher_module, "PARSER_LIMITS", limits)
+    tokenizer = drawer.tokenizer
+    return GrammarMatchers(lambda: tokenizer, vocab_size=tokenizer.get_vocab_size(), eos_token_ids=ids_of(drawer, EOS))
+
+
+def masks(drawer: Drawer, rows: int) -> Int32Array:
+    return np.zeros((rows, -(-drawer.tokenizer.get_vocab_size() // 32)), dtype=np.int32)
+
+
 def test_an_automaton_that_many_requests_have_filled_is_replaced(
     drawer: Drawer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = LLParserLimits(max_lexer_states=1000, precompute_large_lexemes=False, verbose_errors=False)
-    monkeypatch.setattr(matcher_module, "PARSER_LIMITS", limits)
-    matchers = GrammarMatchers(
-        lambda: drawer.tokenizer, vocab_size=drawer.tokenizer.get_vocab_size(), eos_token_ids=ids_of(drawer, EOS)
-    )
+    matchers = small_automata(drawer, monkeypatch, 1000)
     sampling, rng = SamplingParams(grammar=MANY_STATES), np.random.default_rng(0)
     letters = ids_of(drawer, "a", "b")
-    mask = np.zeros((3, -(-drawer.tokenizer.get_vocab_size() // 32)), dtype=np.int32)
+    mask = masks(drawer, 3)
     used = set()
     for _ in range(10):
         several = [matchers.start(sampling) for _ in mask]
@@ -271,15 +279,10 @@ def test_an_automaton_that_many_requests_have_filled_is_replaced(
 
 def test_a_long_answer_goes_on_with_a_new_automaton(drawer: Drawer, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has so far is more than llguidance follows in one go."""
-    limits = LLParserLimits(max_lexer_states=50_000, precompute_large_lexemes=False, verbose_errors=False)
-    monkeypatch.setattr(matcher_module, "PARSER_LIMITS", limits)
-    tokenizer = drawer.tokenizer
-    matchers = GrammarMatchers(
-        lambda: tokenizer, vocab_size=tokenizer.get_vocab_size(), eos_token_ids=ids_of(drawer, EOS)
-    )
+    matchers = small_automata(drawer, monkeypatch, 50_000)
     matcher, rng = matchers.start(SamplingParams(grammar=MANY_STATES)), np.random.default_rng(0)
     first, letters = matcher.automaton, ids_of(drawer, "a", "b")
-    mask = np.zeros((1, -(-tokenizer.get_vocab_size() // 32)), dtype=np.int32)
+    mask = masks(drawer, 1)
     for _ in range(36_000):
         matchers.fill(mask, [matcher])
         assert matchers.advance([matcher], rng.choice(letters, 1).astype(np.int32)) == [Progress.OPEN]
@@ -288,14 +291,9 @@ def test_a_long_answer_goes_on_with_a_new_automaton(drawer: Drawer, monkeypatch:
 
 def test_a_grammar_that_fills_an_automaton_alone_fails(drawer: Drawer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not end as if it were complete."""
-    limits = LLParserLimits(max_lexer_states=60, precompute_large_lexemes=False, verbose_errors=False)
-    monkeypatch.setattr(matcher_module, "PARSER_LIMITS", limits)
-    tokenizer = drawer.tokenizer
-    matchers = GrammarMatchers(
-        lambda: tokenizer, vocab_size=tokenizer.get_vocab_size(), eos_token_ids=ids_of(drawer, EOS)
-    )
+    matchers = small_automata(drawer, monkeypatch, 60)
     matcher = matchers.start(SamplingParams(grammar=MANY_STATES))
-    mask = np.zeros((1, -(-tokenizer.get_vocab_size() // 32)), dtype=np.int32)
+    mask = masks(drawer, 1)
     rng = np.random.default_rng(0)
     for _ in range(100):
         matchers.fill(mask, [matcher])
