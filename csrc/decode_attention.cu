@@ -241,13 +241,15 @@ __device__ __forceinline__ void merge_chunks(T* to, const float* records, int ch
 
 // The unit of the index-th chunk that is not its row's first; false if there are not so many. For whole warps.
 __device__ __forceinline__ bool find_chunk(
-    Unit& unit, int index, const long long* slots, const int* lengths, int rows, int kv_heads, int window,
-    const Cutting& cutting) {
-  int left = index / kv_heads, lane = threadIdx.x & 31;
+    Unit& unit, int index, const int* lengths, int rows, int kv_heads, int window, const Cutting& cutting) {
+  int left = index / kv_heads, lane = threadIdx.x & 31, longest = 0;
+#pragma unroll 8
+  for (int row = lane; row < rows; row += 32) longest = max(longest, lengths[row]);  // all at once, for mostly none is cut
+  if (!__any_sync(0xffffffffu, longest / TILE >= 2 * cutting.least)) return false;
   unit.kv_head = index % kv_heads;
   for (int base = 0; base < rows; base += 32) {
     Unit at = {};
-    if (base + lane < rows) at.set_length(lengths[slots[base + lane]], window, cutting);
+    if (base + lane < rows) at.set_length(lengths[base + lane], window, cutting);
     int more = max(at.chunks - 1, 0), until = more;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -266,8 +268,9 @@ __device__ __forceinline__ bool find_chunk(
   return false;
 }
 
-// grid: (CLUSTER, KV heads, rows or more). `window`: positions a query sees, itself included; 0: all. `records` [rows * KV
-// heads, CLUSTER, max_chunks, RECORD]; `counters` [rows * KV heads, CLUSTER] are zero before and after.
+// grid: (CLUSTER, KV heads, rows or more). `lengths` [rows], the new token included. `window`: positions a query sees, itself
+// included; 0: all. `records` [rows * KV heads, CLUSTER, max_chunks, RECORD]; `counters` [rows * KV heads, CLUSTER] are zero
+// before and after.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_attention(
     const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride, int rows,
     const float* cos_sin, const T* q_norm, const T* k_norm, float eps, C* k_cache, C* v_cache, T* out, int window,
@@ -289,14 +292,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
   int index = (blockIdx.z - rows) * kv_heads + blockIdx.y;  // of the chunk that a helper takes
   do {
     if (helps) {
-      if (!find_chunk(unit, index, slots, lengths, rows, kv_heads, window, cutting)) return;
+      if (!find_chunk(unit, index, lengths, rows, kv_heads, window, cutting)) return;
       index += (gridDim.z - rows) * kv_heads;
     }
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block is there
     long long slot = slots[unit.row];
     cache.k = k_cache + unit.kv_head * HEAD_DIM, cache.v = v_cache + unit.kv_head * HEAD_DIM;
     cache.pages = page_table + slot * table_stride;
-    unit.set_length(lengths[slot], window, cutting);
+    unit.set_length(lengths[unit.row], window, cutting);
     int tile = unit.tile + part, tiles = unit.tiles;
     uint4 k[2][K_LOADS], v[4][V_LOADS];
     if (tile < tiles) {

@@ -51,7 +51,7 @@ class Step:
 
     def forward(self, window: int | None = None) -> Tensor:
         """With the new K and V stored in `caches`."""
-        rows = fused_decode(self.shape).rows(self.slots, self.all_lengths, self.page_table)
+        rows = fused_decode(self.shape).rows(self.slots, self.all_lengths[self.slots], self.page_table)
         return rows.forward(self.qkv, self.heads, self.caches[0], self.caches[1], window)
 
 

@@ -42,11 +42,11 @@ class FusedDecode:
         expected = {self._divide(rows).compiled_for for rows in range(1, max_rows + 1)}
         self._compiler.begin("decode_attention.cu", map(self._macros, expected))
 
-    def rows(self, slots: Tensor, lengths: Tensor, page_table: Tensor) -> FusedRows:
-        """slots [B] int64; lengths [slots] and page_table [slots, pages] int32, of the slots."""
+    def rows(self, slots: Tensor, kv_lens: Tensor, page_table: Tensor) -> FusedRows:
+        """slots [B] int64 and kv_lens [B] int32 of the rows; page_table [slots, pages] int32 of the slots."""
         division = self._divide(len(slots))
         kernel = self._kernel(division.compiled_for)
-        return FusedRows(kernel, division, self._records, self._counters, slots, lengths, page_table)
+        return FusedRows(kernel, division, self._records, self._counters, slots, kv_lens, page_table)
 
     def _divide(self, rows: int) -> Division:
         shape = self._shape
@@ -84,7 +84,7 @@ class FusedRows:
         records: Tensor,
         counters: Tensor,
         slots: Tensor,
-        lengths: Tensor,
+        kv_lens: Tensor,
         page_table: Tensor,
     ) -> None:
         self._kernel = kernel
@@ -92,7 +92,7 @@ class FusedRows:
         self._records = records
         self._counters = counters
         self._slots = slots
-        self._lengths = lengths
+        self._kv_lens = kv_lens
         self._page_table = page_table
 
     def forward(self, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, window: int | None) -> Tensor:
@@ -108,7 +108,7 @@ class FusedRows:
             division.warps * 32,
             qkv.data_ptr(),
             self._slots.data_ptr(),
-            self._lengths.data_ptr(),
+            self._kv_lens.data_ptr(),
             self._page_table.data_ptr(),
             np.int64(self._page_table.stride(0)),
             np.int32(rows),

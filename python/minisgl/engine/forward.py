@@ -190,6 +190,6 @@ class StepRunner:
             ops=self.ops,
             attention=self.attention,
             plan=attention.plan(inputs),
-            fused=self.fused.rows(slots, state.lengths, state.page_table) if self.fused else None,
+            fused=self.fused.rows(slots, made.kv_lens, state.page_table) if self.fused else None,
             logits=logits,
         )

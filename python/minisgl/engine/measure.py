@@ -38,6 +38,7 @@ def largest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
         new_pages=np.zeros((0, 3), dtype=np.int32),
         greedy=False,
         filtered=True,
+        processed=True,  # in a float32 copy of the logits
     )
 
 

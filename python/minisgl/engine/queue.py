@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Int32Array, Logprobs, StepLogprobs
+from minisgl.engine.landing import Landing, make_lander
 from minisgl.engine.logprobs import LogprobTensors
 
 T = TypeVar("T")
@@ -104,25 +105,17 @@ class CpuQueue:
         self._thread.shutdown()
 
 
-@dataclass(frozen=True, slots=True)
-class _Landing:
-    """Where a step's tokens arrive on the host, and what says that they are there."""
-
-    memory: Tensor  # [n] int32, pinned
-    done: torch.cuda.Event
-
-
 class _CudaTokens:
     """The host's copies. When the tokens have been read, the next step may land in their place."""
 
     def __init__(
         self,
-        landing: _Landing,
+        landing: Landing,
         count: int,
         logprobs: tuple[LogprobTensors, LogprobTensors] | None,
-        give_back: Callable[[_Landing], None],
+        give_back: Callable[[Landing], None],
     ) -> None:
-        self._landing: _Landing | None = landing
+        self._landing: Landing | None = landing
         self._tokens: Int32Array = landing.memory.numpy()[:count]
         self._logprobs = logprobs
         self._give_back = give_back
@@ -159,20 +152,21 @@ def _copy_logprobs(one: LogprobTensors) -> LogprobTensors:
 class CudaQueue:
     """A stream of its own, which makes itself the current one in a fraction of the time of `torch.cuda.stream`.
 
-    Tokens are copied to pinned memory behind the step; waiting for an event reads them.
+    Tokens land in pinned memory behind the step; waiting for an event reads them.
     """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._num_slots = num_slots  # of which a step samples
-        self._free: list[_Landing] = []
+        self._free: list[Landing] = []
+        self._land = make_lander(device)
 
     def submit(self, step: Callable[[], StepTensors]) -> _CudaTokens:
         with torch.inference_mode(), self._stream:
             result = step()
             count = len(result.tokens)
             landing = self._free.pop() if self._free else self._make_landing()
-            landing.memory[:count].copy_(result.tokens, non_blocking=True)
+            self._land(result.tokens, landing.memory)
             logprobs = None
             if result.logprobs is not None:
                 output, prompt = result.logprobs
@@ -180,9 +174,9 @@ class CudaQueue:
             landing.done.record(self._stream)
         return _CudaTokens(landing, count, logprobs, self._free.append)
 
-    def _make_landing(self) -> _Landing:
+    def _make_landing(self) -> Landing:
         memory = torch.empty(self._num_slots, dtype=torch.int32, pin_memory=True)
-        return _Landing(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        return Landing(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     def launch(self, function: Callable[[], T]) -> Callable[[], T]:
         with torch.inference_mode(), self._stream:

@@ -145,7 +145,7 @@ class Compiler:
             std="c++17",
             arch=f"sm_{self.arch}" + ("a" if self.arch == 90 else ""),  # 90a has what Hopper alone can do
             include_path=[str(self._folder)],
-            define_macro=[(name, str(value)) for name, value in macros.items()],
+            define_macro=[(name, str(value)) for name, value in macros.items()] or None,
         )
         key = make_program_cache_key(
             code=source, code_type="c++", options=options, target_type="cubin", extra_digest=self._headers
