@@ -92,12 +92,23 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
             str(folder),
             dtype=dtype,
             attn_implementation="eager",
-            experts_implementation="eager",  # grouped products want rows of multiples of 16 bytes
+            experts_implementation=_experts(folder, dtype),
             local_files_only=True,
         )
         return model.to(device).eval()
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"transformers cannot load {folder}: {_line(error)}") from error
+
+
+def _experts(folder: Path, dtype: torch.dtype) -> str | None:
+    """How it multiplies experts: one by one if rows are no multiples of 16 bytes, as grouped products want."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    widths = [
+        getattr(config, name, None) or 0 for name in ("hidden_size", "intermediate_size", "moe_intermediate_size")
+    ]
+    return "eager" if any(width * dtype.itemsize % 16 for width in widths) else None
 
 
 def _line(error: Exception) -> str:
