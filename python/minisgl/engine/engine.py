@@ -67,10 +67,10 @@ class Engine:
         self._kv_format = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
         self._judges_processed = config.logprobs_mode == "processed_logprobs"
         self._tp = tp
-        self._queue = make_queue(self.device, self.num_slots)
         context_len = _context_len(config, model)
         shape = _attention_shape(config, model, tp, self.page_size, self.dtype)
         with phase("load kernels"):  # first: threads go on compiling them while weights are loaded
+            self._queue = make_queue(self.device, self.num_slots)
             ops = make_ops(self.device)
             sampler = _make_sampler(self.device, self.dtype)
             attention = self._queue.call(lambda: make_attention(config.attention, shape, self.device))

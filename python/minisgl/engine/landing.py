@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.kernel.select import has_kernels
+from minisgl.kernel.select import kernels_missing
 
 _THREADS = 256
 
@@ -27,7 +27,7 @@ class Landing:
 
 
 def make_lander(device: torch.device) -> Lander:
-    return _KernelLander(device) if has_kernels(device) else _copy
+    return _KernelLander(device) if kernels_missing(device) is None else _copy
 
 
 def _copy(tokens: Tensor, memory: Tensor) -> None:
