@@ -113,10 +113,11 @@ class Answer:
         await request.accepted()  # what is refused before is an ordinary error response
         self._writer.begin(request)
         self._started = True
+        body = stream_body_of(scope)
+        body.begin()
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-        await request.stream_to(EventStream(self._writer, stream_body_of(scope)))
-        end = self._writer.last_events(usage_of(request)) + DONE
-        await send({"type": "http.response.body", "body": end, "more_body": False})
+        await request.stream_to(EventStream(self._writer, body))
+        await _end_stream(body, self._writer.last_events(usage_of(request)), send)
 
     async def _send_body(self, request: OpenRequest, _scope: Scope, send: Send) -> None:
         choices = await request.complete()
@@ -131,5 +132,9 @@ class Answer:
         if not self._started:
             await error.response()(scope, receive, send)
         elif self._stream:
-            data = b"data: " + error.body() + b"\n\n" + DONE
-            await send({"type": "http.response.body", "body": data, "more_body": False})
+            await _end_stream(stream_body_of(scope), b"data: " + error.body() + b"\n\n", send)
+
+
+async def _end_stream(body: StreamBody, last_events: bytes, send: Send) -> None:
+    body.write(last_events + DONE)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -9,7 +9,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from minisgl.server.api.errors import ApiError, head_too_large, invalid
-from minisgl.server.api.stream_body import BareCycle, StreamBody
+from minisgl.server.api.stream_body import StreamBody
 
 MAX_HEAD_BYTES = 64 * 1024  # a request's line and headers, or what ends a chunked body
 _END = b"\r\n\r\n"  # of every head, and of every chunked body
@@ -67,9 +67,8 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         knows_chunks = self.parser.get_http_version() >= "1.1"
         if not knows_chunks:
-            self.cycle.__class__ = BareCycle  # uvicorn has made it, but not begun
             self.cycle.keep_alive = False
-        self.scope["state"]["stream_body"] = StreamBody(self.transport, self.flow, chunked=knows_chunks)
+        self.scope["state"]["stream_body"] = StreamBody(self.cycle, chunked=knows_chunks)
         self._reads_head = False
         self._head_bytes = 0
 

@@ -2,29 +2,28 @@
 
 Through ASGI an event costs a task its turn and a call through every layer of the application, which is most of what a
 token costs. So a request also gets the body of its answer as an object that may be written to from anywhere on the
-event loop, between the start and the last message of the answer, which take the usual way.
+event loop, between the start and the last message of the answer, which take the usual way. The last one is empty.
 """
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING
-
 from starlette.types import Scope
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
-if TYPE_CHECKING:
-    from uvicorn._types import ASGISendEvent
 
 
 class StreamBody:
     """The body of an answer without content-length."""
 
-    def __init__(self, transport: asyncio.Transport, flow: FlowControl, *, chunked: bool) -> None:
-        self._transport = transport
-        self._flow = flow
+    def __init__(self, cycle: RequestResponseCycle, *, chunked: bool) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._flow = cycle.flow
         self._chunked = chunked
+
+    def begin(self) -> None:
+        """Before the answer's start. A client of HTTP/1.0 knows no chunks: the body ends with the connection."""
+        if not self._chunked:
+            self._cycle.chunked_encoding = False
 
     @property
     def is_behind(self) -> bool:
@@ -45,18 +44,3 @@ def stream_body_of(scope: Scope) -> StreamBody:
     """The body of the answer to this request."""
     body: StreamBody = scope["state"]["stream_body"]
     return body
-
-
-class BareCycle(RequestResponseCycle):
-    """uvicorn's way of an answer to a client of HTTP/1.0, which knows no chunks: the body ends with the connection."""
-
-    _is_bare = False  # its length is not said
-
-    async def send(self, message: ASGISendEvent) -> None:
-        if message["type"] == "http.response.start":
-            if all(name.lower() != b"content-length" for name, _ in message.get("headers", ())):
-                self._is_bare = True
-                self.chunked_encoding = False
-        elif message["type"] == "http.response.body" and self._is_bare:
-            self.expected_content_length = len(message.get("body", b""))
-        await super().send(message)
