@@ -1,4 +1,4 @@
-"""What an attention backend promises. A new one is one file that implements these two classes."""
+"""What an attention backend promises. A new one is a file with these two classes; `select` and `config` list its name."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class DecodeInputs(NamedTuple):
 
 
 class Ops(Protocol):
-    """Operations between the matrix products. All of them keep the dtype of their input; sums are float32."""
+    """What a layer computes besides attention. Results have the dtype of the input; sums are float32."""
 
     def decode_inputs(
         self, slots: Tensor, tokens: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, *, pages: bool

@@ -1,4 +1,4 @@
-"""The operations between the matrix products in plain torch: any device, and the reference of all kernels.
+"""The operations of `Ops` in plain torch: for any device, and the reference of all kernels.
 
 In float32 each is the same arithmetic as transformers' modules, in the same order.
 """

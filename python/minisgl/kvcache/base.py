@@ -99,7 +99,7 @@ class CacheManager(Protocol):
         """All cached pages, in no particular order; for checks, slow."""
 
     def check(self) -> None:
-        """BrokenInvariant if the books do not add up; for tests and idle servers, slow."""
+        """BrokenInvariant if the books do not add up; for tests, slow."""
 
 
 def empty_pages() -> Int32Array:

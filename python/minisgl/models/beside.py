@@ -1,4 +1,4 @@
-"""What a model's other files say where config.json is silent. Pure: neither torch nor the tokenizer's libraries.
+"""What a model's other files say where config.json is silent. Neither torch nor the tokenizer's libraries.
 
 A file that is not there or cannot be read says nothing here; what needs it will name it.
 """

@@ -1,4 +1,4 @@
-"""A model's shape, read from a Hugging Face folder. Pure: the supervisor reads it to fail early, without torch.
+"""A model's shape, read from a Hugging Face folder. No torch: the supervisor reads it to fail early.
 
 What a config asks for and the layers lack is refused by name. Keys that do not change the result are ignored.
 """

@@ -1,4 +1,4 @@
-"""From the name that a user gives to a folder on disk. Pure: no torch."""
+"""From the name that a user gives to a folder on disk. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Architecture name -> where its model class is. Pure: build.py imports the class when a model is built.
+"""Architecture name -> where its model class is. No torch: build.py imports the class when a model is built.
 
 A new family is one file in this folder and one line here.
 """

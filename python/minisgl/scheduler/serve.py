@@ -1,4 +1,4 @@
-"""Rank 0 as a server: feeds the step loop from the inbox and tells the detokenizer what each step brought. Pure."""
+"""Rank 0 as a server: feeds the step loop from the inbox and tells the detokenizer what each step brought. No torch."""
 
 from __future__ import annotations
 

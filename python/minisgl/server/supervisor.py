@@ -1,7 +1,7 @@
 """The supervisor: the process that the user started. It launches the workers, watches them, and ends them.
 
-It binds the port first, so that a port in use is noticed before anything slow happens, and reads the model's config,
-so that an unsupported model is. A worker's death shows at once as the end of its control pipe.
+The port is bound and the model's config is read before (`__main__`), so that a port in use and an unsupported model are
+noticed before anything slow happens. A worker's death shows at once as the end of its control pipe.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one route the shell needs: streamed chat completions, from any OpenAI-compatible server."""
+"""What the shell needs of any OpenAI-compatible server: its model's name, and streamed chat completions."""
 
 from __future__ import annotations
 

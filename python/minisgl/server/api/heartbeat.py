@@ -1,4 +1,6 @@
-"""The server's pulse: once a second every process is asked for its counts, on the way that requests take.
+"""The server's pulse: once a second every process on a request's way is asked for its counts.
+
+Of several ranks that is the first, which waits for the others in every step.
 
 An answer shows that tokenizers, scheduler and detokenizer all take messages, so /health needs to ask nobody, and the
 counts are at hand for /metrics.
