@@ -93,6 +93,19 @@ def test_products(ops: Ops, dtype: torch.dtype, rows: int, size: int, width: int
     close(gated, reference.norm_gated_linear(wide[0], wide_norm, wide[1], wide[2]), dtype)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [1, 9, 17, 65])
+def test_outliers_are_normed_before_they_are_multiplied(ops: Ops, dtype: torch.dtype, rows: int) -> None:
+    """Some models have states of thousands in a first token: times the norm's weight they are beyond float16."""
+    x = torch.randn(rows, 1024, device="cuda").to(dtype)
+    x[0, 7] = 15_000
+    weight = (torch.randn(4096, 1024, device="cuda") / 32).to(dtype)
+    norm = Norm((torch.rand(1024, device="cuda") * 2 + 4).to(dtype), 1e-6)
+    wide, wide_norm, reference = (x.double(), weight.double()), Norm(norm.weight.double(), norm.eps), TorchOps()
+    close(ops.norm_linear(x, norm, weight), reference.norm_linear(wide[0], wide_norm, wide[1]), dtype)
+    close(ops.norm_gated_linear(x, norm, weight), reference.norm_gated_linear(wide[0], wide_norm, wide[1]), dtype)
+
+
 @pytest.mark.parametrize("rows", [4, 24, 64])
 def test_products_follow_one_another_in_a_graph(ops: Ops, rows: int) -> None:
     """Kernels begin before their predecessors end: the same bits as one at a time, at every replay."""

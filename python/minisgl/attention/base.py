@@ -1,4 +1,4 @@
-"""What an attention backend promises. A new one is a file with these two classes, and its name in `select` and `config`."""
+"""What an attention backend promises. A new one is a file with these two classes, named in `select` and `config`."""
 
 from __future__ import annotations
 

@@ -38,8 +38,12 @@ class CudaSampler:
         self._torch = TorchSampler()
 
     def begin_compiling(self, dtype: torch.dtype) -> None:
-        """In threads, the kernels for logits of this dtype; otherwise they are compiled when logits come."""
-        self._compiler.begin("sample.cu", [_macros(dtype, threads) for threads in (_THREADS_OF_FEW_ROWS, _THREADS)])
+        """In threads, the kernels for logits of this dtype, and for processed ones, which are float32.
+
+        Otherwise they are compiled when such logits come first, which every stream would wait for.
+        """
+        dtypes, threads = {dtype, torch.float32}, (_THREADS_OF_FEW_ROWS, _THREADS)
+        self._compiler.begin("sample.cu", [_macros(logits, count) for logits in dtypes for count in threads])
 
     def sample(
         self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind, mask: Tensor | None = None

@@ -79,6 +79,11 @@ def graphs_bytes(runner: StepRunner, sizes: GraphSizes, max_seq_len: int) -> int
     try:
         graphs = Graphs(runner, trial, max_seq_len, captured)
     except torch.OutOfMemoryError as error:
+        if len(taken) < len(trial.prefill):
+            raise ConfigError(
+                f"CUDA graphs of prefills of up to {sizes.prefill[-1]} tokens do not fit: use a smaller "
+                "--max-prefill-length, or --cuda-graph-max-bs 0, for none"
+            ) from error
         raise ConfigError(
             f"CUDA graphs of up to {sizes.decode[-1]} rows do not fit: use a smaller --cuda-graph-max-bs "
             f"(such as {sizes.decode[-1] // 4}; 0: none)"

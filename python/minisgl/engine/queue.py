@@ -159,6 +159,7 @@ class CudaQueue:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._num_slots = num_slots  # of which a step samples
         self._free: list[Landing] = []
+        self._landings: list[Landing] = []  # all: a kernel may yet write to one that nobody waits for any more
         self._land = make_lander(device)
 
     def submit(self, step: Callable[[], StepTensors]) -> _CudaTokens:
@@ -176,7 +177,9 @@ class CudaQueue:
 
     def _make_landing(self) -> Landing:
         memory = torch.empty(self._num_slots, dtype=torch.int32, pin_memory=True)
-        return Landing(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        landing = Landing(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        self._landings.append(landing)
+        return landing
 
     def launch(self, function: Callable[[], T]) -> Callable[[], T]:
         with torch.inference_mode(), self._stream:

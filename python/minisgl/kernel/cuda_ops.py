@@ -70,7 +70,8 @@ class CudaOps:
     ) -> Tensor:
         # Of those that are small enough for these, nearly all are of q, k and v.
         if self._few_rows.takes(x, weight):
-            return self._few_rows.product(x, norm, weight, bias, before_attention=True, out=out)
+            x, late = self._norm_for_few_rows(x, norm)
+            return self._few_rows.product(x, late, weight, bias, before_attention=True, out=out)
         if self._many_rows.takes(x, weight):
             return self._many_rows.product(self.rms_norm(x, norm), weight, bias, before_attention=True, out=out)
         if out is not None and bias is None:
@@ -78,9 +79,14 @@ class CudaOps:
         y = F.linear(self.rms_norm(x, norm), weight, bias)
         return y if out is None else out.copy_(y)
 
+    def _norm_for_few_rows(self, x: Tensor, norm: Norm) -> tuple[Tensor, Norm | None]:
+        """x and the norm it lacks. The kernel divides by the root mean square last: float16 has no room for that."""
+        return (self.rms_norm(x, norm), None) if x.dtype == torch.float16 else (x, norm)
+
     def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._few_rows.takes(x, weight) and len(weight) % 16 == 0:
-            return self._few_rows.product(x, norm, weight, bias, gated=True)
+            x, late = self._norm_for_few_rows(x, norm)
+            return self._few_rows.product(x, late, weight, bias, gated=True)
         if self._many_rows.takes(x, weight) and len(weight) % 16 == 0:
             return self._many_rows.product(self.rms_norm(x, norm), weight, bias, gated=True)
         return self.silu_and_mul(F.linear(self.rms_norm(x, norm), weight, bias))

@@ -14,7 +14,7 @@ from torch import Tensor
 from minisgl.kernel.compile import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Compiler, Kernel, address
 
 # Of more rows cuBLAS is as fast or faster. It neither begins early nor lets others, and launching the kernels between
-# its products as if they did makes a step 0.6% longer: in steps of more rows no kernel begins early.
+# its products as if they did makes a step 0.6% longer: in steps of more rows none of these begins early.
 MAX_ROWS = 64
 _KEYS = 64  # columns of a stage, as in many_rows.cu
 _THREADS = 160  # of a block, likewise
