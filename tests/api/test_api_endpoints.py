@@ -306,6 +306,15 @@ def test_abort_by_the_answers_id(server: RunningServer) -> None:
         assert any("request_aborted" in line for line in lines)
 
 
+@pytest.mark.parametrize("field", ["request_id", "rid"])
+def test_abort_by_a_name_in_the_body(server: RunningServer, field: str) -> None:
+    with server.stream("/v1/completions", json={"prompt": "endless", "stream": True, field: "my own"}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert server.post("/abort_request", json={"rid": "my own"}).json() == {"aborted": 1}
+        assert any("request_aborted" in line for line in lines)
+
+
 def test_abort_all(server: RunningServer) -> None:
     clients = [RawClient(server.port) for _ in range(3)]
     for client in clients:

@@ -97,10 +97,12 @@ def test_the_rest(server: RunningServer, path: str) -> None:
     )
     stopped = msgspec.structs.replace(plain, stop=("x",), include_stop=True)
     assert sent(server, path, stop="x", include_stop_str_in_output=True).text == stopped
+    assert sent(server, path, stop="x", no_stop_trim=True).text == stopped
     assert sent(server, path, truncate_prompt_tokens=5).truncate == 5
     assert sent(server, path, truncate_prompt_tokens=-1).truncate == -1
     assert sent(server, path).truncate is None
     assert sent(server, path, cache_salt="mine").cache_salt == "mine"
+    assert sent(server, path, extra_key="mine").cache_salt == "mine"
     assert sent(server, path, priority=-3).priority == -3
 
 

@@ -110,6 +110,15 @@ def test_min_tokens_and_the_end_of_the_sequence(server: Server, route: str) -> N
     assert tokens(ignore_eos=True) == tokens(ignore_eos=True, min_tokens=4) == [end] * 8
 
 
+def test_what_ended_an_answer(server: Server, route: str, plain: dict[str, Any]) -> None:
+    """A token or string that the request named; nothing for the model's own end, as in vLLM."""
+    end = load_model_config(demo_folder()).eos_token_ids[0]
+    own = ask(server, route, logit_bias={str(end): 100})
+    assert (own["finish_reason"], own["stop_reason"]) == ("stop", None)
+    named = ask(server, route, stop_token_ids=plain["token_ids"][3:4])
+    assert (named["finish_reason"], named["stop_reason"]) == ("stop", plain["token_ids"][3])
+
+
 def test_penalties(server: Server, route: str, ids: dict[str, int]) -> None:
     """Among letters that the model did not mean to say, a penalty makes for more different ones."""
     letters = {"allowed_token_ids": [ids[letter] for letter in "abcdefgh"], "max_tokens": 16}

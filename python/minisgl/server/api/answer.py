@@ -80,9 +80,10 @@ class EventStream:
 class Answer:
     """Submits a job and writes its answer, as a stream of events or as one JSON body."""
 
-    def __init__(self, client: EngineClient, job: Job, writer: Writer, *, stream: bool, request_id: str) -> None:
+    def __init__(self, client: EngineClient, job: Job, writer: Writer, *, stream: bool, names: tuple[str, ...]) -> None:
+        """`names`: what the client may call it, besides the answer's id."""
         self._client = client
-        self._names = (request_id, writer.id)
+        self._names = (*names, writer.id)
         self._job = job
         self._writer = writer
         self._stream = stream

@@ -64,7 +64,7 @@ def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, message
         msgspec.structs.replace(body.text_options(continues=body.continue_final_message), keep=keep),
         body.priority,
         truncate=body.truncation(limits),
-        cache_salt=body.cache_salt or "",
+        cache_salt=body.salt,
         field_names=field_names,
     )
 

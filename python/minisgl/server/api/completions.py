@@ -35,7 +35,7 @@ def completion_job(body: CompletionBody, limits: Limits) -> Job:
         truncate=truncate,
         echo=body.echo,
         field_names=body.grammar_names,
-        cache_salt=body.cache_salt or "",
+        cache_salt=body.salt,
     )
 
 

@@ -28,7 +28,7 @@ def generate_job(body: GenerateBody, limits: Limits) -> Job:
         body.priority,
         field_names=body.grammar_names,
         truncate=truncate,
-        cache_salt=body.cache_salt or "",
+        cache_salt=body.salt,
     )
 
 

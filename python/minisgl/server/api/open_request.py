@@ -141,7 +141,7 @@ class OpenRequest:
                 return
         delta = self._pending.get(index)
         if delta is None:
-            delta = self._pending[index] = Delta(index)
+            delta = self._pending[index] = Delta(index, self.job.sampling.stop_token_ids)
         delta.add(piece)
         self.completion_tokens += num_ids(piece.ids)
         if piece.finish is not None:

@@ -26,6 +26,7 @@ from minisgl.server.api.structured import (
 
 MAX_PRIORITY = 1000
 MAX_CACHE_SALT_CHARS = 1024
+MAX_REQUEST_ID_CHARS = 256
 MAX_MESSAGES = 65_536
 GRAMMAR_FIELDS = ("grammar", "response_format", "structured_outputs")  # in the refusals of grammars
 MAX_TOKENS_TO_DECODE = 1_000_000
@@ -48,6 +49,8 @@ _STRING = {"type": "string"}
 _STRINGS = {"type": "array", "items": _STRING}
 _IDS = {"type": "array", "items": {"type": "integer"}}
 
+_CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)]
+_RequestId = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS)]
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
 OneOrMoreStrings = Annotated[list[str], BeforeValidator(_as_list), _any_of(_STRING, _STRINGS)]
 Prompt = Annotated[Any, _any_of(_STRING, _STRINGS, _IDS, {"type": "array", "items": _IDS})]
@@ -82,6 +85,10 @@ class RequestBody(Body):
         "lora_path": _NEVER,
         "return_hidden_states": _OFF,
         "return_tokens_as_token_ids": _OFF,
+        "prompt_embeds": _NEVER,
+        "session_params": _EMPTY,
+        "custom_params": _EMPTY,
+        "vllm_xargs": _EMPTY,
         "spaces_between_special_tokens": (True,),
     }
     no_effect: ClassVar[frozenset[str]] = frozenset(
@@ -95,6 +102,7 @@ class RequestBody(Body):
             "prompt_cache_retention",
             "prediction",
             "guided_decoding_backend",
+            "mm_processor_kwargs",
         }
     )
     max_temperature: ClassVar[float] = 100.0
@@ -118,9 +126,13 @@ class RequestBody(Body):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    no_stop_trim: bool = False  # SGLang's name of the same
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    cache_salt: _CacheSalt | None = None
+    extra_key: _CacheSalt | None = None  # SGLang's name of the same
+    request_id: _RequestId | None = None  # a name for /abort
+    rid: _RequestId | None = None  # SGLang's name of the same
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0  # larger goes first
     stream: bool = False
 
@@ -140,6 +152,16 @@ class RequestBody(Body):
         return self.max_tokens
 
     @property
+    def salt(self) -> str:
+        """Prefixes in the cache are shared with requests of the same salt."""
+        return self.cache_salt or self.extra_key or ""
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """What the client calls the request, for /abort."""
+        return tuple(name for name in (self.request_id, self.rid) if name is not None)
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many alternatives to each generated token are wanted; None: not even the token's own probability."""
         return None
@@ -151,9 +173,9 @@ class RequestBody(Body):
 
     def sampling(self, limits: Limits) -> SamplingParams:
         """Valid sampling parameters, or InvalidRequest."""
-        if self.temperature > self.max_temperature:
+        if not 0.0 <= self.temperature <= self.max_temperature:
             raise InvalidRequest(
-                "temperature", f"temperature must be at most {self.max_temperature:g}, not {self.temperature}"
+                "temperature", f"temperature must be between 0 and {self.max_temperature:g}, not {self.temperature}"
             )
         params = SamplingParams(
             temperature=self.temperature,
@@ -207,7 +229,7 @@ class RequestBody(Body):
         return TextOptions(
             tuple(self.stop),
             self.skip_special_tokens,
-            include_stop=self.include_stop_str_in_output,
+            include_stop=self.include_stop_str_in_output or self.no_stop_trim,
             continues=continues,
         )
 
@@ -297,6 +319,10 @@ class ChatBody(OpenAIBody, ConversationBody):
         "modalities": (["text"],),
         "web_search_options": _NEVER,
         "verbosity": ("medium",),
+        "documents": _EMPTY,
+        "chat_template": _NEVER,
+        "thinking_token_budget": _NEVER,
+        "add_special_tokens": _OFF,
     }
 
     messages: Messages
@@ -405,12 +431,12 @@ class SglangBody(Body):
     text: str | None = None
     input_ids: list[int] | None = None
     sampling_params: dict[str, Any] = {}
-    rid: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    rid: _RequestId | None = None
     return_logprob: bool = False
     logprob_start_len: int = -1  # position of the first token of the prompt that is scored; -1: none is
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
-    extra_key: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    extra_key: _CacheSalt | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     stream: bool = False
 

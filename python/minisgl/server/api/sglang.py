@@ -131,7 +131,7 @@ class SglangWriter:
             case "length":
                 return {"type": "length", "length": self._request.completion_tokens}
             case reason:
-                return {"type": reason, "matched": delta.stop_reason}
+                return {"type": reason, "matched": delta.ended_by}
 
     def _scored(self, meta: Meta) -> Meta:
         """With log-probabilities, those of the prompt from `logprob_start_len` on."""

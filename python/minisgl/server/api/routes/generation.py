@@ -31,13 +31,13 @@ class GenerationRoutes:
         body = await self._service.parse(request, ChatBody)
         service = self._service
         job, writer = chat_answer(body, service.limits, service.parsers, service.config.model_name)
-        return self._answer(request, job, writer, stream=body.stream)
+        return self._answer(request, job, writer, stream=body.stream, names=body.own_names)
 
     async def completions(self, request: Request) -> Answer:
         body = await self._service.parse(request, CompletionBody)
         job = completion_job(body, self._service.limits)
         writer = CompletionWriter(self._service.config.model_name, body)
-        return self._answer(request, job, writer, stream=body.stream)
+        return self._answer(request, job, writer, stream=body.stream, names=body.own_names)
 
     async def generate(self, request: Request) -> Answer:
         fields = await self._service.fields(request)
@@ -47,7 +47,9 @@ class GenerationRoutes:
             return self._answer(request, *answer, stream=asked.stream)
         body = self._service.validate(fields, GenerateBody)
         job = generate_job(body, self._service.limits)
-        return self._answer(request, job, GenerateWriter(body), stream=body.stream)
+        return self._answer(request, job, GenerateWriter(body), stream=body.stream, names=body.own_names)
 
-    def _answer(self, request: Request, job: Job, writer: Writer, *, stream: bool) -> Answer:
-        return Answer(self._service.client, job, writer, stream=stream, request_id=request_id_of(request))
+    def _answer(
+        self, request: Request, job: Job, writer: Writer, *, stream: bool, names: tuple[str, ...] = ()
+    ) -> Answer:
+        return Answer(self._service.client, job, writer, stream=stream, names=(request_id_of(request), *names))
