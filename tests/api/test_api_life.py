@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -103,6 +104,40 @@ def test_client_is_freed_within_a_step(server: RunningServer) -> None:
         server.engine.wait_for(Abort, before + 1)
         times.append(time.perf_counter() - start)
     assert min(times) < 0.05, times
+
+
+def keep_alive(body: dict[str, Any]) -> bytes:
+    """A chat that others may follow on the same connection."""
+    data = json.dumps(body).encode()
+    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (CHAT.encode(), len(data), data)
+
+
+VERSION = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_leaves_that_has_asked_further(server: RunningServer, stream: bool, reset: bool) -> None:
+    """What it has asked behind the answer under way is not read before that has ended, but its end is noticed."""
+    client = RawClient(server.port)
+    client.socket.sendall(keep_alive(chat("hold", stream=stream)) + VERSION * 3)
+    server.engine.wait_for(Generate)
+    client.leave(reset=reset)
+    check_aborted_once(server)
+
+
+def test_requests_of_one_connection_are_answered_in_turn(server: RunningServer) -> None:
+    """Sent at once, and cut anywhere."""
+    ask = keep_alive(chat("one two", stream=True))
+    sent = ask + VERSION + ask + VERSION.replace(b"host: x", b"host: x\r\nconnection: close")
+    for cut in (len(sent), len(ask) + 3, len(ask) - 3, len(ask) + len(VERSION) + 30):
+        client = RawClient(server.port)
+        client.socket.sendall(sent[:cut])
+        time.sleep(0.02)
+        client.socket.sendall(sent[cut:])
+        answers = client.read_all().split(b"HTTP/1.1 200 OK")[1:]
+        assert [b"[DONE]" in one for one in answers] == [True, False, True, False]
+        assert [b'"version"' in one for one in answers] == [False, True, False, True]
 
 
 def test_no_abort_for_what_has_ended(server: RunningServer) -> None:

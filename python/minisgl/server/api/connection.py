@@ -22,7 +22,8 @@ class Connection(HttpToolsProtocol):
     """Gives the parser what comes, and waits for nobody for ever.
 
     The parser gets pieces, none of which goes beyond the end of a head or of a body: so it is known of every byte which
-    of them it belongs to. A head may have MAX_HEAD_BYTES.
+    of them it belongs to. A head may have MAX_HEAD_BYTES. It gets a request when the one before is answered: uvicorn
+    would read no further once two were there, and not see that the client of the first is gone.
 
     While no request is being answered one of two clocks runs: uvicorn's keep-alive between requests, and else
     `receive_timeout`, for a connection's first head, for each from its first byte on, and for what is missing of a body
@@ -36,7 +37,7 @@ class Connection(HttpToolsProtocol):
         self._reads_head = True
         self._head_bytes = 0  # that the parser has got of a head, or of a chunked body since its last data
         self._body_left = 0  # bytes, where the head says how many
-        self._held = b""  # the end of what came, while it is not known what it begins
+        self._held = b""  # the end of what came, while it is not known what it begins, or belongs to the next request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -50,9 +51,12 @@ class Connection(HttpToolsProtocol):
         data, self._held = self._held + data, b""
         start = 0
         while start < len(data) and not self.transport.is_closing():
-            end = self._end_of_piece(data, start)
+            comes_early = self._reads_head and self._is_answering()
+            end = start if comes_early else self._end_of_piece(data, start)
             if end == start:
                 self._held = data[start:]
+                if comes_early and len(self._held) > MAX_HEAD_BYTES:
+                    self.flow.pause_reading()  # up to the end of the answer
                 break
             self._parse(data[start:end])
             start = end
@@ -84,7 +88,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._choose_clock()
+        self.data_received(b"")  # what has come early
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is answered like all else that is wrong."""
@@ -108,12 +112,11 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def _is_to_be_answered(self) -> bool:
-        """All before what is being read is answered, and nothing of the answer to that has been written."""
-        if not self.cycle:
-            return True
-        if self._reads_head:
-            return self.cycle.response_complete
-        return not self.cycle.response_started and not self.pipeline
+        """Nothing of an answer to what is being read has been written."""
+        return self._reads_head or not self.cycle or not self.cycle.response_started
+
+    def _is_answering(self) -> bool:
+        return bool(self.cycle) and not self.cycle.response_complete
 
     def _end_of_piece(self, data: bytes, start: int) -> int:
         """How far the parser may be given what came; `start` for nothing, until more has come."""
@@ -128,7 +131,7 @@ class Connection(HttpToolsProtocol):
     def _choose_clock(self) -> None:
         if self.transport.is_closing():
             return
-        if self.cycle and not self.cycle.response_complete:
+        if self._is_answering():
             self._end_patience()
         elif self._held or self._head_bytes or not self._reads_head:
             self._unset_keepalive_if_required()
