@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from minisgl.config import ConfigError
-from minisgl.core import Int32Array, InvalidRequest, StepLogprobs
+from minisgl.core import Grammar, Int32Array, InvalidRequest, StepLogprobs
 from minisgl.llm import LLM, SamplingParams
 from minisgl.scheduler.loop import StepResult
 
@@ -160,3 +161,28 @@ def test_prompts_that_are_none(llm: LLM, prompt: object) -> None:
 def test_closing_twice_is_closing_once(tp_size: int) -> None:
     with LLM("demo", max_running_req=2, tp_size=tp_size) as llm:
         llm.close()
+
+
+def test_calls_from_several_threads_are_served_one_after_another(llm: LLM) -> None:
+    prompts = [f"number {index}" for index in range(6)]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    alone = [answer["token_ids"] for answer in llm.generate(prompts, params)]
+    with ThreadPoolExecutor(3) as threads:
+        together = list(threads.map(lambda _: llm.generate(prompts, params), range(6)))
+    assert [[answer["token_ids"] for answer in answers] for answers in together] == [alone] * 6
+    llm.check_idle()
+
+
+def test_a_closed_one_says_so_and_leaves_no_process() -> None:
+    llm = LLM("demo", max_running_req=2)
+    schema = Grammar("json_schema", '{"type": "integer"}')
+    llm.generate("one", SamplingParams(max_tokens=2, grammar=schema))
+    processes = [process._process for process in llm._validator._idle]
+    assert [process.poll() for process in processes] == [None]
+    llm.close()
+    assert all(process.poll() is not None for process in processes)
+    for params in (SamplingParams(max_tokens=2), SamplingParams(grammar=schema)):
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            llm.generate("one", params)
+    with pytest.raises(RuntimeError, match="this LLM is closed"), llm:
+        pass

@@ -119,9 +119,9 @@ def test_the_ready_line_of_an_ipv6_host_can_be_called(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("to_workers", [False, True], ids=["alone", "workers first"])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_end_everything_within_two_seconds(signum: int, to_workers: bool, folder: Path) -> None:
-    """Ctrl-C, and whoever ends a service, may signal all processes, and the workers first."""
+    """Ctrl-C, a closed terminal, and whoever ends a service, may signal all processes, and the workers first."""
     with Server("--model", str(folder)) as server:
         pids = worker_pids(server.process.pid)
         assert sorted(pids) == sorted(WORKERS)
@@ -174,6 +174,7 @@ def test_workers_die_with_a_killed_supervisor(folder: Path) -> None:
     pids = worker_pids(server.process.pid)
     server.process.kill()
     wait_until(lambda: not any(map(is_alive, pids.values())), 2)
+    assert not list(Path(server.tmp).iterdir())  # its sockets' folder
     shutil.rmtree(server.tmp)
 
 

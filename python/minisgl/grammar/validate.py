@@ -65,6 +65,12 @@ class GrammarValidator:
         self._checks.move_to_end(grammar)
         return check
 
+    def close(self) -> None:
+        """End the processes, when they have come to a verdict."""
+        self._threads.shutdown()
+        while self._idle:
+            self._idle.pop().end()
+
     def _try(self, grammar: Grammar) -> Verdict:
         try:
             process = self._idle_process() or TrialProcess(self._named_tokens)

@@ -5,6 +5,7 @@ The parameters are those of Mini-SGLang's LLM, so that programs written for it r
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -65,7 +66,10 @@ class Completion(TypedDict):
 
 
 class LLM:
-    """A loaded model. Raises ConfigError when it cannot be loaded; `close` (or `with`) gives the device back."""
+    """A loaded model. Raises ConfigError when it cannot be loaded; `close` (or `with`) gives the device back.
+
+    It may be called from several threads: one call waits for the other.
+    """
 
     def __init__(
         self,
@@ -140,6 +144,7 @@ class LLM:
             )
             followers = self._ranks.outboxes(self._engine.limits)
             self._open = True
+            self._lock = threading.Lock()  # calls from several threads are served one after another
             self._sequences = 0  # of the call that runs: they are numbered from 0
             self.loop = make_loop(scheduling, self._engine, model_config, followers, grammars)
         except BaseException:
@@ -183,12 +188,15 @@ class LLM:
 
     def close(self) -> None:
         """End the engine and give its memory back; the object cannot be used afterwards, but closed again."""
-        if self._open:
-            self._open = False
-            self._engine.close()
-            self._ranks.close()
+        with self._lock:
+            if self._open:
+                self._open = False
+                self._engine.close()
+                self._ranks.close()
+                self._validator.close()
 
     def __enter__(self) -> LLM:
+        self._require_open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -223,6 +231,7 @@ class LLM:
         self, prompts: list[Int32Array], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         """One validated SamplingParams a prompt, with max_tokens resolved."""
+        self._require_open()
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
@@ -242,14 +251,20 @@ class LLM:
         self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool, *, continues: bool
     ) -> list[Completion]:
         """`continues`: the answers' texts go on from the prompts'."""
-        self._come_to_rest()  # a second Ctrl-C may have cut short what the first began
-        self._sequences = len(prompts)
-        try:
-            return self._answer(prompts, params, use_tqdm, continues=continues)
-        except BaseException:
-            with suppress(Exception):
-                self._come_to_rest()
-            raise
+        with self._lock:
+            self._require_open()
+            self._come_to_rest()  # a second Ctrl-C may have cut short what the first began
+            self._sequences = len(prompts)
+            try:
+                return self._answer(prompts, params, use_tqdm, continues=continues)
+            except BaseException:
+                with suppress(Exception):
+                    self._come_to_rest()
+                raise
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise RuntimeError("this LLM is closed")
 
     def _come_to_rest(self) -> None:
         """End what a call that was interrupted has left. RuntimeError if its steps cannot be completed any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import weakref
 
 import zmq
 
@@ -20,6 +21,7 @@ class RankProcesses:
 
     def __init__(self, config: ServerConfig) -> None:
         self._run_dir = tempfile.mkdtemp(prefix="minisgl-")
+        self._remove_run_dir = weakref.finalize(self, shutil.rmtree, self._run_dir, ignore_errors=True)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.addresses = Addresses(self._run_dir)
         self._children: list[Child] = [
@@ -44,4 +46,4 @@ class RankProcesses:
             child.process.kill()
             child.process.wait()
         self._context.destroy(linger=0)
-        shutil.rmtree(self._run_dir, ignore_errors=True)
+        self._remove_run_dir()

@@ -27,6 +27,6 @@ def start_module(
 
 
 def leave_signals_to_parent() -> None:
-    """Of a process that ends with its parent: Ctrl-C, and whoever ends a service, sends its signal to both of them."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Of a process that ends with its parent: Ctrl-C, a closed terminal, and whoever ends a service, signal both."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import queue
+import shutil
 import socket
 import sys
 import threading
@@ -38,6 +39,7 @@ class Worker:
         self.index: int = first.index
         self.listen_fd: int | None = first.listen_fd
         self.addresses = Addresses(first.run_dir)
+        self._run_dir = first.run_dir
         self._serve: queue.SimpleQueue[Limits] = queue.SimpleQueue()
         self._on_shutdown: Callable[[str | None], None] = lambda _error: os._exit(0)
         threading.Thread(target=self._watch, name="control", daemon=True).start()
@@ -48,6 +50,7 @@ class Worker:
                 self._serve.put(message.limits)
             elif isinstance(message, Shutdown):
                 self._on_shutdown(message.error)
+        shutil.rmtree(self._run_dir, ignore_errors=True)  # its owner was killed before it could
         os._exit(1)
 
     def on_shutdown(self, callback: Callable[[str | None], None]) -> None:

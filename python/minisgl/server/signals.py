@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as bytes on a socket."""
+"""SIGINT, SIGTERM and SIGHUP as bytes on a socket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ class SignalSocket:
         for end in (self._ours, self._python):
             end.setblocking(False)
         signal.set_wakeup_fd(self._python.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # started by nohup
             # A function, because processes that we start would inherit that a signal is ignored.
             signal.signal(number, lambda _number, _frame: None)
 

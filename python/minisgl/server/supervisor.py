@@ -44,7 +44,7 @@ class WorkerFailed(Exception):
 
 
 class Interrupted(Exception):
-    """SIGINT, SIGTERM, or the end of the shell."""
+    """SIGINT, SIGTERM, SIGHUP, or the end of the shell."""
 
 
 def bind(host: str, port: int, send_timeout: float = HttpConfig().send_timeout) -> socket.socket:
@@ -161,7 +161,8 @@ class Supervisor:
         """
         sources = self._selector.select()
         signals = self._signals.receive()  # first: whoever ends all of a group's processes means no failure
-        if signal.SIGTERM in signals or (signal.SIGINT in signals and self._shell is None):
+        ends = {signal.SIGTERM, signal.SIGHUP} | ({signal.SIGINT} if self._shell is None else set())
+        if signals & ends:
             raise Interrupted
         for key, _ in sources:
             if key.fileobj is self._signals:
