@@ -24,7 +24,6 @@ class JsonValue:
     """Finds the end of one JSON value, whose first character is known."""
 
     def __init__(self, first: str) -> None:
-        self.is_string = first == '"'
         self._is_scalar = first not in '"{['
         self._depth = 0
         self._in_string = False
