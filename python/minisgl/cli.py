@@ -7,24 +7,33 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from minisgl import __version__
 from minisgl.config import (
-    DEFAULT_PORT,
+    BatchPolicyName,
+    CacheType,
     ConfigError,
+    Device,
+    Dtype,
     EngineConfig,
     HttpConfig,
+    KVCacheDtype,
     LoadFormat,
+    LogprobsMode,
+    SchedulePolicy,
     SchedulerConfig,
     ServerConfig,
 )
 from minisgl.models.demo import DEMO_MODEL
 from minisgl.models.hub import model_folder
 from minisgl.parsers.reasoning import REASONING_FORMATS
-from minisgl.parsers.select import AUTO, TOOL_CALL_PARSERS, known_reasoning_parser, known_tool_call_parser
+from minisgl.parsers.select import TOOL_CALL_PARSERS, known_reasoning_parser, known_tool_call_parser
 
 logger = logging.getLogger(__name__)
+
+# What flags that are not given stand for. The model's folder and name do not come from here.
+_DEFAULT = ServerConfig(engine=EngineConfig(model_path=""), model_name="")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,16 +51,22 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=__version__)
+    _add_model_flags(parser.add_argument_group("model"))
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_http_flags(parser.add_argument_group("http"))
+    _add_engine_flags(parser.add_argument_group("engine"))
+    _add_scheduler_flags(parser.add_argument_group("scheduler"))
+    return parser
 
-    model = parser.add_argument_group("model")
+
+def _add_model_flags(model: argparse._ArgumentGroup) -> None:
+    default = _DEFAULT.engine
     model.add_argument(
         "--model", "--model-path", default=DEMO_MODEL, help="folder or hub id of the model; demo: the built-in one"
     )
+    model.add_argument("--dtype", default=default.dtype, choices=get_args(Dtype), help="auto: the checkpoint's")
     model.add_argument(
-        "--dtype", default="auto", choices=["auto", "float16", "bfloat16", "float32"], help="auto: the checkpoint's"
-    )
-    model.add_argument(
-        "--load-format", default="safetensors", choices=["safetensors", "dummy"], help="dummy: random weights"
+        "--load-format", default=default.load_format, choices=get_args(LoadFormat), help="dummy: random weights"
     )
     model.add_argument("--dummy-weight", action="store_true", help="the same as --load-format dummy")
     model.add_argument(
@@ -63,24 +78,34 @@ def make_parser() -> argparse.ArgumentParser:
     )
     model.add_argument("--model-source", default="huggingface", help="only huggingface for now")
     model.add_argument(
-        "--max-seq-len-override", type=int, default=None, metavar="TOKENS", help="context length; none: the model's"
+        "--max-seq-len-override",
+        type=int,
+        default=default.max_seq_len,
+        metavar="TOKENS",
+        help="context length; none: the model's",
     )
 
-    server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    server.add_argument("--port", type=int, default=DEFAULT_PORT, help="TCP port to listen on; 0: any free one")
+
+def _add_server_flags(server: argparse._ArgumentGroup) -> None:
+    server.add_argument("--host", default=_DEFAULT.host, help="address to listen on")
+    server.add_argument("--port", type=int, default=_DEFAULT.port, help="TCP port to listen on; 0: any free one")
     server.add_argument(
-        "--num-tokenizer", "--tokenizer-count", type=int, default=1, metavar="N", help="tokenizer processes"
+        "--num-tokenizer",
+        "--tokenizer-count",
+        type=int,
+        default=_DEFAULT.num_tokenizers,
+        metavar="N",
+        help="tokenizer processes",
     )
     server.add_argument(
         "--tool-call-parser",
-        default=AUTO,
+        default=_DEFAULT.tool_call_parser,
         metavar="NAME",
         help=f"form of the model's tool calls: {', '.join(TOOL_CALL_PARSERS)} or none; auto: as its template shows",
     )
     server.add_argument(
         "--reasoning-parser",
-        default=AUTO,
+        default=_DEFAULT.reasoning_parser,
         metavar="NAME",
         help=f"form of the model's thoughts: {', '.join(REASONING_FORMATS)} or none; auto: as its template shows",
     )
@@ -88,114 +113,48 @@ def make_parser() -> argparse.ArgumentParser:
         "--shell", "--shell-mode", action="store_true", help="chat in the terminal; the server ends with it"
     )
 
-    _add_http_flags(parser.add_argument_group("http"))
-
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one")
-    engine.add_argument(
-        "--tp",
-        "--tp-size",
-        "--tensor-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="GPUs, or processes on the CPU, that hold the model together",
-    )
-    engine.add_argument(
-        "--attn",
-        "--attention-backend",
-        default="auto",
-        metavar="NAME",
-        help="attention: auto, fa, fi or torch, or two with a comma: for prefill, for decode (there also fused)",
-    )
-    engine.add_argument("--page-size", type=int, default=None, metavar="TOKENS", help="of the KV cache; none: 64")
-    engine.add_argument(
-        "--num-pages", type=int, default=None, metavar="PAGES", help="in the KV cache; none: as memory allows"
-    )
-    engine.add_argument(
-        "--memory-ratio",
-        type=float,
-        default=0.9,
-        metavar="RATIO",
-        help="of the GPU's memory; on the CPU, of the free memory for the KV cache, at most 8 GiB",
-    )
-    engine.add_argument(
-        "--max-running-requests", type=int, default=256, metavar="N", help="requests that run at the same time"
-    )
-    engine.add_argument(
-        "--cuda-graph-max-bs",
-        "--graph",
-        type=int,
-        default=None,
-        metavar="ROWS",
-        help="largest decode batch in a CUDA graph; 0: no graphs; none: --max-running-requests",
-    )
-    engine.add_argument(
-        "--logprobs-mode",
-        default="raw_logprobs",
-        choices=["raw_logprobs", "processed_logprobs"],
-        help="log-probabilities of the model's logits, or after penalties, biases, masks and temperature",
-    )
-    engine.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        choices=["auto", "fp8_e4m3"],
-        help="what K and V are stored in; auto: the model's dtype; fp8_e4m3: 8 bits, of which twice as many fit",
-    )
-    engine.add_argument("--disable-pynccl", action="store_true", help="accepted for Mini-SGLang; has no effect")
-    engine.add_argument("--moe-backend", default=None, metavar="NAME", help="of experts (there is no choice yet)")
-
-    scheduler = parser.add_argument_group("scheduler")
-    scheduler.add_argument(
-        "--cache", "--cache-type", default="radix", choices=["radix", "naive"], help="radix: reuse shared prefixes"
-    )
-    scheduler.add_argument(
-        "--max-prefill-length",
-        "--max-extend-length",
-        type=int,
-        default=8192,
-        metavar="TOKENS",
-        help="prompt tokens computed in one step; longer prompts are cut into chunks",
-    )
-    scheduler.add_argument(
-        "--batch-policy",
-        default="prefill-first",
-        choices=["prefill-first", "mixed"],
-        help="prefill-first: prompts before decodes; mixed: every decode in every step, prompts in what is left of "
-        "--max-prefill-length",
-    )
-    scheduler.add_argument(
-        "--schedule-policy",
-        default="fcfs",
-        choices=["fcfs", "lpm"],
-        help="who enters first: fcfs: who came first; lpm: longest cached prefix",
-    )
-    scheduler.add_argument(
-        "--disable-overlap", action="store_true", help="read each step's tokens before launching the next step"
-    )
-    return parser
-
 
 def _add_http_flags(http: argparse._ArgumentGroup) -> None:
-    default = HttpConfig()
+    default = _DEFAULT.http
     http.add_argument(
         "--api-key",
         nargs="+",
         action="extend",
-        default=[],
+        default=list(default.api_keys),
         metavar="KEY",
         help="clients must send one of these as bearer token; better in MINISGL_API_KEY or a file: others see flags",
     )
     http.add_argument("--api-key-file", default=None, metavar="FILE", help="more keys, one a line")
     http.add_argument(
-        "--allowed-origins", nargs="+", default=[], metavar="ORIGIN", help="web pages that may call (CORS); * for all"
+        "--allowed-origins",
+        nargs="+",
+        default=list(default.allowed_origins),
+        metavar="ORIGIN",
+        help="web pages that may call (CORS); * for all",
     )
-    http.add_argument("--allowed-methods", nargs="+", default=["*"], metavar="METHOD", help="that such pages may use")
-    http.add_argument("--allowed-headers", nargs="+", default=["*"], metavar="HEADER", help="that such pages may send")
+    http.add_argument(
+        "--allowed-methods",
+        nargs="+",
+        default=list(default.allowed_methods),
+        metavar="METHOD",
+        help="that such pages may use",
+    )
+    http.add_argument(
+        "--allowed-headers",
+        nargs="+",
+        default=list(default.allowed_headers),
+        metavar="HEADER",
+        help="that such pages may send",
+    )
     http.add_argument("--allow-credentials", action="store_true", help="such pages may send cookies")
-    http.add_argument("--root-path", default="", metavar="PATH", help="that a reverse proxy puts before every route")
-    http.add_argument("--ssl-keyfile", default=None, metavar="FILE", help="private key, for https")
-    http.add_argument("--ssl-certfile", default=None, metavar="FILE", help="certificate, for https")
+    http.add_argument(
+        "--root-path",
+        default=default.root_path,
+        metavar="PATH",
+        help="that a reverse proxy puts before every route",
+    )
+    http.add_argument("--ssl-keyfile", default=default.ssl_keyfile, metavar="FILE", help="private key, for https")
+    http.add_argument("--ssl-certfile", default=default.ssl_certfile, metavar="FILE", help="certificate, for https")
     http.add_argument(
         "--max-body-bytes", type=int, default=default.max_body_bytes, metavar="BYTES", help="of one request"
     )
@@ -239,6 +198,106 @@ def _add_http_flags(http: argparse._ArgumentGroup) -> None:
         default=default.health_timeout,
         metavar="SECONDS",
         help="without a heartbeat through all processes after which /health fails",
+    )
+
+
+def _add_engine_flags(engine: argparse._ArgumentGroup) -> None:
+    default = _DEFAULT.engine
+    engine.add_argument("--device", default=default.device, choices=get_args(Device), help="auto: cuda if there is one")
+    engine.add_argument(
+        "--tp",
+        "--tp-size",
+        "--tensor-parallel-size",
+        type=int,
+        default=default.tp_size,
+        metavar="N",
+        help="GPUs, or processes on the CPU, that hold the model together",
+    )
+    engine.add_argument(
+        "--attn",
+        "--attention-backend",
+        default=default.attention,
+        metavar="NAME",
+        help="attention: auto, fa, fi or torch, or two with a comma: for prefill, for decode (there also fused)",
+    )
+    engine.add_argument("--page-size", type=int, default=None, metavar="TOKENS", help="of the KV cache; none: 64")
+    engine.add_argument(
+        "--num-pages",
+        type=int,
+        default=default.num_pages,
+        metavar="PAGES",
+        help="in the KV cache; none: as memory allows",
+    )
+    engine.add_argument(
+        "--memory-ratio",
+        type=float,
+        default=default.memory_ratio,
+        metavar="RATIO",
+        help="of the GPU's memory; on the CPU, of the free memory for the KV cache, at most 8 GiB",
+    )
+    engine.add_argument(
+        "--max-running-requests",
+        type=int,
+        default=default.max_running_requests,
+        metavar="N",
+        help="requests that run at the same time",
+    )
+    engine.add_argument(
+        "--cuda-graph-max-bs",
+        "--graph",
+        type=int,
+        default=default.cuda_graph_max_bs,
+        metavar="ROWS",
+        help="largest decode batch in a CUDA graph; 0: no graphs; none: --max-running-requests",
+    )
+    engine.add_argument(
+        "--logprobs-mode",
+        default=default.logprobs_mode,
+        choices=get_args(LogprobsMode),
+        help="log-probabilities of the model's logits, or after penalties, biases, masks and temperature",
+    )
+    engine.add_argument(
+        "--kv-cache-dtype",
+        default=default.kv_cache_dtype,
+        choices=get_args(KVCacheDtype),
+        help="what K and V are stored in; auto: the model's dtype; fp8_e4m3: 8 bits, of which twice as many fit",
+    )
+    engine.add_argument("--disable-pynccl", action="store_true", help="accepted for Mini-SGLang; has no effect")
+    engine.add_argument("--moe-backend", default=None, metavar="NAME", help="of experts (there is no choice yet)")
+
+
+def _add_scheduler_flags(scheduler: argparse._ArgumentGroup) -> None:
+    default = _DEFAULT.scheduler
+    scheduler.add_argument(
+        "--cache",
+        "--cache-type",
+        default=default.cache,
+        choices=get_args(CacheType),
+        help="radix: reuse shared prefixes",
+    )
+    scheduler.add_argument(
+        "--max-prefill-length",
+        "--max-extend-length",
+        type=int,
+        default=default.max_prefill_tokens,
+        metavar="TOKENS",
+        help="prompt tokens computed in one step; longer prompts are cut into chunks",
+    )
+    scheduler.add_argument(
+        "--batch-policy",
+        default=default.batch_policy,
+        choices=get_args(BatchPolicyName),
+        help="prefill-first: prompts before decodes; mixed: every decode in every step, prompts in what is left of "
+        "--max-prefill-length",
+    )
+    scheduler.add_argument(
+        "--schedule-policy",
+        default=default.schedule_policy,
+        choices=get_args(SchedulePolicy),
+        help="who enters first: fcfs: who came first; lpm: longest cached prefix",
+    )
+    scheduler.add_argument(
+        "--disable-overlap", action="store_true", help="read each step's tokens before launching the next step"
     )
 
 

@@ -15,6 +15,7 @@ from minisgl.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS, Limits
 DEFAULT_PORT = 1919
 
 Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float16", "bfloat16", "float32"]
 LoadFormat = Literal["safetensors", "dummy"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 CacheType = Literal["radix", "naive"]
@@ -45,7 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: str  # a local folder
     device: Device = "auto"
-    dtype: str = "auto"  # auto: the checkpoint's
+    dtype: Dtype = "auto"  # auto: the checkpoint's
     load_format: LoadFormat = "safetensors"
     attention: str = "auto"  # a backend, or two with a comma: of prefill (and mixed batches) and of decode
     kv_cache_dtype: KVCacheDtype = "auto"  # auto: the model's

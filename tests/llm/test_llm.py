@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 
 from minisgl.config import ConfigError
 from minisgl.core import Grammar, Int32Array, InvalidRequest, StepLogprobs
@@ -82,6 +83,8 @@ def test_bad_requests_are_refused_before_anything_runs(llm: LLM) -> None:
         ({"max_seq_len_override": 10**6}, "positions end at 4096"),
         ({"page_size": 0}, "--page-size"),
         ({"tp_size": 3}, "tensor parallelism"),
+        ({"dtype": "half"}, "^dtype must be one of auto, float16, bfloat16, float32, not half"),
+        ({"dtype": torch.float64}, "^dtype must be one of .*, not float64"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of auto, fp8_e4m3, not fp8"),
         ({"cache_type": "tree"}, "cache must be one of radix, naive"),
         ({"batch_policy": "decode-first"}, "batch_policy must be one of"),

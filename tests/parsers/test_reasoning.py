@@ -12,7 +12,7 @@ from parsing import Parsed, cut, run
 from minisgl.parsers.events import Content, Reasoning
 from minisgl.parsers.hermes import HermesParser
 from minisgl.parsers.output import OutputParser
-from minisgl.parsers.reasoning import REASONING_FORMATS, ReasoningParser, Start, start_of_answer
+from minisgl.parsers.reasoning import REASONING_FORMATS, Place, ReasoningParser, start_of_answer
 
 QWEN, R1, MISTRAL = (REASONING_FORMATS[name] for name in ("qwen3", "deepseek_r1", "mistral"))
 
@@ -20,41 +20,41 @@ QWEN, R1, MISTRAL = (REASONING_FORMATS[name] for name in ("qwen3", "deepseek_r1"
 @pytest.mark.parametrize(
     ("prompt_end", "qwen", "r1"),
     [
-        ("<|im_start|>assistant\n", Start.UNDECIDED, Start.INSIDE),
-        ("<|im_start|>assistant\n<think>\n", Start.INSIDE, Start.INSIDE),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", Start.OUTSIDE, Start.OUTSIDE),
-        ("what is <think>?<|im_end|>\n<|im_start|>assistant\n", Start.UNDECIDED, Start.INSIDE),
+        ("<|im_start|>assistant\n", Place.UNDECIDED, Place.INSIDE),
+        ("<|im_start|>assistant\n<think>\n", Place.INSIDE, Place.INSIDE),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", Place.OUTSIDE, Place.OUTSIDE),
+        ("what is <think>?<|im_end|>\n<|im_start|>assistant\n", Place.UNDECIDED, Place.INSIDE),
     ],
 )
-def test_start_of_answer(prompt_end: str, qwen: Start, r1: Start) -> None:
+def test_start_of_answer(prompt_end: str, qwen: Place, r1: Place) -> None:
     assert (start_of_answer(QWEN, prompt_end), start_of_answer(R1, prompt_end)) == (qwen, r1)
 
 
 @pytest.mark.parametrize(
     ("form", "start", "text", "reasoning", "content"),
     [
-        (QWEN, Start.UNDECIDED, "<think>\nHm.\nOk.\n</think>\n\nHello.\n", "Hm.\nOk.", "Hello.\n"),
-        (QWEN, Start.UNDECIDED, "\n <think>Hm.</think>Hello", "Hm.", "Hello"),
-        (QWEN, Start.UNDECIDED, "Hello <think>no</think>", "", "Hello <think>no</think>"),
-        (QWEN, Start.UNDECIDED, "<thin", "", "<thin"),
-        (QWEN, Start.UNDECIDED, "<think>\n\n</think>\n\nHello", "", "Hello"),
-        (QWEN, Start.UNDECIDED, "<think>Hm</thi", "Hm</thi", ""),
-        (QWEN, Start.UNDECIDED, "<think>\n a\n\nb \n", " a\n\nb \n", ""),
-        (QWEN, Start.INSIDE, "Hm.\n</think>\n\nHello </think>", "Hm.", "Hello </think>"),
-        (QWEN, Start.INSIDE, "<think>Hm.</think>Hello", "Hm.", "Hello"),  # the model opens it once more
-        (QWEN, Start.OUTSIDE, "\n<think>Hm.</think>Hello", "", "\n<think>Hm.</think>Hello"),
-        (R1, Start.INSIDE, "Hm.", "Hm.", ""),
-        (R1, Start.INSIDE, "</think>Hello", "", "Hello"),
-        (MISTRAL, Start.UNDECIDED, "[THINK]Hm.[/THINK]Hello", "Hm.", "Hello"),
+        (QWEN, Place.UNDECIDED, "<think>\nHm.\nOk.\n</think>\n\nHello.\n", "Hm.\nOk.", "Hello.\n"),
+        (QWEN, Place.UNDECIDED, "\n <think>Hm.</think>Hello", "Hm.", "Hello"),
+        (QWEN, Place.UNDECIDED, "Hello <think>no</think>", "", "Hello <think>no</think>"),
+        (QWEN, Place.UNDECIDED, "<thin", "", "<thin"),
+        (QWEN, Place.UNDECIDED, "<think>\n\n</think>\n\nHello", "", "Hello"),
+        (QWEN, Place.UNDECIDED, "<think>Hm</thi", "Hm</thi", ""),
+        (QWEN, Place.UNDECIDED, "<think>\n a\n\nb \n", " a\n\nb \n", ""),
+        (QWEN, Place.INSIDE, "Hm.\n</think>\n\nHello </think>", "Hm.", "Hello </think>"),
+        (QWEN, Place.INSIDE, "<think>Hm.</think>Hello", "Hm.", "Hello"),  # the model opens it once more
+        (QWEN, Place.OUTSIDE, "\n<think>Hm.</think>Hello", "", "\n<think>Hm.</think>Hello"),
+        (R1, Place.INSIDE, "Hm.", "Hm.", ""),
+        (R1, Place.INSIDE, "</think>Hello", "", "Hello"),
+        (MISTRAL, Place.UNDECIDED, "[THINK]Hm.[/THINK]Hello", "Hm.", "Hello"),
     ],
 )
-def test_thoughts(form: object, start: Start, text: str, reasoning: str, content: str) -> None:
+def test_thoughts(form: object, start: Place, text: str, reasoning: str, content: str) -> None:
     expected = Parsed(content=content, reasoning=reasoning)
     assert run(ReasoningParser(form, start), [text]) == expected  # type: ignore[arg-type]
     assert run(ReasoningParser(form, start), list(text)) == expected  # type: ignore[arg-type]
 
 
-def whole_parser(start: Start) -> OutputParser:
+def whole_parser(start: Place) -> OutputParser:
     ids = itertools.count()
     return OutputParser(ReasoningParser(QWEN, start), HermesParser({}, lambda: f"id{next(ids)}"))
 
@@ -64,9 +64,9 @@ FRAGMENTS = ["<think>", "</think>", "<th", "ink>", "\n", " ", "x", "<tool_call>"
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.sampled_from(Start), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.lists(st.integers(0, 99), max_size=9)
+    st.sampled_from(Place), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.lists(st.integers(0, 99), max_size=9)
 )
-def test_any_cut_gives_the_same(start: Start, fragments: list[str], cuts: list[int]) -> None:
+def test_any_cut_gives_the_same(start: Place, fragments: list[str], cuts: list[int]) -> None:
     text = "".join(fragments)
     whole = run(whole_parser(start), [text])
     assert run(whole_parser(start), cut(text, cuts)) == whole
@@ -75,33 +75,33 @@ def test_any_cut_gives_the_same(start: Start, fragments: list[str], cuts: list[i
 
 def test_thought_then_call() -> None:
     text = 'Hm.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    parsed = run(whole_parser(Start.INSIDE), list(text))
+    parsed = run(whole_parser(Place.INSIDE), list(text))
     assert parsed == Parsed(reasoning="Hm.", calls=[("f", '{"a": 1}')], ids=["id0"])
 
 
 def test_a_call_in_a_thought_is_a_thought() -> None:
     text = '<think><tool_call>{"name": "f"}</tool_call></think>Hi'
-    parsed = run(whole_parser(Start.UNDECIDED), list(text))
+    parsed = run(whole_parser(Place.UNDECIDED), list(text))
     assert parsed == Parsed(reasoning='<tool_call>{"name": "f"}</tool_call>', content="Hi")
 
 
 def test_tokens_of_the_thought_are_counted() -> None:
-    def count(start: Start, pieces: list[str]) -> int:
+    def count(start: Place, pieces: list[str]) -> int:
         parser = whole_parser(start)
         for piece in pieces:
             parser.feed(piece, 1)
         parser.finish()
         return parser.reasoning_tokens
 
-    assert count(Start.UNDECIDED, ["<think>", "\n", "Hm", ".", "\n", "</think>", "\n\n", "Hello", "."]) == 6
-    assert count(Start.UNDECIDED, ["<", "think", ">", "Hm", "</", "think>", "Hello"]) == 6
-    assert count(Start.UNDECIDED, ["<", "b", ">"]) == 0
-    assert count(Start.INSIDE, ["Hm", "", "</think>", "Hello"]) == 3
-    assert count(Start.OUTSIDE, ["Hello"]) == 0
+    assert count(Place.UNDECIDED, ["<think>", "\n", "Hm", ".", "\n", "</think>", "\n\n", "Hello", "."]) == 6
+    assert count(Place.UNDECIDED, ["<", "think", ">", "Hm", "</", "think>", "Hello"]) == 6
+    assert count(Place.UNDECIDED, ["<", "b", ">"]) == 0
+    assert count(Place.INSIDE, ["Hm", "", "</think>", "Hello"]) == 3
+    assert count(Place.OUTSIDE, ["Hello"]) == 0
 
 
 def test_streamed() -> None:
-    parser = ReasoningParser(QWEN, Start.INSIDE)
+    parser = ReasoningParser(QWEN, Place.INSIDE)
     assert parser.feed("I think") == [Reasoning("I think")]
     assert parser.feed(" so.\n") == [Reasoning(" so.")]
     assert parser.feed("</thin") == []

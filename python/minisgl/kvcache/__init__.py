@@ -7,16 +7,11 @@ tensors that the numbers stand for live in `pool`, the one module here that impo
 
 from __future__ import annotations
 
-from typing import Literal
-
+from minisgl.config import CacheType
 from minisgl.kvcache.base import CacheManager
 from minisgl.kvcache.naive import NaiveCache
 from minisgl.kvcache.radix import RadixCache
 
 
-def make_cache(kind: Literal["radix", "naive"], page_size: int) -> CacheManager:
-    if kind == "radix":
-        return RadixCache(page_size)
-    if kind == "naive":
-        return NaiveCache(page_size)
-    raise ValueError(f"the cache is 'radix' or 'naive', not {kind!r}")
+def make_cache(kind: CacheType, page_size: int) -> CacheManager:
+    return RadixCache(page_size) if kind == "radix" else NaiveCache(page_size)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from minisgl.config import (
     BatchPolicyName,
     CacheType,
     Device,
+    Dtype,
     EngineConfig,
     KVCacheDtype,
     LogprobsMode,
@@ -74,7 +75,7 @@ class LLM:
     def __init__(
         self,
         model: str,
-        dtype: str | torch.dtype = "auto",
+        dtype: Dtype | torch.dtype = "auto",
         *,
         max_seq_len_override: int | None = None,
         max_extend_tokens: int = 8192,
@@ -98,7 +99,7 @@ class LLM:
         config = EngineConfig(
             model_path=str(folder),
             device=device,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=cast(Dtype, str(dtype).removeprefix("torch.")),  # validate() refuses what is none
             load_format="dummy" if use_dummy_weight else "safetensors",
             attention=attention_backend,
             kv_cache_dtype=kv_cache_dtype,

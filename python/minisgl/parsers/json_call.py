@@ -10,20 +10,20 @@ import json
 import re
 from collections.abc import Callable, Collection
 
+from minisgl.parsers.markers import next_character
+
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 _NO_ARGUMENTS = "{}"
 _PLAIN = re.compile(r'[^"\\]*')  # characters of a string that mean only themselves
 _BETWEEN = re.compile(r'[^"{}\[\]]*')  # what does not matter between brackets
 _SCALAR = re.compile(r"[^\s,{}\[\]\":]*")
-_SPACE = re.compile(r"\s*")
 
 
 class JsonValue:
     """Finds the end of one JSON value, whose first character is known."""
 
     def __init__(self, first: str) -> None:
-        self.is_string = first == '"'
         self._is_scalar = first not in '"{['
         self._depth = 0
         self._in_string = False
@@ -100,14 +100,14 @@ class JsonCall:
     # The states. Each takes text from `at` and returns how far it came; one that fails leaves the character alone.
 
     def _open(self, text: str, at: int) -> int:
-        character, at = _next_character(text, at)
+        character, at = next_character(text, at)
         if character == "{":
             self._state = self._member
             return at + 1
         return self._fail_unless(not character, at)
 
     def _member(self, text: str, at: int) -> int:
-        character, at = _next_character(text, at)
+        character, at = next_character(text, at)
         if character == '"':
             self._value = JsonValue(character)
             self._raw.clear()
@@ -126,14 +126,14 @@ class JsonCall:
         return end
 
     def _colon(self, text: str, at: int) -> int:
-        character, at = _next_character(text, at)
+        character, at = next_character(text, at)
         if character == ":":
             self._state = self._begin_value
             return at + 1
         return self._fail_unless(not character, at)
 
     def _begin_value(self, text: str, at: int) -> int:
-        character, at = _next_character(text, at)
+        character, at = next_character(text, at)
         if not character or character in ",}]:":
             return self._fail_unless(not character, at)
         self._value = JsonValue(character)
@@ -175,7 +175,7 @@ class JsonCall:
             self._has_arguments = True
 
     def _after_value(self, text: str, at: int) -> int:
-        character, at = _next_character(text, at)
+        character, at = next_character(text, at)
         if character == ",":
             self._state = self._member
             return at + 1
@@ -199,14 +199,6 @@ class JsonCall:
     def _fail_unless(self, fine: bool, at: int) -> int:
         self.failed = not fine
         return at
-
-
-def _next_character(text: str, at: int) -> tuple[str, int]:
-    """The first character that is not white space, and where it is; "" at the end."""
-    match = _SPACE.match(text, at)
-    assert match is not None
-    at = match.end()
-    return text[at : at + 1], at
 
 
 _BROKEN = object()

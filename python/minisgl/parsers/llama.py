@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from minisgl.parsers.markers import next_character
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 
 
@@ -25,22 +26,22 @@ class LlamaJsonParser(ToolCallParser):
         self._begin_json(self._separator, declared=True)
 
     def _at_call(self) -> bool:
-        stripped = self._buffer.lstrip()
-        if not stripped:
+        character, at = next_character(self._buffer)
+        if not character:
             return False
-        if stripped[0] == "{":
-            self._take_head(len(self._buffer) - len(stripped))
+        if character == "{":
+            self._take_head(at)
             self._begin()
         else:
             self._state = self._content
         return True
 
     def _separator(self) -> bool:
-        stripped = self._buffer.lstrip()
-        if not stripped:
+        character, at = next_character(self._buffer)
+        if not character:
             return False
-        if stripped[0] == ";":
-            self._take_head(len(self._buffer) - len(stripped) + 1)
+        if character == ";":
+            self._take_head(at + 1)
             self._begin()
         else:
             self._state = self._at_call

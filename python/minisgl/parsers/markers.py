@@ -1,8 +1,11 @@
-"""Looking for markers in text that comes in pieces."""
+"""Looking for markers, and past white space, in text that comes in pieces."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+
+_SPACE = re.compile(r"\s*")
 
 
 def find_first(text: str, markers: Iterable[str]) -> tuple[int, str] | None:
@@ -21,3 +24,11 @@ def possible_start(text: str, markers: Iterable[str]) -> int:
                 first = at
             at += 1
     return first
+
+
+def next_character(text: str, at: int = 0) -> tuple[str, int]:
+    """The first character from `at` on that is not white space, and where it is; "" at the end."""
+    match = _SPACE.match(text, at)
+    assert match is not None
+    at = match.end()
+    return text[at : at + 1], at

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 
 from minisgl.parsers.json_call import JsonValue
+from minisgl.parsers.markers import next_character
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 
 MAX_NAME = 256  # characters
@@ -34,29 +35,29 @@ class MistralParser(ToolCallParser):
         self._state = self._form
 
     def _form(self) -> bool:
-        stripped = self._buffer.lstrip()
-        if not stripped:
+        character, at = next_character(self._buffer)
+        if not character:
             return False
-        if stripped[0] == "[":
-            self._take_head(len(self._buffer) - len(stripped) + 1)
+        if character == "[":
+            self._take_head(at + 1)
             self._begin_json(self._after_item)
-        elif stripped[0] == "{":
+        elif character == "{":
             self._begin_json(self._content)
         else:
-            self._take_head(len(self._buffer) - len(stripped))
+            self._take_head(at)
             self._state = self._in_name
         return True
 
     def _after_item(self) -> bool:
-        stripped = self._buffer.lstrip()
-        if not stripped:
+        character, at = next_character(self._buffer)
+        if not character:
             return False
-        if stripped[0] == ",":
-            self._take_head(len(self._buffer) - len(stripped) + 1)
+        if character == ",":
+            self._take_head(at + 1)
             self._begin_json(self._after_item)
             return True
-        if stripped[0] == "]":
-            self._buffer = stripped[1:]
+        if character == "]":
+            self._buffer = self._buffer[at + 1 :]
         self._state = self._content
         return True
 

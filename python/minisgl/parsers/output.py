@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from minisgl.parsers.events import Content, Event
-from minisgl.parsers.reasoning import ReasoningParser, Start
+from minisgl.parsers.reasoning import Place, ReasoningParser
 from minisgl.parsers.tool_calls import ToolCallParser
 
 
@@ -25,10 +25,10 @@ class OutputParser:
         before = self._reasoning.position
         events = self._reasoning.feed(text)
         after = self._reasoning.position
-        if Start.INSIDE in (before, after):
+        if Place.INSIDE in (before, after):
             self.reasoning_tokens += num_tokens + self._undecided_tokens
             self._undecided_tokens = 0
-        elif after is Start.UNDECIDED:
+        elif after is Place.UNDECIDED:
             self._undecided_tokens += num_tokens
         return self._parse_content(events)
 

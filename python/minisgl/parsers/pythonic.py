@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection
 
+from minisgl.parsers.markers import next_character
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 
 _NAME = re.compile(r"(?:[^\W\d][\w.]*)?")
@@ -33,11 +34,11 @@ class PythonicParser(ToolCallParser):
         self._state = self._at_list
 
     def _at_list(self) -> bool:
-        stripped = self._buffer.lstrip()
-        if not stripped:
+        character, at = next_character(self._buffer)
+        if not character:
             return False
-        if stripped[0] == "[":
-            self._begin_call(len(self._buffer) - len(stripped) + 1)
+        if character == "[":
+            self._begin_call(at + 1)
         elif self._head:
             self._reject()
         else:
@@ -59,20 +60,20 @@ class PythonicParser(ToolCallParser):
         elif call.done:
             self._start(call.name)
             self._add(call.arguments)
-            self._end(self._after_call_)
+            self._end(self._after_item)
         else:
             return False
         return True
 
-    def _after_call_(self) -> bool:
-        stripped = self._buffer.lstrip()
-        if not stripped:
+    def _after_item(self) -> bool:
+        character, at = next_character(self._buffer)
+        if not character:
             return False
-        if stripped[0] == ",":
-            self._begin_call(len(self._buffer) - len(stripped) + 1)
+        if character == ",":
+            self._begin_call(at + 1)
             return True
-        if stripped[0] == "]":
-            self._buffer = stripped[1:]
+        if character == "]":
+            self._buffer = self._buffer[at + 1 :]
             self._state = self._closing
         else:
             self._state = self._content

@@ -29,34 +29,34 @@ REASONING_FORMATS = {
 }
 
 
-class Start(Enum):
-    """Where an answer begins."""
+class Place(Enum):
+    """Where an answer begins, and how far its parser has come."""
 
     UNDECIDED = auto()  # a thought may follow
     INSIDE = auto()  # of a thought
     OUTSIDE = auto()  # there is no thought, or no longer
 
 
-def start_of_answer(form: ReasoningFormat, prompt_end: str, continued: str = "") -> Start:
+def start_of_answer(form: ReasoningFormat, prompt_end: str, continued: str = "") -> Place:
     """Where the answer to a prompt with this end begins, or what follows the `continued` beginning of an answer."""
     if continued.strip():
-        return Start.INSIDE if continued.rfind(form.opening) > continued.rfind(form.closing) else Start.OUTSIDE
+        return Place.INSIDE if continued.rfind(form.opening) > continued.rfind(form.closing) else Place.OUTSIDE
     end = prompt_end.rstrip()
     if end.endswith(form.opening):
-        return Start.INSIDE
+        return Place.INSIDE
     if end.endswith(form.closing):
-        return Start.OUTSIDE
-    return Start.INSIDE if form.starts_inside else Start.UNDECIDED
+        return Place.OUTSIDE
+    return Place.INSIDE if form.starts_inside else Place.UNDECIDED
 
 
 class ReasoningParser:
     """One answer. The text that is no thought comes as Content."""
 
-    def __init__(self, form: ReasoningFormat, start: Start) -> None:
+    def __init__(self, form: ReasoningFormat, start: Place) -> None:
         self._form = form
         self.position = start
         self._buffer = ""  # not consumed yet
-        self._state = self._answer if start is Start.OUTSIDE else self._opening
+        self._state = self._answer if start is Place.OUTSIDE else self._opening
         self._events: list[Event] = []
 
     def feed(self, text: str) -> list[Event]:
@@ -72,7 +72,7 @@ class ReasoningParser:
         text, self._buffer = self._buffer, ""
         if not text:
             return []
-        return [Reasoning(text) if self.position is Start.INSIDE else Content(text)]
+        return [Reasoning(text) if self.position is Place.INSIDE else Content(text)]
 
     # The states take text from the buffer; False: they need more.
 
@@ -80,13 +80,13 @@ class ReasoningParser:
         stripped = self._buffer.lstrip()
         if stripped.startswith(self._form.opening):
             self._buffer = stripped[len(self._form.opening) :]
-            self.position = Start.INSIDE
+            self.position = Place.INSIDE
         elif self._form.opening.startswith(stripped):
             return False
-        if self.position is Start.INSIDE:
+        if self.position is Place.INSIDE:
             self._state = self._thought_start
         else:
-            self.position = Start.OUTSIDE
+            self.position = Place.OUTSIDE
             self._state = self._answer
         return True
 
@@ -107,7 +107,7 @@ class ReasoningParser:
             self._buffer = self._buffer[len(shown) :]
             return False
         self._buffer = self._buffer[found + len(closing) :]
-        self.position = Start.OUTSIDE
+        self.position = Place.OUTSIDE
         self._state = self._answer_start
         return True
 

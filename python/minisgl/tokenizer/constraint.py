@@ -11,7 +11,7 @@ from minisgl.grammar.text import lark_rule
 from minisgl.grammar.validate import Check, GrammarValidator
 from minisgl.message.to_tokenizer import ChatPrompt, IdsPrompt, TextPrompt
 from minisgl.parsers.constraint import ANY_TEXT, grammar_rule, text_rule
-from minisgl.parsers.reasoning import ReasoningFormat, Start, start_of_answer
+from minisgl.parsers.reasoning import Place, ReasoningFormat, start_of_answer
 
 _OPEN = re.compile(
     r"""
@@ -42,8 +42,8 @@ class GrammarFitter:
         if self._form is not None and isinstance(prompt, ChatPrompt):
             continued = prompt.messages[-1].get("content", "") if prompt.continue_final_message else ""
             start = start_of_answer(self._form, prompt_end, continued)
-            if start is not Start.OUTSIDE:
-                grammar = self._after_thought(grammar, self._form, optional=start is Start.UNDECIDED)
+            if start is not Place.OUTSIDE:
+                grammar = self._after_thought(grammar, self._form, optional=start is Place.UNDECIDED)
         return self._completed(grammar)
 
     def _after_thought(self, grammar: Grammar, form: ReasoningFormat, *, optional: bool) -> Grammar:

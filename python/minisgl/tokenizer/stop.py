@@ -7,6 +7,8 @@ may yet turn out to be a part of a stop string is held back, and no more than th
 
 from __future__ import annotations
 
+from minisgl.parsers.markers import possible_start
+
 
 class StopMatcher:
     """The state of one sequence. After a match it is used up."""
@@ -28,7 +30,7 @@ class StopMatcher:
             start, stop = found
             self._held = ""
             return text[:start], stop
-        keep = len(text) - self._possible_start(text)
+        keep = possible_start(text, self._stops)
         self._held = text[keep:]
         return text[:keep], None
 
@@ -47,15 +49,3 @@ class StopMatcher:
                 if best is None or candidate < best:
                     best = candidate
         return None if best is None else best[1:]
-
-    def _possible_start(self, text: str) -> int:
-        """The length of the longest end of the text with which a stop string begins."""
-        longest = 0
-        for stop in self._stops:
-            at = max(len(text) - len(stop) + 1, 0)
-            while (at := text.find(stop[0], at)) >= 0 and len(text) - at > longest:
-                if stop.startswith(text[at:]):
-                    longest = len(text) - at
-                    break
-                at += 1
-        return longest

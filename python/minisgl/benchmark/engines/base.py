@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from minisgl.benchmark.workload import OfflineBatch
-from minisgl.config import BatchPolicyName, KVCacheDtype, SchedulePolicy
+from minisgl.config import BatchPolicyName, Dtype, KVCacheDtype, SchedulePolicy
 
 ENGINES = {
     "minisgl": "minisgl.benchmark.engines.minisgl_engine:MinisglEngine",
@@ -23,7 +23,7 @@ class EngineOptions:
 
     model: str  # a local folder
     dummy: bool = False  # random weights
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     device: str = "auto"  # minisgl and transformers: auto, cpu or cuda
     max_seq_len: int | None = None
     max_running_requests: int = 256

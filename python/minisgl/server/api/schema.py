@@ -31,7 +31,6 @@ MAX_MESSAGES = 65_536
 GRAMMAR_FIELDS = ("grammar", "response_format", "structured_outputs")  # in the refusals of grammars
 MAX_TOKENS_TO_DECODE = 1_000_000
 
-_ZERO = (0,)
 _OFF = (False,)
 _EMPTY: tuple[Any, ...] = ([], {}, "")
 _NEVER: tuple[Any, ...] = ()
