@@ -220,7 +220,7 @@ def _add_engine_flags(engine: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="attention: auto, fa, fi or torch, or two with a comma: for prefill, for decode (there also fused)",
     )
-    engine.add_argument("--page-size", type=int, default=None, metavar="TOKENS", help="of the KV cache; none: 64")
+    engine.add_argument("--page-size", type=int, default=default.page_size, metavar="TOKENS", help="of the KV cache")
     engine.add_argument(
         "--num-pages",
         type=int,

@@ -22,6 +22,7 @@ CacheType = Literal["radix", "naive"]
 KVCacheDtype = Literal["auto", "fp8_e4m3"]
 BatchPolicyName = Literal["prefill-first", "mixed"]
 SchedulePolicy = Literal["fcfs", "lpm"]
+DEFAULT_PAGE_SIZE = 64
 ATTENTION_BACKENDS = ("auto", "fa", "fi", "torch")
 DECODE_ATTENTION = (*ATTENTION_BACKENDS, "fused")
 
@@ -50,7 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: LoadFormat = "safetensors"
     attention: str = "auto"  # a backend, or two with a comma: of prefill (and mixed batches) and of decode
     kv_cache_dtype: KVCacheDtype = "auto"  # auto: the model's
-    page_size: int | None = None  # tokens; None: 64
+    page_size: int = DEFAULT_PAGE_SIZE  # tokens
     num_pages: int | None = None  # None: from the free memory
     memory_ratio: float = 0.9  # share of the device's memory for weights and KV cache
     max_running_requests: int = 256
@@ -63,7 +64,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Raise ConfigError for the first value outside its range."""
         _check_choices(self)
         attention_names(self.attention)
-        if self.page_size is not None and self.page_size < 1:
+        if self.page_size < 1:
             raise ConfigError(f"--page-size must be at least 1, not {self.page_size}")
         if self.num_pages is not None and self.num_pages < 1:
             raise ConfigError(f"--num-pages must be at least 1, not {self.num_pages}")

@@ -77,6 +77,12 @@ def test_other_pages_chunks_and_caches_pass(
     assert (cached > 0) == ("naive" not in options)
 
 
+def test_a_small_pool_bounds_the_prompts(tiny: Path, verify: Callable[..., tuple[int, dict[str, Any]]]) -> None:
+    code, found = verify(str(tiny), "--num-pages", "2")
+    assert code == 0
+    assert max(prompt["prompt_tokens"] + prompt["new_tokens"] for prompt in found["prompts"]) == 2 * 64
+
+
 def test_bfloat16_passes_within_its_own_rounding(tiny: Path, verify: Callable[..., tuple[int, dict[str, Any]]]) -> None:
     code, found = verify(str(tiny), "--dtype", "bfloat16")
     assert code == 0, found

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args
 from minisgl.benchmark.engines.base import ENGINES, EngineOptions
 from minisgl.benchmark.report import write_json
 from minisgl.benchmark.shapes import SHAPES, make_shape, read_context
-from minisgl.config import BatchPolicyName, KVCacheDtype, SchedulePolicy
+from minisgl.config import DEFAULT_PAGE_SIZE, BatchPolicyName, KVCacheDtype, SchedulePolicy
 
 T = TypeVar("T")
 
@@ -76,7 +76,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-running", type=int, default=256, metavar="N", help="sequences at the same time")
     group.add_argument("--memory-ratio", type=float, default=0.9, help="share of the device's memory to use")
     group.add_argument("--tp", type=int, default=1, metavar="N", help="devices that a model is divided among")
-    group.add_argument("--page-size", type=int, metavar="TOKENS", help="of minisgl's KV cache")
+    group.add_argument(
+        "--page-size", type=int, default=DEFAULT_PAGE_SIZE, metavar="TOKENS", help="of minisgl's KV cache"
+    )
     group.add_argument("--num-pages", type=int, metavar="PAGES", help="in minisgl's KV cache")
     group.add_argument("--attn", default="auto", metavar="NAME", help="minisgl's attention backend")
     group.add_argument(

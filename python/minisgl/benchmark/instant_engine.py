@@ -28,7 +28,6 @@ from minisgl.process.worker import Worker
 from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.serve import SchedulerServer
 
-DEFAULT_PAGE_SIZE = 64
 LETTERS = 4096  # how many are drawn before they repeat
 
 
@@ -91,7 +90,7 @@ def run(worker: Worker) -> None:
     instant = InstantEngine(
         letters=letter_ids(folder),
         step_seconds=float(os.environ.get(STEP_MS, "0")) / 1e3,
-        page_size=config.engine.page_size or DEFAULT_PAGE_SIZE,
+        page_size=config.engine.page_size,
         num_slots=config.engine.max_running_requests,
         limits=Limits(max_seq_len=context_len, vocab_size=model.vocab_size),
     )

@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
-DEFAULT_PAGE_SIZE = 64
-
 
 class Engine:
     """Model, KV pool and slot state on one device. Several may live in one process."""
@@ -62,7 +60,7 @@ class Engine:
     ) -> None:
         self.device = resolve_device(config, tp.rank)
         self.dtype = resolve_dtype(config, model.dtype)
-        self.page_size = config.page_size or DEFAULT_PAGE_SIZE
+        self.page_size = config.page_size
         self.num_slots = config.max_running_requests
         self._kv_format = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
         self._judges_processed = config.logprobs_mode == "processed_logprobs"

@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from minisgl.config import (
+    DEFAULT_PAGE_SIZE,
     BatchPolicyName,
     CacheType,
     Device,
@@ -103,7 +104,7 @@ class LLM:
             load_format="dummy" if use_dummy_weight else "safetensors",
             attention=attention_backend,
             kv_cache_dtype=kv_cache_dtype,
-            page_size=page_size,
+            page_size=DEFAULT_PAGE_SIZE if page_size is None else page_size,
             num_pages=num_page_override,
             memory_ratio=memory_ratio,
             max_running_requests=max_running_req,

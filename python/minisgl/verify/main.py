@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from tqdm import tqdm
 
-from minisgl.config import ConfigError, EngineConfig, SchedulerConfig
+from minisgl.config import DEFAULT_PAGE_SIZE, ConfigError, EngineConfig, SchedulerConfig
 from minisgl.core import InvalidRequest
 from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.models.config import ModelConfig, load_model_config
@@ -120,7 +120,7 @@ def _tokenizer(folder: Path) -> TextTokenizer | None:
 
 def _max_prompt(config: EngineConfig, model: ModelConfig, new_tokens: int) -> int:
     room = min(config.max_seq_len or model.max_position_embeddings, model.max_position_embeddings) - new_tokens
-    if config.num_pages is not None and config.page_size is not None:
+    if config.num_pages is not None:
         room = min(room, config.num_pages * config.page_size - new_tokens)
     if room < 1:
         raise ConfigError(f"--new-tokens {new_tokens} leaves no room for a prompt")
@@ -141,7 +141,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--attn", "--attention-backend", default="torch", metavar="NAME", help="auto, fa, fi, torch, or two"
     )
-    parser.add_argument("--page-size", type=int, default=None, metavar="TOKENS", help="none: 64")
+    parser.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE, metavar="TOKENS", help="of the KV cache")
     parser.add_argument("--num-pages", type=int, default=None, metavar="PAGES", help="none: as memory allows")
     parser.add_argument("--memory-ratio", type=float, default=0.9, metavar="RATIO", help="of the device's memory")
     parser.add_argument(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from minisgl.benchmark.workload import OfflineBatch
-from minisgl.config import BatchPolicyName, Dtype, KVCacheDtype, SchedulePolicy
+from minisgl.config import DEFAULT_PAGE_SIZE, BatchPolicyName, Dtype, KVCacheDtype, SchedulePolicy
 
 ENGINES = {
     "minisgl": "minisgl.benchmark.engines.minisgl_engine:MinisglEngine",
@@ -29,7 +29,7 @@ class EngineOptions:
     max_running_requests: int = 256
     memory_ratio: float = 0.9
     tp_size: int = 1  # not transformers
-    page_size: int | None = None  # minisgl
+    page_size: int = DEFAULT_PAGE_SIZE  # minisgl
     num_pages: int | None = None  # minisgl
     attention: str = "auto"  # minisgl
     kv_cache_dtype: KVCacheDtype = "auto"  # minisgl
