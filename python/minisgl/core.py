@@ -6,7 +6,7 @@ Pure: no torch, no I/O. Token ids are NumPy int32 arrays; lengths and positions 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -229,8 +229,7 @@ def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits) 
     return max_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class EnteringRow:
+class EnteringRow(msgspec.Struct, frozen=True, array_like=True):
     """All that the device must learn of a request when it enters a slot: nobody sends it a second time."""
 
     slot: int
@@ -242,8 +241,7 @@ class EnteringRow:
     stop_ids: tuple[int, ...] = ()  # what would end it, eos among them: forbidden before sampling.min_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobPlan:
+class LogprobPlan(msgspec.Struct, frozen=True, array_like=True):
     """Of which tokens a step returns log-probabilities."""
 
     rows: Int32Array  # [n]: sampling rows whose new token's log-probability is wanted
@@ -270,13 +268,12 @@ class StepLogprobs:
     prompt: Logprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The plan of one step: rows of (slot, first position, number of tokens), and what is new on the device.
 
     A row extends its sequence by `lengths[i]` tokens from position `starts[i]`, attending to all before them.
     `samples[i]` says whether it reaches the last known token and so chooses the next. One plan drives every
-    engine: CPU, CUDA, a captured graph, or a simulation.
+    engine: CPU, CUDA, a captured graph, or a simulation; and it goes to the other tensor-parallel ranks as it is.
     """
 
     step: int
@@ -285,7 +282,7 @@ class Batch:
     lengths: Int32Array  # [rows], each >= 1
     samples: BoolArray  # [rows]
     new_pages: Int32Array  # [k, 3]: (slot, index in its page-table row, page)
-    entering: list[EnteringRow] = field(default_factory=list)
+    entering: list[EnteringRow] = []
     greedy: bool = True  # every sampling row is greedy
     filtered: bool = False  # some sampling row that is not greedy has top-k, top-p or min-p
     processed: bool = False  # some sampling row has penalties, biases, or ids that it must not choose

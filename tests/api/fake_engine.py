@@ -25,6 +25,7 @@ import zmq
 
 from minisgl.core import SamplingParams
 from minisgl.limits import Limits
+from minisgl.message.relayed import Abort, FlushCache, Flushed, Report
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import (
     Accepted,
@@ -32,21 +33,17 @@ from minisgl.message.to_api import (
     Described,
     Echo,
     Encoded,
-    Flushed,
     Piece,
     Pieces,
     Refused,
-    Report,
     ToApi,
     Unanswered,
 )
 from minisgl.message.to_tokenizer import (
-    Abort,
     ChatPrompt,
     Decode,
     Describe,
     Encode,
-    FlushCache,
     Generate,
     IdsPrompt,
     Query,

@@ -19,7 +19,8 @@ from fake_engine import wait_until
 
 from minisgl.cli import parse_args
 from minisgl.config import ConfigError, HttpConfig
-from minisgl.message.to_tokenizer import Abort, Generate
+from minisgl.message.relayed import Abort
+from minisgl.message.to_tokenizer import Generate
 from minisgl.server.supervisor import bind
 
 CHAT = "/v1/chat/completions"

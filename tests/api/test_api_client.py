@@ -8,8 +8,9 @@ from collections.abc import Iterable
 import pytest
 
 from minisgl.core import SamplingParams
-from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Report
-from minisgl.message.to_tokenizer import Abort, Generate, Query, TextPrompt, ToTokenizer
+from minisgl.message.relayed import Abort, Report
+from minisgl.message.to_api import Accepted, Piece, Pieces, Refused
+from minisgl.message.to_tokenizer import Generate, Query, TextPrompt, ToTokenizer
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids
 from minisgl.seeds import choice_seed
 from minisgl.server.api.client import EngineClient

@@ -11,8 +11,9 @@ from api_harness import MODEL, RawClient, RunningServer
 from api_sse import parse_events
 from fake_engine import LIMITS, answer, wait_until
 
+from minisgl.message.relayed import Abort
 from minisgl.message.to_api import Piece, Pieces
-from minisgl.message.to_tokenizer import Abort, Generate
+from minisgl.message.to_tokenizer import Generate
 from minisgl.message.types import pack_ids
 
 CHAT = "/v1/chat/completions"

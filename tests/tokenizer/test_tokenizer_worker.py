@@ -26,6 +26,7 @@ from minisgl.grammar.validate import GrammarValidator
 from minisgl.limits import Limits
 from minisgl.message import control, to_detokenizer, to_scheduler, to_tokenizer
 from minisgl.message.control import ControlPipe, ToSupervisor
+from minisgl.message.relayed import Abort, FlushCache, Flushed, Report
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import (
     Accepted,
@@ -33,11 +34,9 @@ from minisgl.message.to_api import (
     Described,
     Echo,
     Encoded,
-    Flushed,
     Piece,
     Pieces,
     Refused,
-    Report,
     ToApi,
     Unanswered,
 )
@@ -296,15 +295,15 @@ def test_tokenizer_process(server: Server) -> None:
         assert phases == ["load tokenizer"]
         inbox: Outbox[to_tokenizer.ToTokenizer] = Outbox(server.context, server.addresses.tokenizer(2))
         inbox.send(request(TextPrompt("ab"), (1, 2), max_tokens=4))
-        inbox.send(to_tokenizer.Abort([1]))
+        inbox.send(Abort([1]))
         inbox.send(request(ChatPrompt([{**USER, "bad": 1}]), (3,)))
         inbox.send(request(ChatPrompt([USER]), (4,), max_tokens=4))
         inbox.send(to_tokenizer.Query(77))
         answers = [server.api.receive() for _ in range(3)]
         assert [type(answer) for answer in answers] == [Accepted, Refused, Accepted]
         got = [server.scheduler.receive() for _ in range(5)]
-        assert [type(message) for message in got] == [Add, Add, to_scheduler.Abort, Add, to_scheduler.Query]
-        assert got[2] == to_scheduler.Abort([1])  # first in, first out: lesson 12
+        assert [type(message) for message in got] == [Add, Add, Abort, Add, to_scheduler.Query]
+        assert got[2] == Abort([1])  # first in, first out: lesson 12
         assert got[4] == to_scheduler.Query(77, [ProcessCounts("tokenizer-2", {"sequences": 0})])
 
 
@@ -320,12 +319,12 @@ def test_nobody_waits_for_the_check_of_anothers_grammar(server: Server) -> None:
         inbox.send(hard(2, 1001))
         inbox.send(request(TextPrompt("ab"), (3,), max_tokens=4))
         inbox.send(to_tokenizer.Query(4))
-        inbox.send(to_tokenizer.Abort([2]))
+        inbox.send(Abort([2]))
         inbox.send(request(TextPrompt("ab"), (5,), max_tokens=4, grammar=Grammar("regex", "a+")))
         # Before the first, whose verdict takes two seconds.
         assert [server.api.receive().sequences for _ in range(2)] == [[3], [5]]  # type: ignore[union-attr]
         got = [server.scheduler.receive() for _ in range(4)]
-        assert [type(message) for message in got] == [Add, to_scheduler.Query, to_scheduler.Abort, Add]
+        assert [type(message) for message in got] == [Add, to_scheduler.Query, Abort, Add]
         assert got[1] == to_scheduler.Query(4, [ProcessCounts("tokenizer-0", {"sequences": 2})])
         refused = server.api.receive()
         assert isinstance(refused, Refused)
@@ -346,7 +345,7 @@ def test_questions_to_the_tokenizer(server: Server) -> None:
         inbox.send(to_tokenizer.Decode(4, pack_ids(ids)))
         inbox.send(to_tokenizer.Decode(5, pack_ids([330])))
         inbox.send(to_tokenizer.Describe(6))
-        inbox.send(to_tokenizer.FlushCache(7))
+        inbox.send(FlushCache(7))
         inbox.send(to_tokenizer.Encode(8, TextPrompt("ab" * 100)))
         inbox.send(to_tokenizer.Encode(9, TextPrompt("a" * 1_000_001)))
         encoded, plain, refused, decoded, outside, described = (server.api.receive() for _ in range(6))
@@ -358,7 +357,7 @@ def test_questions_to_the_tokenizer(server: Server) -> None:
         assert isinstance(outside, Unanswered)
         assert "330" in outside.message
         assert described == Described(6, {"bos_token": "<s>", "chat_template": TEMPLATE})
-        assert server.scheduler.receive() == to_scheduler.FlushCache(7)
+        assert server.scheduler.receive() == FlushCache(7)
         longer, too_long = server.api.receive(), server.api.receive()
         assert isinstance(longer, Encoded)
         assert len(longer.ids) > 4 * LIMITS.max_seq_len, "a text may be longer than the context"
@@ -366,7 +365,7 @@ def test_questions_to_the_tokenizer(server: Server) -> None:
         assert "1000000" in too_long.message
     with server.worker("minisgl.tokenizer.detokenizer_worker:run"):
         detokenizer: Outbox[to_detokenizer.ToDetokenizer] = Outbox(server.context, server.addresses.detokenizer)
-        detokenizer.send(to_detokenizer.Flushed(7, 12))
+        detokenizer.send(Flushed(7, 12))
         assert server.api.receive() == Flushed(7, 12)
 
 
@@ -379,9 +378,9 @@ def test_detokenizer_process(server: Server) -> None:
         inbox.send(StepOutput(opened, [1, 2], pack_ids([ab, a]), []))
         inbox.send(StepOutput([], [9], pack_ids([a]), []))  # nothing to say of an unknown sequence
         inbox.send(StepOutput([], [1, 2], pack_ids([b, 2]), [End(2, "stop", stop_token=2)]))
-        inbox.send(to_detokenizer.Report(7, [ProcessCounts("scheduler", {"running": 1})]))
+        inbox.send(Report(7, [ProcessCounts("scheduler", {"running": 1})]))
         inbox.send(StepOutput([], [1], pack_ids([a]), [End(1, "stop")]))
-        inbox.send(to_detokenizer.Report(8, []))
+        inbox.send(Report(8, []))
         assert server.api.receive() == Pieces([Piece(1, pack_ids([ab]), "a"), Piece(2, pack_ids([a]), "a")])
         assert server.api.receive() == Pieces(
             [Piece(1, pack_ids([b]), "", "stop", 0, "bb"), Piece(2, pack_ids([2]), "", "stop", 5, 2)]

@@ -13,6 +13,8 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 import zmq
 
+from minisgl.message.arrays import decode_array, encode_array
+
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
@@ -58,7 +60,7 @@ class Inbox(Generic[T]):
         self._socket = context.socket(zmq.PULL)
         self._socket.set_hwm(0)
         self._socket.bind(address)
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type, dec_hook=decode_array)
 
     def receive(self) -> T:
         """Wait for one message."""
@@ -95,7 +97,7 @@ class Outbox(Generic[T]):
         self._socket = context.socket(zmq.PUSH)
         self._socket.set_hwm(0)
         self._socket.connect(address)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
 
     def send(self, message: T) -> None:
         self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from minisgl.core import FinishReason
-from minisgl.message.types import PackedIds, PositionLogprobs, ProcessCounts
+from minisgl.message.relayed import Flushed, Report
+from minisgl.message.types import PackedIds, PositionLogprobs
 
 
 class Echo(msgspec.Struct, frozen=True, array_like=True):
@@ -55,13 +56,6 @@ class Pieces(msgspec.Struct, frozen=True, tag=True):
     pieces: list[Piece]
 
 
-class Report(msgspec.Struct, frozen=True, tag=True):
-    """The counts of every process on the way of a Query."""
-
-    query: int
-    counts: list[ProcessCounts]
-
-
 class Encoded(msgspec.Struct, frozen=True, tag=True):
     """To Encode: the ids."""
 
@@ -82,13 +76,6 @@ class Described(msgspec.Struct, frozen=True, tag=True):
 
     query: int
     config: dict[str, Any]
-
-
-class Flushed(msgspec.Struct, frozen=True, tag=True):
-    """To FlushCache: the pages that it freed."""
-
-    query: int
-    pages: int
 
 
 class Unanswered(msgspec.Struct, frozen=True, tag=True):

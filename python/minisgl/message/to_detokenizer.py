@@ -7,7 +7,8 @@ from typing import TypeAlias
 import msgspec
 
 from minisgl.core import FinishReason
-from minisgl.message.types import LogprobRows, PackedIds, ProcessCounts, TextOptions
+from minisgl.message.relayed import Flushed, Report
+from minisgl.message.types import LogprobRows, PackedIds, TextOptions
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
@@ -45,20 +46,6 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
     ended: list[End]
     logprobs: TokenLogprobs | None = None  # of the tokens, if anybody asks
     prompt_logprobs: dict[int, LogprobRows] = {}  # by sequence: of all but the first token of its prompt
-
-
-class Report(msgspec.Struct, frozen=True, tag=True):
-    """Add this process's counts and pass them on."""
-
-    query: int
-    counts: list[ProcessCounts]
-
-
-class Flushed(msgspec.Struct, frozen=True, tag=True):
-    """Pass this on: how many pages a FlushCache freed."""
-
-    query: int
-    pages: int
 
 
 ToDetokenizer: TypeAlias = StepOutput | Report | Flushed

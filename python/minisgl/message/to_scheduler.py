@@ -7,6 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from minisgl.core import SamplingParams
+from minisgl.message.relayed import Abort, FlushCache
 from minisgl.message.types import PackedIds, ProcessCounts, TextOptions
 
 
@@ -22,12 +23,6 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     cache_salt: bytes = b""  # prefixes are shared between requests of the same salt only; of one length, or none
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
-    """End these sequences; those that have ended already are passed over."""
-
-    sequences: list[int]
-
-
 class Stopped(msgspec.Struct, frozen=True, tag=True):
     """The detokenizer found a stop string in this sequence's text."""
 
@@ -39,12 +34,6 @@ class Query(msgspec.Struct, frozen=True, tag=True):
 
     query: int
     counts: list[ProcessCounts]
-
-
-class FlushCache(msgspec.Struct, frozen=True, tag=True):
-    """Forget every cached prefix that nobody uses, and pass on how many pages that freed."""
-
-    query: int
 
 
 ToScheduler: TypeAlias = Add | Abort | Stopped | Query | FlushCache

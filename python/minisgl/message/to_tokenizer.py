@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from minisgl.core import SamplingParams
+from minisgl.message.relayed import Abort, FlushCache
 from minisgl.message.types import PackedIds, TextOptions
 
 
@@ -47,12 +48,6 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str = ""  # prefixes are shared between requests of the same salt only
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
-    """End these sequences: the client left, gave up, or asked for it."""
-
-    sequences: list[int]
-
-
 class Query(msgspec.Struct, frozen=True, tag=True):
     """Collect the counts of every process on the request's route."""
 
@@ -76,12 +71,6 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
 
 class Describe(msgspec.Struct, frozen=True, tag=True):
     """Say what the model folder says about its tokenizer."""
-
-    query: int
-
-
-class FlushCache(msgspec.Struct, frozen=True, tag=True):
-    """Forget every cached prefix that nobody uses; goes on to the scheduler."""
 
     query: int
 

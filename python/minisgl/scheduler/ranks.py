@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from minisgl.core import Batch, Int32Array
 from minisgl.message.socket import Inbox, Outbox
-from minisgl.message.to_rank import Mask, Plan, ToRank, pack_mask, pack_plan, unpack_mask, unpack_plan
+from minisgl.message.to_rank import Mask, ToRank
 from minisgl.scheduler.loop import StepEngine, StepForward, StepResult
 
 MAX_IN_FLIGHT = 4  # steps that a following rank launches ahead of its device
@@ -26,11 +26,11 @@ class LeadingEngine:
         self._followers = followers
 
     def execute(self, batch: Batch) -> StepResult:
-        self._send(pack_plan(batch))
+        self._send(batch)
         return self._engine.execute(batch)
 
     def forward(self, batch: Batch) -> StepForward:
-        self._send(pack_plan(batch))
+        self._send(batch)
         return _LeadingForward(self._engine.forward(batch), self._send)
 
     def _send(self, message: ToRank) -> None:
@@ -50,7 +50,7 @@ class _LeadingForward:
         return self.own.mask
 
     def sample(self) -> StepResult:
-        self.send(pack_mask(self.own.mask))
+        self.send(Mask(self.own.mask))
         return self.own.sample()
 
 
@@ -58,16 +58,15 @@ def follow(engine: StepEngine, inbox: Inbox[ToRank]) -> None:
     """Execute plans for ever."""
     in_flight: deque[StepResult] = deque()
     while True:
-        plan = inbox.receive()
-        assert isinstance(plan, Plan), "a mask comes behind its plan"
-        batch = unpack_plan(plan)
+        batch = inbox.receive()
+        assert isinstance(batch, Batch), "a mask comes behind its plan"
         if batch.constrained:
             forward, mask = engine.forward(batch), inbox.receive()
             assert isinstance(mask, Mask), "a plan with constraints is followed by its mask"
             # The memory for masks is free when the step before is complete.
             while in_flight:
                 in_flight.popleft().tokens()
-            forward.mask[:] = unpack_mask(mask)
+            forward.mask[:] = mask.words
             in_flight.append(forward.sample())
         else:
             in_flight.append(engine.execute(batch))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minisgl.message import to_detokenizer
+from minisgl.message.relayed import Abort, FlushCache, Flushed, Report
 from minisgl.message.socket import Inbox, Outbox
-from minisgl.message.to_detokenizer import Flushed, Open, StepOutput, ToDetokenizer
-from minisgl.message.to_scheduler import Abort, Add, FlushCache, Query, Stopped, ToScheduler
+from minisgl.message.to_detokenizer import Open, StepOutput, ToDetokenizer
+from minisgl.message.to_scheduler import Add, Query, Stopped, ToScheduler
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.report import StepReport
@@ -66,6 +66,6 @@ class SchedulerServer:
                 self._scheduler.end(message.sequence, "stop")
             case Query():
                 counts = ProcessCounts("scheduler-0", self._scheduler.counts())
-                self._detokenizer.send(to_detokenizer.Report(message.query, [*message.counts, counts]))
+                self._detokenizer.send(Report(message.query, [*message.counts, counts]))
             case FlushCache():
                 self._detokenizer.send(Flushed(message.query, self._scheduler.flush_cache()))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import zmq
 
-from minisgl.message import to_api
+from minisgl.message.relayed import Flushed, Report
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_api import Pieces, ToApi
-from minisgl.message.to_detokenizer import Flushed, StepOutput, ToDetokenizer
+from minisgl.message.to_detokenizer import StepOutput, ToDetokenizer
 from minisgl.message.to_scheduler import ToScheduler
 from minisgl.message.types import ProcessCounts
 from minisgl.process.worker import Worker
@@ -39,10 +39,10 @@ def run(worker: Worker) -> None:
             for stop in stopped:
                 scheduler.send(stop)
         elif isinstance(message, Flushed):
-            api.send(to_api.Flushed(message.query, message.pages))
+            api.send(message)
         else:
             counts = ProcessCounts(
                 "detokenizer",
                 {"sequences": detokenizer.open_sequences, "dropped_tokens": detokenizer.dropped_tokens},
             )
-            api.send(to_api.Report(message.query, [*message.counts, counts]))
+            api.send(Report(message.query, [*message.counts, counts]))

@@ -18,10 +18,11 @@ from minisgl.grammar.validate import GrammarValidator
 from minisgl.grammar.vocabulary import named_tokens
 from minisgl.limits import Limits
 from minisgl.message import to_scheduler
+from minisgl.message.relayed import Abort, FlushCache
 from minisgl.message.socket import Inbox, Outbox, Sender
 from minisgl.message.to_api import Decoded, Described, Encoded, Reply, ToApi, Unanswered
 from minisgl.message.to_scheduler import ToScheduler
-from minisgl.message.to_tokenizer import Abort, Decode, Describe, Encode, FlushCache, Generate, Query, ToTokenizer
+from minisgl.message.to_tokenizer import Decode, Describe, Encode, Generate, Query, ToTokenizer
 from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
 from minisgl.process.worker import Worker
 from minisgl.tokenizer.admission import Admission, admit, check_vocabulary, prompt_field, prompt_text
@@ -63,12 +64,12 @@ def run(worker: Worker) -> None:
                 gate.enter(admit(message, tokenizer, limits, grammars))
             case Abort(sequences):
                 gate.drop(sequences)
-                scheduler.send(to_scheduler.Abort(sequences))
+                scheduler.send(message)
             case Query(query):
                 counts = ProcessCounts(f"tokenizer-{worker.index}", {"sequences": gate.num_waiting})
                 scheduler.send(to_scheduler.Query(query, [counts]))
-            case FlushCache(query):
-                scheduler.send(to_scheduler.FlushCache(query))
+            case FlushCache():
+                scheduler.send(message)
             case Encode() | Decode():
                 api.send(reply_to(message, tokenizer, limits))
             case Describe(query):

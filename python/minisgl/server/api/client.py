@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from minisgl.core import InvalidRequest
+from minisgl.message.relayed import Abort
 from minisgl.message.socket import Sender
 from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Reply, ToApi
-from minisgl.message.to_tokenizer import Abort, Generate, Question, ToTokenizer
+from minisgl.message.to_tokenizer import Generate, Question, ToTokenizer
 from minisgl.message.types import ProcessCounts
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.server.api.delta import Delta

@@ -9,8 +9,9 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 
+from minisgl.message.relayed import Report
 from minisgl.message.socket import Sender
-from minisgl.message.to_api import Reply, Report, Unanswered
+from minisgl.message.to_api import Reply, Unanswered
 from minisgl.message.to_tokenizer import Query, Question, ToTokenizer
 from minisgl.message.types import ProcessCounts
 from minisgl.server.api.errors import ApiError, invalid, no_answer

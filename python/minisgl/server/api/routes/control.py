@@ -7,8 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from minisgl.core import InvalidRequest
-from minisgl.message.to_api import Flushed
-from minisgl.message.to_tokenizer import FlushCache
+from minisgl.message.relayed import FlushCache, Flushed
 from minisgl.server.api.schema import AbortBody
 from minisgl.server.api.service import Service, json_response
 
