@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -266,6 +266,18 @@ class StepLogprobs:
 
     output: Logprobs
     prompt: Logprobs
+
+
+class StepResult(Protocol):
+    """A step under way."""
+
+    def tokens(self) -> Int32Array:
+        """Wait for the step; the tokens that its sampling rows chose, in row order."""
+        ...
+
+    def logprobs(self) -> StepLogprobs | None:
+        """Wait for the step; the log-probabilities that its plan asks for."""
+        ...
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from minisgl.config import ConfigError
-from minisgl.core import Grammar, Int32Array, InvalidRequest, StepLogprobs
+from minisgl.core import Grammar, Int32Array, InvalidRequest, StepLogprobs, StepResult
 from minisgl.llm import LLM, SamplingParams
-from minisgl.scheduler.loop import StepResult
 
 QUESTION = [{"role": "user", "content": "What is Minisgl?"}]
 

@@ -10,8 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from minisgl.core import Batch, SamplingParams
-from minisgl.scheduler.loop import StepResult
+from minisgl.core import Batch, SamplingParams, StepResult
 from minisgl.scheduler.policy import chunk_lengths, mixed, prefill_first
 from minisgl.scheduler.waiting import MAX_PASSED
 from scheduler.simulation import EOS, World, expected_answer, random_prompt

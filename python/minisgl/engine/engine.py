@@ -19,7 +19,7 @@ from tqdm import tqdm
 from minisgl.attention.base import AttentionShape
 from minisgl.attention.select import ChosenAttention, make_attention
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.core import Batch, Int32Array, pages_for
+from minisgl.core import Batch, Int32Array, StepResult, pages_for
 from minisgl.distributed.group import TPGroup
 from minisgl.engine.decode_graphs import DecodeGraphs, decode_graph_sizes
 from minisgl.engine.device import resolve_device, resolve_dtype
@@ -28,7 +28,7 @@ from minisgl.engine.graphs import Graphs, GraphSizes
 from minisgl.engine.measure import graphs_bytes, steps_bytes
 from minisgl.engine.memory import GIB, Needs, pool_pages, room_for_pool
 from minisgl.engine.prefill_graphs import prefill_graph_sizes
-from minisgl.engine.queue import PendingTokens, StepTensors, make_queue
+from minisgl.engine.queue import StepTensors, make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
@@ -106,7 +106,7 @@ class Engine:
             with phase("capture CUDA graphs"), _progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:
                 self._graphs = self._queue.call(lambda: Graphs(self._runner, sizes, max_seq_len, bar.update))
 
-    def execute(self, batch: Batch) -> PendingTokens:
+    def execute(self, batch: Batch) -> StepResult:
         """Launch a step behind those launched before, and return at once."""
         graphs = self._graphs_for(batch)
         return self._queue.submit(lambda: self._sample(batch, self._forward(batch, graphs), graphs))
@@ -116,7 +116,7 @@ class Engine:
         forwarded = self._queue.launch(lambda: self._forward(batch, self._graphs_for(batch)))
         return LaunchedForward(self, batch, forwarded, self._masks[: int(batch.samples.sum())])
 
-    def sample(self, batch: Batch, forwarded: Callable[[], Forwarded], mask: Tensor) -> PendingTokens:
+    def sample(self, batch: Batch, forwarded: Callable[[], Forwarded], mask: Tensor) -> StepResult:
         """Launch the sampling behind a step's forward. `mask` on the host, as in Sampler.sample."""
         return self._queue.submit(
             lambda: self._sample(batch, forwarded(), None, mask.to(self.device, non_blocking=True))
@@ -162,7 +162,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedForward:
-    """A step whose forward is under way and whose sampling waits for a mask."""
+    """A step whose forward is under way and whose sampling waits for a mask: the scheduler's StepForward."""
 
     engine: Engine
     batch: Batch
@@ -175,7 +175,7 @@ class LaunchedForward:
         array: Int32Array = self.host_mask.numpy()
         return array
 
-    def sample(self) -> PendingTokens:
+    def sample(self) -> StepResult:
         """Launch the sampling."""
         return self.engine.sample(self.batch, self.forwarded, self.host_mask)
 

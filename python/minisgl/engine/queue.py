@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from minisgl.core import Int32Array, Logprobs, StepLogprobs
+from minisgl.core import Int32Array, Logprobs, StepLogprobs, StepResult
 from minisgl.engine.landing import Landing, make_lander
 from minisgl.engine.logprobs import LogprobTensors
 
@@ -25,22 +25,10 @@ class StepTensors:
     logprobs: tuple[LogprobTensors, LogprobTensors] | None = None  # of the output and of prompts, if asked for
 
 
-class PendingTokens(Protocol):
-    """The sampled tokens of a step under way."""
-
-    def tokens(self) -> Int32Array:
-        """Wait for the step and return its tokens."""
-        ...
-
-    def logprobs(self) -> StepLogprobs | None:
-        """Wait for the step and return the log-probabilities that its plan asked for."""
-        ...
-
-
 class DeviceQueue(Protocol):
     """Runs functions in the order of submission."""
 
-    def submit(self, step: Callable[[], StepTensors]) -> PendingTokens:
+    def submit(self, step: Callable[[], StepTensors]) -> StepResult:
         """Queue a step; return at once."""
         ...
 

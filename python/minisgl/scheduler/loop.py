@@ -11,21 +11,9 @@ from collections import deque
 from time import sleep
 from typing import Protocol
 
-from minisgl.core import Batch, Int32Array, StepLogprobs
+from minisgl.core import Batch, Int32Array, StepResult
 from minisgl.scheduler.report import StepReport
 from minisgl.scheduler.scheduler import Scheduler
-
-
-class StepResult(Protocol):
-    """A step under way."""
-
-    def tokens(self) -> Int32Array:
-        """Wait for the step; the tokens that its sampling rows chose, in row order."""
-        ...
-
-    def logprobs(self) -> StepLogprobs | None:
-        """Wait for the step; the log-probabilities that its plan asks for."""
-        ...
 
 
 class StepForward(Protocol):

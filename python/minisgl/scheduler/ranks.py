@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from minisgl.core import Batch, Int32Array
+from minisgl.core import Batch, Int32Array, StepResult
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_rank import Mask, ToRank
-from minisgl.scheduler.loop import StepEngine, StepForward, StepResult
+from minisgl.scheduler.loop import StepEngine, StepForward
 
 MAX_IN_FLIGHT = 4  # steps that a following rank launches ahead of its device
 
