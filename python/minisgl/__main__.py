@@ -35,13 +35,13 @@ def main() -> int:
         # An unsupported model is noticed before any process is started.
         load_model_config(folder).check_tp(config.engine.tp_size)
         engine = msgspec.structs.replace(config.engine, model_path=str(folder.resolve()))
-        config = msgspec.structs.replace(config, engine=engine)
+        supervisor = Supervisor(msgspec.structs.replace(config, engine=engine), listener)
     except ConfigError as error:
         print(f"minisgl: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    return Supervisor(config, listener).run()
+    return supervisor.run()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import weakref
 
 import zmq
@@ -14,13 +13,14 @@ from minisgl.message.control import Failed, Ready, Serve, Start
 from minisgl.message.socket import Addresses, Outbox
 from minisgl.message.to_rank import ToRank
 from minisgl.process.launch import Child, start_worker
+from minisgl.process.run_dir import make_run_dir
 
 
 class RankProcesses:
     """Ranks 1 and up. They end when `close` closes their control pipes, or with the caller."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self._run_dir = tempfile.mkdtemp(prefix="minisgl-")
+        self._run_dir = make_run_dir()
         self._remove_run_dir = weakref.finalize(self, shutil.rmtree, self._run_dir, ignore_errors=True)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.addresses = Addresses(self._run_dir)

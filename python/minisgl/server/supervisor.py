@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NoReturn
@@ -22,6 +21,7 @@ from minisgl.config import ConfigError, HttpConfig, ServerConfig
 from minisgl.limits import Limits
 from minisgl.message.control import Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
 from minisgl.process.launch import Child, start_worker
+from minisgl.process.run_dir import make_run_dir
 from minisgl.server.signals import SignalSocket
 from minisgl.urls import origin
 
@@ -64,14 +64,14 @@ def bind(host: str, port: int, send_timeout: float = HttpConfig().send_timeout) 
 
 
 class Supervisor:
-    """Runs one server from start to end."""
+    """Runs one server from start to end. ConfigError if there is no folder for its sockets."""
 
     def __init__(self, config: ServerConfig, listener: socket.socket, entries: Mapping[str, str] = ENTRIES) -> None:
         self._config = config
         self._entries = entries
         self._listener = listener
         self._signals = SignalSocket()  # first: from here on a signal leaves nothing behind
-        self._run_dir = tempfile.mkdtemp(prefix="minisgl-")  # of mode 0700
+        self._run_dir = make_run_dir()
         self._children: list[Child] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._signals, selectors.EVENT_READ, None)
