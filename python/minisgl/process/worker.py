@@ -32,6 +32,7 @@ class Worker:
 
     def __init__(self, pipe: ControlPipe[ToWorker]) -> None:
         self._pipe = pipe
+        self._parent = os.getppid()
         first = pipe.receive()
         if not isinstance(first, Start):
             raise RuntimeError(f"the control pipe began with {first!r}")
@@ -50,8 +51,17 @@ class Worker:
                 self._serve.put(message.limits)
             elif isinstance(message, Shutdown):
                 self._on_shutdown(message.error)
-        shutil.rmtree(self._run_dir, ignore_errors=True)  # its owner was killed before it could
+        if self._is_orphan():
+            shutil.rmtree(self._run_dir, ignore_errors=True)  # its owner was killed before it could
         os._exit(1)
+
+    def _is_orphan(self) -> bool:
+        """The supervisor is dead. Its files are closed a moment before its children get another parent."""
+        for _ in range(20):
+            if os.getppid() != self._parent:
+                return True
+            time.sleep(0.005)
+        return False
 
     def on_shutdown(self, callback: Callable[[str | None], None]) -> None:
         """Call this, from the control thread, instead of exiting at once. The supervisor waits a second for it."""

@@ -41,7 +41,15 @@ class TextTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True, field: str = "prompt") -> Int32Array:
         """The ids of a text, with the special tokens (BOS) that the model's tokenizer adds unless told not to."""
-        return self._encode(text, add_special_tokens, field)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            code = ord(text[error.start])
+            raise InvalidRequest(
+                field, f"character {error.start} of the text is half of a surrogate pair (U+{code:04X})"
+            ) from None
+        encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return np.array(encoding.ids, dtype=np.int32)
 
     def encode_fitting(self, text: str, limits: Limits, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
         """The ids of a text. InvalidRequest if it surely exceeds the context, without encoding it whole."""
@@ -51,24 +59,24 @@ class TextTokenizer:
             if len(text) > max_tokens * self._longest_token:
                 found = f"the prompt has {len(text)} characters, certainly too many"
                 raise InvalidRequest(field, f"{found}, but {limits.context_limit}", CONTEXT_LENGTH_EXCEEDED)
-            count = len(self._encode(text[:probe], add_special_tokens, field))
+            count = len(self.encode(text[:probe], add_special_tokens, field))
             if self._outnumbers(count, max_tokens):
                 found = f"the first {probe} of the prompt's {len(text)} characters are {count} tokens"
                 raise InvalidRequest(field, f"{found}, but {limits.context_limit}", CONTEXT_LENGTH_EXCEEDED)
-        return self._encode(text, add_special_tokens, field)
+        return self.encode(text, add_special_tokens, field)
 
     def encode_last(self, text: str, num_tokens: int, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
         """The last `num_tokens` ids of a text, among them the special tokens (BOS) that begin it."""
         ids = np.empty(0, dtype=np.int32)
         for chars in (num_tokens * CHARS_PER_TOKEN, num_tokens * self._longest_token):
             tail = text[-chars:]
-            ids = self._encode(tail, add_special_tokens, field)
+            ids = self.encode(tail, add_special_tokens, field)
             # Where a text is cut, its first tokens are not those of the whole: more than are kept must be there.
             if len(tail) == len(text) or self._outnumbers(len(ids), num_tokens):
                 break
         if len(ids) <= num_tokens:
             return ids
-        front = self._encode("", add_special_tokens, field)
+        front = self.encode("", add_special_tokens, field)
         kept = len(front) if len(front) < num_tokens and np.array_equal(ids[: len(front)], front) else 0
         return np.concatenate([ids[:kept], ids[len(ids) - num_tokens + kept :]])
 
@@ -104,7 +112,7 @@ class TextTokenizer:
     ) -> Int32Array:
         """The ids of a conversation. No special token is added: the template has written them all."""
         text = self.render_chat(messages, tools, template_kwargs, add_generation_prompt)
-        return self._encode(text, add_special_tokens=False, field="messages")
+        return self.encode(text, add_special_tokens=False, field="messages")
 
     def render_chat(
         self,
@@ -122,14 +130,3 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int] | Int32Array, skip_special_tokens: bool = True) -> str:
         """The text of ids, all at once."""
         return self.tokenizer.decode(np.asarray(ids, dtype=np.int32).tolist(), skip_special_tokens=skip_special_tokens)
-
-    def _encode(self, text: str, add_special_tokens: bool, field: str) -> Int32Array:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            code = ord(text[error.start])
-            raise InvalidRequest(
-                field, f"character {error.start} of the text is half of a surrogate pair (U+{code:04X})"
-            ) from None
-        encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        return np.array(encoding.ids, dtype=np.int32)
