@@ -56,7 +56,7 @@ class Server:
 
     @property
     def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=180)
 
     def info(self) -> dict[str, dict[str, int]]:
         """What each process holds."""
