@@ -42,7 +42,8 @@ class CudaSampler:
 
         Otherwise they are compiled when such logits come first, which every stream would wait for.
         """
-        dtypes, threads = {dtype, torch.float32}, (_THREADS_OF_FEW_ROWS, _THREADS)
+        dtypes = dict.fromkeys((dtype, torch.float32))  # each once, the model's first
+        threads = _THREADS_OF_FEW_ROWS, _THREADS
         self._compiler.begin("sample.cu", [_macros(logits, count) for logits in dtypes for count in threads])
 
     def sample(
