@@ -88,8 +88,7 @@ class Detokenizer:
             positions = unpack_logprobs(step.logprobs.rows, self._decoder, step.logprobs.tops)
             for sequence, position in zip(step.logprobs.sequences, positions, strict=True):
                 if sequence in pieces:
-                    piece = pieces[sequence]
-                    pieces[sequence] = msgspec.structs.replace(piece, logprobs=[*piece.logprobs, position])
+                    pieces[sequence] = msgspec.structs.replace(pieces[sequence], logprobs=[position])
         for sequence in step.prompt_logprobs.keys() & pieces.keys():
             found = unpack_logprobs(step.prompt_logprobs[sequence], self._decoder)
             pieces[sequence] = msgspec.structs.replace(pieces[sequence], prompt_logprobs=found)
