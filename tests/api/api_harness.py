@@ -23,9 +23,9 @@ from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.parsers.select import Parsers
 from minisgl.server.api.app import build_app
-from minisgl.server.api.client import EngineClient
-from minisgl.server.api.heartbeat import Heartbeat
 from minisgl.server.api.process import Server, receive_forever
+from minisgl.server.api.requests.client import EngineClient
+from minisgl.server.api.status.heartbeat import Heartbeat
 
 MODEL = "test-model"
 

@@ -13,10 +13,10 @@ from minisgl.message.to_api import Accepted, Piece, Pieces, Refused
 from minisgl.message.to_tokenizer import Generate, Query, TextPrompt, ToTokenizer
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids
 from minisgl.seeds import choice_seed
-from minisgl.server.api.client import EngineClient
-from minisgl.server.api.delta import Delta
-from minisgl.server.api.errors import ApiError
-from minisgl.server.api.open_request import ClientGone, Job
+from minisgl.server.api.http.errors import ApiError
+from minisgl.server.api.requests.client import EngineClient
+from minisgl.server.api.requests.delta import Delta
+from minisgl.server.api.requests.open_request import ClientGone, Job
 
 
 class Outbox:

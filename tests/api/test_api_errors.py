@@ -14,8 +14,8 @@ from api_harness import MODEL, RawClient, RunningServer
 from fake_engine import LIMITS
 
 from minisgl.message.to_tokenizer import Generate
-from minisgl.server.api.body import MAX_LOGGED_FIELDS, UnknownFields
-from minisgl.server.api.schema import ChatBody
+from minisgl.server.api.bodies.body import MAX_LOGGED_FIELDS, UnknownFields
+from minisgl.server.api.bodies.schema import ChatBody
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -435,8 +435,8 @@ def test_internal_error_while_answering(server: RunningServer, monkeypatch: pyte
     def broken(*_args: object) -> bytes:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("minisgl.server.api.chat.ChatWriter.events", broken)
-    monkeypatch.setattr("minisgl.server.api.chat.ChatWriter.body", broken)
+    monkeypatch.setattr("minisgl.server.api.answers.chat.ChatWriter.events", broken)
+    monkeypatch.setattr("minisgl.server.api.answers.chat.ChatWriter.body", broken)
     response = server.post(CHAT, json={"messages": [{"role": "user", "content": "x"}], "stream": stream})
     assert "secret" not in response.text
     assert "internal server error" in response.text

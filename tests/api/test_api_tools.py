@@ -12,8 +12,8 @@ from api_sse import parse_events
 
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
 from minisgl.parsers.events import CallStart
-from minisgl.server.api.chat_writer import ChatOptions, Choice
-from minisgl.server.api.delta import Delta
+from minisgl.server.api.answers.chat_writer import ChatOptions, Choice
+from minisgl.server.api.requests.delta import Delta
 
 PATH = "/v1/chat/completions"
 WEATHER: dict[str, Any] = {

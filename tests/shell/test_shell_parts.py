@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from minisgl.server.api.schema import ChatBody
+from minisgl.server.api.bodies.schema import ChatBody
 from minisgl.shell.client import ChatError, _event_data
 from minisgl.shell.conversation import SAMPLING_FIELDS, Conversation, Sampling
 from minisgl.shell.launch import local_url

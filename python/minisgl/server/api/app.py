@@ -13,16 +13,16 @@ from minisgl.config import HttpConfig, ServerConfig
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.parsers.select import Parsers
-from minisgl.server.api.boundary import Boundary, KeyGate
-from minisgl.server.api.client import EngineClient
-from minisgl.server.api.errors import ApiError, invalid_request
-from minisgl.server.api.heartbeat import Heartbeat
+from minisgl.server.api.http.boundary import Boundary, KeyGate
+from minisgl.server.api.http.errors import ApiError, invalid_request
+from minisgl.server.api.requests.client import EngineClient
 from minisgl.server.api.routes.control import ControlRoutes
 from minisgl.server.api.routes.generation import GenerationRoutes
 from minisgl.server.api.routes.models import ModelRoutes
 from minisgl.server.api.routes.status import StatusRoutes
 from minisgl.server.api.routes.tokens import TokenRoutes
 from minisgl.server.api.service import Service
+from minisgl.server.api.status.heartbeat import Heartbeat
 
 TOPICS = (GenerationRoutes, ModelRoutes, TokenRoutes, StatusRoutes, ControlRoutes)
 

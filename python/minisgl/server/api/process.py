@@ -24,9 +24,9 @@ from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.process.worker import Worker
 from minisgl.server.api.app import build_app
-from minisgl.server.api.client import EngineClient
-from minisgl.server.api.connection import Connection
-from minisgl.server.api.heartbeat import Heartbeat
+from minisgl.server.api.http.connection import Connection
+from minisgl.server.api.requests.client import EngineClient
+from minisgl.server.api.status.heartbeat import Heartbeat
 from minisgl.tokenizer.folder import model_parsers
 
 SHUTDOWN_SECONDS = 0.9  # from the word to the end of the process, whatever clients do

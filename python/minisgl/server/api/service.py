@@ -13,10 +13,10 @@ from starlette.responses import Response
 from minisgl.config import ServerConfig
 from minisgl.limits import Limits
 from minisgl.parsers.select import Parsers
-from minisgl.server.api.body import B, UnknownFields, read_body, read_fields, validate
-from minisgl.server.api.client import EngineClient
-from minisgl.server.api.errors import model_not_found
-from minisgl.server.api.heartbeat import Heartbeat
+from minisgl.server.api.bodies.body import B, UnknownFields, read_body, read_fields, validate
+from minisgl.server.api.http.errors import model_not_found
+from minisgl.server.api.requests.client import EngineClient
+from minisgl.server.api.status.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True, slots=True)

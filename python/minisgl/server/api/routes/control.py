@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from minisgl.core import InvalidRequest
 from minisgl.message.relayed import FlushCache, Flushed
-from minisgl.server.api.schema import AbortBody
+from minisgl.server.api.bodies.schema import AbortBody
 from minisgl.server.api.service import Service, json_response
 
 FLUSH_TIMEOUT = 60.0  # seconds, for a scheduler in the middle of a step

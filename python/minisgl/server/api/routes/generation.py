@@ -5,15 +5,15 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.routing import Route
 
-from minisgl.server.api.answer import Answer, Writer
-from minisgl.server.api.boundary import request_id_of
-from minisgl.server.api.chat import chat_answer
-from minisgl.server.api.completions import CompletionWriter, completion_job
-from minisgl.server.api.generate import GenerateWriter, generate_job
-from minisgl.server.api.open_request import Job
-from minisgl.server.api.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
+from minisgl.server.api.answers.answer import Answer, Writer
+from minisgl.server.api.answers.chat import chat_answer
+from minisgl.server.api.answers.completions import CompletionWriter, completion_job
+from minisgl.server.api.answers.generate import GenerateWriter, generate_job
+from minisgl.server.api.answers.sglang import SglangWriter, is_sglang, sglang_job
+from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
+from minisgl.server.api.http.boundary import request_id_of
+from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.service import Service
-from minisgl.server.api.sglang import SglangWriter, is_sglang, sglang_job
 
 
 class GenerationRoutes:

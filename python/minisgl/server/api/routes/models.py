@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from minisgl.server.api.responses import ModelCard, ModelList
+from minisgl.server.api.answers.responses import ModelCard, ModelList
 from minisgl.server.api.service import Service, json_response
 
 

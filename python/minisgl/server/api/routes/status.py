@@ -13,10 +13,10 @@ from minisgl import __version__
 from minisgl.core import SamplingParams
 from minisgl.message.to_tokenizer import IdsPrompt
 from minisgl.message.types import TextOptions, pack_ids
-from minisgl.server.api.errors import no_answer, overloaded, shutting_down, unhealthy
-from minisgl.server.api.open_request import Job
-from minisgl.server.api.prometheus import CONTENT_TYPE, Exposition
+from minisgl.server.api.http.errors import no_answer, overloaded, shutting_down, unhealthy
+from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.service import Service, json_response
+from minisgl.server.api.status.prometheus import CONTENT_TYPE, Exposition
 
 SERVER_INFO_TIMEOUT = 2.0  # seconds, for the answers of all processes
 GENERATE_TIMEOUT = 30.0  # seconds, for one token

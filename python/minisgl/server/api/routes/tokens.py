@@ -10,11 +10,11 @@ from minisgl.core import InvalidRequest
 from minisgl.message.to_api import Decoded, Described, Encoded
 from minisgl.message.to_tokenizer import ChatPrompt, Decode, Describe, Encode, TextPrompt
 from minisgl.message.types import pack_ids, unpack_ids
-from minisgl.server.api.conversation import conversation_prompt, conversation_tools
-from minisgl.server.api.messages import template_messages
-from minisgl.server.api.prompts import checked_ids
-from minisgl.server.api.responses import Detokenized, Tokenized
-from minisgl.server.api.schema import DetokenizeBody, TokenizeBody
+from minisgl.server.api.answers.responses import Detokenized, Tokenized
+from minisgl.server.api.bodies.conversation import conversation_prompt, conversation_tools
+from minisgl.server.api.bodies.messages import template_messages
+from minisgl.server.api.bodies.prompts import checked_ids
+from minisgl.server.api.bodies.schema import DetokenizeBody, TokenizeBody
 from minisgl.server.api.service import Service, json_response
 
 TIMEOUT = 60.0  # seconds, for a tokenizer worker that has others to answer

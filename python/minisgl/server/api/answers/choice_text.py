@@ -7,11 +7,11 @@ from typing import NamedTuple
 from msgspec import UNSET, UnsetType
 
 from minisgl.message.types import unpack_ids
-from minisgl.server.api.delta import Delta
-from minisgl.server.api.logprobs import TextLogprobsWriter, prompt_logprobs
-from minisgl.server.api.open_request import OpenRequest
-from minisgl.server.api.responses import PromptLogprob, TextLogprobs
-from minisgl.server.api.schema import CompletionBody, GenerateBody
+from minisgl.server.api.answers.logprobs import TextLogprobsWriter, prompt_logprobs
+from minisgl.server.api.answers.responses import PromptLogprob, TextLogprobs
+from minisgl.server.api.bodies.schema import CompletionBody, GenerateBody
+from minisgl.server.api.requests.delta import Delta
+from minisgl.server.api.requests.open_request import OpenRequest
 
 
 class Text(NamedTuple):

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from minisgl.server.api.errors import ApiError, invalid, too_large, too_slow
-from minisgl.server.api.schema import Body
+from minisgl.server.api.bodies.schema import Body
+from minisgl.server.api.http.errors import ApiError, invalid, too_large, too_slow
 
 logger = logging.getLogger(__name__)
 

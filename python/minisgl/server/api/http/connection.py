@@ -8,8 +8,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from minisgl.server.api.errors import ApiError, head_too_large, invalid
-from minisgl.server.api.stream_body import StreamBody
+from minisgl.server.api.http.errors import ApiError, head_too_large, invalid
+from minisgl.server.api.http.stream_body import StreamBody
 
 MAX_HEAD_BYTES = 64 * 1024  # a request's line and headers, or what ends a chunked body
 _END = b"\r\n\r\n"  # of every head, and of every chunked body

@@ -10,14 +10,14 @@ from msgspec.json import encode
 
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
-from minisgl.server.api.answer import usage_of
-from minisgl.server.api.choice_text import NO_TEXT, ChoiceText
-from minisgl.server.api.delta import Delta
-from minisgl.server.api.logprobs import mean_logprob
-from minisgl.server.api.open_request import Job, OpenRequest
-from minisgl.server.api.prompts import parse_prompts
-from minisgl.server.api.responses import TextChoice, TextCompletion, Usage, server_sent_event
-from minisgl.server.api.schema import CompletionBody
+from minisgl.server.api.answers.answer import usage_of
+from minisgl.server.api.answers.choice_text import NO_TEXT, ChoiceText
+from minisgl.server.api.answers.logprobs import mean_logprob
+from minisgl.server.api.answers.responses import TextChoice, TextCompletion, Usage, server_sent_event
+from minisgl.server.api.bodies.prompts import parse_prompts
+from minisgl.server.api.bodies.schema import CompletionBody
+from minisgl.server.api.requests.delta import Delta
+from minisgl.server.api.requests.open_request import Job, OpenRequest
 
 
 def completion_job(body: CompletionBody, limits: Limits) -> Job:

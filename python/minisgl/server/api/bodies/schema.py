@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from minisgl.core import MAX_LOGIT_BIASES, Grammar, InvalidRequest, SamplingParams
 from minisgl.limits import Limits
 from minisgl.message.types import TextOptions
-from minisgl.server.api.structured import (
+from minisgl.server.api.bodies.structured import (
     ResponseFormat,
     Schema,
     StructuredOutputs,

@@ -14,7 +14,7 @@ from minisgl.message.socket import Sender
 from minisgl.message.to_api import Reply, Unanswered
 from minisgl.message.to_tokenizer import Query, Question, ToTokenizer
 from minisgl.message.types import ProcessCounts
-from minisgl.server.api.errors import ApiError, invalid, no_answer
+from minisgl.server.api.http.errors import ApiError, invalid, no_answer
 
 
 class Questions:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from minisgl.server.api.metrics import Histogram, RequestMetrics
+from minisgl.server.api.status.metrics import Histogram, RequestMetrics
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

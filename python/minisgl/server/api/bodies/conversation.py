@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from minisgl.core import InvalidRequest
 from minisgl.message.to_tokenizer import ChatPrompt
-from minisgl.server.api.functions import function_use
-from minisgl.server.api.messages import Message
-from minisgl.server.api.schema import ConversationBody
-from minisgl.server.api.tools import ToolUse, tool_use
+from minisgl.server.api.bodies.functions import function_use
+from minisgl.server.api.bodies.messages import Message
+from minisgl.server.api.bodies.schema import ConversationBody
+from minisgl.server.api.bodies.tools import ToolUse, tool_use
 
 
 def conversation_tools(body: ConversationBody) -> ToolUse:

@@ -7,12 +7,12 @@ import uuid
 from msgspec.json import encode
 
 from minisgl.limits import Limits
-from minisgl.server.api.choice_text import NO_TEXT, ChoiceText
-from minisgl.server.api.delta import Delta
-from minisgl.server.api.open_request import Job, OpenRequest
-from minisgl.server.api.prompts import parse_prompt
-from minisgl.server.api.responses import Generated, Usage, server_sent_event
-from minisgl.server.api.schema import GenerateBody
+from minisgl.server.api.answers.choice_text import NO_TEXT, ChoiceText
+from minisgl.server.api.answers.responses import Generated, Usage, server_sent_event
+from minisgl.server.api.bodies.prompts import parse_prompt
+from minisgl.server.api.bodies.schema import GenerateBody
+from minisgl.server.api.requests.delta import Delta
+from minisgl.server.api.requests.open_request import Job, OpenRequest
 
 
 def generate_job(body: GenerateBody, limits: Limits) -> Job:

@@ -14,12 +14,9 @@ from msgspec.json import encode
 from minisgl.message.types import PositionLogprobs, unpack_ids
 from minisgl.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from minisgl.parsers.output import OutputParser
-from minisgl.server.api.answer import usage_of
-from minisgl.server.api.delta import Delta
-from minisgl.server.api.functions import function_delta, with_function_call
-from minisgl.server.api.logprobs import chat_logprobs, prompt_logprobs
-from minisgl.server.api.open_request import OpenRequest
-from minisgl.server.api.responses import (
+from minisgl.server.api.answers.answer import usage_of
+from minisgl.server.api.answers.logprobs import chat_logprobs, prompt_logprobs
+from minisgl.server.api.answers.responses import (
     CallDelta,
     ChatChoice,
     ChatChunk,
@@ -37,6 +34,9 @@ from minisgl.server.api.responses import (
     Usage,
     server_sent_event,
 )
+from minisgl.server.api.bodies.functions import function_delta, with_function_call
+from minisgl.server.api.requests.delta import Delta
+from minisgl.server.api.requests.open_request import OpenRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,11 +22,11 @@ from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Reply, ToAp
 from minisgl.message.to_tokenizer import Generate, Question, ToTokenizer
 from minisgl.message.types import ProcessCounts
 from minisgl.seeds import choice_seed, random_seed
-from minisgl.server.api.delta import Delta
-from minisgl.server.api.errors import aborted, invalid, invalid_request, overloaded, shutting_down
-from minisgl.server.api.metrics import RequestMetrics
-from minisgl.server.api.open_request import ClientGone, Job, OpenRequest
-from minisgl.server.api.questions import Questions
+from minisgl.server.api.http.errors import aborted, invalid, invalid_request, overloaded, shutting_down
+from minisgl.server.api.requests.delta import Delta
+from minisgl.server.api.requests.open_request import ClientGone, Job, OpenRequest
+from minisgl.server.api.requests.questions import Questions
+from minisgl.server.api.status.metrics import RequestMetrics
 
 
 class EngineClient:

@@ -13,8 +13,8 @@ from msgspec import UNSET
 
 from minisgl.core import InvalidRequest
 from minisgl.parsers.events import CallArguments, CallStart
-from minisgl.server.api.responses import ChatDelta, ChatMessage, FunctionDelta
-from minisgl.server.api.tools import Tool, ToolUse, check_function, tool_use
+from minisgl.server.api.answers.responses import ChatDelta, ChatMessage, FunctionDelta
+from minisgl.server.api.bodies.tools import Tool, ToolUse, check_function, tool_use
 
 
 def function_use(functions: list[dict[str, Any]], choice: Any) -> ToolUse:

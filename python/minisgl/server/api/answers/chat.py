@@ -13,13 +13,13 @@ from minisgl.parsers.constraint import calls_grammar, either, free_grammar, has_
 from minisgl.parsers.output import OutputParser
 from minisgl.parsers.select import Parsers
 from minisgl.parsers.strict import check_strict, schemas_to_enforce
-from minisgl.server.api.chat_writer import ChatOptions, ChatWriter
-from minisgl.server.api.conversation import conversation_prompt, conversation_tools
-from minisgl.server.api.errors import invalid_request
-from minisgl.server.api.messages import Message, template_messages
-from minisgl.server.api.open_request import Job
-from minisgl.server.api.schema import GRAMMAR_FIELDS, ChatBody
-from minisgl.server.api.tools import ToolUse
+from minisgl.server.api.answers.chat_writer import ChatOptions, ChatWriter
+from minisgl.server.api.bodies.conversation import conversation_prompt, conversation_tools
+from minisgl.server.api.bodies.messages import Message, template_messages
+from minisgl.server.api.bodies.schema import GRAMMAR_FIELDS, ChatBody
+from minisgl.server.api.bodies.tools import ToolUse
+from minisgl.server.api.http.errors import invalid_request
+from minisgl.server.api.requests.open_request import Job
 
 
 def chat_answer(body: ChatBody, limits: Limits, parsers: Parsers, model: str) -> tuple[Job, ChatWriter]:

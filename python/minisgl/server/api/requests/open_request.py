@@ -16,9 +16,9 @@ from minisgl.core import SamplingParams
 from minisgl.message.to_api import Accepted, Echo, Piece
 from minisgl.message.to_tokenizer import ChatPrompt, IdsPrompt, TextPrompt
 from minisgl.message.types import PackedIds, TextOptions, num_ids
-from minisgl.server.api.delta import Delta
-from minisgl.server.api.errors import generation_failed, no_allowed_token
-from minisgl.server.api.metrics import RequestMetrics, SequenceClock
+from minisgl.server.api.http.errors import generation_failed, no_allowed_token
+from minisgl.server.api.requests.delta import Delta
+from minisgl.server.api.status.metrics import RequestMetrics, SequenceClock
 
 
 class ClientGone(Exception):

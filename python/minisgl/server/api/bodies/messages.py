@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from minisgl.core import InvalidRequest
-from minisgl.server.api.functions import with_tool_calls
+from minisgl.server.api.bodies.functions import with_tool_calls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.server.api.errors import internal_error, unauthorized
+from minisgl.server.api.http.errors import internal_error, unauthorized
 
 logger = logging.getLogger(__name__)
 
