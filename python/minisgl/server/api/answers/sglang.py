@@ -28,7 +28,6 @@ RENAMED = {  # sampling parameters that we call otherwise
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
-    "no_stop_trim": "include_stop_str_in_output",
 }
 DEFAULTS = {"max_tokens": 128, "temperature": 1.0}
 
