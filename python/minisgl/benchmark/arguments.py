@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args
 from minisgl.benchmark.engines.base import ENGINES, EngineOptions
 from minisgl.benchmark.report import write_json
 from minisgl.benchmark.shapes import SHAPES, make_shape, read_context
-from minisgl.config import DEFAULT_PAGE_SIZE, BatchPolicyName, KVCacheDtype, SchedulePolicy
+from minisgl.config import DEFAULT_PAGE_SIZE, BatchPolicyName, Device, KVCacheDtype, SchedulePolicy
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--shape", choices=SHAPES, help="a Qwen3 of this size with random weights, made on the spot")
     group.add_argument("--dummy", action="store_true", help="random weights; --shape means it")
     group.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32; auto: the checkpoint's")
-    group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="of minisgl and transformers")
+    group.add_argument("--device", default="auto", choices=get_args(Device), help="of minisgl and transformers")
     group.add_argument("--max-running", type=int, default=256, metavar="N", help="sequences at the same time")
     group.add_argument("--memory-ratio", type=float, default=0.9, help="share of the device's memory to use")
     group.add_argument("--tp", type=int, default=1, metavar="N", help="devices that a model is divided among")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from minisgl.config import ConfigError, EngineConfig
+from minisgl.config import ConfigError, Device, EngineConfig
 from minisgl.doctor.checks import PACKAGES, State, examine, gpus, verdict, versions
 from minisgl.engine.device import resolve_device
 
@@ -24,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
         prog="minisgl doctor",
         description="Tell what is installed, what works on this machine, and why something does not.",
     )
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cuda if there is one")
+    parser.add_argument("--device", default="auto", choices=get_args(Device), help="auto: cuda if there is one")
     args = parser.parse_args(argv)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 

@@ -14,11 +14,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 from tqdm import tqdm
 
-from minisgl.config import DEFAULT_PAGE_SIZE, ConfigError, EngineConfig, SchedulerConfig
+from minisgl.config import DEFAULT_PAGE_SIZE, CacheType, ConfigError, Device, Dtype, EngineConfig, SchedulerConfig
 from minisgl.core import InvalidRequest
 from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.models.config import ModelConfig, load_model_config
@@ -136,8 +137,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("model", help="folder or hub id of the model; demo: the built-in one")
     parser.add_argument("--reference", default=None, metavar="MODEL", help="what transformers loads; none: the same")
-    parser.add_argument("--dtype", default="float32", choices=["auto", "float16", "bfloat16", "float32"], help=" ")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="of both")
+    parser.add_argument("--dtype", default="float32", choices=get_args(Dtype), help=" ")
+    parser.add_argument("--device", default="auto", choices=get_args(Device), help="of both")
     parser.add_argument(
         "--attn", "--attention-backend", default="torch", metavar="NAME", help="auto, fa, fi, torch, or two"
     )
@@ -149,7 +150,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--max-seq-len-override", type=int, default=None, metavar="TOKENS", help="context length")
     parser.add_argument("--max-prefill-length", type=int, default=96, metavar="TOKENS", help="small, to cut prompts")
-    parser.add_argument("--cache", default="radix", choices=["radix", "naive"], help="naive: no cache hits")
+    parser.add_argument("--cache", default="radix", choices=get_args(CacheType), help="naive: no cache hits")
     parser.add_argument("--disable-overlap", action="store_true", help="wait for each step")
     parser.add_argument("--new-tokens", type=int, default=24, metavar="N", help="to generate for each prompt")
     parser.add_argument("--tolerance", type=float, default=1.0, metavar="FACTOR", help="widens the limits")
