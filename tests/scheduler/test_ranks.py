@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -62,6 +63,23 @@ def test_a_message_arrives_as_it_was(message: ToRank, tmp_path: Path) -> None:
         received = inbox.receive_within(10)
         context.destroy(linger=0)
     assert_same(message, received)
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [np.ndarray, Int32Array, np.ndarray[Any, np.dtype[np.int32]], np.ndarray[tuple[int, ...], np.dtype[np.int32]]],
+)
+def test_an_array_arrives_however_its_field_is_annotated(annotation: object, tmp_path: Path) -> None:
+    """NumPy 2.5 on Python 3.12 hands msgspec another object for NDArray[np.int32] than the one in the source."""
+    message_type = msgspec.defstruct("Message", [("array", annotation)])
+    address = Addresses(str(tmp_path)).rank(1)
+    with zmq.Context() as context:
+        inbox: Inbox[msgspec.Struct] = Inbox(context, address, message_type)
+        outbox: Outbox[msgspec.Struct] = Outbox(context, address)
+        outbox.send(message_type(ids(1, -2, 2**31 - 1).reshape(1, 3)))
+        received = inbox.receive_within(10)
+        context.destroy(linger=0)
+    assert_same(message_type(ids(1, -2, 2**31 - 1).reshape(1, 3)), received)
 
 
 def test_only_arrays_are_sent(tmp_path: Path) -> None:
