@@ -209,15 +209,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits) -> int:
     """The number of tokens that a prompt of this length may be given; InvalidRequest if it does not fit."""
-    if prompt_len < 1:
-        raise InvalidRequest("prompt", "the prompt must have at least one token")
-    room = limits.max_seq_len - prompt_len
-    if room < (0 if max_tokens == 0 else 1):
-        raise InvalidRequest(
-            "prompt",
-            f"the prompt has {prompt_len} tokens, but {limits.context_limit}",
-            CONTEXT_LENGTH_EXCEEDED,
-        )
+    room = room_for_output(prompt_len, max_tokens, limits)
     if max_tokens is None:
         return room
     if max_tokens > room:
@@ -227,6 +219,20 @@ def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits) 
             CONTEXT_LENGTH_EXCEEDED,
         )
     return max_tokens
+
+
+def room_for_output(prompt_len: int, max_tokens: int | None, limits: Limits) -> int:
+    """Tokens that fit behind a prompt of this length; InvalidRequest if none do, unless `max_tokens` is 0."""
+    if prompt_len < 1:
+        raise InvalidRequest("prompt", "the prompt must have at least one token")
+    room = limits.max_seq_len - prompt_len
+    if room < (0 if max_tokens == 0 else 1):
+        raise InvalidRequest(
+            "prompt",
+            f"the prompt has {prompt_len} tokens, but {limits.context_limit}",
+            CONTEXT_LENGTH_EXCEEDED,
+        )
+    return room
 
 
 class EnteringRow(msgspec.Struct, frozen=True, array_like=True):

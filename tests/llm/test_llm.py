@@ -139,6 +139,25 @@ def test_a_plan_that_was_lost_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
             other.generate("abc")
 
 
+def test_max_tokens_beyond_the_context_is_clipped_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Programs for Mini-SGLang rely on the default of 1024, also with a shorter context."""
+    with LLM("demo", max_seq_len_override=48, max_running_req=2) as short:
+        prompts = [[1], [1] * 40, [1] * 47]
+        answers = short.generate(prompts, SamplingParams(ignore_eos=True))
+        fits = short.generate([[1] * 40], SamplingParams(ignore_eos=True, max_tokens=8))
+        with pytest.raises(InvalidRequest, match="the prompt has 48 tokens, but this model's maximum context"):
+            short.generate([[1] * 48])
+        (scored,) = short.generate([[1] * 48], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert [len(answer["token_ids"]) for answer in answers] == [47, 8, 1]
+    assert [answer["finish_reason"] for answer in answers] == ["length"] * 3
+    assert [record.getMessage() for record in caplog.records if "max_tokens" in record.getMessage()] == [
+        "max_tokens is clipped for 3 of 3 prompts: "
+        "this model's maximum context length is 48 tokens, the answer included"
+    ]
+    assert len(fits[0]["token_ids"]) == 8
+    assert len(scored["prompt_logprobs"]) == 47
+
+
 def test_lists_stand_for_tuples(llm: LLM) -> None:
     lists = SamplingParams(stop=["server"], stop_token_ids=[5], min_tokens=2, logit_bias=[(7, 1.0)], bad_words=["fast"])  # type: ignore[arg-type]
     tuples = SamplingParams(

@@ -5,6 +5,7 @@ The parameters are those of Mini-SGLang's LLM, so that programs written for it r
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ from minisgl.config import (
     SchedulerConfig,
     ServerConfig,
 )
-from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParams, resolve_max_tokens
+from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParams, room_for_output
 from minisgl.engine.engine import Engine
 from minisgl.engine.ranks import join_ranks
 from minisgl.grammar.matcher import GrammarMatchers
@@ -48,6 +49,8 @@ from minisgl.tokenizer.bad_words import resolve_bad_words
 from minisgl.tokenizer.detokenizer import Detokenizer
 from minisgl.tokenizer.incremental import make_decoder
 from minisgl.tokenizer.text import TextTokenizer
+
+logger = logging.getLogger(__name__)
 
 _STEPS_TO_REST = 4  # more than are in flight
 _TUPLES = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words")
@@ -168,8 +171,9 @@ class LLM:
     ) -> list[Completion]:
         """Answer all prompts (texts or token ids; one text stands for a list of it) in order, batched as they fit.
 
-        One SamplingParams serves all prompts; a list gives each its own. Raises InvalidRequest for the first prompt
-        or parameter that cannot be served, before anything runs.
+        One SamplingParams serves all prompts; a list gives each its own. A `max_tokens` beyond the context is clipped
+        to it, with a warning in the log. Raises InvalidRequest for the first prompt or parameter that cannot be
+        served, before anything runs.
         """
         ids = [self._encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
         return self._run(ids, self._params_for(ids, sampling_params), use_tqdm, continues=True)
@@ -240,13 +244,20 @@ class LLM:
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
         limits = self._engine.limits
         resolved = []
+        num_clipped = 0
         for ids, one in zip(prompts, params, strict=True):
             one = _with_tuples(one)
             one.validate(limits)
             if one.grammar is not None:
                 self._validator.validate(one.grammar, "grammar")
-            max_tokens = resolve_max_tokens(len(ids), one.max_tokens, limits)
+            room = room_for_output(len(ids), one.max_tokens, limits)
+            max_tokens = room if one.max_tokens is None else min(one.max_tokens, room)
+            num_clipped += one.max_tokens is not None and one.max_tokens > room
             resolved.append(resolve_bad_words(one.with_max_tokens(max_tokens), self.tokenizer, limits.vocab_size))
+        if num_clipped:
+            logger.warning(
+                "max_tokens is clipped for %d of %d prompts: %s", num_clipped, len(prompts), limits.context_limit
+            )
         return resolved
 
     def _run(
