@@ -1,17 +1,31 @@
 """The configuration: plain frozen structs, made once from the command line or by LLM, validated once.
 
 They travel to the worker processes as JSON over the control pipe (`message.control`).
+
+Each setting is declared here and nowhere else: a field whose type is `Annotated` with a `Setting`. Its flag, its line
+in --help, the check of its bounds or choices and, in the structs of the model's source, the engine and the scheduler,
+its keyword of `LLM` follow from that (`minisgl.settings`). To add one, declare the field and read it where it is due:
+
+    class HttpConfig(...):
+        max_choices: Annotated[int, Setting(help="choices of a prompt: n, best_of", metavar="N", ge=1)] = 64
+
+makes `--max-choices N`, refused below 1 by name and limit; the API server reads `config.http.max_choices`. A `Literal`
+type makes choices; `int | None` is optional, and None is what its help says; a bool's flag sets the opposite of its
+default. Only what several fields must agree on is checked by hand, in `validate`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 import msgspec
 
 from minisgl.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS, Limits
+from minisgl.settings import ConfigError as ConfigError
+from minisgl.settings import Setting, check_settings
 
+DEMO_MODEL = "demo"  # name of the built-in model for --model and for clients
 DEFAULT_PORT = 1919
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -22,17 +36,17 @@ CacheType = Literal["radix", "naive"]
 KVCacheDtype = Literal["auto", "fp8_e4m3"]
 BatchPolicyName = Literal["prefill-first", "mixed"]
 SchedulePolicy = Literal["fcfs", "lpm"]
+ModelSource = Literal["huggingface"]
+ToolCallParserName = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral"]
+ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"]
 DEFAULT_PAGE_SIZE = 64
 ATTENTION_BACKENDS = ("auto", "fa", "fi", "torch")
 DECODE_ATTENTION = (*ATTENTION_BACKENDS, "fused")
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be served. One line that says what to change."""
+MAX_SECONDS = 86_400
 
 
 def attention_names(attention: str) -> tuple[str, str]:
-    """The backends for prefill and decode that --attn names; ConfigError for one that is unknown."""
+    """Return the backends for prefill and decode that --attn names; ConfigError for one that is unknown."""
     names = attention.split(",")
     if len(names) > 2 or names[0] not in ATTENTION_BACKENDS or names[-1] not in DECODE_ATTENTION:
         raise ConfigError(
@@ -42,82 +56,206 @@ def attention_names(attention: str) -> tuple[str, str]:
     return names[0], names[-1]
 
 
+class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the model comes from."""
+
+    model: Annotated[
+        str,
+        Setting(
+            help="folder or hub id of the model; demo: the built-in one",
+            flags=("--model", "--model-path"),
+        ),
+    ] = DEMO_MODEL
+    model_source: Annotated[ModelSource, Setting(help="hub that a model's id belongs to")] = "huggingface"
+
+    def validate(self) -> None:
+        """Raise ConfigError for the first value outside its range."""
+        check_settings(self)
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine needs: the model, where it runs, and the memory it may use."""
 
     model_path: str  # a local folder
-    device: Device = "auto"
-    dtype: Dtype = "auto"  # auto: the checkpoint's
-    load_format: LoadFormat = "safetensors"
-    attention: str = "auto"  # a backend, or two with a comma: of prefill (and mixed batches) and of decode
-    kv_cache_dtype: KVCacheDtype = "auto"  # auto: the model's
-    page_size: int = DEFAULT_PAGE_SIZE  # tokens
-    num_pages: int | None = None  # None: from the free memory
-    memory_ratio: float = 0.9  # share of the device's memory for weights and KV cache
-    max_running_requests: int = 256
-    max_seq_len: int | None = None  # None: the model's
-    cuda_graph_max_bs: int | None = None  # None: max_running_requests; 0: no graphs
-    logprobs_mode: LogprobsMode = "raw_logprobs"  # of the model's logits, or of what is made of them before the filters
-    tp_size: int = 1
+    device: Annotated[Device, Setting(help="auto: cuda if there is one")] = "auto"
+    dtype: Annotated[Dtype, Setting(help="of weights and computation; auto: the checkpoint's")] = "auto"
+    load_format: Annotated[LoadFormat, Setting(help="dummy: random weights", switches={"--dummy-weight": "dummy"})] = (
+        "safetensors"
+    )
+    attention: Annotated[
+        str,
+        Setting(
+            help="attention: auto, fa, fi or torch, or two with a comma: for prefill (and mixed batches), for decode "
+            "(there also fused)",
+            flags=("--attn", "--attention-backend"),
+            metavar="NAME",
+            keyword="attention_backend",
+        ),
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        KVCacheDtype,
+        Setting(help="type of the stored K and V; auto: the model's dtype; fp8_e4m3: 8 bits, so twice as many fit"),
+    ] = "auto"
+    page_size: Annotated[int, Setting(help="tokens of a page of the KV cache", metavar="TOKENS", ge=1)] = (
+        DEFAULT_PAGE_SIZE
+    )
+    num_pages: Annotated[
+        int | None,
+        Setting(
+            help="pages in the KV cache; none: as memory allows", metavar="PAGES", keyword="num_page_override", ge=1
+        ),
+    ] = None
+    memory_ratio: Annotated[
+        float,
+        Setting(
+            help="share of the GPU's memory for weights and KV cache; on the CPU, of the free memory for the KV cache, "
+            "at most 8 GiB",
+            metavar="RATIO",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.9
+    max_running_requests: Annotated[
+        int,
+        Setting(help="requests that run at the same time", metavar="N", keyword="max_running_req", ge=1, le=4096),
+    ] = 256
+    max_seq_len: Annotated[
+        int | None,
+        Setting(
+            help="context length; none: the model's",
+            flags=("--max-seq-len-override",),
+            metavar="TOKENS",
+            keyword="max_seq_len_override",
+            ge=2,
+        ),
+    ] = None
+    cuda_graph_max_bs: Annotated[
+        int | None,
+        Setting(
+            help="largest decode batch in a CUDA graph; 0: no graphs; none: --max-running-requests",
+            flags=("--cuda-graph-max-bs", "--graph"),
+            metavar="ROWS",
+            ge=0,
+        ),
+    ] = None
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        Setting(help="log-probabilities of the model's logits, or after penalties, biases, masks and temperature"),
+    ] = "raw_logprobs"
+    tp_size: Annotated[
+        int,
+        Setting(
+            help="GPUs, or processes on the CPU, that hold the model together",
+            flags=("--tp", "--tp-size", "--tensor-parallel-size"),
+            metavar="N",
+            ge=1,
+            le=64,
+        ),
+    ] = 1
 
     def validate(self) -> None:
         """Raise ConfigError for the first value outside its range."""
-        _check_choices(self)
+        check_settings(self)
         attention_names(self.attention)
-        if self.page_size < 1:
-            raise ConfigError(f"--page-size must be at least 1, not {self.page_size}")
-        if self.num_pages is not None and self.num_pages < 1:
-            raise ConfigError(f"--num-pages must be at least 1, not {self.num_pages}")
-        if not 1 <= self.tp_size <= 64:
-            raise ConfigError(f"--tp must be 1 to 64, not {self.tp_size}")
-        if not 0.0 < self.memory_ratio <= 1.0:
-            raise ConfigError(f"--memory-ratio must be above 0 and at most 1, not {self.memory_ratio}")
-        if not 1 <= self.max_running_requests <= 4096:
-            raise ConfigError(f"--max-running-requests must be 1 to 4096, not {self.max_running_requests}")
-        if self.max_seq_len is not None and self.max_seq_len < 2:
-            raise ConfigError(f"--max-seq-len-override must be at least 2, not {self.max_seq_len}")
-        if self.cuda_graph_max_bs is not None and self.cuda_graph_max_bs < 0:
-            raise ConfigError(f"--cuda-graph-max-bs must be at least 0, not {self.cuda_graph_max_bs}")
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the scheduler decides by."""
 
-    cache: CacheType = "radix"
-    max_prefill_tokens: int = 8192  # tokens of prefill in one step: longer prompts are cut into chunks
-    batch_policy: BatchPolicyName = "prefill-first"
-    schedule_policy: SchedulePolicy = "fcfs"
-    overlap: bool = True  # launch a step before the tokens of the one before it are read
+    cache: Annotated[
+        CacheType,
+        Setting(help="radix: reuse shared prefixes", flags=("--cache", "--cache-type"), keyword="cache_type"),
+    ] = "radix"
+    max_prefill_tokens: Annotated[
+        int,
+        Setting(
+            help="prompt tokens computed in one step; longer prompts are cut into chunks",
+            flags=("--max-prefill-length", "--max-extend-length"),
+            metavar="TOKENS",
+            keyword="max_extend_tokens",
+            ge=1,
+        ),
+    ] = 8192
+    batch_policy: Annotated[
+        BatchPolicyName,
+        Setting(
+            help="prefill-first: prompts before decodes; mixed: every decode in every step, prompts in what is left of "
+            "--max-prefill-length"
+        ),
+    ] = "prefill-first"
+    schedule_policy: Annotated[
+        SchedulePolicy, Setting(help="who enters first: fcfs: who came first; lpm: longest cached prefix")
+    ] = "fcfs"
+    overlap: Annotated[
+        bool,
+        Setting(help="read each step's tokens before launching the next step", flags=("--disable-overlap",)),
+    ] = True
 
     def validate(self) -> None:
         """Raise ConfigError for the first value outside its range."""
-        _check_choices(self)
-        if self.max_prefill_tokens < 1:
-            raise ConfigError(f"--max-prefill-length must be at least 1, not {self.max_prefill_tokens}")
+        check_settings(self)
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Who may call the API server and how."""
 
-    api_keys: tuple[str, ...] = ()  # any of these opens every route; none: all are open
-    allowed_origins: tuple[str, ...] = ()  # of web pages, for CORS; none: no CORS headers
-    allowed_methods: tuple[str, ...] = ("*",)
-    allowed_headers: tuple[str, ...] = ("*",)
-    allow_credentials: bool = False
-    root_path: str = ""  # under which a reverse proxy shows the server
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    max_body_bytes: int = 32 * 1024 * 1024  # of one request
-    max_queued_requests: int = 8192  # open sequences beyond which requests get 503
-    max_choices: int = MAX_CHOICES  # of a prompt: n, best_of
-    max_stop_strings: int = MAX_STOP_STRINGS  # of a request
-    max_logprobs: int = MAX_LOGPROBS  # alternatives to a token
-    receive_timeout: float = 60.0  # seconds for a request to arrive whole
-    send_timeout: float = 300.0  # seconds that a client may take nothing of what is sent to it
-    health_timeout: float = 60.0  # seconds without a heartbeat after which the server is unhealthy
+    api_keys: Annotated[
+        tuple[str, ...],
+        Setting(
+            help="clients must send one of these as bearer token; none: all routes are open; better in MINISGL_API_KEY "
+            "or a file: others see flags",
+            flags=("--api-key",),
+            metavar="KEY",
+        ),
+    ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Setting(help="web pages that may call (CORS); * for all; none: no CORS headers", metavar="ORIGIN"),
+    ] = ()
+    allowed_methods: Annotated[tuple[str, ...], Setting(help="that such pages may use", metavar="METHOD")] = ("*",)
+    allowed_headers: Annotated[tuple[str, ...], Setting(help="that such pages may send", metavar="HEADER")] = ("*",)
+    allow_credentials: Annotated[bool, Setting(help="such pages may send cookies")] = False
+    root_path: Annotated[str, Setting(help="that a reverse proxy puts before every route", metavar="PATH")] = ""
+    ssl_keyfile: Annotated[str | None, Setting(help="private key, for https", metavar="FILE")] = None
+    ssl_certfile: Annotated[str | None, Setting(help="certificate, for https", metavar="FILE")] = None
+    max_body_bytes: Annotated[int, Setting(help="largest body of a request", metavar="BYTES", ge=1)] = 32 * 1024 * 1024
+    max_queued_requests: Annotated[
+        int,
+        Setting(help="sequences (each choice is one) running or waiting; further requests get 503", metavar="N", ge=1),
+    ] = 8192
+    max_choices: Annotated[int, Setting(help="choices of a prompt: n, best_of", metavar="N", ge=1)] = MAX_CHOICES
+    max_stop_strings: Annotated[
+        int, Setting(help="stop strings of a request", metavar="N", ge=0, le=MAX_STOP_STRINGS)
+    ] = MAX_STOP_STRINGS
+    max_logprobs: Annotated[
+        int, Setting(help="alternatives per token that a request may ask for", metavar="N", ge=0, le=MAX_LOGPROBS)
+    ] = MAX_LOGPROBS
+    receive_timeout: Annotated[
+        float, Setting(help="for a request to arrive whole", metavar="SECONDS", gt=0, le=MAX_SECONDS, unit="seconds")
+    ] = 60.0
+    send_timeout: Annotated[
+        float,
+        Setting(
+            help="after which a client that accepts no data is disconnected",
+            metavar="SECONDS",
+            gt=0,
+            le=MAX_SECONDS,
+            unit="seconds",
+        ),
+    ] = 300.0
+    health_timeout: Annotated[
+        float,
+        Setting(
+            help="without a heartbeat through all processes after which /health fails",
+            metavar="SECONDS",
+            gt=0,
+            le=MAX_SECONDS,
+            unit="seconds",
+        ),
+    ] = 60.0
 
     def limits(self, engine: Limits) -> Limits:
-        """The engine's, with what one request may ask for."""
+        """Return the engine's limits, with what one request may ask for."""
         return msgspec.structs.replace(
             engine,
             max_choices=self.max_choices,
@@ -127,6 +265,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise ConfigError for the first value outside its range."""
+        check_settings(self)
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
             raise ConfigError("--api-key: a key must have at least one character, all of them visible ASCII")
         if "*" in self.allowed_origins and self.allow_credentials:
@@ -140,24 +279,6 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{flag} {path}: there is no such file")
         if self.ssl_keyfile is not None and self.ssl_certfile is not None:
             _check_certificate(self.ssl_keyfile, self.ssl_certfile)
-        if self.max_body_bytes < 1:
-            raise ConfigError(f"--max-body-bytes must be at least 1, not {self.max_body_bytes}")
-        if self.max_queued_requests < 1:
-            raise ConfigError(f"--max-queued-requests must be at least 1, not {self.max_queued_requests}")
-        if self.max_choices < 1:
-            raise ConfigError(f"--max-choices must be at least 1, not {self.max_choices}")
-        if not 0 <= self.max_stop_strings <= MAX_STOP_STRINGS:
-            raise ConfigError(f"--max-stop-strings must be 0 to {MAX_STOP_STRINGS}, not {self.max_stop_strings}")
-        if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
-            raise ConfigError(f"--max-logprobs must be 0 to {MAX_LOGPROBS}, not {self.max_logprobs}")
-        timeouts = {
-            "--receive-timeout": self.receive_timeout,
-            "--send-timeout": self.send_timeout,
-            "--health-timeout": self.health_timeout,
-        }
-        for flag, seconds in timeouts.items():
-            if not 0.0 < seconds <= 86_400.0:
-                raise ConfigError(f"{flag} must be above 0 and at most 86400 seconds, not {seconds}")
 
 
 def _check_certificate(keyfile: str, certfile: str) -> None:
@@ -169,43 +290,59 @@ def _check_certificate(keyfile: str, certfile: str) -> None:
         raise ConfigError(f"--ssl-certfile {certfile} and its --ssl-keyfile cannot be used: {error}") from None
 
 
-def _check_choices(config: msgspec.Struct) -> None:
-    """ConfigError for the first field that has none of the values which its type names. Flags cannot; Python can."""
-    for field, kind in get_type_hints(type(config)).items():
-        value = getattr(config, field)
-        if get_origin(kind) is Literal and value not in get_args(kind):
-            raise ConfigError(f"{field} must be one of {', '.join(get_args(kind))}, not {value}")
-
-
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The whole server."""
 
+    source: SourceConfig = SourceConfig()
     engine: EngineConfig
     scheduler: SchedulerConfig = SchedulerConfig()
     http: HttpConfig = HttpConfig()
-    model_name: str  # as /v1/models shows it
-    model_aliases: tuple[str, ...] = ()  # other names that clients may use
-    host: str = "127.0.0.1"
-    port: int = DEFAULT_PORT
-    num_tokenizers: int = 1
-    tool_call_parser: str = "auto"  # how tool calls are found in answers; auto: as the chat template shows
-    reasoning_parser: str = "auto"  # the same for thoughts
-    shell: bool = False  # chat in the terminal once the server is ready
+    model_names: Annotated[
+        tuple[str, ...],
+        Setting(
+            help="what clients call the model; the first name is in the answers; none: the hub id, or the folder",
+            flags=("--served-model-name",),
+            metavar="NAME",
+        ),
+    ] = ()
+    host: Annotated[str, Setting(help="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Setting(help="TCP port to listen on; 0: any free one", ge=0, le=65535)] = DEFAULT_PORT
+    num_tokenizers: Annotated[
+        int,
+        Setting(help="tokenizer processes", flags=("--num-tokenizer", "--tokenizer-count"), metavar="N", ge=1, le=64),
+    ] = 1
+    tool_call_parser: Annotated[
+        ToolCallParserName,
+        Setting(
+            help="form of the model's tool calls; auto: as its chat template shows",
+            values={  # of vLLM and SGLang
+                "qwen": "hermes",
+                "qwen25": "hermes",
+                "llama3": "llama3_json",
+                "llama4_pythonic": "pythonic",
+                "llama4_json": "llama3_json",
+            },
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParserName, Setting(help="form of the model's thoughts; auto: as its chat template shows")
+    ] = "auto"
+    shell: Annotated[
+        bool,
+        Setting(help="chat in the terminal; the server ends with it", flags=("--shell", "--shell-mode")),
+    ] = False
 
     @property
-    def model_names(self) -> tuple[str, ...]:
-        return (self.model_name, *self.model_aliases)
+    def model_name(self) -> str:
+        """Name of the model in answers."""
+        return self.model_names[0]
 
     def validate(self) -> None:
         """Raise ConfigError for the first value outside its range."""
-        self.engine.validate()
-        self.scheduler.validate()
-        self.http.validate()
+        check_settings(self)
+        for part in (self.source, self.engine, self.scheduler, self.http):
+            part.validate()
         if self.shell and self.http.ssl_certfile is not None:
             raise ConfigError("--shell does not speak https: start it by itself, or leave --ssl-certfile out")
         if not all(self.model_names):
             raise ConfigError("--served-model-name: a name must not be empty")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"--port must be 0 to 65535, not {self.port}")
-        if not 1 <= self.num_tokenizers <= 64:
-            raise ConfigError(f"--num-tokenizer must be 1 to 64, not {self.num_tokenizers}")

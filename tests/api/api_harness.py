@@ -33,7 +33,7 @@ MODEL = "test-model"
 def make_config(**changes: Any) -> ServerConfig:
     http = {name: changes.pop(name) for name in HttpConfig.__struct_fields__ if name in changes}
     engine = EngineConfig(model_path="/models/test")
-    return ServerConfig(engine=engine, model_name=MODEL, http=HttpConfig(**http), **changes)
+    return ServerConfig(engine=engine, http=HttpConfig(**http), **{"model_names": (MODEL,), **changes})
 
 
 def listening_socket() -> socket.socket:

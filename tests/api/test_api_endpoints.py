@@ -27,8 +27,8 @@ USER = {"role": "user", "content": "hello there"}
 
 
 def test_several_names(start_server: Callable[..., RunningServer]) -> None:
-    server = start_server(model_aliases=("short", "org/Long-Name"))
     names = [MODEL, "short", "org/Long-Name"]
+    server = start_server(model_names=tuple(names))
     assert [model.id for model in server.sdk.models.list()] == names
     for name in names:
         card = server.sdk.models.retrieve(name)

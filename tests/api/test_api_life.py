@@ -350,7 +350,7 @@ def test_server_info(server: RunningServer) -> None:
     assert info["processes"]["api"]["open_requests"] == 0
     limits = {"max_seq_len": 4096, "vocab_size": 1000, "max_choices": 64, "max_stop_strings": 32, "max_logprobs": 20}
     assert info["limits"] == limits
-    assert info["config"]["model_name"] == MODEL
+    assert info["config"]["model_names"] == [MODEL]
 
 
 def test_server_info_of_several_tokenizers(start_server: Callable[..., RunningServer]) -> None:

@@ -57,7 +57,7 @@ def test_the_demo_model_has_both() -> None:
         engine = EngineConfig(model_path=str(demo_folder()))
         named = ServerConfig(
             engine=engine,
-            model_name="demo",
+            model_names=("demo",),
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
         )

@@ -266,7 +266,7 @@ class Server:
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
         pipe: ControlPipe[ToSupervisor] = ControlPipe(ours, ToSupervisor)  # type: ignore[arg-type]
-        config = ServerConfig(engine=EngineConfig(model_path=str(self.model)), model_name="tiny")
+        config = ServerConfig(engine=EngineConfig(model_path=str(self.model)), model_names=("tiny",))
         pipe.send(control.Start(config, self.run_dir, index))
         phases = []
         try:

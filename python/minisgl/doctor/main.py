@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import get_args
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from minisgl.config import ConfigError, Device, EngineConfig
+from minisgl.config import ConfigError, EngineConfig
 from minisgl.doctor.checks import PACKAGES, State, examine, gpus, verdict, versions
 from minisgl.engine.device import resolve_device
+from minisgl.settings import add_flags, read_flags
 
 PIPE_COLUMNS = 110
 COLOURS = {State.WORKS: "green", State.ABSENT: "yellow", State.FAILS: "red"}
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
         prog="minisgl doctor",
         description="Tell what is installed, what works on this machine, and why something does not.",
     )
-    parser.add_argument("--device", default="auto", choices=get_args(Device), help="auto: cuda if there is one")
+    add_flags(parser, EngineConfig, only=("device",))
     args = parser.parse_args(argv)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         console.print(line)
 
     try:
-        device = resolve_device(EngineConfig(model_path="", device=args.device))
+        device = resolve_device(EngineConfig(model_path="", **read_flags(args, EngineConfig)))
     except ConfigError as error:
         console.print(f"[red]{error}[/]")
         return 1

@@ -10,26 +10,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NotRequired, TypedDict, cast
+from inspect import Parameter, Signature
+from typing import Any, ClassVar, NotRequired, TypedDict
 
 import msgspec
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from minisgl.config import (
-    DEFAULT_PAGE_SIZE,
-    BatchPolicyName,
-    CacheType,
-    Device,
-    Dtype,
-    EngineConfig,
-    KVCacheDtype,
-    LogprobsMode,
-    SchedulePolicy,
-    SchedulerConfig,
-    ServerConfig,
-)
+from minisgl.config import EngineConfig, SchedulerConfig, ServerConfig, SourceConfig
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParams, room_for_output
 from minisgl.engine.engine import Engine
 from minisgl.engine.ranks import join_ranks
@@ -44,6 +33,7 @@ from minisgl.models.hub import model_folder
 from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.serve import step_output
 from minisgl.seeds import choice_seed, random_seed
+from minisgl.settings import declarations, take_keywords
 from minisgl.tokenizer.admission import check_vocabulary
 from minisgl.tokenizer.bad_words import resolve_bad_words
 from minisgl.tokenizer.detokenizer import Detokenizer
@@ -53,10 +43,29 @@ from minisgl.tokenizer.text import TextTokenizer
 logger = logging.getLogger(__name__)
 
 _STEPS_TO_REST = 4  # more than are in flight
+_SETTINGS = (SourceConfig, EngineConfig, SchedulerConfig)  # that are keywords of LLM
 _TUPLES = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words")
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
+
+
+def _signature() -> Signature:
+    """Return LLM's signature with the declared settings by name, for `help` and for completion at a prompt."""
+    keywords = [
+        Parameter(one.keyword, Parameter.KEYWORD_ONLY, default=one.default, annotation=one.hint)
+        for struct in _SETTINGS
+        for one in declarations(struct)
+        if one.name not in ("model", "dtype")
+    ]
+    return Signature(
+        [
+            Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, annotation=str),
+            Parameter("dtype", Parameter.POSITIONAL_OR_KEYWORD, default="auto", annotation=str | torch.dtype),
+            Parameter("use_dummy_weight", Parameter.KEYWORD_ONLY, default=False, annotation=bool),
+            *keywords,
+        ]
+    )
 
 
 class Completion(TypedDict):
@@ -73,60 +82,29 @@ class Completion(TypedDict):
 class LLM:
     """A loaded model. Raises ConfigError when it cannot be loaded; `close` (or `with`) gives the device back.
 
+    `settings` are those of `SourceConfig`, `EngineConfig` and `SchedulerConfig` (`minisgl.config`) under their
+    keywords, which `help(LLM)` lists with types and defaults; None stands for the default, and an unknown one is a
+    TypeError. `use_dummy_weight=True` is `load_format="dummy"`.
+
     It may be called from several threads: one call waits for the other.
     """
 
+    __signature__: ClassVar[Signature] = _signature()
+
     def __init__(
-        self,
-        model: str,
-        dtype: Dtype | torch.dtype = "auto",
-        *,
-        max_seq_len_override: int | None = None,
-        max_extend_tokens: int = 8192,
-        cuda_graph_max_bs: int | None = None,
-        page_size: int | None = None,
-        max_running_req: int = 256,
-        num_page_override: int | None = None,
-        memory_ratio: float = 0.9,
-        cache_type: CacheType = "radix",
-        attention_backend: str = "auto",
-        use_dummy_weight: bool = False,
-        device: Device = "auto",
-        overlap: bool = True,
-        tp_size: int = 1,
-        batch_policy: BatchPolicyName = "prefill-first",
-        schedule_policy: SchedulePolicy = "fcfs",
-        logprobs_mode: LogprobsMode = "raw_logprobs",
-        kv_cache_dtype: KVCacheDtype = "auto",
+        self, model: str, dtype: str | torch.dtype = "auto", *, use_dummy_weight: bool = False, **settings: Any
     ) -> None:
-        folder = model_folder(model, weights=not use_dummy_weight)
-        config = EngineConfig(
-            model_path=str(folder),
-            device=device,
-            dtype=cast(Dtype, str(dtype).removeprefix("torch.")),  # validate() refuses what is none
-            load_format="dummy" if use_dummy_weight else "safetensors",
-            attention=attention_backend,
-            kv_cache_dtype=kv_cache_dtype,
-            page_size=DEFAULT_PAGE_SIZE if page_size is None else page_size,
-            num_pages=num_page_override,
-            memory_ratio=memory_ratio,
-            max_running_requests=max_running_req,
-            max_seq_len=max_seq_len_override,
-            cuda_graph_max_bs=cuda_graph_max_bs,
-            logprobs_mode=logprobs_mode,
-            tp_size=tp_size,
-        )
-        scheduling = SchedulerConfig(
-            cache=cache_type,
-            max_prefill_tokens=max_extend_tokens,
-            batch_policy=batch_policy,
-            schedule_policy=schedule_policy,
-            overlap=overlap,
-        )
-        server = ServerConfig(engine=config, scheduler=scheduling, model_name=model)
+        if use_dummy_weight:
+            settings["load_format"] = "dummy"
+        settings |= {"model": model, "dtype": str(dtype).removeprefix("torch.")}
+        source, config, scheduling = _read_settings(settings)
+        server = ServerConfig(source=source, engine=config, scheduler=scheduling, model_names=(model,))
         server.validate()
+        folder = model_folder(source.model, weights=config.load_format != "dummy")
+        config = msgspec.structs.replace(config, model_path=str(folder))
+        server = msgspec.structs.replace(server, engine=config)
         model_config = load_model_config(folder)
-        model_config.check_tp(tp_size)
+        model_config.check_tp(config.tp_size)
         self.phases: dict[str, float] = {}  # seconds of each phase of the start
         with self._phase("load tokenizer"):
             self.tokenizer = TextTokenizer.from_folder(folder)
@@ -139,8 +117,8 @@ class LLM:
                 model_config,
                 tp=join_ranks(config, 0, self._ranks.addresses),
                 phase=self._phase,
-                progress=not use_dummy_weight,
-                max_prefill_tokens=max_extend_tokens,
+                progress=config.load_format != "dummy",
+                max_prefill_tokens=scheduling.max_prefill_tokens,
             )
             grammars = GrammarMatchers(
                 lambda: self.tokenizer.tokenizer,
@@ -312,6 +290,17 @@ class LLM:
                 for message in stopped:
                     scheduler.end(message.sequence, "stop")
         return [answer.completion for answer in answers]
+
+
+def _read_settings(keywords: dict[str, Any]) -> tuple[SourceConfig, EngineConfig, SchedulerConfig]:
+    """Return the settings that LLM's keywords give. TypeError for one that is unknown."""
+    source = SourceConfig(**take_keywords(SourceConfig, keywords))
+    engine = EngineConfig(model_path="", **take_keywords(EngineConfig, keywords))
+    scheduler = SchedulerConfig(**take_keywords(SchedulerConfig, keywords))
+    if keywords:
+        known = sorted(one.keyword for kind in _SETTINGS for one in declarations(kind))
+        raise TypeError(f"LLM has no keyword {', '.join(keywords)}; it has {', '.join(known)}")
+    return source, engine, scheduler
 
 
 def _with_tuples(params: SamplingParams) -> SamplingParams:

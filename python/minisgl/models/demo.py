@@ -6,8 +6,6 @@ from pathlib import Path
 
 import minisgl
 
-DEMO_MODEL = "demo"  # its name for --model and for clients
-
 
 def demo_folder() -> Path:
     return Path(minisgl.__file__).parent / "demo"

@@ -6,8 +6,9 @@ import json
 import re
 from pathlib import Path
 
+from minisgl.config import DEMO_MODEL
 from minisgl.models.config import UnsupportedModel, WeightError
-from minisgl.models.demo import DEMO_MODEL, demo_folder
+from minisgl.models.demo import demo_folder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

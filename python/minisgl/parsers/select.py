@@ -7,7 +7,6 @@ import string
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from minisgl.config import ConfigError
 from minisgl.parsers.hermes import HermesParser
 from minisgl.parsers.llama import LlamaJsonParser
 from minisgl.parsers.mistral import MistralParser
@@ -26,13 +25,6 @@ TOOL_CALL_PARSERS: dict[str, type[ToolCallParser]] = {
     "pythonic": PythonicParser,
     "mistral": MistralParser,
 }
-_ALIASES = {  # other servers' names
-    "qwen": "hermes",
-    "qwen25": "hermes",
-    "llama3": "llama3_json",
-    "llama4_pythonic": "pythonic",
-    "llama4_json": "llama3_json",
-}
 
 # Texts that show a form, and none that show another one which looks alike.
 _TOOL_CALL_SIGNS = (
@@ -47,24 +39,6 @@ _REASONING_SIGNS = (
     ("deepseek_r1", ("</think>", "<｜Assistant｜>")),
     ("qwen3", ("</think>",)),
 )
-
-
-def known_tool_call_parser(choice: str) -> str:
-    """What --tool-call-parser means: auto, none, or a parser's own name; ConfigError if it is unknown."""
-    return _known("--tool-call-parser", choice, TOOL_CALL_PARSERS)
-
-
-def known_reasoning_parser(choice: str) -> str:
-    """The same for --reasoning-parser."""
-    return _known("--reasoning-parser", choice, REASONING_FORMATS)
-
-
-def _known(flag: str, choice: str, names: Iterable[str]) -> str:
-    name = choice.replace("-", "_")
-    name = _ALIASES.get(name, name)
-    if name not in (AUTO, NONE, *names):
-        raise ConfigError(f"{flag} must be one of {AUTO}, {NONE}, {', '.join(names)}, not {choice}")
-    return name
 
 
 def shown_tool_call_parser(templates: Iterable[str]) -> str:

@@ -14,16 +14,16 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 from rich.console import Console
 from tqdm import tqdm
 
-from minisgl.config import DEFAULT_PAGE_SIZE, CacheType, ConfigError, Device, Dtype, EngineConfig, SchedulerConfig
+from minisgl.config import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.core import InvalidRequest
 from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.models.config import ModelConfig, load_model_config
 from minisgl.models.hub import model_folder
+from minisgl.settings import add_flags, read_flags
 from minisgl.tokenizer.text import TextTokenizer
 from minisgl.verify.limits import tolerance
 from minisgl.verify.oracle import ask_transformers
@@ -31,6 +31,11 @@ from minisgl.verify.ours import ask_ourselves
 from minisgl.verify.prompts import make_prompts
 from minisgl.verify.report import Decode, judge, print_report
 
+ENGINE_FLAGS = "dtype device attention page_size num_pages memory_ratio max_running_requests max_seq_len".split()
+SCHEDULER_FLAGS = "cache max_prefill_tokens overlap".split()
+# Fewer running requests than prompts, so that some wait; small chunks, so that prompts are cut.
+ENGINE_DEFAULTS = {"dtype": "float32", "attention": "torch", "max_running_requests": 8}
+SCHEDULER_DEFAULTS = {"max_prefill_tokens": 96}
 GRAPH_MAX_BS = 8
 PIPE_COLUMNS = 110
 
@@ -52,21 +57,9 @@ def _verify(args: argparse.Namespace) -> int:
     folder = model_folder(args.model, weights=True)
     reference = model_folder(args.reference, weights=True) if args.reference else folder
     model = load_model_config(folder)
-    engine = EngineConfig(
-        model_path=str(folder),
-        device=args.device,
-        dtype=args.dtype,
-        attention=args.attn,
-        page_size=args.page_size,
-        num_pages=args.num_pages,
-        memory_ratio=args.memory_ratio,
-        max_running_requests=args.max_running_requests,
-        max_seq_len=args.max_seq_len_override,
-        cuda_graph_max_bs=GRAPH_MAX_BS,
-    )
-    scheduling = SchedulerConfig(
-        cache=args.cache, max_prefill_tokens=args.max_prefill_length, overlap=not args.disable_overlap
-    )
+    given = {"cuda_graph_max_bs": GRAPH_MAX_BS, **ENGINE_DEFAULTS, **read_flags(args, EngineConfig)}
+    engine = EngineConfig(model_path=str(folder), **given)
+    scheduling = SchedulerConfig(**{**SCHEDULER_DEFAULTS, **read_flags(args, SchedulerConfig)})
     engine.validate()
     scheduling.validate()
     device, dtype = resolve_device(engine), resolve_dtype(engine, model.dtype)
@@ -132,28 +125,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="minisgl verify",
         description="Compare logits and greedy tokens of a model with Hugging Face transformers on this machine.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("model", help="folder or hub id of the model; demo: the built-in one")
-    parser.add_argument("--reference", default=None, metavar="MODEL", help="what transformers loads; none: the same")
-    parser.add_argument("--dtype", default="float32", choices=get_args(Dtype), help=" ")
-    parser.add_argument("--device", default="auto", choices=get_args(Device), help="of both")
+    parser.add_argument("--reference", default=None, metavar="MODEL", help="what transformers loads; none: MODEL")
+    add_flags(parser, EngineConfig, only=ENGINE_FLAGS, defaults=ENGINE_DEFAULTS)
+    add_flags(parser, SchedulerConfig, only=SCHEDULER_FLAGS, defaults=SCHEDULER_DEFAULTS)
     parser.add_argument(
-        "--attn", "--attention-backend", default="torch", metavar="NAME", help="auto, fa, fi, torch, or two"
+        "--new-tokens", type=int, default=24, metavar="N", help="to generate for each prompt (default: %(default)s)"
     )
-    parser.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE, metavar="TOKENS", help="of the KV cache")
-    parser.add_argument("--num-pages", type=int, default=None, metavar="PAGES", help="none: as memory allows")
-    parser.add_argument("--memory-ratio", type=float, default=0.9, metavar="RATIO", help="of the device's memory")
     parser.add_argument(
-        "--max-running-requests", type=int, default=8, metavar="N", help="fewer than prompts: some wait"
+        "--tolerance", type=float, default=1.0, metavar="FACTOR", help="widens the limits (default: %(default)s)"
     )
-    parser.add_argument("--max-seq-len-override", type=int, default=None, metavar="TOKENS", help="context length")
-    parser.add_argument("--max-prefill-length", type=int, default=96, metavar="TOKENS", help="small, to cut prompts")
-    parser.add_argument("--cache", default="radix", choices=get_args(CacheType), help="naive: no cache hits")
-    parser.add_argument("--disable-overlap", action="store_true", help="wait for each step")
-    parser.add_argument("--new-tokens", type=int, default=24, metavar="N", help="to generate for each prompt")
-    parser.add_argument("--tolerance", type=float, default=1.0, metavar="FACTOR", help="widens the limits")
     parser.add_argument(
         "--scratch", default=None, metavar="DIR", help="for the logits of transformers; none: as TMPDIR"
     )

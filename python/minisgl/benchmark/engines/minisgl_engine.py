@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from minisgl.benchmark.engines.base import EngineOptions
 from minisgl.benchmark.workload import OfflineBatch
 from minisgl.core import SamplingParams
@@ -12,7 +10,6 @@ from minisgl.llm import LLM
 
 class MinisglEngine:
     def __init__(self, options: EngineOptions) -> None:
-        literal: dict[str, Any] = {"device": options.device, "attention_backend": options.attention}
         self.llm = LLM(
             options.model,
             options.dtype,
@@ -29,7 +26,8 @@ class MinisglEngine:
             batch_policy=options.batch_policy,
             schedule_policy=options.schedule_policy,
             max_extend_tokens=options.max_prefill_tokens,
-            **literal,
+            device=options.device,
+            attention_backend=options.attention,
         )
         self.phases = self.llm.phases
         self.loop = self.llm.loop

@@ -1,0 +1,185 @@
+"""One declaration per setting, from which flags, --help, refusals by range and choice, and `LLM`'s keywords follow.
+
+A setting is a field of a configuration struct (`minisgl.config`) whose type is `Annotated` with a `Setting`. This
+module reads such fields; it knows none of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be served. One line that says what to change."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Setting:
+    """What is declared of a setting beside its name, type and default.
+
+    A bool's flags set the opposite of its default; a tuple's take one value or more, and may come several times.
+    """
+
+    help: str  # one sentence, without the default
+    flags: tuple[str, ...] = ()  # ours, then aliases; () stands for the field's name with dashes
+    metavar: str | None = None  # what a value is called in --help
+    keyword: str | None = None  # of LLM, if it is not the field's name
+    ge: float | None = None  # bounds of a number: at least, more than, at most
+    gt: float | None = None
+    le: float | None = None
+    unit: str = ""  # behind the limit in a refusal
+    values: Mapping[str, str] = field(default_factory=dict)  # other servers' names of values, for the command line
+    switches: Mapping[str, Any] = field(default_factory=dict)  # flags that take no value, each with what it sets
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A `Setting` with its field's name, type and default."""
+
+    name: str
+    hint: Any  # as in the struct, without `Annotated`
+    default: Any
+    setting: Setting
+
+    @property
+    def kind(self) -> Any:
+        """Type of a value that is given: an optional setting's without None."""
+        parts = get_args(self.hint) if isinstance(self.hint, UnionType) else (self.hint,)
+        return next(part for part in parts if part is not type(None))
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return self.setting.flags or (f"--{self.name.replace('_', '-')}",)
+
+    @property
+    def keyword(self) -> str:
+        """Name of the keyword of `LLM`."""
+        return self.setting.keyword or self.name
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Values of a setting of a Literal type; () for another type."""
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+    def check(self, value: Any) -> None:
+        """Raise ConfigError for a value that is none of the choices, or out of bounds."""
+        setting = self.setting
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{self.keyword} must be one of {', '.join(self.choices)}, not {value}")
+        if value is None or setting.ge is setting.gt is setting.le is None:
+            return
+        too_low = (setting.ge is not None and not value >= setting.ge) or (
+            setting.gt is not None and not value > setting.gt
+        )
+        if too_low or (setting.le is not None and not value <= setting.le):  # nan is neither
+            raise ConfigError(f"{self.flags[0]} must be {_bounds(setting)}, not {value}")
+
+    def choose(self, text: str) -> str:
+        """Return the choice that a value of the command line means: ours, or another server's. Raises ConfigError."""
+        ours = {choice.replace("-", "_"): choice for choice in self.choices}
+        value = self.setting.values.get(text, text)
+        if (choice := ours.get(value.replace("-", "_"))) is None:
+            raise ConfigError(f"{self.flags[0]} must be one of {', '.join(self.choices)}, not {text}")
+        return choice
+
+
+def _bounds(setting: Setting) -> str:
+    low, above, high = setting.ge, setting.gt, setting.le
+    unit = setting.unit and f" {setting.unit}"
+    if low is not None:
+        return (f"at least {low}" if high is None else f"{low} to {high}") + unit
+    if above is None:
+        return f"at most {high}{unit}"
+    return f"above {above}" + ("" if high is None else f" and at most {high}") + unit
+
+
+@cache
+def declarations(struct: type[msgspec.Struct]) -> tuple[Declaration, ...]:
+    """Return the settings that a struct declares, in order."""
+    hints = get_type_hints(struct, include_extras=True)
+    found = []
+    for one in msgspec.structs.fields(struct):
+        hint = hints[one.name]
+        settings = [extra for extra in get_args(hint)[1:] if isinstance(extra, Setting)]
+        if get_origin(hint) is not Annotated or not settings:
+            continue
+        found.append(Declaration(one.name, get_args(hint)[0], one.default, settings[0]))
+    return tuple(found)
+
+
+def check_settings(config: msgspec.Struct) -> None:
+    """Raise ConfigError for the first value that its declaration does not allow."""
+    for declared in declarations(type(config)):
+        declared.check(getattr(config, declared.name))
+
+
+def take_keywords(struct: type[T], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Remove `struct`'s settings from LLM's keywords and return them by field name. None stands for the default."""
+    taken = {one.name: keywords.pop(one.keyword) for one in declarations(struct) if one.keyword in keywords}
+    return {name: value for name, value in taken.items() if value is not None}
+
+
+def add_flags(
+    parser: argparse._ActionsContainer,
+    struct: type[msgspec.Struct],
+    *,
+    only: Collection[str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Add the flags of a struct's settings, or of those that `only` names; --help shows `defaults` over the fields'."""
+    for declared in declarations(struct):
+        if only is None or declared.name in only:
+            _add_flag(parser, _key(struct, declared), declared, (defaults or {}).get(declared.name, declared.default))
+
+
+def read_flags(args: argparse.Namespace, struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the values that the command line gives for a struct's settings, by field name. Raises ConfigError."""
+    given = vars(args)
+    values = {}
+    for declared in declarations(struct):
+        if (key := _key(struct, declared)) in given:
+            value = given[key]
+            if get_origin(declared.kind) is tuple:
+                value = tuple(value)
+            values[declared.name] = declared.choose(value) if declared.choices else value
+    return values
+
+
+def _key(struct: type[msgspec.Struct], declared: Declaration) -> str:
+    return f"{struct.__name__}.{declared.name}"
+
+
+def _add_flag(parser: argparse._ActionsContainer, key: str, declared: Declaration, default: Any) -> None:
+    setting = declared.setting
+    about: dict[str, Any] = {"dest": key, "default": argparse.SUPPRESS, "help": _help(setting, default)}
+    if declared.kind is bool:
+        parser.add_argument(*declared.flags, action="store_const", const=not declared.default, **about)
+        return
+    about["metavar"] = setting.metavar or declared.name.upper()
+    if declared.choices:
+        about["metavar"] = "{" + ",".join(declared.choices) + "}"
+    elif get_origin(declared.kind) is tuple:
+        about |= {"nargs": "+", "action": "extend"}
+    elif declared.kind is not str:
+        about["type"] = declared.kind
+    parser.add_argument(*declared.flags, **about)
+    for switch, value in setting.switches.items():
+        stands = f"stands for {declared.flags[0]} {value}"
+        parser.add_argument(switch, dest=key, default=argparse.SUPPRESS, action="store_const", const=value, help=stands)
+
+
+def _help(setting: Setting, default: Any) -> str:
+    if default is None or isinstance(default, bool) or default in ("", ()):
+        shown = ""
+    else:
+        shown = f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
+    return setting.help.replace("%", "%%") + shown
