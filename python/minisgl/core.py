@@ -45,6 +45,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 1024
 MAX_BAD_WORD_TOKENS = 16
+MAX_GRAMMAR_CHARS = 262_144
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 10.0
 MIN_TEMPERATURE = 1e-5  # below it requests are greedy: quotients of logits might not be finite
@@ -60,6 +61,11 @@ class Grammar(msgspec.Struct, frozen=True):
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark", "sketch"]
     text: str = ""
+
+    def check_size(self, field: str) -> None:
+        """InvalidRequest if it is too long; `field` is what the request calls it."""
+        if len(self.text) > MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(field, f"a grammar may have {MAX_GRAMMAR_CHARS} characters, not {len(self.text)}")
 
 
 class SamplingParams(msgspec.Struct, frozen=True):

@@ -278,6 +278,27 @@ def test_a_form_that_cannot_hold_to_a_schema(start_server: Callable[..., Running
         assert answer(server, say("x", tools=[{"type": "function", "function": function}], tool_choice=choice))
 
 
+@pytest.mark.parametrize("parser", ["qwen3_coder", "pythonic"])
+def test_no_schema_of_a_tool_is_an_internal_error_or_more_than_its_limit(
+    start_server: Callable[..., RunningServer], parser: str
+) -> None:
+    """Those that branch at each level hung the process, circular ones were a 500, copied ones took gigabytes."""
+    server = start_server(tool_call_parser=parser)
+    twice = {level: {"anyOf": [{"$ref": f"#/$defs/{level}"}] * 2} for level in ("a", "b", *range(40))}
+    circular = {"a": twice["b"], "b": twice["a"]}
+    branching = {"a": twice[0]} | {str(level): twice[level + 1] for level in range(39)} | {"39": {"type": "string"}}
+    large = {"a": {"type": "integer", "description": "x" * 600_000}}
+    for definitions, status in ((circular, 200), (branching, 200), (large, 400)):
+        properties = {f"p{number}": {"$ref": "#/$defs/a"} for number in range(1000 if status == 400 else 1)}
+        schema = {"type": "object", "properties": properties, "$defs": definitions}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        response = server.post(PATH, json=say("x", tools=tools, tool_choice="required"))
+        assert response.status_code == status
+        if status == 400:
+            assert response.json()["error"]["param"] == "tools"
+            assert "262144" in response.json()["error"]["message"]
+
+
 NAMED = {"type": "function", "function": {"name": "nothing"}}
 BAD_TOOLS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),

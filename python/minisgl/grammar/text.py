@@ -17,7 +17,6 @@ from minisgl.grammar.schema import prepared_schema
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MAX_GRAMMAR_CHARS = 262_144
 MAX_CHOICES = 10_000
 NOT_COMPLETE = "a sketch is no grammar before it is completed"
 FIELDS = {"json_object": "response_format", "json_schema": "response_format"}  # where most clients write it
@@ -47,7 +46,7 @@ def to_llguidance(grammar: Grammar, field: str | None = None) -> str:
     Most of what can be wrong is found by `validate` only.
     """
     named = field or field_of(grammar)
-    _check_size(grammar, named)
+    grammar.check_size(named)
     match grammar.kind:
         case "json_object":
             return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=SCHEMA_OPTIONS)
@@ -88,7 +87,7 @@ def _letters(text: str) -> str:
 def lark_rule(name: str, grammar: Grammar) -> str:
     """A rule of a larger Lark grammar for what `grammar` allows; InvalidRequest as in `to_llguidance`."""
     named = field_of(grammar)
-    _check_size(grammar, named)
+    grammar.check_size(named)
     match grammar.kind:
         case "json_object":
             return _json_rule(name, {"type": "object"})
@@ -106,11 +105,6 @@ def lark_rule(name: str, grammar: Grammar) -> str:
             raise InvalidRequest(named, NOT_COMPLETE)
 
 
-def _check_size(grammar: Grammar, field: str) -> None:
-    if len(grammar.text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(field, f"a grammar may have {MAX_GRAMMAR_CHARS} characters, not {len(grammar.text)}")
-
-
 def _within_slashes(expression: str) -> str:
     """A regular expression as Lark takes it between slashes."""
     escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", expression, flags=re.DOTALL)
@@ -118,7 +112,8 @@ def _within_slashes(expression: str) -> str:
 
 
 def _json_rule(name: str, schema: dict[str, object]) -> str:
-    return f"{name}: %json {json.dumps({**schema, 'x-guidance': SCHEMA_OPTIONS})}"
+    text = json.dumps({**schema, "x-guidance": SCHEMA_OPTIONS}, ensure_ascii=False, separators=(",", ":"))
+    return f"{name}: %json {text}"
 
 
 def _choices(text: str, field: str) -> list[str]:

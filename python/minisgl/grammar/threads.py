@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-STACK_BYTES = 256 * 2**20  # of address space; enough for every grammar of text.MAX_GRAMMAR_CHARS
+STACK_BYTES = 256 * 2**20  # of address space; enough for every grammar of core.MAX_GRAMMAR_CHARS
 
 
 def compiler_threads(count: int) -> ThreadPoolExecutor:

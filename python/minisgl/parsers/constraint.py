@@ -4,33 +4,42 @@ They are sketches in llguidance's dialect of Lark: what only the tokenizer worke
 replaces (`tokenizer.constraint`). `%marker "..."` is a token, or the text where there is no such token; `%until name
 "..."` is a rule for TEXT up to and with such a marker; `%grammar name [kind, text]` is a rule for what a `core.Grammar`
 allows.
+
+Tools are a client's, so a sketch is counted line by line while it is made, and no more of it is made than a grammar may
+have: its parts come from generators. A schema takes along those definitions that it leads to, and no others.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
-from minisgl.core import Grammar
+import msgspec
+
+from minisgl.core import MAX_GRAMMAR_CHARS, Grammar, InvalidRequest
 from minisgl.parsers.hermes import HermesParser
 from minisgl.parsers.llama import LlamaJsonParser
 from minisgl.parsers.mistral import MistralParser
-from minisgl.parsers.plain_values import texts_of, types_of
+from minisgl.parsers.plain_values import Allowance, texts_of, types_of
 from minisgl.parsers.pythonic import PythonicParser
 from minisgl.parsers.qwen_coder import QwenCoderParser
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 
 ANY_TEXT = "/(?s:.*)/"
 
+_DEFINITIONS = ("$defs", "definitions")
+_REFERENCE = re.compile(rb'"\$ref":("(?:[^"\\]|\\.)*")')  # in JSON that msgspec has written
+
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
     """How a model writes calls."""
 
-    rules: Callable[[Tools, bool], list[str]]  # of `call`: one, behind the marker; or several, if that is allowed
+    rules: Callable[[Tools, bool], Iterable[str]]  # of `call`: one, behind the marker; or several, if that is allowed
     parser: type[ToolCallParser]
     between: str | None  # calls with a marker each; None: there is one marker, or none
     head: str = ""  # with which an answer that is a call begins, where no marker does
@@ -42,16 +51,21 @@ class CallForm:
 
 
 def calls_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
-    """What demands a call of one of these tools, or several. `form` is the name of one in `FORMS`."""
+    """What demands a call of one of these tools, or several. `form` is the name of one in `FORMS`.
+
+    InvalidRequest if it would be too long.
+    """
     how = FORMS[form]
     opening = f"{_marker(how.marker)} " if how.marker else ""
     calls = "opened" if how.between is None else _repeated("opened", how.between, parallel)
-    rules = [f"start: {calls}", f"opened: {opening}call", *how.rules(tools, parallel)]
-    return Grammar("sketch", "\n".join(rules))
+    return _sketch([f"start: {calls}", f"opened: {opening}call"], how.rules(tools, parallel))
 
 
 def free_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
-    """Any text, with calls or without; where a call begins, one of these tools must follow, with its arguments."""
+    """Any text, with calls or without; where a call begins, one of these tools must follow, with its arguments.
+
+    InvalidRequest if it would be too long.
+    """
     how = FORMS[form]
     calls = _containing(*how.parser.markers)
     if how.head:
@@ -61,7 +75,7 @@ def free_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
         start = "(begin call)* TEXT" if parallel else "TEXT | begin call"
         rules = [f"start: {start}", f"%until begin {text_rule(how.marker)}"]
     rules += [f"TEXT: {_text_without(calls)}"]
-    return Grammar("sketch", "\n".join([*rules, *how.rules(tools, parallel)]))
+    return _sketch(rules, how.rules(tools, parallel))
 
 
 def has_grammar(form: str) -> bool:
@@ -77,12 +91,28 @@ def either(calls: Grammar, content: Grammar) -> Grammar:
 
 def grammar_rule(name: str, grammar: Grammar) -> str:
     """A rule for what the grammar allows."""
-    return f"%grammar {name} {json.dumps([grammar.kind, grammar.text])}"
+    return f"%grammar {name} {json.dumps([grammar.kind, grammar.text], ensure_ascii=False)}"
 
 
 def text_rule(text: str) -> str:
     """A literal."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def _sketch(begin: list[str], rules: Iterable[str]) -> Grammar:
+    """The sketch of these lines. No more of them are made than there may be."""
+    lines, chars = begin, sum(map(len, begin))
+    for line in rules:
+        lines.append(line)
+        chars += len(line) - line.count('\\"') - line.count("\\\\")  # without the escapes of grammars in it
+        if chars > MAX_GRAMMAR_CHARS:
+            raise _too_long()
+    return Grammar("sketch", "\n".join(lines))
+
+
+def _too_long() -> InvalidRequest:
+    text = f"tools need a grammar of more than {MAX_GRAMMAR_CHARS} characters, which is the most that is supported"
+    return InvalidRequest("tools", text)
 
 
 def _marker(text: str) -> str:
@@ -104,22 +134,75 @@ def _literal(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
 
-def _schema_rule(name: str, schema: Any, root: Mapping[str, Any]) -> str:
-    """A rule for a part of a schema, which may refer to definitions at the root."""
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
-    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return grammar_rule(name, Grammar("json_schema", json.dumps({**definitions, **schema})))
+class _Definitions:
+    """What the parts of one tool's schema may refer to. Each definition is written and searched once, if at all."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._written: dict[tuple[str, str], tuple[bytes, set[tuple[str, str]]]] = {}
+
+    def rule(self, name: str, schema: Any) -> str:
+        """A rule for a part of the schema."""
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        text = msgspec.json.encode(schema)
+        used: dict[str, dict[str, msgspec.Raw]] = {}
+        chars, unread = len(text), [self._referred(text)]
+        while unread:
+            for keyword, definition in unread.pop():
+                if definition in used.setdefault(keyword, {}):
+                    continue
+                written, referred = self._definition(keyword, definition)
+                used[keyword][definition] = msgspec.Raw(written)
+                unread.append(referred)
+                chars += len(written)
+                if chars > 4 * MAX_GRAMMAR_CHARS:  # bytes: more than that many characters, whichever they are
+                    raise _too_long()
+        if used:
+            text = msgspec.json.encode({**schema, **used})
+        return grammar_rule(name, Grammar("json_schema", text.decode()))
+
+    def _definition(self, keyword: str, name: str) -> tuple[bytes, set[tuple[str, str]]]:
+        """The definition as JSON, and what it refers to."""
+        place = keyword, name
+        if place not in self._written:
+            text = msgspec.json.encode(self._root[keyword][name])
+            self._written[place] = text, self._referred(text)
+        return self._written[place]
+
+    def _referred(self, text: bytes) -> set[tuple[str, str]]:
+        """The definitions that a text names: their keyword and their name there."""
+        named: set[tuple[str, str]] = set()
+        for found in set(_REFERENCE.findall(text)):
+            reference: str = msgspec.json.decode(found)
+            if not reference.startswith(("#/$defs/", "#/definitions/")):
+                if reference == "#" or reference.startswith("#/"):
+                    reason = f"tools: {reference:.80} is no definition; this form of calls takes no other reference"
+                    raise InvalidRequest("tools", reason)
+                # A name that any definition may have given itself.
+                return {(keyword, one) for keyword in _DEFINITIONS for one in self._of(keyword)}
+            _, keyword, pointer = reference.split("/", 2)
+            name = unquote(pointer.partition("/")[0]).replace("~1", "/").replace("~0", "~")
+            if name in self._of(keyword):
+                named.add((keyword, name))
+        return named
+
+    def _of(self, keyword: str) -> Mapping[str, Any]:
+        definitions = self._root.get(keyword)
+        return definitions if isinstance(definitions, dict) else {}
 
 
-def _objects(tools: Tools, key: str) -> list[str]:
+def _whole_schema_rule(name: str, schema: Mapping[str, Any]) -> str:
+    return grammar_rule(name, Grammar("json_schema", msgspec.json.encode(schema).decode()))
+
+
+def _objects(tools: Tools, key: str) -> Iterator[str]:
     """Rules for `{"name": ..., key: {...}}`."""
-    rules = [f"object: {_alternatives('object', tools)}"]
+    yield f"object: {_alternatives('object', tools)}"
     for index, (name, schema) in enumerate(tools.items()):
         head = f"{{{text_rule('name')}: {text_rule(name)}, {text_rule(key)}: "
-        rules += [f"object_{index}: {text_rule(head)} arguments_{index} {text_rule('}')}"]
-        rules += [_schema_rule(f"arguments_{index}", schema, schema)]
-    return rules
+        yield f"object_{index}: {text_rule(head)} arguments_{index} {text_rule('}')}"
+        yield _whole_schema_rule(f"arguments_{index}", schema)
 
 
 def _alternatives(name: str, tools: Tools) -> str:
@@ -130,71 +213,71 @@ def _repeated(item: str, separator: str, parallel: bool) -> str:
     return f"{item} ({text_rule(separator)} {item})*" if parallel else item
 
 
-def _hermes(tools: Tools, _parallel: bool) -> list[str]:
-    call = f"call: {text_rule(chr(10))} object {text_rule(chr(10))} {_marker('</tool_call>')}"
-    return [call, *_objects(tools, "arguments")]
+def _hermes(tools: Tools, _parallel: bool) -> Iterator[str]:
+    yield f"call: {text_rule(chr(10))} object {text_rule(chr(10))} {_marker('</tool_call>')}"
+    yield from _objects(tools, "arguments")
 
 
-def _llama_json(tools: Tools, _parallel: bool) -> list[str]:
-    return ["call: object", *_objects(tools, "parameters")]  # the templates take no second call
+def _llama_json(tools: Tools, _parallel: bool) -> Iterator[str]:
+    yield "call: object"  # the templates take no second call
+    yield from _objects(tools, "parameters")
 
 
-def _mistral_list(tools: Tools, parallel: bool) -> list[str]:
-    items = _repeated("object", ", ", parallel)
-    return [f"call: {text_rule('[')} {items} {text_rule(']')}", *_objects(tools, "arguments")]
+def _mistral_list(tools: Tools, parallel: bool) -> Iterator[str]:
+    yield f"call: {text_rule('[')} {_repeated('object', ', ', parallel)} {text_rule(']')}"
+    yield from _objects(tools, "arguments")
 
 
-def _mistral_named(tools: Tools, _parallel: bool) -> list[str]:
-    rules = [f"call: {_alternatives('call', tools)}"]
+def _mistral_named(tools: Tools, _parallel: bool) -> Iterator[str]:
+    yield f"call: {_alternatives('call', tools)}"
     for index, (name, schema) in enumerate(tools.items()):
-        rules += [f"call_{index}: {text_rule(name)} {_marker('[ARGS]')} arguments_{index}"]
-        rules += [_schema_rule(f"arguments_{index}", schema, schema)]
-    return rules
+        yield f"call_{index}: {text_rule(name)} {_marker('[ARGS]')} arguments_{index}"
+        yield _whole_schema_rule(f"arguments_{index}", schema)
 
 
-def _pythonic(tools: Tools, parallel: bool) -> list[str]:
-    rules = [f"call: {text_rule('[')} {_repeated('one', ', ', parallel)} {text_rule(']')}"]
-    rules += [f"one: {_alternatives('one', tools)}"]
+def _pythonic(tools: Tools, parallel: bool) -> Iterator[str]:
+    yield f"call: {text_rule('[')} {_repeated('one', ', ', parallel)} {text_rule(']')}"
+    yield f"one: {_alternatives('one', tools)}"
     for index, (name, schema) in enumerate(tools.items()):
-        rules += [f"one_{index}: {text_rule(f'{name}(')} first_{index}_0 {text_rule(')')}"]
-        required = schema.get("required") or ()
+        yield f"one_{index}: {text_rule(f'{name}(')} first_{index}_0 {text_rule(')')}"
+        required = set(schema.get("required") or ())
         properties = schema.get("properties") or {}
+        definitions = _Definitions(schema)
         for number, (key, value) in enumerate(properties.items()):
             # Before the first argument there is no comma, and an optional one may be left out.
             this, following = f"{index}_{number}", f"{index}_{number + 1}"
             for state, comma in (("first", ""), ("later", ", ")):
                 skip = "" if key in required else f" | {state}_{following}"
-                rules += [f"{state}_{this}: {text_rule(f'{comma}{key}=')} value_{this} later_{following}{skip}"]
-            rules += [_schema_rule(f"value_{this}", value, schema)]
-        rules += [f'{state}_{index}_{len(properties)}: ""' for state in ("first", "later")]
-    return rules
+                yield f"{state}_{this}: {text_rule(f'{comma}{key}=')} value_{this} later_{following}{skip}"
+            yield definitions.rule(f"value_{this}", value)
+        for state in ("first", "later"):
+            yield f'{state}_{index}_{len(properties)}: ""'
 
 
-def _qwen_coder(tools: Tools, _parallel: bool) -> list[str]:
-    rules = [f"call: {text_rule(chr(10))} function {_marker('</tool_call>')}"]
-    rules += [f"VALUE: {_text_without(_containing('</parameter>'))}"]
-    rules += [f"function: {_alternatives('function', tools)}"]
+def _qwen_coder(tools: Tools, _parallel: bool) -> Iterator[str]:
+    yield f"call: {text_rule(chr(10))} function {_marker('</tool_call>')}"
+    yield f"VALUE: {_text_without(_containing('</parameter>'))}"
+    yield f"function: {_alternatives('function', tools)}"
+    allowance = Allowance()
     for index, (name, schema) in enumerate(tools.items()):
-        required = schema.get("required") or ()
+        required = set(schema.get("required") or ())
         properties = schema.get("properties") or {}
+        definitions = _Definitions(schema)
         names = [f"parameter_{index}_{number}{'' if key in required else '?'}" for number, key in enumerate(properties)]
         head, end = text_rule(f"<function={name}>\n"), text_rule("</function>\n")
-        rules += [f"function_{index}: {' '.join([head, *names, end])}"]
+        yield f"function_{index}: {' '.join([head, *names, end])}"
         for number, (key, value) in enumerate(properties.items()):
             this = f"{index}_{number}"
-            rules += [f"parameter_{this}: {text_rule(f'<parameter={key}>{chr(10)}')} value_{this}"]
-            rules += _plain_value(f"value_{this}", value, schema)
-    return rules
-
-
-def _plain_value(name: str, schema: Any, root: Mapping[str, Any]) -> list[str]:
-    """Rules for a value and the tag that ends it."""
-    end = text_rule("\n</parameter>\n")
-    if "string" not in types_of(schema, root):
-        return [f"{name}: {name}_json {end}", _schema_rule(f"{name}_json", schema, root)]
-    if texts := texts_of(schema, root):
-        return [f"{name}: ({' | '.join(map(text_rule, texts))}) {end}"]
-    return [f"{name}[suffix={end}]: VALUE"]
+            yield f"parameter_{this}: {text_rule(f'<parameter={key}>{chr(10)}')} value_{this}"
+            # The value and the tag that ends it.
+            end = text_rule("\n</parameter>\n")
+            if "string" not in types_of(value, schema, allowance):
+                yield f"value_{this}: value_{this}_json {end}"
+                yield definitions.rule(f"value_{this}_json", value)
+            elif texts := texts_of(value, schema, allowance):
+                yield f"value_{this}: ({' | '.join(map(text_rule, texts))}) {end}"
+            else:
+                yield f"value_{this}[suffix={end}]: VALUE"
 
 
 FORMS = {

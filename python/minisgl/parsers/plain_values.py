@@ -1,6 +1,9 @@
 """Values that are written as plain text: strings without quotation marks, everything else as JSON.
 
 The schema says what a text means. Here is what it means, which texts a schema allows, and whether that is exact.
+
+Schemas are a client's: their references may branch at every level and go round in circles. A question looks at each
+part of a schema once, without recursion, and pays for it from an `Allowance`.
 """
 
 from __future__ import annotations
@@ -9,70 +12,66 @@ import ast
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from minisgl.core import InvalidRequest
 
 Schema = Mapping[str, Any]
 
+MAX_ALTERNATIVES = 20_000  # parts of schemas and named values; looking at them takes some 10 ms
 SAYS_NOTHING = frozenset(("title", "description", "default", "examples", "deprecated", "$comment", "$schema"))
+ALL_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+_MAX_LITERAL_CHARS = 20_000  # of Python's notation, which takes far longer to read than JSON
+_CHARS_A_PART = 16  # of a value's text, which cost as much as a part of a schema
 _INTEGER = re.compile(r"[+-]?\d{1,300}")
 _FEW_VALUES: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}  # by type
 _OPTIONS = ("anyOf", "oneOf")
+_NAMED = frozenset(("const", "enum"))
 
 
-def resolved(schema: Any, root: Schema) -> Any:
-    """The schema that this one refers to, as pydantic writes it; itself, if it refers to none at the root."""
-    for _ in range(len(root) + 1):  # references may go round in a circle
-        if not isinstance(schema, Mapping):
-            return schema
-        if isinstance(parts := schema.get("allOf"), list) and len(parts) == 1 and not _keywords(schema) - {"allOf"}:
-            schema = parts[0]
-        elif isinstance(reference := schema.get("$ref"), str) and not _keywords(schema) - {"$ref"}:
-            head, _, name = reference.removeprefix("#/").partition("/")
-            definitions = root.get(head)
-            if not isinstance(definitions, Mapping) or name not in definitions:
-                return schema
-            schema = definitions[name]
-        else:
-            return schema
-    return schema
+@dataclass(slots=True)
+class Allowance:
+    """Bounds how much of a client's schemas is looked at."""
+
+    left: int = MAX_ALTERNATIVES
+
+    def spend(self, parts: int) -> None:
+        """Take so many parts of it; InvalidRequest if they are not left."""
+        self.left -= parts
+        if self.left < 0:
+            text = f"tools have parameters with too many alternatives: at most {MAX_ALTERNATIVES} are supported"
+            raise InvalidRequest("tools", text)
 
 
-def types_of(schema: Any, root: Schema) -> set[str]:
-    """The JSON types that a schema allows; string where it does not say."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, Mapping):
-        return {"string"}
-    kinds = schema.get("type")
-    if isinstance(kinds, str):
-        return {kinds}
-    if isinstance(kinds, list):
-        return {kind for kind in kinds if isinstance(kind, str)}
-    if (values := _named_values(schema)) is not None:
-        return {_type_of(value) for value in values}
-    for options in _options(schema):
-        return {kind for one in options for kind in types_of(one, root)}
-    return {"object", "string"} if "$ref" in schema or "allOf" in schema else {"string"}
+def types_of(schema: Any, root: Schema, allowance: Allowance) -> frozenset[str]:
+    """The JSON types that a schema allows; string where it does not say. InvalidRequest beyond the allowance."""
+    found = _alternatives(schema, root, _NAMED | {"type"}, allowance)
+    return frozenset().union(*(_types_of_one(one, allowance) for one in found.schemas))
 
 
-def texts_of(schema: Any, root: Schema) -> list[str] | None:
-    """All texts that a schema allows, if they are few."""
-    values = _values(schema, root)
-    return None if values is None else [_text_of(value) for value in values]
+def texts_of(schema: Any, root: Schema, allowance: Allowance) -> list[str] | None:
+    """All texts that a schema allows, if they are few. InvalidRequest beyond the allowance."""
+    values = _values(schema, root, allowance)
+    return None if values is None else [_text_of(value, allowance) for value in values]
 
 
-def is_exact(schema: Any, root: Schema) -> bool:
-    """Whether a value follows the schema if its text is one of `texts_of`, or any where that has none."""
-    types = types_of(schema, root)
+def is_exact(schema: Any, root: Schema, allowance: Allowance) -> bool:
+    """True if a value follows the schema whenever its text is one of `texts_of`, or any text where that has none.
+
+    InvalidRequest beyond the allowance.
+    """
+    types = types_of(schema, root, allowance)
     if "string" not in types:
         return True
-    values = _values(schema, root)
+    values = _values(schema, root, allowance)
     if values is None:
-        return _allows_any_text(schema, root)
-    return all(json.loads(typed(_text_of(value), types)) == value for value in values)
+        return _allows_any_text(schema, root, allowance)
+    return all(json.loads(typed(_text_of(value, allowance), types)) == value for value in values)
 
 
-def typed(text: str, types: set[str]) -> str:
+def typed(text: str, types: frozenset[str]) -> str:
     """The JSON text of a value; a string if it is of none of these types."""
     word = text.strip()
     if "null" in types and word.lower() in ("null", "none"):
@@ -89,7 +88,7 @@ def typed(text: str, types: set[str]) -> str:
         if math.isfinite(number):
             return json.dumps(number)
     if types & {"object", "array"}:
-        for read in (json.loads, ast.literal_eval):
+        for read in (json.loads, ast.literal_eval) if len(word) <= _MAX_LITERAL_CHARS else (json.loads,):
             try:
                 value = read(word)
                 if ("object" in types and isinstance(value, dict)) or ("array" in types and isinstance(value, list)):
@@ -99,18 +98,81 @@ def typed(text: str, types: set[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _allows_any_text(schema: Any, root: Schema) -> bool:
-    """Whether all that a text may stand for is allowed."""
-    schema = resolved(schema, root)
+@dataclass(frozen=True, slots=True)
+class _Alternatives:
+    """The schemas among which a value may choose. `only`: nothing else is asked of it."""
+
+    schemas: list[Any]
+    only: bool
+
+
+def _alternatives(schema: Any, root: Schema, ends: frozenset[str], allowance: Allowance) -> _Alternatives:
+    """Follow references and options, as pydantic writes them, up to schemas with one of the keywords `ends`, or none.
+
+    Each schema is met once, however many references lead to it. If they lead nowhere, it is the one that they began at.
+    """
+    found: list[Any] = []
+    only = True
+    met: set[int] = set()
+    stack = [schema]
+    while stack:
+        one = stack.pop()
+        if id(one) in met:
+            continue
+        met.add(id(one))
+        allowance.spend(1)
+        options = None if not isinstance(one, Mapping) or ends & one.keys() else _options(one)
+        if options is not None:
+            only = only and len(_keywords(one)) == 1
+            allowance.spend(len(options))
+            stack += reversed(options)
+        elif (target := _target(one, root)) is not one:
+            stack.append(target)
+        else:
+            found.append(one)
+    return _Alternatives(found, only) if found else _Alternatives([schema], False)
+
+
+def _target(schema: Any, root: Schema) -> Any:
+    """The schema that this one stands for, if it is a mere reference to one at the root; else itself."""
+    if not isinstance(schema, Mapping):
+        return schema
+    if isinstance(parts := schema.get("allOf"), list) and len(parts) == 1 and not _keywords(schema) - {"allOf"}:
+        return parts[0]
+    if isinstance(reference := schema.get("$ref"), str) and not _keywords(schema) - {"$ref"}:
+        head, _, name = reference.removeprefix("#/").partition("/")
+        definitions = root.get(head)
+        if isinstance(definitions, Mapping) and name in definitions:
+            return definitions[name]
+    return schema
+
+
+def _types_of_one(schema: Any, allowance: Allowance) -> frozenset[str]:
+    if not isinstance(schema, Mapping):
+        return frozenset({"string"})
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return frozenset({kinds})
+    if isinstance(kinds, list):
+        return frozenset(kind for kind in kinds if isinstance(kind, str))
+    if (values := _named_values(schema)) is not None:
+        allowance.spend(len(values))
+        return frozenset(map(_type_of, values))
+    return frozenset({"object", "string"} if "$ref" in schema or "allOf" in schema else {"string"})
+
+
+def _allows_any_text(schema: Any, root: Schema, allowance: Allowance) -> bool:
+    """True if all that a text may stand for is allowed."""
+    found = _alternatives(schema, root, frozenset(), allowance)
+    texts = [_is_any_text(one, allowance) for one in found.schemas]
+    others = [one for one, is_text in zip(found.schemas, texts, strict=True) if not is_text]
+    return found.only and any(texts) and all(map(_is_bare, others))
+
+
+def _is_any_text(schema: Any, allowance: Allowance) -> bool:
     if not isinstance(schema, Mapping):
         return schema is True
-    if not _keywords(schema):
-        return True
-    for options in _options(schema):
-        texts = [_allows_any_text(one, root) for one in options]
-        others = [one for one, is_text in zip(options, texts, strict=True) if not is_text]
-        return any(texts) and all(_is_bare(resolved(one, root)) for one in others) and len(_keywords(schema)) == 1
-    return "string" in types_of(schema, root) and _is_bare(schema)
+    return not _keywords(schema) or ("string" in _types_of_one(schema, allowance) and _is_bare(schema))
 
 
 def _is_bare(schema: Any) -> bool:
@@ -125,17 +187,19 @@ def _keywords(schema: Schema) -> set[str]:
     return set(schema) - SAYS_NOTHING
 
 
-def _values(schema: Any, root: Schema) -> list[Any] | None:
+def _values(schema: Any, root: Schema, allowance: Allowance) -> list[Any] | None:
     """All values that a schema allows, if it names them."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, Mapping):
-        return None
-    if (named := _named_values(schema)) is not None:
-        return named
-    for options in _options(schema):
-        found = [_values(one, root) for one in options]
-        return None if None in found else [value for values in found for value in values or ()]
-    return _FEW_VALUES.get(str(schema.get("type")))
+    values: list[Any] = []
+    for one in _alternatives(schema, root, _NAMED, allowance).schemas:
+        if not isinstance(one, Mapping):
+            return None
+        named = _named_values(one)
+        few = _FEW_VALUES.get(str(one.get("type"))) if named is None else named
+        if few is None:
+            return None
+        allowance.spend(len(few))
+        values += few
+    return values
 
 
 def _named_values(schema: Schema) -> list[Any] | None:
@@ -145,15 +209,15 @@ def _named_values(schema: Schema) -> list[Any] | None:
     return values if isinstance(values, list) else None
 
 
-def _text_of(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _text_of(value: Any, allowance: Allowance) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    allowance.spend(len(text) // _CHARS_A_PART)
+    return text
 
 
-def _options(schema: Schema) -> Iterator[list[Any]]:
+def _options(schema: Schema) -> list[Any] | None:
     """The options of a schema that has some."""
-    for key in _OPTIONS:
-        if isinstance(options := schema.get(key), list):
-            yield options
+    return next((options for key in _OPTIONS if isinstance(options := schema.get(key), list)), None)
 
 
 def _type_of(value: object) -> str:

@@ -17,9 +17,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 
+from minisgl.core import InvalidRequest
 from minisgl.parsers.events import Event
 from minisgl.parsers.markers import find_first, possible_start
-from minisgl.parsers.plain_values import typed, types_of
+from minisgl.parsers.plain_values import ALL_TYPES, Allowance, typed, types_of
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 
 MAX_TAG = 1024  # characters
@@ -42,6 +43,7 @@ class QwenCoderParser(ToolCallParser):
         self._key = ""
         self._num_parameters = 0
         self._value = ""
+        self._types: dict[tuple[str, str], frozenset[str]] = {}  # by function and parameter
 
     def _begin(self) -> None:
         if self._head.endswith(_FUNCTION):
@@ -120,7 +122,7 @@ class QwenCoderParser(ToolCallParser):
 
     def _value_start(self) -> bool:
         self._buffer = self._buffer.removeprefix("\n")
-        if self._types() == {"string"}:
+        if self._value_types() == {"string"}:
             self._add('"')
             self._state = self._string
         else:
@@ -140,7 +142,7 @@ class QwenCoderParser(ToolCallParser):
         text, ended = self._until_end()
         self._value += text
         if ended:
-            self._add(typed(self._value, self._types()))
+            self._add(typed(self._value, self._value_types()))
             self._state = self._between
         return ended
 
@@ -151,10 +153,18 @@ class QwenCoderParser(ToolCallParser):
         self._buffer = self._buffer[end + (len(found[1]) if found else 0) :]
         return text, found is not None
 
-    def _types(self) -> set[str]:
-        root = self._tools.get(self._function, {})
-        properties = root.get("properties")
-        return types_of(properties.get(self._key) if isinstance(properties, Mapping) else None, root)
+    def _value_types(self) -> frozenset[str]:
+        """The types that the parameter may have: all, if its schema has more alternatives than are looked at."""
+        place = self._function, self._key
+        if place not in self._types:
+            root = self._tools.get(self._function, {})
+            properties = root.get("properties")
+            schema = properties.get(self._key) if isinstance(properties, Mapping) else None
+            try:
+                self._types[place] = types_of(schema, root, Allowance())
+            except InvalidRequest:
+                self._types[place] = ALL_TYPES
+        return self._types[place]
 
     def finish(self) -> list[Event]:
         if self._state in (self._between, self._in_parameter_tag):

@@ -202,7 +202,10 @@ class RequestBody(Body):
 
     def grammar(self) -> Grammar | None:
         """What the answer must look like."""
-        return the_one_grammar(self._grammars())
+        grammars = self._grammars()
+        for field, grammar in grammars.items():
+            grammar.check_size(field)
+        return the_one_grammar(grammars)
 
     @property
     def grammar_names(self) -> dict[str, str]:

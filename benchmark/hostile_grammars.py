@@ -1,0 +1,186 @@
+"""Send tool schemas and grammars that are made to be expensive to a server of the demo model, and watch what it costs.
+
+    python benchmark/hostile_grammars.py schemas     # tools whose schemas branch, circle or are copied per reference
+    python benchmark/hostile_grammars.py queue       # 40 grammars that never end, and honest ones that come after them
+
+For each body it prints the status, the seconds to the answer, the longest time in which `GET /ping` got no answer, and
+the peak memory of the API process (VmHWM). `queue` prints how long the honest requests took to be answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+HARD = "(((a{{99}}){{99}}){{99}}){{{number}}}"  # a regular expression that takes all memory before it is compiled
+PATIENCE_SECONDS = 180.0
+
+
+class Server:
+    """A server of the demo model on a free port."""
+
+    def __init__(self, *flags: str) -> None:
+        command = [sys.executable, "-m", "minisgl", "--model", "demo", "--port", "0", *flags]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            if found := re.search(r"ready after .* on (http://\S+)", line):
+                self.url = found[1]
+                break
+        else:
+            raise SystemExit("the server did not start")
+        threading.Thread(target=self._process.stderr.read, daemon=True).start()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def chat(self, key: str = "none", **fields: Any) -> tuple[int, float, str]:
+        """Status, seconds and the text of an error of one answer."""
+        begin = time.perf_counter()
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"model": "demo", "messages": MESSAGES, "max_tokens": 4, **fields}
+        try:
+            answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE_SECONDS)
+        except httpx.TimeoutException:
+            return 0, time.perf_counter() - begin, "no answer"
+        error = answer.json().get("error") or {}
+        return answer.status_code, time.perf_counter() - begin, error.get("message", "")
+
+    def peak_megabytes(self, entry: str) -> float:
+        """Peak memory of the worker process whose entry point is in this module."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == self._process.pid and entry in (folder / "cmdline").read_text():
+                    return int(re.findall(r"VmHWM:\s+(\d+)", (folder / "status").read_text())[0]) / 1024
+            except OSError:
+                continue
+        return 0.0
+
+    @contextmanager
+    def watched(self) -> Iterator[list[float]]:
+        """Ask /ping every 5 ms; the list gets the seconds that each answer took."""
+        taken: list[float] = []
+        over = threading.Event()
+
+        def ask() -> None:
+            with httpx.Client(timeout=PATIENCE_SECONDS) as client:
+                while not over.wait(0.005):
+                    begin = time.perf_counter()
+                    with suppress(httpx.HTTPError):
+                        client.get(f"{self.url}/ping")
+                    taken.append(time.perf_counter() - begin)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        time.sleep(0.2)
+        try:
+            yield taken
+        finally:
+            over.set()
+            thread.join()
+
+
+def tool(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}]
+
+
+def branching(depth: int) -> dict[str, Any]:
+    """Definitions of which each refers to the next one twice."""
+    definitions: dict[str, Any] = {
+        f"a{level}": {"anyOf": [{"$ref": f"#/$defs/a{level + 1}"}] * 2} for level in range(depth)
+    }
+    definitions[f"a{depth}"] = {"type": "string"}
+    return {"properties": {"x": {"$ref": "#/$defs/a0"}}, "$defs": definitions}
+
+
+def circular() -> dict[str, Any]:
+    """A definition that is one of its own alternatives."""
+    definitions = {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}
+    return {"properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": definitions}
+
+
+def copied(num_properties: int, definition_bytes: int) -> dict[str, Any]:
+    """Many properties that refer to one large definition."""
+    definition = {"type": "integer", "description": "x" * definition_bytes}
+    properties = {f"p{number}": {"$ref": "#/$defs/big"} for number in range(num_properties)}
+    return {"properties": properties, "$defs": {"big": definition}}
+
+
+def send_schemas() -> None:
+    """One body after the other, to servers of both forms that have a rule for each parameter."""
+    schemas = {
+        "branching, depth 20": branching(20),
+        "branching, depth 22": branching(22),
+        "circular": circular(),
+        "2,000 properties, 600 KB": copied(2000, 600_000),
+    }
+    for parser in ("qwen3_coder", "pythonic"):
+        with Server("--tool-call-parser", parser) as server:
+            server.chat()
+            for name, schema in schemas.items():
+                with server.watched() as pings:
+                    status, seconds, message = server.chat(tools=tool(schema), tool_choice="required")
+                peak = server.peak_megabytes("minisgl.server.api.process")
+                print(
+                    f"{parser:12} {name:26} {status} after {seconds:6.2f} s, longest ping {max(pings):6.2f} s, "
+                    f"peak {peak:5.0f} MB  {message:.90}",
+                    flush=True,
+                )
+
+
+def send_queue(num_hard: int, keys: list[str]) -> None:
+    """Hard grammars of the first key, then honest ones of the second (or the same)."""
+    flags = [flag for key in keys for flag in ("--api-key", key)]
+    hostile, honest = keys[0] if keys else "none", keys[-1] if keys else "none"
+    fields = {"a": {"type": "string", "maxLength": 20}, "b": {"type": "integer"}}
+    with Server(*flags) as server, ThreadPoolExecutor(num_hard) as pool:
+        server.chat(honest, regex="warm|up")
+        begin = time.perf_counter()
+        hard = [pool.submit(server.chat, hostile, regex=HARD.format(number=number + 2)) for number in range(num_hard)]
+        time.sleep(0.5)
+        for number in range(8):
+            schema = {"type": "object", "properties": {**fields, f"c{number}": {"type": "boolean"}}}
+            status, seconds, message = server.chat(honest, json_schema=json.dumps(schema))
+            print(f"honest {number}: {status} after {seconds:6.2f} s {message:.80}", flush=True)
+        statuses = [one.result()[0] for one in hard]
+        print(f"hard: {statuses.count(400)} of {num_hard} refused after {time.perf_counter() - begin:.1f} s")
+        print(f"peak of the tokenizer worker: {server.peak_megabytes('minisgl.tokenizer.worker'):.0f} MB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("schemas", "queue"))
+    parser.add_argument("--hard", type=int, default=40, help="hard grammars of `queue`")
+    parser.add_argument("--keys", type=int, default=2, help="API keys of `queue`: 0 for a server without, 2 for two")
+    arguments = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if arguments.what == "schemas":
+        send_schemas()
+    else:
+        send_queue(arguments.hard, [f"key-{number}" for number in range(arguments.keys)])
+
+
+if __name__ == "__main__":
+    main()
