@@ -218,7 +218,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     root_path: Annotated[str, Setting(help="that a reverse proxy puts before every route", metavar="PATH")] = ""
     ssl_keyfile: Annotated[str | None, Setting(help="private key, for https", metavar="FILE")] = None
     ssl_certfile: Annotated[str | None, Setting(help="certificate, for https", metavar="FILE")] = None
-    max_body_bytes: Annotated[int, Setting(help="largest body of a request", metavar="BYTES", ge=1)] = 32 * 1024 * 1024
+    max_body_bytes: Annotated[int, Setting(help="largest body of a request", metavar="BYTES", ge=1)] = 8 * 1024 * 1024
     max_queued_requests: Annotated[
         int,
         Setting(help="sequences (each choice is one) running or waiting; further requests get 503", metavar="N", ge=1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,8 @@ from starlette.responses import Response
 from minisgl.config import ServerConfig
 from minisgl.limits import Limits
 from minisgl.parsers.select import Parsers
-from minisgl.server.api.bodies.body import B, UnknownFields, read_body, read_fields, validate
+from minisgl.server.api.bodies.body import B, UnknownFields, check_numbers, read_body, read_fields, validate
+from minisgl.server.api.bodies.scan import MAX_ITEMS
 from minisgl.server.api.http.errors import model_not_found
 from minisgl.server.api.requests.client import EngineClient
 from minisgl.server.api.status.heartbeat import Heartbeat
@@ -31,19 +33,25 @@ class Service:
 
     async def parse(self, request: Request, model: type[B]) -> B:
         """The request's body, or ApiError."""
-        return self.validate(await self.fields(request), model)
+        return await self.validate(await self.fields(request), model)
 
     async def fields(self, request: Request) -> dict[str, Any]:
         """What the request's body says, not yet validated; ApiError if it says nothing."""
         http = self.config.http
-        return read_fields(await read_body(request, http.max_body_bytes, http.receive_timeout))
+        max_items = max(MAX_ITEMS, self.limits.max_seq_len)  # a prompt of ids that fits the context is one
+        fields = read_fields(await read_body(request, http.max_body_bytes, max_items, http.receive_timeout))
+        await asyncio.sleep(0)  # each step of a large body takes a turn of its own
+        check_numbers(fields)
+        await asyncio.sleep(0)
+        return fields
 
-    def validate(self, fields: dict[str, Any], model: type[B]) -> B:
+    async def validate(self, fields: dict[str, Any], model: type[B]) -> B:
         """The body made of these fields, or ApiError."""
         body = validate(fields, model)
         self.unknown_fields.log(fields.keys() - model.known_fields())
         if body.model is not None:
             self.check_model(body.model)
+        await asyncio.sleep(0)
         return body
 
     def check_model(self, name: str) -> None:

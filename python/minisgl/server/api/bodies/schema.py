@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from minisgl.core import MAX_LOGIT_BIASES, Grammar, InvalidRequest, SamplingParams
 from minisgl.limits import Limits
 from minisgl.message.types import TextOptions
+from minisgl.server.api.bodies.scan import MAX_ITEMS
 from minisgl.server.api.bodies.structured import (
     ResponseFormat,
     Schema,
@@ -27,9 +28,9 @@ from minisgl.server.api.bodies.structured import (
 MAX_PRIORITY = 1000
 MAX_CACHE_SALT_CHARS = 1024
 MAX_REQUEST_ID_CHARS = 256
-MAX_MESSAGES = 65_536
+MAX_MESSAGES = 8192
 GRAMMAR_FIELDS = ("grammar", "response_format", "structured_outputs")  # in the refusals of grammars
-MAX_TOKENS_TO_DECODE = 1_000_000
+MAX_TOKENS_TO_DECODE = MAX_ITEMS
 
 _OFF = (False,)
 _EMPTY: tuple[Any, ...] = ([], {}, "")

@@ -75,6 +75,10 @@ def too_large(limit: int) -> ApiError:
     return ApiError(413, f"the request body is larger than the limit of {limit} bytes", code="request_too_large")
 
 
+def too_many_values(limit: str) -> ApiError:
+    return ApiError(413, f"the request body has more than the limit of {limit}", code="request_too_large")
+
+
 def head_too_large(limit: int) -> ApiError:
     message = f"the request's head, its line and headers, is larger than the limit of {limit} bytes"
     return ApiError(431, message, code="head_too_large")

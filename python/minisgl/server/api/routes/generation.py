@@ -42,10 +42,10 @@ class GenerationRoutes:
     async def generate(self, request: Request) -> Answer:
         fields = await self._service.fields(request)
         if is_sglang(fields):
-            asked = self._service.validate(fields, SglangBody)
+            asked = await self._service.validate(fields, SglangBody)
             answer = sglang_job(asked, self._service.limits), SglangWriter(asked)
             return self._answer(request, *answer, stream=asked.stream)
-        body = self._service.validate(fields, GenerateBody)
+        body = await self._service.validate(fields, GenerateBody)
         job = generate_job(body, self._service.limits)
         return self._answer(request, job, GenerateWriter(body), stream=body.stream, names=body.own_names)
 

@@ -1,0 +1,220 @@
+"""Bodies made to hold the server up: how long the event loop, and with it every stream, stands still for one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from api_harness import RunningServer
+from fake_engine import LIMITS
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic_core import from_json
+
+from minisgl.config import HttpConfig
+from minisgl.server.api.bodies.body import check_numbers
+from minisgl.server.api.bodies.scan import MAX_ITEMS, MAX_VALUES, BodyScan
+from minisgl.server.api.http.errors import ApiError
+from minisgl.server.api.process import COLLECT_AFTER
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LARGEST = HttpConfig().max_body_bytes
+LONGEST_TURN = 0.15  # seconds of CPU: the aim is 0.05, of a core that has not seven others' work beside it
+
+
+class Turns:
+    """CPU time of the longest callback that an event loop has run, of any loop but one in the main thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.longest = 0.0
+        run = asyncio.Handle._run
+
+        def timed(handle: asyncio.Handle) -> None:
+            begin = time.thread_time()
+            run(handle)
+            if threading.current_thread() is not threading.main_thread():
+                self.longest = max(self.longest, time.thread_time() - begin)
+
+        monkeypatch.setattr(asyncio.Handle, "_run", timed)
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Turns]:
+    """With the garbage collector as the server's process has it."""
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)
+    yield Turns(monkeypatch)
+    gc.set_threshold(*threshold)
+    gc.unfreeze()
+
+
+def filled(before: str, item: str, after: str, size: int = LARGEST) -> bytes:
+    """A body of this size: as many items as fit."""
+    count = (size - len(before) - len(after)) // (len(item) + 1)
+    return (before + ",".join([item] * count) + after).encode()
+
+
+MESSAGE = '{"messages":[{"role":"user","content":"hello"}],'
+TOO_MANY = {
+    "arrays in metadata": (CHAT, MESSAGE + '"metadata":[', "[]", "]}"),
+    "arrays around numbers": (CHAT, MESSAGE + '"metadata":[', "[1]", "]}"),
+    "objects": (CHAT, MESSAGE + '"chat_template_kwargs":{"a":[', '{"a":1}', "]}}"),
+    "numbers": (CHAT, MESSAGE + '"user":[', "1.5", "]}"),
+    "nulls": (CHAT, "{" + '"metadata":[', "null", "]}"),
+    "names": (CHAT, "{", '"a":null', "}"),
+    "messages": (CHAT, '{"messages":[', '{"role":"user","content":"a"}', "]}"),
+    "tools": (CHAT, MESSAGE + '"tools":[', '{"type":"function","function":{"name":"a"}}', "]}"),
+    "content parts": (CHAT, '{"messages":[{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}"),
+    "tool calls": (CHAT, '{"messages":[{"role":"assistant","tool_calls":[', '{"function":{"name":"f"}}', "]}]}"),
+    "biases": (CHAT, MESSAGE + '"logit_bias":{', '"1":1', "}}"),
+    "stop strings": (CHAT, MESSAGE + '"stop":[', '"a"', "]}"),
+    "prompts": (COMPLETIONS, '{"prompt":[', '"a"', "]}"),
+    "prompts of ids": (COMPLETIONS, '{"prompt":[', "[1]", "]}"),
+    "ids": (COMPLETIONS, '{"prompt":[', "1", "]}"),
+    "allowed ids": (COMPLETIONS, '{"prompt":"a","allowed_token_ids":[', "12345", "]}"),
+    "ids to generate from": ("/generate", '{"input_ids":[', "1", "]}"),
+    "sampling parameters": ("/generate", '{"text":"a","sampling_params":{"a":[', "[]", "]}}"),
+    "messages to tokenize": ("/tokenize", '{"messages":[', '{"role":"user","content":"a"}', "]}"),
+    "ids to decode": ("/detokenize", '{"tokens":[', "1", "]}"),
+    "ids to abort": ("/abort", '{"request_ids":[', '"a"', "]}"),
+    "what is no JSON": (CHAT, "{", '"\\"a" [ ', "}"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MANY)
+def test_a_body_of_too_many_values_is_refused_without_stopping_the_streams(
+    start_server: Callable[..., RunningServer], turns: Turns, name: str
+) -> None:
+    path, *parts = TOO_MANY[name]
+    server = start_server()
+    response = server.post(path, content=filled(*parts))
+    assert response.status_code == 413, response.text
+    error = response.json()["error"]
+    assert error["code"] == "request_too_large"
+    assert f"{MAX_VALUES} strings" in error["message"] or f"{MAX_ITEMS} list items" in error["message"]
+    assert 0 < turns.longest < LONGEST_TURN
+
+
+def distinct(count: int) -> Iterator[str]:
+    return (f"{index:06}" for index in range(count))
+
+
+MOST_VALUES = MAX_VALUES - 100
+MOST: dict[str, tuple[str, Any]] = {
+    "ids": (COMPLETIONS, {"prompt": [1] * MAX_ITEMS}),
+    "prompts of ids": (COMPLETIONS, {"prompt": [[1] * 31] * 8192}),
+    "numbers": (CHAT, {"metadata": [123456] * (MAX_ITEMS - 10)}),
+    "a large number among others": (CHAT, {"metadata": [1] * (MAX_ITEMS - 10) + [2**70]}),
+    "names": (CHAT, {"metadata": dict.fromkeys(distinct(MOST_VALUES), 1)}),
+    "fields": (CHAT, dict.fromkeys(distinct(MOST_VALUES), 1)),
+    "arrays": (CHAT, {"metadata": [[]] * MOST_VALUES}),
+    "biases": (CHAT, {"logit_bias": dict.fromkeys(distinct(MOST_VALUES), 1)}),
+    "stop strings": (CHAT, {"stop": list(distinct(MOST_VALUES))}),
+    "a schema": (CHAT, {"guided_json": dict.fromkeys(distinct(MOST_VALUES), 1)}),
+    "messages": (CHAT, {"messages": [{"role": "user", "content": "a"}] * 8192}),
+    "tool calls": (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 13_000}]}),
+    "content parts": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 13_000}]}),
+    "allowed ids": (COMPLETIONS, {"allowed_token_ids": [1] * (MAX_ITEMS - 10)}),
+    "ids to decode": ("/detokenize", {"tokens": [1] * MAX_ITEMS}),
+    "escapes": (COMPLETIONS, {"prompt": "\\\n" * (LARGEST // 4 - 100)}),
+    "escaped characters": (COMPLETIONS, {"prompt": "字" * (LARGEST // 6 - 100)}),
+}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_the_largest_body_that_is_read_does_not_stop_the_streams(
+    start_server: Callable[..., RunningServer], turns: Turns, name: str
+) -> None:
+    path, fields = MOST[name]
+    server = start_server()
+    base: dict[str, Any] = {
+        CHAT: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1},
+        COMPLETIONS: {"prompt": "hello", "max_tokens": 1},
+    }.get(path, {})
+    response = server.post(path, json=base | fields)
+    assert response.status_code in (200, 400), response.text
+    assert 0 < turns.longest < LONGEST_TURN
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "word " * 800_000, "truncate_prompt_tokens": 10}),
+        (COMPLETIONS, {"prompt": [7] * 200_000, "truncate_prompt_tokens": 10}),
+        (COMPLETIONS, {"prompt": ["x"] * 2000, "max_tokens": 1}),
+        (COMPLETIONS, {"prompt": [[5] * 120] * 2000, "max_tokens": 1}),
+        ("/detokenize", {"tokens": [1] * MAX_ITEMS}),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 100}] * 5000, "max_tokens": 1}),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_honest_large_bodies_are_taken(server: RunningServer, path: str, body: dict[str, Any]) -> None:
+    assert server.post(path, json=body).status_code == 200
+
+
+def test_a_prompt_of_ids_that_fits_a_very_long_context_is_read(start_server: Callable[..., RunningServer]) -> None:
+    """The limit of items grows with the context."""
+    with pytest.raises(ApiError):
+        BodyScan(MAX_ITEMS).feed(b"1," * (MAX_ITEMS + 1))
+    BodyScan(max(MAX_ITEMS, 1_000_000)).feed(b"1," * 1_000_000)
+    assert LIMITS.max_seq_len < MAX_ITEMS
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='ab"\\[]{},:é\n', max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('"\\,[', max_size=3), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def count(value: object) -> tuple[int, int]:
+    """Strings, objects and arrays, and the commas between items."""
+    if isinstance(value, str):
+        return 1, 0
+    if not isinstance(value, (list, dict)):
+        return 0, 0
+    inner = [count(item) for item in (value.values() if isinstance(value, dict) else value)]
+    names = len(value) if isinstance(value, dict) else 0
+    return 1 + names + sum(values for values, _ in inner), max(0, len(value) - 1) + sum(items for _, items in inner)
+
+
+@given(json_values, st.lists(st.integers(0, 200), max_size=6), st.booleans())
+def test_a_scan_counts_what_is_there_however_it_comes(value: object, cuts: list[int], ascii_only: bool) -> None:
+    data = json.dumps(value, ensure_ascii=ascii_only).encode()
+    ends = [*sorted(cuts), len(data)]
+    scan = BodyScan(MAX_ITEMS)
+    for start, end in zip([0, *ends], ends, strict=False):
+        scan.feed(data[start:end])
+    assert (scan.values, scan.items) == count(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        (
+            '{"a": 9223372036854775807, "b": -9223372036854775808, "c": [1e308, null, "9223372036854775808"]}',
+            None,
+        ),
+        ('{"a": 9223372036854775808}', "a"),
+        ('{"a": [1, 2.5, {"b": [0, -9223372036854775809]}]}', "a.2.b.1"),
+        ('{"a": [[], {}], "b": {"c": [1, 1e999]}}', "b.c.1"),
+        ('{"a": [1e400, 1]}', "a.0"),
+        ('{"a": [-1e400, "x"]}', "a.0"),
+    ],
+)
+def test_numbers_that_would_not_survive_are_named(text: str, path: str | None) -> None:
+    fields = from_json(text)
+    if path is None:
+        check_numbers(fields)
+        return
+    with pytest.raises(ApiError) as caught:
+        check_numbers(fields)
+    assert caught.value.detail.param == path
