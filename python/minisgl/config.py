@@ -40,7 +40,7 @@ ModelSource = Literal["huggingface"]
 ToolCallParserName = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral"]
 ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"]
 DEFAULT_PAGE_SIZE = 64
-ATTENTION_BACKENDS = ("auto", "fa", "fi", "torch")
+ATTENTION_BACKENDS = ("auto", "fa", "fi", "varlen", "torch")
 DECODE_ATTENTION = (*ATTENTION_BACKENDS, "fused")
 MAX_SECONDS = 86_400
 
@@ -85,8 +85,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention: Annotated[
         str,
         Setting(
-            help="attention: auto, fa, fi or torch, or two with a comma: for prefill (and mixed batches), for decode "
-            "(there also fused)",
+            help="attention: auto, fa, fi, varlen or torch, or two with a comma: for prefill (and mixed batches), for "
+            "decode (there also fused)",
             flags=("--attn", "--attention-backend"),
             metavar="NAME",
             keyword="attention_backend",

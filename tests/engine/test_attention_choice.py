@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +16,11 @@ from minisgl.attention.select import (
     CANDIDATES,
     Candidate,
     choose,
-    import_error,
     make_attention,
 )
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ConfigError, attention_names
+from minisgl.kernel.select import driver_missing, import_error
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 SMALL = AttentionShape(num_heads=16, num_kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16)
@@ -56,7 +57,9 @@ def test_without_the_fused_kernel() -> None:
     assert choose("auto", "decode", SMALL, HOPPER, others) == "fi"
     assert choose("auto", "decode", LARGE, HOPPER, others) == "fa"
     assert choose("auto", "decode", SMALL, AMPERE, others) == "fi"
-    assert choose("auto", "decode", LARGE, AMPERE, candidates({"fused": "", "fa": "", "fi": ""})) == "torch"
+    assert choose("auto", "decode", LARGE, AMPERE, candidates({"fused": "", "fa": "", "fi": ""})) == "varlen"
+    missing = dict.fromkeys(("fused", "fa", "fi", "varlen"), "")
+    assert choose("auto", "decode", LARGE, AMPERE, candidates(missing)) == "torch"
 
 
 def test_auto_compiles_nothing_and_says_what_would_be_faster(caplog: pytest.LogCaptureFixture) -> None:
@@ -70,7 +73,24 @@ def test_a_missing_package_gives_one_line_and_the_next_best(caplog: pytest.LogCa
     missing = {"fi": "not installed", "fa": "broken"}
     assert choose("fi", "decode", SMALL, HOPPER, candidates({"fi": "not installed", "fused": "no"})) == "fa"
     assert [record.getMessage() for record in caplog.records] == ["--attn fi cannot be used: not installed"]
-    assert choose("fa", "prefill", SMALL, HOPPER, candidates(missing)) == "torch"
+    assert choose("fa", "prefill", SMALL, HOPPER, candidates(missing)) == "varlen"
+    assert choose("fa", "prefill", SMALL, HOPPER, candidates({**missing, "varlen": "no"})) == "torch"
+
+
+def test_blackwell_prefills_without_a_toolkit() -> None:
+    """FlashInfer comes first where its kernels are compiled; torch's own FlashAttention needs nothing."""
+    for capability in (BLACKWELL, (12, 0)):
+        assert choose("auto", "prefill", SMALL, capability, candidates(unready=("fi",))) == "varlen"
+        assert choose("auto", "prefill", SMALL, capability, candidates({"fi": "no toolkit"})) == "varlen"
+        assert choose("auto", "prefill", replace(SMALL, fp8_kv=True), capability, CANDIDATES) == "varlen"
+
+
+def test_flash_attention_3_is_not_trusted_with_windows_on_8x() -> None:
+    windowed = replace(SMALL, windowed=True)
+    assert "window" in (CANDIDATES["fa"].missing(windowed, AMPERE) or "")
+    assert "window" in (CANDIDATES["fa"].missing(windowed, (8, 9)) or "")
+    assert "window" not in (CANDIDATES["fa"].missing(windowed, HOPPER) or "")
+    assert "window" not in (CANDIDATES["fa"].missing(SMALL, AMPERE) or "")
 
 
 def test_what_a_backend_has_no_kernels_for() -> None:
@@ -79,6 +99,10 @@ def test_what_a_backend_has_no_kernels_for() -> None:
     assert "float32" in (fa.missing(replace(SMALL, dtype=torch.float32), HOPPER) or "")
     assert "heads of 96" in (fi.missing(replace(SMALL, head_dim=96), HOPPER) or "")
     assert "8.0" in (fi.missing(SMALL, (7, 5)) or "")
+    varlen = CANDIDATES["varlen"]
+    assert varlen.missing(replace(SMALL, fp8_kv=True, windowed=True, page_size=7), (12, 0)) is None
+    assert "float32" in (varlen.missing(replace(SMALL, dtype=torch.float32), HOPPER) or "")
+    assert "8.0" in (varlen.missing(SMALL, (7, 5)) or "")
     narrow = replace(SMALL, head_dim=24)
     assert "heads of 24" not in (fa.missing(narrow, HOPPER) or "")
     assert "heads of 24" in (fa.missing(replace(narrow, fp8_kv=True), HOPPER) or "")
@@ -97,6 +121,28 @@ def test_packages_that_are_absent_or_do_not_load() -> None:
     assert import_error("json.decoder", "json", "fi") is None
 
 
+def test_an_import_that_fails_without_a_word_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mute_package.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_error("mute_package", "mute", "fi") == "the package mute does not load: ImportError"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "driver", "why"),
+    [
+        ((13, 3), (13, 0), None),
+        ((12, 9), (13, 0), None),
+        ((13, 0), (12, 8), "driver for CUDA 13 or later: this one is for 12.8"),
+        ((14, 0), (13, 2), "driver for CUDA 14 or later: this one is for 13.2"),
+    ],
+)
+def test_a_driver_too_old_for_what_is_compiled(
+    compiler: tuple[int, int], driver: tuple[int, int], why: str | None
+) -> None:
+    missing = driver_missing(compiler, driver)
+    assert missing is None if why is None else why in (missing or "")
+
+
 def test_on_the_cpu_attention_runs_in_torch() -> None:
     chosen = make_attention("fa,fi", SMALL, torch.device("cpu"))
     assert isinstance(chosen.backend, TorchAttention)
@@ -107,8 +153,9 @@ def test_the_flag() -> None:
     assert attention_names("auto") == ("auto", "auto")
     assert attention_names("fa,fi") == ("fa", "fi")
     assert attention_names("fa,fused") == ("fa", "fused")
+    assert attention_names("varlen,fused") == ("varlen", "fused")
     for wrong in ("", "fa,fi,torch", "fa,", "flash", "fused", "fused,fa"):
-        with pytest.raises(ConfigError, match="--attn must be one of auto, fa, fi, torch"):
+        with pytest.raises(ConfigError, match="--attn must be one of auto, fa, fi, varlen, torch"):
             attention_names(wrong)
 
 

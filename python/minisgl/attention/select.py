@@ -2,19 +2,16 @@
 
 A `Candidate` says whether a backend can run a model on a GPU. `preferences` is the order in which `auto`
 tries them, by what docs/performance.md shows; what is not measured there goes by the hardware's capability.
+The choice must then compute a small step rightly (`trial`), or the next best is tried.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import dataclasses
 import logging
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,20 +19,24 @@ from minisgl.attention.base import AttentionBackend, AttentionShape
 from minisgl.attention.cpu_backend import CpuAttention
 from minisgl.attention.division import fused_decode_missing
 from minisgl.attention.pair import PairAttention
+from minisgl.attention.toolkit import provide_cuda_home
 from minisgl.attention.torch_backend import TorchAttention
+from minisgl.attention.trial import Role, trial_error
+from minisgl.attention.varlen import VarlenAttention
 from minisgl.config import ConfigError, attention_names
+from minisgl.kernel.select import import_error
 
 if TYPE_CHECKING:
     from minisgl.attention.fused import FusedDecode
 
 logger = logging.getLogger(__name__)
 
-Role = Literal["prefill", "decode"]
 Capability = tuple[int, int]
 
 SIXTEEN_BITS = torch.bfloat16, torch.float16
 TESTED: tuple[Capability, ...] = ((9, 0),)
 FP8: Capability = (8, 9)  # from here on GPUs convert 8 bits
+MAX_SCORES = 1 << 22  # a head's, that torch may store at a time on a GPU: 0.5 GiB of 32 heads in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,10 @@ class ChosenAttention:
 def preferences(role: Role, shape: AttentionShape, capability: Capability) -> tuple[str, ...]:
     """The backends' names, the fastest first."""
     if capability[0] >= 10:
-        return ("fused", "fi", "torch") if role == "decode" else ("fi", "torch")
+        return ("fused", "fi", "varlen", "torch") if role == "decode" else ("fi", "varlen", "torch")
     if role == "prefill":
-        return "fa", "fi", "torch"
-    return ("fused", "fi", "fa", "torch") if shape.group <= 2 else ("fused", "fa", "fi", "torch")
+        return "fa", "fi", "varlen", "torch"
+    return ("fused", *(("fi", "fa") if shape.group <= 2 else ("fa", "fi")), "varlen", "torch")
 
 
 def make_attention(name: str, shape: AttentionShape, device: torch.device) -> ChosenAttention:
@@ -86,19 +87,30 @@ def make_attention(name: str, shape: AttentionShape, device: torch.device) -> Ch
             f"not {capability[0]}.{capability[1]}"
         )
     asked = attention_names(name)
-    prefill = choose(asked[0], "prefill", shape, capability, CANDIDATES)
-    decode = choose(asked[1], "decode", shape, capability, CANDIDATES)
+    prefill, backend = _choose_working(asked[0], "prefill", shape, device, capability)
+    decode, decode_backend = _choose_working(asked[1], "decode", shape, device, capability)
     if capability not in TESTED:
         logger.warning("attention is not tested on GPUs of compute capability %d.%d", *capability)
     logger.info("attention: %s", prefill if prefill == decode else f"{prefill} for prefill, {decode} for decode")
-    backend = make_backend(prefill, shape, device)
     if decode == "fused":
         from minisgl.attention.fused import FusedDecode
 
         return ChosenAttention(backend, FusedDecode(shape, device))
-    return ChosenAttention(
-        backend if decode == prefill else PairAttention(backend, make_backend(decode, shape, device))
-    )
+    return ChosenAttention(backend if decode == prefill else PairAttention(backend, decode_backend))
+
+
+def _choose_working(
+    asked: str, role: Role, shape: AttentionShape, device: torch.device, capability: Capability
+) -> tuple[str, AttentionBackend]:
+    """The first choice that computes a small step rightly: its name, and the backend unless it is `fused`."""
+    candidates = dict(CANDIDATES)
+    while True:
+        name = choose(asked, role, shape, capability, candidates)
+        backend = make_backend(name, shape, device)
+        why = None if name in ("torch", "fused") else trial_error(backend, shape, device, role)
+        if why is None:
+            return name, backend
+        candidates[name] = dataclasses.replace(candidates[name], missing=lambda *_, why=why: why)
 
 
 def make_backend(name: str, shape: AttentionShape, device: torch.device) -> AttentionBackend:
@@ -116,8 +128,10 @@ def make_backend(name: str, shape: AttentionShape, device: torch.device) -> Atte
             if not all(_fi_ready(shape, capability, role) for role in roles):
                 logger.info("FlashInfer compiles its kernels at their first use: up to a minute each, once")
             return FlashInfer(shape, device)
+        case "varlen":
+            return VarlenAttention(shape.page_size)
         case _:
-            return TorchAttention(shape.page_size)
+            return TorchAttention(shape.page_size, MAX_SCORES)
 
 
 def choose(
@@ -149,6 +163,8 @@ def choose(
 def _fa_missing(shape: AttentionShape, capability: Capability) -> str | None:
     if capability[0] not in (8, 9):
         return f"it is built for compute capability 8.x and 9.0, not {capability[0]}.{capability[1]}"
+    if capability[0] == 8 and shape.windowed:  # github.com/sgl-project/sgl-flash-attn, pull request 50
+        return "on compute capability 8.x it was seen to read wrong keys where a window slides (sgl-flash-attn#50)"
     why = _unsupported(shape, head_dims=range(16, 257, 16) if shape.fp8_kv else range(8, 257, 8))
     if why is None and shape.fp8_kv:  # whose pages a kernel of ours widens
         why = import_error("cuda.core", "cuda-core", "cuda")
@@ -161,23 +177,24 @@ def _fi_missing(shape: AttentionShape, capability: Capability) -> str | None:
     if shape.fp8_kv:
         return "it does not read a KV cache in 8 bits (--kv-cache-dtype fp8_e4m3)"
     why = _unsupported(shape, head_dims=(64, 128, 256))
-    why = why or import_error("flashinfer.decode", "flashinfer-python", "fi")
-    if why is None and not _has_nvcc():
+    if why is not None:
+        return why
+    toolkit = provide_cuda_home()
+    why = import_error("flashinfer.decode", "flashinfer-python", "fi")
+    if why is None and toolkit is None:
         roles: tuple[Role, ...] = ("prefill", "decode")
         if not all(_fi_ready(shape, capability, role) for role in roles):
-            return "its kernels are not compiled, and there is no CUDA toolkit (nvcc) to do it"
+            return (
+                "its kernels are not compiled, and there is no CUDA toolkit (nvcc) to do it "
+                "(pip install nvidia-cuda-nvcc)"
+            )
     return why
 
 
-def import_error(module: str, package: str, extra: str) -> str | None:
-    """Why a module of an optional package cannot be imported, in one line, or None."""
-    if importlib.util.find_spec(module.split(".")[0]) is None:
-        return f"the package {package} is not installed (pip install 'minisgl[{extra}]')"
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # whatever a package built for another torch or driver raises
-        return f"the package {package} does not load: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    return None
+def _varlen_missing(shape: AttentionShape, capability: Capability) -> str | None:
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, not {capability[0]}.{capability[1]}"
+    return _unsupported(shape, head_dims=range(8, 257, 8))
 
 
 def _unsupported(shape: AttentionShape, head_dims: range | tuple[int, ...]) -> str | None:
@@ -198,11 +215,6 @@ def _fused_missing(shape: AttentionShape, capability: Capability) -> str | None:
     return import_error("cuda.core", "cuda-core", "cuda") or fused_decode_missing(shape, capability)
 
 
-def _has_nvcc() -> bool:
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    return shutil.which("nvcc") is not None or (Path(home) / "bin" / "nvcc").exists()
-
-
 def _always(*_: object) -> bool:
     return True
 
@@ -211,5 +223,6 @@ CANDIDATES: Mapping[str, Candidate] = {
     "fused": Candidate("the fused decode kernel (fused)", _fused_missing, _always),
     "fa": Candidate("FlashAttention 3 (fa)", _fa_missing, _always),
     "fi": Candidate("FlashInfer (fi)", _fi_missing, _fi_ready),
+    "varlen": Candidate("torch's FlashAttention 2 (varlen)", _varlen_missing, _always),
     "torch": Candidate("torch", lambda *_: None, _always),
 }

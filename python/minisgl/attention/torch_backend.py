@@ -51,12 +51,12 @@ class PaddedDecode:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """One row of several queries, and the L last positions that they attend to."""
+    """Consecutive queries of one row, and the L positions up to the last of them that they attend to."""
 
     tokens: slice  # its queries
     pages: Tensor  # [pages] int32
     positions: slice  # of those in the pages
-    mask: Tensor | None  # [queries, L] bool; None where the row starts at position 0 and plain causal holds
+    mask: Tensor | None  # [queries, L] bool; None where they start at position 0 and plain causal holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,10 @@ class TorchAttention:
     prefill_graph_safe = False
     widens = False
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, max_scores: int | None = None) -> None:
+        """`max_scores`: queries x keys of a head, at most, of which the scores may be stored at a time; None: any."""
         self.page_size = page_size
+        self._max_scores = max_scores
 
     def plan(self, inputs: AttentionInputs) -> TorchPlan:
         return TorchPlan(inputs, int(inputs.kv_lens.max()))
@@ -116,7 +118,9 @@ class TorchAttention:
             prefill = np.flatnonzero(inputs.query_lens > 1)
             plan.views[window] = View(
                 decodes=self._decodes(inputs, first, decode, window),
-                prefills=[self._prefill(inputs, int(first[row]), int(row), window) for row in prefill],
+                prefills=[
+                    piece for row in prefill for piece in self._prefill(inputs, int(first[row]), int(row), window)
+                ],
             )
         return plan.views[window]
 
@@ -145,18 +149,21 @@ class TorchAttention:
         pages = table.gather(1, blocks.long() * (blocks * size < lengths.unsqueeze(1)))
         return PaddedDecode(tokens, pages, mask[:, None, None, :])
 
-    def _prefill(self, inputs: AttentionInputs, first: int, row: int, window: int | None) -> PrefillRow:
+    def _prefill(self, inputs: AttentionInputs, first: int, row: int, window: int | None) -> Iterator[PrefillRow]:
         device, size = inputs.page_table.device, self.page_size
         queries, length = int(inputs.query_lens[row]), int(inputs.kv_lens[row])
-        start = 0 if window is None else max(0, length - queries - window + 1)
-        positions = torch.arange(start, length, device=device)
-        own = positions[length - queries - start :].unsqueeze(1)
-        mask = None if queries == length else positions <= own
-        if window is not None and window < length:
-            mask = (positions <= own) & (positions > own - window)
-        pages = inputs.page_table[row, start // size : -(-length // size)]
-        seen = slice(start % size, start % size + length - start)
-        return PrefillRow(slice(first, first + queries), pages, seen, mask)
+        piece = queries if self._max_scores is None else max(self._max_scores // length, 1)
+        for begin in range(0, queries, piece):
+            own = range(length - queries + begin, min(length - queries + begin + piece, length))  # positions
+            start = 0 if window is None else max(0, own.start - window + 1)
+            positions = torch.arange(start, own.stop, device=device)
+            ends = positions[own.start - start :].unsqueeze(1)
+            mask = None if own.start == 0 else positions <= ends
+            if window is not None and window < own.stop:
+                mask = (positions <= ends) & (positions > ends - window)
+            pages = inputs.page_table[row, start // size : -(-own.stop // size)]
+            seen = slice(start % size, start % size + own.stop - start)
+            yield PrefillRow(slice(first + begin, first + begin + len(own)), pages, seen, mask)
 
 
 def _similar_lengths(rows: Int32Array, lengths: Int32Array) -> Iterator[Int32Array]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import platform
 import re
@@ -13,19 +12,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionInputs, AttentionShape
+from minisgl.attention.base import AttentionShape
 from minisgl.attention.select import CANDIDATES, TESTED, make_backend, preferences
-from minisgl.attention.torch_backend import TorchAttention
+from minisgl.attention.trial import AttentionTrial
 from minisgl.engine.sampler import SampleKind, TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Heads, Norm
-from minisgl.kernel.select import kernels_missing, make_ops
+from minisgl.kernel.select import kernels_missing, make_ops, one_line
 from minisgl.kernel.torch_ops import TorchOps
-from minisgl.kvcache.pool import KVPool
 
 PACKAGES = {
     "minisgl": "",
@@ -123,7 +120,7 @@ def verdict(findings: list[Finding], device: torch.device) -> str | None:
         states = {finding.part: finding.state for finding in findings}
         if states.get("kernels of csrc/") is State.ABSENT:
             return "without the kernels of csrc/ steps run in plain torch, which is slow"
-        if all(states.get(f"attention: {name}") is not State.WORKS for name in ("fa", "fi")):
+        if all(states.get(f"attention: {name}") is not State.WORKS for name in ("fa", "fi", "varlen")):
             return "no fast attention for prefill: it would run in torch"
     return None
 
@@ -131,7 +128,7 @@ def verdict(findings: list[Finding], device: torch.device) -> str | None:
 def _attention(shape: AttentionShape, device: torch.device) -> Iterator[Finding]:
     capability = torch.cuda.get_device_capability(device)
     first = preferences("prefill", shape, capability)[0], preferences("decode", shape, capability)[0]
-    for name in ("fa", "fi", "fused"):
+    for name in ("fa", "fi", "varlen", "fused"):
         candidate, part = CANDIDATES[name], f"attention: {name}"
         why = candidate.missing(shape, capability)
         if why is None and not all(candidate.ready(shape, capability, role) for role in ("prefill", "decode")):
@@ -154,8 +151,7 @@ def _tried(part: str, case: Callable[[], tuple[Tensor, Tensor]]) -> Finding:
             have, want = case()
             error = float((have.double() - want.double()).norm() / want.double().norm())
     except Exception as raised:  # whatever a broken installation raises is the finding
-        text = f"{type(raised).__name__}: {raised}".strip().splitlines()[0]
-        return Finding(part, State.FAILS, text, time.perf_counter() - begin)
+        return Finding(part, State.FAILS, one_line(raised), time.perf_counter() - begin)
     seconds = time.perf_counter() - begin
     if not error < TOLERANCE:  # also refuses NaN
         return Finding(part, State.FAILS, f"it computes something else (relative error {error:.1e})", seconds)
@@ -194,59 +190,29 @@ def _run_sampler(device: torch.device) -> tuple[Tensor, Tensor]:
     return sampled[0], sampled[1]
 
 
-class _Case:
-    """Three rows that decode, over pages in another order."""
-
-    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
-        generator = torch.Generator(device).manual_seed(0)
-        self.lengths = np.array([40, 1, 17], dtype=np.int32)
-        pages = 9
-        layout = shape.kv_layout(num_layers=1)
-        self.pool = KVPool(layout, pages, device)
-        self.exact = KVPool(dataclasses.replace(layout, dtype=torch.float32), pages, device)
-        for mine, theirs in ((self.pool.keys(0), self.exact.keys(0)), (self.pool.values(0), self.exact.values(0))):
-            mine.normal_(generator=generator)
-            theirs.copy_(mine)
-        table = torch.arange(pages, dtype=torch.int32, device=device).flip(0).view(3, 3)
-        self.inputs = AttentionInputs(
-            query_lens=np.ones(3, dtype=np.int32),
-            kv_lens=self.lengths,
-            query_starts=torch.arange(4, dtype=torch.int32, device=device),
-            kv_lens_device=torch.from_numpy(self.lengths).to(device),
-            page_table=table.contiguous(),
-        )
-        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        self.qkv = torch.randn(3, width, device=device, generator=generator).to(shape.dtype)
-        self.q = self.qkv[:, : shape.num_heads * shape.head_dim].view(3, shape.num_heads, shape.head_dim).contiguous()
-
-    def right(self, shape: AttentionShape, q: Tensor) -> Tensor:
-        torch_attention = TorchAttention(shape.page_size)
-        return torch_attention.forward(0, q.float(), self.exact, torch_attention.plan(self.inputs))
-
-
 def _run_attention(name: str, shape: AttentionShape, device: torch.device) -> tuple[Tensor, Tensor]:
-    case, backend = _Case(shape, device), make_backend(name, shape, device)
-    return backend.forward(0, case.q, case.pool, backend.plan(case.inputs)), case.right(shape, case.q)
+    trial = AttentionTrial(shape, device)
+    return trial.run(make_backend(name, shape, device)), trial.right(trial.q)
 
 
 def _run_fused(_: str, shape: AttentionShape, device: torch.device) -> tuple[Tensor, Tensor]:
     from minisgl.attention.fused import FusedDecode
 
-    case = _Case(shape, device)
+    trial = AttentionTrial(shape, device)
     angles = torch.outer(torch.arange(64.0), torch.rand(shape.head_dim // 2))
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
     heads = Heads(shape.num_heads, shape.num_kv_heads, cos_sin, None, None)
-    slots, table = torch.arange(3, device=device), case.inputs.page_table
-    rows = FusedDecode(shape, device).rows(slots, case.inputs.kv_lens_device, table)
-    have = rows.forward(case.qkv, heads, case.pool.keys(0), case.pool.values(0), None)
-    positions = case.inputs.kv_lens_device.long() - 1
+    slots, table = torch.arange(3, device=device), trial.inputs.page_table
+    rows = FusedDecode(shape, device).rows(slots, trial.inputs.kv_lens_device, table)
+    have = rows.forward(trial.qkv, heads, trial.pool.keys(0), trial.pool.values(0), None)
+    positions = trial.inputs.kv_lens_device.long() - 1
     places = table.gather(1, (positions // shape.page_size).unsqueeze(1)).squeeze(1) * shape.page_size
     q = TorchOps().norm_rope_store(
-        case.qkv.float(),
+        trial.qkv.float(),
         heads,
         positions,
         places + positions % shape.page_size,
-        case.exact.keys(0),
-        case.exact.values(0),
+        trial.exact.keys(0),
+        trial.exact.values(0),
     )
-    return have, case.right(shape, q)
+    return have, trial.right(q)

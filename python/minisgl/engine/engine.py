@@ -277,8 +277,11 @@ def _graph_sizes(config: EngineConfig, parts: _Parts, max_prefill_tokens: int) -
         max_bs = min(config.cuda_graph_max_bs, max_bs)
     if max_bs == 0:
         return None
-    if not (parts.attention.graph_safe and parts.model.graph_safe(parts.ops)):
-        logger.warning("steps run without CUDA graphs: attention or experts run in torch")
+    unsafe = "" if parts.attention.graph_safe else "attention"
+    if not parts.model.graph_safe(parts.ops):
+        unsafe = unsafe and f"{unsafe} and " + "experts"
+    if unsafe:
+        logger.warning("steps run without CUDA graphs, which cannot hold this %s", unsafe)
         return None
     prefill = []
     if parts.attention.backend.prefill_graph_safe:

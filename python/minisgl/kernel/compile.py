@@ -79,6 +79,7 @@ class Compiler:
         self._device = Device(device.index or 0)
         self._device.set_current()
         self.arch = int(self._device.arch)  # its compute capability: 90 for 9.0
+        self.num_sms = int(self._device.properties.multiprocessor_count)
         self.block_shared_bytes = int(self._device.properties.max_shared_memory_per_block_optin)  # a block's, at most
         self._streams: dict[int, Stream] = {}
         self._folder = Path(minisgl.__file__).parent / "csrc"

@@ -17,7 +17,7 @@ _THREADS = 128  # of a block, as in linear.cu
 _STAGE = 4096  # values of a weight in a stage, likewise
 _CLUSTERS = (2, 8)  # blocks, the fewest and the most; GPUs before Hopper have no clusters
 _SMALL = 1 << 23  # values of a weight that is divided into many narrow blocks; of others, clusters share K
-_MIN_BLOCKS = 256  # of a weight that is not small: some for each multiprocessor
+_BLOCKS_OF_SM = 1.94  # of a weight that is not small, on a multiprocessor at least; 256 in all on an H200
 _STATIC_BYTES = 5 << 10  # of shared memory besides the ring, at most
 _RING_BEFORE_ATTENTION = 56 << 10  # bytes at most: two blocks leave room for some of attention's, which begin early
 
@@ -76,8 +76,18 @@ class FewRows:
         clusters = _CLUSTERS if self._compiler.arch >= 90 else (1, 1)
         normed = norm is not None
         room = self._compiler.block_shared_bytes - _STATIC_BYTES
+        min_blocks = int(_BLOCKS_OF_SM * self._compiler.num_sms)
         kind = _kind(
-            x.dtype, rows, width, size, clusters, room, norm=normed, gated=gated, before_attention=before_attention
+            x.dtype,
+            rows,
+            width,
+            size,
+            clusters,
+            min_blocks,
+            room,
+            norm=normed,
+            gated=gated,
+            before_attention=before_attention,
         )
         kernel = self._kernel(kind)
         kernel(
@@ -122,13 +132,16 @@ def _kind(
     width: int,
     size: int,
     clusters: tuple[int, int],
+    min_blocks: int,
     room: int,
     *,
     norm: bool,
     gated: bool,
     before_attention: bool,
 ) -> _Kind:
-    """How the work of x [rows, size] @ weight [width, size]^T is divided. `room`: for the ring, bytes."""
+    """Division of x [rows, size] @ weight [width, size]^T among blocks, at least `min_blocks` of a weight that is not
+    small if K can be shared among so many. `room`: for the ring, bytes.
+    """
     max_rows = 8 if rows <= 8 else 16
     if width * size <= _SMALL and size % 256 == 0:
         stages = min(size // 256 + 1, 9, room // _stage_bytes(16, max_rows, norm=norm))
@@ -138,7 +151,7 @@ def _kind(
             stages = min(stages, _RING_BEFORE_ATTENTION // _stage_bytes(16, max_rows, norm=norm))
         return _Kind(dtype, max_rows, 16, 1, stages, norm, gated, before_attention)
     (cluster, most), blocks = clusters, -(-width // 64)
-    while cluster < most and cluster * blocks < _MIN_BLOCKS:
+    while cluster < most and cluster * blocks < min_blocks:
         cluster *= 2
     while size // 64 < cluster:
         cluster //= 2

@@ -21,7 +21,6 @@ _THREADS = 160  # of a block, likewise
 _MIN_SIZE = 1 << 20  # values of a weight; smaller ones leave most multiprocessors idle
 _MAX_WIDTH = 1 << 16  # rows of a weight; cuBLAS reads a vocabulary's as fast as the memory can
 _SMALL = 1 << 23  # values of a weight that many narrow blocks hold at once; larger ones stream
-_MULTIPROCESSORS = 132
 _MAX_CLUSTER = 8
 _MAX_STAGES = 12
 _RING_BYTES = {1: 220 << 10, 2: 110 << 10, 3: 73 << 10}  # of shared memory, by blocks on a multiprocessor
@@ -80,7 +79,7 @@ class ManyRows:
         outputs = width // 2 if gated else width
         if out is None:
             out = x.new_empty((rows, outputs))
-        kind = _kind(x.dtype, width, size, gated=gated, before_attention=before_attention)
+        kind = _kind(x.dtype, width, size, self._compiler.num_sms, gated=gated, before_attention=before_attention)
         box_rows = kind.block_rows // 2 if gated else kind.block_rows
         kernel = self._kernel(kind)
         kernel(
@@ -118,7 +117,7 @@ class ManyRows:
         return self._kernels[kind]
 
 
-def _kind(dtype: torch.dtype, width: int, size: int, *, gated: bool, before_attention: bool) -> _Kind:
+def _kind(dtype: torch.dtype, width: int, size: int, num_sms: int, *, gated: bool, before_attention: bool) -> _Kind:
     """How the work of x [rows, size] @ weight [width, size]^T is divided.
 
     As evenly among the multiprocessors as can be, while a block reads no more of x than of the weight by far: what
@@ -129,25 +128,25 @@ def _kind(dtype: torch.dtype, width: int, size: int, *, gated: bool, before_atte
     if width * size <= _SMALL:
         block_rows, blocks = 64 if gated else 32, 2
         tiles = -(-width // block_rows)
-        before_attention = before_attention and tiles <= _MULTIPROCESSORS
-        most = _MULTIPROCESSORS if before_attention else 192
+        before_attention = before_attention and tiles <= num_sms
+        most = num_sms if before_attention else num_sms * 16 // 11  # 192 on an H200: most hold one block, some two
         split = max(1, min(most // tiles, steps // 8, _MAX_CLUSTER))
     elif gated:
-        blocks = next((b for b in (3, 2) if _share(width, b, 16) >= 64), 1)
-        block_rows, split = min(max(_share(width, blocks, 16), 64), 128), 1
+        blocks = next((b for b in (3, 2) if _share(width, b * num_sms, 16) >= 64), 1)
+        block_rows, split = min(max(_share(width, blocks * num_sms, 16), 64), 128), 1
     else:
         blocks, split = 1, 1
-        while _share(width * split, 1, 8) < 64 and split < min(_MAX_CLUSTER, steps):
+        while _share(width * split, num_sms, 8) < 64 and split < min(_MAX_CLUSTER, steps):
             split += 1
-        block_rows = min(max(_share(width * split, 1, 8), 64), 128)
+        block_rows = min(max(_share(width * split, num_sms, 8), 64), 128)
     ring = _RING_BYTES[2 if before_attention else blocks]
     stages = min(ring // ((MAX_ROWS + block_rows) * _KEYS * 2), -(-steps // split), _MAX_STAGES)
     return _Kind(dtype, block_rows, split, stages, gated, blocks, before_attention)
 
 
 def _share(width: int, blocks: int, unit: int) -> int:
-    """Of `width` rows, those of a block if each multiprocessor has so many, in whole units."""
-    return -(-width // (_MULTIPROCESSORS * blocks * unit)) * unit
+    """Of `width` rows, those of each of so many blocks, in whole units."""
+    return -(-width // (blocks * unit)) * unit
 
 
 def _tensor_map(matrix: Tensor, rows: int) -> TensorMapDescriptor:

@@ -1,7 +1,8 @@
-"""Whether the kernels of csrc/ are used, and so which implementation of the fused operations."""
+"""Choice of the fused operations' implementation: the kernels of csrc/ where their packages and the driver allow."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 
@@ -39,8 +40,55 @@ def kernels_missing(device: torch.device) -> str | None:
     """What csrc/ needs to be compiled and run for this device and is not there, or None."""
     if device.type != "cuda":
         return "a GPU"
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        return "cuda-core (pip install 'minisgl[cuda]')"
+    why = import_error("cuda.core", "cuda-core", "cuda") or import_error("cuda.bindings", "cuda-bindings", "cuda")
+    if why is not None:
+        return f"cuda-core, but {why}"
     if torch.cuda.get_device_capability(device) < OLDEST:
         return "compute capability {}.{}".format(*OLDEST)
+    try:
+        return driver_missing(*_cuda_versions())
+    except Exception as error:  # NVRTC's library is absent, or of another CUDA
+        return f"NVRTC (pip install 'minisgl[cuda]'), which does not load: {one_line(error)}"
+
+
+def driver_missing(compiler: tuple[int, int], driver: tuple[int, int]) -> str | None:
+    """What a driver for `driver`'s CUDA (major, minor) lacks to load what a compiler of this version makes, or None.
+
+    Within a major version of CUDA older drivers load newer binaries; older majors refuse them.
+    """
+    if driver[0] >= compiler[0]:
+        return None
+    return (
+        f"an NVIDIA driver for CUDA {compiler[0]} or later: this one is for {driver[0]}.{driver[1]}, "
+        f"and nvidia-cuda-nvrtc compiles for {compiler[0]}.{compiler[1]}"
+    )
+
+
+def import_error(module: str, package: str, extra: str) -> str | None:
+    """Why a module of an optional package cannot be imported, in one line, or None."""
+    if importlib.util.find_spec(module.split(".")[0]) is None:
+        return f"the package {package} is not installed (pip install 'minisgl[{extra}]')"
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a package built for another torch or driver raises
+        return f"the package {package} does not load: {one_line(error)}"
     return None
+
+
+def one_line(error: Exception) -> str:
+    """The kind of an error and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _cuda_versions() -> tuple[tuple[int, int], tuple[int, int]]:
+    """CUDA (major, minor) of NVRTC and of the driver."""
+    from cuda.bindings import driver, nvrtc
+
+    error, number = driver.cuDriverGetVersion()
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuDriverGetVersion: {error.name}")
+    error, major, minor = nvrtc.nvrtcVersion()
+    if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise RuntimeError(f"nvrtcVersion: {error.name}")
+    return (int(major), int(minor)), (number // 1000, number % 1000 // 10)

@@ -1,0 +1,134 @@
+"""FlashAttention 2 (Dao, 2023) of variable lengths, as built into torch: bf16 and fp16 on 8.0 and later, no toolkit.
+
+Keys and values must lie side by side, so in every layer the tokens that a step sees are copied out of their pages,
+those of several rows together up to `_MAX_KEYS`. Query heads share KV heads in the kernel: neither scores nor repeated
+heads are ever stored. A prefill's products take far longer than the copy.
+
+Block tables, which torch has from 2.13 on, would save it, but FlashAttention 2 reads none of pages below 256 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl.attention.base import AttentionInputs, AttentionPlan, Unprepared, window_left
+from minisgl.attention.torch_backend import read_pages
+from minisgl.core import Int32Array
+from minisgl.kvcache.pool import KVPool
+
+_MAX_KEYS = 1 << 16  # tokens copied at a time, unless one row alone has more
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenGroup:
+    """Consecutive rows that attend in one call: T queries, K keys."""
+
+    tokens: slice  # of the step's queries
+    query_starts: Tensor  # [rows + 1] int32: prefix sums
+    key_starts: Tensor  # [rows + 1] int32: prefix sums
+    max_query_len: int
+    max_key_len: int
+    places: Tensor  # [K] int32: where each key lies in the pool: page * page_size + offset
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenPlan:
+    """Groups are made when the first layer of their window asks."""
+
+    inputs: AttentionInputs
+    longest: int
+    groups: dict[int | None, list[VarlenGroup]] = field(default_factory=dict)
+
+
+class VarlenAttention:
+    """Implements attention.base.AttentionBackend for any page size; copies are in the queries' dtype."""
+
+    graph_safe = False  # how much is copied depends on the lengths
+    prefill_graph_safe = False
+    widens = False
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+
+    def plan(self, inputs: AttentionInputs) -> VarlenPlan:
+        return VarlenPlan(inputs, int(inputs.kv_lens.max()))
+
+    def graphed_decode(self, rows: int) -> Unprepared:  # noqa: ARG002
+        return Unprepared(self)
+
+    def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
+        assert isinstance(plan, VarlenPlan)
+        if window is not None and window >= plan.longest:
+            window = None
+        if window not in plan.groups:
+            plan.groups[window] = list(self.groups(plan.inputs, window))
+        keys, values = kv.keys(layer).flatten(0, 1), kv.values(layer).flatten(0, 1)
+        out = torch.empty_like(q)
+        for group in plan.groups[window]:
+            k, v = (read_pages(pool, group.places).to(q.dtype) for pool in (keys, values))
+            out[group.tokens] = _attend(q[group.tokens], k, v, group, window)
+        return out
+
+    def groups(self, inputs: AttentionInputs, window: int | None) -> Iterator[VarlenGroup]:
+        """The step's rows in groups; of a row, the keys that any of its queries sees."""
+        query_lens, kv_lens = inputs.query_lens, inputs.kv_lens
+        key_lens = kv_lens if window is None else np.minimum(kv_lens, query_lens + (window - 1))
+        ends = np.cumsum(query_lens)
+        for rows in _split(query_lens, key_lens):
+            query_starts = inputs.query_starts[rows.start : rows.stop + 1]
+            kv_ends = inputs.kv_lens_device[rows]
+            seen = kv_ends if window is None else torch.minimum(kv_ends, query_starts.diff() + (window - 1))
+            key_ends = seen.cumsum(0, dtype=torch.int32)
+            total = int(key_lens[rows].sum())
+            row = torch.repeat_interleave(torch.arange(len(seen), device=seen.device), seen, output_size=total)
+            positions = torch.arange(total, dtype=torch.int32, device=seen.device) + (kv_ends - key_ends)[row]
+            pages = inputs.page_table[rows][row, positions // self.page_size]
+            yield VarlenGroup(
+                tokens=slice(int(ends[rows.start] - query_lens[rows.start]), int(ends[rows.stop - 1])),
+                query_starts=query_starts - query_starts[0],
+                key_starts=F.pad(key_ends, (1, 0)),
+                max_query_len=int(query_lens[rows].max()),
+                max_key_len=int(key_lens[rows].max()),
+                places=pages * self.page_size + positions % self.page_size,
+            )
+
+
+def _split(query_lens: Int32Array, key_lens: Int32Array) -> Iterator[slice]:
+    """Rows in order, in groups of up to `_MAX_KEYS` keys. Decodes stand apart from prefills: the kernel's launch is as
+    large as the group's rows times its longest query.
+    """
+    first = keys = 0
+    for row, (queries, length) in enumerate(zip(query_lens.tolist(), key_lens.tolist(), strict=True)):
+        if row > first and (keys + length > _MAX_KEYS or (queries == 1) != (query_lens[row - 1] == 1)):
+            yield slice(first, row)
+            first, keys = row, 0
+        keys += length
+    yield slice(first, len(query_lens))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | None) -> Tensor:
+    """q [T, heads, d] over k and v [K, kv_heads, d] -> [T, heads, d]. A row's last query sees its last key.
+
+    torch.nn.attention.varlen is a wrapper of this operation whose arguments differ between torch 2.11 and 2.13.
+    """
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        group.query_starts,
+        group.key_starts,
+        group.max_query_len,
+        group.max_key_len,
+        0.0,  # dropout
+        window is None,  # causal
+        False,  # no debug mask
+        window_size_left=window_left(window),
+        window_size_right=0,
+    )[0]
+    return out

@@ -1,0 +1,111 @@
+"""Backends that fail a small step of known answers are not used; the toolkit that FlashInfer compiles with."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.attention import select
+from minisgl.attention.base import AttentionPlan, AttentionShape
+from minisgl.attention.toolkit import arrange_wheels, find_cuda_home, find_wheels
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.attention.trial import trial_error
+from minisgl.kvcache.pool import KVPool
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=32, page_size=16, dtype=torch.bfloat16)
+WINDOWED = replace(SHAPE, windowed=True)
+
+
+class BlindToWindows(TorchAttention):
+    """What FlashAttention 3 was reported to do on 8.x: other keys than the window's."""
+
+    def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
+        return super().forward(layer, q, kv, plan, None)
+
+
+class Trimmed(TorchAttention):
+    """A package without a kernel for this head size."""
+
+    def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
+        raise RuntimeError("CUDA error: device kernel image is invalid\nmore lines")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_a_backend_that_is_right_passes(role: select.Role, page_size: int) -> None:
+    for shape in (SHAPE, WINDOWED, replace(SHAPE, fp8_kv=True), replace(SHAPE, num_heads=2)):
+        shape = replace(shape, page_size=page_size)
+        assert trial_error(TorchAttention(page_size), shape, CPU, role) is None
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_wrong_keys_under_a_window_are_found(role: select.Role) -> None:
+    assert trial_error(BlindToWindows(16), SHAPE, CPU, role) is None, "without windows it is right"
+    assert "else here with a sliding window" in (trial_error(BlindToWindows(16), WINDOWED, CPU, role) or "")
+
+
+def test_a_missing_kernel_is_found_in_one_line() -> None:
+    why = trial_error(Trimmed(16), SHAPE, CPU, "prefill")
+    assert why == "it does not run here: RuntimeError: CUDA error: device kernel image is invalid"
+
+
+def test_the_next_best_takes_the_place_of_one_that_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    always = {
+        name: replace(each, missing=lambda *_: None, ready=lambda *_: True) for name, each in select.CANDIDATES.items()
+    }
+    monkeypatch.setattr(select, "CANDIDATES", always)
+    made = {"fa": Trimmed(16), "fi": BlindToWindows(16), "varlen": TorchAttention(16)}
+    monkeypatch.setattr(select, "make_backend", lambda name, *_: made[name])
+    with caplog.at_level(logging.INFO):
+        name, backend = select._choose_working("auto", "prefill", WINDOWED, CPU, (9, 0))
+    assert (name, backend) == ("varlen", made["varlen"])
+    assert "prefill attention would be faster with FlashAttention 3 (fa): it does not run here" in caplog.text
+    assert "prefill attention would be faster with FlashInfer (fi): it computes something else" in caplog.text
+    caplog.clear()
+    assert select._choose_working("fa", "prefill", WINDOWED, CPU, (9, 0))[0] == "varlen"
+    assert "--attn fa cannot be used: it does not run here" in caplog.text
+
+
+def wheels_in(folder: Path) -> Path:
+    """nvidia-cuda-nvcc and what it brings, as pip lays them out."""
+    root = folder / "nvidia" / "cu13"
+    for name in ("bin/nvcc", "include/cuda.h", "nvvm/bin/cicc", "lib/libcudart.so.13", "lib/libcudadevrt.a"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    return root
+
+
+def test_the_compiler_of_pip_is_found_and_stands_as_a_toolkit(tmp_path: Path) -> None:
+    root = wheels_in(tmp_path)
+    assert find_wheels([str(tmp_path / "elsewhere"), str(tmp_path / "nvidia")]) == root
+    driver = tmp_path / "libcuda.so.1"
+    driver.write_text("driver")
+    for _ in range(2):  # a second start finds what the first made
+        home = arrange_wheels(root, tmp_path / "cache", driver)
+    places = {
+        "bin/nvcc": "bin/nvcc",
+        "include/cuda.h": "include/cuda.h",
+        "nvvm/bin/cicc": "nvvm/bin/cicc",
+        "lib64/libcudart.so": "lib/libcudart.so.13",  # what -lcudart looks for
+        "lib64/libcudadevrt.a": "lib/libcudadevrt.a",
+        "lib64/stubs/libcuda.so": "driver",
+    }
+    assert {name: (home / name).read_text() for name in places} == places
+
+
+def test_a_toolkit_of_the_machine_comes_first(tmp_path: Path) -> None:
+    root, nowhere = wheels_in(tmp_path), tmp_path / "none"
+    (root / "bin" / "nvcc").chmod(0o755)
+    assert find_cuda_home({"CUDA_HOME": str(root), "PATH": ""}, nowhere) == root
+    assert find_cuda_home({"CUDA_HOME": str(nowhere), "PATH": str(root / "bin")}, root) is None, "FlashInfer obeys it"
+    assert find_cuda_home({"PATH": str(root / "bin")}, nowhere) == root
+    assert find_cuda_home({"PATH": ""}, root) == root
+    assert find_cuda_home({"PATH": ""}, nowhere) is None
