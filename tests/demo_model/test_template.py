@@ -70,6 +70,27 @@ def test_tools_are_listed_in_the_system_turn(render, system):
     assert f"<tools>\n{TOOL_JSON}\n{TOOL_JSON}\n</tools>" in turn
 
 
+def test_members_of_a_tool_that_were_not_learned_are_not_shown(render):
+    """In any order and with $schema in front, as zod writes it, a tool looks as in training."""
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "description": "The city"}},
+        "required": ["city"],
+    }
+    learned = {"type": "function", "function": {"name": "weather", "description": "Tells.", "parameters": parameters}}
+    foreign = {"$schema": "http://json-schema.org/draft-07/schema#", "additionalProperties": False}
+    made = {
+        "function": {
+            "strict": True,
+            "parameters": {**foreign, **dict(reversed(parameters.items()))},
+            "description": "Tells.",
+            "name": "weather",
+        },
+        "type": "function",
+    }
+    assert render(("user", "Hi"), tools=[made]) == render(("user", "Hi"), tools=[learned])
+
+
 @pytest.mark.parametrize("arguments", ['{"city": "Kyōto"}', {"city": "Kyōto"}])
 def test_calls_and_responses(render, arguments):
     call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}

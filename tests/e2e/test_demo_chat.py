@@ -76,6 +76,29 @@ def test_a_tool_call_and_what_it_returned(client: OpenAI) -> None:
     assert told >= 3
 
 
+def test_tools_made_by_zod(client: OpenAI) -> None:
+    """As the npm package ai sends them. The `$schema` in front sent the demo model into endless output."""
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "properties": {"city": {"type": "string", "description": "The city"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    function = {"name": "get_weather", "description": "Get the weather in a city", "parameters": schema}
+    choice = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "What is the weather in Oslo?"}],
+        tools=[{"type": "function", "function": function}],  # type: ignore[list-item]
+        temperature=0,
+        max_tokens=200,
+    ).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or []
+    assert call.function.name == "get_weather"  # type: ignore[union-attr]
+    assert json.loads(call.function.arguments) == {"city": "Oslo"}  # type: ignore[union-attr]
+
+
 def test_thought_and_answer(client: OpenAI) -> None:
     right = 0
     for case in cases("thinking", 4, lambda case: case.thinks and not case.answer.startswith("<tool_call>")):
