@@ -25,7 +25,8 @@ from minisgl.engine.sampler import SampleKind, Sampler, TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Heads, Norm, Ops
 from minisgl.kernel.cuda_ops import CudaOps
-from minisgl.kernel.torch_ops import TorchOps, silu_and_mul
+from minisgl.kernel.options import Routing
+from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
 from minisgl.kvcache.pool import KVPool
 
 DEVICE = torch.device("cuda", 0)
@@ -153,7 +154,7 @@ def moe() -> Iterator[Case]:
                 index: int, ops: Ops = ops, x: torch.Tensor = x, scores: list[torch.Tensor] = scores
             ) -> torch.Tensor:
                 w13, w2 = layers[index % 2]
-                return ops.moe(x, scores[index % 8], w13, w2, top_k=top_k, renormalize=True)
+                return ops.moe(x, scores[index % 8], w13, w2, Routing(top_k, renormalize=True))
 
             captured = ops.moe_graph_safe(*layers[0], top_k)
             yield Case(f"moe ({name})", f"{tokens} tokens", run, int(weights) + 2 * x.numel() * 2, captured)
@@ -191,7 +192,7 @@ def products() -> Iterator[Case]:
                         if label == "qkv":
                             return ops.norm_linear(x, norm, weight)
                         if label == "gate and up":
-                            return ops.norm_gated_linear(x, norm, weight)
+                            return ops.norm_gated_linear(x, norm, weight, activation="silu")
                         return ops.linear(x, weight, None, residual)
 
                     moved = outputs * size * 2 + x.nbytes + residual.nbytes
@@ -205,7 +206,7 @@ def same_each_time(work: Callable[..., object], *args: object, **options: object
 
 def between() -> Iterator[Case]:
     """What stands between products and attention. Few tokens come from the second cache, as they do in a step."""
-    all_ops = {"csrc": (ops := CudaOps(DEVICE), ops.silu_and_mul), "torch": (TorchOps(), silu_and_mul)}
+    all_ops = {"csrc": (ops := CudaOps(DEVICE), ops.activate_and_mul), "torch": (TorchOps(), activate_and_mul)}
     models = {"Qwen3-0.6B": (1024, 16, 3072), "Qwen3-14B": (5120, 40, 17408)}
     context, vocab = 4096, 151936
     for model, (hidden, num_heads, intermediate) in models.items():
@@ -225,11 +226,11 @@ def between() -> Iterator[Case]:
             places = torch.randperm(pool.num_pages * pool.page_size, device=DEVICE)[:tokens]
             stored = qkv, heads, positions, places, pool.keys(0), pool.values(0)
             angles = tokens * cos_sin[0].nbytes
-            for name, (which, silu) in all_ops.items():
+            for name, (which, activate) in all_ops.items():
                 for kernel, run, moved in (
                     ("norm", same_each_time(which.rms_norm, x, norm), 2 * x.nbytes),
                     ("norm, rope, store", same_each_time(which.norm_rope_store, *stored), 2 * qkv.nbytes + angles),
-                    ("silu and product", same_each_time(silu, gate_up), gate_up.nbytes * 3 // 2),
+                    ("silu and product", same_each_time(activate, gate_up, "silu"), gate_up.nbytes * 3 // 2),
                     ("embedding", same_each_time(which.embed, ids, embedding), 2 * x.nbytes),
                 ):
                     yield Case(f"{kernel} ({name})", f"{model}, {tokens} tokens", run, moved)

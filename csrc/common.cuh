@@ -1,11 +1,20 @@
 // Types and small helpers of all kernels. No header is included, so NVRTC needs no CUDA toolkit: the 16-bit floats
-// are bits, converted with one instruction each. -DSCALAR=... names the type of activations and weights.
+// are bits, converted with one instruction each. -DSCALAR=... names the type of activations and weights,
+// -DNORM_SCALAR=... that of the weights of norms, and -DGELU_TANH=1 asks for that activation in place of silu.
 #pragma once
+
+#ifndef NORM_SCALAR
+#define NORM_SCALAR SCALAR
+#endif
+#ifndef GELU_TANH
+#define GELU_TANH 0
+#endif
 
 struct bf16 { unsigned short bits; };
 struct f16 { unsigned short bits; };
 using f32 = float;
 using T = SCALAR;
+using W = NORM_SCALAR;
 
 __device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
 __device__ __forceinline__ float to_float(f32 x) { return x; }
@@ -30,6 +39,14 @@ template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
 
 // The value that x has after it was stored in T: kernels round where separate operations would.
 __device__ __forceinline__ float rounded(float x) { return to_float(from_float<T>(x)); }
+
+// A value that an RMSNorm has divided, times its weight: the value is rounded to the weight's type first.
+__device__ __forceinline__ float times_norm(float x, W weight) { return to_float(from_float<W>(x)) * to_float(weight); }
+
+// silu(x) = x * sigmoid(x), or gelu's tanh approximation, which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)).
+__device__ __forceinline__ float activation(float x) {
+  return __fdividef(x, 1.f + __expf(GELU_TANH ? -1.5957691216f * (x + 0.044715f * x * x * x) : -x));
+}
 
 template <int N, typename U = T> struct alignas(N * sizeof(U)) Vec { U v[N]; };
 struct alignas(8) Vec2 { float x, y; };

@@ -166,7 +166,7 @@ template <int N> __device__ __forceinline__ Vec<N, M> operand(const Vec<N>& x) {
 
 // A lane's PAIRS of a head, normed if there is a weight, and rotated.
 __device__ __forceinline__ void norm_rotate(
-    const T* in, const T* norm, float eps, const float* angle, Vec<PAIRS>& low, Vec<PAIRS>& high) {
+    const T* in, const W* norm, float eps, const float* angle, Vec<PAIRS>& low, Vec<PAIRS>& high) {
   int at = (threadIdx.x & 31) * PAIRS;
   low = *(const Vec<PAIRS>*)(in + at), high = *(const Vec<PAIRS>*)(in + HALF + at);
   float a[PAIRS], b[PAIRS];
@@ -179,8 +179,8 @@ __device__ __forceinline__ void norm_rotate(
     float scale = rsqrtf(warp_sum(squares) / HEAD_DIM + eps);
 #pragma unroll
     for (int j = 0; j < PAIRS; ++j) {
-      a[j] = rounded(rounded(a[j] * scale) * to_float(norm[at + j]));
-      b[j] = rounded(rounded(b[j] * scale) * to_float(norm[HALF + at + j]));
+      a[j] = rounded(times_norm(a[j] * scale, norm[at + j]));
+      b[j] = rounded(times_norm(b[j] * scale, norm[HALF + at + j]));
     }
   }
 #pragma unroll
@@ -273,7 +273,7 @@ __device__ __forceinline__ bool find_chunk(
 // before and after.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_attention(
     const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride, int rows,
-    const float* cos_sin, const T* q_norm, const T* k_norm, float eps, C* k_cache, C* v_cache, T* out, int window,
+    const float* cos_sin, const W* q_norm, const W* k_norm, float eps, C* k_cache, C* v_cache, T* out, int window,
     int shares, int least, int most, int max_chunks, float* records, int* counters) {
   __shared__ alignas(16) M q[8][STRIDE];
   __shared__ alignas(16) T new_k[HEAD_DIM], new_v[HEAD_DIM];

@@ -8,7 +8,7 @@
 //
 // ROWS: 64 for large weights, 16 for small ones, which then need no cluster to keep the multiprocessors busy.
 // NORM: x is RMS-normed: y = scale(x) * ((x * norm) @ weight^T), the scale known once all of x has been multiplied.
-// GATED: the weight's first half gates its second: y [M, N / 2] = silu(gate) * up.
+// GATED: the weight's first half gates its second: y [M, N / 2] = activation(gate) * up.
 // M is at most M_MAX (8 or 16), K a multiple of COLUMNS, N of 8 (GATED: of 16). T is bf16 or f16.
 #include "common.cuh"
 #include "mma.cuh"
@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_rows_linear(
     y = y * factor + (bias ? to_float(bias[n]) : 0.f);
     if (GATED) {
       up = rounded(up * factor + (bias ? to_float(bias[width + n]) : 0.f));
-      y = rounded(y), y = rounded(y / (1.f + __expf(-y))) * up;
+      y = rounded(y), y = rounded(activation(y)) * up;
     }
     if (residual) y = rounded(y) + to_float(residual[(long long)m * N + n]);
     out[(long long)m * width + n] = from_float<T>(y);

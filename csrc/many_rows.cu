@@ -12,7 +12,7 @@
 // `received` completes when all sums are here. So nothing needs a fence for the whole device (which is what `release` in
 // a cluster compiles to), which costs most of a microsecond.
 //
-// GATED: the weight's first half gates its second: y [M, N / 2] = silu(gate) * up.
+// GATED: the weight's first half gates its second: y [M, N / 2] = activation(gate) * up.
 // K is a multiple of 64, N of 8 (GATED: of 16). T is bf16 or f16.
 #include "mma.cuh"
 
@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) many_rows_linear(
       y[j] += to_float(bias_y.v[j]);
       if (GATED) {
         float gate = rounded(y[j]), other = rounded(up[j] + to_float(bias_up.v[j]));
-        y[j] = rounded(gate / (1.f + __expf(-gate))) * other;
+        y[j] = rounded(activation(gate)) * other;
       }
       if (residual) y[j] = rounded(y[j]) + to_float(before.v[j]);
       result.v[j] = from_float<T>(y[j]);

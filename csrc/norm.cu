@@ -1,15 +1,16 @@
 // RMSNorm. One block a token; H is a multiple of VEC.
 #include "common.cuh"
 
-// out = x / sqrt(mean(x^2) + eps) * weight, rounded to T before the weight as the reference does. The first vector of a
+// out = x / sqrt(mean(x^2) + eps) * weight, rounded to W before the weight as the reference does. The first vector of a
 // thread, which is all that it has of a row of up to 1024 vectors, stays in registers; the weight is read early.
-extern "C" __global__ void rms_norm(const T* x, const T* weight, T* out, int H, float eps) {
+extern "C" __global__ void rms_norm(const T* x, const W* weight, T* out, int H, float eps) {
   start_successor();  // which may fetch weights
   __shared__ float scratch[32];
   int first = threadIdx.x * VEC, stride = blockDim.x * VEC;
   const T* row = x + (long long)blockIdx.x * H;
-  Vec<VEC> v = {}, w = {};
-  if (first < H) w = *(const Vec<VEC>*)(weight + first);
+  Vec<VEC> v = {};
+  Vec<VEC, W> w = {};
+  if (first < H) w = *(const Vec<VEC, W>*)(weight + first);
   wait_for_predecessor();
   if (first < H) v = *(const Vec<VEC>*)(row + first);
   float squares = 0.f;
@@ -22,10 +23,10 @@ extern "C" __global__ void rms_norm(const T* x, const T* weight, T* out, int H, 
   }
   float scale = rsqrtf(block_sum(squares, scratch) / H + eps);
   for (int i = first; i < H; i += stride) {
-    if (i > first) v = *(const Vec<VEC>*)(row + i), w = *(const Vec<VEC>*)(weight + i);
+    if (i > first) v = *(const Vec<VEC>*)(row + i), w = *(const Vec<VEC, W>*)(weight + i);
     Vec<VEC> y;
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) y.v[j] = from_float<T>(rounded(to_float(v.v[j]) * scale) * to_float(w.v[j]));
+    for (int j = 0; j < VEC; ++j) y.v[j] = from_float<T>(times_norm(to_float(v.v[j]) * scale, w.v[j]));
     *(Vec<VEC>*)(out + (long long)blockIdx.x * H + i) = y;
   }
 }

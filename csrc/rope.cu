@@ -10,7 +10,7 @@ constexpr int HEADS = 32 / LANES;  // of a warp
 // Null q_weight or k_weight: no norm. Heads are in the order q, k, v.
 extern "C" __global__ void norm_rope_store(
     const T* qkv, const long long* positions, const float* cos_sin, const long long* kv_slots, T* q_out, C* k_cache,
-    C* v_cache, const T* q_weight, const T* k_weight, long long tokens, int num_heads, int num_kv_heads, float eps) {
+    C* v_cache, const W* q_weight, const W* k_weight, long long tokens, int num_heads, int num_kv_heads, float eps) {
   wait_for_predecessor();
   start_successor();
   int heads = num_heads + 2 * num_kv_heads, groups = (heads + HEADS - 1) / HEADS;
@@ -30,14 +30,14 @@ extern "C" __global__ void norm_rope_store(
   for (int offset = LANES / 2; offset > 0; offset >>= 1) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
   if (!exists) return;
   if (!is_v) {
-    const T* weight = is_q ? q_weight : k_weight;
+    const W* weight = is_q ? q_weight : k_weight;
     if (weight) {
       float scale = rsqrtf(squares / HEAD_DIM + eps);
-      Part wa = *(const Part*)(weight + at), wb = *(const Part*)(weight + HALF + at);
+      Vec<VEC, W> wa = *(const Vec<VEC, W>*)(weight + at), wb = *(const Vec<VEC, W>*)(weight + HALF + at);
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {
-        a[j] = rounded(rounded(a[j] * scale) * to_float(wa.v[j]));
-        b[j] = rounded(rounded(b[j] * scale) * to_float(wb.v[j]));
+        a[j] = rounded(times_norm(a[j] * scale, wa.v[j]));
+        b[j] = rounded(times_norm(b[j] * scale, wb.v[j]));
       }
     }
     const float* angle = cos_sin + positions[token] * HEAD_DIM + at;

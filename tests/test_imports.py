@@ -11,8 +11,8 @@ from pathlib import Path
 import minisgl
 
 PACKAGE = Path(minisgl.__file__).parent
-# Interfaces and data that the folder above owns and the one below needs.
-EXCEPTIONS = {("layers", "minisgl.models.config"), ("grammar", "minisgl.scheduler.constraints")}
+# An interface that the folder above owns and the one below implements.
+EXCEPTIONS = {("grammar", "minisgl.scheduler.constraints")}
 
 
 def imported(node: ast.AST) -> Iterator[str]:

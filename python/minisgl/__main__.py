@@ -13,7 +13,7 @@ import msgspec
 from minisgl.cli import parse_args
 from minisgl.config import ConfigError
 from minisgl.logs import set_up_logging
-from minisgl.models.config import load_model_config
+from minisgl.models.config.load_config import load_model_config
 from minisgl.server.supervisor import Supervisor, bind
 
 

@@ -135,7 +135,7 @@ def test_help(script: str):
 
 
 def test_shapes_are_models_with_their_sizes(tmp_path: Path):
-    from minisgl.models.config import load_model_config
+    from minisgl.models.config.load_config import load_model_config
     from minisgl.tokenizer.text import TextTokenizer
 
     folder = make_shape("0.6b", tmp_path)

@@ -13,9 +13,11 @@ from minisgl.benchmark.shapes import make_shape
 from minisgl.distributed.group import SingleRank
 from minisgl.engine.decode_graphs import decode_graph_sizes
 from minisgl.engine.prefill_graphs import prefill_graph_sizes
-from minisgl.layers.decoder import CausalLM
+from minisgl.kernel.options import Routing
+from minisgl.layers.layer_config import MLPConfig, MoEConfig
 from minisgl.models.build import build_model
-from minisgl.models.config import MoeConfig, load_model_config
+from minisgl.models.config.load_config import load_model_config
+from minisgl.models.decoder import CausalLM
 
 META = torch.device("meta")
 
@@ -28,10 +30,10 @@ def test_decode_sizes(max_bs: int) -> None:
     assert all(above - size <= max(8, size // 8) for size, above in pairwise(sizes))
 
 
-def on_paper(folder: Path, *, experts: MoeConfig | None = None) -> CausalLM:
+def on_paper(folder: Path, *, experts: MoEConfig | None = None) -> CausalLM:
     config = load_model_config(folder)
     if experts is not None:
-        config = replace(config, architecture="Qwen3MoeForCausalLM", moe=experts)
+        config = replace(config, layers=tuple(replace(layer, mlp=experts) for layer in config.layers))
     return build_model(config, tp=SingleRank(), dtype=torch.bfloat16, device=META)
 
 
@@ -48,8 +50,9 @@ def test_prefill_sizes_end_where_the_device_takes_longer_than_the_launch(tmp_pat
 def test_experts_that_a_token_is_not_sent_to_do_not_count(tmp_path: Path) -> None:
     folder = make_shape("0.6b", tmp_path)
     dense, config = on_paper(folder), load_model_config(folder)
-    layers = tuple(range(config.num_layers))
-    half = config.intermediate_size // 2
+    dense_mlp = config.layers[0].mlp
+    assert isinstance(dense_mlp, MLPConfig)
+    half = dense_mlp.intermediate_size // 2
     # Two experts of half the size each: as many weights as the dense block's, and a router.
-    sparse = on_paper(folder, experts=MoeConfig(16, 2, half, norm_topk_prob=True, layers=layers))
+    sparse = on_paper(folder, experts=MoEConfig(16, half, Routing(2, renormalize=True)))
     assert sparse.layer_weights == dense.layer_weights + 16 * config.hidden_size

@@ -18,8 +18,8 @@ from minisgl.kernel.base import Heads, Ops
 from minisgl.kernel.cpu_ops import CpuOps
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.kvcache.pool import KVLayout, KVPool
+from minisgl.layers.layer_config import RopeConfig
 from minisgl.layers.rotary import cos_sin_table
-from minisgl.models.config import RopeConfig
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn

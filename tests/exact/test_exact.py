@@ -28,7 +28,7 @@ MAIN_COLUMNS = {
     "overlap": (True, False),
 }
 ALL_COLUMNS = {
-    "kind": (*MAIN_KINDS, "qwen2-window", "mistral-window", "qwen3-moe", "llama-linear", "llama-yarn"),
+    "kind": (*MAIN_KINDS, "qwen2-window", "mistral-window", "qwen3-moe", "llama-linear", "llama-yarn", "gemma3"),
     "page_size": (1, 4, 16),
     "chunk": (7, 64, WHOLE),
     "cache": ("radix", "naive"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minisgl.kernel.base import Heads, Norm, Ops
+from minisgl.kernel.options import Activation
 from minisgl.kernel.torch_ops import TorchOps
 
 pytestmark = pytest.mark.gpu
@@ -89,8 +90,15 @@ def test_products(ops: Ops, dtype: torch.dtype, rows: int, size: int, width: int
     close(ops.linear(x, weight, bias, residual.clone()), reference.linear(*wide), dtype)
     close(ops.norm_linear(x, norm, weight), reference.norm_linear(wide[0], wide_norm, wide[1]), dtype)
     close(ops.norm_linear(x, norm, weight, bias), reference.norm_linear(wide[0], wide_norm, wide[1], wide[2]), dtype)
-    gated = ops.norm_gated_linear(x, norm, weight, bias)
-    close(gated, reference.norm_gated_linear(wide[0], wide_norm, wide[1], wide[2]), dtype)
+    activations: tuple[Activation, ...] = ("silu", "gelu_tanh")
+    for activation in activations:
+        gated = ops.norm_gated_linear(x, norm, weight, bias, activation=activation)
+        want = reference.norm_gated_linear(wide[0], wide_norm, wide[1], wide[2], activation=activation)
+        close(gated, want, dtype)
+    wide_weight = Norm(torch.randn(size, device="cuda"), 1e-6)  # float32, as of Gemma's norms
+    in_double = Norm(wide_weight.weight.double(), 1e-6)
+    close(ops.rms_norm(x, wide_weight), reference.rms_norm(wide[0], in_double), dtype)
+    close(ops.norm_linear(x, wide_weight, weight), reference.norm_linear(wide[0], in_double, wide[1]), dtype)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -103,7 +111,8 @@ def test_outliers_are_normed_before_they_are_multiplied(ops: Ops, dtype: torch.d
     norm = Norm((torch.rand(1024, device="cuda") * 2 + 4).to(dtype), 1e-6)
     wide, wide_norm, reference = (x.double(), weight.double()), Norm(norm.weight.double(), norm.eps), TorchOps()
     close(ops.norm_linear(x, norm, weight), reference.norm_linear(wide[0], wide_norm, wide[1]), dtype)
-    close(ops.norm_gated_linear(x, norm, weight), reference.norm_gated_linear(wide[0], wide_norm, wide[1]), dtype)
+    have = ops.norm_gated_linear(x, norm, weight, activation="silu")
+    close(have, reference.norm_gated_linear(wide[0], wide_norm, wide[1], activation="silu"), dtype)
 
 
 @pytest.mark.parametrize("rows", [4, 24, 64])
@@ -122,7 +131,7 @@ def test_products_follow_one_another_in_a_graph(ops: Ops, rows: int) -> None:
             pause()
             x = ops.linear(qkv[:, :2048].contiguous(), weights["o"], None, x)
             pause()
-            hidden = ops.norm_gated_linear(x, norm, weights["gate_up"])
+            hidden = ops.norm_gated_linear(x, norm, weights["gate_up"], activation="silu")
             pause()
             x = ops.linear(hidden, weights["down"], None, x)
         return x

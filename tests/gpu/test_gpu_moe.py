@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.base import Ops
+from minisgl.kernel.options import Routing
 from minisgl.kernel.torch_ops import TorchOps
 
 pytestmark = pytest.mark.gpu
@@ -55,9 +56,9 @@ def test_moe(
     for tokens in (1, 2, 7, 33, 128, 129, 500, 2100):
         x = torch.randn(tokens, hidden, device="cuda").to(dtype)
         scores = distinct_scores(tokens, experts, dtype)
-        out = ops.moe(x, scores, w13, w2, top_k=top_k, renormalize=renormalize)
+        out = ops.moe(x, scores, w13, w2, Routing(top_k, renormalize=renormalize))
         reference = TorchOps().moe(
-            x.double(), scores.double(), w13.double(), w2.double(), top_k=top_k, renormalize=renormalize
+            x.double(), scores.double(), w13.double(), w2.double(), Routing(top_k, renormalize=renormalize)
         )
         error = relative_error(out, reference)
         assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"
@@ -79,9 +80,9 @@ def test_every_tiling(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
             w13, w2 = layer(6, hidden, intermediate, dtype)
             x = torch.randn(300, hidden, device="cuda").to(dtype)
             scores = distinct_scores(300, 6, dtype)
-            out = cuda_moe.CudaMoe(compiler)(x, scores, w13, w2, top_k=3, renormalize=True)
+            out = cuda_moe.CudaMoe(compiler)(x, scores, w13, w2, Routing(3, renormalize=True))
             reference = TorchOps().moe(
-                x.double(), scores.double(), w13.double(), w2.double(), top_k=3, renormalize=True
+                x.double(), scores.double(), w13.double(), w2.double(), Routing(3, renormalize=True)
             )
             error = relative_error(out, reference)
             assert error < TOLERANCE[dtype], f"{tiling}, {hidden} x {intermediate}: {error:.2e}"
@@ -92,8 +93,8 @@ def test_every_token_to_the_same_experts(ops: Ops, tokens: int) -> None:
     w13, w2 = layer(64, 256, 128, torch.bfloat16)
     x = torch.randn(tokens, 256, device="cuda").to(torch.bfloat16)
     scores = distinct_scores(1, 64, torch.bfloat16).repeat(tokens, 1)
-    out = ops.moe(x, scores, w13, w2, top_k=4, renormalize=True)
-    reference = TorchOps().moe(x.double(), scores.double(), w13.double(), w2.double(), top_k=4, renormalize=True)
+    out = ops.moe(x, scores, w13, w2, Routing(4, renormalize=True))
+    reference = TorchOps().moe(x.double(), scores.double(), w13.double(), w2.double(), Routing(4, renormalize=True))
     assert relative_error(out, reference) < TOLERANCE[torch.bfloat16]
 
 
@@ -103,15 +104,15 @@ def test_a_graph_serves_any_routing(ops: Ops) -> None:
     assert ops.moe_graph_safe(w13, w2, 4)
     x = torch.randn(24, 512, device="cuda").to(torch.bfloat16)
     scores = distinct_scores(24, 32, torch.bfloat16)
-    ops.moe(x, scores, w13, w2, top_k=4, renormalize=True)
+    ops.moe(x, scores, w13, w2, Routing(4, renormalize=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = ops.moe(x, scores, w13, w2, top_k=4, renormalize=True)
+        captured = ops.moe(x, scores, w13, w2, Routing(4, renormalize=True))
     for _ in range(5):
         x.copy_(torch.randn_like(x))
         scores.copy_(distinct_scores(24, 32, torch.bfloat16))
         graph.replay()
-        assert torch.equal(captured, ops.moe(x, scores, w13, w2, top_k=4, renormalize=True))
+        assert torch.equal(captured, ops.moe(x, scores, w13, w2, Routing(4, renormalize=True)))
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("-inf")])
@@ -119,7 +120,7 @@ def test_scores_without_an_order_stay_inside(ops: Ops, value: float) -> None:
     w13, w2 = layer(16, 64, 32, torch.bfloat16)
     x = torch.randn(40, 64, device="cuda").to(torch.bfloat16)
     scores = torch.full((40, 16), value, device="cuda", dtype=torch.bfloat16)
-    assert ops.moe(x, scores, w13, w2, top_k=2, renormalize=True).shape == x.shape
+    assert ops.moe(x, scores, w13, w2, Routing(2, renormalize=True)).shape == x.shape
     torch.cuda.synchronize()
 
 
@@ -128,6 +129,6 @@ def test_odd_shapes_run_in_torch(ops: Ops) -> None:
     assert not ops.moe_graph_safe(w13, w2, 2)
     x = torch.randn(9, 20, device="cuda")
     scores = distinct_scores(9, 4, torch.float32)
-    out = ops.moe(x, scores, w13, w2, top_k=2, renormalize=True)
-    reference = TorchOps().moe(x.double(), scores.double(), w13.double(), w2.double(), top_k=2, renormalize=True)
+    out = ops.moe(x, scores, w13, w2, Routing(2, renormalize=True))
+    reference = TorchOps().moe(x.double(), scores.double(), w13.double(), w2.double(), Routing(2, renormalize=True))
     assert relative_error(out, reference) < 1e-5

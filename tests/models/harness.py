@@ -14,7 +14,7 @@ from minisgl.attention.torch_backend import TorchAttention
 from minisgl.context import ForwardContext
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.kvcache.pool import KVLayout, KVPool
-from minisgl.layers.decoder import CausalLM
+from minisgl.models.decoder import CausalLM
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Harness:
         self.model = model
         self.page_size = page_size
         self.device = device
-        kv_heads = config.kv_heads_per_rank(model.tp.size)
-        layout = KVLayout(config.num_layers, page_size, kv_heads, config.head_dim, model.dtype)
+        kv_heads = config.attention.kv_heads_per_rank(model.tp.size)
+        layout = KVLayout(config.num_layers, page_size, kv_heads, config.attention.head_dim, model.dtype)
         self.pool = KVPool(layout, num_pages, device)
         # What nobody wrote must not matter: NaN would spread through a masked product, so large but finite.
         self.pool.keys(0).fill_(50.0)

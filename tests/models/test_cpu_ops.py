@@ -10,9 +10,9 @@ from minisgl.kernel.base import Heads, Norm
 from minisgl.kernel.cpu_ops import CpuOps, multiplies_bfloat16
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.layers.embedding import LMHead, VocabEmbedding
+from minisgl.layers.layer_config import RopeConfig
 from minisgl.layers.linear import pack_weights
 from minisgl.layers.rotary import cos_sin_table
-from minisgl.models.config import RopeConfig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 REFERENCE = TorchOps()

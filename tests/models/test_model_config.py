@@ -12,18 +12,19 @@ from typing import Any
 
 import pytest
 
-from minisgl.models.config import (
+from minisgl.kernel.options import Routing
+from minisgl.layers.layer_config import (
+    AttentionConfig,
+    LayerConfig,
     LinearScaling,
     Llama3Scaling,
-    ModelConfig,
-    MoeConfig,
+    MLPConfig,
+    MoEConfig,
     RopeConfig,
-    UnsupportedModel,
     YarnScaling,
-    load_model_config,
-    parse_config,
 )
-from minisgl.models.registry import FAMILIES
+from minisgl.models.config.load_config import load_model_config, parse_config
+from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
 
 LLAMA_3_2_1B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -234,26 +235,19 @@ def modern(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_llama_3_2() -> None:
+    rope = RopeConfig(500000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192))
+    attention = AttentionConfig(num_heads=32, num_kv_heads=8, head_dim=64, rope=rope, scale=0.125)
     assert parse_config(LLAMA_3_2_1B) == ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=128256,
         hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
+        layers=(LayerConfig(attention, MLPConfig(8192)),) * 16,
         rms_norm_eps=1e-5,
-        rope=RopeConfig(500000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192)),
         max_position_embeddings=131072,
         tie_word_embeddings=True,
-        attention_bias=False,
-        mlp_bias=False,
         dtype="bfloat16",
         initializer_range=0.02,
         eos_token_ids=(128001, 128008, 128009),
-        windows=(None,) * 16,
-        moe=None,
     )
 
 
@@ -261,8 +255,8 @@ def test_defaults_of_older_files() -> None:
     raw = dict(LLAMA_2_7B)
     del raw["num_key_value_heads"], raw["torch_dtype"], raw["tie_word_embeddings"]
     config = parse_config(raw)
-    assert (config.num_kv_heads, config.head_dim) == (32, 128)
-    assert config.rope == RopeConfig(10000.0)
+    assert (config.attention.num_kv_heads, config.attention.head_dim) == (32, 128)
+    assert config.attention.rope == RopeConfig(10000.0)
     assert config.dtype == "float32"
     assert not config.tie_word_embeddings
     del raw["eos_token_id"]
@@ -274,7 +268,7 @@ def test_published_configs_in_old_and_new_form(raw: dict[str, Any]) -> None:
     config = parse_config(raw)
     assert parse_config(modern(raw)) == config
     assert parse_config({**raw, "rope_scaling": raw.get("rope_scaling") and _with_old_type(raw)}) == config
-    assert config.num_kv_heads == raw["num_key_value_heads"]
+    assert config.attention.num_kv_heads == raw["num_key_value_heads"]
 
 
 def _with_old_type(raw: dict[str, Any]) -> dict[str, Any]:
@@ -294,7 +288,7 @@ def test_transformers_reads_and_writes_the_same(raw: dict[str, Any], tmp_path: P
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
         {"architectures": ["GPT2LMHeadModel"]},
-        "GPT2LMHeadModel is not supported; known are LlamaForCausalLM",
+        "GPT2LMHeadModel is not supported; known are Gemma3ForCausalLM, Gemma3ForConditionalGeneration, Llama",
     ),
     "no architecture": ({"architectures": None}, "names no architecture"),
     "lesson 21, dynamic rope": (
@@ -413,14 +407,19 @@ def test_windows_of_each_layer() -> None:
         parse_config({**MISTRAL_7B_V1, "layer_types": ["sliding_attention", "full_attention"] * 16})
 
 
+def sparse_layers(raw: dict[str, Any]) -> dict[int, MoEConfig]:
+    layers = enumerate(parse_config(raw).layers)
+    return {index: layer.mlp for index, layer in layers if isinstance(layer.mlp, MoEConfig)}
+
+
 def test_experts() -> None:
-    assert parse_config(QWEN3_30B_A3B).moe == MoeConfig(128, 8, 768, True, tuple(range(48)))
-    changed = parse_config({**QWEN3_30B_A3B, "decoder_sparse_step": 2, "mlp_only_layers": [1, 2, 5]}).moe
-    assert changed is not None
-    assert changed.layers == (3, *range(7, 48, 2))
+    experts = MoEConfig(128, 768, Routing(8, renormalize=True))
+    assert sparse_layers(QWEN3_30B_A3B) == dict.fromkeys(range(48), experts)
+    changed = sparse_layers({**QWEN3_30B_A3B, "decoder_sparse_step": 2, "mlp_only_layers": [1, 2, 5]})
+    assert tuple(changed) == (3, *range(7, 48, 2))
     bare = {key: value for key, value in QWEN3_30B_A3B.items() if key not in ("norm_topk_prob", "mlp_only_layers")}
     bare["num_local_experts"] = bare.pop("num_experts")
-    assert parse_config(bare).moe == MoeConfig(128, 8, 768, False, tuple(range(48)))
+    assert sparse_layers(bare) == dict.fromkeys(range(48), MoEConfig(128, 768, Routing(8, renormalize=False)))
 
 
 @pytest.mark.parametrize(
@@ -440,7 +439,7 @@ def test_experts_refused_by_name(change: dict[str, Any], message: str) -> None:
 
 def test_rope_scalings() -> None:
     def scaling(**rope: Any) -> Any:
-        return parse_config({**QWEN3_0_6B, "rope_scaling": rope}).rope.scaling
+        return parse_config({**QWEN3_0_6B, "rope_scaling": rope}).attention.rope.scaling
 
     assert scaling(type="linear", factor=2) == LinearScaling(2.0)
     yarn = YarnScaling(4.0, 32.0, 1.0, 0.1 * math.log(4) + 1, True, 32768)
@@ -505,7 +504,7 @@ def test_unreadable_folders(tmp_path: Path) -> None:
     ],
 )
 def test_kv_heads_of_each_rank(heads: int, kv_heads: int, tp: int, want: list[list[int]]) -> None:
-    config = parse_config({**QWEN3_0_6B, "num_attention_heads": heads, "num_key_value_heads": kv_heads})
+    config = parse_config({**QWEN3_0_6B, "num_attention_heads": heads, "num_key_value_heads": kv_heads}).attention
     have = [config.kv_heads_of(rank, tp) for rank in range(tp)]
     assert have == want
     share, stored = config.heads_per_rank(tp), config.kv_heads_per_rank(tp)
@@ -531,7 +530,7 @@ def test_tensor_parallel_sizes_that_do_not_divide() -> None:
 
 def test_importing_configs_loads_no_torch() -> None:
     code = (
-        "import sys, minisgl.models, minisgl.models.config, minisgl.models.hub, minisgl.models.registry\n"
+        "import sys, minisgl.models, minisgl.models.config.load_config, minisgl.models.hub, minisgl.models.registry\n"
         "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run(
@@ -541,11 +540,3 @@ def test_importing_configs_loads_no_torch() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
-
-
-def test_every_family_is_where_the_registry_says() -> None:
-    from minisgl.layers.decoder import CausalLM
-    from minisgl.models.build import model_class
-
-    for architecture in FAMILIES:
-        assert issubclass(model_class(architecture), CausalLM)

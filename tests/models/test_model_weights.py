@@ -14,11 +14,12 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from minisgl.distributed.group import SingleRank
-from minisgl.layers.decoder import CausalLM
 from minisgl.models.build import build_model, load_model
-from minisgl.models.config import UnsupportedModel, WeightError, load_model_config
+from minisgl.models.config.load_config import load_model_config
+from minisgl.models.config.model_config import UnsupportedModel, WeightError
+from minisgl.models.decoder import CausalLM
 from minisgl.models.hub import resolve_model
-from minisgl.models.weights import model_pieces
+from minisgl.models.weights import model_slices
 from models.test_model_tp import Rank
 from models.tiny import FAMILIES, make_model
 
@@ -100,7 +101,7 @@ def test_a_missing_expert(changed: Callable[..., Path]) -> None:
         load(changed("qwen3-moe", {name: None}))
 
 
-def test_pieces_fill_every_parameter_on_every_rank(saved: Saved) -> None:
+def test_slices_fill_every_parameter_on_every_rank(saved: Saved) -> None:
     """Each element of each parameter is filled once, but for the padding of the vocabulary, which is zero."""
     for kind in FAMILIES:
         config = load_model_config(saved(kind)[1])
@@ -109,10 +110,10 @@ def test_pieces_fill_every_parameter_on_every_rank(saved: Saved) -> None:
             padding = 2 if tp.rank == 2 else 0
             for parameter in model.parameters():
                 parameter.zero_()
-            for piece in model_pieces(model):
-                assert piece.target.shape == torch.empty(piece.shape)[piece.source].shape
-                if not piece.tied:
-                    piece.target.add_(1)
+            for part in model_slices(model):
+                assert part.target.shape == torch.empty(part.shape)[part.source].shape
+                if not part.tied:
+                    part.target.add_(1)
             for name, parameter in model.named_parameters():
                 unfilled = padding * config.hidden_size if name in (HEAD, EMBEDDING) else 0
                 assert parameter.sum() == parameter.numel() - unfilled, name

@@ -12,9 +12,9 @@ import torch
 
 from minisgl.distributed.group import SingleRank
 from minisgl.kernel.torch_ops import TorchOps
-from minisgl.layers.decoder import CausalLM
 from minisgl.models.build import load_model
-from minisgl.models.config import load_model_config
+from minisgl.models.config.load_config import load_model_config
+from minisgl.models.decoder import CausalLM
 from models.harness import Harness
 from models.tiny import FAMILIES, VOCAB, WINDOW, YARN_ROPE, make_model
 
@@ -94,7 +94,7 @@ def test_mixed_batches(saved: Saved, kind: str) -> None:
         assert_close(logits, rows)
 
 
-@pytest.mark.parametrize("kind", ["mistral-window", "qwen2-window"])
+@pytest.mark.parametrize("kind", ["mistral-window", "qwen2-window", "gemma3"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_lesson_21_windows_and_cached_prefixes(saved: Saved, kind: str, page_size: int) -> None:
     """A hit longer than the window, one as long, and one shorter: what is masked follows from positions alone."""

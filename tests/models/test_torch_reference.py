@@ -13,10 +13,12 @@ from minisgl.attention.base import AttentionInputs
 from minisgl.attention.cpu_backend import CpuAttention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.kernel.base import Heads, Norm
-from minisgl.kernel.torch_ops import TorchOps, silu_and_mul
+from minisgl.kernel.options import Routing
+from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
 from minisgl.kvcache.pool import KVLayout, KVPool
+from minisgl.layers.layer_config import RopeConfig
 from minisgl.layers.rotary import cos_sin_table
-from minisgl.models.config import RopeConfig, parse_config
+from minisgl.models.config.load_config import parse_config
 
 DTYPES = [torch.float32, torch.bfloat16]
 OPS = TorchOps()
@@ -70,7 +72,7 @@ def test_rotary_table_is_that_of_transformers(
         max_position_embeddings=positions,
         rope_parameters={"rope_theta": theta, **scaling},
     )
-    rope = parse_config(config.to_dict()).rope
+    rope = parse_config(config.to_dict()).attention.rope
     tail = torch.arange(max(0, positions - 3000), positions)  # where rounding of the frequencies shows most
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), tail.unsqueeze(0))
     want = torch.cat((cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]), dim=-1)
@@ -93,7 +95,7 @@ def test_rms_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_and_mul(dtype: torch.dtype) -> None:
     gate, up = torch.randn(2, 5, 48).to(dtype)
-    have, want = silu_and_mul(torch.cat((gate, up), dim=-1)), torch.nn.functional.silu(gate) * up
+    have, want = activate_and_mul(torch.cat((gate, up), dim=-1), "silu"), torch.nn.functional.silu(gate) * up
     torch.testing.assert_close(have, want, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=0)
 
 
@@ -231,7 +233,7 @@ def test_moe_is_that_of_transformers(dtype: torch.dtype, renormalize: bool, toke
     x = torch.randn(tokens, 64).to(dtype)
     before = x.clone()
     logits = torch.nn.functional.linear(x, block.gate.weight)
-    have = OPS.moe(x, logits, block.experts.gate_up_proj, block.experts.down_proj, top_k=3, renormalize=renormalize)
+    have = OPS.moe(x, logits, block.experts.gate_up_proj, block.experts.down_proj, Routing(3, renormalize))
     want = block(x.unsqueeze(0))[0]
     assert torch.equal(x, before)
     assert have.dtype == dtype

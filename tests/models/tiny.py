@@ -41,6 +41,17 @@ EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "mlp_only_layers": [1],
 }
+GEMMA3: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 16,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "tie_word_embeddings": True,
+}
 YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -65,6 +76,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
     "qwen3-moe": ("Qwen3Moe", EXPERTS),
+    "gemma3": ("Gemma3", GEMMA3),
 }
 FAMILIES = tuple(KINDS)
 
@@ -74,7 +86,8 @@ def make_model(kind: str, **changes: Any) -> Any:
 
     family, extra = KINDS[kind]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**copy.deepcopy({**SHAPE, **extra, **changes}))
+    text = "Text" if family == "Gemma3" else ""  # of a family whose other config has a vision tower
+    config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy({**SHAPE, **extra, **changes}))
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

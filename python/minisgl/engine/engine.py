@@ -34,11 +34,11 @@ from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
 from minisgl.kernel.select import has_kernels, make_ops
 from minisgl.kvcache.pool import KVLayout, KVPool
-from minisgl.layers.decoder import CausalLM
 from minisgl.layers.linear import pack_weights
 from minisgl.limits import Limits
 from minisgl.models.build import build_model, load_model
-from minisgl.models.config import ModelConfig
+from minisgl.models.config.model_config import ModelConfig
+from minisgl.models.decoder import CausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -256,9 +256,9 @@ def _attention_shape(
     config: EngineConfig, model: ModelConfig, tp: TPGroup, page_size: int, dtype: torch.dtype
 ) -> AttentionShape:
     return AttentionShape(
-        num_heads=model.heads_per_rank(tp.size),
-        num_kv_heads=model.kv_heads_per_rank(tp.size),
-        head_dim=model.head_dim,
+        num_heads=model.attention.heads_per_rank(tp.size),
+        num_kv_heads=model.attention.kv_heads_per_rank(tp.size),
+        head_dim=model.attention.head_dim,
         page_size=page_size,
         dtype=dtype,
         windowed=any(window is not None for window in model.windows),

@@ -24,7 +24,7 @@ from minisgl.engine.state import SlotState
 from minisgl.engine.upload import upload
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.decoder import CausalLM
+from minisgl.models.decoder import CausalLM
 
 if TYPE_CHECKING:
     from minisgl.attention.fused import FusedDecode

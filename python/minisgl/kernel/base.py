@@ -7,9 +7,11 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from minisgl.kernel.options import Activation, Routing
+
 
 class Norm(NamedTuple):
-    """The parameters of an RMSNorm: weight [H] and what is added to the mean square."""
+    """RMSNorm parameters: weight [H], in the input's dtype or float32, and what is added to the mean square."""
 
     weight: Tensor
     eps: float
@@ -60,7 +62,10 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """x [T, H] -> x / sqrt(mean(x^2) + eps) * weight, [T, H]."""
+        """x [T, H] -> x / sqrt(mean(x^2) + eps) * weight, [T, H].
+
+        The quotient is rounded to the weight's dtype, the product to x's: with a float32 weight only the result is.
+        """
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -76,8 +81,10 @@ class Ops(Protocol):
         """linear(rms_norm(x)): what begins each half of a decoder layer. `out` is where it goes, if given."""
         ...
 
-    def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """silu(gate) * up of norm_linear(x), whose weight [2 * I, in] has the gate first: [T, I]."""
+    def norm_gated_linear(
+        self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, *, activation: Activation
+    ) -> Tensor:
+        """activation(gate) * up of norm_linear(x), whose weight [2 * I, in] has the gate first: [T, I]."""
         ...
 
     def norm_rope_store(
@@ -89,17 +96,15 @@ class Ops(Protocol):
         """
         ...
 
-    def moe(
-        self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, *, top_k: int, renormalize: bool
-    ) -> Tensor:
+    def moe(self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, routing: Routing) -> Tensor:
         """A mixture of gated experts: x [T, H] -> the weighted sum of the outputs of each token's experts, [T, H].
 
-        A token's experts are the top_k of softmax(router_logits [T, experts]) in float32, their weights those
+        A token's experts are the `top_k` of softmax(router_logits [T, experts]) in float32, their weights those
         probabilities, divided by their sum if `renormalize`. w13 is [experts, 2 * I, H] with the gate first, w2
         [experts, H, I]: expert e gives w2[e] @ silu_and_mul(w13[e] @ x).
         """
         ...
 
-    def moe_graph_safe(self, w13: Tensor, w2: Tensor, top_k: int, /) -> bool:
+    def moe_graph_safe(self, w13: Tensor, w2: Tensor, routing: Routing, /) -> bool:
         """Whether `moe` with these launches the same work whatever its data, so that a CUDA graph may hold it."""
         ...

@@ -61,7 +61,7 @@ class CpuOps(TorchOps):
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         wide = x.to(torch.float32, copy=True)
-        return wide.mul_(_scale(wide, norm.eps)).to(x.dtype).mul_(norm.weight)
+        return wide.mul_(_scale(wide, norm.eps)).to(norm.weight.dtype).mul_(norm.weight).to(x.dtype)
 
     def norm_rope_store(
         self, qkv: Tensor, heads: Heads, positions: Tensor, kv_slots: Tensor, k_cache: Tensor, v_cache: Tensor

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
+from minisgl.kernel.options import Routing
 
 _MAX_EXPERTS = 512
 _MAX_TOP_K = 32
@@ -92,25 +93,23 @@ class CudaMoe:
         whole = w13.is_contiguous() and w2.is_contiguous()
         return sizes and whole and w2.dtype in (torch.bfloat16, torch.float16)
 
-    def __call__(
-        self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, *, top_k: int, renormalize: bool
-    ) -> Tensor:
+    def __call__(self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, routing: Routing) -> Tensor:
         """As Ops.moe."""
-        x, router_logits = x.contiguous(), router_logits.contiguous()
+        x, router_logits, top_k = x.contiguous(), router_logits.contiguous(), routing.top_k
         tokens, hidden = x.shape
         experts, _, intermediate = w2.shape
         pairs = tokens * top_k
         if not tokens:
             return torch.empty_like(x)
         tiling = self._tiling(pairs, experts)
-        plan = None if tiling.route else self._plan(router_logits, top_k, renormalize, tiling.tokens)
+        plan = None if tiling.route else self._plan(router_logits, routing, tiling.tokens)
         max_tiles = pairs if plan is None else len(plan.tiles)
         gated, weighted = self._product_kernels(x.dtype, tiling, experts, top_k)
         inner = x.new_empty((pairs, intermediate))
         outputs = x.new_empty((pairs, hidden))
         shared = (
             router_logits.data_ptr(),
-            np.int32(renormalize),
+            np.int32(routing.renormalize),
             *((0, 0, 0, 0) if plan is None else plan.pointers()),
         )
         gated(
@@ -141,8 +140,9 @@ class CudaMoe:
         combine((-(-vectors // 256),), 256, outputs.data_ptr(), out.data_ptr(), np.int32(tokens), np.int32(hidden))
         return out
 
-    def _plan(self, router_logits: Tensor, top_k: int, renormalize: bool, tile_rows: int) -> _Plan:
+    def _plan(self, router_logits: Tensor, routing: Routing, tile_rows: int) -> _Plan:
         (tokens, experts), device = router_logits.shape, router_logits.device
+        top_k = routing.top_k
         pairs = tokens * top_k
         touched = min(pairs, experts)
         plan = _Plan(
@@ -152,7 +152,7 @@ class CudaMoe:
             weights=torch.empty(pairs, dtype=torch.float32, device=device),
         )
         both, route, sort, _ = self._plan_kernels(router_logits.dtype, experts, top_k)
-        begin = (router_logits.data_ptr(), np.int32(tokens), np.int32(renormalize))
+        begin = (router_logits.data_ptr(), np.int32(tokens), np.int32(routing.renormalize))
         *end, weights = plan.pointers()
         if tokens <= _PLAN_TOKENS:
             threads = min(max(32 * tokens, 128), _PLAN_THREADS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -12,11 +14,12 @@ from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 from minisgl.kernel.cuda_moe import CudaMoe
 from minisgl.kernel.few_rows import FewRows
 from minisgl.kernel.many_rows import MAX_ROWS, ManyRows
-from minisgl.kernel.torch_ops import TorchOps, silu_and_mul
+from minisgl.kernel.options import Activation, Routing
+from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
 
 _VECTOR_BYTES = 16
 _WARPS = 4  # of a block that works warp by warp
-_SILU_THREADS = 128
+_ACTIVATION_THREADS = 128
 
 
 class CudaOps:
@@ -28,10 +31,10 @@ class CudaOps:
         self._few_rows = FewRows(self._compiler)
         self._many_rows = ManyRows(self._compiler)
         self._moe = CudaMoe(self._compiler)
-        self._norms: dict[torch.dtype, Kernel] = {}
+        self._norms: dict[tuple[torch.dtype, torch.dtype], Kernel] = {}
         self._inputs: dict[torch.dtype, list[Kernel]] = {}
-        self._silu: dict[torch.dtype, Kernel] = {}
-        self._rope: dict[tuple[torch.dtype, torch.dtype, int], Kernel] = {}
+        self._activations: dict[tuple[torch.dtype, Activation], Kernel] = {}
+        self._rope: dict[tuple[torch.dtype, torch.dtype, torch.dtype, int], Kernel] = {}
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight
@@ -42,7 +45,7 @@ class CudaOps:
             return self._torch.rms_norm(x, norm)
         out = torch.empty_like(x)
         rows = x.numel() // size
-        kernel = self._norm_kernel(x.dtype)
+        kernel = self._norm_kernel(x.dtype, norm.weight.dtype)
         kernel(
             (rows,),
             _row_threads(x, size),
@@ -80,27 +83,32 @@ class CudaOps:
         return y if out is None else out.copy_(y)
 
     def _norm_for_few_rows(self, x: Tensor, norm: Norm) -> tuple[Tensor, Norm | None]:
-        """x and the norm it lacks. The kernel divides by the root mean square last: float16 has no room for that."""
-        return (self.rms_norm(x, norm), None) if x.dtype == torch.float16 else (x, norm)
+        """x and the norm it lacks: the kernel divides by the root mean square last, for which float16 has no room, and
+        multiplies x by the weight in x's dtype, which is too coarse for a float32 weight.
+        """
+        before = x.dtype == torch.float16 or norm.weight.dtype != x.dtype
+        return (self.rms_norm(x, norm), None) if before else (x, norm)
 
-    def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def norm_gated_linear(
+        self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, *, activation: Activation
+    ) -> Tensor:
         if self._few_rows.takes(x, weight) and len(weight) % 16 == 0:
             x, late = self._norm_for_few_rows(x, norm)
-            return self._few_rows.product(x, late, weight, bias, gated=True)
+            return self._few_rows.product(x, late, weight, bias, gate=activation)
         if self._many_rows.takes(x, weight) and len(weight) % 16 == 0:
-            return self._many_rows.product(self.rms_norm(x, norm), weight, bias, gated=True)
-        return self.silu_and_mul(F.linear(self.rms_norm(x, norm), weight, bias))
+            return self._many_rows.product(self.rms_norm(x, norm), weight, bias, gate=activation)
+        return self.activate_and_mul(F.linear(self.rms_norm(x, norm), weight, bias), activation)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 * I] -> [T, I]: silu of the first half times the second."""
+    def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """[T, 2 * I] -> [T, I]: activation of the first half times the second."""
         tokens, width = gate_up.shape
         if not _vectorizes(gate_up, width // 2):
-            return silu_and_mul(gate_up)
+            return activate_and_mul(gate_up, activation)
         out = gate_up.new_empty((tokens, width // 2))
-        parts = -(-width // 2 * out.itemsize // (_VECTOR_BYTES * _SILU_THREADS))
-        self._silu_kernel(gate_up.dtype)(
+        parts = -(-width // 2 * out.itemsize // (_VECTOR_BYTES * _ACTIVATION_THREADS))
+        self._activation_kernel(gate_up.dtype, activation)(
             (tokens * parts,),
-            _SILU_THREADS,
+            _ACTIVATION_THREADS,
             gate_up.data_ptr(),
             out.data_ptr(),
             np.int32(width // 2),
@@ -118,7 +126,8 @@ class CudaOps:
         q = qkv.new_empty((tokens, heads.num_heads, head_dim))
         heads_of_warp = 64 * _VECTOR_BYTES // (head_dim * qkv.itemsize)
         units = tokens * -(-(heads.num_heads + 2 * heads.num_kv_heads) // heads_of_warp)
-        kernel = self._rope_kernel(qkv.dtype, k_cache.dtype, head_dim)
+        norm_dtype = qkv.dtype if heads.q_norm is None else heads.q_norm.weight.dtype
+        kernel = self._rope_kernel(qkv.dtype, k_cache.dtype, norm_dtype, head_dim)
         kernel(
             (-(-units // _WARPS),),
             _WARPS * 32,
@@ -175,33 +184,35 @@ class CudaOps:
         )
         return DecodeInputs(input_ids, positions, kv_slots, kv_lens, table)
 
-    def moe(
-        self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, *, top_k: int, renormalize: bool
-    ) -> Tensor:
-        if not self._moe.takes(w13, w2, top_k):
-            return self._torch.moe(x, router_logits, w13, w2, top_k=top_k, renormalize=renormalize)
-        return self._moe(x, router_logits, w13, w2, top_k=top_k, renormalize=renormalize)
+    def moe(self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, routing: Routing) -> Tensor:
+        if not self._moe.takes(w13, w2, routing.top_k):
+            return self._torch.moe(x, router_logits, w13, w2, routing)
+        return self._moe(x, router_logits, w13, w2, routing)
 
-    def moe_graph_safe(self, w13: Tensor, w2: Tensor, top_k: int, /) -> bool:
-        return self._moe.takes(w13, w2, top_k)
+    def moe_graph_safe(self, w13: Tensor, w2: Tensor, routing: Routing, /) -> bool:
+        return self._moe.takes(w13, w2, routing.top_k)
 
-    def _norm_kernel(self, dtype: torch.dtype) -> Kernel:
-        if dtype not in self._norms:
-            (self._norms[dtype],) = self._compile("norm.cu", ("rms_norm",), dtype)
-        return self._norms[dtype]
+    def _norm_kernel(self, dtype: torch.dtype, norm_dtype: torch.dtype) -> Kernel:
+        key = dtype, norm_dtype
+        if key not in self._norms:
+            (self._norms[key],) = self._compile("norm.cu", ("rms_norm",), dtype, NORM_SCALAR=SCALAR_NAMES[norm_dtype])
+        return self._norms[key]
 
     def _input_kernels(self, dtype: torch.dtype) -> list[Kernel]:
         if dtype not in self._inputs:
             self._inputs[dtype] = self._compile("inputs.cu", ("decode_inputs", "embed"), dtype)
         return self._inputs[dtype]
 
-    def _silu_kernel(self, dtype: torch.dtype) -> Kernel:
-        if dtype not in self._silu:
-            (self._silu[dtype],) = self._compile("silu.cu", ("silu_and_mul",), dtype)
-        return self._silu[dtype]
+    def _activation_kernel(self, dtype: torch.dtype, activation: Activation) -> Kernel:
+        key = dtype, activation
+        if key not in self._activations:
+            (self._activations[key],) = self._compile(
+                "activation.cu", ("activate_and_mul",), dtype, GELU_TANH=int(activation == "gelu_tanh")
+            )
+        return self._activations[key]
 
-    def _rope_kernel(self, dtype: torch.dtype, cache: torch.dtype, head_dim: int) -> Kernel:
-        key = dtype, cache, head_dim
+    def _rope_kernel(self, dtype: torch.dtype, cache: torch.dtype, norm_dtype: torch.dtype, head_dim: int) -> Kernel:
+        key = dtype, cache, norm_dtype, head_dim
         if key not in self._rope:
             (self._rope[key],) = self._compiler.compile(
                 "rope.cu",
@@ -209,12 +220,13 @@ class CudaOps:
                 begins_early=True,
                 SCALAR=SCALAR_NAMES[dtype],
                 CACHE=SCALAR_NAMES[cache],
+                NORM_SCALAR=SCALAR_NAMES[norm_dtype],
                 HEAD_DIM=head_dim,
             )
         return self._rope[key]
 
-    def _compile(self, file: str, kernels: tuple[str, ...], dtype: torch.dtype) -> list[Kernel]:
-        return self._compiler.compile(file, kernels, begins_early=True, SCALAR=SCALAR_NAMES[dtype])
+    def _compile(self, file: str, kernels: tuple[str, ...], dtype: torch.dtype, **macros: Any) -> list[Kernel]:
+        return self._compiler.compile(file, kernels, begins_early=True, SCALAR=SCALAR_NAMES[dtype], **macros)
 
 
 def _vectorizes(x: Tensor, size: int) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minisgl.kernel.base import Norm
 from minisgl.kernel.compile import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Compiler, Kernel, address
+from minisgl.kernel.options import Activation
 
 _MAX_ROWS = 16  # of x, and fewer where the weight is not small: cuBLAS is faster then
 _MAX_ROWS_OF_LARGE = 8
@@ -31,7 +32,7 @@ class _Kind(NamedTuple):
     cluster: int
     stages: int
     norm: bool
-    gated: bool
+    gate: Activation | None
     before_attention: bool
 
 
@@ -62,17 +63,17 @@ class FewRows:
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         *,
-        gated: bool = False,
+        gate: Activation | None = None,
         before_attention: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[M, N], or [M, N / 2] if `gated`; see Ops.linear, norm_linear and norm_gated_linear.
+        """[M, N], or [M, N / 2] with the activation of a `gate`; see Ops.linear, norm_linear and norm_gated_linear.
 
         `before_attention`: what comes next may begin early, and wants an L1 cache.
         """
         (rows, size), width = x.shape, len(weight)
         if out is None:
-            out = x.new_empty((rows, width // 2 if gated else width))
+            out = x.new_empty((rows, width if gate is None else width // 2))
         clusters = _CLUSTERS if self._compiler.arch >= 90 else (1, 1)
         normed = norm is not None
         room = self._compiler.block_shared_bytes - _STATIC_BYTES
@@ -86,7 +87,7 @@ class FewRows:
             min_blocks,
             room,
             norm=normed,
-            gated=gated,
+            gate=gate,
             before_attention=before_attention,
         )
         kernel = self._kernel(kind)
@@ -121,7 +122,8 @@ class FewRows:
                 CLUSTER=kind.cluster,
                 STAGES=kind.stages,
                 NORM=int(kind.norm),
-                GATED=int(kind.gated),
+                GATED=int(kind.gate is not None),
+                GELU_TANH=int(kind.gate == "gelu_tanh"),
             )
         return self._kernels[kind]
 
@@ -136,7 +138,7 @@ def _kind(
     room: int,
     *,
     norm: bool,
-    gated: bool,
+    gate: Activation | None,
     before_attention: bool,
 ) -> _Kind:
     """Division of x [rows, size] @ weight [width, size]^T among blocks, at least `min_blocks` of a weight that is not
@@ -149,13 +151,13 @@ def _kind(
         before_attention = before_attention and clusters[1] > 1 and size <= 1024
         if before_attention:
             stages = min(stages, _RING_BEFORE_ATTENTION // _stage_bytes(16, max_rows, norm=norm))
-        return _Kind(dtype, max_rows, 16, 1, stages, norm, gated, before_attention)
+        return _Kind(dtype, max_rows, 16, 1, stages, norm, gate, before_attention)
     (cluster, most), blocks = clusters, -(-width // 64)
     while cluster < most and cluster * blocks < min_blocks:
         cluster *= 2
     while size // 64 < cluster:
         cluster //= 2
-    return _Kind(dtype, max_rows, 64, cluster, 7, norm, gated, False)
+    return _Kind(dtype, max_rows, 64, cluster, 7, norm, gate, False)
 
 
 def _stage_bytes(block_rows: int, max_rows: int, *, norm: bool) -> int:

@@ -12,6 +12,7 @@ from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
 from minisgl.kernel.compile import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Compiler, Kernel, address
+from minisgl.kernel.options import Activation
 
 # Of more rows cuBLAS is as fast or faster. It neither begins early nor lets others, and launching the kernels between
 # its products as if they did makes a step 0.6% longer: in steps of more rows none of these begins early.
@@ -33,7 +34,7 @@ class _Kind(NamedTuple):
     block_rows: int  # of the weight
     split: int  # blocks that divide K
     stages: int
-    gated: bool
+    gate: Activation | None
     blocks: int  # at a time on a multiprocessor
     before_attention: bool
 
@@ -67,20 +68,20 @@ class ManyRows:
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         *,
-        gated: bool = False,
+        gate: Activation | None = None,
         before_attention: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[M, N], or [M, N / 2] if `gated`; see Ops.linear and norm_gated_linear.
+        """[M, N], or [M, N / 2] with the activation of a `gate`; see Ops.linear and norm_gated_linear.
 
         `before_attention`: what comes next may begin early, and wants an L1 cache.
         """
         (rows, size), width = x.shape, len(weight)
-        outputs = width // 2 if gated else width
+        outputs = width if gate is None else width // 2
         if out is None:
             out = x.new_empty((rows, outputs))
-        kind = _kind(x.dtype, width, size, self._compiler.num_sms, gated=gated, before_attention=before_attention)
-        box_rows = kind.block_rows // 2 if gated else kind.block_rows
+        kind = _kind(x.dtype, width, size, self._compiler.num_sms, gate=gate, before_attention=before_attention)
+        box_rows = kind.block_rows if gate is None else kind.block_rows // 2
         kernel = self._kernel(kind)
         kernel(
             (1, -(-outputs // box_rows)),
@@ -111,13 +112,16 @@ class ManyRows:
                 ROWS=kind.block_rows,
                 SPLIT=kind.split,
                 STAGES=kind.stages,
-                GATED=int(kind.gated),
+                GATED=int(kind.gate is not None),
+                GELU_TANH=int(kind.gate == "gelu_tanh"),
                 BLOCKS=kind.blocks,
             )
         return self._kernels[kind]
 
 
-def _kind(dtype: torch.dtype, width: int, size: int, num_sms: int, *, gated: bool, before_attention: bool) -> _Kind:
+def _kind(
+    dtype: torch.dtype, width: int, size: int, num_sms: int, *, gate: Activation | None, before_attention: bool
+) -> _Kind:
     """How the work of x [rows, size] @ weight [width, size]^T is divided.
 
     As evenly among the multiprocessors as can be, while a block reads no more of x than of the weight by far: what
@@ -126,12 +130,12 @@ def _kind(dtype: torch.dtype, width: int, size: int, num_sms: int, *, gated: boo
     """
     steps = size // _KEYS
     if width * size <= _SMALL:
-        block_rows, blocks = 64 if gated else 32, 2
+        block_rows, blocks = 32 if gate is None else 64, 2
         tiles = -(-width // block_rows)
         before_attention = before_attention and tiles <= num_sms
         most = num_sms if before_attention else num_sms * 16 // 11  # 192 on an H200: most hold one block, some two
         split = max(1, min(most // tiles, steps // 8, _MAX_CLUSTER))
-    elif gated:
+    elif gate is not None:
         blocks = next((b for b in (3, 2) if _share(width, b * num_sms, 16) >= 64), 1)
         block_rows, split = min(max(_share(width, blocks * num_sms, 16), 64), 128), 1
     else:
@@ -141,7 +145,7 @@ def _kind(dtype: torch.dtype, width: int, size: int, num_sms: int, *, gated: boo
         block_rows = min(max(_share(width * split, num_sms, 8), 64), 128)
     ring = _RING_BYTES[2 if before_attention else blocks]
     stages = min(ring // ((MAX_ROWS + block_rows) * _KEYS * 2), -(-steps // split), _MAX_STAGES)
-    return _Kind(dtype, block_rows, split, stages, gated, blocks, before_attention)
+    return _Kind(dtype, block_rows, split, stages, gate, blocks, before_attention)
 
 
 def _share(width: int, blocks: int, unit: int) -> int:

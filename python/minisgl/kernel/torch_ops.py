@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.base import DecodeInputs, Heads, Norm
+from minisgl.kernel.options import Activation, Routing
 
 
 class TorchOps:
@@ -28,8 +29,10 @@ class TorchOps:
         y = self._product(self.rms_norm(x, norm), weight, bias)
         return y if out is None else out.copy_(y)
 
-    def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return silu_and_mul(self.norm_linear(x, norm, weight, bias))
+    def norm_gated_linear(
+        self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, *, activation: Activation
+    ) -> Tensor:
+        return activate_and_mul(self.norm_linear(x, norm, weight, bias), activation)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
@@ -49,7 +52,7 @@ class TorchOps:
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         x32 = x.float()
         scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + norm.eps)
-        return (x32 * scale).to(x.dtype).mul_(norm.weight)
+        return (x32 * scale).to(norm.weight.dtype).mul_(norm.weight).to(x.dtype)
 
     def norm_rope_store(
         self, qkv: Tensor, heads: Heads, positions: Tensor, kv_slots: Tensor, k_cache: Tensor, v_cache: Tensor
@@ -65,10 +68,9 @@ class TorchOps:
         store(v_cache.flatten(0, 1), kv_slots, v)
         return _rotate(q, cos, sin)
 
-    def moe(
-        self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, *, top_k: int, renormalize: bool
-    ) -> Tensor:
-        weights, experts = route(router_logits, top_k, renormalize)
+    def moe(self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, routing: Routing) -> Tensor:
+        top_k = routing.top_k
+        weights, experts = route(router_logits, routing)
         order = experts.flatten().argsort(stable=True)
         tokens, weights = order // top_k, weights.flatten()[order].unsqueeze(1)
         counts = experts.flatten().bincount(minlength=len(w13)).tolist()
@@ -77,7 +79,7 @@ class TorchOps:
         for expert, count in enumerate(counts):
             if count:
                 mine = slice(start, start + count)
-                hidden = silu_and_mul(self._product(x[tokens[mine]], w13[expert]))
+                hidden = activate_and_mul(self._product(x[tokens[mine]], w13[expert]), "silu")
                 out.index_add_(0, tokens[mine], (self._product(hidden, w2[expert]) * weights[mine]).float())
                 start += count
         return out.to(x.dtype)
@@ -86,16 +88,16 @@ class TorchOps:
         return False  # the host reads how many tokens each expert has
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """[T, 2 * I] with the gate first -> silu(gate) * up, [T, I]."""
+def activate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """[T, 2 * I] with the gate first -> activation(gate) * up, [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 
-def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def route(router_logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """[T, experts] -> the weights, in the logits' dtype, and the ids of each token's experts, both [T, top_k]."""
-    weights, experts = router_logits.softmax(-1, dtype=torch.float32).topk(top_k)
-    if renormalize:
+    weights, experts = router_logits.softmax(-1, dtype=torch.float32).topk(routing.top_k)
+    if routing.renormalize:
         weights /= weights.sum(-1, keepdim=True)
     return weights.to(router_logits.dtype), experts
 

@@ -2,60 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
 from minisgl.kernel.base import Heads
+from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary
-from minisgl.models.config import ModelConfig
 
 
 class Attention(nn.Module):
-    """x + attention(norm(x)): [T, hidden_size] -> [T, hidden_size].
+    """attention(norm(x)): [T, hidden_size] -> [T, hidden_size].
 
     A rank has an even share of the query heads and the KV heads behind it.
-    `qk_norm`: each head of q and k is RMS-normed before its rotation (Qwen3).
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: AttentionConfig,
         layer: int,
+        hidden_size: int,
         rotary: Rotary,
+        make_norm: Callable[[int], RMSNorm],
         *,
-        qkv_bias: bool = False,
-        out_bias: bool = False,
-        qk_norm: bool = False,
         tp: TPGroup,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.layer = layer
         self.rotary = rotary
-        self.window = config.windows[layer]
+        self.window = config.window
         self.num_heads = config.heads_per_rank(tp.size)
         self.num_kv_heads = config.kv_heads_per_rank(tp.size)
-        dim, hidden = config.head_dim, config.hidden_size
+        dim = config.head_dim
         kept = [range(head * dim, (head + 1) * dim) for head in config.kv_heads_of(tp.rank, tp.size)]
         self.qkv_proj = ColumnParallelLinear(
-            hidden,
+            hidden_size,
             [
                 Part.even("q_proj", config.num_heads * dim, tp),
                 Part("k_proj", config.num_kv_heads * dim, kept),
                 Part("v_proj", config.num_kv_heads * dim, kept),
             ],
-            bias=qkv_bias,
+            bias=config.qkv_bias,
             dtype=dtype,
         )
-        self.q_norm = RMSNorm(dim, config.rms_norm_eps, dtype=dtype) if qk_norm else None
-        self.k_norm = RMSNorm(dim, config.rms_norm_eps, dtype=dtype) if qk_norm else None
-        self.o_proj = RowParallelLinear(config.num_heads * dim, hidden, bias=out_bias, tp=tp, dtype=dtype)
+        self.q_norm = make_norm(dim) if config.qk_norm else None
+        self.k_norm = make_norm(dim) if config.qk_norm else None
+        self.o_proj = RowParallelLinear(config.num_heads * dim, hidden_size, bias=config.out_bias, tp=tp, dtype=dtype)
 
-    def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
+        """Attend to norm(x), plus `residual`."""
         heads = Heads(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -70,5 +71,5 @@ class Attention(nn.Module):
         else:
             q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.kv_slots, keys, values)
             attended = ctx.attention.forward(self.layer, q, ctx.kv, ctx.plan, self.window)
-        y: Tensor = self.o_proj(attended.flatten(1), x, ctx)
+        y: Tensor = self.o_proj(attended.flatten(1), ctx, residual)
         return y

@@ -11,7 +11,7 @@ from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
 from minisgl.layers.linear import PackableWeight, empty
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.pieces import Piece
+from minisgl.layers.weight_slice import WeightSlice
 
 
 class VocabShare:
@@ -40,8 +40,8 @@ class VocabEmbedding(nn.Module):
         x = ctx.ops.embed((ids - self.share.start) * here, self.weight)
         return self.tp.all_reduce(x * here.unsqueeze(-1))
 
-    def pieces(self, name: str) -> Iterator[Piece]:
-        yield vocab_piece(name, self.weight, self.vocab_size, self.share, tied=False)
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        yield vocab_slice(name, self.weight, self.vocab_size, self.share, tied=False)
 
 
 class LMHead(PackableWeight):
@@ -69,8 +69,8 @@ class LMHead(PackableWeight):
         logits = self.tp.all_gather(ctx.ops.norm_linear(x, norm.params, self.weight))[:, : self.vocab_size]
         return logits if ctx.logits is None else ctx.logits.copy_(logits)
 
-    def pieces(self, name: str) -> Iterator[Piece]:
-        yield vocab_piece(name, self.weight, self.vocab_size, self.share, tied=self.tied)
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        yield vocab_slice(name, self.weight, self.vocab_size, self.share, tied=self.tied)
 
 
 def vocab_weight(share: VocabShare, hidden_size: int, dtype: torch.dtype) -> nn.Parameter:
@@ -79,7 +79,7 @@ def vocab_weight(share: VocabShare, hidden_size: int, dtype: torch.dtype) -> nn.
     return weight
 
 
-def vocab_piece(name: str, weight: Tensor, vocab_size: int, share: VocabShare, *, tied: bool) -> Piece:
+def vocab_slice(name: str, weight: Tensor, vocab_size: int, share: VocabShare, *, tied: bool) -> WeightSlice:
     target = weight[: share.stop - share.start]
     source = (slice(share.start, share.stop), slice(None))
-    return Piece(f"{name}.weight", (vocab_size, weight.shape[1]), source, target, tied)
+    return WeightSlice(f"{name}.weight", (vocab_size, weight.shape[1]), source, target, tied)

@@ -12,7 +12,7 @@ from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
 from minisgl.kernel.base import Ops
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.pieces import Piece, whole
+from minisgl.layers.weight_slice import WeightSlice, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class ColumnParallelLinear(PackableWeight):
     def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext) -> Tensor:
         return ctx.ops.norm_linear(x, norm.params, self.weight, self.bias)
 
-    def pieces(self, name: str) -> Iterator[Piece]:
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         beside = name.rpartition(".")[0]
         at = 0
         for part in self.parts:
@@ -80,15 +80,12 @@ class ColumnParallelLinear(PackableWeight):
                     if tensor is not None:
                         shape = (part.rows, *tensor.shape[1:])
                         source = (rows, *[slice(None)] * (tensor.ndim - 1))
-                        yield Piece(f"{beside}.{part.name}.{kind}", shape, source, tensor[here])
+                        yield WeightSlice(f"{beside}.{part.name}.{kind}", shape, source, tensor[here])
                 at += len(kept)
 
 
 class RowParallelLinear(PackableWeight):
-    """One matrix whose input columns are divided, and the residual addition behind it.
-
-    [T, in_features / size], summed over ranks, + residual -> [T, out_features].
-    """
+    """One matrix whose input columns are divided: [T, in_features / size], summed over ranks -> [T, out_features]."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
@@ -97,15 +94,18 @@ class RowParallelLinear(PackableWeight):
         self.weight = empty(out_features, in_features // tp.size, dtype=dtype)
         self.bias = zeros(out_features, dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
+        """The product, plus `residual` [T, out_features], which may be overwritten."""
         if self.tp.size == 1:
             return ctx.ops.linear(x, self.weight, self.bias, residual)
         y = self.tp.all_reduce(ctx.ops.linear(x, self.weight))
-        return (y if self.bias is None else y.add_(self.bias)).add_(residual)
+        if self.bias is not None:
+            y.add_(self.bias)
+        return y if residual is None else y.add_(residual)
 
-    def pieces(self, name: str) -> Iterator[Piece]:
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         rows, share = self.weight.shape
         columns = slice(self.tp.rank * share, (self.tp.rank + 1) * share)
-        yield Piece(f"{name}.weight", (rows, self.in_features), (slice(None), columns), self.weight)
+        yield WeightSlice(f"{name}.weight", (rows, self.in_features), (slice(None), columns), self.weight)
         if self.bias is not None:
             yield whole(f"{name}.bias", self.bias)

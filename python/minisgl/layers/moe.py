@@ -13,84 +13,79 @@ from torch import Tensor, nn
 from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
 from minisgl.kernel.base import Ops
+from minisgl.layers.layer_config import MoEConfig
 from minisgl.layers.linear import empty
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.pieces import Piece, whole
-from minisgl.models.config import MoeConfig
+from minisgl.layers.weight_slice import WeightSlice, whole
 
 
 class SparseMLP(nn.Module):
-    """x + experts(norm(x)): [T, hidden_size] -> [T, hidden_size]. Every rank has the router."""
+    """experts(norm(x)): [T, hidden_size] -> [T, hidden_size]. Every rank has the router."""
 
-    def __init__(self, hidden_size: int, moe: MoeConfig, *, tp: TPGroup, dtype: torch.dtype) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self.tp = tp
-        self.moe = moe
-        self.router = Router(hidden_size, moe.num_experts, dtype=dtype)
-        self.experts = Experts(hidden_size, moe, tp=tp, dtype=dtype)
+        self.routing = config.routing
+        self.router = Router(config, hidden_size, dtype=dtype)
+        self.experts = Experts(config, hidden_size, tp=tp, dtype=dtype)
 
-    def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
+        """Send each token of norm(x) to its experts, plus `residual`."""
         normed = norm(x, ctx)
-        y = ctx.ops.moe(
-            normed,
-            ctx.ops.linear(normed, self.router.weight),
-            self.experts.w13,
-            self.experts.w2,
-            top_k=self.moe.experts_per_token,
-            renormalize=self.moe.norm_topk_prob,
-        )
-        return self.tp.all_reduce(y).add_(x)
+        router_logits = ctx.ops.linear(normed, self.router.weight)
+        y = self.tp.all_reduce(ctx.ops.moe(normed, router_logits, self.experts.w13, self.experts.w2, self.routing))
+        return y if residual is None else y.add_(residual)
 
     @property
     def idle_weights(self) -> int:
         """Of the experts that a token is not sent to."""
-        chosen = self.moe.experts_per_token / self.moe.num_experts
+        chosen = self.routing.top_k / len(self.experts.w13)
         return int((self.experts.w13.numel() + self.experts.w2.numel()) * (1 - chosen))
 
     def graph_safe(self, ops: Ops) -> bool:
         """Whether its work is the same whatever the data."""
-        return ops.moe_graph_safe(self.experts.w13, self.experts.w2, self.moe.experts_per_token)
+        return ops.moe_graph_safe(self.experts.w13, self.experts.w2, self.routing)
 
 
 class Router(nn.Module):
     """The scores of the experts: weight [experts, hidden_size], in the checkpoint `gate` beside this module."""
 
-    def __init__(self, hidden_size: int, num_experts: int, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = empty(num_experts, hidden_size, dtype=dtype)
+        self.weight = empty(config.num_experts, hidden_size, dtype=dtype)
 
-    def pieces(self, name: str) -> Iterator[Piece]:
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         yield whole(f"{name.rpartition('.')[0]}.gate.weight", self.weight)
 
 
 class Experts(nn.Module):
     """All experts' matrices: w13 [experts, 2 * I / size, H] with the gate first, w2 [experts, H, I / size]."""
 
-    def __init__(self, hidden_size: int, moe: MoeConfig, *, tp: TPGroup, dtype: torch.dtype) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self.hidden_size = hidden_size
-        self.intermediate_size = moe.intermediate_size
-        self.share = moe.intermediate_size // tp.size
+        self.intermediate_size = config.intermediate_size
+        self.share = config.intermediate_size // tp.size
         self.start = tp.rank * self.share
-        self.w13 = empty(moe.num_experts, 2 * self.share, hidden_size, dtype=dtype)
-        self.w2 = empty(moe.num_experts, hidden_size, self.share, dtype=dtype)
+        self.w13 = empty(config.num_experts, 2 * self.share, hidden_size, dtype=dtype)
+        self.w2 = empty(config.num_experts, hidden_size, self.share, dtype=dtype)
 
-    def pieces(self, name: str) -> Iterator[Piece]:
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         """Three matrices an expert: `experts.0.gate_proj.weight`."""
         hidden, size = self.hidden_size, self.intermediate_size
         kept, every = slice(self.start, self.start + self.share), slice(None)
         for expert, (w13, w2) in enumerate(zip(self.w13, self.w2, strict=True)):
             gate, up = w13.chunk(2)
-            yield Piece(f"{name}.{expert}.gate_proj.weight", (size, hidden), (kept, every), gate)
-            yield Piece(f"{name}.{expert}.up_proj.weight", (size, hidden), (kept, every), up)
-            yield Piece(f"{name}.{expert}.down_proj.weight", (hidden, size), (every, kept), w2)
+            yield WeightSlice(f"{name}.{expert}.gate_proj.weight", (size, hidden), (kept, every), gate)
+            yield WeightSlice(f"{name}.{expert}.up_proj.weight", (size, hidden), (kept, every), up)
+            yield WeightSlice(f"{name}.{expert}.down_proj.weight", (hidden, size), (every, kept), w2)
 
-    def stacked_pieces(self, name: str) -> Iterator[Piece]:
+    def stacked_slices(self, name: str) -> Iterator[WeightSlice]:
         """As transformers 5 holds them in memory, and saves them if told so: `experts.gate_up_proj`."""
         count, hidden, size = len(self.w13), self.hidden_size, self.intermediate_size
         every = slice(None)
         for target, begin in zip(self.w13.chunk(2, dim=1), (self.start, size + self.start), strict=True):
             kept = slice(begin, begin + self.share)
-            yield Piece(f"{name}.gate_up_proj", (count, 2 * size, hidden), (every, kept, every), target)
+            yield WeightSlice(f"{name}.gate_up_proj", (count, 2 * size, hidden), (every, kept, every), target)
         kept = slice(self.start, self.start + self.share)
-        yield Piece(f"{name}.down_proj", (count, hidden, size), (every, every, kept), self.w2)
+        yield WeightSlice(f"{name}.down_proj", (count, hidden, size), (every, every, kept), self.w2)

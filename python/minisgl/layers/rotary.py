@@ -10,11 +10,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from minisgl.models.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from minisgl.layers.layer_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
 class Rotary(nn.Module):
-    """The table of rotations, one for all layers: `cos_sin` [max_positions, head_dim] float32."""
+    """Table of rotations, shared by the layers of one rope: `cos_sin` [max_positions, head_dim] float32."""
 
     cos_sin: Tensor
 

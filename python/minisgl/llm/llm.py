@@ -28,7 +28,7 @@ from minisgl.grammar.vocabulary import named_tokens
 from minisgl.llm.ranks import RankProcesses
 from minisgl.message.to_api import Piece
 from minisgl.message.types import PositionLogprobs, TextOptions, unpack_ids
-from minisgl.models.config import load_model_config
+from minisgl.models.config.load_config import load_model_config
 from minisgl.models.hub import model_folder
 from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.serve import step_output

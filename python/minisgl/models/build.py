@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import torch
 
 from minisgl.config import LoadFormat
 from minisgl.distributed.group import TPGroup
-from minisgl.layers.decoder import CausalLM
-from minisgl.models.config import ModelConfig
-from minisgl.models.registry import FAMILIES
+from minisgl.models.config.model_config import ModelConfig
+from minisgl.models.decoder import CausalLM
 from minisgl.models.weights import fill_random, load_weights
-
-
-def model_class(architecture: str) -> type[CausalLM]:
-    """The class of a known architecture."""
-    module = importlib.import_module(FAMILIES[architecture].module)
-    found: type[CausalLM] = getattr(module, architecture)
-    return found
 
 
 def build_model(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> CausalLM:
     """One rank's model with unfilled weights, made where it stays; on the meta device it takes no memory."""
     config.check_tp(tp.size)
     with torch.device(device):
-        return model_class(config.architecture)(config, tp=tp, dtype=dtype).eval()
+        return CausalLM(config, tp=tp, dtype=dtype).eval()
 
 
 def load_model(
@@ -45,5 +36,5 @@ def load_model(
     if load_format == "dummy":
         fill_random(model, config.initializer_range, seed=seed + tp.rank)
     else:
-        load_weights(model, folder, progress=progress)
+        load_weights(model, folder, config.checkpoint, progress=progress)
     return model

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from minisgl.config import DEMO_MODEL
-from minisgl.models.config import UnsupportedModel, WeightError
+from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.models.demo import demo_folder
 
 INDEX = "model.safetensors.index.json"

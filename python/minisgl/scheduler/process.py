@@ -14,7 +14,7 @@ from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_rank import ToRank
 from minisgl.message.to_scheduler import ToScheduler
-from minisgl.models.config import load_model_config
+from minisgl.models.config.load_config import load_model_config
 from minisgl.process.worker import Worker
 from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.ranks import follow

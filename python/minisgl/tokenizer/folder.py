@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from minisgl.config import ConfigError, ServerConfig
-from minisgl.parsers.select import Parsers
+
+if TYPE_CHECKING:
+    from minisgl.parsers.select import Parsers
 
 
 def load_tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -91,6 +93,8 @@ def _read(path: Path) -> str:
 
 def model_parsers(config: ServerConfig) -> Parsers:
     """How the model's answers are taken apart: as the flags say, or else as its chat templates show."""
+    from minisgl.parsers.select import Parsers  # NumPy comes with it, which reading a config does without
+
     folder = Path(config.engine.model_path)
     templates = chat_templates(folder, load_tokenizer_config(folder))
     return Parsers.choose(config.tool_call_parser, config.reasoning_parser, templates.values())

@@ -21,7 +21,8 @@ from tqdm import tqdm
 from minisgl.config import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.core import InvalidRequest
 from minisgl.engine.device import resolve_device, resolve_dtype
-from minisgl.models.config import ModelConfig, load_model_config
+from minisgl.models.config.load_config import load_model_config
+from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.hub import model_folder
 from minisgl.settings import add_flags, read_flags
 from minisgl.tokenizer.text import TextTokenizer
@@ -88,9 +89,11 @@ def _verify(args: argparse.Namespace) -> int:
         bar.set_description("ours")
         ours = ask_ourselves(engine, scheduling, model, answers, progress=bar.update)
         bar.close()
-        experts = model.moe.experts_per_token if model.moe else 0
         limits = tolerance(
-            str(dtype).removeprefix("torch."), model.num_layers, args.tolerance, experts_per_token=experts
+            str(dtype).removeprefix("torch."),
+            model.num_layers,
+            args.tolerance,
+            experts_per_token=model.experts_per_token,
         )
         report = judge(answers, ours, limits)
         if args.json:

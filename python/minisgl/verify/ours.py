@@ -19,7 +19,7 @@ from minisgl.distributed.group import SingleRank
 from minisgl.engine.decode_graphs import DecodeGraphs
 from minisgl.engine.engine import Engine
 from minisgl.engine.forward import Forwarded
-from minisgl.models.config import ModelConfig
+from minisgl.models.config.model_config import ModelConfig
 from minisgl.scheduler.build import make_loop
 from minisgl.verify.compare import Run, common_length, compare_rows
 from minisgl.verify.oracle import TRACED, Answers, Expected, Float32Array

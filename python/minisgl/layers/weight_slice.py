@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightSlice:
     """A part of one checkpoint tensor and the part of a parameter that it fills.
 
-    A `tied` piece is filled under another name: the checkpoint may lack it, and must repeat the values if not.
+    A `tied` slice is filled under another name: the checkpoint may lack it, and must repeat the values if not.
     """
 
     name: str
@@ -21,11 +21,14 @@ class Piece:
     source: tuple[slice, ...]  # what this rank keeps of it
     target: Tensor  # a view of the parameter, as large as the source
     tied: bool = False
+    offset: float = 0.0  # added to what the checkpoint holds
 
 
 @runtime_checkable
 class Loadable(Protocol):
-    def pieces(self, name: str) -> Iterator[Piece]:
+    """A layer with weights of a checkpoint."""
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         """Everything this layer keeps; `name` is its path in the model, which is also its checkpoint name."""
         ...
 
@@ -34,11 +37,11 @@ class Loadable(Protocol):
 class Stackable(Protocol):
     """A loadable whose tensors some checkpoints hold stacked into one."""
 
-    def stacked_pieces(self, name: str) -> Iterator[Piece]:
-        """What it keeps of such a checkpoint; stands for `pieces` where the first of these is in the file."""
+    def stacked_slices(self, name: str) -> Iterator[WeightSlice]:
+        """What it keeps of such a checkpoint; stands for `weight_slices` where the first of these is in the file."""
         ...
 
 
-def whole(name: str, target: Tensor) -> Piece:
+def whole(name: str, target: Tensor, offset: float = 0.0) -> WeightSlice:
     """A tensor that every rank keeps as it is."""
-    return Piece(name, tuple(target.shape), (slice(None),) * target.ndim, target)
+    return WeightSlice(name, tuple(target.shape), (slice(None),) * target.ndim, target, offset=offset)

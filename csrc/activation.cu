@@ -1,7 +1,7 @@
-// silu(gate) * up over rows of 2 * I values, the gate first. I is a multiple of VEC; `parts` blocks work on a row.
+// activation(gate) * up over rows of 2 * I values, the gate first. I is a multiple of VEC; `parts` blocks work on a row.
 #include "common.cuh"
 
-extern "C" __global__ void silu_and_mul(const T* gate_up, T* out, int I, int parts) {
+extern "C" __global__ void activate_and_mul(const T* gate_up, T* out, int I, int parts) {
   wait_for_predecessor();
   start_successor();
   unsigned token = blockIdx.x / parts, i = (blockIdx.x % parts * blockDim.x + threadIdx.x) * VEC;
@@ -11,7 +11,7 @@ extern "C" __global__ void silu_and_mul(const T* gate_up, T* out, int I, int par
 #pragma unroll
   for (int j = 0; j < VEC; ++j) {
     float x = to_float(g.v[j]);
-    y.v[j] = from_float<T>(rounded(__fdividef(x, 1.f + __expf(-x))) * to_float(u.v[j]));
+    y.v[j] = from_float<T>(rounded(activation(x)) * to_float(u.v[j]));
   }
   *(Vec<VEC>*)(out + (long long)token * I + i) = y;
 }

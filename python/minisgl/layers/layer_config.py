@@ -1,0 +1,117 @@
+"""One decoder layer as the engine, tensor parallelism and the layers themselves know it. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from minisgl.kernel.options import Activation, Routing
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Frequencies stretched by `factor` where a wave is longer than the original context (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All frequencies divided by `factor` (position interpolation, Chen et al., 2023)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (Peng et al., 2023): frequencies that turn fewer than `beta_slow` times in the original context are
+    divided by `factor`, those that turn more than `beta_fast` times stay, and the rotations are scaled.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float  # what cosines and sines are multiplied by
+    truncate: bool  # the ramp between the two begins and ends at whole dimensions
+    original_max_positions: int
+
+
+RopeScaling: TypeAlias = Llama3Scaling | LinearScaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al., 2021) over all dimensions of a head."""
+
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Grouped-query attention of one layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    scale: float  # factor of q @ k before the softmax
+    window: int | None = None  # positions that a query attends to, its own included; None: all before it
+    qk_norm: bool = False  # each head of q and k is normed before its rotation
+    qkv_bias: bool = False
+    out_bias: bool = False
+
+    def heads_per_rank(self, tp_size: int) -> int:
+        """Query heads of each tensor-parallel rank."""
+        return self.num_heads // tp_size
+
+    def kv_heads_per_rank(self, tp_size: int) -> int:
+        """KV heads that each rank stores, replicas included: the KV pool's `num_kv_heads`."""
+        return len(self.kv_heads_of(0, tp_size))
+
+    def kv_heads_of(self, rank: int, tp_size: int) -> list[int]:
+        """The KV head behind each equal block of a rank's query heads; a head may stand there more than once."""
+        heads, group = self.heads_per_rank(tp_size), self.num_heads // self.num_kv_heads
+        block = math.gcd(heads, group)
+        return [head // group for head in range(rank * heads, (rank + 1) * heads, block)]
+
+
+@dataclass(frozen=True, slots=True)
+class MLPConfig:
+    """A gated feed-forward block: down(activation(gate(x)) * up(x))."""
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """A router and gated experts, of which each token is sent to a few."""
+
+    num_experts: int
+    intermediate_size: int  # of one expert
+    routing: Routing
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """Checkpoint names of a layer's RMSNorms: in front of attention and MLP, and behind each (None: there is none)."""
+
+    attention: str = "input_layernorm"
+    mlp: str = "post_attention_layernorm"
+    attention_post: str | None = None
+    mlp_post: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """One decoder layer."""
+
+    attention: AttentionConfig
+    mlp: MLPConfig | MoEConfig
+    norms: NormNames = NormNames()

@@ -1,0 +1,119 @@
+"""Typed look-ups in a config.json; every error names the key."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+from minisgl.models.config.model_config import DTypeName, UnsupportedModel
+
+_T = TypeVar("_T")
+
+# Keys that change the result, with the value at which they do not. A family that knows better reads them; of the others
+# any other value is refused. Null is always harmless.
+_NEUTRAL: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1,
+    "quantization_config": None,
+    "compression_config": None,
+    "per_layer_config": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+    "attention_multiplier": None,
+    "embedding_multiplier": 1,
+    "residual_multiplier": 1,
+    "logits_scaling": 1,
+    "logit_scale": 1,
+    "attention_chunk_size": None,
+    "dual_chunk_attention_config": None,
+    "no_rope_layers": None,
+    "use_qk_norm": False,
+    "qk_layernorm": False,
+    "alibi": False,
+    "is_causal": True,
+    "use_bidirectional_attention": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "num_experts": None,
+    "num_local_experts": None,
+}
+
+
+class ConfigReader:
+    """One object of a config.json. It knows which keys were read, so that none which matters is passed over."""
+
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+        self._raw = {**(defaults or {}), **raw}
+        self._read: set[str] = set()
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
+        """The same file, with the values that transformers takes for keys it leaves out."""
+        return ConfigReader(self._raw, defaults)
+
+    def nested(self, key: str, inherited: tuple[str, ...] = ()) -> ConfigReader:
+        """The object under `key`, which has the outer object's values of the `inherited` keys that it lacks."""
+        inner = self.get(key)
+        if not isinstance(inner, dict):
+            raise UnsupportedModel(f"config.json lacks {key}")
+        return ConfigReader(inner, {name: self._raw[name] for name in inherited if name in self._raw})
+
+    def get(self, key: str) -> Any:
+        """The value as it stands; None where there is none."""
+        self._read.add(key)
+        return self._raw.get(key)
+
+    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer of at least `least`."""
+        value = self.get(key)
+        if value is None:
+            return _required(key, default)
+        if type(value) is not int or value < least:
+            raise UnsupportedModel(f"{key} must be an integer of at least {least}, not {brief(value)}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive, finite number."""
+        value = self.get(key)
+        if value is None:
+            return _required(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UnsupportedModel(f"{key} must be a positive number, not {brief(value)}")
+        return float(value)
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise UnsupportedModel(f"{key} must be true or false, not {brief(value)}")
+        return value
+
+    def dtype(self) -> DTypeName:
+        """The checkpoint's dtype; transformers 4 wrote it as torch_dtype."""
+        name = self.get("dtype") or self.get("torch_dtype") or "float32"
+        if name not in ("float32", "bfloat16", "float16"):
+            raise UnsupportedModel(f"dtype {brief(name)} is not supported; known are float32, bfloat16, float16")
+        return cast(DTypeName, name)
+
+    def refuse_unread(self) -> None:
+        """UnsupportedModel for the first key that changes the result and that the family has not read."""
+        for key, neutral in _NEUTRAL.items():
+            value = self._raw.get(key)
+            if key not in self._read and value is not None and value != neutral:
+                raise UnsupportedModel(f"{key} {brief(value)} is not supported")
+
+
+def _required(key: str, default: _T | None) -> _T:
+    if default is None:
+        raise UnsupportedModel(f"config.json lacks {key}")
+    return default
+
+
+def brief(value: Any) -> str:
+    """JSON of at most 80 characters, for an error."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,77 @@
+"""Reads a model's folder: config.json, and what the files beside it add.
+
+What a config asks for and its family does not know is refused by name. Keys that do not change the result are ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from minisgl.models import beside
+from minisgl.models.config.config_reader import ConfigReader, brief
+from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
+from minisgl.models.registry import FAMILIES
+
+
+def load_model_config(folder: Path) -> ModelConfig:
+    """Read config.json and, if they are there, what other files add to it. Raises UnsupportedModel."""
+    if not folder.is_dir():
+        raise UnsupportedModel(f"{folder} is not a folder")
+    if not (folder / "config.json").is_file():
+        raise UnsupportedModel(f"{folder} has no config.json")
+    raw = _read_json(folder / "config.json")
+    if not (raw.get("dtype") or raw.get("torch_dtype")):
+        raw = {**raw, "dtype": beside.checkpoint_dtype(folder)}
+    generation = folder / "generation_config.json"
+    return parse_config(raw, _read_json(generation) if generation.is_file() else {}, beside.tokenizer_eos(folder))
+
+
+def parse_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, tokenizer_eos: int | None = None
+) -> ModelConfig:
+    """Make the same of the two files' contents and the tokenizer's eos_token; takes keys of transformers 4 and of 5."""
+    architecture = _architecture(raw)
+    config = FAMILIES[architecture](architecture, ConfigReader(raw))
+    eos = _eos_token_ids(raw, generation or {}, tokenizer_eos)
+    # Ids beyond the vocabulary, which some tokenizers have, are never generated; -1 means that there is none.
+    known = dict.fromkeys(token for token in eos if 0 <= token < config.vocab_size)
+    return dataclasses.replace(config, eos_token_ids=tuple(known))
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    names = raw.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise UnsupportedModel("config.json names no architecture (key architectures)")
+    for name in names:
+        if name in FAMILIES:
+            return str(name)
+    known = ", ".join(sorted(FAMILIES))
+    raise UnsupportedModel(f"architecture {', '.join(map(str, names))} is not supported; known are {known}")
+
+
+def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], tokenizer_eos: int | None) -> list[int]:
+    """Whatever ends an answer in any of the files, as vLLM and SGLang have it."""
+    ids: list[int] = []
+    for source in (raw, raw.get("text_config"), generation, {"eos_token_id": tokenizer_eos}):
+        value = source.get("eos_token_id") if isinstance(source, Mapping) else None
+        for item in value if isinstance(value, list) else [value]:
+            if item is None:
+                continue
+            if type(item) is not int:
+                raise UnsupportedModel(f"eos_token_id must be a token id or a list of them, not {brief(value)}")
+            ids.append(item)
+    return ids
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise UnsupportedModel(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UnsupportedModel(f"{path} does not hold a JSON object")
+    return content

@@ -1,0 +1,95 @@
+"""A model as the engine knows it. Families make it from a config.json; nothing else reads that file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from minisgl.config import ConfigError
+from minisgl.layers.layer_config import AttentionConfig, LayerConfig, MoEConfig
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+class ModelError(ConfigError):
+    """A model that cannot be served; the text is one line for the person who named it."""
+
+
+class UnsupportedModel(ModelError):
+    """The model, or something that its config asks for, is not there or not implemented."""
+
+
+class WeightError(ModelError):
+    """The checkpoint does not hold the weights that the config describes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointNames:
+    """How a checkpoint's tensor names differ from this decoder's own, which begin with `model.` or `lm_head.`."""
+
+    renamed: tuple[tuple[str, str], ...] = ()  # (theirs, ours): prefixes, the first that fits is replaced
+    ignored: tuple[str, ...] = ()  # prefixes of tensors that text does not need, such as a vision tower's
+
+    def ours(self, name: str) -> str | None:
+        """Return this decoder's name of a checkpoint tensor; None for one that is left out."""
+        if name.startswith(self.ignored):
+            return None
+        for theirs, ours in self.renamed:
+            if name.startswith(theirs):
+                return ours + name.removeprefix(theirs)
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder with its two vocabulary matrices."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerConfig, ...]
+    rms_norm_eps: float
+    max_position_embeddings: int  # the context length: with YaRN, config.json may have less
+    tie_word_embeddings: bool
+    dtype: DTypeName
+    initializer_range: float
+    eos_token_ids: tuple[int, ...] = ()
+    unit_offset_norms: bool = False  # the checkpoint holds w - 1 of every RMSNorm's weight w
+    embedding_scale: float = 1.0  # factor of the input embeddings
+    checkpoint: CheckpointNames = CheckpointNames()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """Attention of the first layer. All layers have its number and size of heads: they share one KV pool."""
+        return self.layers[0].attention
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window by layer."""
+        return tuple(layer.attention.window for layer in self.layers)
+
+    @property
+    def experts_per_token(self) -> int:
+        """The most experts that a layer sends a token to; 0 for a dense model."""
+        return max(layer.mlp.routing.top_k if isinstance(layer.mlp, MoEConfig) else 0 for layer in self.layers)
+
+    def check_tp(self, size: int) -> None:
+        """UnsupportedModel if the layers cannot be divided among `size` ranks.
+
+        KV heads are replicated and the vocabulary is padded, so neither has to divide.
+        """
+        for layer in self.layers:
+            expert = " of an expert" if isinstance(layer.mlp, MoEConfig) else ""
+            divided = {
+                "attention heads": layer.attention.num_heads,
+                f"intermediate size{expert}": layer.mlp.intermediate_size,
+            }
+            for what, count in divided.items():
+                if count % size:
+                    raise UnsupportedModel(
+                        f"tensor parallelism over {size} ranks does not divide the model's {what} ({count})"
+                    )

@@ -1,0 +1,125 @@
+"""The decoder of every family: its equations, and the fused operation that each line becomes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.context import ForwardContext
+from minisgl.distributed.group import TPGroup
+from minisgl.kernel.base import Ops
+from minisgl.layers.attention import Attention
+from minisgl.layers.embedding import LMHead, VocabEmbedding
+from minisgl.layers.layer_config import MoEConfig, RopeConfig
+from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.moe import SparseMLP
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import Rotary
+from minisgl.models.config.model_config import ModelConfig
+
+
+class DecoderLayer(nn.Module):
+    """x = x + attention(norm(x)), then x = x + mlp(norm(x)), each block's output normed where a family does so.
+
+    Norms and additions are seldom launches of their own: the norm in front of a block begins the block's first product
+    (`Ops.norm_linear`, `Ops.norm_gated_linear`), and `residual` is added by its last one (`Ops.linear`), unless a norm
+    of the output stands between.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, rotary: Rotary, *, tp: TPGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        layer, hidden_size = config.layers[index], config.hidden_size
+        make_norm = partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype, unit_offset=config.unit_offset_norms)
+
+        def norm(checkpoint_name: str | None) -> RMSNorm | None:
+            return None if checkpoint_name is None else make_norm(hidden_size, checkpoint_name=checkpoint_name)
+
+        self.attention_norm = make_norm(hidden_size, checkpoint_name=layer.norms.attention)
+        self.self_attn = Attention(layer.attention, index, hidden_size, rotary, make_norm, tp=tp, dtype=dtype)
+        self.attention_post_norm = norm(layer.norms.attention_post)
+        self.mlp_norm = make_norm(hidden_size, checkpoint_name=layer.norms.mlp)
+        self.mlp: nn.Module
+        if isinstance(layer.mlp, MoEConfig):
+            self.mlp = SparseMLP(layer.mlp, hidden_size, tp=tp, dtype=dtype)
+        else:
+            self.mlp = GatedMLP(layer.mlp, hidden_size, tp=tp, dtype=dtype)
+        self.mlp_post_norm = norm(layer.norms.mlp_post)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T, hidden_size] -> [T, hidden_size]; may overwrite x."""
+        if self.attention_post_norm is None:
+            x = self.self_attn(x, self.attention_norm, ctx, residual=x)
+        else:
+            x = self.attention_post_norm(self.self_attn(x, self.attention_norm, ctx), ctx, residual=x)
+        if self.mlp_post_norm is None:
+            x = self.mlp(x, self.mlp_norm, ctx, residual=x)
+        else:
+            x = self.mlp_post_norm(self.mlp(x, self.mlp_norm, ctx), ctx, residual=x)
+        return x
+
+
+class Decoder(nn.Module):
+    """[T] token ids -> [R, hidden_size]: the states of `ctx.read_rows` (None: of all T tokens), before `norm`."""
+
+    def __init__(self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.embedding_scale = config.embedding_scale
+        self.embed_tokens = VocabEmbedding(config.vocab_size, size, tp=tp, dtype=dtype)
+        rotaries: dict[RopeConfig, Rotary] = {}
+        for layer in config.layers:
+            rope = layer.attention.rope
+            if rope not in rotaries:
+                rotaries[rope] = Rotary(layer.attention.head_dim, config.max_position_embeddings, rope)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, rotaries[layer.attention.rope], tp=tp, dtype=dtype)
+            for index, layer in enumerate(config.layers)
+        )
+        self.norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype, unit_offset=config.unit_offset_norms)
+
+    def forward(self, ctx: ForwardContext) -> Tensor:
+        x: Tensor = self.embed_tokens(ctx.input_ids, ctx)
+        if self.embedding_scale != 1.0:
+            x.mul_(self._scale(x))
+        for layer in self.layers:
+            x = layer(x, ctx)
+        return x if ctx.read_rows is None else x[ctx.read_rows]
+
+    def _scale(self, x: Tensor) -> float:
+        """The scale rounded to x's dtype, as the families that have one were trained (Gemma)."""
+        return torch.tensor(self.embedding_scale, dtype=x.dtype, device="cpu").item()
+
+
+class CausalLM(nn.Module):
+    """A decoder and its head. Module names are the checkpoint's, so that loading maps few."""
+
+    def __init__(self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.tp = tp
+        self.model = Decoder(config, tp=tp, dtype=dtype)
+        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied_to=tied_to, tp=tp, dtype=dtype)
+
+    def graph_safe(self, ops: Ops) -> bool:
+        """True if a decode launches the same work whatever its data, so that a CUDA graph may hold it."""
+        return all(module.graph_safe(ops) for module in self.modules() if isinstance(module, SparseMLP))
+
+    @property
+    def layer_weights(self) -> int:
+        """Number of the last layer's weights that each token is multiplied by."""
+        layer = self.model.layers[-1]
+        idle = sum(module.idle_weights for module in layer.modules() if isinstance(module, SparseMLP))
+        return sum(weight.numel() for weight in layer.parameters()) - idle
+
+    def forward(self, ctx: ForwardContext) -> Tensor:
+        """Logits [S, vocab_size] of the tokens that sample, in the model's dtype, the same on every rank."""
+        return self.logits(self.model(ctx), ctx)
+
+    def logits(self, states: Tensor, ctx: ForwardContext) -> Tensor:
+        """Logits [S, vocab_size] of states [S, hidden_size] that the decoder gave."""
+        logits: Tensor = self.lm_head(states, self.model.norm, ctx)
+        return logits

@@ -1,0 +1,89 @@
+"""Gemma 3, its text model (Gemma team, 2025): five layers with a window to one without, norms on both sides of blocks.
+
+Checkpoints with a vision tower are served as text: the tower's weights are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl.layers.layer_config import LayerConfig, MLPConfig, NormNames, RopeConfig
+from minisgl.models.config.common_fields import read_attention, read_layer_types, read_model
+from minisgl.models.config.config_reader import ConfigReader, brief
+from minisgl.models.config.model_config import CheckpointNames, ModelConfig, UnsupportedModel
+from minisgl.models.config.rope_config import parse_rope, rope_parameters
+
+_TEXT, _WITH_VISION = "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"
+ARCHITECTURES = (_TEXT, _WITH_VISION)
+_DEFAULTS: Mapping[str, Any] = {  # of transformers' Gemma3TextConfig; published files leave most of it out
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+_NORMS = NormNames(
+    attention="input_layernorm",
+    attention_post="post_attention_layernorm",
+    mlp="pre_feedforward_layernorm",
+    mlp_post="post_feedforward_layernorm",
+)
+_CHECKPOINT = CheckpointNames(
+    renamed=(
+        ("model.language_model.", "model."),
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+    ),
+    ignored=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
+)
+
+
+def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """Read a config.json of an architecture in ARCHITECTURES. Raises UnsupportedModel."""
+    if architecture == _WITH_VISION:
+        reader = reader.nested("text_config", inherited=("dtype", "torch_dtype", "tie_word_embeddings"))
+    reader = reader.with_defaults(_DEFAULTS)
+    if (activation := reader.get("hidden_activation")) != "gelu_pytorch_tanh":
+        raise UnsupportedModel(f"hidden_activation {brief(activation)} is not supported")
+    num_layers, context_len = reader.count("num_hidden_layers"), reader.count("max_position_embeddings")
+    pattern, window = reader.count("sliding_window_pattern"), reader.count("sliding_window")
+    windowed = read_layer_types(reader, num_layers) or [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    full_rope, window_rope = _ropes(reader)
+    has_bias = reader.flag("attention_bias")
+    full = dataclasses.replace(
+        read_attention(reader, full_rope),
+        scale=reader.number("query_pre_attn_scalar") ** -0.5,
+        qk_norm=True,
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+    )
+    sliding = dataclasses.replace(full, rope=window_rope, window=window if window < context_len else None)
+    mlp = MLPConfig(reader.count("intermediate_size"), activation="gelu_tanh")
+    layers = [LayerConfig(sliding if slides else full, mlp, _NORMS) for slides in windowed]
+    return dataclasses.replace(
+        read_model(architecture, reader, layers, context_len),
+        unit_offset_norms=True,
+        embedding_scale=reader.count("hidden_size") ** 0.5,
+        checkpoint=_CHECKPOINT if architecture == _WITH_VISION else CheckpointNames(),
+    )
+
+
+def _ropes(reader: ConfigReader) -> tuple[RopeConfig, RopeConfig]:
+    """Ropes of the layers without and with a window, from one object for each or from the keys of transformers 4."""
+    parameters = rope_parameters(reader)
+    full, window = parameters.get("full_attention", parameters), parameters.get("sliding_attention", {})
+    if not isinstance(full, dict) or not isinstance(window, dict):
+        raise UnsupportedModel(f"rope_parameters must hold an object for each layer type, not {brief(parameters)}")
+    full = {"rope_theta": reader.number("rope_theta", 1_000_000.0), **full}
+    window = {"rope_theta": reader.number("rope_local_base_freq", 10_000.0), **window}
+    return parse_rope(reader, full), parse_rope(reader, window)
