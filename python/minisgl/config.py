@@ -327,6 +327,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: Annotated[
         ReasoningParserName, Setting(help="form of the model's thoughts; auto: as its chat template shows")
     ] = "auto"
+    shutdown_timeout: Annotated[
+        float,
+        Setting(
+            help="from SIGTERM to the server's end, in which running requests may finish; below what follows SIGTERM "
+            "with SIGKILL (Kubernetes 30, Docker 10); 0: end at once",
+            metavar="SECONDS",
+            ge=0,
+            le=MAX_SECONDS,
+            unit="seconds",
+        ),
+    ] = 25.0
     shell: Annotated[
         bool,
         Setting(help="chat in the terminal; the server ends with it", flags=("--shell", "--shell-mode")),

@@ -23,6 +23,8 @@ from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.parsers.select import Parsers
 from minisgl.server.api.app import build_app
+from minisgl.server.api.http.drain import Drain
+from minisgl.server.api.http.errors import shutting_down
 from minisgl.server.api.process import Server, receive_forever
 from minisgl.server.api.requests.client import EngineClient
 from minisgl.server.api.status.heartbeat import Heartbeat
@@ -73,6 +75,7 @@ class RunningServer:
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._started = threading.Event()
+        self.drained = threading.Event()  # every request that came before a drain is answered
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
         self._thread.start()
         assert self._started.wait(5)
@@ -87,15 +90,19 @@ class RunningServer:
         self.client = EngineClient(outboxes, self.config.http.max_queued_requests)
         heartbeat = Heartbeat(self.client)
         parsers = Parsers.choose(self.config.tool_call_parser, self.config.reasoning_parser, ())
-        self.app = build_app(self.client, heartbeat, self.config, self.config.http.limits(LIMITS), parsers)
-        self._server = Server(self.app, self.config.http)
+        self.drain = Drain()
+        limits = self.config.http.limits(LIMITS)
+        self.app = build_app(self.client, heartbeat, self.drain, self.config, limits, parsers)
+        self._server = Server(self.app, self.config.http, self.drain, self.client.metrics)
         self._loop = asyncio.get_running_loop()
         receiver = asyncio.create_task(receive_forever(inbox, self.client))
         beating = asyncio.create_task(heartbeat.beat_forever() if self._beats else asyncio.sleep(0))
+        draining = asyncio.create_task(self._server.drain(self.drained.set))
         self._started.set()
         await self._server.serve(sockets=[self._socket])
         receiver.cancel()
         beating.cancel()
+        draining.cancel()
         context.destroy(linger=0)
 
     def call(self, function: Callable[[], Any]) -> Any:
@@ -109,6 +116,15 @@ class RunningServer:
     def wait_for(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Await on the server's event loop."""
         return asyncio.run_coroutine_threadsafe(function(), self._loop).result(5)
+
+    def end(self, reason: str) -> None:
+        """End as the process does when the supervisor says Shutdown."""
+
+        def shut_down() -> None:
+            self.client.shut_down(reason)
+            self._server.end(shutting_down(reason))
+
+        self.call(shut_down)
 
     def stop(self) -> None:
         self._server.should_exit = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,15 +22,20 @@ START_SECONDS = 60.0
 
 
 class Server:
-    """A running server. Use it as a context manager."""
+    """A running server. Use it as a context manager.
 
-    def __init__(self, *args: str) -> None:
+    It is started as from a terminal, also where the tests run under nohup, which makes children ignore SIGHUP.
+    `before` is a line of shell that comes first.
+    """
+
+    def __init__(self, *args: str, before: str = ":") -> None:
         # The key that our own questions carry, if the server wants one.
         self.api_key = args[args.index("--api-key") + 1] if "--api-key" in args else "none"
         # A run directory of our own, so that what is left in it can be seen.
         self.tmp = tempfile.mkdtemp(prefix="minisgl-test-")
+        command = ["env", "--default-signal=HUP", sys.executable, "-m", "minisgl", "--port", "0", *args]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "minisgl", "--port", "0", *args],
+            ["sh", "-c", f"{before} && exec {shlex.join(command)}"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -32,10 +32,15 @@ class Serve(msgspec.Struct, frozen=True, tag=True):
     limits: Limits
 
 
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Take no new requests, finish those that are there, then say Drained. Only the API server is asked."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End now. With an error, tell it to the clients that wait."""
 
     error: str | None = None
+    grace: float = 1.0  # seconds that the API server has to answer its clients
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
@@ -51,14 +56,18 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     limits: Limits | None = None
 
 
+class Drained(msgspec.Struct, frozen=True, tag=True):
+    """Every request that came before Drain is answered."""
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The worker cannot go on, in one line."""
 
     message: str
 
 
-ToWorker: TypeAlias = Start | Serve | Shutdown
-ToSupervisor: TypeAlias = Phase | Ready | Failed
+ToWorker: TypeAlias = Start | Serve | Drain | Shutdown
+ToSupervisor: TypeAlias = Phase | Ready | Drained | Failed
 
 
 class ControlPipe(Generic[T]):

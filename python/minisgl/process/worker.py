@@ -22,7 +22,18 @@ from contextlib import contextmanager
 from minisgl.config import ConfigError, ServerConfig
 from minisgl.limits import Limits
 from minisgl.logs import set_up_logging
-from minisgl.message.control import ControlPipe, Failed, Phase, Ready, Serve, Shutdown, Start, ToWorker
+from minisgl.message.control import (
+    ControlPipe,
+    Drain,
+    Drained,
+    Failed,
+    Phase,
+    Ready,
+    Serve,
+    Shutdown,
+    Start,
+    ToWorker,
+)
 from minisgl.message.socket import Addresses
 from minisgl.process.child import leave_signals_to_parent
 
@@ -42,15 +53,18 @@ class Worker:
         self.addresses = Addresses(first.run_dir)
         self._run_dir = first.run_dir
         self._serve: queue.SimpleQueue[Limits] = queue.SimpleQueue()
-        self._on_shutdown: Callable[[str | None], None] = lambda _error: os._exit(0)
+        self._on_drain: Callable[[], object] = self.drained
+        self._on_shutdown: Callable[[Shutdown], None] = lambda _shutdown: os._exit(0)
         threading.Thread(target=self._watch, name="control", daemon=True).start()
 
     def _watch(self) -> None:
         while (message := self._pipe.receive()) is not None:
             if isinstance(message, Serve):
                 self._serve.put(message.limits)
+            elif isinstance(message, Drain):
+                self._on_drain()
             elif isinstance(message, Shutdown):
-                self._on_shutdown(message.error)
+                self._on_shutdown(message)
         if self._is_orphan():
             shutil.rmtree(self._run_dir, ignore_errors=True)  # its owner was killed before it could
         os._exit(1)
@@ -63,8 +77,12 @@ class Worker:
             time.sleep(0.005)
         return False
 
-    def on_shutdown(self, callback: Callable[[str | None], None]) -> None:
-        """Call this, from the control thread, instead of exiting at once. The supervisor waits a second for it."""
+    def on_drain(self, callback: Callable[[], object]) -> None:
+        """Call this, from the control thread, when the supervisor wants no new requests. Register it before `ready`."""
+        self._on_drain = callback
+
+    def on_shutdown(self, callback: Callable[[Shutdown], None]) -> None:
+        """Call this, from the control thread, instead of exiting at once. The supervisor waits `grace` seconds."""
         self._on_shutdown = callback
 
     @contextmanager
@@ -81,6 +99,10 @@ class Worker:
         gc.collect()
         gc.freeze()
         return self._serve.get()
+
+    def drained(self) -> None:
+        """Say that every request that came before the drain is answered."""
+        self._pipe.send(Drained())
 
     def failed(self, message: str) -> None:
         """Say in one line why this worker cannot go on."""

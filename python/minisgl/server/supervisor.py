@@ -15,12 +15,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from minisgl.config import ConfigError, HttpConfig, ServerConfig
 from minisgl.limits import Limits
-from minisgl.message.control import Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
+from minisgl.message.control import Drain, Drained, Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
 from minisgl.process.launch import Child, start_worker
+from minisgl.process.open_files import raise_open_files
 from minisgl.process.run_dir import make_run_dir
 from minisgl.server.signals import SignalSocket
 from minisgl.urls import origin
@@ -36,7 +37,11 @@ ENTRIES: Mapping[str, str] = {  # what each kind of worker runs; only the worker
     "detokenizer": "minisgl.tokenizer.detokenizer_worker:run",
     "api": "minisgl.server.api.process:run",
 }
-GRACE_SECONDS = 1.0  # for workers to end by themselves after Shutdown
+GRACE_SECONDS = 0.9  # for the API server to tell its clients of an end at once
+EXIT_SECONDS = 0.1  # from the end of a worker's grace to the end of its process
+KILL_SECONDS = 0.3  # for workers to be gone after that, until they are killed
+TEARDOWN_SECONDS = 3.0  # of --shutdown-timeout: to tell clients that the time is up, and to end everybody
+REPEAT_SECONDS = 0.5  # after SIGTERM: another is the same one (timeout(1) signals its child and then the child's group)
 
 
 class WorkerFailed(Exception):
@@ -45,6 +50,10 @@ class WorkerFailed(Exception):
 
 class Interrupted(Exception):
     """SIGINT, SIGTERM, SIGHUP, or the end of the shell."""
+
+
+class Terminated(Interrupted):
+    """SIGTERM alone: what runs may finish."""
 
 
 def bind(host: str, port: int, send_timeout: float = HttpConfig().send_timeout) -> socket.socket:
@@ -76,22 +85,26 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._signals, selectors.EVENT_READ, None)
         self._shell: ShellProcess | None = None
+        self._shell_end: int | None = None  # readable when it has ended
+        self._grace = GRACE_SECONDS  # for clients to take the rest of their answers
 
     def run(self) -> int:
         """Serve until interrupted or the shell ends (0), or until a worker fails (1)."""
         begin = time.perf_counter()
+        host, port = self._listener.getsockname()[:2]
         try:
             self._launch()
             limits = self._wait_until_ready()
             self._tell_all(Serve(limits))
-            host, port = self._listener.getsockname()[:2]
             seconds = time.perf_counter() - begin
             scheme = "https" if self._config.http.ssl_certfile else "http"
             name = self._config.model_name
             logger.info("ready after %.1f s: %s on %s", seconds, name, origin(scheme, host, port))
             if self._config.shell:
                 self._open_shell(host, port)
-            self._watch()  # until one of these is raised
+            self._watch()
+            self._drain()
+            raise Interrupted
         except Interrupted:
             self._close_shell()
             logger.info("ending")
@@ -108,12 +121,14 @@ class Supervisor:
     # --- start ------------------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
+        raise_open_files(self._config.http.max_queued_requests)
         for rank in range(self._config.engine.tp_size):
             self._start(f"scheduler-{rank}", "scheduler", rank)
         for index in range(self._config.num_tokenizers):
             self._start(f"tokenizer-{index}", "tokenizer", index)
         self._start("detokenizer", "detokenizer")
         self._start("api", "api", listen_fd=self._listener.fileno())
+        self._listener.close()  # it is the API server's: when that ends, clients are refused instead of left to wait
 
     def _start(self, name: str, kind: str, index: int = 0, listen_fd: int | None = None) -> None:
         child = start_worker(name, self._entries[kind], Start(self._config, self._run_dir, index, listen_fd))
@@ -140,7 +155,8 @@ class Supervisor:
         logging.getLogger().setLevel(logging.WARNING)
         keys = self._config.http.api_keys
         self._shell = ShellProcess(host, port, self._config.model_name, keys[0] if keys else None)
-        self._selector.register(os.pidfd_open(self._shell.process.pid), selectors.EVENT_READ, None)
+        self._shell_end = os.pidfd_open(self._shell.process.pid)
+        self._selector.register(self._shell_end, selectors.EVENT_READ, None)
 
     def _close_shell(self) -> None:
         """Before anything else is written to the terminal."""
@@ -149,21 +165,49 @@ class Supervisor:
 
     # --- watch ------------------------------------------------------------------------------------------------
 
-    def _watch(self) -> NoReturn:
-        while True:
-            for child, message in self._messages():
-                logger.warning("%s said %r while serving", child.name, message)
+    def _watch(self) -> None:
+        """Return after SIGTERM."""
+        try:
+            while True:
+                for child, message in self._messages():
+                    logger.warning("%s said %r while serving", child.name, message)
+        except Terminated:
+            return
 
-    def _messages(self) -> Iterator[tuple[Child, ToSupervisor]]:
-        """Wait for workers to say something.
+    def _drain(self) -> None:
+        """Return when every request is answered, or the time is up. Raises Interrupted after another signal."""
+        timeout = self._config.shutdown_timeout
+        if not timeout:
+            return
+        begin = time.monotonic()
+        deadline = begin + timeout
+        until = deadline - min(TEARDOWN_SECONDS, timeout / 2)
+        logger.info("draining for up to %g s; a second signal ends at once", timeout)
+        if self._shell_end is not None:  # the end of the shell no longer matters
+            self._selector.unregister(self._shell_end)
+        next(child for child in self._children if child.name == "api").pipe.send(Drain())
+        while (seconds := until - time.monotonic()) > 0:
+            try:
+                if any(isinstance(message, Drained) for _, message in self._messages(seconds)):
+                    break
+            except Terminated:
+                if time.monotonic() - begin > REPEAT_SECONDS:
+                    raise
+        else:
+            logger.warning("the time to finish is up: clients that still wait get an error")
+        self._grace = max(GRACE_SECONDS, deadline - time.monotonic() - KILL_SECONDS - EXIT_SECONDS)
+
+    def _messages(self, timeout: float | None = None) -> Iterator[tuple[Child, ToSupervisor]]:
+        """Wait for workers to say something, for up to `timeout` seconds.
 
         Raises WorkerFailed when one fails or is gone, Interrupted after a signal or when the shell has ended.
         """
-        sources = self._selector.select()
+        sources = self._selector.select(timeout)
         signals = self._signals.receive()  # first: whoever ends all of a group's processes means no failure
-        ends = {signal.SIGTERM, signal.SIGHUP} | ({signal.SIGINT} if self._shell is None else set())
-        if signals & ends:
-            raise Interrupted
+        has_terminal = self._shell is None or self._shell.process.poll() is not None
+        signals &= {signal.SIGTERM, signal.SIGHUP} | ({signal.SIGINT} if has_terminal else set())
+        if signals:
+            raise Terminated if signals == {signal.SIGTERM} else Interrupted
         for key, _ in sources:
             if key.fileobj is self._signals:
                 continue
@@ -182,7 +226,7 @@ class Supervisor:
 
     def _obituary(self, child: Child) -> str:
         try:
-            code = child.process.wait(timeout=GRACE_SECONDS)
+            code = child.process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             return f"the process {child.name} closed its control pipe"
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
@@ -198,12 +242,12 @@ class Supervisor:
         """Let the API server answer who still waits, then end everybody."""
         api = next((child for child in self._children if child.name == "api" and child.ready), None)
         if api is not None:
-            api.pipe.send(Shutdown(error))
-            _wait(api.process, GRACE_SECONDS)
+            api.pipe.send(Shutdown(error, self._grace))
+            _wait(api.process, self._grace + EXIT_SECONDS)
         self._tell_all(Shutdown())
 
     def _clean_up(self) -> None:
-        deadline = time.monotonic() + 0.3
+        deadline = time.monotonic() + KILL_SECONDS
         for child in self._children:
             _wait(child.process, deadline - time.monotonic())
             child.process.kill()

@@ -14,6 +14,7 @@ from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.parsers.select import Parsers
 from minisgl.server.api.http.boundary import Boundary, KeyGate
+from minisgl.server.api.http.drain import Drain, DrainGate
 from minisgl.server.api.http.errors import ApiError, invalid_request
 from minisgl.server.api.requests.client import EngineClient
 from minisgl.server.api.routes.control import ControlRoutes
@@ -28,13 +29,13 @@ TOPICS = (GenerationRoutes, ModelRoutes, TokenRoutes, StatusRoutes, ControlRoute
 
 
 def build_app(
-    client: EngineClient, heartbeat: Heartbeat, config: ServerConfig, limits: Limits, parsers: Parsers
+    client: EngineClient, heartbeat: Heartbeat, drain: Drain, config: ServerConfig, limits: Limits, parsers: Parsers
 ) -> Starlette:
     """The ASGI application."""
     service = Service(client, heartbeat, config, limits, parsers)
     app = Starlette(
         routes=[route for topic in TOPICS for route in topic(service).routes()],
-        middleware=layers(config.http),
+        middleware=layers(config.http, drain),
         exception_handlers={
             ApiError: on_api_error,
             InvalidRequest: on_invalid_request,
@@ -45,7 +46,7 @@ def build_app(
     return app
 
 
-def layers(http: HttpConfig) -> list[Middleware]:
+def layers(http: HttpConfig, drain: Drain) -> list[Middleware]:
     """From the outermost in. A web page's preflight carries no key, and a refusal must be readable to the page."""
     found = [Middleware(Boundary, root_path=http.root_path)]
     if http.allowed_origins:
@@ -59,6 +60,7 @@ def layers(http: HttpConfig) -> list[Middleware]:
                 expose_headers=["x-request-id", "retry-after", "x-should-retry"],
             )
         )
+    found.append(Middleware(DrainGate, drain=drain))
     if http.api_keys:
         found.append(Middleware(KeyGate, keys=http.api_keys))
     return found

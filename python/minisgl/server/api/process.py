@@ -7,7 +7,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -19,17 +19,21 @@ import zmq
 from starlette.types import ASGIApp
 
 from minisgl.config import HttpConfig
+from minisgl.message.control import Shutdown
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.process.worker import Worker
 from minisgl.server.api.app import build_app
+from minisgl.server.api.http.acceptor import Acceptor
 from minisgl.server.api.http.connection import Connection
+from minisgl.server.api.http.drain import Drain
+from minisgl.server.api.http.errors import ApiError, shutting_down
 from minisgl.server.api.requests.client import EngineClient
 from minisgl.server.api.status.heartbeat import Heartbeat
+from minisgl.server.api.status.metrics import RequestMetrics
 from minisgl.tokenizer.folder import model_parsers
 
-SHUTDOWN_SECONDS = 0.9  # from the word to the end of the process, whatever clients do
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
 MESSAGES_A_TURN = 32  # taken from the inbox before requests get their turn
 COLLECT_AFTER = 50_000  # objects: what a step brings is thousands that soon go by themselves, and no garbage in cycles
@@ -57,26 +61,31 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
         ]
         client = EngineClient(outboxes, config.http.max_queued_requests)
         parsers = model_parsers(config)
+    loop = asyncio.get_running_loop()
+    drain = Drain()
+    worker.on_drain(lambda: loop.call_soon_threadsafe(drain.begin))
     limits = config.http.limits(worker.ready())
     heartbeat = Heartbeat(client)
-    server = Server(build_app(client, heartbeat, config, limits, parsers), config.http)
-    loop = asyncio.get_running_loop()
+    app = build_app(client, heartbeat, drain, config, limits, parsers)
+    server = Server(app, config.http, drain, client.metrics)
 
     def shut_down(reason: str | None) -> None:
         client.shut_down(reason)
-        server.should_exit = True
+        server.end(shutting_down(reason))
 
-    def on_shutdown(reason: str | None) -> None:
+    def on_shutdown(shutdown: Shutdown) -> None:
         """On the control thread, which has nothing left to do: it also sees to it that there is an end."""
-        loop.call_soon_threadsafe(shut_down, reason)
-        time.sleep(SHUTDOWN_SECONDS)
+        loop.call_soon_threadsafe(shut_down, shutdown.error)
+        time.sleep(shutdown.grace)
         os._exit(0)
 
     worker.on_shutdown(on_shutdown)
+    draining = asyncio.create_task(server.drain(worker.drained))
     receiving = asyncio.create_task(receive_forever(inbox, client))
     beating = asyncio.create_task(heartbeat.beat_forever())
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     ended, _ = await asyncio.wait({receiving, beating, serving}, return_when=asyncio.FIRST_COMPLETED)
+    draining.cancel()
     for task in ended:
         task.result()  # without its receiver the process would answer nobody: its error ends the process
 
@@ -94,14 +103,14 @@ async def receive_forever(inbox: Inbox[ToApi], client: EngineClient) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn as we use it. It leaves signals alone: the supervisor has its own word for the end."""
+    """uvicorn with our own connections. It leaves signals alone: the supervisor has its own word for the end."""
 
-    def __init__(self, app: ASGIApp, http: HttpConfig) -> None:
+    def __init__(self, app: ASGIApp, http: HttpConfig, drain: Drain, metrics: RequestMetrics) -> None:
         config = uvicorn.Config(
             app,
             ssl_keyfile=http.ssl_keyfile,
             ssl_certfile=http.ssl_certfile,
-            http=cast(type[asyncio.Protocol], partial(Connection, receive_timeout=http.receive_timeout)),
+            http="httptools",
             ws="none",
             lifespan="off",
             access_log=False,
@@ -110,9 +119,40 @@ class Server(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=None,  # the supervisor's grace is the limit
         )
         super().__init__(config)
+        self._drain = drain
+        self._metrics = metrics
+        self._accepts = asyncio.Event()
+        self._connect = partial(Connection, config, self.server_state, {}, receive_timeout=http.receive_timeout)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept on the one socket by means of our own."""
+        await super().startup(sockets=[])
+        assert sockets is not None
+        (listener,) = sockets
+        self._acceptor = Acceptor(listener, self.config.backlog, self._connect, self.config.ssl, self._metrics)
+        self._accepts.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, close idle connections, and wait until the others have been answered."""
+        await self._acceptor.close()
+        await super().shutdown(sockets)
+
+    def end(self, error: ApiError) -> None:
+        """Tell every client that waits for the begin of an answer this error, and end."""
+        self._drain.end(error)
+        self.should_exit = True
+
+    async def drain(self, drained: Callable[[], None]) -> None:
+        """Wait for a drain to begin; say so when every request that came before is answered."""
+        await self._drain.begun()
+        await self._accepts.wait()  # a server that has only just started: clients may be waiting
+        for connection in self.server_state.connections:
+            cast(Connection, connection).close_after_answer()
+        await self._drain.empty()
+        drained()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -82,7 +82,7 @@ class KeyGate:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _route_path(scope) in OPEN_ROUTES or self._knows(scope):
+        if scope["type"] != "http" or route_path(scope) in OPEN_ROUTES or self._knows(scope):
             await self._app(scope, receive, send)
         else:
             await unauthorized().response()(scope, receive, send)
@@ -95,7 +95,7 @@ class KeyGate:
         return any([hmac.compare_digest(digest, known) for known in self._digests])  # noqa: C419 - no short cut
 
 
-def _route_path(scope: Scope) -> str:
+def route_path(scope: Scope) -> str:
     """The path as the routes know it."""
     path: str = scope["path"]
     root: str = scope["root_path"]

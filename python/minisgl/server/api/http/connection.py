@@ -90,6 +90,11 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         self.data_received(b"")  # what has come early
 
+    def close_after_answer(self) -> None:
+        """Let no other request follow the one that is being answered."""
+        if self._is_answering():
+            self.cycle.keep_alive = False
+
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is answered like all else that is wrong."""
         self._refuse(invalid(None, msg))

@@ -44,6 +44,7 @@ class RequestMetrics:
         self.request_latency = Histogram(REQUEST_SECONDS)  # from its submission to a sequence's end
         self.request_prompt_tokens = Histogram(TOKENS)
         self.request_generation_tokens = Histogram(TOKENS)
+        self.failed_accepts = 0  # of connections, because the process may open no more files
 
     def prompt(self, num_tokens: int) -> None:
         """A prompt is accepted."""

@@ -71,6 +71,7 @@ class Exposition:
             "num_preemptions": ("sequences that had to make room and wait again", counts.get("retractions", 0)),
             "prompt_tokens": ("tokens of accepted prompts", requests.prompt_tokens),
             "generation_tokens": ("tokens generated", requests.generation_tokens),
+            "failed_accepts": ("accepts that failed for want of files to open", requests.failed_accepts),
         }
         for name, (text, value) in counters.items():
             family = CounterMetricFamily(prefix + name, text, labels=list(self._labels))

@@ -1,0 +1,103 @@
+"""Accepts connections. When the process may open no more files, clients wait in the backlog until one is closed.
+
+The event loop's own server would take such connections and close them without a byte, or stop for a second, and tell
+nobody of either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+from minisgl.server.api.status.metrics import RequestMetrics
+
+logger = logging.getLogger(__name__)
+
+ACCEPTS_A_TURN = 64  # before requests get their turn
+LAST_SECONDS = 0.1  # for the requests of the last connections to be read
+RETRY_SECONDS = 0.1  # after an accept that failed
+LOG_SECONDS = 10.0  # between two lines about it
+NO_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class Acceptor:
+    """Gives each connection of a listening socket a protocol of its own. Starts at once."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        backlog: int,
+        protocol: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None,
+        metrics: RequestMetrics,
+    ) -> None:
+        self._listener = listener
+        self._protocol = protocol
+        self._tls = tls
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        self._logged: float | None = None  # when a failure was last logged
+        listener.setblocking(False)
+        listener.listen(backlog)
+        self._loop.add_reader(listener, self._accept)
+
+    async def close(self) -> None:
+        """Accept who waits in the backlog, whom the kernel would cut off, then no more."""
+        while self._accept():
+            await asyncio.sleep(0)
+        self._loop.remove_reader(self._listener)
+        if self._retry is not None:
+            self._retry.cancel()
+        self._listener.close()
+        await asyncio.sleep(LAST_SECONDS)
+
+    def _accept(self) -> bool:
+        """Accept some connections. False if there is no other, or none may be accepted now."""
+        for _ in range(ACCEPTS_A_TURN):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return False
+            except ConnectionAbortedError:  # it left while it waited
+                continue
+            except OSError as error:
+                if error.errno not in NO_RESOURCES:
+                    raise
+                self._pause(error)
+                return False
+            connection.setblocking(False)
+            task = self._loop.create_task(self._connect(connection))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+        return True
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls)
+        except OSError as error:  # of TLS, too: the client left, or does not speak it
+            logger.debug("a connection failed: %s", error)
+            connection.close()
+
+    def _pause(self, error: OSError) -> None:
+        self._metrics.failed_accepts += 1
+        self._loop.remove_reader(self._listener)
+        self._retry = self._loop.call_later(RETRY_SECONDS, self._resume)
+        now = time.monotonic()
+        if self._logged is None or now - self._logged > LOG_SECONDS:
+            self._logged = now
+            logger.warning(
+                "a connection must wait: %s; %d accepts have failed. Raise the hard limit of open files (ulimit -Hn)",
+                error.strerror,
+                self._metrics.failed_accepts,
+            )
+
+    def _resume(self) -> None:
+        self._retry = None
+        self._loop.add_reader(self._listener, self._accept)
