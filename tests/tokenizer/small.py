@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 SPECIAL = ["<s>", "</s>"]
 
 
-def byte_level() -> Tokenizer:
+def byte_level(added: tuple[str, ...] = ("<think>", "with space é", "中文", "Ã¤")) -> Tokenizer:
     """GPT-2's kind: all bytes, a few merges, and added tokens in and out of the byte alphabet."""
     vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("Ã", "©"), ("ä", "¸"), ("#", "#")]
@@ -19,7 +19,35 @@ def byte_level() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.add_tokens(["<think>", "with space é", "中文", "Ã¤"])
+    tokenizer.add_tokens(list(added))
+    return tokenizer
+
+
+def converted_gguf() -> Tokenizer:
+    """What transformers 5.17 makes of a byte-level GGUF file: steps before ByteLevel that have nothing to do."""
+    tokenizer = byte_level(added=("<think>",))
+    steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " "), decoders.ByteLevel()]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def replaced() -> Tokenizer:
+    """Byte-level behind a step that changes tokens: it has no fast way."""
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("Ġ", " "), decoders.ByteLevel()])
+    return tokenizer
+
+
+def suffix() -> Tokenizer:
+    """OpenAI GPT's and FlauBERT's kind: the end of a word is marked. It has no fast way."""
+    tokens = ["<unk>", *string.ascii_letters, *(f"{c}</w>" for c in string.ascii_letters), "</w>", "世</w>"]
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o</w>"), ("l", "d</w>")]
+    tokens += [left + right for left, right in merges]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.BPEDecoder("</w>")
+    tokenizer.add_special_tokens(SPECIAL)
     return tokenizer
 
 
@@ -79,4 +107,7 @@ KINDS = {
     "metaspace": metaspace,
     "wordpiece": wordpiece,
     "words": words,
+    "converted_gguf": converted_gguf,
+    "replaced": replaced,
+    "suffix": suffix,
 }

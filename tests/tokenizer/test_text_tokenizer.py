@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 import minisgl
 from minisgl.config import ConfigError
 from minisgl.core import InvalidRequest
+from minisgl.grammar.vocabulary import model_vocabulary
 from minisgl.tokenizer.files import load_decoder, load_tokenizer
 from minisgl.tokenizer.text import TextTokenizer
 from tokenizer import small
@@ -243,6 +244,15 @@ def test_the_decoder_of_any_kind_from_a_folder(tmp_path: Path) -> None:
         stream = load_decoder(folder_with(folder, tokenizer)).stream(skip_special_tokens=True)
         ids = tokenizer.encode("hello a").ids
         assert "".join(map(stream.feed, ids)) + stream.flush() == tokenizer.decode(ids)
+
+
+def test_grammars_spell_a_converted_gguf(tmp_path: Path) -> None:
+    """llguidance takes ByteFallback for the kind of the whole tokenizer: Ġ would be no space."""
+    tokenizer = load_tokenizer(folder_with(tmp_path, small.converted_gguf()))
+    spelt = model_vocabulary(tokenizer, tokenizer.get_vocab_size(), [])
+    ids = tokenizer.encode("hello wé").ids
+    assert spelt.decode_bytes(ids) == "hello wé".encode()
+    assert tokenizer.decode(ids) == "hello wé"
 
 
 @pytest.mark.parametrize("module", ["minisgl.tokenizer.worker", "minisgl.tokenizer.detokenizer_worker"])

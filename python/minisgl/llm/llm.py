@@ -36,8 +36,8 @@ from minisgl.seeds import choice_seed, random_seed
 from minisgl.settings import declarations, take_keywords
 from minisgl.tokenizer.admission import check_vocabulary
 from minisgl.tokenizer.bad_words import resolve_bad_words
+from minisgl.tokenizer.decoders import make_decoder
 from minisgl.tokenizer.detokenizer import Detokenizer
-from minisgl.tokenizer.incremental import make_decoder
 from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from minisgl.config import ConfigError
 from minisgl.tokenizer.added import Added, changed_tokens
+from minisgl.tokenizer.decoders import is_byte_level, make_decoder, make_plain
 from minisgl.tokenizer.folder import load_tokenizer_config
-from minisgl.tokenizer.incremental import ByteLevelDecoder, TextDecoder, is_byte_level, make_decoder
+from minisgl.tokenizer.incremental import ByteLevelDecoder, TextDecoder
 
 CONVERTIBLE = (
     "tokenizer.model",
@@ -44,6 +45,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         tokenizer = _convert(folder)
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    make_plain(tokenizer)
     return tokenizer
 
 
@@ -71,7 +73,8 @@ def load_decoder(folder: Path) -> TextDecoder:
         except msgspec.DecodeError:
             return make_decoder(load_tokenizer(folder))  # which says what is wrong, if anything is
         vocabulary = content.model.vocab
-        if is_byte_level(content.decoder) and isinstance(vocabulary, dict):
+        tokens = [*vocabulary, *(t.content for t in content.added_tokens)] if isinstance(vocabulary, dict) else []
+        if isinstance(vocabulary, dict) and is_byte_level(content.decoder, tokens):
             own = [msgspec.structs.replace(t, id=vocabulary.get(t.content, t.id)) for t in content.added_tokens]
             changed = changed_tokens(load_tokenizer_config(folder), own, _Known(vocabulary, own))
             return ByteLevelDecoder(vocabulary, {t.id: (t.content, t.special) for t in (*own, *changed)})

@@ -4,21 +4,19 @@ The pieces that a stream gives, with its flush at the end, are together exactly 
 at once, whatever the ids (of a stream that continues other text: what they add to that); and each character comes with
 the first token after which no further token can change it.
 
-There are two kinds of decoder. Byte-level ones (GPT-2, Llama 3, Qwen, DeepSeek) map every token to bytes, of which
-all together are read as UTF-8. The others (Llama 2, Gemma, T5, BERT) map every token to text by itself, except that
-the first token may lose a space and that a run of byte tokens (<0xE4>) is one unit.
+Almost all decoders are of two kinds, which are here. Byte-level ones (GPT-2, Llama 3, Qwen, DeepSeek) map every token
+to bytes, of which all together are read as UTF-8. Others (Llama 2, Gemma, T5, BERT) map every token to text by itself,
+except that the first token may lose a space and that a run of byte tokens (<0xE4>) is one unit. `redecoding.py` has a
+way for all the rest, and `decoders.py` chooses.
 """
 
 from __future__ import annotations
 
 import codecs
-import json
 import re
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from tokenizers import Tokenizer
-
-from minisgl.config import ConfigError
 
 REPLACEMENT = "\ufffd"
 
@@ -48,46 +46,34 @@ class TextDecoder(Protocol):
         """Whether `skip_special_tokens` leaves it out."""
 
 
-def make_decoder(tokenizer: Tokenizer) -> TextDecoder:
-    """The decoder for this tokenizer; ConfigError if its kind is not known to be decodable piece by piece."""
-    description = None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
-    added = {token_id: (t.content, t.special) for token_id, t in tokenizer.get_added_tokens_decoder().items()}
-    if is_byte_level(description):
-        return ByteLevelDecoder(tokenizer.get_vocab(with_added_tokens=False), added)
-    steps = _flatten(description)
-    kinds = [step["type"] for step in steps]
-    fuse = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
-    unknown = [step["type"] for step in steps[:fuse] if step["type"] not in _PER_TOKEN]
-    unknown += [step["type"] for step in steps[fuse:] if not _is_incremental_on_text(step)]
-    if unknown:
-        raise ConfigError(f"the tokenizer's decoder {unknown[0]} is not supported")
-    return TokenwiseDecoder(tokenizer, added, byte_fallback="ByteFallback" in kinds)
+class TokenTable:
+    """The tokens of a tokenizer by id: which are special, and which stand for a byte (if `byte_fallback`)."""
+
+    def __init__(self, tokenizer: Tokenizer, *, byte_fallback: bool) -> None:
+        added = {token_id: (t.content, t.special) for token_id, t in tokenizer.get_added_tokens_decoder().items()}
+        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+        self.tokens = {token_id: token for token, token_id in vocabulary.items()}
+        self.tokens |= {token_id: content for token_id, (content, _) in added.items()}
+        self.special = {token_id: self.tokens[token_id] for token_id in special_ids(self.tokens, added)}
+        self.byte_of: dict[int, int] = {}
+        if byte_fallback:
+            for token_id, token in self.tokens.items():
+                if match := BYTE_TOKEN.fullmatch(token):
+                    self.byte_of[token_id] = int(match[1], 16)
+        self._skipped: dict[tuple[str, ...], frozenset[int]] = {}  # by the tokens to keep
+
+    def skipped(self, skip_special_tokens: bool, keep: tuple[str, ...]) -> frozenset[int]:
+        """Return the special tokens that become no text: all but those of `keep`, or none."""
+        if not skip_special_tokens:
+            return frozenset()
+        skipped = self._skipped.get(keep)
+        if skipped is None:
+            skipped = frozenset(token_id for token_id, token in self.special.items() if token not in keep)
+            self._skipped[keep] = skipped
+        return skipped
 
 
-def is_byte_level(description: dict[str, Any] | None) -> bool:
-    """Whether the decoder that tokenizer.json describes so is nothing but byte-level."""
-    kinds = [step["type"] for step in _flatten(description)]
-    return kinds[:1] == ["ByteLevel"] and all(kind == "Fuse" for kind in kinds[1:])
-
-
-def _flatten(description: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps that tokens go through."""
-    if description is None:
-        return []
-    if description["type"] != "Sequence":
-        return [description]
-    return [step for part in description["decoders"] for step in _flatten(part)]
-
-
-_PER_TOKEN = ("Replace", "Metaspace", "WordPiece", "Strip", "ByteFallback")  # the next tokens do not matter to them
-
-
-def _is_incremental_on_text(step: dict[str, Any]) -> bool:
-    """Whether this step after Fuse, on the whole text, looks at single characters or at the start only."""
-    kind: str = step["type"]
-    if kind == "Replace":
-        return len(step["pattern"].get("String", "")) == 1
-    return kind == "Fuse" or (kind == "Strip" and step["stop"] == 0)
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # as Rust reads two hexadecimal digits
 
 
 def special_ids(tokens: dict[int, str], added: AddedTokens) -> list[int]:
@@ -109,10 +95,13 @@ def _decode_certain(data: bytes, errors: Literal["strict", "replace"]) -> tuple[
 
 
 def _byte_of_character() -> dict[int, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other 68 bytes for the characters from U+0100."""
+    """Return GPT-2's alphabet: printable Latin-1 is itself, the other 68 bytes are the characters from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
+
+
+ALPHABET = _byte_of_character()  # character code: byte
 
 
 class ByteLevelDecoder:
@@ -121,7 +110,6 @@ class ByteLevelDecoder:
     def __init__(self, vocabulary: dict[str, int], added: AddedTokens) -> None:
         tokens = {token_id: token for token, token_id in vocabulary.items()}
         tokens |= {token_id: content for token_id, (content, _) in added.items()}
-        alphabet = _byte_of_character()
         encode = codecs.charmap_encode
         table: list[str | bytes] = [""] * (1 + max(tokens, default=-1))  # an id without a token is no text
         for token_id, token in tokens.items():
@@ -129,7 +117,7 @@ class ByteLevelDecoder:
                 table[token_id] = token
                 continue
             try:
-                data = encode(token, "strict", alphabet)[0]
+                data = encode(token, "strict", ALPHABET)[0]
             except UnicodeEncodeError:  # an added token, with a character that is not in the alphabet
                 table[token_id] = token
                 continue
@@ -203,37 +191,15 @@ class TokenwiseDecoder:
     more than decode([anchor]), the anchor being any token with text. A unit here is a token or a run of byte tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, added: AddedTokens, byte_fallback: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, table: TokenTable, anchor: int) -> None:
         self._tokenizer = tokenizer
-        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-        tokens = {token_id: token for token, token_id in vocabulary.items()}
-        tokens |= {token_id: content for token_id, (content, _) in added.items()}
-        self._special = {token_id: tokens[token_id] for token_id in special_ids(tokens, added)}
-        self._skipped: dict[tuple[str, ...], frozenset[int]] = {}  # by the tokens to keep
-        self.byte_of: dict[int, int] = {}
-        if byte_fallback:
-            for token_id, token in tokens.items():
-                if match := _BYTE_TOKEN.fullmatch(token):
-                    self.byte_of[token_id] = int(match[1], 16)
-        self._known = set(tokens)
-        self._anchor, self._anchor_text = self._find_anchor()
+        self._table = table
+        self.byte_of = table.byte_of
+        self._anchor, self._anchor_text = anchor, self.decode([anchor])
         self._texts: dict[int, str] = {}
 
-    def _find_anchor(self) -> tuple[int, str]:
-        for token_id in sorted(self._known):
-            text = self.decode([token_id])
-            if len(text) == 1 and text.isalnum() and token_id not in self.byte_of:
-                return token_id, text
-        raise ConfigError("the tokenizer has no token that is a single letter")
-
     def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = (), *, continues: bool = False) -> TextStream:
-        if not skip_special_tokens:
-            return _TokenwiseStream(self, frozenset(), continues)
-        skipped = self._skipped.get(keep)
-        if skipped is None:
-            skipped = frozenset(token_id for token_id, token in self._special.items() if token not in keep)
-            self._skipped[keep] = skipped
-        return _TokenwiseStream(self, skipped, continues)
+        return _TokenwiseStream(self, self._table.skipped(skip_special_tokens, keep), continues)
 
     def token_bytes(self, token: int) -> bytes:
         if token in self.byte_of:
@@ -241,10 +207,10 @@ class TokenwiseDecoder:
         return b"" if self.is_unknown(token) else self.text_of([token]).encode()
 
     def is_special(self, token: int) -> bool:
-        return token in self._special
+        return token in self._table.special
 
     def is_unknown(self, token: int) -> bool:
-        return token not in self._known
+        return token not in self._table.tokens
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -260,9 +226,6 @@ class TokenwiseDecoder:
 
     def _after_anchor(self, unit: list[int]) -> str:
         return self.decode([self._anchor, *unit])[len(self._anchor_text) :]
-
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # as Rust reads two hexadecimal digits
 
 
 class _TokenwiseStream:

@@ -13,9 +13,10 @@ from tokenizers import Tokenizer
 from minisgl.core import CONTEXT_LENGTH_EXCEEDED, Int32Array, InvalidRequest
 from minisgl.limits import Limits
 from minisgl.tokenizer.chat_template import ChatTemplates
+from minisgl.tokenizer.decoders import make_decoder
 from minisgl.tokenizer.files import load_tokenizer
 from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, special_tokens
-from minisgl.tokenizer.incremental import REPLACEMENT, TextDecoder, make_decoder
+from minisgl.tokenizer.incremental import REPLACEMENT, TextDecoder
 
 # A text of more characters than this for each token of the context is not encoded whole without a look at its
 # beginning: encoding takes a second for some 2 MB, in which nobody else's prompt moves.

@@ -1,0 +1,154 @@
+"""Choosing how the ids of a tokenizer are decoded in a stream: by the fast way that is right for its decoder, or by the
+general one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+from tokenizers import Tokenizer, decoders
+
+from minisgl.tokenizer.incremental import (
+    ALPHABET,
+    BYTE_TOKEN,
+    REPLACEMENT,
+    ByteLevelDecoder,
+    TextDecoder,
+    TokenTable,
+    TokenwiseDecoder,
+)
+from minisgl.tokenizer.redecoding import RedecodingDecoder
+
+LOOK_AHEAD = 64  # characters that a step may look ahead of which nothing else is known: a regular expression, say
+
+
+def make_decoder(tokenizer: Tokenizer) -> TextDecoder:
+    """Return the decoder for this tokenizer, whatever its kind."""
+    description = _description(tokenizer)
+    if is_byte_level(description, tokenizer.get_vocab()):
+        added = {token_id: (t.content, t.special) for token_id, t in tokenizer.get_added_tokens_decoder().items()}
+        return ByteLevelDecoder(tokenizer.get_vocab(with_added_tokens=False), added)
+    steps = _flatten(description)
+    table = TokenTable(tokenizer, byte_fallback=any(step["type"] == "ByteFallback" for step in steps))
+    anchor = _letter(tokenizer, table) if _is_tokenwise(steps) else None
+    if anchor is not None:
+        return TokenwiseDecoder(tokenizer, table, anchor)
+    return RedecodingDecoder(tokenizer, table, reach=_reach(steps))
+
+
+def make_plain(tokenizer: Tokenizer) -> None:
+    """Leave out the steps around ByteLevel that have nothing to do: llguidance takes them for another kind."""
+    description = _description(tokenizer)
+    if len(_flatten(description)) > 1 and is_byte_level(description, tokenizer.get_vocab()):
+        tokenizer.decoder = decoders.ByteLevel()
+
+
+def _description(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Return the tokenizer's decoder as tokenizer.json writes it."""
+    return None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+
+
+def is_byte_level(description: dict[str, Any] | None, tokens: Collection[str]) -> bool:
+    """True if the decoder that tokenizer.json describes so maps these tokens to bytes, and does nothing else.
+
+    Steps before ByteLevel may have nothing to do. Fuse has not either, although `tokenizers` gives a text up as a whole
+    if it is fused before and a single character in it is not of GPT-2's alphabet: here that token alone is plain text.
+    """
+    steps = _flatten(description)
+    kinds = [step["type"] for step in steps]
+    if "ByteLevel" not in kinds:
+        return False
+    before, after = steps[: kinds.index("ByteLevel")], kinds[kinds.index("ByteLevel") + 1 :]
+    is_fused = "Fuse" in kinds[: len(before)]
+    return all(kind == "Fuse" for kind in after) and all(_is_idle(step, tokens, is_fused) for step in before)
+
+
+def _is_idle(step: dict[str, Any], tokens: Collection[str], is_fused: bool) -> bool:
+    """True if a step changes none of these tokens, or, if they are fused, none of GPT-2's alphabet."""
+    match step:
+        case {"type": "Fuse"}:
+            return True
+        case {"type": "ByteFallback"}:
+            return not any(BYTE_TOKEN.fullmatch(token) for token in tokens if token.startswith("<0x"))
+        case {"type": "Replace", "pattern": {"String": str(pattern)}} if is_fused:
+            return not ALPHABET.keys() >= set(map(ord, pattern))
+        case {"type": "Replace", "pattern": {"String": str(pattern)}}:
+            return not any(pattern in token for token in tokens)
+    return False
+
+
+def _flatten(description: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the steps that tokens go through."""
+    if description is None:
+        return []
+    if description["type"] != "Sequence":
+        return [description]
+    return [step for part in description["decoders"] for step in _flatten(part)]
+
+
+def _is_tokenwise(steps: list[dict[str, Any]]) -> bool:
+    """True if these steps map every token, or run of byte tokens, to text whatever its neighbours are."""
+    kinds = [step["type"] for step in steps]
+    per_token = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
+    if "ByteFallback" in kinds and not all(map(_leaves_bytes, steps)):
+        return False
+    return all(kind in _PER_TOKEN for kind in kinds[:per_token]) and all(map(_is_incremental, steps[per_token:]))
+
+
+_PER_TOKEN = ("Replace", "Metaspace", "WordPiece", "Strip", "ByteFallback")
+
+
+def _leaves_bytes(step: dict[str, Any]) -> bool:
+    """True if this step changes neither byte tokens nor the U+FFFD of invalid bytes."""
+    match step:
+        case {"type": "ByteFallback" | "Fuse" | "Metaspace"}:
+            return True
+        case {"type": "Replace", "pattern": {"String": str(pattern)}}:
+            return len(pattern) == 1 and pattern not in "<0xABCDEFabcdef123456789+>" + REPLACEMENT
+        case {"type": "Strip", "content": str(content)}:
+            return content not in "<>" + REPLACEMENT
+    return False
+
+
+def _is_incremental(step: dict[str, Any]) -> bool:
+    """True if this step after Fuse, on the whole text, looks at single characters or at the start only."""
+    match step:
+        case {"type": "Fuse"} | {"type": "Strip", "stop": 0}:
+            return True
+        case {"type": "Replace", "pattern": {"String": str(pattern)}}:
+            return len(pattern) == 1
+    return False
+
+
+def _letter(tokenizer: Tokenizer, table: TokenTable) -> int | None:
+    """Return the first token that is a single letter by itself."""
+    for token_id in sorted(table.tokens):
+        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        if len(text) == 1 and text.isalnum() and token_id not in table.byte_of:
+            return token_id
+    return None
+
+
+def _reach(steps: list[dict[str, Any]]) -> int:
+    """Return how many characters at the end of a text a later token may change, beyond an unfinished character.
+
+    Until tokens are joined, by Fuse or ByteLevel, each is changed by itself, or by its neighbours without delay.
+    """
+    kinds = [step["type"] for step in steps]
+    joined = next((at for at, kind in enumerate(kinds) if kind in ("Fuse", "ByteLevel")), len(kinds))
+    after = [step for step in steps[joined:] if step["type"] != "Fuse"]
+    reach = 0
+    for at, step in enumerate(after):
+        match step:
+            case {"type": "ByteLevel"}:
+                reach += at + 1 < len(after)  # of an unfinished character the next step sees U+FFFD
+            case {"type": "Metaspace"}:
+                pass
+            case {"type": "Strip", "stop": int(stop)}:
+                reach += stop
+            case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
+                reach = (reach + max(len(pattern) - 1, 0)) * max(len(content), 1)
+            case _:
+                reach += LOOK_AHEAD
+    return reach

@@ -1,0 +1,148 @@
+"""Decoding in a stream with any decoder that `tokenizers` has: the last tokens are decoded again with each new one.
+
+What is new at the end of the window's text is shown, but for what a later token may still change: the beginning of a
+character, a run of byte tokens, and as many characters as the decoder's steps on the joined text look ahead (`reach`).
+The window begins in the middle of the sequence only where both decodings agree on all that is not shown yet and a
+character more: whatever is special about a first token is over there. So the cost of a token is bounded, and the text
+is that of all ids at once if nothing in it depends on more than MAX_WINDOW tokens.
+"""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+
+from minisgl.tokenizer.incremental import ALPHABET, REPLACEMENT, TextStream, TokenTable
+
+WINDOW = 16  # tokens, if fewer than half of them do not suffice as context
+MAX_WINDOW = 256  # tokens
+MAX_ANCHOR = 12  # characters of a token that may be an anchor: a letter and its marks
+
+
+class RedecodingDecoder:
+    """Decodes with the library alone. `reach`: characters at the end of a text that a later token may change."""
+
+    def __init__(self, tokenizer: Tokenizer, table: TokenTable, *, reach: int) -> None:
+        self._tokenizer = tokenizer
+        self._table = table
+        self.reach = reach
+        self.byte_of = table.byte_of
+        self._anchors = self._find_anchors()
+        self._bytes: dict[int, bytes] = {}
+
+    def _find_anchors(self) -> list[int]:
+        """Return tokens that are a letter in the middle of a text, the shortest first: a before a</w>."""
+        short = [token_id for token_id, token in self._table.tokens.items() if len(token) <= MAX_ANCHOR]
+        short.sort(key=lambda token_id: (len(self._table.tokens[token_id]), token_id))
+        with_letter = [token_id for token_id in short if any(map(str.isalnum, self._table.tokens[token_id]))]
+        texts = {token_id: self.decode([token_id]).strip() for token_id in with_letter}
+        letters = [token_id for token_id, text in texts.items() if len(text) == 1 and text.isalnum()]
+        return letters or [token_id for token_id in short if self.decode([token_id]).strip(REPLACEMENT)]
+
+    def ends_before(self, token: int) -> int | None:
+        """Return a token that ends a text which goes on with this one: a letter with the mark of a word's end, if any.
+
+        It is another token, for decoders may join what is equal.
+        """
+        return next((anchor for anchor in reversed(self._anchors) if anchor != token), None)
+
+    def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = (), *, continues: bool = False) -> TextStream:
+        return _RedecodingStream(self, self._table.skipped(skip_special_tokens, keep), continues)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return what the token adds between two others, in UTF-8; perhaps a part of a character."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = b"" if self.is_unknown(token) else self._between_anchors(token)
+        return found
+
+    def _between_anchors(self, token: int) -> bytes:
+        if token in self.byte_of:
+            return bytes([self.byte_of[token]])
+        text = self.decode([token])
+        others = [anchor for anchor in self._anchors[:3] if anchor != token]
+        if len(others) > 1:
+            left, right = others[:2]
+            front = self.decode([left])
+            back = self.decode([left, right])[len(front) :]
+            whole = self.decode([left, token, right])
+            if whole.startswith(front) and whole.endswith(back) and len(front) + len(back) <= len(whole):
+                text = whole[len(front) : len(whole) - len(back)]
+        codes = [ord(character) for character in self._table.tokens[token]]
+        if REPLACEMENT in text and all(code in ALPHABET for code in codes):
+            return bytes(ALPHABET[code] for code in codes)
+        return text.encode()
+
+    def is_special(self, token: int) -> bool:
+        return token in self._table.special
+
+    def is_unknown(self, token: int) -> bool:
+        return token not in self._table.tokens
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+class _RedecodingStream:
+    __slots__ = ("_decoder", "_limit", "_shown", "_skipped", "_starts_behind_anchor", "_window")
+
+    def __init__(self, decoder: RedecodingDecoder, skipped: frozenset[int], continues: bool) -> None:
+        self._decoder = decoder
+        self._skipped = skipped
+        self._starts_behind_anchor = continues
+        self._window: list[int] = []
+        self._shown = ""  # of the window's text
+        self._limit = WINDOW
+
+    def feed(self, token: int) -> str:
+        decoder = self._decoder
+        if token in self._skipped or decoder.is_unknown(token):
+            return ""
+        if self._starts_behind_anchor:
+            self._starts_behind_anchor = False
+            anchor = decoder.ends_before(token)
+            if anchor is not None:
+                self._window = [anchor]
+                self._shown = decoder.decode([anchor])
+        self._window.append(token)
+        if token in decoder.byte_of and len(self._window) < MAX_WINDOW:
+            return ""  # one invalid byte changes the whole run
+        text = self._decode_window()
+        certain = len(text) - decoder.reach
+        if decoder.reach == 0 and text.endswith(REPLACEMENT):
+            certain -= 1
+        new = self._show(text, certain)
+        if len(self._window) >= self._limit:
+            new += self._forget(text)
+        return new
+
+    def flush(self) -> str:
+        text = self._decode_window()
+        return self._show(text, len(text))
+
+    def _decode_window(self) -> str:
+        """Return the window's text, which begins with what is shown of it."""
+        text = self._decoder.decode(self._window)
+        if not text.startswith(self._shown):  # what is out stays: the token is decoded by itself
+            self._window, self._shown = self._window[-1:], ""
+            text = self._decoder.decode(self._window)
+        return text
+
+    def _show(self, text: str, certain: int) -> str:
+        """Return what is certain and not shown yet."""
+        new = text[len(self._shown) : max(certain, 0)]
+        self._shown += new
+        return new
+
+    def _forget(self, text: str) -> str:
+        """Drop the first half of the window if the rest has all that is not shown yet; return what must go out now."""
+        rest = self._window[len(self._window) // 2 :]
+        rest_text = self._decoder.decode(rest)
+        shown = len(self._shown)
+        if shown and rest_text.endswith(text[shown - 1 :]):
+            self._window, self._shown = rest, rest_text[: len(rest_text) - (len(text) - shown)]
+            return ""
+        if self._limit < MAX_WINDOW:
+            self._limit *= 2
+            return ""
+        self._window, self._shown = rest, rest_text
+        return text[shown:]
