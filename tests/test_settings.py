@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 import pytest
 
-from minisgl.cli import make_parser, parse_args
+from minisgl.cli import NO_SUCH_FLAG, make_parser, parse_args
 from minisgl.config import (
     ConfigError,
     EngineConfig,
@@ -28,8 +28,8 @@ from minisgl.settings import Declaration, Setting, check_settings, declarations,
 PARTS = {SourceConfig: "source", EngineConfig: "engine", SchedulerConfig: "scheduler", HttpConfig: "http"}
 STRUCTS: list[type[msgspec.Struct]] = [*PARTS, ServerConfig]
 SETTINGS = [(struct, one) for struct in STRUCTS for one in declarations(struct)]
-# A certificate must exist (test_api_access has one).
-SETTABLE = [(struct, one) for struct, one in SETTINGS if one.name not in ("ssl_keyfile", "ssl_certfile")]
+FILES = ("ssl_keyfile", "ssl_certfile", "chat_template")  # which must be there: their tests have some
+SETTABLE = [(struct, one) for struct, one in SETTINGS if one.name not in FILES]
 BOUNDED = [one for _, one in SETTINGS if (one.setting.ge, one.setting.gt, one.setting.le) != (None, None, None)]
 
 
@@ -44,6 +44,8 @@ def another(declared: Declaration) -> tuple[list[str], Any]:
     if declared.choices:
         value = declared.choices[-1]
         return [value], value
+    if declared.name == "num_tokenizers":  # of which 0 is 1
+        return ["3"], 3
     if declared.kind in (int, float):
         low = next(bound for bound in (declared.setting.ge, 0.5) if bound is not None)
         value = declared.kind(low if low != declared.default else low + 1)
@@ -57,7 +59,7 @@ def another(declared: Declaration) -> tuple[list[str], Any]:
 @pytest.mark.parametrize(("struct", "declared"), SETTABLE, ids=lambda one: getattr(one, "name", ""))
 def test_each_flag_sets_its_field(struct: type[msgspec.Struct], declared: Declaration) -> None:
     words, value = another(declared)
-    for flag in declared.flags:
+    for flag in (*declared.flags, *declared.setting.aliases):
         config, _ = parse_args([flag, *words])
         assert value_of(config, struct, declared.name) == value
     default, _ = parse_args([])
@@ -84,7 +86,7 @@ def test_a_value_out_of_bounds_is_refused_with_flag_and_limit(declared: Declarat
 
 
 def test_flags_are_unique_and_all_in_the_help() -> None:
-    flags = [flag for _, one in SETTINGS for flag in (*one.flags, *one.setting.switches)]
+    flags = [flag for _, one in SETTINGS for flag in (*one.flags, *one.setting.aliases, *one.setting.switches)]
     assert len(flags) == len(set(flags))
     shown = make_parser().format_help()
     assert all(flag in shown for flag in flags)
@@ -96,6 +98,65 @@ def test_an_unknown_choice_is_refused_by_name() -> None:
         parse_args(["--dtype", "int3"])
     with pytest.raises(ConfigError, match="--port: invalid int value: 'high'"):
         parse_args(["--port", "high"])
+
+
+def test_a_command_line_of_minisglang_runs_unchanged() -> None:
+    words = """--model-path demo --dtype bfloat16 --tensor-parallel-size 2 --ep-size 2 --max-running-requests 4
+    --graph 2 --max-seq-len-override 512 --memory-ratio 0.5 --disable-pynccl --host 0.0.0.0 --port 2000
+    --num-tokenizer 0 --num-pages 9 --max-extend-length 64 --page-size 16 --attn fa,fi --model-source modelscope
+    --cache-type naive --moe-backend fused"""
+    config, _ = parse_args(words.split())
+    assert (config.engine.tp_size, config.engine.cuda_graph_max_bs, config.engine.attention) == (2, 2, "fa,fi")
+    assert (config.num_tokenizers, config.source.model_source, config.scheduler.cache) == (1, "modelscope", "naive")
+
+
+def test_command_lines_of_vllm_and_sglang_mean_what_they_mean_there() -> None:
+    words = """serve owner/name --max_model_len 4096 --gpu-memory-utilization=0.8 --enforce-eager --max-num-seqs 32
+    --block-size 16 --no-enable-prefix-caching --max-num-batched-tokens 2048 --dtype half --kv-cache-dtype fp8 -tp 2
+    --attention-backend FLASH_ATTN --enable-auto-tool-choice --tool-call-parser llama4_pythonic --load-format auto
+    --trust-remote-code"""
+    vllm, _ = parse_args(words.split())
+    engine = vllm.engine
+    assert (vllm.source.model, vllm.model_names) == ("owner/name", ("owner/name",))
+    assert (engine.max_seq_len, engine.memory_ratio, engine.cuda_graph_max_bs) == (4096, 0.8, 0)
+    assert (engine.max_running_requests, engine.page_size, engine.tp_size) == (32, 16, 2)
+    assert (engine.dtype, engine.kv_cache_dtype, engine.attention) == ("float16", "fp8_e4m3", "fa")
+    assert (vllm.scheduler.cache, vllm.scheduler.max_prefill_tokens) == ("naive", 2048)
+    assert vllm.tool_call_parser == "pythonic"
+    words = """--model-path owner/name --context-length 4096 --mem-fraction-static 0.8 --disable-radix-cache --tp 2
+    --disable-cuda-graph --chunked-prefill-size 2048 --enable-mixed-chunk --attention-backend fa3 --schedule-policy lpm
+    --tool-call-parser qwen25 --reasoning-parser deepseek-r1 --disable-overlap-schedule --served-model-name a b
+    --tokenizer-path owner/words"""
+    sglang, _ = parse_args(words.split())
+    assert (sglang.engine.max_seq_len, sglang.engine.memory_ratio, sglang.engine.attention) == (4096, 0.8, "fa")
+    scheduler = sglang.scheduler
+    assert (scheduler.cache, scheduler.max_prefill_tokens, scheduler.batch_policy) == ("naive", 2048, "mixed")
+    assert not scheduler.overlap
+    assert (sglang.tool_call_parser, sglang.reasoning_parser) == ("hermes", "deepseek_r1")
+    assert (sglang.model_names, sglang.source.tokenizer) == (("a", "b"), "owner/words")
+
+
+def test_an_unknown_flag_is_refused_with_what_to_do() -> None:
+    for words, says in (
+        (["--max-total-tokens", "5"], "^there is no --max-total-tokens: give --num-pages"),
+        (["--max_total_tokens=5"], "^there is no --max-total-tokens: give --num-pages"),
+        (["--max-model-length", "5"], "^there is no --max-model-length; --max-model-len is the closest$"),
+        (["--xyzzy"], "^there is no --xyzzy; see minisgl --help$"),
+        (["owner/name"], "^unrecognized argument owner/name: write --model owner/name, or minisgl serve owner/name$"),
+        (["serve", "owner/name", "other"], "^unrecognized argument other"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            parse_args(words)
+    known = [flag for action in make_parser()._actions for flag in action.option_strings]
+    assert not set(known) & set(NO_SUCH_FLAG)
+    named = [word.rstrip(":;,") for advice in NO_SUCH_FLAG.values() for word in advice.split() if word.startswith("--")]
+    assert set(named) <= set(known)
+
+
+def test_the_model_may_stand_bare_behind_serve() -> None:
+    assert parse_args(["serve"])[0].source.model == "demo"
+    assert parse_args(["serve", "--tp", "2", "owner/name"])[0].source.model == "owner/name"
+    assert parse_args(["serve", "--model", "owner/name"])[0].source.model == "owner/name"
 
 
 def test_the_declared_parsers_are_those_there_are() -> None:
@@ -116,12 +177,14 @@ class Example(msgspec.Struct, frozen=True):
     form: Annotated[Literal["round", "flat-out"], Setting(help="a form", values={"sphere": "round"})] = "round"
     share: Annotated[float, Setting(help="a share", gt=0)] = 0.5
     few: Annotated[int, Setting(help="few", le=3)] = 1
+    pair: Annotated[str, Setting(help="a pair", values={"one": "1"})] = ""
 
 
 def test_what_a_declaration_says() -> None:
-    size, form, share, few = declarations(Example)
+    size, form, share, few, pair = declarations(Example)
     assert (size.flags, size.keyword, size.kind, size.choices) == (("--size",), "how_large", int, ())
-    assert [form.choose(text) for text in ("round", "sphere", "flat_out")] == ["round", "round", "flat-out"]
+    assert pair.read("ONE,three") == "1,three"
+    assert [form.read(text) for text in ("round", "sphere", "flat_out")] == ["round", "round", "flat-out"]
     for declared, value, words in (
         (size, 9, "--size must be 1 to 8 bytes, not 9"),
         (share, 0.0, "--share must be above 0, not 0.0"),

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import sys
 
-import msgspec
-
 from minisgl.cli import parse_args
 from minisgl.config import ConfigError
 from minisgl.logs import set_up_logging
@@ -29,13 +27,12 @@ def main() -> int:
         return doctor(sys.argv[2:])
     set_up_logging()
     try:
-        config, resolve = parse_args(sys.argv[1:])
+        config, find = parse_args(sys.argv[1:])
         listener = bind(config.host, config.port, config.http.send_timeout)
-        folder = resolve()
+        folders = find()
         # An unsupported model is noticed before any process is started.
-        load_model_config(folder).check_tp(config.engine.tp_size)
-        engine = msgspec.structs.replace(config.engine, model_path=str(folder.resolve()))
-        supervisor = Supervisor(msgspec.structs.replace(config, engine=engine), listener)
+        load_model_config(folders.model).check_tp(config.engine.tp_size)
+        supervisor = Supervisor(config.located(folders.model, folders.tokenizer), listener)
     except ConfigError as error:
         print(f"minisgl: error: {error}", file=sys.stderr)
         return 2

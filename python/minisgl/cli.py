@@ -1,10 +1,16 @@
-"""The command line: flags -> ServerConfig. Names and aliases of Mini-SGLang's command line are understood."""
+"""The command line: flags -> ServerConfig.
+
+Command lines of Mini-SGLang run unchanged. Flags of vLLM and SGLang that mean the same as one of ours are aliases,
+which the settings declare (`config`); for those that mean something else an error says what to do.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -13,10 +19,78 @@ import msgspec
 
 from minisgl import __version__
 from minisgl.config import ConfigError, EngineConfig, HttpConfig, SchedulerConfig, ServerConfig, SourceConfig
-from minisgl.models.hub import model_folder
+from minisgl.models.hub import ModelFolders, find_model
 from minisgl.settings import add_flags, read_flags
 
 logger = logging.getLogger(__name__)
+
+
+# Flags of vLLM, SGLang and Mini-SGLang that ask for what is done anyway.
+NO_EFFECT = {
+    "--disable-pynccl": "NCCL is used through torch",
+    "--trust-remote-code": "code that comes with a model is never run: a model that needs it is refused by name",
+    "--enable-auto-tool-choice": "tool calls are found wherever the chat template shows their form",
+    "--enable-chunked-prefill": "prompts longer than --max-prefill-length are always cut",
+    "--enable-expert-parallel": "experts are spread with --tp, like all layers",
+    "--async-scheduling": "overlap is on unless --disable-overlap says otherwise",
+    "--enable-metrics": "/metrics is always there",
+    "--enable-prompt-tokens-details": "usage always counts cached tokens",
+    "--enable-cache-report": "usage always counts cached tokens",
+    "--disable-log-requests": "requests' texts are never logged",
+    "--no-enable-log-requests": "requests' texts are never logged",
+    "--disable-log-stats": "statistics are at /metrics and not logged",
+}
+# Flags of vLLM and SGLang that have another form here, or none: what their users can do.
+NO_SUCH_FLAG = {
+    "--max-total-tokens": "give --num-pages: the KV cache has as many pages of --page-size tokens",
+    "--kv-cache-memory-bytes": "give --num-pages or --memory-ratio",
+    "--max-prefill-tokens": "a step's budget is --max-prefill-length, to which longer prompts are cut",
+    "--no-enable-chunked-prefill": "prompts longer than --max-prefill-length are always cut",
+    "--prefill-attention-backend": "give --attn PREFILL,DECODE",
+    "--decode-attention-backend": "give --attn PREFILL,DECODE",
+    "--cuda-graph-bs": "give --cuda-graph-max-bs: the sizes up to it follow",
+    "--cuda-graph-sizes": "give --cuda-graph-max-bs: the sizes up to it follow",
+    "--compilation-config": "give --cuda-graph-max-bs: there is no other compilation to configure",
+    "--enable-torch-compile": "there is no torch.compile here: kernels are compiled at the first start",
+    "--scheduling-policy": "give --schedule-policy; requests' priorities are always obeyed",
+    "--pipeline-parallel-size": "a model is spread with --tp alone",
+    "--pp-size": "a model is spread with --tp alone",
+    "--data-parallel-size": "start a server for each replica, behind a proxy",
+    "--dp-size": "start a server for each replica, behind a proxy",
+    "--dp": "start a server for each replica, behind a proxy",
+    "--nnodes": "a server runs on one host",
+    "--distributed-executor-backend": "each rank is a process of one host",
+    "--quantization": "weights are computed in --dtype; quantized checkpoints are not supported",
+    "--enable-lora": "LoRA adapters are not supported: merge them into the weights",
+    "--lora-modules": "LoRA adapters are not supported: merge them into the weights",
+    "--lora-paths": "LoRA adapters are not supported: merge them into the weights",
+    "--speculative-config": "there is no speculative decoding",
+    "--speculative-algorithm": "there is no speculative decoding",
+    "--swap-space": "a request that loses its pages computes them again; nothing is swapped",
+    "--cpu-offload-gb": "weights stay on the device: spread them with --tp",
+    "--seed": "send seed with a request: its tokens then depend on nothing else of the server",
+    "--random-seed": "send seed with a request: its tokens then depend on nothing else of the server",
+    "--tokenizer-revision": "give --tokenizer as a folder, or leave both out",
+    "--tokenizer-mode": "the tokenizer is always the fast one (tokenizer.json)",
+    "--hf-overrides": "change config.json in a folder of your own",
+    "--json-model-override-args": "change config.json in a folder of your own",
+    "--rope-scaling": "change config.json in a folder of your own",
+    "--is-embedding": "only generation is supported",
+    "--task": "only generation is supported",
+    "--runner": "only generation is supported",
+    "--grammar-backend": "grammars are always llguidance's",
+    "--guided-decoding-backend": "grammars are always llguidance's",
+    "--structured-outputs-config": "grammars are always llguidance's",
+    "--chat-template-content-format": "content is given to the template as its form asks",
+    "--log-requests": "requests' texts are never logged",
+    "--enable-log-requests": "requests' texts are never logged",
+    "--watchdog-timeout": "/health fails after --health-timeout without a heartbeat",
+}
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # the names of flags stay whole
 
 
 class _Parser(argparse.ArgumentParser):
@@ -24,15 +98,21 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(*, serve: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of `minisgl FLAGS`, or of what follows `minisgl serve`, where the model may stand bare."""
     parser = _Parser(
-        prog="python -m minisgl",
-        description="Serve a language model behind an OpenAI-compatible API.",
-        epilog="python -m minisgl verify MODEL compares a model with transformers on this machine; "
-        "python -m minisgl doctor tells what works here.",
+        prog="minisgl",
+        usage="minisgl [serve [MODEL]] [FLAGS]",
+        description="Serve a language model behind an OpenAI-compatible API. minisgl serve MODEL is the same as "
+        "minisgl --model MODEL.",
+        epilog="minisgl verify MODEL compares a model with transformers on this machine; minisgl doctor tells what "
+        "works here.",
+        formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=__version__)
+    if serve:
+        parser.add_argument("bare_model", nargs="?", metavar="MODEL", help="the same as --model MODEL")
     add_flags(parser.add_argument_group("model"), SourceConfig)
     add_flags(parser.add_argument_group("server"), ServerConfig)
     http = parser.add_argument_group("http")
@@ -40,10 +120,40 @@ def make_parser() -> argparse.ArgumentParser:
     http.add_argument("--api-key-file", metavar="FILE", help="more keys, one a line")
     add_flags(parser.add_argument_group("engine"), EngineConfig)
     add_flags(parser.add_argument_group("scheduler"), SchedulerConfig)
-    same = parser.add_argument_group("accepted for Mini-SGLang, without effect")
-    same.add_argument("--disable-pynccl", action="store_true", help="NCCL is used through torch")
+    same = parser.add_argument_group("accepted without effect")
     same.add_argument("--moe-backend", choices=("auto", "fused"), help="experts have one way on each device")
+    same.add_argument(
+        *("--expert-parallel-size", "--ep-size", "--ep"),
+        type=int,
+        metavar="N",
+        help=NO_EFFECT["--enable-expert-parallel"],
+    )
+    for flag, why in NO_EFFECT.items():
+        same.add_argument(flag, action="append_const", const=flag, dest="no_effect", help=why)
     return parser
+
+
+def _refuse_unknown(words: Sequence[str]) -> None:
+    """Raise ConfigError for the first word that the parser does not know, with what to do instead if that is known."""
+    if not words:
+        return
+    flag = next((word.partition("=")[0] for word in words if word.startswith("-")), words[0])
+    if (advice := NO_SUCH_FLAG.get(flag)) is not None:
+        raise ConfigError(f"there is no {flag}: {advice}")
+    if not flag.startswith("-"):
+        raise ConfigError(f"unrecognized argument {flag}: write --model {flag}, or minisgl serve {flag}")
+    known = [option for action in make_parser()._actions for option in action.option_strings]
+    close = difflib.get_close_matches(flag, known, n=1)
+    raise ConfigError(f"there is no {flag}" + (f"; {close[0]} is the closest" if close else "; see minisgl --help"))
+
+
+def _with_dashes(argv: Sequence[str]) -> list[str]:
+    """Return the arguments with flags like --max_model_len written as vLLM also knows them, --max-model-len."""
+    words = []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        words.append(flag.replace("_", "-") + equals + value if flag.startswith("--") else word)
+    return words
 
 
 def api_keys(flags: Sequence[str], file: str | None, environment: str) -> list[str]:
@@ -61,18 +171,25 @@ def api_keys(flags: Sequence[str], file: str | None, environment: str) -> list[s
     return keys
 
 
-def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
-    """Return the configuration, still without `model_path`, and what finds (or downloads) that folder.
+def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], ModelFolders]]:
+    """Return the configuration, still without the model's folders, and what finds (or downloads) these.
 
     Both raise ConfigError.
     """
-    args = make_parser().parse_args(argv)
-    if args.disable_pynccl:
-        logger.info("--disable-pynccl has no effect")
+    serve = list(argv[:1]) == ["serve"]
+    args, unknown = make_parser(serve=serve).parse_known_args(_with_dashes(argv[serve:]))
+    _refuse_unknown(unknown)
+    for flag in args.no_effect or ():
+        logger.info("%s has no effect: %s", flag, NO_EFFECT[flag])
     source = SourceConfig(**read_flags(args, SourceConfig))
+    if serve and args.bare_model is not None:
+        source = msgspec.structs.replace(source, model=args.bare_model)
     engine = EngineConfig(model_path="", **read_flags(args, EngineConfig))
     http = HttpConfig(**read_flags(args, HttpConfig))
     keys = api_keys(http.api_keys, args.api_key_file, os.environ.get("MINISGL_API_KEY", ""))
+    server = read_flags(args, ServerConfig)
+    if server.get("num_tokenizers") == 0:  # Mini-SGLang's default: tokenizer and detokenizer share a process
+        server["num_tokenizers"] = 1
     # Clients that read a tokenizer from a folder often use the folder as the model's name, too.
     names = {"model_names": tuple(dict.fromkeys([model_name(source.model), source.model]))}
     config = ServerConfig(
@@ -80,10 +197,10 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], Path]]:
         engine=engine,
         scheduler=SchedulerConfig(**read_flags(args, SchedulerConfig)),
         http=msgspec.structs.replace(http, api_keys=tuple(keys)),
-        **{**names, **read_flags(args, ServerConfig)},
+        **{**names, **server},
     )
     config.validate()
-    return config, lambda: model_folder(source.model, weights=engine.load_format != "dummy")
+    return config, lambda: find_model(source, weights=engine.load_format != "dummy")
 
 
 def model_name(model: str) -> str:

@@ -36,7 +36,7 @@ CacheType = Literal["radix", "naive"]
 KVCacheDtype = Literal["auto", "fp8_e4m3"]
 BatchPolicyName = Literal["prefill-first", "mixed"]
 SchedulePolicy = Literal["fcfs", "lpm"]
-ModelSource = Literal["huggingface"]
+ModelSource = Literal["huggingface", "modelscope"]
 ToolCallParserName = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral"]
 ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"]
 DEFAULT_PAGE_SIZE = 64
@@ -64,13 +64,32 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             help="folder or hub id of the model; demo: the built-in one",
             flags=("--model", "--model-path"),
+            metavar="MODEL",
         ),
     ] = DEMO_MODEL
-    model_source: Annotated[ModelSource, Setting(help="hub that a model's id belongs to")] = "huggingface"
+    model_source: Annotated[
+        ModelSource, Setting(help="hub of the ids of models and tokenizers; modelscope needs the extra of that name")
+    ] = "huggingface"
+    revision: Annotated[
+        str | None, Setting(help="branch, tag or commit of the model on its hub; none: the newest", metavar="NAME")
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        Setting(
+            help="folder or hub id of the tokenizer and its chat template; none: the model's",
+            aliases=("--tokenizer-path",),
+            metavar="MODEL",
+        ),
+    ] = None
+    chat_template: Annotated[
+        str | None, Setting(help="Jinja file of the chat template; none: the tokenizer's", metavar="FILE")
+    ] = None
 
     def validate(self) -> None:
         """Raise ConfigError for the first value outside its range."""
         check_settings(self)
+        if self.chat_template is not None and not Path(self.chat_template).is_file():
+            raise ConfigError(f"--chat-template {self.chat_template}: there is no such file")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,10 +97,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: str  # a local folder
     device: Annotated[Device, Setting(help="auto: cuda if there is one")] = "auto"
-    dtype: Annotated[Dtype, Setting(help="of weights and computation; auto: the checkpoint's")] = "auto"
-    load_format: Annotated[LoadFormat, Setting(help="dummy: random weights", switches={"--dummy-weight": "dummy"})] = (
-        "safetensors"
-    )
+    dtype: Annotated[
+        Dtype,
+        Setting(
+            help="of weights and computation; auto: the checkpoint's", values={"half": "float16", "float": "float32"}
+        ),
+    ] = "auto"
+    load_format: Annotated[
+        LoadFormat,
+        Setting(help="dummy: random weights", switches={"--dummy-weight": "dummy"}, values={"auto": "safetensors"}),
+    ] = "safetensors"
     attention: Annotated[
         str,
         Setting(
@@ -90,19 +115,36 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             flags=("--attn", "--attention-backend"),
             metavar="NAME",
             keyword="attention_backend",
+            values={
+                "fa3": "fa",
+                "flash_attn": "fa",
+                "flashinfer": "fi",
+                "trtllm": "fi",
+                "trtllm_mha": "fi",
+                "torch_native": "torch",
+                "torch_sdpa": "torch",
+            },
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
         KVCacheDtype,
-        Setting(help="type of the stored K and V; auto: the model's dtype; fp8_e4m3: 8 bits, so twice as many fit"),
+        Setting(
+            help="type of the stored K and V; auto: the model's dtype; fp8_e4m3: 8 bits, so twice as many fit",
+            values={"fp8": "fp8_e4m3"},
+        ),
     ] = "auto"
-    page_size: Annotated[int, Setting(help="tokens of a page of the KV cache", metavar="TOKENS", ge=1)] = (
-        DEFAULT_PAGE_SIZE
-    )
+    page_size: Annotated[
+        int,
+        Setting(help="tokens of a page of the KV cache", aliases=("--block-size",), metavar="TOKENS", ge=1),
+    ] = DEFAULT_PAGE_SIZE
     num_pages: Annotated[
         int | None,
         Setting(
-            help="pages in the KV cache; none: as memory allows", metavar="PAGES", keyword="num_page_override", ge=1
+            help="pages in the KV cache; none: as memory allows",
+            aliases=("--num-gpu-blocks-override",),
+            metavar="PAGES",
+            keyword="num_page_override",
+            ge=1,
         ),
     ] = None
     memory_ratio: Annotated[
@@ -110,6 +152,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             help="share of the GPU's memory for weights and KV cache; on the CPU, of the free memory for the KV cache, "
             "at most 8 GiB",
+            aliases=("--gpu-memory-utilization", "--mem-fraction-static"),
             metavar="RATIO",
             gt=0,
             le=1,
@@ -117,13 +160,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0.9
     max_running_requests: Annotated[
         int,
-        Setting(help="requests that run at the same time", metavar="N", keyword="max_running_req", ge=1, le=4096),
+        Setting(
+            help="requests that run at the same time",
+            aliases=("--max-num-seqs",),
+            metavar="N",
+            keyword="max_running_req",
+            ge=1,
+            le=4096,
+        ),
     ] = 256
     max_seq_len: Annotated[
         int | None,
         Setting(
             help="context length; none: the model's",
             flags=("--max-seq-len-override",),
+            aliases=("--max-model-len", "--context-length"),
             metavar="TOKENS",
             keyword="max_seq_len_override",
             ge=2,
@@ -134,7 +185,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             help="largest decode batch in a CUDA graph; 0: no graphs; none: --max-running-requests",
             flags=("--cuda-graph-max-bs", "--graph"),
+            aliases=("--max-cudagraph-capture-size",),
             metavar="ROWS",
+            switches={"--enforce-eager": 0, "--disable-cuda-graph": 0},
             ge=0,
         ),
     ] = None
@@ -147,6 +200,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             help="GPUs, or processes on the CPU, that hold the model together",
             flags=("--tp", "--tp-size", "--tensor-parallel-size"),
+            aliases=("-tp",),
             metavar="N",
             ge=1,
             le=64,
@@ -164,13 +218,23 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     cache: Annotated[
         CacheType,
-        Setting(help="radix: reuse shared prefixes", flags=("--cache", "--cache-type"), keyword="cache_type"),
+        Setting(
+            help="radix: reuse shared prefixes",
+            flags=("--cache", "--cache-type"),
+            keyword="cache_type",
+            switches={
+                "--enable-prefix-caching": "radix",
+                "--no-enable-prefix-caching": "naive",
+                "--disable-radix-cache": "naive",
+            },
+        ),
     ] = "radix"
     max_prefill_tokens: Annotated[
         int,
         Setting(
             help="prompt tokens computed in one step; longer prompts are cut into chunks",
             flags=("--max-prefill-length", "--max-extend-length"),
+            aliases=("--max-num-batched-tokens", "--chunked-prefill-size"),
             metavar="TOKENS",
             keyword="max_extend_tokens",
             ge=1,
@@ -180,7 +244,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         BatchPolicyName,
         Setting(
             help="prefill-first: prompts before decodes; mixed: every decode in every step, prompts in what is left of "
-            "--max-prefill-length"
+            "--max-prefill-length",
+            switches={"--enable-mixed-chunk": "mixed"},
         ),
     ] = "prefill-first"
     schedule_policy: Annotated[
@@ -188,7 +253,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "fcfs"
     overlap: Annotated[
         bool,
-        Setting(help="read each step's tokens before launching the next step", flags=("--disable-overlap",)),
+        Setting(
+            help="read each step's tokens before launching the next step",
+            flags=("--disable-overlap",),
+            aliases=("--disable-overlap-schedule", "--no-async-scheduling"),
+        ),
     ] = True
 
     def validate(self) -> None:
@@ -215,7 +284,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_methods: Annotated[tuple[str, ...], Setting(help="that such pages may use", metavar="METHOD")] = ("*",)
     allowed_headers: Annotated[tuple[str, ...], Setting(help="that such pages may send", metavar="HEADER")] = ("*",)
     allow_credentials: Annotated[bool, Setting(help="such pages may send cookies")] = False
-    root_path: Annotated[str, Setting(help="that a reverse proxy puts before every route", metavar="PATH")] = ""
+    root_path: Annotated[
+        str,
+        Setting(help="that a reverse proxy puts before every route", aliases=("--fastapi-root-path",), metavar="PATH"),
+    ] = ""
     ssl_keyfile: Annotated[str | None, Setting(help="private key, for https", metavar="FILE")] = None
     ssl_certfile: Annotated[str | None, Setting(help="certificate, for https", metavar="FILE")] = None
     max_body_bytes: Annotated[int, Setting(help="largest body of a request", metavar="BYTES", ge=1)] = 8 * 1024 * 1024
@@ -294,6 +366,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The whole server."""
 
     source: SourceConfig = SourceConfig()
+    tokenizer_path: str = ""  # a local folder; "": the model's
     engine: EngineConfig
     scheduler: SchedulerConfig = SchedulerConfig()
     http: HttpConfig = HttpConfig()
@@ -309,7 +382,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[int, Setting(help="TCP port to listen on; 0: any free one", ge=0, le=65535)] = DEFAULT_PORT
     num_tokenizers: Annotated[
         int,
-        Setting(help="tokenizer processes", flags=("--num-tokenizer", "--tokenizer-count"), metavar="N", ge=1, le=64),
+        Setting(
+            help="tokenizer processes; 0 is understood as 1",
+            flags=("--num-tokenizer", "--tokenizer-count"),
+            metavar="N",
+            ge=0,
+            le=64,
+        ),
     ] = 1
     tool_call_parser: Annotated[
         ToolCallParserName,
@@ -347,6 +426,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def model_name(self) -> str:
         """Name of the model in answers."""
         return self.model_names[0]
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Local folder of the tokenizer and its chat templates."""
+        return Path(self.tokenizer_path or self.engine.model_path)
+
+    def located(self, model: Path, tokenizer: Path) -> ServerConfig:
+        """Return this configuration with the folders of its model and tokenizer, as every process reads them."""
+        engine = msgspec.structs.replace(self.engine, model_path=str(model.resolve()))
+        chat_template = self.source.chat_template and str(Path(self.source.chat_template).resolve())
+        source = msgspec.structs.replace(self.source, chat_template=chat_template)
+        return msgspec.structs.replace(self, engine=engine, source=source, tokenizer_path=str(tokenizer.resolve()))
 
     def validate(self) -> None:
         """Raise ConfigError for the first value outside its range."""

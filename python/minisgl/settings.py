@@ -30,14 +30,15 @@ class Setting:
     """
 
     help: str  # one sentence, without the default
-    flags: tuple[str, ...] = ()  # ours, then aliases; () stands for the field's name with dashes
+    flags: tuple[str, ...] = ()  # shown in --help, ours first; () stands for the field's name with dashes
+    aliases: tuple[str, ...] = ()  # flags of vLLM and SGLang with the same meaning
     metavar: str | None = None  # what a value is called in --help
     keyword: str | None = None  # of LLM, if it is not the field's name
     ge: float | None = None  # bounds of a number: at least, more than, at most
     gt: float | None = None
     le: float | None = None
     unit: str = ""  # behind the limit in a refusal
-    values: Mapping[str, str] = field(default_factory=dict)  # other servers' names of values, for the command line
+    values: Mapping[str, str] = field(default_factory=dict)  # of vLLM and SGLang in small letters, and ours
     switches: Mapping[str, Any] = field(default_factory=dict)  # flags that take no value, each with what it sets
 
 
@@ -83,11 +84,16 @@ class Declaration:
         if too_low or (setting.le is not None and not value <= setting.le):  # nan is neither
             raise ConfigError(f"{self.flags[0]} must be {_bounds(setting)}, not {value}")
 
-    def choose(self, text: str) -> str:
-        """Return the choice that a value of the command line means: ours, or another server's. Raises ConfigError."""
+    def read(self, text: str) -> str:
+        """Return what a text of the command line means, where other servers may name it otherwise.
+
+        Parts between commas are read one by one. Raises ConfigError for what is none of the choices.
+        """
+        values = ",".join(self.setting.values.get(part.lower(), part) for part in text.split(","))
+        if not self.choices:
+            return values
         ours = {choice.replace("-", "_"): choice for choice in self.choices}
-        value = self.setting.values.get(text, text)
-        if (choice := ours.get(value.replace("-", "_"))) is None:
+        if (choice := ours.get(values.replace("-", "_"))) is None:
             raise ConfigError(f"{self.flags[0]} must be one of {', '.join(self.choices)}, not {text}")
         return choice
 
@@ -150,7 +156,9 @@ def read_flags(args: argparse.Namespace, struct: type[msgspec.Struct]) -> dict[s
             value = given[key]
             if get_origin(declared.kind) is tuple:
                 value = tuple(value)
-            values[declared.name] = declared.choose(value) if declared.choices else value
+            elif declared.choices or declared.setting.values:
+                value = declared.read(value)
+            values[declared.name] = value
     return values
 
 
@@ -160,26 +168,28 @@ def _key(struct: type[msgspec.Struct], declared: Declaration) -> str:
 
 def _add_flag(parser: argparse._ActionsContainer, key: str, declared: Declaration, default: Any) -> None:
     setting = declared.setting
-    about: dict[str, Any] = {"dest": key, "default": argparse.SUPPRESS, "help": _help(setting, default)}
+    about: dict[str, Any] = {"dest": key, "default": argparse.SUPPRESS, "metavar": setting.metavar or "VALUE"}
     if declared.kind is bool:
-        parser.add_argument(*declared.flags, action="store_const", const=not declared.default, **about)
-        return
-    about["metavar"] = setting.metavar or declared.name.upper()
-    if declared.choices:
+        del about["metavar"]
+        about |= {"action": "store_const", "const": not declared.default}
+    elif declared.choices:
         about["metavar"] = "{" + ",".join(declared.choices) + "}"
     elif get_origin(declared.kind) is tuple:
         about |= {"nargs": "+", "action": "extend"}
     elif declared.kind is not str:
         about["type"] = declared.kind
-    parser.add_argument(*declared.flags, **about)
+    parser.add_argument(*declared.flags, help=_help(setting, default), **about)
+    if setting.aliases:
+        parser.add_argument(*setting.aliases, help=argparse.SUPPRESS, **about)
     for switch, value in setting.switches.items():
         stands = f"stands for {declared.flags[0]} {value}"
         parser.add_argument(switch, dest=key, default=argparse.SUPPRESS, action="store_const", const=value, help=stands)
 
 
 def _help(setting: Setting, default: Any) -> str:
-    if default is None or isinstance(default, bool) or default in ("", ()):
-        shown = ""
-    else:
-        shown = f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
-    return setting.help.replace("%", "%%") + shown
+    shown = []
+    if setting.aliases:
+        shown.append(f"also {', '.join(setting.aliases)}")
+    if default is not None and not isinstance(default, bool) and default not in ("", ()):
+        shown.append(f"default: {' '.join(default) if isinstance(default, tuple) else default}")
+    return setting.help.replace("%", "%%") + (f" ({'; '.join(shown)})" if shown else "")

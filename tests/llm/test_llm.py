@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from minisgl.config import ConfigError
 from minisgl.core import Grammar, Int32Array, InvalidRequest, StepLogprobs, StepResult
 from minisgl.llm import LLM, SamplingParams
+from minisgl.models.demo import demo_folder
 
 QUESTION = [{"role": "user", "content": "What is Minisgl?"}]
 
@@ -95,6 +98,26 @@ def test_bad_requests_are_refused_before_anything_runs(llm: LLM) -> None:
 def test_what_cannot_be_is_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM("demo", **options)  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_and_a_chat_template_of_their_own(llm: LLM, tmp_path: Path) -> None:
+    """The tokenizer is the demo's with another template; a file's template goes before that."""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_folder() / name, tokenizer)
+    (tokenizer / "chat_template.jinja").write_text("words: {{ messages[0].content }}")
+    file = tmp_path / "template.jinja"
+    file.write_text("file: {{ messages[0].content }}")
+    one = SamplingParams(max_tokens=1)
+    options = {"dtype": "float32", "max_running_req": 2, "num_page_override": 100, "tokenizer": str(tokenizer)}
+    for template, prompt in ((None, "words: abc"), (file, "file: abc")):
+        with LLM("demo", chat_template=None if template is None else str(template), **options) as other:
+            found = other.tokenizer.encode_chat([{"role": "user", "content": "abc"}], None, {})
+            assert found.tolist() == llm.tokenizer.encode(prompt, add_special_tokens=False).tolist()
+            assert other.chat([{"role": "user", "content": "abc"}], one)[0]["token_ids"]
+    with pytest.raises(ConfigError, match="--chat-template /no/such: there is no such file"):
+        LLM("demo", chat_template="/no/such")
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])

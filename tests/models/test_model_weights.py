@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
+from minisgl.config import SourceConfig
 from minisgl.distributed.group import SingleRank
 from minisgl.models.build import build_model, load_model
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.models.decoder import CausalLM
-from minisgl.models.hub import resolve_model
+from minisgl.models.demo import demo_folder
+from minisgl.models.hub import find_model, model_folder
 from minisgl.models.weights import model_slices
 from models.test_model_tp import Rank
 from models.tiny import FAMILIES, make_model
@@ -243,36 +247,71 @@ def test_meta_device_takes_no_memory(saved: Saved) -> None:
 
 
 def test_local_folders_are_taken_as_they_are(tmp_path: Path) -> None:
-    assert resolve_model(str(tmp_path)) == tmp_path
+    assert model_folder(str(tmp_path)) == tmp_path
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "a/b/c", "../up", "", "bad name", "x--y/.."])
 def test_names_that_cannot_be_hub_ids(name: str) -> None:
     with pytest.raises(UnsupportedModel, match=r"does not exist|is a file"):
-        resolve_model(name)
+        model_folder(name)
 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(UnsupportedModel, match="is a file; a model is a folder or a hub id"):
-        resolve_model(str(tmp_path / "model.gguf"))
+        model_folder(str(tmp_path / "model.gguf"))
 
 
 def test_hub_ids_are_downloaded_with_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = []
 
-    def download(name: str, **patterns: list[str]) -> str:
-        calls.append((name, *filter_repo_objects(REPOSITORY, **patterns)))
+    def download(name: str, *, revision: str | None, **patterns: list[str]) -> str:
+        calls.append((name, revision, *filter_repo_objects(REPOSITORY, **patterns)))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(UnsupportedModel, match=r"owner/name came without safetensors; .*\.bin, "):
-        resolve_model("owner/name")
+        model_folder("owner/name")
     (tmp_path / "model-00001-of-00001.safetensors").touch()
-    assert resolve_model("owner/name") == tmp_path
-    assert resolve_model("gpt2", weights=False) == tmp_path
+    assert model_folder("owner/name") == tmp_path
+    assert model_folder("gpt2", weights=False, revision="v2") == tmp_path
     small = [name for name in REPOSITORY[:8] if not name.endswith(".safetensors")]
-    assert calls == [("owner/name", *REPOSITORY[:8])] * 2 + [("gpt2", *small)]
+    assert calls == [("owner/name", None, *REPOSITORY[:8])] * 2 + [("gpt2", "v2", *small)]
+
+
+def test_models_come_from_modelscope_if_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a stand-in for the package, whose hub no test can reach."""
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    with pytest.raises(UnsupportedModel, match=r"pip install 'minisgl\[modelscope\]'$"):
+        model_folder("owner/name", hub="modelscope")
+    assert model_folder(str(tmp_path), hub="modelscope") == tmp_path, "a folder needs no hub"
+    calls = []
+
+    def snapshot_download(name: str, *, revision: str | None, **patterns: list[str]) -> str:
+        if name == "owner/none":
+            raise RuntimeError("404\nnot found")
+        calls.append((name, revision, *filter_repo_objects(REPOSITORY, **patterns)))
+        return str(tmp_path)
+
+    monkeypatch.setitem(sys.modules, "modelscope", types.SimpleNamespace(snapshot_download=snapshot_download))
+    (tmp_path / "model.safetensors").touch()
+    source = SourceConfig(model="owner/name", revision="v1", tokenizer="owner/words", model_source="modelscope")
+    assert find_model(source) == (tmp_path, tmp_path)
+    small = [name for name in REPOSITORY[:8] if not name.endswith(".safetensors")]
+    assert calls == [("owner/name", "v1", *REPOSITORY[:8]), ("owner/words", None, *small)]
+    with pytest.raises(UnsupportedModel, match=r"owner/none could not be downloaded from ModelScope: 404$"):
+        model_folder("owner/none", hub="modelscope")
+
+
+def test_a_revision_is_of_a_hub(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"--revision main is of a hub's model, but .* is a folder"):
+        model_folder(str(tmp_path), revision="main")
+
+
+def test_the_tokenizer_may_come_from_elsewhere(tmp_path: Path) -> None:
+    assert find_model(SourceConfig(tokenizer=str(tmp_path))) == (demo_folder(), tmp_path)
+    with pytest.raises(UnsupportedModel, match="/no/such/folder does not exist"):
+        find_model(SourceConfig(tokenizer="/no/such/folder"))
 
 
 REPOSITORY = [
@@ -294,6 +333,7 @@ def test_hub_errors_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
         (errors.RepositoryNotFoundError("a\nb", response=response), "the hub knows no such model"),
         (errors.LocalEntryNotFoundError("a\nb"), "the hub cannot be reached"),
         (errors.HFValidationError("a\nb"), "not a hub id"),
+        (errors.RevisionNotFoundError("a\nb", response=response), "has no --revision v1 on its hub"),
         (errors.HfHubHTTPError("server\nerror", response=response), "could not be downloaded: server$"),
         (httpx.ConnectError("no route"), "could not be downloaded: no route$"),
         (OSError("disk full"), "could not be downloaded: disk full$"),
@@ -304,5 +344,5 @@ def test_hub_errors_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
         with pytest.raises(UnsupportedModel, match=message) as error:
-            resolve_model("owner/name")
+            model_folder("owner/name", revision="v1")
         assert "\n" not in str(error.value)

@@ -88,7 +88,7 @@ def run(worker: Worker) -> None:
     model = load_model_config(folder)
     context_len = min(config.engine.max_seq_len or model.max_position_embeddings, model.max_position_embeddings)
     instant = InstantEngine(
-        letters=letter_ids(folder),
+        letters=letter_ids(config.tokenizer_folder),
         step_seconds=float(os.environ.get(STEP_MS, "0")) / 1e3,
         page_size=config.engine.page_size,
         num_slots=config.engine.max_running_requests,

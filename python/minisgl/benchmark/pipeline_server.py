@@ -13,8 +13,6 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-import msgspec
-
 from minisgl.benchmark.profiler import Profiler
 from minisgl.cli import parse_args
 from minisgl.process.worker import Worker
@@ -56,11 +54,11 @@ def api(worker: Worker) -> None:
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    config, resolve = parse_args(sys.argv[1:])
+    config, find = parse_args(sys.argv[1:])
     listener = bind(config.host, config.port)
-    engine = msgspec.structs.replace(config.engine, model_path=str(resolve().resolve()))
+    folders = find()
     entries = {kind: f"minisgl.benchmark.pipeline_server:{kind}" for kind in ENTRIES}
-    return Supervisor(msgspec.structs.replace(config, engine=engine), listener, entries).run()
+    return Supervisor(config.located(folders.model, folders.tokenizer), listener, entries).run()
 
 
 if __name__ == "__main__":

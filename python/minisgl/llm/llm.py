@@ -29,7 +29,7 @@ from minisgl.llm.ranks import RankProcesses
 from minisgl.message.to_api import Piece
 from minisgl.message.types import PositionLogprobs, TextOptions, unpack_ids
 from minisgl.models.config.load_config import load_model_config
-from minisgl.models.hub import model_folder
+from minisgl.models.hub import find_model
 from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.serve import step_output
 from minisgl.seeds import choice_seed, random_seed
@@ -100,14 +100,14 @@ class LLM:
         source, config, scheduling = _read_settings(settings)
         server = ServerConfig(source=source, engine=config, scheduler=scheduling, model_names=(model,))
         server.validate()
-        folder = model_folder(source.model, weights=config.load_format != "dummy")
-        config = msgspec.structs.replace(config, model_path=str(folder))
-        server = msgspec.structs.replace(server, engine=config)
+        folder, tokenizer_folder = find_model(source, weights=config.load_format != "dummy")
+        server = server.located(folder, tokenizer_folder)
+        config = server.engine
         model_config = load_model_config(folder)
         model_config.check_tp(config.tp_size)
         self.phases: dict[str, float] = {}  # seconds of each phase of the start
         with self._phase("load tokenizer"):
-            self.tokenizer = TextTokenizer.from_folder(folder)
+            self.tokenizer = TextTokenizer.from_folder(tokenizer_folder, server.source.chat_template)
             self._decoder = make_decoder(self.tokenizer.tokenizer)
             self._validator = GrammarValidator(named_tokens(self.tokenizer.tokenizer))
         self._ranks = RankProcesses(server)

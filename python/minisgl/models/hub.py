@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import NamedTuple
 
-from minisgl.config import DEMO_MODEL
+from minisgl.config import DEMO_MODEL, ModelSource, SourceConfig
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.models.demo import demo_folder
 
@@ -22,27 +23,63 @@ _IGNORED = [
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def model_folder(name: str, *, weights: bool = True) -> Path:
-    """The local folder of the demo model, a folder or a hub id. Raises UnsupportedModel."""
-    return demo_folder() if name == DEMO_MODEL else resolve_model(name, weights=weights)
+class ModelFolders(NamedTuple):
+    """Local folders of a model and of its tokenizer, often the same one."""
+
+    model: Path
+    tokenizer: Path
 
 
-def resolve_model(name: str, *, weights: bool = True) -> Path:
-    """A local folder as it is, or else the snapshot of a hub id, downloaded if need be. Raises UnsupportedModel.
+def find_model(source: SourceConfig, *, weights: bool = True) -> ModelFolders:
+    """Return the local folders of a model and its tokenizer, downloaded if need be. Raises UnsupportedModel."""
+    folder = model_folder(source.model, weights=weights, revision=source.revision, hub=source.model_source)
+    if source.tokenizer is None:
+        return ModelFolders(folder, folder)
+    return ModelFolders(folder, model_folder(source.tokenizer, weights=False, hub=source.model_source))
 
-    `weights=False` leaves out the safetensors (dummy weights).
+
+def model_folder(
+    name: str, *, weights: bool = True, revision: str | None = None, hub: ModelSource = "huggingface"
+) -> Path:
+    """Return the local folder of the demo model, a folder or a hub id, downloaded if need be.
+
+    `weights=False` leaves out the safetensors (dummy weights, tokenizers). Raises UnsupportedModel.
     """
-    folder = Path(name).expanduser()
+    folder = demo_folder() if name == DEMO_MODEL else Path(name).expanduser()
     if name and folder.is_dir():
+        if revision is not None:
+            raise UnsupportedModel(f"--revision {revision} is of a hub's model, but {name} is a folder")
         return folder
     if name and folder.exists():
         raise UnsupportedModel(f"model {name} is a file; a model is a folder or a hub id")
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise UnsupportedModel(f"model {name} does not exist: no such folder, and not a hub id (owner/name)")
-    return _download(name, weights)
+    patterns = [*_CONFIG_AND_TOKENIZER, _WEIGHTS] if weights else _CONFIG_AND_TOKENIZER
+    download = _download_from_modelscope if hub == "modelscope" else _download_from_hugging_face
+    folder = download(name, revision, patterns)
+    if weights and not any(folder.glob(_WEIGHTS)):
+        raise UnsupportedModel(
+            f"model {name} came without safetensors; weights in other formats (.bin, .gguf) are not downloaded: "
+            "convert them to safetensors"
+        )
+    return folder
 
 
-def _download(name: str, weights: bool) -> Path:
+def _download_from_modelscope(name: str, revision: str | None, patterns: list[str]) -> Path:
+    try:
+        from modelscope import snapshot_download
+    except ImportError:
+        raise UnsupportedModel(
+            "--model-source modelscope needs the package modelscope: pip install 'minisgl[modelscope]'"
+        ) from None
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED))
+    except Exception as error:  # of several packages, whose names change
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UnsupportedModel(f"model {name} could not be downloaded from ModelScope: {reason}") from error
+
+
+def _download_from_hugging_face(name: str, revision: str | None, patterns: list[str]) -> Path:
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -51,15 +88,17 @@ def _download(name: str, weights: bool) -> Path:
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
-    patterns = [*_CONFIG_AND_TOKENIZER, _WEIGHTS] if weights else _CONFIG_AND_TOKENIZER
     try:
-        folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_IGNORED))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED))
     except GatedRepoError as error:
         raise UnsupportedModel(
             f"model {name} is gated: ask for access on its hub page and log in with `hf auth login`"
         ) from error
+    except RevisionNotFoundError as error:
+        raise UnsupportedModel(f"model {name} has no --revision {revision} on its hub") from error
     except RepositoryNotFoundError as error:
         raise UnsupportedModel(
             f"model {name} does not exist: no such folder, and the hub knows no such model (or it is private)"
@@ -73,12 +112,6 @@ def _download(name: str, weights: bool) -> Path:
     except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UnsupportedModel(f"model {name} could not be downloaded: {reason}") from error
-    if weights and not any(folder.glob(_WEIGHTS)):
-        raise UnsupportedModel(
-            f"model {name} came without safetensors; weights in other formats (.bin, .gguf) are not downloaded: "
-            "convert them to safetensors"
-        )
-    return folder
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

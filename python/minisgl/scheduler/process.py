@@ -30,7 +30,7 @@ def run(worker: Worker) -> None:
     folder = Path(config.engine.model_path)
     model = load_model_config(folder)
     grammars = GrammarMatchers(
-        lambda: load_tokenizer(folder), vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+        lambda: load_tokenizer(config.tokenizer_folder), vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
     )
     if worker.index == 0:
         grammars.prepare()  # beside what the engine loads

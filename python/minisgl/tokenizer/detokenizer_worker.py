@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import zmq
 
 from minisgl.message.relayed import Flushed, Report
@@ -20,7 +18,7 @@ from minisgl.tokenizer.files import load_decoder
 def run(worker: Worker) -> None:
     """The process: load, say ready, serve until the supervisor ends it."""
     with worker.phase("load detokenizer"):
-        detokenizer = Detokenizer(load_decoder(Path(worker.config.engine.model_path)))
+        detokenizer = Detokenizer(load_decoder(worker.config.tokenizer_folder))
     context = zmq.Context()
     inbox: Inbox[ToDetokenizer] = Inbox(
         context,

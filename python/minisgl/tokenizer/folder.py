@@ -51,8 +51,13 @@ def _text_of(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The folder's chat templates by name. A single one is called "default"; empty if the model has none."""
+def chat_templates(folder: Path, config: dict[str, Any], file: str | None = None) -> dict[str, str]:
+    """Return the chat templates by name: that of `file` alone, or else the folder's.
+
+    A single one is called "default"; empty if the model has none.
+    """
+    if file is not None:
+        return {"default": _read(Path(file))}
     templates: dict[str, str] = {}
     for name, configured in (
         ("chat_template.json", _load_json(folder / "chat_template.json").get("chat_template")),
@@ -89,14 +94,16 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def model_parsers(config: ServerConfig) -> Parsers:
     """How the model's answers are taken apart: as the flags say, or else as its chat templates show."""
     from minisgl.parsers.select import Parsers  # NumPy comes with it, which reading a config does without
 
-    folder = Path(config.engine.model_path)
-    templates = chat_templates(folder, load_tokenizer_config(folder))
+    folder = config.tokenizer_folder
+    templates = chat_templates(folder, load_tokenizer_config(folder), config.source.chat_template)
     return Parsers.choose(config.tool_call_parser, config.reasoning_parser, templates.values())
 
 

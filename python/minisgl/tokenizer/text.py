@@ -31,12 +31,15 @@ class TextTokenizer:
         self._templates = templates
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> TextTokenizer:
-        """Load from a model folder; ConfigError if its tokenizer cannot be used."""
+    def from_folder(cls, path: str | Path, chat_template: str | None = None) -> TextTokenizer:
+        """Load from a model folder, with the chat template of a file if one is given.
+
+        Raises ConfigError if the tokenizer or the template cannot be used.
+        """
         folder = Path(path)
         config = load_tokenizer_config(folder)
         templates = ChatTemplates(
-            chat_templates(folder, config), special_tokens(config), model_name=folder.resolve().name
+            chat_templates(folder, config, chat_template), special_tokens(config), model_name=folder.resolve().name
         )
         return cls(load_tokenizer(folder), templates)
 

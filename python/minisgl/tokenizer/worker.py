@@ -38,9 +38,9 @@ CHECK_INTERVAL = 0.002  # seconds between looks at the grammars that are being c
 
 def run(worker: Worker) -> None:
     """The process: load, say ready, serve until the supervisor ends it."""
-    folder = Path(worker.config.engine.model_path)
+    folder = worker.config.tokenizer_folder
     with worker.phase("load tokenizer"):
-        tokenizer = TextTokenizer.from_folder(folder)
+        tokenizer = TextTokenizer.from_folder(folder, worker.config.source.chat_template)
         names = named_tokens(tokenizer.tokenizer)
         form = model_parsers(worker.config).reasoning_format
         grammars = GrammarFitter(names, form, GrammarValidator(names))

@@ -34,12 +34,12 @@ class ModelRoutes:
         return ModelCard(name, service.created, service.config.engine.model_path, service.limits.max_seq_len)
 
     async def model_info(self, _request: Request) -> Response:
-        path = self._service.config.engine.model_path
+        config = self._service.config
         return json_response(
             {
-                "model_path": path,
-                "tokenizer_path": path,
-                "served_model_name": self._service.config.model_name,
+                "model_path": config.engine.model_path,
+                "tokenizer_path": str(config.tokenizer_folder),
+                "served_model_name": config.model_name,
                 "is_generation": True,
                 "max_model_len": self._service.limits.max_seq_len,
             }
