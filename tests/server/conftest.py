@@ -1,8 +1,7 @@
-"""A small random model with the real Qwen vocabulary, and a server on it."""
+"""A small random model with a large vocabulary, and a server on it."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,22 +9,17 @@ import pytest
 import torch
 
 from support.server import Server
-from tokenizer.qwen import Unavailable, qwen_folder
+from support.unicode_tokenizer import save_unicode_tokenizer
 
 
 @pytest.fixture(scope="session")
-def qwen_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights over 151,936 tokens: its answers are full of cut characters, emoji and CJK."""
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights over 38,000 tokens: its answers are full of cut characters, emoji and CJK."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    try:
-        vocabulary = qwen_folder()
-    except Unavailable as error:
-        pytest.skip(str(error))
-    folder = tmp_path_factory.mktemp("qwen") / "random-qwen"
-    torch.manual_seed(0)
+    tokenizer = tmp_path_factory.mktemp("tokenizer")
     config = Qwen3Config(
-        vocab_size=151936,
+        vocab_size=save_unicode_tokenizer(tokenizer),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -37,14 +31,16 @@ def qwen_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=True,
         dtype="float32",
     )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models") / "random-model"
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    for file in vocabulary.iterdir():
-        shutil.copy(file, folder)
+    for file in tokenizer.iterdir():
+        file.replace(folder / file.name)
     return folder
 
 
 @pytest.fixture(scope="module")
-def server(qwen_model: Path) -> Iterator[Server]:
-    with Server("--model", str(qwen_model), "--num-tokenizer", "2", "--page-size", "4") as server:
+def server(random_model: Path) -> Iterator[Server]:
+    with Server("--model", str(random_model), "--num-tokenizer", "2", "--page-size", "4") as server:
         yield server
         server.wait_idle()
