@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import sys
 
+import msgspec
+
 from minisgl.cli import parse_args
 from minisgl.config import ConfigError
 from minisgl.logs import set_up_logging
+from minisgl.models.config.generation_config import load_sampling_defaults
 from minisgl.models.config.load_config import load_model_config
 from minisgl.server.supervisor import Supervisor, bind
 
@@ -32,7 +35,9 @@ def main() -> int:
         folders = find()
         # An unsupported model is noticed before any process is started.
         load_model_config(folders.model).check_tp(config.engine.tp_size)
-        supervisor = Supervisor(config.located(folders.model, folders.tokenizer), listener)
+        defaults = load_sampling_defaults(config.source.generation_config, folders.model)
+        config = msgspec.structs.replace(config.located(folders.model, folders.tokenizer), sampling_defaults=defaults)
+        supervisor = Supervisor(config, listener)
     except ConfigError as error:
         print(f"minisgl: error: {error}", file=sys.stderr)
         return 2

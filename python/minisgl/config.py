@@ -17,7 +17,7 @@ default. Only what several fields must agree on is checked by hand, in `validate
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -56,6 +56,24 @@ def attention_names(attention: str) -> tuple[str, str]:
     return names[0], names[-1]
 
 
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Values of generation_config.json for what a request leaves out; None: not set there."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None  # cap on every answer, whatever its request says
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The defaults that are set, by the names of a request's fields; without the cap."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        found.pop("max_new_tokens", None)
+        return found
+
+
 class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model comes from."""
 
@@ -84,6 +102,15 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: Annotated[
         str | None, Setting(help="Jinja file of the chat template; none: the tokenizer's", metavar="FILE")
     ] = None
+
+    generation_config: Annotated[
+        str,
+        Setting(
+            help="sampling defaults: auto: of the model's generation_config.json; vllm: none; or of a folder with such "
+            "a file",
+            metavar="FOLDER",
+        ),
+    ] = "auto"
 
     def validate(self) -> None:
         """Raise ConfigError for the first value outside its range."""
@@ -370,6 +397,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     scheduler: SchedulerConfig = SchedulerConfig()
     http: HttpConfig = HttpConfig()
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # read from the model's folder
     model_names: Annotated[
         tuple[str, ...],
         Setting(

@@ -214,17 +214,19 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits) -> int:
-    """The number of tokens that a prompt of this length may be given; InvalidRequest if it does not fit."""
+    """Return the tokens that a prompt of this length may be given; InvalidRequest if `max_tokens` do not fit.
+
+    More than the cap of `limits` is cut to it without a word, as in vLLM.
+    """
     room = room_for_output(prompt_len, max_tokens, limits)
-    if max_tokens is None:
-        return room
-    if max_tokens > room:
+    if max_tokens is not None and max_tokens > room:
         raise InvalidRequest(
             "max_tokens",
             f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, but {limits.context_limit}",
             CONTEXT_LENGTH_EXCEEDED,
         )
-    return max_tokens
+    wanted = room if max_tokens is None else max_tokens
+    return wanted if limits.max_new_tokens is None else min(wanted, limits.max_new_tokens)
 
 
 def room_for_output(prompt_len: int, max_tokens: int | None, limits: Limits) -> int:

@@ -7,6 +7,7 @@ import msgspec
 MAX_CHOICES = 64
 MAX_STOP_STRINGS = 32
 MAX_LOGPROBS = 20
+MAX_OPENAI_TEMPERATURE = 2.0
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -20,6 +21,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_choices: int = MAX_CHOICES  # of a prompt
     max_stop_strings: int = MAX_STOP_STRINGS
     max_logprobs: int = MAX_LOGPROBS  # alternatives to a token
+    max_new_tokens: int | None = None  # cap on every answer, whatever its request says; None: the context
 
     @property
     def context_limit(self) -> str:

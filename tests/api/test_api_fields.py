@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 from api_harness import MODEL, RunningServer
 
+from minisgl.config import SamplingDefaults
 from minisgl.core import Grammar, SamplingParams
 from minisgl.message.to_tokenizer import Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import TextOptions, pack_ids
@@ -156,3 +158,28 @@ def test_a_long_prompt_of_ids_that_is_cut(server: RunningServer) -> None:
     assert sent(server, ROUTES[1], prompt=ids, truncate_prompt_tokens=5).prompt == IdsPrompt(pack_ids(ids[-4096:]))
     refused = server.post(ROUTES[1], json={"prompt": ids}).json()["error"]
     assert (refused["param"], refused["code"]) == ("prompt", "context_length_exceeded")
+
+
+DEFAULTS = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.05)
+
+
+@pytest.fixture
+def recommended(start_server: Callable[..., RunningServer]) -> RunningServer:
+    """A server whose model recommends how to sample."""
+    return start_server(sampling_defaults=DEFAULTS)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_the_models_defaults_stand_for_what_is_left_out(recommended: RunningServer, path: str) -> None:
+    left_out = sent(recommended, path, temperature=None).sampling
+    chosen = sent(recommended, path, temperature=0, top_p=1, repetition_penalty=1.0).sampling
+    assert {name: getattr(left_out, name) for name in DEFAULTS.fields} == DEFAULTS.fields
+    assert (chosen.temperature, chosen.top_p, chosen.repetition_penalty) == (0.0, 1.0, 1.0)
+    assert (chosen.top_k, chosen.min_p) == (20, 0.01)
+
+
+def test_the_models_defaults_stand_over_those_of_sglang(recommended: RunningServer) -> None:
+    before = len(recommended.engine.of_type(Generate))
+    recommended.post("/generate", json={"text": "hi", "sampling_params": {"top_k": 7}})
+    sampling = recommended.engine.wait_for(Generate, before + 1)[-1].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.6, 7, 128)

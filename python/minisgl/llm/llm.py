@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from minisgl.config import EngineConfig, SchedulerConfig, ServerConfig, SourceConfig
+from minisgl.config import EngineConfig, SamplingDefaults, SchedulerConfig, ServerConfig, SourceConfig
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParams, room_for_output
 from minisgl.engine.engine import Engine
 from minisgl.engine.ranks import join_ranks
@@ -28,6 +28,7 @@ from minisgl.grammar.vocabulary import named_tokens
 from minisgl.llm.ranks import RankProcesses
 from minisgl.message.to_api import Piece
 from minisgl.message.types import PositionLogprobs, TextOptions, unpack_ids
+from minisgl.models.config.generation_config import load_sampling_defaults
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.hub import find_model
 from minisgl.scheduler.build import make_loop
@@ -104,6 +105,7 @@ class LLM:
         server = server.located(folder, tokenizer_folder)
         config = server.engine
         model_config = load_model_config(folder)
+        self._default_params = _default_params(load_sampling_defaults(source.generation_config, folder))
         model_config.check_tp(config.tp_size)
         self.phases: dict[str, float] = {}  # seconds of each phase of the start
         with self._phase("load tokenizer"):
@@ -149,7 +151,8 @@ class LLM:
     ) -> list[Completion]:
         """Answer all prompts (texts or token ids; one text stands for a list of it) in order, batched as they fit.
 
-        One SamplingParams serves all prompts; a list gives each its own. A `max_tokens` beyond the context is clipped
+        One SamplingParams serves all prompts; a list gives each its own; without any the defaults are those of the
+        model's generation_config.json, or else of SamplingParams. A `max_tokens` beyond the context is clipped
         to it, with a warning in the log. Raises InvalidRequest for the first prompt or parameter that cannot be
         served, before anything runs.
         """
@@ -217,7 +220,7 @@ class LLM:
         """One validated SamplingParams a prompt, with max_tokens resolved."""
         self._require_open()
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or self._default_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
         limits = self._engine.limits
@@ -301,6 +304,12 @@ def _read_settings(keywords: dict[str, Any]) -> tuple[SourceConfig, EngineConfig
         known = sorted(one.keyword for kind in _SETTINGS for one in declarations(kind))
         raise TypeError(f"LLM has no keyword {', '.join(keywords)}; it has {', '.join(known)}")
     return source, engine, scheduler
+
+
+def _default_params(defaults: SamplingDefaults) -> SamplingParams:
+    """Return the parameters of a call that gives none: the model's, as vLLM does, or else those of SamplingParams."""
+    params = SamplingParams(**defaults.fields)
+    return params if defaults.max_new_tokens is None else params.with_max_tokens(defaults.max_new_tokens)
 
 
 def _with_tuples(params: SamplingParams) -> SamplingParams:

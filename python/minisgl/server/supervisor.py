@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from minisgl.config import ConfigError, HttpConfig, ServerConfig
 from minisgl.limits import Limits
 from minisgl.message.control import Drain, Drained, Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
@@ -94,8 +96,8 @@ class Supervisor:
         host, port = self._listener.getsockname()[:2]
         try:
             self._launch()
-            limits = self._wait_until_ready()
-            self._tell_all(Serve(limits))
+            cap = self._config.sampling_defaults.max_new_tokens
+            self._tell_all(Serve(msgspec.structs.replace(self._wait_until_ready(), max_new_tokens=cap)))
             seconds = time.perf_counter() - begin
             scheme = "https" if self._config.http.ssl_certfile else "http"
             name = self._config.model_name

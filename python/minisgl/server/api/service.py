@@ -16,6 +16,7 @@ from minisgl.limits import Limits
 from minisgl.parsers.select import Parsers
 from minisgl.server.api.bodies.body import B, UnknownFields, check_numbers, read_body, read_fields, validate
 from minisgl.server.api.bodies.scan import MAX_ITEMS
+from minisgl.server.api.bodies.schema import Body, RequestBody
 from minisgl.server.api.http.errors import model_not_found
 from minisgl.server.api.requests.client import EngineClient
 from minisgl.server.api.status.heartbeat import Heartbeat
@@ -47,12 +48,16 @@ class Service:
 
     async def validate(self, fields: dict[str, Any], model: type[B]) -> B:
         """The body made of these fields, or ApiError."""
-        body = validate(fields, model)
+        body = validate(self._defaults_of(model) | fields, model)
         self.unknown_fields.log(fields.keys() - model.known_fields())
         if body.model is not None:
             self.check_model(body.model)
         await asyncio.sleep(0)
         return body
+
+    def _defaults_of(self, model: type[Body]) -> dict[str, Any]:
+        """Values of the model's generation_config.json for what a body leaves out."""
+        return self.config.sampling_defaults.fields if issubclass(model, RequestBody) else {}
 
     def check_model(self, name: str) -> None:
         """ApiError if it is not one of the model's names."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,14 +36,17 @@ def is_sglang(fields: dict[str, Any]) -> bool:
     return "prompt" not in fields and not fields.keys().isdisjoint(("text", "input_ids"))
 
 
-def sglang_job(body: SglangBody, limits: Limits) -> Job:
-    """What the body asks of the engine; InvalidRequest or ApiError, naming its fields, if that is not possible."""
+def sglang_job(body: SglangBody, limits: Limits, sampling_defaults: Mapping[str, Any]) -> Job:
+    """What the body asks of the engine; InvalidRequest or ApiError, naming its fields, if that is not possible.
+
+    The model's `sampling_defaults` go over SGLang's.
+    """
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("text", "text or input_ids must be given, and not both")
     given = {name: field for name, field in body.sampling_params.items() if field is not None}
     names = {RENAMED.get(name, name): f"sampling_params.{name}" for name in given}
     names |= {"prompt": "input_ids" if body.text is None else "text", "logprobs": "top_logprobs_num"}
-    fields = DEFAULTS | {RENAMED.get(name, name): field for name, field in given.items()}
+    fields = DEFAULTS | dict(sampling_defaults) | {RENAMED.get(name, name): field for name, field in given.items()}
     fields |= {"prompt": body.input_ids if body.text is None else body.text, "priority": body.priority}
     if body.extra_key is not None:
         fields["cache_salt"] = body.extra_key

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from minisgl.core import MAX_LOGIT_BIASES, Grammar, InvalidRequest, SamplingParams
-from minisgl.limits import Limits
+from minisgl.limits import MAX_OPENAI_TEMPERATURE, Limits
 from minisgl.message.types import TextOptions
 from minisgl.server.api.bodies.scan import MAX_ITEMS
 from minisgl.server.api.bodies.structured import (
@@ -265,7 +265,7 @@ class StreamOptions(BaseModel):
 class OpenAIBody(RequestBody):
     """What chat and text completions share."""
 
-    max_temperature: ClassVar[float] = 2.0
+    max_temperature: ClassVar[float] = MAX_OPENAI_TEMPERATURE
 
     n: Annotated[int, Field(ge=1)] = 1
     stream_options: StreamOptions | None = None

@@ -43,7 +43,8 @@ class GenerationRoutes:
         fields = await self._service.fields(request)
         if is_sglang(fields):
             asked = await self._service.validate(fields, SglangBody)
-            answer = sglang_job(asked, self._service.limits), SglangWriter(asked)
+            defaults = self._service.config.sampling_defaults.fields
+            answer = sglang_job(asked, self._service.limits, defaults), SglangWriter(asked)
             return self._answer(request, *answer, stream=asked.stream)
         body = await self._service.validate(fields, GenerateBody)
         job = generate_job(body, self._service.limits)
