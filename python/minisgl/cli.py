@@ -190,13 +190,14 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], ModelFol
     server = read_flags(args, ServerConfig)
     if server.get("num_tokenizers") == 0:  # Mini-SGLang's default: tokenizer and detokenizer share a process
         server["num_tokenizers"] = 1
+    admin_key = os.environ.get("MINISGL_ADMIN_API_KEY") or None if http.admin_api_key is None else http.admin_api_key
     # Clients that read a tokenizer from a folder often use the folder as the model's name, too.
     names = {"model_names": tuple(dict.fromkeys([model_name(source.model), source.model]))}
     config = ServerConfig(
         source=source,
         engine=engine,
         scheduler=SchedulerConfig(**read_flags(args, SchedulerConfig)),
-        http=msgspec.structs.replace(http, api_keys=tuple(keys)),
+        http=msgspec.structs.replace(http, api_keys=tuple(keys), admin_api_key=admin_key),
         **{**names, **server},
     )
     config.validate()

@@ -304,9 +304,27 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
             metavar="KEY",
         ),
     ] = ()
+    admin_api_key: Annotated[
+        str | None,
+        Setting(
+            help="key that /flush_cache, /abort and their like want instead of --api-key; better in "
+            "MINISGL_ADMIN_API_KEY; none: what opens the other routes opens these",
+            metavar="KEY",
+        ),
+    ] = None
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Setting(
+            help="names of the server in clients' Host headers, besides localhost and addresses; * for any; none: any, "
+            "unless --host is a loopback address",
+            metavar="NAME",
+        ),
+    ] = ()
     allowed_origins: Annotated[
         tuple[str, ...],
-        Setting(help="web pages that may call (CORS); * for all; none: no CORS headers", metavar="ORIGIN"),
+        Setting(
+            help="web pages of other origins that may call (CORS); * for all; none: they are refused", metavar="ORIGIN"
+        ),
     ] = ()
     allowed_methods: Annotated[tuple[str, ...], Setting(help="that such pages may use", metavar="METHOD")] = ("*",)
     allowed_headers: Annotated[tuple[str, ...], Setting(help="that such pages may send", metavar="HEADER")] = ("*",)
@@ -365,8 +383,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> None:
         """Raise ConfigError for the first value outside its range."""
         check_settings(self)
-        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
-            raise ConfigError("--api-key: a key must have at least one character, all of them visible ASCII")
+        admin_keys = () if self.admin_api_key is None else (self.admin_api_key,)
+        for flag, keys in {"--api-key": self.api_keys, "--admin-api-key": admin_keys}.items():
+            if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in keys):
+                raise ConfigError(f"{flag}: a key must have at least one character, all of them visible ASCII")
         if "*" in self.allowed_origins and self.allow_credentials:
             raise ConfigError("--allow-credentials needs the --allowed-origins by name, not *")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

@@ -167,7 +167,7 @@ class RawClient:
 
     def post(self, path: str, body: dict[str, Any], *, cut: int = 0) -> None:
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
         self.socket.sendall(head.encode() + data[: len(data) - cut])
 
     def read_until(self, mark: bytes) -> bytes:

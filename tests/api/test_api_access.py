@@ -183,12 +183,12 @@ def test_a_head_that_never_ends(start_server: Callable[..., RunningServer], sent
     assert client.read_all() == b""
     client = RawClient(server.port)  # while a connection between two requests may be idle for longer
     for _ in range(2):
-        client.socket.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        client.socket.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert b" 200 " in client.read_until(b"\r\n\r\n")
         time.sleep(0.5)
 
 
-EARLY = b"POST /nope HTTP/1.1\r\nhost: x\r\n%b\r\n\r\n"  # answered whatever its body is
+EARLY = b"POST /nope HTTP/1.1\r\nhost: localhost\r\n%b\r\n\r\n"  # answered whatever its body is
 LENGTH, CHUNKED = EARLY % b"content-length: 9", EARLY % b"transfer-encoding: chunked"
 
 
@@ -202,7 +202,7 @@ def test_after_an_answer_nobody_is_waited_for_without_end(start_server: Callable
         assert b" 404 " in client.read_until(b"}}")
     for more in (b"\r", b"\r\n\r\n", b"G", b"GET / HTTP/1.1\r\n"):
         clients.append(client := RawClient(server.port))
-        client.socket.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        client.socket.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert b" 200 " in client.read_until(b'"ok"}')
         client.socket.sendall(more)
     for client in clients:
@@ -227,11 +227,13 @@ def test_a_head_that_never_ends_behind_a_request(start_server: Callable[..., Run
     """It does not end the answer that is being given, and is waited for from then on."""
     client = RawClient(start_server(receive_timeout=1.0, tick=0.1).port)
     data = json.dumps({"prompt": "x", "stream": True, "max_tokens": 20}).encode()
-    client.socket.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%bGET" % (len(data), data))
+    client.socket.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%bGET" % (len(data), data)
+    )
     assert client.read_all().endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
-@pytest.mark.parametrize("sent", [b"hello\r\n\r\n", b"POST / HTTP/1.1\r\ncontent-length: x\r\n\r\n"])
+@pytest.mark.parametrize("sent", [b"hello\r\n\r\n", b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: x\r\n\r\n"])
 def test_what_is_no_http(server: RunningServer, sent: bytes) -> None:
     client = RawClient(server.port)
     client.socket.sendall(sent)
@@ -253,7 +255,8 @@ def test_an_offer_to_speak_http_2(server: RunningServer) -> None:
     client = RawClient(server.port)
     data = json.dumps({"model": MODEL, "prompt": "a\r\n\r\nupgrade: b", "max_tokens": 2}).encode()
     client.socket.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nConnection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nConnection: Upgrade, HTTP2-Settings, close\r\n"
+        b"Upgrade: h2c\r\n"
         b"HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\ncontent-length: %d\r\n\r\n" % len(data)
     )
     time.sleep(0.1)
@@ -344,3 +347,47 @@ def test_a_slow_reader_is_not_cut(start_server: Callable[..., RunningServer]) ->
     slow.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
     assert (received + slow.read_all()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     server.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (b"GET /health HTTP/1.1\r\n", "not 0"),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nhost: localhost\r\n", "not 2"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHOST: page.example\r\n", "not 2"),
+        (b"GET /health HTTP/1.0\r\nhost: localhost\r\nhost: localhost\r\n", "not 2"),
+        (b"GET /health HTTP/1.1\r\nhost: local host\r\n", "Host"),
+        (b"GET /health HTTP/1.1\r\nhost: localhost, page.example\r\n", "Host"),
+        (b"GET /health HTTP/1.1\r\nhost: localhost:80:80\r\n", "Host"),
+        (b"GET /health HTTP/1.1\r\nhost: localhost:http\r\n", "Host"),
+        (b"GET /health HTTP/1.1\r\nhost: me@localhost\r\n", "Host"),
+        (b"GET /health HTTP/1.1\r\nhost: http://localhost\r\n", "Host"),
+        (b"GET /health HTTP/1.1\r\nhost: [::1\r\n", "Host"),
+        (b"GET /health HTTP/1.1\r\nhost: local\xffhost\r\n", "Host"),
+        (b"POST /generate HTTP/1.1\r\ncontent-length: 15\r\n", "not 0"),
+    ],
+)
+def test_a_request_that_names_no_one_host_is_refused(server: RunningServer, head: bytes, says: str) -> None:
+    """Of two hosts a proxy may take one and the server the other."""
+    client = RawClient(server.port)
+    client.socket.sendall(head + b"\r\n" + b'{"prompt": "a"}' * head.startswith(b"POST"))
+    answer, _, body = client.read_all().partition(b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert says in json.loads(body)["error"]["message"]
+    assert not server.engine.of_type(Generate)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.0\r\n",
+        b"GET /health HTTP/1.1\r\nhost:\r\n",
+        b"GET /health HTTP/1.1\r\nHost:  LocalHost:1919 \r\n",
+        b"GET /health HTTP/1.1\r\nhost: [::1]:65535\r\n",
+        b"GET http://localhost/health HTTP/1.1\r\nhost: localhost\r\n",
+    ],
+)
+def test_a_request_that_names_one_host_is_served(server: RunningServer, head: bytes) -> None:
+    client = RawClient(server.port)
+    client.socket.sendall(head + b"connection: close\r\n\r\n")
+    assert client.read_all().startswith(b"HTTP/1.1 200 ")

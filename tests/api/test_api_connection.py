@@ -73,14 +73,19 @@ def requests_of(packets: list[bytes]) -> Requests:
 
 
 def post(path: str, body: bytes, headers: bytes = b"") -> bytes:
-    return b"POST %s HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n%b" % (path.encode(), headers, len(body), body)
+    return b"POST %s HTTP/1.1\r\nhost: a\r\n%bcontent-length: %d\r\n\r\n%b" % (
+        path.encode(),
+        headers,
+        len(body),
+        body,
+    )
 
 
 SENT = [
     (b"\r\n\r\n" + post("/1", b"\r\n\r\nupgrade: b\r\n", UPGRADE), ("/1", b"\r\n\r\nupgrade: b\r\n")),
-    (b"GET /2 HTTP/1.1\r\n" + UPGRADE + b"\r\n", ("/2", b"")),
+    (b"GET /2 HTTP/1.1\r\nhost: a\r\n" + UPGRADE + b"\r\n", ("/2", b"")),
     (
-        b"POST /3 HTTP/1.1\r\n" + UPGRADE + b"transfer-encoding: chunked\r\n\r\n" + CHUNKS,
+        b"POST /3 HTTP/1.1\r\nhost: a\r\n" + UPGRADE + b"transfer-encoding: chunked\r\n\r\n" + CHUNKS,
         ("/3", b"\r\nupgrade:\r\n\r\nz"),
     ),
     (post("/4", b""), ("/4", b"")),
@@ -108,12 +113,12 @@ def test_requests_cut_anywhere(cuts: set[int]) -> None:
     assert requests_of(packets) == EXPECTED
 
 
-CHUNKED = b"POST /1 HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nx: "
+CHUNKED = b"POST /1 HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nx: "
 OPEN_ENDED = {
-    "value": b"GET /1 HTTP/1.1\r\nx: ",
+    "value": b"GET /1 HTTP/1.1\r\nhost: a\r\nx: ",
     "path": b"GET /",
-    "second": b"GET /0 HTTP/1.1\r\n\r\nGET /1 HTTP/1.1\r\nx: ",
-    "behind a body": post("/0", b"abc") + b"GET /1 HTTP/1.1\r\nx: ",
+    "second": b"GET /0 HTTP/1.1\r\nhost: a\r\n\r\nGET /1 HTTP/1.1\r\nhost: a\r\nx: ",
+    "behind a body": post("/0", b"abc") + b"GET /1 HTTP/1.1\r\nhost: a\r\nx: ",
     "trailer": CHUNKED,
 }
 
@@ -132,7 +137,7 @@ def test_heads_without_end(begin: bytes, size: int) -> None:
 
 
 def test_many_header_lines() -> None:
-    requests, wire = asyncio.run(send_all([b"GET /1 HTTP/1.1\r\n", *[b"a: b\r\n" * 1000] * 30, b"\r\n"]))
+    requests, wire = asyncio.run(send_all([b"GET /1 HTTP/1.1\r\nhost: a\r\n", *[b"a: b\r\n" * 1000] * 30, b"\r\n"]))
     assert not requests
     assert wire.written.startswith(b"HTTP/1.1 431 ")
 
@@ -140,7 +145,7 @@ def test_many_header_lines() -> None:
 @pytest.mark.parametrize("more", [0, 1])
 def test_the_largest_head(more: int) -> None:
     """Whether it comes in one packet or in several; before and after it there are others."""
-    head = b"POST /1 HTTP/1.1\r\ncontent-length: 70000\r\nx: "
+    head = b"POST /1 HTTP/1.1\r\nhost: a\r\ncontent-length: 70000\r\nx: "
     head += b"a" * (MAX_HEAD_BYTES - len(head) - 4 + more) + b"\r\n\r\n"
     sent = post("/0", b"x" * 70_000) + head + b"y" * 70_000 + post("/2", b"z")
     bodies = [("/0", b"x" * 70_000), ("/1", b"y" * 70_000), ("/2", b"z")]
@@ -151,13 +156,16 @@ def test_the_largest_head(more: int) -> None:
 
 def test_chunks_have_no_limit_together() -> None:
     """What is between them may come to more than a head may have."""
-    head = b"POST /1 HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"POST /1 HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
     assert requests_of([head, *[b"1\r\nx\r\n" * 1000] * 30, b"0\r\n\r\n"]) == [("/1", b"x" * 30_000)]
 
 
 def test_a_refusal_is_not_taken_for_another_answer() -> None:
     """It comes behind the answer to the request before."""
-    for begin, status in ((b"hello\r\n\r\n", b"400"), (b"GET /2 HTTP/1.1\r\nx: " + b"a" * MAX_HEAD_BYTES, b"431")):
-        wire = asyncio.run(send_all([b"GET /1 HTTP/1.1\r\n\r\n" + begin]))[1]
+    for begin, status in (
+        (b"hello\r\n\r\n", b"400"),
+        (b"GET /2 HTTP/1.1\r\nhost: a\r\nx: " + b"a" * MAX_HEAD_BYTES, b"431"),
+    ):
+        wire = asyncio.run(send_all([b"GET /1 HTTP/1.1\r\nhost: a\r\n\r\n" + begin]))[1]
         assert wire.is_closing()
         assert [answer[:3] for answer in wire.written.split(b"HTTP/1.1 ")[1:]] == [b"200", status]

@@ -24,7 +24,7 @@ Start = Callable[..., RunningServer]
 def post(client: RawClient, body: dict[str, Any], *, cut: int = 0) -> bytes:
     """Send a request, but for the last `cut` bytes of its body, which are returned."""
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n\r\n"
     client.socket.sendall(head.encode() + data[: len(data) - cut])
     return data[len(data) - cut :]
 
@@ -129,7 +129,7 @@ def test_clients_wait_when_no_more_files_may_be_opened(start_server: Start, capl
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     clients = [socket.socket() for _ in range(8)]  # made before, because they are files of this process, too
     body = b'{"prompt": "abc", "max_tokens": 2}'
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: [::]\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
     fillers = _fill()

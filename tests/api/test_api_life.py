@@ -110,10 +110,10 @@ def test_client_is_freed_within_a_step(server: RunningServer) -> None:
 def keep_alive(body: dict[str, Any]) -> bytes:
     """A chat that others may follow on the same connection."""
     data = json.dumps(body).encode()
-    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (CHAT.encode(), len(data), data)
+    return b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (CHAT.encode(), len(data), data)
 
 
-VERSION = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+VERSION = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -130,7 +130,7 @@ def test_a_client_leaves_that_has_asked_further(server: RunningServer, stream: b
 def test_requests_of_one_connection_are_answered_in_turn(server: RunningServer) -> None:
     """Sent at once, and cut anywhere."""
     ask = keep_alive(chat("one two", stream=True))
-    sent = ask + VERSION + ask + VERSION.replace(b"host: x", b"host: x\r\nconnection: close")
+    sent = ask + VERSION + ask + VERSION.replace(b"host: localhost", b"host: localhost\r\nconnection: close")
     for cut in (len(sent), len(ask) + 3, len(ask) - 3, len(ask) + len(VERSION) + 30):
         client = RawClient(server.port)
         client.socket.sendall(sent[:cut])

@@ -200,7 +200,7 @@ def test_a_request_that_came_before_the_server_could_accept_it_is_answered_when_
         api = worker_pids(server.process.pid)["minisgl.server.api.process"]
         os.kill(api, signal.SIGSTOP)
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=60) as client:
-            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: "draining" in "".join(server.log), 60)
             os.kill(api, signal.SIGCONT)

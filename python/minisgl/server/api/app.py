@@ -9,11 +9,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from minisgl.config import HttpConfig, ServerConfig
+from minisgl.config import ServerConfig
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.parsers.select import Parsers
 from minisgl.server.api.http.boundary import Boundary, KeyGate
+from minisgl.server.api.http.browsers import BrowserGate
 from minisgl.server.api.http.drain import Drain, DrainGate
 from minisgl.server.api.http.errors import ApiError, invalid_request
 from minisgl.server.api.requests.client import EngineClient
@@ -35,7 +36,7 @@ def build_app(
     service = Service(client, heartbeat, config, limits, parsers)
     app = Starlette(
         routes=[route for topic in TOPICS for route in topic(service).routes()],
-        middleware=layers(config.http, drain),
+        middleware=layers(config, drain),
         exception_handlers={
             ApiError: on_api_error,
             InvalidRequest: on_invalid_request,
@@ -46,8 +47,9 @@ def build_app(
     return app
 
 
-def layers(http: HttpConfig, drain: Drain) -> list[Middleware]:
+def layers(config: ServerConfig, drain: Drain) -> list[Middleware]:
     """From the outermost in. A web page's preflight carries no key, and a refusal must be readable to the page."""
+    http = config.http
     found = [Middleware(Boundary, root_path=http.root_path)]
     if http.allowed_origins:
         found.append(
@@ -61,8 +63,16 @@ def layers(http: HttpConfig, drain: Drain) -> list[Middleware]:
             )
         )
     found.append(Middleware(DrainGate, drain=drain))
-    if http.api_keys:
-        found.append(Middleware(KeyGate, keys=http.api_keys))
+    found.append(
+        Middleware(
+            BrowserGate,
+            host=config.host,
+            allowed_hosts=http.allowed_hosts,
+            allowed_origins=http.allowed_origins,
+        )
+    )
+    if http.api_keys or http.admin_api_key is not None:
+        found.append(Middleware(KeyGate, keys=http.api_keys, admin_key=http.admin_api_key))
     return found
 
 

@@ -23,7 +23,7 @@ from starlette.requests import Request
 
 from minisgl.server.api.bodies.scan import MAX_VALUES, BodyScan
 from minisgl.server.api.bodies.schema import Body
-from minisgl.server.api.http.errors import ApiError, invalid, too_large, too_slow
+from minisgl.server.api.http.errors import ApiError, invalid, too_large, too_slow, wrong_content_type
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +36,25 @@ SHORT = 32  # items of a list that is not worth a look of its own
 
 
 async def read_body(request: Request, max_bytes: int, max_items: int, timeout_seconds: float) -> bytes:
-    """The whole body, unless it is too slow or too large, in bytes, values or items; no more of it is kept then."""
+    """The whole body, unless it is no JSON, too slow, or too large in bytes, values or items."""
+    check_content_type(request)
     try:
         async with asyncio.timeout(timeout_seconds):
             return await _read_body(request, max_bytes, BodyScan(max_items))
     except TimeoutError:
         raise too_slow(timeout_seconds) from None
+
+
+def check_content_type(request: Request) -> None:
+    """ApiError if the body says that it is no JSON.
+
+    What a web page may send without asking first is text or a form. A body without a type passes: browsers name the
+    origin of such a request, and others have no pages.
+    """
+    sent = request.headers.get("content-type", "")
+    kind = sent.partition(";")[0].strip().lower()
+    if kind and kind != "application/json":
+        raise wrong_content_type(sent)
 
 
 async def _read_body(request: Request, max_bytes: int, scan: BodyScan) -> bytes:

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.server.api.http.errors import internal_error, unauthorized
+from minisgl.server.api.http.errors import ApiError, internal_error, no_admin_key, unauthorized
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping", "/version"})  # all others want a key, if there are keys
+CONTROL_ROUTES = frozenset({"/flush_cache", "/reset_prefix_cache", "/abort", "/abort_request"})
 BEARER = b"bearer "
 
 
@@ -74,25 +75,41 @@ def _request_id(scope: Scope) -> bytes:
 class KeyGate:
     """Lets those pass who send one of the keys as bearer token, and everybody to the open routes.
 
+    With an admin key only that one opens the control routes; it opens the others too. Without `keys` these are open.
     Digests of equal length are compared, all of them, so that the time says nothing of the keys.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], admin_key: str | None) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._admin = [] if admin_key is None else [_digest(admin_key.encode())]
+        self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or route_path(scope) in OPEN_ROUTES or self._knows(scope):
+        error = self._error(scope) if scope["type"] == "http" else None
+        if error is None:
             await self._app(scope, receive, send)
         else:
-            await unauthorized().response()(scope, receive, send)
+            await error.response()(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
-        sent = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(sent) != 1 or not sent[0].lower().startswith(BEARER):
-            return False
-        digest = hashlib.sha256(sent[0][len(BEARER) :].strip()).digest()
-        return any([hmac.compare_digest(digest, known) for known in self._digests])  # noqa: C419 - no short cut
+    def _error(self, scope: Scope) -> ApiError | None:
+        path = route_path(scope)
+        if self._admin and path in CONTROL_ROUTES:
+            return None if _sends_one_of(self._admin, scope) else no_admin_key()
+        if not self._digests or path in OPEN_ROUTES or _sends_one_of(self._digests + self._admin, scope):
+            return None
+        return unauthorized()
+
+
+def _sends_one_of(digests: Sequence[bytes], scope: Scope) -> bool:
+    sent = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(sent) != 1 or not sent[0].lower().startswith(BEARER):
+        return False
+    digest = _digest(sent[0][len(BEARER) :].strip())
+    return any([hmac.compare_digest(digest, known) for known in digests])  # noqa: C419 - no short cut
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def route_path(scope: Scope) -> str:

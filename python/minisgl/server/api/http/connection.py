@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -15,6 +16,7 @@ MAX_HEAD_BYTES = 64 * 1024  # a request's line and headers, or what ends a chunk
 _END = b"\r\n\r\n"  # of every head, and of every chunked body
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 _BEGUN = re.compile(rb"\r(\n(\r|[a-z]{0,7}))?\Z", re.IGNORECASE)  # may go on as one of these two
+_HOST = re.compile(rb"(\[[\da-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(:\d{0,5})?", re.IGNORECASE | re.ASCII)  # RFC 3986's
 _LONGEST_BEGUN = len(b"\r\nupgrade")
 
 
@@ -67,6 +69,8 @@ class Connection(HttpToolsProtocol):
         self._end_patience()  # what came before took its own time
 
     def on_headers_complete(self) -> None:
+        """Begin to answer; ApiError, which the parser hands to `send_400_response`, if no one host is named."""
+        _check_host([value for name, value in self.headers if name == b"host"], self.parser.get_http_version())
         self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         super().on_headers_complete()
         knows_chunks = self.parser.get_http_version() >= "1.1"
@@ -97,7 +101,9 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is answered like all else that is wrong."""
-        self._refuse(invalid(None, msg))
+        raised = sys.exception()  # by the parser; an error of a callback of ours is its context
+        cause = raised.__context__ if raised is not None else None
+        self._refuse(cause if isinstance(cause, ApiError) else invalid(None, msg))
 
     def _parse(self, piece: bytes) -> None:
         if self._head_bytes + (len(piece) if self._reads_head else 0) > MAX_HEAD_BYTES:
@@ -155,6 +161,16 @@ class Connection(HttpToolsProtocol):
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
+
+
+def _check_host(hosts: list[bytes], http_version: str) -> None:
+    """ApiError unless there is one host that can be one, or none in HTTP/1.0 (RFC 9112, section 3.2)."""
+    if not hosts and http_version == "1.0":
+        return
+    if len(hosts) != 1:
+        raise invalid(None, f"the request must have one Host header, not {len(hosts)}")
+    if not _HOST.fullmatch(hosts[0].strip(b" \t")):
+        raise invalid(None, "the request's Host header is not a host with or without a port")
 
 
 def _without_upgrade(head: bytes) -> bytes:

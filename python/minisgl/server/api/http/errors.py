@@ -113,6 +113,32 @@ def unauthorized() -> ApiError:
     )
 
 
+def no_admin_key() -> ApiError:
+    return ApiError(
+        401,
+        "Incorrect API key provided: this route wants the key of --admin-api-key, as `Authorization: Bearer KEY`",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+    )
+
+
+def foreign_origin(origin: str | None) -> ApiError:
+    """A web page asks, of another origin than the server's; None if the browser does not say which."""
+    page = "another site" if origin is None else f"the origin {origin:.200}"
+    message = f"web pages of {page} may not use this server; the operator can allow them with --allowed-origins"
+    return ApiError(403, message, code="origin_not_allowed")
+
+
+def foreign_host(name: str) -> ApiError:
+    message = f"the server is not known as {name:.200}; the operator can name its hosts with --allowed-hosts"
+    return ApiError(403, message, code="host_not_allowed")
+
+
+def wrong_content_type(sent: str) -> ApiError:
+    message = f"the body must be sent with the header Content-Type: application/json, not {sent:.100}"
+    return ApiError(415, message, code="unsupported_content_type")
+
+
 def too_slow(seconds: float) -> ApiError:
     return ApiError(408, f"the request body did not arrive within {seconds:g} seconds", code="request_timeout")
 

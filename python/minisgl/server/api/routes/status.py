@@ -75,7 +75,10 @@ class StatusRoutes:
         """What every process holds. `complete` is false if one did not answer in time."""
         service = self._service
         processes, complete = await service.client.query_counts(SERVER_INFO_TIMEOUT)
-        http = msgspec.structs.replace(service.config.http, api_keys=("***",) * len(service.config.http.api_keys))
+        http = service.config.http
+        http = msgspec.structs.replace(
+            http, api_keys=("***",) * len(http.api_keys), admin_api_key=http.admin_api_key and "***"
+        )
         return json_response(
             {
                 "version": __version__,
