@@ -14,7 +14,7 @@ from minisgl.message.to_tokenizer import Generate, Query, TextPrompt, ToTokenize
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids
 from minisgl.seeds import choice_seed
 from minisgl.server.api.http.errors import ApiError
-from minisgl.server.api.requests.client import EngineClient
+from minisgl.server.api.requests.client import MAX_OPTION_BYTES, PROMPTS_A_TURN, EngineClient
 from minisgl.server.api.requests.delta import Delta
 from minisgl.server.api.requests.open_request import ClientGone, Job
 
@@ -288,5 +288,64 @@ def test_counts_are_merged_and_late_reports_counted() -> None:
         client.dispatch([Report(3, [])])
         assert client.counts().counts["dropped_reports"] == 1
         assert idle(client)
+
+    asyncio.run(main())
+
+
+def test_many_prompts_are_sent_in_many_turns() -> None:
+    async def main() -> None:
+        client, (outbox,) = make(max_sequences=10_000)
+        with client.open(job(*["hello"] * 1000, n=2)):
+            for sent in (PROMPTS_A_TURN, 2 * PROMPTS_A_TURN, 3 * PROMPTS_A_TURN):
+                assert len(outbox.sent) == sent
+                await asyncio.sleep(0)
+            while len(outbox.sent) < 1000:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            generates = [message for message in outbox.sent if isinstance(message, Generate)]
+            assert [one.sequences[0] for one in generates] == list(range(1, 2000, 2))
+        assert idle(client)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_what_is_not_sent_when_a_request_ends_is_never_sent(leaves: bool) -> None:
+    async def main() -> None:
+        client, (outbox,) = make(max_sequences=10_000)
+        with client.open(job(*["hello"] * 1000), ["name"]) as request:
+            if leaves:
+                client.abandon(request)
+            else:
+                assert client.abort("name") == 1
+            for _ in range(10):
+                await asyncio.sleep(0)
+        *generates, abort = outbox.sent
+        assert len(generates) == PROMPTS_A_TURN
+        assert abort == Abort([one.sequences[0] for one in generates if isinstance(one, Generate)])
+        assert idle(client)
+
+    asyncio.run(main())
+
+
+def test_options_are_not_multiplied_without_bound() -> None:
+    """Each choice carries them to the scheduler: a body of 1 MB could become gigabytes."""
+    allowed = tuple(range(100_000))
+    large = Job([TextPrompt("a")] * 1000, 1, SamplingParams(allowed_token_ids=allowed), TextOptions())
+    client, (outbox,) = make(max_sequences=10_000)
+    with pytest.raises(ApiError) as caught, client.open(large):
+        pass
+    assert caught.value.detail.param == "prompt"
+    assert str(MAX_OPTION_BYTES) in caught.value.detail.message
+    assert not outbox.sent
+    assert idle(client)
+    with pytest.raises(ApiError, match=r"^n: "), client.open(Job(large.prompts[:1], 1000, large.sampling, large.text)):
+        pass
+
+    async def main() -> None:
+        with client.open(Job(large.prompts[:100], 1, large.sampling, large.text)):
+            assert 1 <= len(outbox.sent) < 10, "few of so large ones in a turn"
+            while len(outbox.sent) < 100:
+                await asyncio.sleep(0)
 
     asyncio.run(main())

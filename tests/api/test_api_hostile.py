@@ -111,6 +111,7 @@ MOST_VALUES = MAX_VALUES - 100
 MOST: dict[str, tuple[str, Any]] = {
     "ids": (COMPLETIONS, {"prompt": [1] * MAX_ITEMS}),
     "prompts of ids": (COMPLETIONS, {"prompt": [[1] * 31] * 8192}),
+    "8192 answers": (COMPLETIONS, {"prompt": ["a"] * 8192, "return_token_ids": True, "prompt_logprobs": 2}),
     "numbers": (CHAT, {"metadata": [123456] * (MAX_ITEMS - 10)}),
     "a large number among others": (CHAT, {"metadata": [1] * (MAX_ITEMS - 10) + [2**70]}),
     "names": (CHAT, {"metadata": dict.fromkeys(distinct(MOST_VALUES), 1)}),

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
+
 from minisgl.core import InvalidRequest
 from minisgl.message.relayed import Abort
 from minisgl.message.socket import Sender
@@ -27,6 +29,10 @@ from minisgl.server.api.requests.delta import Delta
 from minisgl.server.api.requests.open_request import ClientGone, Job, OpenRequest
 from minisgl.server.api.requests.questions import Questions
 from minisgl.server.api.status.metrics import RequestMetrics
+
+MAX_OPTION_BYTES = 64 * 1024 * 1024  # of all choices of a request: each carries the request's options to the scheduler
+PROMPTS_A_TURN = 64  # are sent of a request, which may have thousands, or as many as make
+OPTION_BYTES_A_TURN = 1024 * 1024
 
 
 class EngineClient:
@@ -55,7 +61,7 @@ class EngineClient:
 
         `names` are the ids by which `abort` finds it.
         """
-        self._admit(job)
+        prompts_a_turn = self._admit(job)
         request = OpenRequest(job, self._next_sequence, next(self._round_robin), self.metrics)
         self._next_sequence += job.num_choices
         self._num_admitted += job.num_choices
@@ -63,7 +69,7 @@ class EngineClient:
         for name in set(names):
             self._names.setdefault(name, set()).add(request)
         try:
-            self._submit(request)
+            self._submit(request, prompts_a_turn)
             yield request
         finally:
             self._release(request)
@@ -74,7 +80,8 @@ class EngineClient:
             self._open.discard(request)
             self._num_admitted -= job.num_choices
 
-    def _admit(self, job: Job) -> None:
+    def _admit(self, job: Job) -> int:
+        """How many prompts may be sent in one turn of the event loop; ApiError if the request may not come in."""
         if self.is_shut_down:
             raise shutting_down(self._shutdown_reason)
         if job.num_choices > self._max_sequences:
@@ -83,10 +90,24 @@ class EngineClient:
             raise invalid(param, text)
         if self._num_admitted + job.num_choices > self._max_sequences:
             raise overloaded(self._max_sequences)
+        if job.num_choices == 1:
+            return 1
+        option_bytes = len(
+            msgspec.msgpack.encode((job.sampling, job.text))
+        )  # sent with each prompt, kept of each choice
+        if job.num_choices * option_bytes > MAX_OPTION_BYTES:
+            param = "n" if job.n > 1 else "prompt"
+            text = f"{param}: {job.num_choices} answers with {option_bytes} bytes of grammar, ids and strings each"
+            raise invalid(param, f"{text} are too many: together they may have {MAX_OPTION_BYTES}")
+        return min(PROMPTS_A_TURN, OPTION_BYTES_A_TURN // option_bytes + 1)
 
-    def _submit(self, request: OpenRequest) -> None:
+    def _submit(self, request: OpenRequest, prompts_a_turn: int, first: int = 0) -> None:
+        """Send its prompts from the first on, so many in each turn of the event loop, as long as it is open."""
+        if request not in self._open or request.has_failed:
+            return
         job, outbox = request.job, self._tokenizers[request.tokenizer]
-        for index, prompt in enumerate(job.prompts):
+        end = min(first + prompts_a_turn, len(job.prompts))
+        for index in range(first, end):
             start = request.sequences.start + index * job.n
             sequences = list(range(start, start + job.n))
             self._sequences.update(dict.fromkeys(sequences, request))
@@ -97,7 +118,7 @@ class EngineClient:
                 Generate(
                     sequences,
                     seeds,
-                    prompt,
+                    job.prompts[index],
                     job.sampling,
                     job.text,
                     job.priority,
@@ -106,6 +127,8 @@ class EngineClient:
                     job.cache_salt,
                 )
             )
+        if end < len(job.prompts):
+            asyncio.get_running_loop().call_soon(self._submit, request, prompts_a_turn, end)
 
     def _release(self, request: OpenRequest) -> None:
         """Abort what has not ended. Harmless when repeated."""

@@ -110,6 +110,11 @@ class OpenRequest:
         return sorted(pending.values(), key=lambda delta: delta.index)
 
     @property
+    def has_failed(self) -> bool:
+        """It has ended without an answer."""
+        return self._failure is not None
+
+    @property
     def cached_tokens(self) -> int:
         return sum(self._cached_tokens.values())
 
