@@ -127,11 +127,32 @@ def test_without_tools_nothing_is_a_call(hermes: RunningServer) -> None:
         assert choice["finish_reason"] == "stop"
 
 
-def test_without_a_parser_nothing_is_a_call(start_server: Callable[..., RunningServer]) -> None:
+def test_without_a_form_of_calls_tools_are_ignored_and_the_log_says_so_once(
+    start_server: Callable[..., RunningServer], caplog: pytest.LogCaptureFixture
+) -> None:
     server = start_server(tool_call_parser="none")
-    assert answer(server, say(*CALL))["message"]["content"] == "".join(CALL)
-    for choice in ("required", {"type": "function", "function": {"name": "get_time"}}):
-        assert refusal(server, say(*CALL, tool_choice=choice)) == "tool_choice"
+    for choice in ("none", "required"):
+        answer(server, say("x", tool_choice=choice))
+    assert "tool" not in caplog.text
+    for _ in range(2):
+        assert answer(server, say(*CALL))["message"]["content"] == "".join(CALL)
+    (line,) = [line for line in caplog.messages if "tool" in line]
+    assert line.startswith("tools with tool_choice auto are ignored")
+
+
+def test_without_a_form_of_calls_a_demanded_one_is_plain_json(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server(tool_call_parser="none")
+    call = ('{"name": "get_', 'time", "parameters": ', '{"zone"', ': "UTC"}}')
+    named = {"type": "function", "function": {"name": "get_time"}}
+    for choice, finish in (("required", "tool_calls"), (named, "stop")):
+        generate = sent(server, say(*call, tool_choice=choice))
+        assert generate.sampling.grammar is not None
+        assert r"{\"name\": \"get_time\", \"parameters\": " in generate.sampling.grammar.text
+        written = answer(server, say(*call, tool_choice=choice))
+        assert written["finish_reason"] == finish
+        assert written["message"]["content"] is None
+        (made,) = written["message"]["tool_calls"]
+        assert made["function"] == {"name": "get_time", "arguments": '{"zone": "UTC"}'}
 
 
 def test_finish_reasons(hermes: RunningServer) -> None:

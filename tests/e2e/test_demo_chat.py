@@ -99,6 +99,62 @@ def test_tools_made_by_zod(client: OpenAI) -> None:
     assert json.loads(call.function.arguments) == {"city": "Oslo"}  # type: ignore[union-attr]
 
 
+PLAIN_TEMPLATE = """{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+<think>
+
+</think>
+
+"""
+
+
+@pytest.fixture(scope="module")
+def without_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The demo model with a chat template that knows no tools."""
+    template = tmp_path_factory.mktemp("template") / "plain.jinja"
+    template.write_text(PLAIN_TEMPLATE)
+    with Server("--model", "demo", "--chat-template", str(template)) as server:
+        yield server
+        server.wait_idle()
+
+
+def test_a_demanded_call_of_a_model_whose_template_knows_no_tools(without_tools: Server) -> None:
+    """Enforced in plain JSON, with arguments that follow the schema; with auto the tools are ignored, and logged."""
+    names = ("book_flight", "book_train")
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Kyoto"]}, "window": {"type": "boolean"}},
+        "required": ["city", "window"],
+        "additionalProperties": False,
+    }
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Get me to Kyoto."}],
+        "tools": [{"type": "function", "function": {"name": name, "parameters": schema}} for name in names],
+        "max_tokens": 200,
+    }
+    named = {"type": "function", "function": {"name": "book_train"}}
+    for choice, finish in (("required", "tool_calls"), (named, "stop")):
+        for seed in range(3):
+            wanted = {**asked, "tool_choice": choice, "temperature": 1.5, "seed": seed}
+            whole = without_tools.client.chat.completions.create(**wanted).choices[0]
+            with without_tools.client.chat.completions.stream(**wanted) as stream:
+                streamed = stream.get_final_completion().choices[0]
+            assert whole.finish_reason == streamed.finish_reason == finish
+            assert not whole.message.content
+            (call,), (same,) = whole.message.tool_calls or [], streamed.message.tool_calls or []
+            assert call.function.name in (names if choice == "required" else names[1:])
+            jsonschema.validate(json.loads(call.function.arguments), schema)
+            assert (same.function.name, same.function.arguments) == (call.function.name, call.function.arguments)
+    for _ in range(2):
+        free = without_tools.client.chat.completions.create(**asked, temperature=0).choices[0].message
+        assert free.content
+        assert not free.tool_calls
+    assert sum("tools with tool_choice auto are ignored" in line for line in without_tools.log) == 1
+
+
 def test_thought_and_answer(client: OpenAI) -> None:
     right = 0
     for case in cases("thinking", 4, lambda case: case.thinks and not case.answer.startswith("<tool_call>")):

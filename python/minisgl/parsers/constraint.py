@@ -78,11 +78,6 @@ def free_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
     return _sketch(rules, how.rules(tools, parallel))
 
 
-def has_grammar(form: str) -> bool:
-    """Whether calls can be constrained in this form."""
-    return form in FORMS
-
-
 def either(calls: Grammar, content: Grammar) -> Grammar:
     """Calls, or else content that is constrained too."""
     rules = ["start: calls | content", grammar_rule("calls", calls), grammar_rule("content", content)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minisgl.parsers.hermes import HermesParser
 from minisgl.parsers.llama import LlamaJsonParser
@@ -17,6 +17,7 @@ from minisgl.parsers.reasoning import REASONING_FORMATS, ReasoningFormat, Reason
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 
 AUTO, NONE = "auto", "none"
+PLAIN_FORM = "llama3_json"  # an object of JSON, and nothing around it
 
 TOOL_CALL_PARSERS: dict[str, type[ToolCallParser]] = {
     "hermes": HermesParser,
@@ -71,6 +72,10 @@ class Parsers:
         named = name == "mistral" and any("[ARGS]" in template for template in templates)
         thoughts = shown_reasoning_parser(templates) if reasoning == AUTO else reasoning
         return cls(name, thoughts, "mistral_named" if named else name)
+
+    def demanding_calls(self) -> Parsers:
+        """Return these parsers with a form for calls, in plain JSON if the model is known to have none of its own."""
+        return self if self.tool_calls != NONE else replace(self, tool_calls=PLAIN_FORM, call_form=PLAIN_FORM)
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:

@@ -9,12 +9,12 @@ import msgspec
 
 from minisgl.core import Grammar, InvalidRequest
 from minisgl.limits import Limits
-from minisgl.parsers.constraint import calls_grammar, either, free_grammar, has_grammar
+from minisgl.parsers.constraint import calls_grammar, either, free_grammar
 from minisgl.parsers.output import OutputParser
-from minisgl.parsers.select import Parsers
+from minisgl.parsers.select import NONE, Parsers
 from minisgl.parsers.strict import check_strict, schemas_to_enforce
 from minisgl.server.api.answers.chat_writer import ChatOptions, ChatWriter
-from minisgl.server.api.bodies.conversation import conversation_prompt, conversation_tools
+from minisgl.server.api.bodies.conversation import conversation_prompt
 from minisgl.server.api.bodies.messages import Message, template_messages
 from minisgl.server.api.bodies.schema import GRAMMAR_FIELDS, ChatBody
 from minisgl.server.api.bodies.tools import ToolUse
@@ -22,11 +22,12 @@ from minisgl.server.api.http.errors import invalid_request
 from minisgl.server.api.requests.open_request import Job
 
 
-def chat_answer(body: ChatBody, limits: Limits, parsers: Parsers, model: str) -> tuple[Job, ChatWriter]:
+def chat_answer(body: ChatBody, use: ToolUse, limits: Limits, parsers: Parsers, model: str) -> tuple[Job, ChatWriter]:
     """What the body asks of the engine, and who writes it; InvalidRequest or ApiError if that is not possible."""
     include_usage = body.wants_usage()
     messages = template_messages(body.messages)
-    use = conversation_tools(body)
+    if use.required:
+        parsers = parsers.demanding_calls()
     options = ChatOptions(
         model=model,
         parser=_parser_maker(body, parsers, use, messages),
@@ -74,13 +75,8 @@ def _calls_grammar(parsers: Parsers, use: ToolUse, content: Grammar | None) -> G
     if not use.schemas or not (use.required or use.strict or content is not None):
         return None
     form = parsers.call_form
-    if not has_grammar(form):
-        if not use.required:
-            return None
-        raise InvalidRequest(
-            "tool_choice",
-            "tool_choice can demand a call only of a model whose form of tool calls is known: see --tool-call-parser",
-        )
+    if form == NONE:
+        return None
     check_strict(form, use.schemas, use.strict)
     if not use.required and content is None:
         return free_grammar(form, schemas_to_enforce(use.schemas, use.strict), parallel=use.parallel)

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+
 from starlette.requests import Request
 from starlette.routing import Route
 
+from minisgl.parsers.select import NONE
 from minisgl.server.api.answers.answer import Answer, Writer
 from minisgl.server.api.answers.chat import chat_answer
 from minisgl.server.api.answers.completions import CompletionWriter, completion_job
 from minisgl.server.api.answers.generate import GenerateWriter, generate_job
 from minisgl.server.api.answers.sglang import SglangWriter, is_sglang, sglang_job
+from minisgl.server.api.bodies.conversation import conversation_tools
 from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
+from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.boundary import request_id_of
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.service import Service
+
+logger = logging.getLogger(__name__)
 
 
 class GenerationRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._logged_ignored_tools = False
 
     def routes(self) -> list[Route]:
         return [
@@ -30,7 +38,9 @@ class GenerationRoutes:
     async def chat_completions(self, request: Request) -> Answer:
         body = await self._service.parse(request, ChatBody)
         service = self._service
-        job, writer = chat_answer(body, service.limits, service.parsers, service.config.model_name)
+        use = conversation_tools(body)
+        self._log_if_ignored(use)
+        job, writer = chat_answer(body, use, service.limits, service.parsers, service.config.model_name)
         return self._answer(request, job, writer, stream=body.stream, names=body.own_names)
 
     async def completions(self, request: Request) -> Answer:
@@ -49,6 +59,16 @@ class GenerationRoutes:
         body = await self._service.validate(fields, GenerateBody)
         job = generate_job(body, self._service.limits)
         return self._answer(request, job, GenerateWriter(body), stream=body.stream, names=body.own_names)
+
+    def _log_if_ignored(self, use: ToolUse) -> None:
+        """Say once that tools which the model may call are of no use to a model without a known form of calls."""
+        ignored = bool(use.schemas) and not use.required and self._service.parsers.tool_calls == NONE
+        if ignored and not self._logged_ignored_tools:
+            self._logged_ignored_tools = True
+            logger.warning(
+                "tools with tool_choice auto are ignored: the model's chat template shows no known form of tool calls "
+                "(--tool-call-parser names one); a call that tool_choice demands is enforced in plain JSON"
+            )
 
     def _answer(
         self, request: Request, job: Job, writer: Writer, *, stream: bool, names: tuple[str, ...] = ()
