@@ -36,6 +36,14 @@ class InvalidRequest(ValueError):
         self.code = code
 
 
+class DeviceOutOfMemory(RuntimeError):
+    """A step could not be executed because the device had too little memory. The device lives on.
+
+    Nothing can be relied on of what that step, and those launched behind it, were to leave on the device: neither the
+    rows of their slots nor the KV of their tokens.
+    """
+
+
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # the code of a prompt, or prompt and answer, that do not fit
 
 

@@ -97,3 +97,32 @@ def test_the_advised_pages_hold(folder: Path) -> None:
 def test_a_chunk_too_large(folder: Path) -> None:
     text = refusal(folder, max_extend_tokens=256 * 40960, max_running_req=256)
     assert re.search(r"a prefill of \d+ tokens does not fit.*--max-prefill-length", text), text
+
+
+def take_free_memory(leave: int) -> list[torch.Tensor]:
+    """Occupy the GPU but for about `leave` bytes."""
+    torch.cuda.empty_cache()
+    ballast: list[torch.Tensor] = []
+    for size in (1 << 30, 32 << 20):
+        while torch.cuda.mem_get_info()[0] > leave + size:
+            ballast.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    return ballast
+
+
+def test_prefills_that_find_no_memory_are_retried_in_parts(folder: Path) -> None:
+    """A prefill of 8192 tokens takes more than what is left; one of 1024, from a graph, does not."""
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    prompts = [[index % 97, *range(1, 1000)] for index in range(24)]
+    with LLM(str(folder), device="cuda", use_dummy_weight=True, memory_ratio=RATIO, max_running_req=32) as llm:
+        llm.generate(prompts, params)
+        assert llm.loop.scheduler.failed_steps == 0
+        llm.loop.scheduler.flush_cache()
+        ballast = take_free_memory(leave=64 << 20)
+        answers = llm.generate(prompts, params)
+        assert llm.loop.scheduler.failed_steps >= 1
+        assert [(answer["finish_reason"], len(answer["token_ids"])) for answer in answers] == [("length", 8)] * 24
+        llm.check_idle()
+        ballast.clear()
+        llm.loop.scheduler.flush_cache()
+        assert [answer["finish_reason"] for answer in llm.generate(prompts, params)] == ["length"] * 24
+        llm.check_idle()

@@ -75,6 +75,16 @@ class Oracle:
     def evictable(self) -> list[Prefix]:
         return [prefix for prefix in self.pages if prefix not in self.locks]
 
+    def forget(self, tokens: list[int], length: int) -> set[int] | None:
+        """All prefixes that begin with the first one beyond `length`; None if it is locked."""
+        end = (length // self.page_size + 1) * self.page_size
+        first = tuple(tokens[:end])
+        if len(first) < end or first not in self.pages:
+            return set()
+        if first in self.locks:
+            return None
+        return {self.pages.pop(prefix) for prefix in list(self.pages) if prefix[: len(first)] == first}
+
     def evict(self, num_pages: int) -> set[int]:
         return {self.pages.pop(prefix) for prefix in self.evictable()[:num_pages]}
 
@@ -163,6 +173,21 @@ class Requests(RuleBasedStateMachine):
         evicted = self.cache.evict(num_pages)
         assert set(evicted.tolist()) == expected
         self.pool.free(evicted)
+
+    @precondition(lambda self: self.prompts)
+    @rule(which=WHICH, keep=st.integers(0, 12))
+    def forget(self, which: int, keep: int) -> None:
+        tokens = self.prompts[which % len(self.prompts)]
+        length = min(keep, len(tokens))
+        self.oracle.use(tokens[:length])
+        expected = self.oracle.forget(tokens, length)
+        if expected is None:
+            with pytest.raises(ValueError, match="relies on a prefix"):
+                self.cache.forget(array(tokens), length)
+            return
+        forgotten = self.cache.forget(array(tokens), length)
+        assert set(forgotten.tolist()) == expected
+        self.pool.free(forgotten)
 
     @rule()
     def flush(self) -> None:

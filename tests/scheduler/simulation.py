@@ -8,13 +8,13 @@ of the prefix. So a page with two owners, a late write into a reused row or a wr
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import Batch, Int32Array, LogprobPlan, Logprobs, SamplingParams, StepLogprobs
+from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, LogprobPlan, Logprobs, SamplingParams, StepLogprobs
 from minisgl.kvcache import make_cache
 from minisgl.message.types import LogprobRows, PositionLogprobs
 from minisgl.scheduler.constraints import Matcher, Progress
@@ -143,9 +143,18 @@ class NoText:
 
 
 class SimulatedDevice:
-    """Slots, page table and KV pool; plans run when their result is asked for, as late as a device may be."""
+    """Slots, page table and KV pool; plans run when their result is asked for, as late as a device may be.
 
-    def __init__(self, page_size: int) -> None:
+    Steps for which `fails` returns True find no memory: at their launch (`fails_at_launch`, as on a CUDA stream), or
+    when their result is asked for, as in a thread. What they and all steps behind them touch is then worth nothing.
+    """
+
+    def __init__(
+        self, page_size: int, fails: Callable[[Batch], bool] = lambda _: False, *, fails_at_launch: bool = False
+    ) -> None:
+        self._fails = fails
+        self._fails_at_launch = fails_at_launch
+        self.failures = 0
         self.page_size = page_size
         self.tokens: dict[int, list[int]] = {}
         self.pages: dict[int, dict[int, int]] = {}
@@ -156,6 +165,13 @@ class SimulatedDevice:
 
     def execute(self, batch: Batch) -> _Launched:
         launched = _Launched(self, batch)
+        if self._fails(batch):
+            self.failures += 1
+            if self._fails_at_launch:
+                self.run_all()
+                self._spoil(batch)
+                raise DeviceOutOfMemory("simulated")
+            launched.fails = True
         self._queue.append(launched)
         return launched
 
@@ -163,11 +179,35 @@ class SimulatedDevice:
         assert batch.constrained
         return self.execute(batch)
 
+    def run_all(self) -> None:
+        if self._queue:
+            self.run_until(self._queue[-1])
+
     def run_until(self, wanted: _Launched) -> None:
         while wanted.result is None:
+            if wanted.failed:
+                raise DeviceOutOfMemory("simulated")
             launched = self._queue.pop(0)
+            if launched.fails:
+                for spoiled in [launched, *self._queue]:
+                    self._spoil(spoiled.batch)
+                    spoiled.failed = True
+                self._queue.clear()
+                continue
             assert launched.batch.constrained == launched.masked
             launched.result, launched.scores = self._run(launched.batch, launched.mask if launched.masked else None)
+
+    def _spoil(self, batch: Batch) -> None:
+        """Leave of a step what could be worst: the rows it names lost, garbage in all pages that it may write."""
+        for row in batch.entering:
+            self.pages[row.slot] = dict(enumerate(row.pages.tolist()))
+        for slot, index, page in batch.new_pages.tolist():
+            self.pages[slot][index] = page
+        for slot, start, length in zip(batch.slots.tolist(), batch.starts, batch.lengths, strict=True):
+            for position in range(int(start), int(start + length)):
+                self.kv[self.pages[slot][position // self.page_size], position % self.page_size] = -1
+        for slot in {*batch.slots.tolist(), *(row.slot for row in batch.entering)}:
+            self.tokens[slot] = []  # pages stay: those behind it in the queue write to them
 
     def _run(self, batch: Batch, mask: Int32Array | None) -> tuple[Int32Array, StepLogprobs | None]:
         for row in batch.entering:
@@ -221,6 +261,8 @@ class _Launched:
     result: Int32Array | None = None
     scores: StepLogprobs | None = None
     masked: bool = False
+    fails: bool = False
+    failed: bool = False
 
     @property
     def mask(self) -> Int32Array:
@@ -253,6 +295,8 @@ class World:
     schedule_policy: str = "fcfs"
     cache: str = "radix"
     overlap: bool = True
+    fails: Callable[[Batch], bool] = lambda _: False
+    fails_at_launch: bool = False
     answers: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
@@ -261,7 +305,7 @@ class World:
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.device = SimulatedDevice(self.page_size)
+        self.device = SimulatedDevice(self.page_size, self.fails, fails_at_launch=self.fails_at_launch)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_prefill_tokens=self.chunk,

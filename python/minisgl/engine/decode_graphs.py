@@ -94,8 +94,8 @@ class DecodeGraphs:
         padded = np.full(size, self._runner.state.scratch_slot, dtype=np.int32)
         padded[:rows] = batch.slots
         if not np.array_equal(self._rows[:size], padded):
-            self._rows[:size] = padded
             self._slots[:size] = upload(padded, self._slots.device)
+            self._rows[:size] = padded  # behind the upload, which may find no memory
         captured = self._captured[size]
         captured.attention.prepare(batch.starts)
         captured.forward.replay()

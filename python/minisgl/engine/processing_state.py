@@ -43,8 +43,8 @@ class ProcessingState:
     def enter(self, row: EnteringRow) -> None:
         """Bring the slot's rows up to date."""
         if row.slot in self._used:
-            self._used.remove(row.slot)
             self._clear(row.slot)
+            self._used.remove(row.slot)  # in this order: a step that finds no memory leaves off anywhere
         if row.sampling.processed:
             self._used.add(row.slot)
             self._set(row)
@@ -74,8 +74,8 @@ class ProcessingState:
             self._write(self.stop_ids, slot, np.array(row.stop_ids, dtype=np.int32))
         if sampling.logit_bias:
             biases = dict(sampling.logit_bias)
-            self.bias_ids = _widened(self.bias_ids, len(biases), NO_ID)
-            self.biases = _widened(self.biases, len(biases), 0.0)
+            wide = _widened(self.bias_ids, len(biases), NO_ID), _widened(self.biases, len(biases), 0.0)
+            self.bias_ids, self.biases = wide  # both or none
             self._write(self.bias_ids, slot, np.array(list(biases), dtype=np.int32))
             self._write(self.biases, slot, np.array(list(biases.values()), dtype=np.float32))
         if sampling.bad_words_ids:

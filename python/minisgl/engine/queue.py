@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from minisgl.core import Int32Array, Logprobs, StepLogprobs, StepResult
+from minisgl.core import DeviceOutOfMemory, Int32Array, Logprobs, StepLogprobs, StepResult
 from minisgl.engine.landing import Landing, make_lander
 from minisgl.engine.logprobs import LogprobTensors
 
@@ -25,8 +25,30 @@ class StepTensors:
     logprobs: tuple[LogprobTensors, LogprobTensors] | None = None  # of the output and of prompts, if asked for
 
 
+# How torch, cuBLAS and CUDA's driver word it. Not all of them raise torch.OutOfMemoryError.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY")
+
+
+def run_step(step: Callable[[], T]) -> T:
+    """Call `step`; a lack of memory becomes DeviceOutOfMemory, and memory that torch keeps for reuse is given back."""
+    try:
+        return step()
+    except Exception as error:
+        if not (isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)):
+            raise
+        message = str(error).partition("\n")[0]
+    # Behind the handler, for the error's traceback holds the step's tensors.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+    raise DeviceOutOfMemory(message)
+
+
 class DeviceQueue(Protocol):
-    """Runs functions in the order of submission."""
+    """Runs functions in the order of submission.
+
+    DeviceOutOfMemory comes from `submit` or `launch` where the device is a stream, and where it is a thread, from what
+    they return.
+    """
 
     def submit(self, step: Callable[[], StepTensors]) -> StepResult:
         """Queue a step; return at once."""
@@ -73,7 +95,7 @@ class CpuQueue:
     def submit(self, step: Callable[[], StepTensors]) -> _CpuTokens:
         def run() -> tuple[Int32Array, StepLogprobs | None]:
             with torch.inference_mode():
-                result = step()
+                result = run_step(step)
                 array: Int32Array = result.tokens.numpy()
                 return array, _on_host(result.logprobs)
 
@@ -82,12 +104,16 @@ class CpuQueue:
     def launch(self, function: Callable[[], T]) -> Callable[[], T]:
         def run() -> T:
             with torch.inference_mode():
-                return function()
+                return run_step(function)
 
         return self._thread.submit(run).result
 
     def call(self, function: Callable[[], T]) -> T:
-        return self.launch(function)()
+        def run() -> T:
+            with torch.inference_mode():
+                return function()
+
+        return self._thread.submit(run).result()
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -152,16 +178,18 @@ class CudaQueue:
 
     def submit(self, step: Callable[[], StepTensors]) -> _CudaTokens:
         with torch.inference_mode(), self._stream:
-            result = step()
-            count = len(result.tokens)
-            landing = self._free.pop() if self._free else self._make_landing()
-            self._land(result.tokens, landing.memory)
-            logprobs = None
-            if result.logprobs is not None:
-                output, prompt = result.logprobs
-                logprobs = _copy_logprobs(output), _copy_logprobs(prompt)
-            landing.done.record(self._stream)
-        return _CudaTokens(landing, count, logprobs, self._free.append)
+            return run_step(lambda: self._launch_step(step))
+
+    def _launch_step(self, step: Callable[[], StepTensors]) -> _CudaTokens:
+        result = step()
+        logprobs = None
+        if result.logprobs is not None:
+            output, prompt = result.logprobs
+            logprobs = _copy_logprobs(output), _copy_logprobs(prompt)
+        landing = self._free.pop() if self._free else self._make_landing()  # behind all that may find no memory
+        self._land(result.tokens, landing.memory)
+        landing.done.record(self._stream)
+        return _CudaTokens(landing, len(result.tokens), logprobs, self._free.append)
 
     def _make_landing(self) -> Landing:
         memory = torch.empty(self._num_slots, dtype=torch.int32, pin_memory=True)
@@ -171,13 +199,14 @@ class CudaQueue:
 
     def launch(self, function: Callable[[], T]) -> Callable[[], T]:
         with torch.inference_mode(), self._stream:
-            result = function()
+            result = run_step(function)
         return lambda: result
 
     def call(self, function: Callable[[], T]) -> T:
-        result = self.launch(function)
+        with torch.inference_mode(), self._stream:
+            result = function()
         self._stream.synchronize()
-        return result()
+        return result
 
     def close(self) -> None:
         self._stream.synchronize()

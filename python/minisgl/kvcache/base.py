@@ -92,6 +92,13 @@ class CacheManager(Protocol):
         A prefix loses its last pages first. The pages returned belong to the caller.
         """
 
+    def forget(self, tokens: Int32Array, length: int, salt: bytes = b"") -> Int32Array:
+        """Forget what is cached of these tokens beyond the whole pages of the first `length`, and what follows them.
+
+        For pages that were inserted but never written. The pages returned belong to the caller. ValueError if any is
+        locked.
+        """
+
     def reset(self) -> Int32Array:
         """Forget all that is not locked; the pages returned belong to the caller."""
 

@@ -43,6 +43,9 @@ class NaiveCache:
     def evict(self, num_pages: int) -> Int32Array:  # noqa: ARG002
         return empty_pages()
 
+    def forget(self, tokens: Int32Array, length: int, salt: bytes = b"") -> Int32Array:  # noqa: ARG002
+        return empty_pages()
+
     def reset(self) -> Int32Array:
         return empty_pages()
 

@@ -186,6 +186,23 @@ class RadixCache:
             missing -= len(tail)
         return np.concatenate(evicted)
 
+    def forget(self, tokens: Int32Array, length: int, salt: bytes = b"") -> Int32Array:
+        keep, _ = self._walk(self._whole_pages(tokens[:length]), salt)
+        self._use(keep)
+        whole = self._whole_pages(tokens)
+        if keep.end < length // self.page_size * self.page_size or len(whole) == keep.end * _TOKEN_BYTES:
+            return empty_pages()
+        key = (salt if keep is self._root else b"") + self._first_page(whole[keep.end * _TOKEN_BYTES :])
+        below = keep.children.get(key)
+        if below is None:
+            return empty_pages()
+        if below.locks:
+            raise ValueError("somebody relies on a prefix that is to be forgotten")
+        nodes = list(self._subtree(below))
+        for node in reversed(nodes):  # children before their parents
+            self._drop_tail(node, len(node.pages))
+        return np.concatenate([node.pages for node in nodes])
+
     def reset(self) -> Int32Array:
         return self.evict(self.evictable_pages)
 
@@ -238,8 +255,13 @@ class RadixCache:
         require(node.end == parent.end + len(node.pages) * self.page_size, "a node does not end where its path does")
 
     def _nodes(self) -> Iterator[_Node]:
-        """All nodes but the root. A stack, no recursion: a long conversation is a deep tree."""
-        stack = list(self._root.children.values())
+        """All nodes but the root."""
+        for child in list(self._root.children.values()):
+            yield from self._subtree(child)
+
+    def _subtree(self, top: _Node) -> Iterator[_Node]:
+        """A node and all below it, parents first. A stack, no recursion: a long conversation is a deep tree."""
+        stack = [top]
         while stack:
             node = stack.pop()
             yield node

@@ -43,4 +43,6 @@ def make_loop(
         eos_token_ids=model.eos_token_ids,
         grammars=grammars,
     )
-    return StepLoop(scheduler, LeadingEngine(engine, followers) if followers else engine, overlap=config.overlap)
+    if not followers:
+        return StepLoop(scheduler, engine, overlap=config.overlap)
+    return StepLoop(scheduler, LeadingEngine(engine, followers), overlap=config.overlap, retries=False)

@@ -8,10 +8,11 @@ tokens and makes the mask that the sampling needs.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from time import sleep
 from typing import Protocol
 
-from minisgl.core import Batch, Int32Array, StepResult
+from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, StepResult
 from minisgl.scheduler.report import StepReport
 from minisgl.scheduler.scheduler import Scheduler
 
@@ -33,7 +34,10 @@ class StepForward(Protocol):
 
 
 class StepEngine(Protocol):
-    """What executes plans: the Engine, or a simulation."""
+    """What executes plans: the Engine, or a simulation.
+
+    Where the device has too little memory for a step, DeviceOutOfMemory comes from the launch or from its result.
+    """
 
     def execute(self, batch: Batch) -> StepResult:
         """Launch a step behind those launched before, and return at once."""
@@ -48,28 +52,62 @@ COMPILE_POLL = 5e-4  # seconds between looks at a grammar that is being compiled
 
 
 class StepLoop:
-    """Launches step n + 1 before it reads the tokens of step n (`overlap`), or after."""
+    """Launches step n + 1 before it reads the tokens of step n (`overlap`), or after.
 
-    def __init__(self, scheduler: Scheduler, engine: StepEngine, *, overlap: bool) -> None:
+    `retries`: the requests of a step for which the device had too little memory go on in smaller ones. With several
+    ranks they cannot: the others may wait in a collective for the one that failed.
+    """
+
+    def __init__(self, scheduler: Scheduler, engine: StepEngine, *, overlap: bool, retries: bool = True) -> None:
         self.scheduler = scheduler
         self._engine = engine
         self._depth = 1 if overlap else 0
+        self._retries = retries
+        self._launching: Batch | None = None
         self._in_flight: deque[tuple[Batch, StepResult]] = deque()
+        self._failure: DeviceOutOfMemory | None = None  # of a step that cannot be taken back
 
     @property
     def has_work(self) -> bool:
         return bool(self._in_flight) or self.scheduler.has_work
 
     def step(self) -> StepReport:
-        """Launch a step if one can be planned, then finish the oldest beyond the depth of the overlap."""
-        batch = self.scheduler.schedule()
+        """Launch a step if one can be planned, then finish the oldest beyond the depth of the overlap.
+
+        DeviceOutOfMemory if a step failed and is not to be retried; every later call raises it again.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._launch_and_complete()
+        except DeviceOutOfMemory as error:
+            if not self._retries:
+                self._failure = error
+                raise
+            self._take_back()
+        return self.scheduler.report()
+
+    def _launch_and_complete(self) -> None:
+        batch = self._launching = self.scheduler.schedule()
         if batch is not None:
             self._in_flight.append((batch, self._launch(batch)))
+            self._launching = None
         elif not self._in_flight and self.scheduler.is_compiling:
             sleep(COMPILE_POLL)
         if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
             self._complete_oldest()
-        return self.scheduler.report()
+
+    def _take_back(self) -> None:
+        """Complete the steps before the one that failed; undo it and those behind."""
+        with suppress(DeviceOutOfMemory):
+            while self._in_flight:
+                self._complete_oldest()
+        failed = [batch for batch, _ in self._in_flight]
+        self._in_flight.clear()
+        if self._launching is not None:
+            failed.append(self._launching)
+            self._launching = None
+        self.scheduler.take_back(failed)
 
     def _launch(self, batch: Batch) -> StepResult:
         if not batch.constrained:

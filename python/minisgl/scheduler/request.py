@@ -48,6 +48,7 @@ class Request:
     reserved_pages: int = 0  # promised for its known tokens at admission and not yet allocated
     prompt_scores: list[Logprobs] = field(default_factory=list)  # log-probabilities of its prompt's tokens so far
     prompt_scored: bool = False  # nobody wants any, or all have been reported
+    failures: int = 0  # small steps of this request alone, since its last token, that found too little memory
     matcher: Matcher | None = None  # stands behind its last known token, through retractions too
 
     @property

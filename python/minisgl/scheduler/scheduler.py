@@ -8,6 +8,7 @@ where slots, pages and locks are given back, and only after the last step that n
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -31,11 +32,13 @@ from minisgl.scheduler.logprobs import pack_logprobs, plan_logprobs, rows_of
 from minisgl.scheduler.policy import BATCH_POLICIES, longest_first
 from minisgl.scheduler.report import Entered, StepReport
 from minisgl.scheduler.request import Request, RequestState
+from minisgl.scheduler.step_limits import StepLimits, is_small
 from minisgl.scheduler.table import Asks, SlotTable
 from minisgl.scheduler.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
+MAX_FAILURES = 2  # small steps that fail although a request is alone in them: then it ends with an error
 WATERMARK = 0.02  # share of all pages that stays free at an admission, besides one page for each running request
 
 
@@ -58,7 +61,7 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         grammars: Grammars | None = None,
     ) -> None:
-        self._max_prefill_tokens = config.max_prefill_tokens
+        self._limits = StepLimits(config.max_prefill_tokens, num_slots)
         self._batch_policy = BATCH_POLICIES[config.batch_policy]
         self._page_size = cache.page_size
         self._cache = cache
@@ -76,6 +79,7 @@ class Scheduler:
         self._next_step = 0
         self._completed_step = -1
         self.retractions = 0
+        self.failed_steps = 0  # for which the device had too little memory
         self._prefix_tokens_queried = 0  # of all requests that entered
         self._prefix_tokens_hit = 0  # of these, found in the cache
         self._report = StepReport()  # the next
@@ -130,7 +134,7 @@ class Scheduler:
             return None
         entering = self._admit()
         running, table = self._running_array, self._table
-        lengths = self._batch_policy(table.remaining(running), self._max_prefill_tokens)
+        lengths = self._batch_policy(table.remaining(running), self._limits.prefill_tokens)
         chosen = lengths > 0
         if not chosen.any():
             return None
@@ -182,8 +186,8 @@ class Scheduler:
         if not self._waiting or not table.num_free:
             return entering
         remaining = table.remaining(self._running_array)
-        budget = self._max_prefill_tokens - int(remaining[remaining > 1].sum())
-        if budget <= 0:
+        budget = self._limits.prefill_tokens - int(remaining[remaining > 1].sum())
+        if budget <= 0 or len(self._running) >= self._limits.running:
             return entering
         for request in self._waiting.candidates(
             lambda request: not _is_compiling(request), lambda request: self._match(request).cached_len
@@ -199,7 +203,7 @@ class Scheduler:
                 break
             entering.append(self._enter(request, prefix, needed))
             budget -= len(request.token_ids) - prefix.cached_len
-            if not table.num_free or budget <= 0:
+            if not table.num_free or budget <= 0 or len(self._running) >= self._limits.running:
                 break
         return entering
 
@@ -351,7 +355,53 @@ class Scheduler:
         if not batch.samples.all():
             self._end_unsampled(batch)
         self._completed_step = batch.step
+        self._limits.completed()
         self._retire()
+
+    def take_back(self, batches: Sequence[Batch]) -> None:
+        """Undo plans that were not executed: of a step for which the device had too little memory, and of those behind.
+
+        All steps before are complete, and nothing is in flight. The requests of these steps wait again, as after a
+        retraction, so that the device learns all of them anew; the oldest are the first to come back, to smaller
+        steps. A request that fails alone, in a small step, MAX_FAILURES times without a token in between ends with an
+        error.
+        """
+        failed, table = batches[0], self._table
+        self.failed_steps += 1
+        self._limits.lower(failed)
+        logger.warning(
+            "out of memory in a step of %d requests and %d tokens; next: at most %d requests, prefills of %d tokens",
+            *(len(failed.slots), failed.num_tokens, self._limits.running, self._limits.prefill_tokens),
+        )
+        for batch in reversed(batches):
+            table.cached_len[batch.slots] = batch.starts
+        named = {slot for batch in batches for slot in batch.slots.tolist()}
+        named |= {row.slot for batch in batches for row in batch.entering}
+        requests = [request for slot in sorted(named) if (request := table.requests[slot]) is not None]
+        # A prompt's pages are the cache's from the launch of its last chunk on. Those that were never written go back
+        # to it like the others, and are then forgotten. Whoever had found them there entered in one of these steps.
+        unwritten: list[tuple[Request, int]] = []
+        for request in requests:
+            assert request.prefix is not None
+            written = int(table.cached_len[request.slot])
+            if request.prefix.cached_len > written:
+                table.cached_len[request.slot] = request.prefix.cached_len
+                unwritten.append((request, written))
+        alone = self._request(int(failed.slots[0])) if is_small(failed) else None
+        self._completed_step = batches[-1].step
+        for request in requests:
+            if request.state is RequestState.RUNNING:
+                if int(table.known_len[request.slot]) > len(request.token_ids):
+                    request.failures = 0
+                self._retract(request)
+        self._retire()
+        for request, written in unwritten:
+            self._pages.free(self._cache.forget(request.token_ids, written, request.salt))
+        if alone is not None and alone.state is RequestState.RETRACTED:
+            alone.failures += 1
+            if alone.failures == MAX_FAILURES:
+                logger.error("the device has too little memory for request %d, which is alone", alone.sequence)
+                self._end(alone, "error")
 
     def _advance(self, slots: IndexArray, tokens: Int32Array) -> dict[int, Progress]:
         """Move the matchers on; by row, those that can go no further."""
@@ -473,6 +523,7 @@ class Scheduler:
             "requests_retiring": len(self._retiring),
             "sequences": len(self._by_sequence),
             "retractions": self.retractions,
+            "failed_steps": self.failed_steps,
             "prefix_tokens_queried": self._prefix_tokens_queried,
             "prefix_tokens_hit": self._prefix_tokens_hit,
         }

@@ -1,0 +1,166 @@
+"""Steps for which the device has too little memory, at random and on purpose: still every request is answered."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from minisgl.core import Batch, DeviceOutOfMemory, SamplingParams
+from minisgl.scheduler.loop import StepLoop
+from minisgl.scheduler.step_limits import SMALL_STEP, STEPS_TO_RECOVER, StepLimits
+from scheduler.simulation import EOS, World, expected_answer, random_prompt
+
+WORLDS: list[dict[str, object]] = [
+    {"page_size": 1, "num_pages": 120},
+    {"page_size": 1, "num_pages": 120, "cache": "naive"},
+    {"page_size": 4, "num_pages": 26, "chunk": 7, "batch_policy": "mixed", "num_slots": 16},
+    {"page_size": 4, "num_pages": 400, "num_slots": 3, "schedule_policy": "lpm"},
+    {"page_size": 16, "num_pages": 12, "chunk": 1000, "batch_policy": "mixed"},
+]
+
+
+@pytest.mark.parametrize("where", ["at launch", "in the thread", "without overlap"])
+@pytest.mark.parametrize("options", WORLDS, ids=str)
+def test_random_failures_change_no_answer(
+    options: dict[str, object], where: str, request: pytest.FixtureRequest
+) -> None:
+    """One step in 25 fails, among arrivals and aborts: each request ends once, with the answer it would get alone.
+
+    The simulated device asserts that no step reads a page that was not written, and the pages balance in the end.
+    """
+    count: int = request.config.getoption("--simulated-requests") // 4
+    failures, rng = random.Random(3), random.Random(4)
+    world = World(
+        **options,  # type: ignore[arg-type]
+        fails=lambda _: failures.random() < 0.04,
+        fails_at_launch=where == "at launch",
+        overlap=where != "without overlap",
+    )
+    prompts: dict[int, tuple[list[int], SamplingParams]] = {}
+    open_sequences: set[int] = set()
+    errors = 0
+    while len(prompts) < count or world.loop.has_work:
+        if len(prompts) < count and len(open_sequences) < 30 and rng.random() < 0.5:
+            for _ in range(rng.randint(1, 4)):
+                sequence = len(prompts)
+                prompt = random_prompt(rng, families=4, longest=40)
+                asked: dict[str, object] = {"max_tokens": rng.randint(1, 40), "ignore_eos": rng.random() < 0.5}
+                if rng.random() < 0.2:
+                    asked["prompt_logprobs" if rng.random() < 0.5 else "logprobs"] = 2
+                prompts[sequence] = prompt, SamplingParams(**asked)  # type: ignore[arg-type]
+                world.add(sequence, prompt, **asked)
+                open_sequences.add(sequence)
+        if open_sequences and rng.random() < 0.03:
+            world.scheduler.end(rng.choice(sorted(open_sequences)), "abort")
+        world.step()
+        for sequence in open_sequences & world.ends.keys():
+            open_sequences.remove(sequence)
+            prompt, params = prompts[sequence]
+            if world.ends[sequence] == "error":
+                errors += 1
+            else:
+                world.check_logprobs(sequence, prompt, params)
+            answer, expected = world.answers.pop(sequence), expected_answer(np.array(prompt), params)
+            complete = world.ends[sequence] == "length" or (answer[-1:] == [EOS] and not params.ignore_eos)
+            assert answer == (expected if complete else expected[: len(answer)])
+    world.scheduler.check_idle()
+    assert world.ends.keys() == prompts.keys()
+    assert world.device.failures >= world.scheduler.failed_steps > count / 10
+    assert errors <= count / 20  # who is alone in two steps that fail by chance
+
+
+def test_a_step_too_large_is_retried_in_parts_and_its_oldest_come_back_first() -> None:
+    """Prefills of more than 100 tokens and decodes of more than 3 rows fail, always."""
+    world = World(
+        chunk=1000,
+        num_pages=400,
+        max_seq_len=200,
+        fails=lambda batch: batch.num_tokens > 100 or (batch.is_decode and len(batch.slots) > 3),
+        fails_at_launch=True,
+    )
+    params = {"max_tokens": 12, "ignore_eos": True}
+    prompts = [[sequence] * 90 for sequence in range(8)]
+    for sequence, prompt in enumerate(prompts):
+        world.add(sequence, prompt, **params)
+    world.run()
+    assert world.scheduler.failed_steps >= 5  # 720 tokens, 360, 180; 8 rows, or 4
+    for sequence, prompt in enumerate(prompts):
+        assert world.ends[sequence] == "length"
+        assert world.answers[sequence] == expected_answer(np.array(prompt), SamplingParams(**params))  # type: ignore[arg-type]
+    assert list(world.ends) == list(range(8))
+
+
+@pytest.mark.parametrize("at_launch", [True, False])
+def test_a_request_that_fails_alone_ends_with_an_error_and_the_others_go_on(at_launch: bool) -> None:
+    """Any step with slot 0 and more than 40 tokens of context fails."""
+    world = World(
+        num_slots=1,
+        fails=lambda batch: bool((batch.starts + batch.lengths > 40).any()),
+        fails_at_launch=at_launch,
+    )
+    for sequence, length in enumerate([10, 50, 20]):
+        world.add(sequence, [sequence + 1] * length, max_tokens=10, ignore_eos=True)
+    world.run()
+    assert world.ends == {0: "length", 1: "error", 2: "length"}
+    assert world.answers[1] == []
+    assert [len(world.answers[sequence]) for sequence in (0, 2)] == [10, 10]
+
+
+def test_a_prompt_whose_last_chunk_failed_is_not_found_in_the_cache() -> None:
+    """It stands there from the launch on: with overlap, another of the same prompt enters before the failure shows."""
+    steps: list[Batch] = []
+
+    def second_prefill_fails(batch: Batch) -> bool:
+        steps.append(batch)
+        return len(steps) == 2
+
+    world = World(page_size=4, chunk=16, fails=second_prefill_fails)
+    prompt = list(range(30))
+    for sequence in (0, 1):
+        world.add(sequence, prompt, max_tokens=4, ignore_eos=True)
+    world.run()
+    assert steps[2].entering, "the second request was in flight when the failure showed"
+    assert steps[2].entering[0].pages.tolist()[4:], "it had found what was never written"
+    expected = expected_answer(np.array(prompt), SamplingParams(max_tokens=4, ignore_eos=True))
+    assert world.answers == {0: expected, 1: expected}
+
+
+def test_with_other_ranks_a_failed_step_ends_the_loop() -> None:
+    """Theirs may wait in a collective for ever: nothing may be launched behind it."""
+    world = World(fails=lambda _: True)
+    world.add(0, [1, 2, 3], max_tokens=4)
+    loop = StepLoop(world.scheduler, world.device, overlap=True, retries=False)
+    loop.step()
+    with pytest.raises(DeviceOutOfMemory):
+        loop.step()
+    launched = world.device.failures
+    with pytest.raises(DeviceOutOfMemory):
+        loop.step()
+    assert world.device.failures == launched
+
+
+def test_bounds_fall_by_half_and_rise_again_more_slowly_after_each_relapse() -> None:
+    def batch(*lengths: int) -> Batch:
+        rows = np.arange(len(lengths), dtype=np.int32)
+        return Batch(0, rows, rows, np.array(lengths, np.int32), rows >= 0, np.zeros((0, 3), np.int32))
+
+    limits = StepLimits(1000, 64)
+    limits.lower(batch(600, 1, 200))
+    assert (limits.prefill_tokens, limits.running) == (400, 64)
+    limits.lower(batch(*[1] * 40))
+    assert (limits.prefill_tokens, limits.running) == (400, 20)
+    for _ in range(STEPS_TO_RECOVER):
+        assert limits.prefill_tokens == 400
+        limits.completed()
+    assert (limits.prefill_tokens, limits.running) == (800, 40)
+    limits.lower(batch(800))
+    for _ in range(2 * STEPS_TO_RECOVER):
+        assert limits.prefill_tokens == 400
+        limits.completed()
+    for _ in range(4 * STEPS_TO_RECOVER):
+        limits.completed()
+    assert (limits.prefill_tokens, limits.running) == (1000, 64)
+    limits.lower(batch(SMALL_STEP + 1))
+    assert limits.prefill_tokens == SMALL_STEP
