@@ -64,7 +64,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
     `text` is the JSON text of the schema for json_schema, nothing for json_object, the expression for regex, a JSON
     list of strings for choice, EBNF in GBNF's notation for ebnf, and llguidance's own notation for lark. A sketch is
-    the server's own, never a client's: Lark that `tokenizer.constraint` completes.
+    the server's own, never a client's: Lark that `grammar.sketch` completes.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark", "sketch"]
@@ -139,6 +139,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
                     "stop_token_ids",
                     f"stop token id {token} is outside the vocabulary of {limits.vocab_size}",
                 )
+        if self.grammar is not None and self.grammar.kind == "sketch":
+            raise InvalidRequest("grammar", "a sketch is no grammar of clients: the server completes its own")
         self._validate_processing(limits)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None and not 0 <= count <= limits.max_logprobs:

@@ -3,6 +3,7 @@
 The first word of a prompt (or of a chat's last message) says what happens to it:
 
     refuse    Refused, naming max_tokens           silent    nothing at all
+    broken    Refused, with status 500             busy      Refused, with status 503
     hold      Accepted, then nothing               fail      two tokens, then the end "error"
     endless   tokens until aborted                 stop      ends by the stop string "END"
     big       tokens of 100,000 characters         say       the texts of the JSON list that follows, then "stop"
@@ -156,6 +157,10 @@ class FakeEngine(threading.Thread):
                 mode = text.partition(" ")[0]
                 if mode == "refuse":
                     yield Refused(message.sequences, "max_tokens", "max_tokens is too large for this prompt")
+                elif mode == "broken":
+                    yield Refused(message.sequences, status=500)
+                elif mode == "busy":
+                    yield Refused(message.sequences, message="too many grammars wait", status=503)
                 elif mode != "silent" and self.generates:
                     echo = Echo(text, text.split()[0].encode()) if message.echo else None
                     yield Accepted(
@@ -180,6 +185,8 @@ class FakeEngine(threading.Thread):
                 words = prompt_text(prompt).split()
                 if words[0] == "refuse":
                     yield Unanswered(query, "messages", "messages cannot be rendered")
+                elif words[0] == "broken":
+                    yield Unanswered(query, status=500)
                 elif words[0] != "silent":
                     ids = pack_ids([len(word) for word in words])  # a token is its word's length
                     yield Encoded(query, ids, words if strings else None)

@@ -16,11 +16,13 @@ import pytest
 from api_harness import MODEL, RawClient, RunningServer
 from api_sse import parse_events
 from fake_engine import wait_until
+from starlette.requests import HTTPConnection
 
 from minisgl.cli import parse_args
 from minisgl.config import ConfigError, HttpConfig
 from minisgl.message.relayed import Abort
 from minisgl.message.to_tokenizer import Generate
+from minisgl.server.api.http.boundary import client_of
 from minisgl.server.supervisor import bind
 
 CHAT = "/v1/chat/completions"
@@ -46,6 +48,32 @@ def test_every_route_wants_a_key_but_the_open_ones(start_server: Callable[..., R
                 assert response.headers["www-authenticate"] == "Bearer"
                 assert response.headers["x-request-id"]
     assert not server.engine.of_type(Generate)
+
+
+def test_a_worker_is_told_who_asks_but_no_key(start_server: Callable[..., RunningServer]) -> None:
+    """So that clients can take turns where work is expensive."""
+    server = start_server(api_keys=("first-secret", "second-secret"))
+    for key in ("first-secret", "second-secret", "first-secret"):
+        for path, body in ((CHAT, HELLO), ("/v1/completions", {"prompt": "x"}), ("/generate", {"prompt": "x"})):
+            assert server.post(path, json={**body, "max_tokens": 1}, headers=bearer(key)).status_code == 200
+    asked = server.engine.of_type(Generate)
+    assert [one.client for one in asked] == ["key 0"] * 3 + ["key 1"] * 3 + ["key 0"] * 3
+    assert not any("secret" in repr(one) for one in asked)
+
+
+def test_without_keys_a_client_is_its_address(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server()
+    assert server.post(CHAT, json=HELLO, headers={"x-forwarded-for": "1.2.3.4"}).status_code == 200
+    (asked,) = server.engine.of_type(Generate)
+    assert asked.client == "127.0.0.1"
+    for address, client in (
+        (("2001:db8:1:2:3:4:5:6", 80), "2001:db8:1:2::/64"),
+        (("2001:db8:1:2::1", 81), "2001:db8:1:2::/64"),
+        (("10.0.0.1", 80), "10.0.0.1"),
+        (("a socket", 0), "a socket"),
+        (None, ""),
+    ):
+        assert client_of(HTTPConnection({"type": "http", "client": address})) == client
 
 
 def test_any_of_the_keys_opens(start_server: Callable[..., RunningServer]) -> None:

@@ -378,6 +378,19 @@ def test_refused_by_the_tokenizer(server: RunningServer, stream: bool, field: st
     server.assert_idle()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_a_worker_is_no_error_of_the_client(server: RunningServer, stream: bool) -> None:
+    """It was a 400, with the text of the exception in it."""
+    body = {"messages": [{"role": "user", "content": "broken"}], "stream": stream}
+    response = server.post(CHAT, json=body)
+    error = check_error(response, 500, None)
+    assert (error["type"], error["message"]) == ("server_error", "internal server error")
+    assert check_error(server.post("/tokenize", json={"prompt": "broken"}), 500, None) == error
+    busy = server.post(CHAT, json={**body, "messages": [{"role": "user", "content": "busy"}]})
+    assert check_error(busy, 503, None)["message"] == "too many grammars wait; try again later"
+    assert int(busy.headers["retry-after"]) >= 1
+
+
 def test_refused_prompt_of_a_list(server: RunningServer) -> None:
     """The whole request is refused, and the prompts that were taken are aborted."""
     response = server.post(COMPLETIONS, json={"prompt": ["endless a", "refuse b"], "stream": True})

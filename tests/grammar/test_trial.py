@@ -7,48 +7,147 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import minisgl
-from minisgl.core import Grammar, InvalidRequest
-from minisgl.grammar.trial import TrialFailed, TrialProcess, Verdict
-from minisgl.grammar.validate import GrammarValidator
+from minisgl.core import MAX_GRAMMAR_CHARS, Grammar, InvalidRequest
+from minisgl.grammar.text import ebnf_as_lark
+from minisgl.grammar.trial import GrammarCheck, Outcome, Trial, TrialProcess
+from minisgl.grammar.validate import CheckFailed, GrammarValidator
 
 LETTERS = Grammar("regex", "[ab]{2,3}")
 ENDLESS = Grammar("regex", "((a{1000}){1000}){1000}")  # takes minutes, and all memory
 
 
-def test_a_trial_ends_no_process_but_its_own() -> None:
-    """However a grammar brings it down."""
-    trial = TrialProcess({})
-    assert trial.verdict(LETTERS, 10.0) == Verdict()
-    with pytest.raises(TrialFailed, match="longer"):
-        trial.verdict(ENDLESS, 0.2)
-    assert trial._process.returncode == -signal.SIGKILL
-    another = TrialProcess({})
-    another._process.kill()
-    with pytest.raises(TrialFailed, match="fails"):
-        another.verdict(LETTERS, 10.0)
+def outcome_of(process: TrialProcess, *trials: Trial) -> list[Outcome]:
+    """What these come to, in the order that they end."""
+    for trial in trials:
+        process.start(trial)
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(trials):
+        outcomes += process.poll(1.0)
+    return outcomes
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_grammar_ends_no_process_but_its_own() -> None:
+    """A process that had to be ended took a second to replace, in which others waited."""
+    trials = TrialProcess({})
+    pid = trials.pid
+    outcomes = outcome_of(trials, Trial(1, ENDLESS, 0.5), Trial(2, LETTERS, 10.0))
+    assert [outcome.number for outcome in outcomes] == [2, 1]
+    assert outcomes[0].check == GrammarCheck()
+    assert outcomes[1].check == GrammarCheck("it takes longer than 0.5 s to compile")
+    assert 0.4 < outcomes[1].seconds < 1.5, "of processor time, however busy the machine is"
+    (again,) = outcome_of(trials, Trial(3, LETTERS, 10.0))
+    assert again.check == GrammarCheck()
+    assert trials.pid == pid
+    assert trials.end.alive
+    assert children(pid) == []
+
+
+def test_a_grammar_that_fells_its_process_is_refused() -> None:
+    trials = TrialProcess({})
+    trials.start(Trial(1, ENDLESS, 30.0))
+    outcomes: list[Outcome] = []
+    while not (found := children(trials.pid)):
+        assert not trials.poll(0.01)
+    os.kill(found[0], signal.SIGSEGV)
+    while not outcomes:
+        outcomes = trials.poll(1.0)
+    assert outcomes[0].check.message == "the compiler fails"
+
+
+def test_a_grammar_gets_no_more_memory_than_its_share() -> None:
+    """However much time it has. With more of both, it would have filled the machine."""
+    trials = TrialProcess({})
+    (small,) = outcome_of(trials, Trial(1, LETTERS, 10.0, max_bytes=32 * 2**20))
+    assert small.check == GrammarCheck()
+    (outcome,) = outcome_of(trials, Trial(2, ENDLESS, 60.0, max_bytes=32 * 2**20))
+    assert outcome.check.message == "the compiler fails"
+    assert outcome.seconds < 10
 
 
 def test_no_grammar_keeps_others_from_being_checked() -> None:
-    validator = GrammarValidator({}, time_limit=0.5)
-    checks = [validator.check(Grammar("regex", f"{ENDLESS.text}{number}")) for number in range(5)]
-    validator.validate(LETTERS)
+    """Neither many nor of many clients."""
+    validator = GrammarValidator({}, time_limit=0.3)
+    hard = [Grammar("regex", f"{ENDLESS.text}{number}") for number in range(12)]
+    checks = [validator.check(grammar, "hostile") for grammar in hard[:8]]
+    honest = validator.check(LETTERS, "honest")
+    honest.result()
+    assert not any(check.is_done for check in checks), "it was done before the first of them"
+    assert validator.num_waiting == 7
+    checks += [validator.check(grammar, f"hostile {number}") for number, grammar in enumerate(hard[8:])]
+    validator.validate(Grammar("regex", "[cd]"), "honest")
+    assert sum(check.is_done for check in checks) <= 4
     for check in checks:
         with pytest.raises(InvalidRequest, match="longer than"):
             check.result()
 
 
-def test_a_valid_grammar_is_not_refused_because_somebody_killed_the_process_that_waited_for_it() -> None:
+def test_a_request_that_is_gone_has_its_grammar_not_tried() -> None:
+    validator = GrammarValidator({}, time_limit=0.5)
+    running, waiting = (validator.check(Grammar("regex", f"{ENDLESS.text}{number}"), "a") for number in range(2))
+    twice = [validator.check(LETTERS, "a") for _ in range(2)]
+    waiting.abandon()
+    twice[0].abandon()
+    running.abandon()  # it is under way
+    assert twice[1].result() == LETTERS
+    assert not waiting.is_done
+    validator.poll()
+    assert validator.num_waiting == 0
+
+
+def test_a_valid_grammar_is_not_refused_because_somebody_killed_the_process_that_tries_it() -> None:
     validator = GrammarValidator({}, time_limit=10.0)
     validator.validate(LETTERS)
-    (idle,) = validator._idle
-    idle._process.kill()
-    idle._process.wait()
+    first = validator._process
+    assert first is not None
+    os.kill(first.pid, signal.SIGKILL)
     validator.validate(Grammar("regex", "[cd]"))
+    assert validator._process is not first
+    check = validator.check(ENDLESS)
+    for _ in range(2):
+        killed = validator._process
+        assert killed is not None
+        os.kill(killed.pid, signal.SIGKILL)
+        while validator._process is killed:
+            validator.poll(0.1)
+    with pytest.raises(CheckFailed):
+        check.result()
+    validator.validate(Grammar("regex", "[ef]"))
+
+
+def test_an_error_of_ours_is_not_the_clients() -> None:
+    trials = TrialProcess({})
+    (outcome,) = outcome_of(trials, Trial(1, Grammar("sketch", "%grammar a [1, 2, 3]"), 10.0))
+    assert "TypeError" in outcome.check.failure
+    validator = GrammarValidator({})
+    with pytest.raises(CheckFailed):
+        validator.validate(Grammar("sketch", "%grammar a [1, 2, 3]"))
+
+
+def test_what_takes_time_to_translate_is_translated_once_and_not_by_whoever_asks() -> None:
+    """A long text in EBNF held the tokenizer worker up for a second, and the scheduler for another."""
+    rules = [f'x{number} ::= "abcdefgh" root? [a-z]' for number in range(6000)]
+    ebnf = "\n".join(['root ::= "a" root?', *rules])
+    assert len(ebnf) < MAX_GRAMMAR_CHARS
+    begin = time.process_time()
+    ebnf_as_lark(Grammar("ebnf", ebnf))
+    translating = time.process_time() - begin
+    validator = GrammarValidator({}, time_limit=60.0)
+    validator.validate(LETTERS)  # the process is there
+    begin = time.process_time()
+    check = validator.check(Grammar("ebnf", ebnf))
+    found = check.result()
+    assert time.process_time() - begin < translating / 4
+    assert found.kind == "lark"
 
 
 def test_the_process_finds_the_package_where_its_parent_found_it(tmp_path: Path) -> None:
@@ -61,8 +160,11 @@ def test_the_process_finds_the_package_where_its_parent_found_it(tmp_path: Path)
     code = (
         f"import sys; sys.path.insert(0, {str(package.parent)!r})\n"
         "from minisgl.core import Grammar\n"
-        "from minisgl.grammar.trial import TrialProcess\n"
-        "print(TrialProcess({}).verdict(Grammar('regex', '[ab]'), 10.0).message)"
+        "from minisgl.grammar.trial import Trial, TrialProcess\n"
+        "process = TrialProcess({})\n"
+        "process.start(Trial(1, Grammar('regex', '[ab]'), 10.0))\n"
+        "while not (outcomes := process.poll(1.0)): pass\n"
+        "print(outcomes[0].check.message)"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", code]

@@ -13,10 +13,12 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from minisgl.core import Grammar, InvalidRequest
+from minisgl.core import Grammar, InvalidRequest, SamplingParams
+from minisgl.grammar.sketch import completed
 from minisgl.grammar.text import field_of, to_llguidance
 from minisgl.grammar.validate import GrammarValidator
 from minisgl.grammar.vocabulary import named_tokens
+from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import ChatPrompt, TextPrompt
 from minisgl.models.demo import demo_folder
 from minisgl.parsers.constraint import calls_grammar, either, free_grammar
@@ -68,6 +70,8 @@ def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
 def matcher(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> Callable[..., LLMatcher]:
     def make(grammar: Grammar, prompt_end: str = "", form: ReasoningFormat | None = None) -> LLMatcher:
         fitted = fitter_for(tokenizer, form).fit(grammar, PROMPT, prompt_end)
+        if fitted.kind == "sketch":
+            fitted = completed(fitted, {text: index for index, text in named_tokens(tokenizer).items()})
         found = LLMatcher(vocabulary, to_llguidance(fitted))
         assert not found.is_error(), found.get_error()
         return found
@@ -272,7 +276,7 @@ def test_clients_cannot_write_sketches(tokenizer: Tokenizer, text: str) -> None:
             fitter.check(fitter.fit(Grammar("lark", text), PROMPT, end)).result("guided_grammar")
         assert refused.value.field == "guided_grammar"
     with pytest.raises(InvalidRequest, match="sketch"):
-        fitter.check(Grammar("sketch", text)).result("grammar")
+        SamplingParams(grammar=Grammar("sketch", text)).validate(Limits(max_seq_len=32, vocab_size=330))
 
 
 def test_texts_that_look_like_a_sketch_are_texts(matcher: Callable[..., LLMatcher], tokenizer: Tokenizer) -> None:

@@ -49,11 +49,13 @@ from minisgl.tokenizer.bad_words import resolve_bad_words
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.constraint import GrammarFitter
 from minisgl.tokenizer.text import TextTokenizer
+from minisgl.tokenizer.worker import reply_to
 from tokenizer import small
 
 LIMITS = Limits(max_seq_len=32, vocab_size=330)
 GRAMMARS = GrammarFitter({}, None, GrammarValidator({}, time_limit=10.0))
-TEMPLATE = "{{ bos_token }}{{ messages[0].content }}{% if messages[0].bad %}{{ 1 / 0 }}{% endif %}"
+TEMPLATE = "{{ bos_token }}{{ messages[0].content }}{% if messages[0].bad %}"
+TEMPLATE += "{{ raise_exception('no') if messages[0].bad == 'refuse' else 1 / 0 }}{% endif %}"
 USER = {"role": "user", "content": "ab"}
 
 
@@ -150,10 +152,10 @@ def test_a_chat_goes_through_the_template(tokenizer: TextTokenizer) -> None:
         (IdsPrompt(b""), {}, "prompt", "at least one token"),
         (IdsPrompt(pack_ids([1, 330, 999])), {}, "prompt", "330"),
         (IdsPrompt(pack_ids([1, -1])), {}, "prompt", "-1"),
-        (IdsPrompt(b"abc"), {}, "prompt", "could not be encoded"),
         (ChatPrompt([{"role": "user", "content": "b" * 50}]), {}, "messages", "32"),
         (ChatPrompt([]), {}, "messages", "at least one message"),
-        (ChatPrompt([{**USER, "bad": True}]), {}, "messages", "ZeroDivisionError"),
+        (ChatPrompt([{**USER, "bad": "0"}]), {}, "messages", "the model's chat template fails on these messages"),
+        (ChatPrompt([{**USER, "bad": "refuse"}]), {}, "messages", "refuses these messages: no"),
     ],
 )
 def test_lesson_10_too_long_prompt_is_refused(
@@ -163,23 +165,43 @@ def test_lesson_10_too_long_prompt_is_refused(
     refused, adds = admit(request(prompt, (1, 2), **sampling), tokenizer, LIMITS, GRAMMARS)
     assert isinstance(refused, Refused)
     assert refused.sequences == [1, 2]
-    assert refused.field == field
+    assert (refused.status, refused.field) == (400, field)
     assert says in refused.message
+    assert "Error" not in refused.message, "a client does not know our Python"
     assert adds == []
 
 
-def test_lesson_08_a_bug_is_one_requests_refusal(
-    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_lesson_08_an_error_of_ours_is_one_requests_500_and_its_text_is_in_the_log_alone(
+    tokenizer: TextTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("surprise")
+    """As a client's error it was sent with the words of an exception, which are none of the client's."""
+    for broken in (request(IdsPrompt(b"abc"), (1, 2)), request(TextPrompt("a"), (1, 2), bad_words=(5,), max_tokens=3)):
+        caplog.clear()
+        assert admit(broken, tokenizer, LIMITS, GRAMMARS) == (Refused([1, 2], status=500), [])
+        assert "Traceback" in caplog.text
+    sketch = Grammar("sketch", "%grammar a [1, 2, 3]")
+    caplog.clear()
+    assert admit(request(TextPrompt("a"), grammar=sketch, max_tokens=3), tokenizer, LIMITS, GRAMMARS)[0] == Refused(
+        [1], status=500
+    )
+    assert "TypeError" in caplog.text
+    unanswered = reply_to(to_tokenizer.Encode(7, TextPrompt(5)), tokenizer, LIMITS)  # type: ignore[arg-type]
+    assert unanswered == Unanswered(7, status=500)
 
-    monkeypatch.setattr(tokenizer, "encode_fitting", broken)
-    refused, adds = admit(request(TextPrompt("a")), tokenizer, LIMITS, GRAMMARS)
+
+def test_a_client_whose_grammars_fill_the_queue_is_told_so(tokenizer: TextTokenizer) -> None:
+    grammars = GrammarFitter({}, None, GrammarValidator({}, time_limit=10.0))
+    refused = None
+    for number in range(64):
+        grammar = Grammar("choice", '["' + "x" * 250_000 + f'{number}"]')
+        asked = msgspec.structs.replace(request(TextPrompt("a"), grammar=grammar, max_tokens=3), client="many")
+        refused = admission.admit(asked, tokenizer, LIMITS, grammars).answer
+        if isinstance(refused, Refused):
+            break
     assert isinstance(refused, Refused)
-    assert "surprise" in refused.message
-    assert adds == []
-    assert "Traceback" in caplog.text
+    assert (refused.status, number) == (503, 34), "8 Mi characters wait, and one is under way"
+    other = request(TextPrompt("a"), grammar=Grammar("regex", "a+"), max_tokens=3)
+    assert isinstance(admit(msgspec.structs.replace(other, client="another"), tokenizer, LIMITS, grammars)[0], Accepted)
 
 
 def ids_of(message: Any) -> list[int]:
@@ -310,7 +332,8 @@ def test_tokenizer_process(server: Server) -> None:
 def test_nobody_waits_for_the_check_of_anothers_grammar(server: Server) -> None:
     def hard(sequence: int, repeats: int) -> Generate:
         grammar = Grammar("regex", f"(a{{1000}}){{{repeats}}}")
-        return request(TextPrompt("ab"), (sequence,), max_tokens=4, grammar=grammar)
+        asked = request(TextPrompt("ab"), (sequence,), max_tokens=4, grammar=grammar)
+        return msgspec.structs.replace(asked, client="hostile")
 
     with server.worker("minisgl.tokenizer.worker:run"):
         inbox: Outbox[to_tokenizer.ToTokenizer] = Outbox(server.context, server.addresses.tokenizer(0))

@@ -41,12 +41,11 @@ def field_of(grammar: Grammar) -> str:
 
 
 def to_llguidance(grammar: Grammar, field: str | None = None) -> str:
-    """The grammar as llguidance's matchers take it. InvalidRequest if it is out of bounds or plainly wrong.
+    """The grammar as llguidance's matchers take it. InvalidRequest if it is plainly wrong.
 
     Most of what can be wrong is found by `validate` only.
     """
     named = field or field_of(grammar)
-    grammar.check_size(named)
     match grammar.kind:
         case "json_object":
             return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=SCHEMA_OPTIONS)
@@ -62,6 +61,11 @@ def to_llguidance(grammar: Grammar, field: str | None = None) -> str:
             return LLMatcher.grammar_from_lark(grammar.text)
         case "sketch":
             raise InvalidRequest(named, NOT_COMPLETE)
+
+
+def ebnf_as_lark(grammar: Grammar) -> Grammar:
+    """The same in Lark, if it is EBNF, which takes time; else itself. InvalidRequest if it is plainly wrong."""
+    return Grammar("lark", _ebnf(grammar.text, field_of(grammar))) if grammar.kind == "ebnf" else grammar
 
 
 def unforced(grammar: Grammar) -> str:

@@ -1,24 +1,31 @@
-"""Trying grammars, in a process of its own: `python -m minisgl.grammar.trial`.
+"""Trying grammars, in processes of their own: `python -m minisgl.grammar.trial`.
 
-A short grammar can take any time and memory to compile, and might bring its process down. So it is another one that
-compiles those of strangers, and whoever started it (`TrialProcess`) ends it when it takes too long.
+A short grammar can take any time and memory to compile, and might bring its process down. So each is compiled in a
+process that has nothing else to do. That one is forked from another, which has loaded all that it needs, so that it is
+there in a millisecond and nobody waits when it is ended: it has so much processor time, on a busy machine as on a
+quiet one, and so much memory.
 
-The first line that comes in are the special tokens that grammars may name, by id; each of the others is a Grammar. A
-line goes out when the process is ready, and a Verdict for each grammar. All are JSON.
+The first line that comes in are the special tokens that grammars may name, by id; each of the others is a Trial. An
+Outcome goes out for each, in the order that they end. All are JSON.
 """
 
 from __future__ import annotations
 
+import gc
 import os
-import queue
 import random
 import re
+import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
+import time
+import traceback
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -26,63 +33,106 @@ from llguidance import LLMatcher, LLTokenizer
 from msgspec.json import decode, encode
 
 from minisgl.core import Grammar, InvalidRequest
-from minisgl.grammar.text import to_llguidance
+from minisgl.grammar.sketch import completed
+from minisgl.grammar.text import ebnf_as_lark, to_llguidance
 from minisgl.grammar.threads import STACK_BYTES
 from minisgl.grammar.vocabulary import PARSER_LIMITS, byte_vocabulary
 from minisgl.process.child import leave_signals_to_parent, start_module
 
-START_SECONDS = 60.0  # on a machine that has much else to do
+WAIT_FACTOR = 5  # seconds of waiting for one of processor time, on a machine that has much else to do
+MAX_BYTES = 2 * 2**30  # that a grammar may take
 TRIALS = 4  # random continuations of a grammar
 TRIAL_BYTES = 16  # of each
+_CHUNK = 65_536
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Trial(msgspec.Struct, frozen=True):
+    """A grammar to try, and what it may take."""
+
+    number: int
+    grammar: Grammar
+    seconds: float  # of processor time
+    max_bytes: int = MAX_BYTES
+
+
+class GrammarCheck(msgspec.Struct, frozen=True):
     """What is wrong with a grammar; an empty message: nothing. Some messages say which field is meant."""
 
     message: str = ""
     field: str | None = None
+    grammar: Grammar | None = None  # as it is to be followed, where that is not as it came
+    failure: str = ""  # of ours, for the log: nothing is known of the grammar
 
 
-class TrialFailed(Exception):
-    """The process has not come to a verdict, and is no more. Says why."""
+class Outcome(msgspec.Struct, frozen=True):
+    """The end of a trial."""
+
+    number: int
+    check: GrammarCheck
+    seconds: float  # of processor time
+
+
+class TrialsEnded(Exception):
+    """The process is no more, and with it the trials that were under way."""
 
 
 class TrialProcess:
-    """The process, from outside. It ends with this object."""
+    """The process from which others are forked, from outside: nothing here waits for it, but for `poll`.
+
+    It ends with this object.
+    """
 
     def __init__(self, named_tokens: Mapping[int, str]) -> None:
-        self._process = start_module("minisgl.grammar.trial", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = start_module("minisgl.grammar.trial", stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         self.end = weakref.finalize(self, _end, self._process)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)
+        self._unsent = bytearray()
+        self._unread = b""
         self._send(encode(named_tokens))
-        self._receive(START_SECONDS)
 
     @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+    def pid(self) -> int:
+        return self._process.pid
 
-    def verdict(self, grammar: Grammar, seconds: float) -> Verdict:
-        """Try a grammar for so long; TrialFailed if that was not enough."""
-        self._send(encode(grammar))
-        return decode(self._receive(seconds), type=Verdict)
+    def start(self, trial: Trial) -> None:
+        """Begin to try a grammar."""
+        self._send(encode(trial))
+
+    def poll(self, seconds: float = 0.0) -> list[Outcome]:
+        """The trials that have ended since the last call; waits so long for one. TrialsEnded if there will be none."""
+        self._flush()
+        poll = select.poll()
+        poll.register(self._out, select.POLLIN)
+        if self._unsent:
+            poll.register(self._in, select.POLLOUT)
+        for descriptor, _ in poll.poll(seconds * 1000):
+            if descriptor == self._in:
+                self._flush()
+                continue
+            data = os.read(self._out, _CHUNK)
+            if not data:
+                self.end()
+                raise TrialsEnded
+            self._unread += data
+        *lines, self._unread = self._unread.split(b"\n")
+        return [decode(line, type=Outcome) for line in lines]
 
     def _send(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the next answer will say so
+        self._unsent += line + b"\n"
+        self._flush()
 
-    def _receive(self, seconds: float) -> bytes:
-        assert self._process.stdout is not None
-        poll = select.poll()
-        poll.register(self._process.stdout, select.POLLIN)
-        in_time = bool(poll.poll(seconds * 1000))
-        line = self._process.stdout.readline() if in_time else b""
-        if not line:
-            self.end()
-            raise TrialFailed(f"it takes longer than {seconds:g} s to compile" if not in_time else "the compiler fails")
-        return line
+    def _flush(self) -> None:
+        """Send what the pipe takes; it takes more when the process has read."""
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self._in, self._unsent)]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._unsent.clear()  # what is read next says so
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -90,36 +140,158 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
+# --- inside ---------------------------------------------------------------------------------------------------
+
+
 def main() -> None:
-    """The process: try what comes, until nothing can come."""
+    """The process: fork one for each grammar that comes, until nothing can come."""
     leave_signals_to_parent()
-    grammars: queue.SimpleQueue[Grammar] = queue.SimpleQueue()
-    vocabulary = byte_vocabulary(decode(sys.stdin.buffer.readline(), type=dict[int, str]))
+    _Forks(sys.stdin.fileno(), sys.stdout.fileno()).run()
+
+
+class _Fork:
+    """A process that tries one grammar."""
+
+    def __init__(self, trial: Trial, pid: int, pipe: int) -> None:
+        self.trial = trial
+        self.pid = pid
+        self.pipe = pipe  # from which its GrammarCheck comes
+        self.deadline = time.monotonic() + WAIT_FACTOR * trial.seconds
+        self.said = b""
+        self.is_overdue = False
+
+    def outcome(self) -> Outcome:
+        """What it came to, when its pipe is closed."""
+        os.close(self.pipe)
+        _, status, usage = os.wait4(self.pid, 0)
+        seconds = usage.ru_utime + usage.ru_stime
+        if not os.WIFSIGNALED(status) and self.said:
+            check = decode(self.said, type=GrammarCheck)
+        elif self.is_overdue or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
+            check = GrammarCheck(f"it takes longer than {self.trial.seconds:g} s to compile")
+        else:
+            check = GrammarCheck("the compiler fails")
+        return Outcome(self.trial.number, check, seconds)
+
+
+class _Forks:
+    """All that are under way."""
+
+    def __init__(self, source: int, sink: int) -> None:
+        self._source = source
+        self._sink = sink
+        self._unread = bytearray()
+        self._forks: dict[int, _Fork] = {}  # by pipe
+        self._poll = select.poll()
+
+    def run(self) -> None:
+        tokens: dict[int, str] = decode(self._first_line(), type=dict[int, str])
+        vocabulary = byte_vocabulary(tokens)
+        self._by_text = {text: index for index, text in tokens.items()}
+        gc.collect()
+        gc.freeze()  # or collecting in a fork would copy it all
+        self._poll.register(self._source, select.POLLIN)
+        while True:
+            for line in self._lines():
+                self._fork(decode(line, type=Trial), vocabulary)
+            for descriptor, _ in self._poll.poll(self._patience()):
+                if descriptor == self._source:
+                    self._read()
+                else:
+                    self._hear(descriptor)
+            for fork in self._forks.values():
+                if fork.deadline < time.monotonic():
+                    fork.is_overdue = True
+                    os.kill(fork.pid, signal.SIGKILL)  # its pipe closes with it
+
+    def _read(self) -> None:
+        data = os.read(self._source, _CHUNK)
+        if not data:
+            for fork in self._forks.values():
+                os.kill(fork.pid, signal.SIGKILL)
+            os._exit(0)
+        self._unread += data
+
+    def _lines(self) -> list[bytes]:
+        *lines, rest = self._unread.split(b"\n")
+        self._unread = rest
+        return [bytes(line) for line in lines]
+
+    def _first_line(self) -> bytes:
+        while b"\n" not in self._unread:
+            self._read()
+        line, _, self._unread = self._unread.partition(b"\n")
+        return bytes(line)
+
+    def _patience(self) -> float | None:
+        """Milliseconds to the next deadline."""
+        if not self._forks:
+            return None
+        return max(min(fork.deadline for fork in self._forks.values()) - time.monotonic(), 0.0) * 1000 + 1
+
+    def _fork(self, trial: Trial, vocabulary: LLTokenizer) -> None:
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _try_and_exit(trial, vocabulary, self._by_text, theirs)
+        os.close(theirs)
+        self._forks[ours] = _Fork(trial, pid, ours)
+        self._poll.register(ours, select.POLLIN)
+
+    def _hear(self, pipe: int) -> None:
+        fork = self._forks[pipe]
+        if data := os.read(pipe, _CHUNK):
+            fork.said += data
+            return
+        self._poll.unregister(pipe)
+        del self._forks[pipe]
+        line = encode(fork.outcome()) + b"\n"
+        while line:
+            line = line[os.write(self._sink, line) :]
+
+
+def _try_and_exit(trial: Trial, vocabulary: LLTokenizer, tokens: Mapping[str, int], pipe: int) -> None:
+    """Try the grammar, in a process that was forked for it, within bounds; the check goes into the pipe."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + STACK_BYTES + trial.max_bytes,) * 2)
+    signal.setitimer(signal.ITIMER_PROF, trial.seconds)  # at whose end the process ends
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):  # the process outside waits for the end of these; and compilers complain before theirs
+        os.dup2(nothing, descriptor)
 
     def work() -> None:
-        _say(b"")
-        while True:
-            _say(encode(_verdict(grammars.get(), vocabulary)))
+        try:
+            check = encode(check_of(trial.grammar, vocabulary, tokens))
+        except MemoryError:
+            os._exit(1)
+        except Exception:
+            check = encode(GrammarCheck(failure=traceback.format_exc()))
+        while check:
+            check = check[os.write(pipe, check) :]
+        os._exit(0)
 
     threading.stack_size(STACK_BYTES)
-    threading.Thread(target=work, daemon=True).start()
-    for line in sys.stdin.buffer:
-        grammars.put(decode(line, type=Grammar))
-    os._exit(0)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    os._exit(1)
 
 
-def _say(line: bytes) -> None:
-    sys.stdout.buffer.write(line + b"\n")
-    sys.stdout.buffer.flush()
-
-
-def _verdict(grammar: Grammar, vocabulary: LLTokenizer) -> Verdict:
+def check_of(grammar: Grammar, vocabulary: LLTokenizer, tokens: Mapping[str, int]) -> GrammarCheck:
+    """Translate a grammar, compile it, and follow it for a few bytes."""
     try:
-        return Verdict(_try(grammar, vocabulary))
+        if grammar.kind == "sketch":
+            translated = completed(grammar, tokens)
+            translated.check_size("structured_outputs")
+        else:
+            translated = ebnf_as_lark(grammar)
+        message = _try(translated, vocabulary)
     except InvalidRequest as refused:
-        return Verdict(refused.message, refused.field)
+        return GrammarCheck(refused.message, refused.field)
     except ValueError as invalid:  # of a text that llguidance cannot read at all
-        return Verdict(_in_short(str(invalid)))
+        return GrammarCheck(_in_short(str(invalid)))
+    return GrammarCheck(message, grammar=None if message or translated is grammar else translated)
 
 
 def _try(grammar: Grammar, vocabulary: LLTokenizer) -> str:

@@ -6,89 +6,186 @@ grammar is compiled and followed for a few bytes, because some prove to be too c
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import hashlib
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from minisgl.core import Grammar, InvalidRequest
+from minisgl.grammar.queue import CompileQueue, estimated_cost
 from minisgl.grammar.text import field_of
-from minisgl.grammar.trial import TrialFailed, TrialProcess, Verdict
+from minisgl.grammar.trial import GrammarCheck, Trial, TrialProcess, TrialsEnded
 
-TIME_LIMIT = 2.0  # seconds for one grammar
+TIME_LIMIT = 2.0  # seconds of processor time for one grammar
 MAX_RESULTS = 128  # grammars whose result is kept
-PROCESSES = 4  # that try grammars at the same time; others wait
+CONCURRENCY = 4  # grammars that are tried at the same time; others wait
+ATTEMPTS = 2  # at a grammar, if the process ends that tries it
+SILENCE_SECONDS = 60.0  # after which the process is given up; it takes a second to start, or more on a busy machine
+WAIT_SECONDS = 0.05  # between looks at what others, in other threads, have waited for
 
 
-class Check:
-    """Of one grammar: waiting, under way or done."""
+class CheckFailed(RuntimeError):
+    """A grammar could not be checked, for a reason that is not the client's."""
 
-    def __init__(self, grammar: Grammar, verdict: Future[Verdict]) -> None:
-        self._grammar = grammar
-        self._verdict = verdict
+
+class PendingCheck:
+    """One grammar's check: waiting, under way or done."""
+
+    def __init__(self, grammar: Grammar, validator: GrammarValidator) -> None:
+        self.grammar = grammar
+        self.check: GrammarCheck | None = None  # when it is done
+        self.requests = 0  # that have asked for it and not gone since
+        self.attempts = 0
+        self._validator = validator
 
     @property
     def is_done(self) -> bool:
-        return self._verdict.done()
+        return self.check is not None
 
-    def result(self, field: str | None = None) -> None:
-        """InvalidRequest if the grammar cannot be followed, which the request calls `field`. Waits until it is done."""
-        verdict = self._verdict.result()
-        if verdict.field is not None:
-            raise InvalidRequest(field or verdict.field, verdict.message)
-        if verdict.message:
-            text = f"this {_called(self._grammar)} is not supported: {verdict.message}"
-            raise InvalidRequest(field or field_of(self._grammar), text)
+    def result(self, field: str | None = None) -> Grammar:
+        """The grammar as it is to be followed. Waits until the check is done.
+
+        InvalidRequest if it cannot be followed, naming `field`, as the request calls it; CheckFailed if nothing is
+        known of it.
+        """
+        while self.check is None:
+            self._validator.poll(WAIT_SECONDS)
+        check = self.check
+        if check.failure:
+            raise CheckFailed(check.failure)
+        if check.field is not None:
+            raise InvalidRequest(field or check.field, check.message)
+        if check.message:
+            text = f"this {_called(self.grammar)} is not supported: {check.message}"
+            raise InvalidRequest(field or field_of(self.grammar), text)
+        return check.grammar or self.grammar
+
+    def abandon(self) -> None:
+        """A request that asked for it is gone."""
+        self._validator.abandon(self)
 
 
 class GrammarValidator:
-    """Says what is wrong with grammars. `named_tokens` are those that grammars may name, by id."""
+    """Says what is wrong with grammars. `named_tokens` are those that grammars may name, by id.
+
+    It may be called from several threads. Checks go on while it is polled.
+    """
 
     def __init__(self, named_tokens: Mapping[int, str], *, time_limit: float = TIME_LIMIT) -> None:
         self._named_tokens = named_tokens
         self._time_limit = time_limit
-        # A thread waits for each process. Both are started when they are needed.
-        self._threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix="grammar")
-        self._idle: deque[TrialProcess] = deque()
-        self._checks: OrderedDict[Grammar, Check] = OrderedDict()
+        self._process: TrialProcess | None = None  # started when it is needed
+        self._queue: CompileQueue[Grammar] = CompileQueue()
+        self._pending: dict[Grammar, PendingCheck] = {}  # waiting or under way
+        self._running: dict[int, PendingCheck] = {}  # by the trial's number
+        self._done: OrderedDict[bytes, PendingCheck] = OrderedDict()  # by the grammar's digest, the last used last
+        self._trials = 0
+        self._heard = 0.0  # from the process, or to it while nothing was under way: a time of `monotonic`
+        self._lock = threading.RLock()
 
-    def validate(self, grammar: Grammar, field: str | None = None) -> None:
-        """InvalidRequest if the grammar cannot be followed. `field`: what the request calls it."""
-        self.check(grammar).result(field)
+    def validate(self, grammar: Grammar, field: str | None = None) -> Grammar:
+        """The grammar as it is to be followed; InvalidRequest if it cannot be. `field`: what the request calls it."""
+        return self.check(grammar).result(field)
 
-    def check(self, grammar: Grammar) -> Check:
-        """Begin to check the grammar, unless that has been done."""
-        check = self._checks.get(grammar)
-        if check is None:
-            check = self._checks[grammar] = Check(grammar, self._threads.submit(self._try, grammar))
-            if len(self._checks) > MAX_RESULTS:
-                self._checks.popitem(last=False)
-        self._checks.move_to_end(grammar)
-        return check
+    def check(self, grammar: Grammar, client: str = "") -> PendingCheck:
+        """Begin to check the grammar of a client, unless that has been done.
+
+        QueueFull if too many wait already.
+        """
+        pending = PendingCheck(grammar, self)
+        if grammar.kind != "sketch":  # those are our own
+            try:
+                grammar.check_size(field_of(grammar))
+            except InvalidRequest as refused:
+                pending.check = GrammarCheck(refused.message, refused.field)
+                return pending
+        with self._lock:
+            digest = _digest(grammar)
+            if digest in self._done:
+                self._done.move_to_end(digest)
+                return self._done[digest]
+            pending = self._pending.get(grammar, pending)
+            if pending not in self._running.values():
+                self._queue.add(grammar, client, cost=estimated_cost(grammar), chars=len(grammar.text))
+            self._pending[grammar] = pending
+            pending.requests += 1
+            self._start_trials()
+            return pending
+
+    def abandon(self, pending: PendingCheck) -> None:
+        """A request is gone; what nobody else asks for does not have to be tried any more."""
+        with self._lock:
+            pending.requests -= 1
+            if not pending.requests and not pending.is_done and pending not in self._running.values():
+                self._queue.remove(pending.grammar)
+                del self._pending[pending.grammar]
+
+    def poll(self, seconds: float = 0.0) -> None:
+        """Take in what has ended, and begin what comes next; waits so long for something to end."""
+        with self._lock:
+            if self._process is None:
+                return
+            try:
+                for outcome in self._process.poll(seconds):
+                    self._heard = time.monotonic()
+                    pending = self._running.pop(outcome.number)
+                    self._queue.finish(pending.grammar, outcome.seconds)
+                    self._settle(pending, outcome.check)
+                if self._running and time.monotonic() > self._heard + SILENCE_SECONDS:
+                    self._process.end()
+                    self._try_again()
+            except TrialsEnded:
+                self._try_again()
+            self._start_trials()
+
+    @property
+    def num_waiting(self) -> int:
+        """Grammars that are not being tried yet."""
+        return len(self._queue)
 
     def close(self) -> None:
-        """End the processes, when they have come to a verdict."""
-        self._threads.shutdown()
-        while self._idle:
-            self._idle.pop().end()
+        """End the processes."""
+        with self._lock:
+            if self._process is not None:
+                self._process.end()
+                self._process = None
 
-    def _try(self, grammar: Grammar) -> Verdict:
-        try:
-            process = self._idle_process() or TrialProcess(self._named_tokens)
-            verdict = process.verdict(grammar, self._time_limit)
-        except TrialFailed as failed:
-            return Verdict(str(failed))
-        self._idle.append(process)
-        return verdict
+    def _start_trials(self) -> None:
+        while len(self._running) < CONCURRENCY and (grammar := self._queue.next()) is not None:
+            self._start(self._pending[grammar])
 
-    def _idle_process(self) -> TrialProcess | None:
-        """One that has tried a grammar before. Those that somebody has killed since are dropped."""
-        while True:
-            try:
-                process = self._idle.pop()
-            except IndexError:
-                return None
-            if process.is_alive:
-                return process
+    def _start(self, pending: PendingCheck) -> None:
+        self._process = self._process or TrialProcess(self._named_tokens)
+        if not self._running:
+            self._heard = time.monotonic()
+        pending.attempts += 1
+        self._trials += 1
+        self._running[self._trials] = pending
+        self._process.start(Trial(self._trials, pending.grammar, self._time_limit))
+
+    def _try_again(self) -> None:
+        """The process has been killed. It was not for a grammar, which has only its own process to bring down."""
+        running, self._running, self._process = self._running, {}, None
+        for pending in running.values():
+            if pending.attempts < ATTEMPTS:
+                self._start(pending)
+            else:
+                self._queue.finish(pending.grammar, self._time_limit)
+                self._settle(pending, GrammarCheck(failure="the process that tries grammars has ended twice"))
+
+    def _settle(self, pending: PendingCheck, check: GrammarCheck) -> None:
+        pending.check = check
+        del self._pending[pending.grammar]
+        if check.failure:
+            return  # the next request may have more luck
+        self._done[_digest(pending.grammar)] = pending
+        if len(self._done) > MAX_RESULTS:
+            self._done.popitem(last=False)
+
+
+def _digest(grammar: Grammar) -> bytes:
+    return hashlib.blake2b(f"{grammar.kind} {grammar.text}".encode()).digest()
 
 
 def _called(grammar: Grammar) -> str:

@@ -230,7 +230,7 @@ class LLM:
             one = _with_tuples(one)
             one.validate(limits)
             if one.grammar is not None:
-                self._validator.validate(one.grammar, "grammar")
+                one = msgspec.structs.replace(one, grammar=self._validator.validate(one.grammar, "grammar"))
             room = room_for_output(len(ids), one.max_tokens, limits)
             max_tokens = room if one.max_tokens is None else min(one.max_tokens, room)
             num_clipped += one.max_tokens is not None and one.max_tokens > room

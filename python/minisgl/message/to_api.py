@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from minisgl.core import FinishReason
 from minisgl.message.relayed import Flushed, Report
 from minisgl.message.types import PackedIds, PositionLogprobs
+
+RefusalStatus: TypeAlias = Literal[400, 500, 503]  # HTTP's
 
 
 class Echo(msgspec.Struct, frozen=True, array_like=True):
@@ -28,12 +30,17 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """These sequences will not run: the prompt is invalid. Nothing else comes for them."""
+    """These sequences will not run, and nothing else comes for them.
+
+    With status 400 field and message say what is wrong with the request. With 503 the message says of what there is
+    too much at the moment. 500 is an error of ours, which is in the log.
+    """
 
     sequences: list[int]
-    field: str
-    message: str
+    field: str = ""
+    message: str = ""
     code: str | None = None  # OpenAI's name of the error, where it has one
+    status: RefusalStatus = 400
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -79,11 +86,12 @@ class Described(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unanswered(msgspec.Struct, frozen=True, tag=True):
-    """To any question: what is wrong with it."""
+    """To any question: what is wrong with it, or that the error is ours, as in `Refused`."""
 
     query: int
-    field: str
-    message: str
+    field: str = ""
+    message: str = ""
+    status: RefusalStatus = 400
 
 
 Reply: TypeAlias = Encoded | Decoded | Described | Flushed | Unanswered

@@ -1,7 +1,7 @@
 """Grammars that make a model call tools in its own form, or let it, with arguments that follow their schemas.
 
 They are sketches in llguidance's dialect of Lark: what only the tokenizer worker knows stands in them as lines that it
-replaces (`tokenizer.constraint`). `%marker "..."` is a token, or the text where there is no such token; `%until name
+replaces (`grammar.sketch`). `%marker "..."` is a token, or the text where there is no such token; `%until name
 "..."` is a rule for TEXT up to and with such a marker; `%grammar name [kind, text]` is a rule for what a `core.Grammar`
 allows.
 
@@ -56,7 +56,7 @@ def calls_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
     InvalidRequest if it would be too long.
     """
     how = FORMS[form]
-    opening = f"{_marker(how.marker)} " if how.marker else ""
+    opening = f"{marker(how.marker)} " if how.marker else ""
     calls = "opened" if how.between is None else _repeated("opened", how.between, parallel)
     return _sketch([f"start: {calls}", f"opened: {opening}call"], how.rules(tools, parallel))
 
@@ -110,7 +110,8 @@ def _too_long() -> InvalidRequest:
     return InvalidRequest("tools", text)
 
 
-def _marker(text: str) -> str:
+def marker(text: str) -> str:
+    """A marker: its token, or the text where there is no such token."""
     return f"%marker {text_rule(text)}"
 
 
@@ -209,7 +210,7 @@ def _repeated(item: str, separator: str, parallel: bool) -> str:
 
 
 def _hermes(tools: Tools, _parallel: bool) -> Iterator[str]:
-    yield f"call: {text_rule(chr(10))} object {text_rule(chr(10))} {_marker('</tool_call>')}"
+    yield f"call: {text_rule(chr(10))} object {text_rule(chr(10))} {marker('</tool_call>')}"
     yield from _objects(tools, "arguments")
 
 
@@ -226,7 +227,7 @@ def _mistral_list(tools: Tools, parallel: bool) -> Iterator[str]:
 def _mistral_named(tools: Tools, _parallel: bool) -> Iterator[str]:
     yield f"call: {_alternatives('call', tools)}"
     for index, (name, schema) in enumerate(tools.items()):
-        yield f"call_{index}: {text_rule(name)} {_marker('[ARGS]')} arguments_{index}"
+        yield f"call_{index}: {text_rule(name)} {marker('[ARGS]')} arguments_{index}"
         yield _whole_schema_rule(f"arguments_{index}", schema)
 
 
@@ -250,7 +251,7 @@ def _pythonic(tools: Tools, parallel: bool) -> Iterator[str]:
 
 
 def _qwen_coder(tools: Tools, _parallel: bool) -> Iterator[str]:
-    yield f"call: {text_rule(chr(10))} function {_marker('</tool_call>')}"
+    yield f"call: {text_rule(chr(10))} function {marker('</tool_call>')}"
     yield f"VALUE: {_text_without(_containing('</parameter>'))}"
     yield f"function: {_alternatives('function', tools)}"
     allowance = Allowance()

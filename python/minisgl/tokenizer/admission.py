@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from minisgl.core import Int32Array, InvalidRequest, resolve_max_tokens
+from minisgl.core import Grammar, Int32Array, InvalidRequest, resolve_max_tokens
+from minisgl.grammar.queue import QueueFull
 from minisgl.grammar.text import field_of
-from minisgl.grammar.validate import Check
+from minisgl.grammar.validate import PendingCheck
 from minisgl.limits import Limits
 from minisgl.message.to_api import Accepted, Echo, Refused
 from minisgl.message.to_scheduler import Add
@@ -34,7 +35,7 @@ class Admission:
 
     answer: Accepted | Refused
     adds: list[Add]
-    check: Check | None = None
+    check: PendingCheck | None = None
     field: str = ""
 
     @property
@@ -45,10 +46,23 @@ class Admission:
         """What it is in the end; waits for that."""
         if self.check is not None:
             try:
-                self.check.result(self.field)
+                grammar = self.check.result(self.field)
             except InvalidRequest as error:
                 return Admission(Refused(self.answer.sequences, error.field, error.message, error.code), [])
+            except Exception:
+                logger.exception("the grammar of sequences %s could not be checked", self.answer.sequences)
+                return Admission(Refused(self.answer.sequences, status=500), [])
+            return Admission(self.answer, [_with_grammar(add, grammar) for add in self.adds])
         return Admission(self.answer, self.adds)
+
+    def abandon(self) -> None:
+        """The request has been aborted."""
+        if self.check is not None:
+            self.check.abandon()
+
+
+def _with_grammar(add: Add, grammar: Grammar) -> Add:
+    return msgspec.structs.replace(add, sampling=msgspec.structs.replace(add.sampling, grammar=grammar))
 
 
 def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars: GrammarFitter) -> Admission:
@@ -63,16 +77,15 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars:
         end = prompt_end(request, ids, tokenizer)
         if sampling.grammar is not None:
             grammar_field = field_of(sampling.grammar)
-            grammar = grammars.fit(sampling.grammar, request.prompt, end)
-            check = grammars.check(grammar)
-            sampling = msgspec.structs.replace(sampling, grammar=grammar)
+            check = grammars.check(grammars.fit(sampling.grammar, request.prompt, end), request.client)
     except InvalidRequest as error:
         named = field if error.field == "prompt" else error.field
         return Admission(Refused(request.sequences, named, error.message, error.code), [])
-    except Exception as error:
+    except QueueFull as error:
+        return Admission(Refused(request.sequences, message=str(error), status=503), [])
+    except Exception:
         logger.exception("the prompt of sequences %s could not be encoded", request.sequences)
-        reason = f"the prompt could not be encoded: {type(error).__name__}: {error}"
-        return Admission(Refused(request.sequences, field, reason), [])
+        return Admission(Refused(request.sequences, status=500), [])
     packed = pack_ids(ids)
     # A digest, because what the cache makes of it relies on their equal lengths.
     salt = hashlib.blake2b(request.cache_salt.encode(), digest_size=16).digest() if request.cache_salt else b""

@@ -7,6 +7,7 @@ bounded time and to a bounded length, and whatever goes wrong in it is the one r
 from __future__ import annotations
 
 import json
+import logging
 import time
 from datetime import datetime
 from typing import Any, NoReturn
@@ -20,6 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minisgl.config import ConfigError
 from minisgl.core import InvalidRequest
+
+logger = logging.getLogger(__name__)
 
 MAX_CHARS = 64 * 1024 * 1024
 MAX_SECONDS = 5.0
@@ -52,7 +55,7 @@ class ChatTemplates:
         add_generation_prompt: bool,
         continue_final_message: bool = False,
     ) -> str:
-        """The conversation as one text, special tokens written out. Any failure is an InvalidRequest("messages").
+        """The conversation as one text, special tokens written out. InvalidRequest("messages") if the template fails.
 
         With `continue_final_message` the text ends where the last message's content does.
         """
@@ -76,8 +79,11 @@ class ChatTemplates:
             return _cut_at_end_tag(text) if continue_final_message else text
         except Refusal as error:
             message = f"the model's chat template refuses these messages: {error}"
-        except Exception as error:
-            message = f"the model's chat template fails on these messages: {type(error).__name__}: {error}"
+        except jinja2.TemplateError as error:
+            message = f"the model's chat template cannot render these messages: {error}"
+        except Exception:  # of Python: its text says nothing to a client
+            logger.warning("the chat template %s of %s fails", name, self._model_name, exc_info=True)
+            message = "the model's chat template fails on these messages"
         raise InvalidRequest("messages", message)
 
     def _compile(self, name: str) -> jinja2.Template:

@@ -1,7 +1,7 @@
 """The tokenizer worker: prompts in, token ids out to the scheduler, refusals and prompt ids to the API server.
 
 Messages are handled one after the other in the order they came, so an abort cannot overtake its request. Only a
-request with a grammar that nobody has sent before may wait here, for what a thread finds about it: others pass.
+request with a grammar that nobody has sent before may wait here, for what a process finds about it: others pass.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def run(worker: Worker) -> None:
     limits = worker.ready()
     while True:
         message = inbox.receive_within(CHECK_INTERVAL) if gate.num_waiting else inbox.receive()
+        grammars.poll()
         gate.let_pass()
         match message:
             case None:
@@ -108,7 +109,12 @@ class Gate:
 
     def drop(self, sequences: Sequence[int]) -> None:
         """Their request has been aborted."""
-        self._waiting = [one for one in self._waiting if not set(sequences).intersection(one.answer.sequences)]
+        waiting, self._waiting = self._waiting, []
+        for admission in waiting:
+            if set(sequences).intersection(admission.answer.sequences):
+                admission.abandon()
+            else:
+                self._waiting.append(admission)
 
 
 def reply_to(question: Encode | Decode, tokenizer: TextTokenizer, limits: Limits) -> Reply:
@@ -128,9 +134,9 @@ def reply_to(question: Encode | Decode, tokenizer: TextTokenizer, limits: Limits
         return Decoded(question.query, tokenizer.decode(ids, skip_special_tokens=False))
     except InvalidRequest as error:
         return Unanswered(question.query, error.field, error.message)
-    except Exception as error:
+    except Exception:
         logger.exception("a text could not be encoded or decoded")
-        return Unanswered(question.query, "prompt", f"{type(error).__name__}: {error}")
+        return Unanswered(question.query, status=500)
 
 
 def describe(folder: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import logging
 import re
 import uuid
@@ -72,6 +73,24 @@ def _request_id(scope: Scope) -> bytes:
     return uuid.uuid4().hex.encode()
 
 
+def client_of(connection: HTTPConnection) -> str:
+    """Who sends a request: the number of its key, or else the address that it comes from, which nobody can make up.
+
+    Whoever has one IPv6 address has 2**64, so those count as one. Behind a proxy all have the proxy's.
+    """
+    key: int | None = getattr(connection.state, "api_key", None)
+    if key is not None:
+        return f"key {key}"
+    if connection.client is None:
+        return ""
+    host = connection.client.host
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    return str(ipaddress.ip_network((address, 64), strict=False) if address.version == 6 else address)
+
+
 class KeyGate:
     """Lets those pass who send one of the keys as bearer token, and everybody to the open routes.
 
@@ -94,18 +113,21 @@ class KeyGate:
     def _error(self, scope: Scope) -> ApiError | None:
         path = route_path(scope)
         if self._admin and path in CONTROL_ROUTES:
-            return None if _sends_one_of(self._admin, scope) else no_admin_key()
-        if not self._digests or path in OPEN_ROUTES or _sends_one_of(self._digests + self._admin, scope):
-            return None
-        return unauthorized()
+            return no_admin_key() if _key_sent(self._admin, scope) is None else None
+        key = _key_sent(self._digests + self._admin, scope)
+        if key is not None:
+            scope.setdefault("state", {})["api_key"] = key
+        return unauthorized() if self._digests and path not in OPEN_ROUTES and key is None else None
 
 
-def _sends_one_of(digests: Sequence[bytes], scope: Scope) -> bool:
+def _key_sent(digests: Sequence[bytes], scope: Scope) -> int | None:
+    """The number of the key that a request carries; None if it is none of these."""
     sent = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(sent) != 1 or not sent[0].lower().startswith(BEARER):
-        return False
+        return None
     digest = _digest(sent[0][len(BEARER) :].strip())
-    return any([hmac.compare_digest(digest, known) for known in digests])  # noqa: C419 - no short cut
+    matches = [hmac.compare_digest(digest, known) for known in digests]  # all of them: no short cut
+    return matches.index(True) if any(matches) else None
 
 
 def _digest(key: bytes) -> bytes:

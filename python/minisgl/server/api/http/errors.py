@@ -65,6 +65,13 @@ def invalid_request(error: InvalidRequest, field_names: Mapping[str, str] | None
     return invalid(name, message, error.code)
 
 
+def refused(status: int, error: InvalidRequest, field_names: Mapping[str, str] | None = None) -> ApiError:
+    """What a worker has answered in place of what was asked."""
+    if status == 400:
+        return invalid_request(error, field_names)
+    return _unavailable(f"{error.message}; try again later", "overloaded") if status == 503 else internal_error()
+
+
 def clients_name(field: str, names: Mapping[str, str]) -> str:
     """A dotted field under the name that the client used for it, or for what it is a part of."""
     head, dot, rest = field.partition(".")

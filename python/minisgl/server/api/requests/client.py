@@ -24,7 +24,7 @@ from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Reply, ToAp
 from minisgl.message.to_tokenizer import Generate, Question, ToTokenizer
 from minisgl.message.types import ProcessCounts
 from minisgl.seeds import choice_seed, random_seed
-from minisgl.server.api.http.errors import aborted, invalid, invalid_request, overloaded, shutting_down
+from minisgl.server.api.http.errors import aborted, invalid, overloaded, refused, shutting_down
 from minisgl.server.api.requests.delta import Delta
 from minisgl.server.api.requests.open_request import ClientGone, Job, OpenRequest
 from minisgl.server.api.requests.questions import Questions
@@ -125,6 +125,7 @@ class EngineClient:
                     job.truncate,
                     job.echo,
                     job.cache_salt,
+                    job.client,
                 )
             )
         if end < len(job.prompts):
@@ -201,13 +202,13 @@ class EngineClient:
             request.put(piece, now)
             reached.add(request)
 
-    def _dispatch_refused(self, refused: Refused) -> None:
-        self._prompts.pop(refused.sequences[0], None)
-        for sequence in refused.sequences:
+    def _dispatch_refused(self, message: Refused) -> None:
+        self._prompts.pop(message.sequences[0], None)
+        error = InvalidRequest(message.field, message.message, message.code)
+        for sequence in message.sequences:
             request = self._sequences.pop(sequence, None)
             if request is not None:
-                names = request.field_names(sequence)
-                request.fail(invalid_request(InvalidRequest(refused.field, refused.message, refused.code), names))
+                request.fail(refused(message.status, error, request.field_names(sequence)))
 
     def shut_down(self, reason: str | None) -> None:
         """End every open request with an error and admit no other."""

@@ -9,12 +9,13 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 
+from minisgl.core import InvalidRequest
 from minisgl.message.relayed import Report
 from minisgl.message.socket import Sender
 from minisgl.message.to_api import Reply, Unanswered
 from minisgl.message.to_tokenizer import Query, Question, ToTokenizer
 from minisgl.message.types import ProcessCounts
-from minisgl.server.api.http.errors import ApiError, invalid, no_answer
+from minisgl.server.api.http.errors import ApiError, no_answer, refused
 
 
 class Questions:
@@ -45,7 +46,7 @@ class Questions:
         finally:
             self._replies.pop(number, None)
         if isinstance(answer, Unanswered):
-            raise invalid(answer.field, answer.message)
+            raise refused(answer.status, InvalidRequest(answer.field, answer.message))
         return answer
 
     async def ask_counts(self, timeout_seconds: float) -> tuple[list[ProcessCounts], bool]:

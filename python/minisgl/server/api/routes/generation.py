@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from minisgl.server.api.answers.sglang import SglangWriter, is_sglang, sglang_jo
 from minisgl.server.api.bodies.conversation import conversation_tools
 from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
 from minisgl.server.api.bodies.tools import ToolUse
-from minisgl.server.api.http.boundary import request_id_of
+from minisgl.server.api.http.boundary import client_of, request_id_of
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.service import Service
 
@@ -73,4 +74,5 @@ class GenerationRoutes:
     def _answer(
         self, request: Request, job: Job, writer: Writer, *, stream: bool, names: tuple[str, ...] = ()
     ) -> Answer:
+        job = dataclasses.replace(job, client=client_of(request))
         return Answer(self._service.client, job, writer, stream=stream, names=(request_id_of(request), *names))

@@ -1,0 +1,139 @@
+"""Order in which grammars are tried that nobody has tried before. Pure: no clock, no processes.
+
+A grammar may take all the time that it is given, and a client may send many of them. So one grammar of a client is
+under way at a time, the others of its own wait. Among those whose client is free goes first what is cheap to all
+appearance, then what is of a client that has used less time, then what came first. Every `OLDEST_TURNS`-th turn is
+the oldest one's, so that all get theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from minisgl.core import Grammar
+
+OLDEST_TURNS = 8
+CHEAP = 16_384  # of `estimated_cost`: takes some 50 ms
+MAX_WAITING_CHARS = 64 * 2**20  # of all grammars that wait
+MAX_CLIENT_CHARS = 8 * 2**20  # of one client's
+ENTRY_CHARS = 1024  # that an item takes beside its text
+_MAX_COST = 10**12
+
+_COUNTS = re.compile(r"\{(\d{1,9})(?:,(\d{0,9}))?\}")
+_STRING_OR_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|\d{1,9}')
+
+T = TypeVar("T", bound=Hashable)
+
+
+class QueueFull(Exception):
+    """Too much waits already, in all or of this client."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    clients: set[str]  # that ask for it
+    cost: int
+    chars: int
+    charged: str  # the client whose share of the memory it takes
+
+
+class CompileQueue(Generic[T]):
+    """Items that wait, and which of them are under way. Each has one client or several, who ask for the same."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[T, _Waiting] = {}  # in the order that they came
+        self._running: dict[T, str] = {}  # with the client whose turn it is
+        self._seconds: dict[str, float] = {}  # used by each client that has an item here
+        self._chars: dict[str, int] = {}  # waiting, by client
+        self._turns = 0
+
+    def __len__(self) -> int:
+        """Items that wait."""
+        return len(self._waiting)
+
+    def add(self, item: T, client: str, *, cost: int, chars: int) -> None:
+        """A client asks for an item, which may wait already. QueueFull if there is no room for it."""
+        if item in self._waiting:
+            self._waiting[item].clients.add(client)
+        else:
+            chars += ENTRY_CHARS
+            of_client = self._chars.get(client, 0) + chars
+            if of_client > MAX_CLIENT_CHARS or sum(self._chars.values()) + chars > MAX_WAITING_CHARS:
+                raise QueueFull("too many grammars wait to be checked")
+            self._chars[client] = of_client
+            self._waiting[item] = _Waiting({client}, cost, chars, client)
+        self._seconds.setdefault(client, 0.0)
+
+    def remove(self, item: T) -> None:
+        """Nobody asks for it any more. Nothing happens if it is under way."""
+        if item in self._waiting:
+            self._forget(self._take(item))
+
+    def next(self) -> T | None:
+        """The item that is to be tried now; None if none waits whose client is free."""
+        busy = set(self._running.values())
+        free = [item for item, waiting in self._waiting.items() if waiting.clients - busy]
+        if not free:
+            return None
+        self._turns += 1
+        item = free[0] if self._turns % OLDEST_TURNS == 0 else min(free, key=lambda one: self._place(one, busy))
+        waiting = self._take(item)
+        self._running[item] = min(waiting.clients - busy, key=self._used)
+        self._forget(waiting)
+        return item
+
+    def finish(self, item: T, seconds: float) -> None:
+        """An item has been tried, which took so long."""
+        client = self._running.pop(item)
+        if client in self._seconds:
+            self._seconds[client] += seconds
+        self._forget_client(client)
+
+    def _place(self, item: T, busy: set[str]) -> tuple[int, float]:
+        """Smaller goes first. Costs count by their order of magnitude."""
+        waiting = self._waiting[item]
+        magnitude = max(waiting.cost.bit_length() - CHEAP.bit_length(), 0)
+        return magnitude, min(map(self._used, waiting.clients - busy))
+
+    def _used(self, client: str) -> float:
+        return self._seconds.get(client, 0.0)
+
+    def _take(self, item: T) -> _Waiting:
+        waiting = self._waiting.pop(item)
+        self._chars[waiting.charged] -= waiting.chars
+        if not self._chars[waiting.charged]:
+            del self._chars[waiting.charged]
+        return waiting
+
+    def _forget(self, waiting: _Waiting) -> None:
+        for client in waiting.clients:
+            self._forget_client(client)
+
+    def _forget_client(self, client: str) -> None:
+        """What it has used counts as long as it has an item here."""
+        is_waiting = any(client in waiting.clients for waiting in self._waiting.values())
+        if not is_waiting and client not in self._running.values():
+            self._seconds.pop(client, None)
+
+
+def estimated_cost(grammar: Grammar) -> int:
+    """A grammar's characters, once its counted repetitions are written out as if each stood within the others.
+
+    It takes a time in proportion to the text. In a schema each string is looked at by itself, and numbers are added.
+    """
+    if grammar.kind != "json_schema":
+        return _written_out(grammar.text)
+    cost = 0
+    for found in _STRING_OR_NUMBER.findall(grammar.text):
+        cost += _written_out(found) if found[0] == '"' else int(found)
+    return min(cost, _MAX_COST)
+
+
+def _written_out(text: str) -> int:
+    cost = len(text)
+    for least, most in _COUNTS.findall(text):
+        cost = min(cost * max(int(least), int(most or 0), 1), _MAX_COST)
+    return cost
