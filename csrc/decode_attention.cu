@@ -14,7 +14,7 @@
 // thread loads 16 bytes that are contiguous in memory. K and V of 8 bits become f16 in registers, and so do q and p: f16
 // has more bits than bf16, and q ends at its largest value.
 //
-// -DHEAD_DIM: 64 or 128; -DGROUP: query heads of a KV head, at most 8; -DPAGE_SIZE: a power of two; -DCLUSTER: blocks;
+// -DHEAD_DIM: 64, 128 or 256; -DGROUP: query heads of a KV head, at most 8; -DPAGE_SIZE: a power of two; -DCLUSTER: blocks;
 // -DWARPS of a block, at least 2; -DBLOCKS_OF_SM: that registers must be left for; -DCACHE: fp8.cuh.
 #include "fp8.cuh"
 #include "mma.cuh"
@@ -139,7 +139,7 @@ __device__ __forceinline__ unsigned two_of_k(const uint4 (&k)[K_LOADS], int i) {
 __device__ __forceinline__ void two_of_v(unsigned (&a)[4], const uint4 (&v)[4][V_LOADS], int i) {
   unsigned w[4];
 #pragma unroll
-  for (int n = 0; n < 4; ++n) w[n] = FP8 ? word(v[n][0], i / 2) : word(v[n][i / 4], i % 4);
+  for (int n = 0; n < 4; ++n) w[n] = FP8 ? word(v[n][i / 8], i / 2 % 4) : word(v[n][i / 4], i % 4);
 #pragma unroll
   for (int n = 0; n < 4; n += 2) {
     if constexpr (FP8) {
@@ -273,7 +273,7 @@ __device__ __forceinline__ bool find_chunk(
 // before and after.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_attention(
     const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride, int rows,
-    const float* cos_sin, const W* q_norm, const W* k_norm, float eps, C* k_cache, C* v_cache, T* out, int window,
+    const float* cos_sin, const W* q_norm, const W* k_norm, float eps, C* k_cache, C* v_cache, T* out, float softmax_scale, int window,
     int shares, int least, int most, int max_chunks, float* records, int* counters) {
   __shared__ alignas(16) M q[8][STRIDE];
   __shared__ alignas(16) T new_k[HEAD_DIM], new_v[HEAD_DIM];
@@ -286,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
   Unit unit = {(int)blockIdx.z, (int)blockIdx.y};
   Cache cache;
   cache.token_stride = (long long)kv_heads * HEAD_DIM;
-  const float scale = rsqrtf((float)HEAD_DIM) * 1.44269504f;  // for powers of two
+  const float scale = softmax_scale * 1.44269504f;  // for powers of two
 
   bool helps = (int)blockIdx.z >= rows;
   int index = (blockIdx.z - rows) * kv_heads + blockIdx.y;  // of the chunk that a helper takes

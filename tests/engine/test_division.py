@@ -17,20 +17,23 @@ HOPPER = (9, 0)
 @pytest.mark.parametrize("num_sms", [78, 108, 114, 132, 148])
 @pytest.mark.parametrize("spills", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_any_number_of_rows_is_divided(num_sms: int, spills: bool, fp8: bool) -> None:
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_any_number_of_rows_is_divided(num_sms: int, spills: bool, fp8: bool, head_dim: int) -> None:
     for units in range(1, 1 << 13):
-        division = divide(units, num_sms, spills=spills, fp8=fp8)
+        division = divide(units, num_sms, head_dim, spills=spills, fp8=fp8)
         assert division.cluster in (1, 2, 4, 8), units
         assert division.warps >= 2, "the new key and value have a warp each"
-        assert division.warps * 32 * division.blocks_of_sm <= 1024 + 512, "no registers are left for more"
+        threads = division.warps * 32 * division.blocks_of_sm
+        assert threads <= (1024 + 512 if head_dim <= 128 else 256), "no registers are left for more"
         assert division.helpers > 0, "who is cut must be helped"
         assert division.shares >= 1
         assert 1 <= division.least <= division.most
 
 
 @pytest.mark.parametrize("num_sms", [108, 132])
-def test_few_rows_have_more_blocks_each_than_many(num_sms: int) -> None:
-    clusters = [divide(units, num_sms, spills=False, fp8=False).cluster for units in range(1, 2000)]
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_few_rows_have_more_blocks_each_than_many(num_sms: int, head_dim: int) -> None:
+    clusters = [divide(units, num_sms, head_dim, spills=False, fp8=False).cluster for units in range(1, 2000)]
     assert clusters == sorted(clusters, reverse=True)
     assert (clusters[0], clusters[-1]) == (8, 1)
 
@@ -42,7 +45,8 @@ def test_few_rows_have_more_blocks_each_than_many(num_sms: int) -> None:
         ({}, (10, 0), None),
         ({}, (8, 9), "compute capability 9.0"),
         ({"dtype": torch.float32}, HOPPER, "bfloat16 and float16"),
-        ({"head_dim": 96}, HOPPER, "64 or 128 dimensions, not 96"),
+        ({"head_dim": 256}, HOPPER, None),
+        ({"head_dim": 96}, HOPPER, "64, 128 or 256 dimensions, not 96"),
         ({"num_heads": 64}, HOPPER, None),
         ({"num_heads": 72}, HOPPER, "8 query heads a KV head, not 9"),
         ({"num_heads": 20}, HOPPER, "query heads a KV head"),

@@ -47,7 +47,7 @@ def _starts(lengths: Int32Array) -> Int32Array:
     return np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | None, scale: float | None) -> Tensor:
     """What torch's kernel gives for a group, row by row."""
     out = torch.empty_like(q)
     for row in range(len(group.query_starts) - 1):
@@ -56,7 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | No
         keys, values = (x[seen].repeat_interleave(3, dim=1) for x in (k, v))
         behind = torch.arange(seen.stop - seen.start) - (seen.stop - seen.start)
         ahead = behind - (torch.arange(queries.stop - queries.start) - (queries.stop - queries.start)).unsqueeze(1)
-        scores = torch.einsum("qhd,khd->hqk", q[queries], keys) * 16**-0.5
+        scores = torch.einsum("qhd,khd->hqk", q[queries], keys) * (scale or 16**-0.5)
         hidden = (ahead > 0) if window is None else (ahead > 0) | (ahead <= -window)
         out[queries] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
     return out

@@ -69,7 +69,8 @@ def make_step(shape: AttentionShape, lengths: list[int], *, norm: bool = True) -
     qkv = torch.randn(rows, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, device=DEVICE)
     angles = torch.outer(torch.arange(max(lengths)), torch.rand(shape.head_dim // 2))
     table = torch.cat([angles.cos(), angles.sin()], dim=1).to(DEVICE)
-    norms = [Norm(torch.randn(shape.head_dim, device=DEVICE).to(shape.dtype), 1e-6) if norm else None for _ in "qk"]
+    norm_dtype = shape.norm_dtype or shape.dtype
+    norms = [Norm(torch.randn(shape.head_dim, device=DEVICE).to(norm_dtype), 1e-6) if norm else None for _ in "qk"]
     heads = Heads(shape.num_heads, shape.num_kv_heads, table, *norms)
     return Step(shape, lengths, slots, all_lengths, page_table, caches, qkv.to(shape.dtype), heads)
 
@@ -103,6 +104,13 @@ BF16, F16 = torch.bfloat16, torch.float16
         ([640, 7, 9000] * 20, 16, 8, 128, 64, None, True),
         ([12000] + [200] * 55, 8, 8, 128, 16, None, True),
         ([30000], 16, 8, 128, 64, 10000, True),
+        # wide heads
+        ([640], 16, 8, 256, 64, None, True),
+        ([4444, 1, 30], 8, 4, 256, 16, None, True),
+        ([300, 4000] * 40, 16, 8, 256, 64, 1024, True),
+        ([30000, 1, 9000], 32, 4, 256, 64, None, True),
+        ([20000] + [300] * 19, 8, 1, 256, 32, None, False),
+        ([700, 33] * 100, 4, 1, 256, 64, 512, True),
     ],
 )
 @pytest.mark.parametrize("dtype", [BF16, F16])
@@ -117,8 +125,20 @@ def test_fused_decode(
     dtype: torch.dtype,
 ) -> None:
     shape = AttentionShape(heads, kv_heads, head_dim, page_size, dtype, window is not None)
-    step = make_step(shape, lengths, norm=norm)
-    made = step.inputs()
+    compare(make_step(shape, lengths, norm=norm), window)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_norms_in_float32_and_another_scale(head_dim: int) -> None:
+    """Gemma's: a scale that is not that of the head's size, and norms whose weights are wider than q and k."""
+    shape = AttentionShape(32, 16, head_dim, 64, BF16, scale=168**-0.5, norm_dtype=torch.float32)
+    compare(make_step(shape, [640, 7, 9000]), None)
+
+
+def compare(step: Step, window: int | None) -> None:
+    """Run a step, and the same by itself in float64."""
+    shape, lengths, made = step.shape, step.lengths, step.inputs()
+    heads, kv_heads, head_dim, page_size = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size
     reference_caches = [cache.clone() for cache in step.caches]
     q = TorchOps().norm_rope_store(step.qkv, step.heads, made.positions, made.kv_slots, *reference_caches)
     want = torch.empty(len(lengths), heads, head_dim, dtype=torch.float64, device=DEVICE)
@@ -128,7 +148,7 @@ def test_fused_decode(
         if window is not None:
             k, v = k[-window:], v[-window:]
         k, v = (x.double().repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
-        scores = torch.einsum("hd,nhd->hn", q[row].double(), k) * head_dim**-0.5
+        scores = torch.einsum("hd,nhd->hn", q[row].double(), k) * shape.softmax_scale
         want[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
 
     have = step.forward(window)
@@ -136,7 +156,7 @@ def test_fused_decode(
         error = (cache.double() - reference.double()).norm() / reference.double().norm()
         assert error < 1e-4, f"stored with a relative error of {error:.2e}"
     error = (have.double() - want).norm() / want.norm()
-    assert error < (6e-3 if dtype == BF16 else 1e-3), f"relative error {error:.2e}"
+    assert error < (6e-3 if shape.dtype == BF16 else 1e-3), f"relative error {error:.2e}"
     worst = (have.double() - want).abs().max()
     assert worst < 0.1, f"a value is {worst:.2e} off"
 

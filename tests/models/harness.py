@@ -40,7 +40,7 @@ class Harness:
         self.pool.keys(0).fill_(50.0)
         self.pool.values(0).fill_(50.0)
         self.free = np.random.default_rng(seed).permutation(num_pages).tolist()
-        self.attention = TorchAttention(page_size)
+        self.attention = TorchAttention(page_size, scale=config.attention.scale)
 
     def add(self, tokens: Sequence[int]) -> Tracked:
         return Tracked(list(tokens))

@@ -45,7 +45,7 @@ GEMMA3: dict[str, Any] = {
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": WINDOW,
-    "query_pre_attn_scalar": 16,
+    "query_pre_attn_scalar": 24,  # not head_dim
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},

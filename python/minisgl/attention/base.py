@@ -21,13 +21,20 @@ class AttentionShape:
     head_dim: int
     page_size: int
     dtype: torch.dtype
+    scale: float | None = None  # factor of q @ k; None: head_dim ** -0.5
     windowed: bool = False  # some layer has a sliding window
     fp8_kv: bool = False  # K and V are stored in 8 bits
+    norm_dtype: torch.dtype | None = None  # of the weights of norms of q and k, if there are any; None: dtype
 
     @property
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of q @ k."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -101,7 +108,7 @@ class AttentionBackend(Protocol):
         ...
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
-        """q [T, heads, head_dim] -> [T, heads, head_dim], scaled by head_dim ** -0.5.
+        """q [T, heads, head_dim] -> [T, heads, head_dim].
 
         A query at position i attends to the positions j <= i, of them to j > i - window where a window is given.
         """

@@ -34,9 +34,11 @@ class LoneDecode:
     pages: slice
     positions: slice  # of those in the pages
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
         k, v = (pool[self.pages].flatten(0, 1)[self.positions].to(q.dtype).transpose(0, 1) for pool in (keys, values))
-        y = F.scaled_dot_product_attention(_queries(q, len(k)), k.unsqueeze(0), v.unsqueeze(0), enable_gqa=True)
+        y = F.scaled_dot_product_attention(
+            _queries(q, len(k)), k.unsqueeze(0), v.unsqueeze(0), scale=scale, enable_gqa=True
+        )
         return y.reshape(q.shape)
 
 
@@ -59,15 +61,17 @@ class PagedDecode:
     blocks_of: Tensor  # [R, most pages of a row] int64
     absent: Tensor  # [R, most pages of a row, 1, 1] bool: true where a row has fewer pages
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
         queries = _queries(q, keys.shape[2])[self.owners]
-        parts = [self._attend_run(run, queries, keys, values) for run in self.runs]
+        parts = [self._attend_run(run, queries, keys, values, scale) for run in self.runs]
         outs, sums = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         shares = sums[self.blocks_of].masked_fill_(self.absent, -torch.inf).softmax(dim=1)
         mean = (outs[self.blocks_of] * shares.unsqueeze(-1)).sum(dim=1)
         return mean.to(q.dtype).view(q.shape)
 
-    def _attend_run(self, run: PageRun, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _attend_run(
+        self, run: PageRun, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
         """Of n blocks: results as _queries gives queries, and log(sum(exp(scores))) of each, float32."""
         if isinstance(run.pages, slice):
             k, v = keys[run.pages], values[run.pages]
@@ -79,6 +83,7 @@ class PagedDecode:
             k.to(queries.dtype).transpose(1, 2),
             v.to(queries.dtype).transpose(1, 2),
             attn_mask=self.mask[run.blocks],
+            scale=scale,
         )
         return out, sums
 
@@ -86,8 +91,8 @@ class PagedDecode:
 class CpuAttention(TorchAttention):
     """Implements attention.base.AttentionBackend on a CPU, for any page size (the larger, the fewer calls inside)."""
 
-    def __init__(self, page_size: int, dtype: torch.dtype) -> None:
-        super().__init__(page_size)
+    def __init__(self, page_size: int, dtype: torch.dtype, scale: float | None = None) -> None:
+        super().__init__(page_size, scale=scale)
         self._dtype = dtype
 
     def _decodes(

@@ -17,8 +17,8 @@ def fused_decode_missing(shape: AttentionShape, capability: tuple[int, int]) -> 
         return "it needs thread block clusters (compute capability 9.0)"
     if shape.dtype not in (torch.bfloat16, torch.float16):
         return "it is for bfloat16 and float16"
-    if shape.head_dim not in (64, 128):
-        return f"it is for heads of 64 or 128 dimensions, not {shape.head_dim}"
+    if shape.head_dim not in (64, 128, 256):
+        return f"it is for heads of 64, 128 or 256 dimensions, not {shape.head_dim}"
     if shape.num_heads % shape.num_kv_heads or shape.group > _MAX_GROUP:
         return f"it is for up to {_MAX_GROUP} query heads a KV head, not {shape.group}"
     if shape.page_size & (shape.page_size - 1):
@@ -44,13 +44,16 @@ class Division:
         return self.cluster, self.warps, self.blocks_of_sm
 
 
-def divide(units: int, num_sms: int, *, spills: bool, fp8: bool) -> Division:
+def divide(units: int, num_sms: int, head_dim: int, *, spills: bool, fp8: bool) -> Division:
     """For `units` rows times KV heads: what was fastest on 132 multiprocessors (docs/log.md).
 
     Few rows share the multiprocessors by clusters. Otherwise rows of up to 8,192 tokens stay whole, for equal rows
     are best left alone; and there are enough helpers to keep the memory busy with what the others leave. `spills`: the
     kernel does not fit into 128 registers. `fp8`: K and V have 8 bits, of which a block has half the bytes under way.
     """
+    if head_dim > 128:  # of which a thread takes 255 registers: a multiprocessor holds eight warps
+        cluster = next((c for c in (8, 4, 2) if c * units <= 2 * num_sms), 1)
+        return Division(cluster, 4, 2, helpers=max(2 * num_sms // cluster - units, 64))
     at_once = num_sms // 5  # clusters of eight large blocks: some groups of multiprocessors have room for three
     if 16 * units <= num_sms:
         return Division(8, 6, 2, helpers=at_once - units, shares=at_once // units, least=80, most=1 << 20)

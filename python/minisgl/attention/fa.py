@@ -72,6 +72,7 @@ class FlashAttention3:
             page_table=inputs.page_table,
             cu_seqlens_q=inputs.query_starts,
             max_seqlen_q=plan.max_query_len,
+            softmax_scale=self._shape.scale,
             causal=True,
             window_size=(window_left(window), 0),
             num_splits=plan.num_splits,

@@ -96,6 +96,7 @@ class FlashInfer:
         wrapper = wrappers[window]
         common = {
             "window_left": window_left(window),
+            "sm_scale": shape.scale,
             "q_data_type": shape.dtype,
             "kv_data_type": shape.dtype,
         }
@@ -250,6 +251,7 @@ class ReplannedDecode:
         self._arguments = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size
         self._options = {
             "window_left": window_left(window),
+            "sm_scale": shape.scale,
             "q_data_type": shape.dtype,
             "kv_data_type": shape.dtype,
         }

@@ -46,12 +46,13 @@ class FusedDecode:
         """slots [B] int64 and kv_lens [B] int32 of the rows; page_table [slots, pages] int32 of the slots."""
         division = self._divide(len(slots))
         kernel = self._kernel(division.compiled_for)
-        return FusedRows(kernel, division, self._records, self._counters, slots, kv_lens, page_table)
+        scale = self._shape.softmax_scale
+        return FusedRows(kernel, division, scale, self._records, self._counters, slots, kv_lens, page_table)
 
     def _divide(self, rows: int) -> Division:
         shape = self._shape
         spills = not shape.fp8_kv and (shape.page_size < _TILE or shape.group == 1)
-        return divide(rows * shape.num_kv_heads, self._num_sms, spills=spills, fp8=shape.fp8_kv)
+        return divide(rows * shape.num_kv_heads, self._num_sms, shape.head_dim, spills=spills, fp8=shape.fp8_kv)
 
     def _kernel(self, key: tuple[int, int, int]) -> Kernel:
         if key not in self._kernels:
@@ -65,6 +66,7 @@ class FusedDecode:
         return {
             "SCALAR": SCALAR_NAMES[shape.dtype],
             "CACHE": SCALAR_NAMES[shape.kv_dtype],
+            "NORM_SCALAR": SCALAR_NAMES[shape.norm_dtype or shape.dtype],
             "HEAD_DIM": shape.head_dim,
             "GROUP": shape.group,
             "PAGE_SIZE": shape.page_size,
@@ -81,6 +83,7 @@ class FusedRows:
         self,
         kernel: Kernel,
         division: Division,
+        scale: float,
         records: Tensor,
         counters: Tensor,
         slots: Tensor,
@@ -89,6 +92,7 @@ class FusedRows:
     ) -> None:
         self._kernel = kernel
         self._division = division
+        self._scale = scale
         self._records = records
         self._counters = counters
         self._slots = slots
@@ -119,6 +123,7 @@ class FusedRows:
             k_cache.data_ptr(),
             v_cache.data_ptr(),
             out.data_ptr(),
+            np.float32(self._scale),
             np.int32(window or 0),
             np.int32(division.shares),
             np.int32(division.least if cuts else np.iinfo(np.int32).max // 2),

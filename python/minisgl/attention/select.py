@@ -79,7 +79,7 @@ def make_attention(name: str, shape: AttentionShape, device: torch.device) -> Ch
     if device.type == "cpu":
         if name not in ("auto", "torch"):
             logger.info("--attn %s is for GPUs; on the CPU attention runs in torch", name)
-        return ChosenAttention(CpuAttention(shape.page_size, shape.dtype))
+        return ChosenAttention(CpuAttention(shape.page_size, shape.dtype, shape.scale))
     capability = torch.cuda.get_device_capability(device)
     if shape.fp8_kv and capability < FP8:
         raise ConfigError(
@@ -129,9 +129,9 @@ def make_backend(name: str, shape: AttentionShape, device: torch.device) -> Atte
                 logger.info("FlashInfer compiles its kernels at their first use: up to a minute each, once")
             return FlashInfer(shape, device)
         case "varlen":
-            return VarlenAttention(shape.page_size)
+            return VarlenAttention(shape.page_size, shape.scale)
         case _:
-            return TorchAttention(shape.page_size, MAX_SCORES)
+            return TorchAttention(shape.page_size, MAX_SCORES, shape.scale)
 
 
 def choose(

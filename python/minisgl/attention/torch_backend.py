@@ -28,8 +28,10 @@ class Decode(Protocol):
         """[R] int64: where their queries stand in the step; None if they are the whole step."""
         ...
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """q [R, heads, d] over keys and values [pages, page_size, kv_heads, d] -> [R, heads, d]."""
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+        """q [R, heads, d] over keys and values [pages, page_size, kv_heads, d] -> [R, heads, d]. `scale` of q @ k, as
+        in AttentionShape.
+        """
         ...
 
 
@@ -41,12 +43,12 @@ class PaddedDecode:
     pages: Tensor  # [R, pages] int32, those that a query sees
     mask: Tensor  # [R, 1, 1, L] bool: true where it sees a position
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
         k = _gather(keys, self.pages).to(q.dtype).transpose(1, 2)
         v = _gather(values, self.pages).to(q.dtype).transpose(1, 2)
         # The query heads that share a KV head stand as so many queries of it: nothing is repeated.
         grouped = q.reshape(q.shape[0], keys.shape[2], -1, q.shape[2])
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=self.mask).reshape(q.shape)
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=self.mask, scale=scale).reshape(q.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +85,12 @@ class TorchAttention:
     prefill_graph_safe = False
     widens = False
 
-    def __init__(self, page_size: int, max_scores: int | None = None) -> None:
-        """`max_scores`: queries x keys of a head, at most, of which the scores may be stored at a time; None: any."""
+    def __init__(self, page_size: int, max_scores: int | None = None, scale: float | None = None) -> None:
+        """`max_scores`: queries x keys of a head, at most, of which the scores may be stored at a time; None: any.
+        `scale` of q @ k, as in AttentionShape.
+        """
         self.page_size = page_size
+        self._scale = scale
         self._max_scores = max_scores
 
     def plan(self, inputs: AttentionInputs) -> TorchPlan:
@@ -99,13 +104,13 @@ class TorchAttention:
         view = self._view(plan, window)
         keys, values = kv.keys(layer), kv.values(layer)
         if len(view.decodes) == 1 and view.decodes[0].tokens is None:
-            return view.decodes[0].attend(q, keys, values)
+            return view.decodes[0].attend(q, keys, values, self._scale)
         out = torch.empty_like(q)
         for decode in view.decodes:
             assert decode.tokens is not None
-            out[decode.tokens] = decode.attend(q[decode.tokens], keys, values)
+            out[decode.tokens] = decode.attend(q[decode.tokens], keys, values, self._scale)
         for row in view.prefills:
-            out[row.tokens] = _attend(q[row.tokens], keys, values, row)
+            out[row.tokens] = _attend(q[row.tokens], keys, values, row, self._scale)
         return out
 
     def _view(self, plan: TorchPlan, window: int | None) -> View:
@@ -194,11 +199,17 @@ def _gather(pool: Tensor, pages: Tensor) -> Tensor:
     return found.view(*pages.shape[:-1], pages.shape[-1] * pool.shape[1], *pool.shape[2:])
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float | None) -> Tensor:
     """q [queries, heads, d] -> [queries, heads, d]."""
     k = _gather(keys, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
     v = _gather(values, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
     y = F.scaled_dot_product_attention(
-        q.transpose(0, 1).unsqueeze(0), k, v, attn_mask=row.mask, is_causal=row.mask is None, enable_gqa=True
+        q.transpose(0, 1).unsqueeze(0),
+        k,
+        v,
+        attn_mask=row.mask,
+        is_causal=row.mask is None,
+        scale=scale,
+        enable_gqa=True,
     )
     return y.squeeze(0).transpose(0, 1)

@@ -63,7 +63,7 @@ class AttentionTrial:
 
     def right(self, q: Tensor, window: int | None = None) -> Tensor:
         """The answer for these queries in float32."""
-        oracle = TorchAttention(self.shape.page_size)
+        oracle = TorchAttention(self.shape.page_size, scale=self.shape.scale)
         return oracle.forward(0, q.float(), self.exact, oracle.plan(self.inputs), window)
 
 

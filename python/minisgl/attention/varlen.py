@@ -53,8 +53,9 @@ class VarlenAttention:
     prefill_graph_safe = False
     widens = False
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, scale: float | None = None) -> None:
         self.page_size = page_size
+        self._scale = scale
 
     def plan(self, inputs: AttentionInputs) -> VarlenPlan:
         return VarlenPlan(inputs, int(inputs.kv_lens.max()))
@@ -72,7 +73,7 @@ class VarlenAttention:
         out = torch.empty_like(q)
         for group in plan.groups[window]:
             k, v = (read_pages(pool, group.places).to(q.dtype) for pool in (keys, values))
-            out[group.tokens] = _attend(q[group.tokens], k, v, group, window)
+            out[group.tokens] = _attend(q[group.tokens], k, v, group, window, self._scale)
         return out
 
     def groups(self, inputs: AttentionInputs, window: int | None) -> Iterator[VarlenGroup]:
@@ -112,7 +113,7 @@ def _split(query_lens: Int32Array, key_lens: Int32Array) -> Iterator[slice]:
     yield slice(first, len(query_lens))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | None, scale: float | None) -> Tensor:
     """q [T, heads, d] over k and v [K, kv_heads, d] -> [T, heads, d]. A row's last query sees its last key.
 
     torch.nn.attention.varlen is a wrapper of this operation whose arguments differ between torch 2.11 and 2.13.
@@ -128,6 +129,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | N
         0.0,  # dropout
         window is None,  # causal
         False,  # no debug mask
+        scale=scale,
         window_size_left=window_left(window),
         window_size_right=0,
     )[0]

@@ -259,8 +259,10 @@ def _attention_shape(
         num_heads=model.attention.heads_per_rank(tp.size),
         num_kv_heads=model.attention.kv_heads_per_rank(tp.size),
         head_dim=model.attention.head_dim,
+        scale=model.attention.scale,
         page_size=page_size,
         dtype=dtype,
+        norm_dtype=torch.float32 if model.unit_offset_norms else None,
         windowed=any(window is not None for window in model.windows),
         fp8_kv=config.kv_cache_dtype == "fp8_e4m3",
     )
