@@ -15,6 +15,7 @@ from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionS
 from minisgl.attention.pair import PairAttention
 from minisgl.attention.select import CANDIDATES, make_backend
 from minisgl.attention.torch_backend import TorchAttention
+from minisgl.attention.trial import Role, trial_error
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
 HEADS = [(8, 8), (16, 8), (32, 8), (40, 8), (16, 2)]
+BF16, F16 = torch.bfloat16, torch.float16
 PAGE_SIZES = [1, 16, 64]
 LONGEST = 1500
 TOLERANCE = 6e-3  # of the norm of the result: bf16 has 8 bits
@@ -30,8 +32,17 @@ TOLERANCE = 6e-3  # of the norm of the result: bf16 has 8 bits
 class World:
     """A pool of random keys and values, rows whose pages are anywhere in it, and the answers in float32."""
 
-    def __init__(self, heads: tuple[int, int], page_size: int, rows: int, *, windowed: bool = False) -> None:
-        self.shape = AttentionShape(heads[0], heads[1], 128, page_size, torch.bfloat16, windowed)
+    def __init__(
+        self,
+        heads: tuple[int, int],
+        page_size: int,
+        rows: int,
+        *,
+        windowed: bool = False,
+        head_dim: int = 128,
+        dtype: torch.dtype = BF16,
+    ) -> None:
+        self.shape = AttentionShape(heads[0], heads[1], head_dim, page_size, dtype, windowed)
         self.generator = torch.Generator(DEVICE).manual_seed(rows * 1000 + page_size)
         self.random = np.random.default_rng(rows * 1000 + page_size)
         width = -(-LONGEST // page_size)
@@ -58,9 +69,8 @@ class World:
         )
 
     def queries(self, tokens: int) -> Tensor:
-        return torch.randn(
-            tokens, self.shape.num_heads, 128, device=DEVICE, generator=self.generator, dtype=torch.float32
-        ).bfloat16()
+        shape = (tokens, self.shape.num_heads, self.shape.head_dim)
+        return torch.randn(shape, device=DEVICE, generator=self.generator).to(self.shape.dtype)
 
     def check(self, have: Tensor, q: Tensor, inputs: AttentionInputs, window: int | None) -> None:
         oracle = TorchAttention(self.shape.page_size)
@@ -83,7 +93,7 @@ def make(name: str, shape: AttentionShape) -> AttentionBackend:
     return make_backend(name, shape, DEVICE)
 
 
-BACKENDS = ["fa", "fi", "fa,fi", "torch"]
+BACKENDS = ["fa", "fi", "fa,fi", "varlen", "torch"]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -91,7 +101,55 @@ BACKENDS = ["fa", "fi", "fa,fi", "torch"]
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("window", [None, 100])
 def test_steps(name: str, heads: tuple[int, int], page_size: int, window: int | None) -> None:
-    world = World(heads, page_size, rows=40, windowed=window is not None)
+    check_steps(World(heads, page_size, rows=40, windowed=window is not None), name, window)
+
+
+@pytest.mark.parametrize("name", ["fa", "varlen"])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_three_query_heads_a_kv_head_of_64_dimensions(
+    name: str, page_size: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """SmolLM2's attention."""
+    check_steps(World((9, 3), page_size, 40, windowed=window is not None, head_dim=64, dtype=dtype), name, window)
+
+
+@pytest.mark.parametrize("name", ["varlen", "torch"])
+def test_a_long_prefix_costs_no_scores(name: str) -> None:
+    """A chunk behind 30,000 cached tokens takes a small part of what its scores would, 2 bytes each."""
+    page_size, cached, queries = 64, 30_000, 2_048
+    shape = AttentionShape(32, 8, 128, page_size, BF16)
+    pages = -(-(cached + queries) // page_size)
+    pool = KVPool(shape.kv_layout(num_layers=1), pages, DEVICE)
+    inputs = AttentionInputs(
+        query_lens=np.array([queries], dtype=np.int32),
+        kv_lens=np.array([cached + queries], dtype=np.int32),
+        query_starts=torch.tensor([0, queries], dtype=torch.int32, device=DEVICE),
+        kv_lens_device=torch.tensor([cached + queries], dtype=torch.int32, device=DEVICE),
+        page_table=torch.randperm(pages, device=DEVICE).int().unsqueeze(0),
+    )
+    backend = make_backend(name, shape, DEVICE)
+    q = torch.randn(queries, 32, 128, device=DEVICE, dtype=BF16)
+    backend.forward(0, q, pool, backend.plan(inputs))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    backend.forward(0, q, pool, backend.plan(inputs))
+    torch.cuda.synchronize()
+    scores = 2 * 32 * queries * (cached + queries)
+    assert torch.cuda.max_memory_allocated() - before < scores // 3
+
+
+@pytest.mark.parametrize("name", ["fa", "fi", "varlen"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_trial_at_start_passes_what_works(name: str, role: Role) -> None:
+    shapes = AttentionShape(16, 8, 128, 64, BF16), AttentionShape(16, 8, 128, 1, BF16, windowed=True)
+    for shape in shapes if name != "varlen" else (*shapes, AttentionShape(9, 3, 64, 16, F16, fp8_kv=True)):
+        assert trial_error(make(name, shape), shape, DEVICE, role) is None
+
+
+def check_steps(world: World, name: str, window: int | None) -> None:
     backend = make(name, world.shape)
     rng = world.random
     for rows, longest_query in [(1, 1), (40, 1), (1, 700), (5, 300), (40, 30), (40, 200), (33, 2)]:

@@ -6,6 +6,7 @@ the same prefix: it must be within rounding of the best one.
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from support.small_models import save_qwen3
+from support.small_models import save_qwen3, save_smollm2
 
 pytestmark = pytest.mark.gpu
 
@@ -47,11 +48,11 @@ def generate(folder: Path, **options: object) -> list[list[int]]:
     return answers + again
 
 
-def worst_regret(folder: Path, answers: list[list[int]]) -> float:
+def worst_regret(folder: Path, answers: list[list[int]], dtype: torch.dtype = torch.bfloat16) -> float:
     """How far below the oracle's best logit the chosen tokens were, at worst."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
     worst = 0.0
     for prompt, answer in zip(prompts() * 2, answers, strict=True):
         with torch.inference_mode():
@@ -75,6 +76,9 @@ def worst_regret(folder: Path, answers: list[list[int]]) -> float:
         {"attention_backend": "auto"},
         {"attention_backend": "auto", "batch_policy": "mixed", "max_extend_tokens": 64},
         {"attention_backend": "fa", "batch_policy": "mixed", "max_extend_tokens": 333, "page_size": 16},
+        {"attention_backend": "varlen,fused"},
+        {"attention_backend": "varlen,fused", "batch_policy": "mixed", "max_extend_tokens": 100, "page_size": 16},
+        {"attention_backend": "varlen", "max_extend_tokens": 100, "page_size": 1, "pages": 40000},
         {"attention_backend": "torch", "cuda_graph_max_bs": 0},
     ],
     ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()),
@@ -82,6 +86,21 @@ def worst_regret(folder: Path, answers: list[list[int]]) -> float:
 def test_greedy_agrees_with_transformers(folder: Path, options: dict[str, object]) -> None:
     # Logits have a standard deviation of about 1.6 and bf16 8 bits: their rounding is about 0.03.
     assert worst_regret(folder, generate(folder, **options)) < 0.15
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_smollm2s_shape_takes_the_fast_path(dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """9 heads, 3 KV heads, head size 64: fused decodes and both kinds of graphs, as logged, and right."""
+    small = save_smollm2(tmp_path, dtype=dtype)
+    with caplog.at_level(logging.INFO):
+        answers = generate(small, attention_backend="auto")
+    assert "attention: fa for prefill, fused for decode" in caplog.text
+    assert "without CUDA graphs" not in caplog.text
+    with LLM(str(small), device="cuda", num_page_override=2000) as llm:
+        graphs = llm._engine._graphs
+        assert graphs is not None
+        assert graphs._prefill is not None
+    assert worst_regret(small, answers, getattr(torch, dtype)) < 0.15
 
 
 @pytest.mark.parametrize("attention", ["fa", "fi"])

@@ -91,6 +91,17 @@ BF16, F16 = torch.bfloat16, torch.float16
         ([300, 20, 16, 17, 1000, 129], 32, 8, 128, 16, 33, False),
         ([300, 4000] * 70, 8, 8, 64, 32, None, False),
         ([300, 4000] * 40, 14, 2, 64, 32, 500, True),
+        # three query heads a KV head of 64 dimensions (SmolLM2), in each way that rows are divided
+        ([1], 9, 3, 64, 64, None, False),
+        ([640], 9, 3, 64, 64, None, False),
+        ([300, 20, 16, 17, 1000, 129, 1], 9, 3, 64, 16, None, False),
+        ([300, 20, 1000] * 5, 9, 3, 64, 64, 33, False),
+        ([640, 33, 1] * 10, 9, 3, 64, 1, None, False),
+        ([640, 33, 1] * 20, 9, 3, 64, 64, None, False),
+        ([640, 33, 1] * 29, 9, 3, 64, 64, None, True),
+        ([300, 20, 777, 1] * 64, 9, 3, 64, 64, None, False),
+        ([8000], 9, 3, 64, 64, None, False),
+        ([8000, 3, 700] * 15, 9, 3, 64, 64, None, False),
         # long rows, which are cut
         ([30000], 16, 8, 128, 64, None, True),
         ([30000, 1, 9000], 40, 8, 128, 16, None, True),

@@ -74,7 +74,10 @@ def test_norm_rope_store(
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 300])
 @pytest.mark.parametrize(
     ("size", "width"),
-    [(1024, 4096), (2048, 1024), (3072, 1024), (96, 40), (5120, 2064), (8192, 1280), (4096, 24576), (768, 256)],
+    [
+        *[(1024, 4096), (2048, 1024), (3072, 1024), (96, 40), (5120, 2064), (8192, 1280), (4096, 24576), (768, 256)],
+        *[(576, 960), (576, 576), (576, 3072), (1536, 576)],  # SmolLM2's
+    ],
 )
 def test_products(ops: Ops, dtype: torch.dtype, rows: int, size: int, width: int) -> None:
     """Up to 16 rows are for linear.cu, up to 64 for many_rows.cu, more for cuBLAS: the same on all sides."""

@@ -1,4 +1,4 @@
-"""Model folders for GPU tests: Qwen3 shapes cut down, and a tokenizer of one token a byte."""
+"""Model folders for GPU tests: Qwen3 and SmolLM2 shapes cut down, and a tokenizer of one token a byte."""
 
 from __future__ import annotations
 
@@ -8,6 +8,33 @@ from typing import Any
 from support.tiny_tokenizer import save_byte_tokenizer
 
 _TOKENIZER_VOCAB = 5000  # at most: larger vocabularies have tokens without text
+
+
+def save_smollm2(path: Path, *, dtype: str = "bfloat16", num_layers: int = 4, vocab_size: int = 5000) -> Path:
+    """A SmolLM2-135M of fewer layers and another vocabulary: 9 heads, 3 KV heads, head size 64; random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        num_hidden_layers=num_layers,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+        dtype=dtype,
+        architectures=["LlamaForCausalLM"],
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(path)
+    save_byte_tokenizer(path, min(vocab_size, _TOKENIZER_VOCAB))
+    return path
 
 
 def save_qwen3(path: Path, *, weights: bool, vocab_size: int = 5000, num_layers: int = 3, **changes: Any) -> Path:
