@@ -134,13 +134,14 @@ def test_help(script: str):
     assert "--json" in done.stdout
 
 
-def test_shapes_are_models_with_their_sizes(tmp_path: Path):
+@pytest.mark.parametrize("name", ["0.6b", "30b-a3b", "llama-8b", "smollm2-135m"])
+def test_shapes_are_models_with_their_sizes(name: str, tmp_path: Path):
     from minisgl.models.config.load_config import load_model_config
     from minisgl.tokenizer.text import TextTokenizer
 
-    folder = make_shape("0.6b", tmp_path)
+    folder = make_shape(name, tmp_path)
     config = load_model_config(folder)
-    assert (config.num_layers, config.hidden_size) == (SHAPES["0.6b"].layers, SHAPES["0.6b"].hidden)
+    assert (config.num_layers, config.hidden_size) == (SHAPES[name].layers, SHAPES[name].hidden)
     assert read_vocab_size(folder) == config.vocab_size
     ids = TextTokenizer.from_folder(folder).encode("héllo")
     assert len(ids) == len("héllo".encode())

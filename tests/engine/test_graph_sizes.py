@@ -56,3 +56,14 @@ def test_experts_that_a_token_is_not_sent_to_do_not_count(tmp_path: Path) -> Non
     # Two experts of half the size each: as many weights as the dense block's, and a router.
     sparse = on_paper(folder, experts=MoEConfig(16, half, Routing(2, renormalize=True)))
     assert sparse.layer_weights == dense.layer_weights + 16 * config.hidden_size
+
+
+def test_the_products_of_a_model_are_known_before_its_weights(tmp_path: Path) -> None:
+    """Their kernels are compiled while weights are loaded. (width, size, norm, gate) of each kind."""
+    plain = {(4096, 1024, True, None), (1024, 2048, False, None), (1024, 3072, False, None), (151936, 1024, True, None)}
+    dense = on_paper(make_shape("0.6b", tmp_path)).kernel_needs(torch.bfloat16)
+    assert dense.products == {*plain, (6144, 1024, True, "silu")}
+    assert (dense.head_dims, dense.norm_dtype, dense.experts) == ({128}, torch.bfloat16, frozenset())
+    sparse = on_paper(make_shape("30b-a3b", tmp_path)).kernel_needs(torch.float8_e4m3fn)
+    assert {(128, 2048, False, None), (5120, 2048, True, None)} <= sparse.products, "router; q, k and v"
+    assert sparse.experts == {(128, 8)}

@@ -69,7 +69,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model and engine")
     which = group.add_mutually_exclusive_group()
     which.add_argument("--model", default="demo", help="folder or hub id; demo: the built-in one")
-    which.add_argument("--shape", choices=SHAPES, help="a Qwen3 of this size with random weights, made on the spot")
+    which.add_argument(
+        "--shape",
+        choices=SHAPES,
+        help="a model of this size (a Qwen3 unless it says otherwise) with random weights, made on the spot",
+    )
     group.add_argument("--dummy", action="store_true", help="random weights; --shape means it")
     group.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32; auto: the checkpoint's")
     group.add_argument("--device", default="auto", choices=get_args(Device), help="of minisgl and transformers")

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-VOCAB_SIZE = 151936
 BOS, EOS = 256, 257
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+_QWEN3 = {"head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1000000}
+_LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The numbers that make a Qwen3 model."""
+    """The numbers that make a model. `more`: further fields of its configuration."""
 
     hidden: int
     layers: int
@@ -23,6 +32,10 @@ class Shape:
     kv_heads: int
     intermediate: int
     tied: bool  # embedding and output head are one
+    vocab: int = 151936
+    architecture: str = "Qwen3ForCausalLM"
+    model_type: str = "qwen3"
+    more: Mapping[str, Any] = field(default_factory=lambda: _QWEN3)
 
 
 SHAPES = {
@@ -31,59 +44,99 @@ SHAPES = {
     "8b": Shape(4096, 36, 32, 8, 12288, tied=False),
     "14b": Shape(5120, 40, 40, 8, 17408, tied=False),
     "32b": Shape(5120, 64, 64, 8, 25600, tied=False),
+    "30b-a3b": Shape(
+        2048,
+        48,
+        32,
+        4,
+        6144,
+        tied=False,
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        more={
+            **_QWEN3,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+    ),
+    "llama-8b": Shape(
+        4096,
+        32,
+        32,
+        8,
+        14336,
+        tied=False,
+        vocab=128256,
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        more={"max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE},
+    ),
+    "smollm2-135m": Shape(
+        576,
+        30,
+        9,
+        3,
+        1536,
+        tied=True,
+        vocab=49152,
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        more={"max_position_embeddings": 8192, "rope_theta": 100000.0},
+    ),
 }
 
 
 def make_shape(name: str, folder: Path) -> Path:
-    """Write `folder/qwen3-NAME`: a configuration and a tokenizer of one token a byte. No weights."""
+    """Write a folder for a shape: a configuration and a tokenizer of one token a byte. No weights."""
     shape = SHAPES[name]
-    path = folder / f"qwen3-{name}"
+    path = folder / (name if shape.model_type == "llama" else f"qwen3-{name}")
     path.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": [shape.architecture],
+        "model_type": shape.model_type,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
-        "head_dim": 128,
         "hidden_act": "silu",
         "hidden_size": shape.hidden,
         "initializer_range": 0.02,
         "intermediate_size": shape.intermediate,
-        "max_position_embeddings": 40960,
-        "max_window_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_hidden_layers": shape.layers,
         "num_key_value_heads": shape.kv_heads,
         "rms_norm_eps": 1e-6,
         "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": None,
         "tie_word_embeddings": shape.tied,
         "torch_dtype": "bfloat16",
         "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": shape.vocab,
+        **shape.more,
     }
+    if shape.model_type != "llama":
+        config |= {"max_window_layers": shape.layers, "sliding_window": None, "use_sliding_window": False}
     (path / "config.json").write_text(json.dumps(config, indent=1))
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
-    _byte_tokenizer().save(str(path / "tokenizer.json"))
+    _byte_tokenizer(shape.vocab).save(str(path / "tokenizer.json"))
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
         "eos_token": "<eos>",
-        "model_max_length": 40960,
+        "model_max_length": shape.more["max_position_embeddings"],
         "chat_template": CHAT_TEMPLATE,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(described))
     return path
 
 
-def _byte_tokenizer() -> Tokenizer:
+def _byte_tokenizer(vocab: int) -> Tokenizer:
     """One token a byte; every other id decodes to some text, so that each token shows in a stream."""
     names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<bos>", "<eos>"]
-    names += [f"<{index}>" for index in range(len(names), VOCAB_SIZE)]
+    names += [f"<{index}>" for index in range(len(names), vocab)]
     tokenizer = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

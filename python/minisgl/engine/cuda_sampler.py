@@ -45,6 +45,7 @@ class CudaSampler:
         dtypes = dict.fromkeys((dtype, torch.float32))  # each once, the model's first
         threads = _THREADS_OF_FEW_ROWS, _THREADS
         self._compiler.begin("sample.cu", [_macros(logits, count) for logits in dtypes for count in threads])
+        self._compiler.begin("process.cu", [_processing_macros(dtype)])
 
     def sample(
         self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind, mask: Tensor | None = None
@@ -148,11 +149,14 @@ class CudaSampler:
                 "process.cu",
                 ("process_logits",),
                 begins_early=True,
-                SCALAR=SCALAR_NAMES[dtype],
-                WORD=MAX_BAD_WORD_TOKENS,
+                **_processing_macros(dtype),
             )
         return self._processing[dtype]
 
 
 def _macros(dtype: torch.dtype, choose_threads: int) -> dict[str, Any]:
     return {"SCALAR": SCALAR_NAMES[dtype], "THREADS": choose_threads}
+
+
+def _processing_macros(dtype: torch.dtype) -> dict[str, Any]:
+    return {"SCALAR": SCALAR_NAMES[dtype], "WORD": MAX_BAD_WORD_TOKENS}

@@ -71,6 +71,9 @@ class Engine:
             self._queue = make_queue(self.device, self.num_slots)
             ops = make_ops(self.device)
             sampler = _make_sampler(self.device, self.dtype)
+            if self.device.type == "cuda":
+                on_paper = build_model(model, tp=tp, dtype=self.dtype, device=torch.device("meta"))
+                ops.begin_compiling(on_paper.kernel_needs(shape.kv_dtype))
             attention = self._queue.call(lambda: make_attention(config.attention, shape, self.device))
             if attention.fused is not None:
                 attention.fused.begin_compiling(self.num_slots)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from minisgl.kernel.options import Activation, Routing
@@ -32,6 +33,27 @@ class Heads:
     k_norm: Norm | None
 
 
+class Product(NamedTuple):
+    """A kind of matrix product that a model's steps make: weight [width, size], behind a norm or not."""
+
+    width: int
+    size: int
+    norm: bool
+    gate: Activation | None  # of a gated one
+
+
+@dataclass(frozen=True, slots=True)
+class KernelNeeds:
+    """Which kernels a model's steps will ask for."""
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    norm_dtype: torch.dtype  # of the norms' weights
+    head_dims: frozenset[int]
+    products: frozenset[Product]
+    experts: frozenset[tuple[int, int]]  # of sparse layers: how many, and how many a token goes to
+
+
 class DecodeInputs(NamedTuple):
     """Of each row: its newest token and that one's place."""
 
@@ -44,6 +66,10 @@ class DecodeInputs(NamedTuple):
 
 class Ops(Protocol):
     """What a layer computes besides attention. Results have the dtype of the input; sums are float32."""
+
+    def begin_compiling(self, needs: KernelNeeds, /) -> None:
+        """Begin, in threads, to compile what otherwise is compiled at its first use. Costs nothing where nothing is."""
+        ...
 
     def decode_inputs(
         self, slots: Tensor, tokens: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, *, pages: bool

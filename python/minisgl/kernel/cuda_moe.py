@@ -5,7 +5,7 @@ Nothing is read back: the grids are as large as any routing could need, and bloc
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,6 +84,12 @@ class CudaMoe:
         self._compiler = compiler
         self._plans: dict[tuple[torch.dtype, int, int], list[Kernel]] = {}
         self._products: dict[tuple[torch.dtype, _Tiling, int, int], list[Kernel]] = {}
+
+    def begin_compiling(self, dtype: torch.dtype, experts: int, top_k: int) -> None:
+        """Begin to compile the kernels for this many experts, of which a token goes to `top_k`."""
+        tilings = [_FEW, *(tiling for _, tiling in _TILINGS), self._many]
+        self._compiler.begin("moe.cu", [_plan_macros(dtype, experts, top_k)])
+        self._compiler.begin("moe_gemm.cu", [_product_macros(dtype, tiling, experts, top_k) for tiling in tilings])
 
     @staticmethod
     def takes(w13: Tensor, w2: Tensor, top_k: int) -> bool:
@@ -171,9 +177,7 @@ class CudaMoe:
                 "moe.cu",
                 ("moe_plan", "moe_route", "moe_sort", "moe_combine"),
                 begins_early=True,
-                SCALAR=SCALAR_NAMES[dtype],
-                EXPERTS=experts,
-                TOP_K=top_k,
+                **_plan_macros(dtype, experts, top_k),
             )
         return self._plans[key]
 
@@ -185,21 +189,34 @@ class CudaMoe:
                 ("moe_gated", "moe_weighted"),
                 begins_early=True,
                 shared_bytes=tiling.shared_bytes,
-                SCALAR=SCALAR_NAMES[dtype],
-                PAIRS=tiling.pairs,
-                WARPS_ROWS=tiling.warps_rows,
-                WARPS_TOKENS=tiling.warps_tokens,
-                TILES=tiling.tiles,
-                STAGES=tiling.stages,
-                WARPGROUP=int(tiling.warpgroup),
-                ROUTE=int(tiling.route),
-                EXPERTS=experts,
-                TOP_K=top_k,
+                **_product_macros(dtype, tiling, experts, top_k),
             )
         return self._products[key]
 
     def _tiling(self, pairs: int, experts: int) -> _Tiling:
         if pairs <= _FEW_PAIRS:
             return _FEW
-        many = _MANY_ON_HOPPER if self._compiler.arch == 90 else _MANY
-        return next((tiling for mean, tiling in _TILINGS if pairs / experts <= mean), many)
+        return next((tiling for mean, tiling in _TILINGS if pairs / experts <= mean), self._many)
+
+    @property
+    def _many(self) -> _Tiling:
+        return _MANY_ON_HOPPER if self._compiler.arch == 90 else _MANY
+
+
+def _plan_macros(dtype: torch.dtype, experts: int, top_k: int) -> dict[str, Any]:
+    return {"SCALAR": SCALAR_NAMES[dtype], "EXPERTS": experts, "TOP_K": top_k}
+
+
+def _product_macros(dtype: torch.dtype, tiling: _Tiling, experts: int, top_k: int) -> dict[str, Any]:
+    return {
+        "SCALAR": SCALAR_NAMES[dtype],
+        "PAIRS": tiling.pairs,
+        "WARPS_ROWS": tiling.warps_rows,
+        "WARPS_TOKENS": tiling.warps_tokens,
+        "TILES": tiling.tiles,
+        "STAGES": tiling.stages,
+        "WARPGROUP": int(tiling.warpgroup),
+        "ROUTE": int(tiling.route),
+        "EXPERTS": experts,
+        "TOP_K": top_k,
+    }

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.base import DecodeInputs, Heads, Norm
+from minisgl.kernel.base import DecodeInputs, Heads, KernelNeeds, Norm
 from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 from minisgl.kernel.cuda_moe import CudaMoe
 from minisgl.kernel.few_rows import FewRows
 from minisgl.kernel.many_rows import MAX_ROWS, ManyRows
 from minisgl.kernel.options import Activation, Routing
 from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
+
+Macros: TypeAlias = dict[str, Any]
 
 _VECTOR_BYTES = 16
 _WARPS = 4  # of a block that works warp by warp
@@ -35,6 +37,19 @@ class CudaOps:
         self._inputs: dict[torch.dtype, list[Kernel]] = {}
         self._activations: dict[tuple[torch.dtype, Activation], Kernel] = {}
         self._rope: dict[tuple[torch.dtype, torch.dtype, torch.dtype, int], Kernel] = {}
+
+    def begin_compiling(self, needs: KernelNeeds) -> None:
+        dtype, norm_dtype, begin = needs.dtype, needs.norm_dtype, self._compiler.begin
+        begin("inputs.cu", [_macros(each) for each in (dtype, torch.float32)])
+        begin("norm.cu", [_norm_macros(dtype, norm_dtype)])
+        begin("rope.cu", [_rope_macros(dtype, needs.kv_dtype, norm_dtype, each) for each in needs.head_dims])
+        gates = {product.gate for product in needs.products if product.gate is not None}
+        begin("activation.cu", [_activation_macros(dtype, gate) for gate in gates])
+        late = _norms_late(dtype, norm_dtype)
+        self._few_rows.begin_compiling(dtype, {each._replace(norm=each.norm and late) for each in needs.products})
+        self._many_rows.begin_compiling(dtype, needs.products)
+        for experts, top_k in needs.experts:
+            self._moe.begin_compiling(dtype, experts, top_k)
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight
@@ -83,11 +98,8 @@ class CudaOps:
         return y if out is None else out.copy_(y)
 
     def _norm_for_few_rows(self, x: Tensor, norm: Norm) -> tuple[Tensor, Norm | None]:
-        """x and the norm it lacks: the kernel divides by the root mean square last, for which float16 has no room, and
-        multiplies x by the weight in x's dtype, which is too coarse for a float32 weight.
-        """
-        before = x.dtype == torch.float16 or norm.weight.dtype != x.dtype
-        return (self.rms_norm(x, norm), None) if before else (x, norm)
+        """x and the norm it lacks."""
+        return (x, norm) if _norms_late(x.dtype, norm.weight.dtype) else (self.rms_norm(x, norm), None)
 
     def norm_gated_linear(
         self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, *, activation: Activation
@@ -195,38 +207,53 @@ class CudaOps:
     def _norm_kernel(self, dtype: torch.dtype, norm_dtype: torch.dtype) -> Kernel:
         key = dtype, norm_dtype
         if key not in self._norms:
-            (self._norms[key],) = self._compile("norm.cu", ("rms_norm",), dtype, NORM_SCALAR=SCALAR_NAMES[norm_dtype])
+            (self._norms[key],) = self._compile("norm.cu", ("rms_norm",), _norm_macros(dtype, norm_dtype))
         return self._norms[key]
 
     def _input_kernels(self, dtype: torch.dtype) -> list[Kernel]:
         if dtype not in self._inputs:
-            self._inputs[dtype] = self._compile("inputs.cu", ("decode_inputs", "embed"), dtype)
+            self._inputs[dtype] = self._compile("inputs.cu", ("decode_inputs", "embed"), _macros(dtype))
         return self._inputs[dtype]
 
     def _activation_kernel(self, dtype: torch.dtype, activation: Activation) -> Kernel:
         key = dtype, activation
         if key not in self._activations:
-            (self._activations[key],) = self._compile(
-                "activation.cu", ("activate_and_mul",), dtype, GELU_TANH=int(activation == "gelu_tanh")
-            )
+            macros = _activation_macros(dtype, activation)
+            (self._activations[key],) = self._compile("activation.cu", ("activate_and_mul",), macros)
         return self._activations[key]
 
     def _rope_kernel(self, dtype: torch.dtype, cache: torch.dtype, norm_dtype: torch.dtype, head_dim: int) -> Kernel:
         key = dtype, cache, norm_dtype, head_dim
         if key not in self._rope:
-            (self._rope[key],) = self._compiler.compile(
-                "rope.cu",
-                ("norm_rope_store",),
-                begins_early=True,
-                SCALAR=SCALAR_NAMES[dtype],
-                CACHE=SCALAR_NAMES[cache],
-                NORM_SCALAR=SCALAR_NAMES[norm_dtype],
-                HEAD_DIM=head_dim,
-            )
+            macros = _rope_macros(dtype, cache, norm_dtype, head_dim)
+            (self._rope[key],) = self._compile("rope.cu", ("norm_rope_store",), macros)
         return self._rope[key]
 
-    def _compile(self, file: str, kernels: tuple[str, ...], dtype: torch.dtype, **macros: Any) -> list[Kernel]:
-        return self._compiler.compile(file, kernels, begins_early=True, SCALAR=SCALAR_NAMES[dtype], **macros)
+    def _compile(self, file: str, kernels: tuple[str, ...], macros: Macros) -> list[Kernel]:
+        return self._compiler.compile(file, kernels, begins_early=True, **macros)
+
+
+def _norms_late(dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:
+    """True if linear.cu norms x [M, K] itself: it divides by the root mean square last, for which float16 has no room,
+    and multiplies by the norm's weight in x's dtype, which is too coarse for a float32 weight.
+    """
+    return dtype != torch.float16 and norm_dtype == dtype
+
+
+def _macros(dtype: torch.dtype) -> Macros:
+    return {"SCALAR": SCALAR_NAMES[dtype]}
+
+
+def _norm_macros(dtype: torch.dtype, norm_dtype: torch.dtype) -> Macros:
+    return {**_macros(dtype), "NORM_SCALAR": SCALAR_NAMES[norm_dtype]}
+
+
+def _activation_macros(dtype: torch.dtype, activation: Activation) -> Macros:
+    return {**_macros(dtype), "GELU_TANH": int(activation == "gelu_tanh")}
+
+
+def _rope_macros(dtype: torch.dtype, cache: torch.dtype, norm_dtype: torch.dtype, head_dim: int) -> Macros:
+    return {**_norm_macros(dtype, norm_dtype), "CACHE": SCALAR_NAMES[cache], "HEAD_DIM": head_dim}
 
 
 def _vectorizes(x: Tensor, size: int) -> bool:

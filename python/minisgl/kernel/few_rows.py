@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.kernel.base import Norm
+from minisgl.kernel.base import Norm, Product
 from minisgl.kernel.compile import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Compiler, Kernel, address
 from minisgl.kernel.options import Activation
 
+_FILE = "linear.cu"
 _MAX_ROWS = 16  # of x, and fewer where the weight is not small: cuBLAS is faster then
 _MAX_ROWS_OF_LARGE = 8
 _THREADS = 128  # of a block, as in linear.cu
@@ -43,17 +45,20 @@ class FewRows:
         self._compiler = compiler
         self._kernels: dict[_Kind, Kernel] = {}
 
+    def begin_compiling(self, dtype: torch.dtype, products: Iterable[Product]) -> None:
+        """Begin to compile the kernels of these products for any number of rows."""
+        kinds = {
+            self._kind(dtype, rows, width, size, norm=norm, gate=gate, before_attention=norm and gate is None)
+            for width, size, norm, gate in products
+            for rows in (8, _MAX_ROWS)
+            if _supports(dtype, rows, width, size)
+        }
+        self._compiler.begin(_FILE, map(_macros, kinds))
+
     def takes(self, x: Tensor, weight: Tensor) -> bool:
         """Whether x [M, K] @ weight [N, K]^T is one that the kernel is for."""
         rows, size = x.shape
-        return (
-            0 < rows <= (_MAX_ROWS if weight.numel() <= _SMALL else _MAX_ROWS_OF_LARGE)
-            and x.dtype in (torch.bfloat16, torch.float16)
-            and size % 64 == 0
-            and len(weight) % 8 == 0
-            and x.is_contiguous()
-            and weight.is_contiguous()
-        )
+        return _supports(x.dtype, rows, len(weight), size) and x.is_contiguous() and weight.is_contiguous()
 
     def product(
         self,
@@ -74,21 +79,8 @@ class FewRows:
         (rows, size), width = x.shape, len(weight)
         if out is None:
             out = x.new_empty((rows, width if gate is None else width // 2))
-        clusters = _CLUSTERS if self._compiler.arch >= 90 else (1, 1)
-        normed = norm is not None
-        room = self._compiler.block_shared_bytes - _STATIC_BYTES
-        min_blocks = int(_BLOCKS_OF_SM * self._compiler.num_sms)
-        kind = _kind(
-            x.dtype,
-            rows,
-            width,
-            size,
-            clusters,
-            min_blocks,
-            room,
-            norm=normed,
-            gate=gate,
-            before_attention=before_attention,
+        kind = self._kind(
+            x.dtype, rows, width, size, norm=norm is not None, gate=gate, before_attention=before_attention
         )
         kernel = self._kernel(kind)
         kernel(
@@ -111,21 +103,61 @@ class FewRows:
     def _kernel(self, kind: _Kind) -> Kernel:
         if kind not in self._kernels:
             (self._kernels[kind],) = self._compiler.compile(
-                "linear.cu",
+                _FILE,
                 ("few_rows_linear",),
                 begins_early=True,
                 shared_bytes=kind.stages * _stage_bytes(kind.block_rows, kind.max_rows, norm=kind.norm),
                 sm_shared_bytes=SHARED_BEFORE_ATTENTION if kind.before_attention else 0,
-                SCALAR=SCALAR_NAMES[kind.dtype],
-                M_MAX=kind.max_rows,
-                ROWS=kind.block_rows,
-                CLUSTER=kind.cluster,
-                STAGES=kind.stages,
-                NORM=int(kind.norm),
-                GATED=int(kind.gate is not None),
-                GELU_TANH=int(kind.gate == "gelu_tanh"),
+                **_macros(kind),
             )
         return self._kernels[kind]
+
+    def _kind(
+        self,
+        dtype: torch.dtype,
+        rows: int,
+        width: int,
+        size: int,
+        *,
+        norm: bool,
+        gate: Activation | None,
+        before_attention: bool,
+    ) -> _Kind:
+        return _kind(
+            dtype,
+            rows,
+            width,
+            size,
+            _CLUSTERS if self._compiler.arch >= 90 else (1, 1),
+            int(_BLOCKS_OF_SM * self._compiler.num_sms),
+            self._compiler.block_shared_bytes - _STATIC_BYTES,
+            norm=norm,
+            gate=gate,
+            before_attention=before_attention,
+        )
+
+
+def _supports(dtype: torch.dtype, rows: int, width: int, size: int) -> bool:
+    """True if the kernel can multiply x [rows, size] by weight [width, size]^T, and does it faster than cuBLAS."""
+    return (
+        0 < rows <= (_MAX_ROWS if width * size <= _SMALL else _MAX_ROWS_OF_LARGE)
+        and dtype in (torch.bfloat16, torch.float16)
+        and size % 64 == 0
+        and width % 8 == 0
+    )
+
+
+def _macros(kind: _Kind) -> dict[str, Any]:
+    return {
+        "SCALAR": SCALAR_NAMES[kind.dtype],
+        "M_MAX": kind.max_rows,
+        "ROWS": kind.block_rows,
+        "CLUSTER": kind.cluster,
+        "STAGES": kind.stages,
+        "NORM": int(kind.norm),
+        "GATED": int(kind.gate is not None),
+        "GELU_TANH": int(kind.gate == "gelu_tanh"),
+    }
 
 
 def _kind(

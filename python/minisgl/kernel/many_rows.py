@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,9 +12,11 @@ from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
 from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
+from minisgl.kernel.base import Product
 from minisgl.kernel.compile import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Compiler, Kernel, address
 from minisgl.kernel.options import Activation
 
+_FILE = "many_rows.cu"
 # Of more rows cuBLAS is as fast or faster. It neither begins early nor lets others, and launching the kernels between
 # its products as if they did makes a step 0.6% longer: in steps of more rows none of these begins early.
 MAX_ROWS = 64
@@ -46,19 +49,35 @@ class ManyRows:
         self._compiler = compiler
         self._kernels: dict[_Kind, Kernel] = {}
 
+    def begin_compiling(self, dtype: torch.dtype, products: Iterable[Product]) -> None:
+        """Begin to compile the kernels of these products."""
+        num_sms = self._compiler.num_sms
+        kinds = {
+            _kind(dtype, width, size, num_sms, gate=gate, before_attention=norm and gate is None)
+            for width, size, norm, gate in products
+            if self._supports(dtype, width, size)
+        }
+        self._compiler.begin(_FILE, map(_macros, kinds))
+
     def takes(self, x: Tensor, weight: Tensor) -> bool:
         """Whether x [M, K] @ weight [N, K]^T is one that the kernel is for. Of fewer rows, few_rows.py is faster."""
         rows, size = x.shape
         return (
-            self._compiler.arch == 90
-            and 16 < rows <= MAX_ROWS
-            and x.dtype in (torch.bfloat16, torch.float16)
-            and size % _KEYS == 0
-            and len(weight) % 8 == 0
-            and len(weight) <= _MAX_WIDTH
-            and weight.numel() >= _MIN_SIZE
+            16 < rows <= MAX_ROWS
+            and self._supports(x.dtype, len(weight), size)
             and x.is_contiguous()
             and weight.is_contiguous()
+        )
+
+    def _supports(self, dtype: torch.dtype, width: int, size: int) -> bool:
+        """True if a weight [width, size] is one that the kernel is for."""
+        return (
+            self._compiler.arch == 90
+            and dtype in (torch.bfloat16, torch.float16)
+            and size % _KEYS == 0
+            and width % 8 == 0
+            and width <= _MAX_WIDTH
+            and width * size >= _MIN_SIZE
         )
 
     def product(
@@ -103,20 +122,26 @@ class ManyRows:
             ring = kind.stages * (MAX_ROWS + kind.block_rows) * _KEYS * 2
             sums = kind.split * -(-MAX_ROWS // kind.split) * (kind.block_rows + 8) * 4
             (self._kernels[kind],) = self._compiler.compile(
-                "many_rows.cu",
+                _FILE,
                 ("many_rows_linear",),
                 begins_early=True,
                 shared_bytes=max(ring, sums),
                 sm_shared_bytes=SHARED_BEFORE_ATTENTION if kind.before_attention else 0,
-                SCALAR=SCALAR_NAMES[kind.dtype],
-                ROWS=kind.block_rows,
-                SPLIT=kind.split,
-                STAGES=kind.stages,
-                GATED=int(kind.gate is not None),
-                GELU_TANH=int(kind.gate == "gelu_tanh"),
-                BLOCKS=kind.blocks,
+                **_macros(kind),
             )
         return self._kernels[kind]
+
+
+def _macros(kind: _Kind) -> dict[str, Any]:
+    return {
+        "SCALAR": SCALAR_NAMES[kind.dtype],
+        "ROWS": kind.block_rows,
+        "SPLIT": kind.split,
+        "STAGES": kind.stages,
+        "GATED": int(kind.gate is not None),
+        "GELU_TANH": int(kind.gate == "gelu_tanh"),
+        "BLOCKS": kind.blocks,
+    }
 
 
 def _kind(

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
-from minisgl.kernel.base import Ops
+from minisgl.kernel.base import KernelNeeds, Ops, Product
 from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import LMHead, VocabEmbedding
 from minisgl.layers.layer_config import MoEConfig, RopeConfig
+from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl.layers.mlp import GatedMLP
-from minisgl.layers.moe import SparseMLP
+from minisgl.layers.moe import Router, SparseMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary
 from minisgl.models.config.model_config import ModelConfig
@@ -107,6 +108,26 @@ class CausalLM(nn.Module):
     def graph_safe(self, ops: Ops) -> bool:
         """True if a decode launches the same work whatever its data, so that a CUDA graph may hold it."""
         return all(module.graph_safe(ops) for module in self.modules() if isinstance(module, SparseMLP))
+
+    def kernel_needs(self, kv_dtype: torch.dtype) -> KernelNeeds:
+        """The kernels that steps over a KV pool of this dtype will ask for."""
+        gates = {id(mlp.gate_up_proj): mlp.activation for mlp in self.modules() if isinstance(mlp, GatedMLP)}
+        products, experts = set(), set()
+        for module in self.modules():
+            if isinstance(module, ColumnParallelLinear | LMHead | RowParallelLinear | Router):
+                width, size = module.weight.shape
+                norm = isinstance(module, ColumnParallelLinear | LMHead)
+                products.add(Product(width, size, norm, gates.get(id(module))))
+            elif isinstance(module, SparseMLP):
+                experts.add((len(module.experts.w13), module.routing.top_k))
+        return KernelNeeds(
+            dtype=self.dtype,
+            kv_dtype=kv_dtype,
+            norm_dtype=self.model.norm.weight.dtype,
+            head_dims=frozenset(layer.attention.head_dim for layer in self.config.layers),
+            products=frozenset(products),
+            experts=frozenset(experts),
+        )
 
     @property
     def layer_weights(self) -> int:
