@@ -21,6 +21,7 @@ from minisgl.kernel.many_rows import MAX_ROWS
 
 _MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
 _TILE = 16  # tokens
+_FAST_MEMORY = 30e9  # bytes a second, for each multiprocessor
 _MAX_CHUNKS = 64  # of a row: one cluster merges them
 _RECORDS = 1 << 14  # of chunks, of all rows and KV heads
 
@@ -32,7 +33,11 @@ class FusedDecode:
         self._compiler = Compiler(device)
         self._shape = shape
         self._kernels: dict[tuple[int, int, int], Kernel] = {}
-        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        about = torch.cuda.get_device_properties(device)
+        self._num_sms = about.multi_processor_count
+        # Two transfers a cycle; in kHz and bits. 25 GB/s for each multiprocessor of an H100, 37 of an H200.
+        bytes_per_second = 2 * about.memory_clock_rate * 1000 * about.memory_bus_width / 8
+        self._slow_memory = bytes_per_second / self._num_sms < _FAST_MEMORY
         floats = shape.group * (shape.head_dim + 2 * _MAX_CLUSTER)
         self._records = torch.empty(_RECORDS, floats, dtype=torch.float32, device=device)
         self._counters = torch.zeros(2 * _RECORDS, dtype=torch.int32, device=device)
@@ -52,7 +57,14 @@ class FusedDecode:
     def _divide(self, rows: int) -> Division:
         shape = self._shape
         spills = not shape.fp8_kv and (shape.page_size < _TILE or shape.group == 1)
-        return divide(rows * shape.num_kv_heads, self._num_sms, shape.head_dim, spills=spills, fp8=shape.fp8_kv)
+        return divide(
+            rows * shape.num_kv_heads,
+            self._num_sms,
+            shape.head_dim,
+            spills=spills,
+            fp8=shape.fp8_kv,
+            slow_memory=self._slow_memory,
+        )
 
     def _kernel(self, key: tuple[int, int, int]) -> Kernel:
         if key not in self._kernels:
