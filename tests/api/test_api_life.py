@@ -349,7 +349,7 @@ def test_server_info(server: RunningServer) -> None:
     assert info["processes"].keys() == {"api", "tokenizer-0", "scheduler-0", "detokenizer"}
     assert info["processes"]["api"]["open_requests"] == 0
     limits = {"max_seq_len": 4096, "vocab_size": 1000, "max_choices": 64, "max_stop_strings": 32, "max_logprobs": 20}
-    assert info["limits"] == limits
+    assert info["limits"] == {**limits, "max_new_tokens": None}
     assert info["config"]["model_names"] == [MODEL]
 
 
