@@ -67,16 +67,19 @@ class Server:
         error = answer.json().get("error") or {}
         return answer.status_code, time.perf_counter() - begin, error.get("message", "")
 
-    def peak_megabytes(self, entry: str) -> float:
-        """Peak memory of the worker process whose entry point is in this module."""
+    def pid(self, entry: str) -> int:
+        """The worker process whose entry point is in this module."""
         for folder in Path("/proc").glob("[0-9]*"):
-            try:
+            with suppress(OSError):
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 if parent == self._process.pid and entry in (folder / "cmdline").read_text():
-                    return int(re.findall(r"VmHWM:\s+(\d+)", (folder / "status").read_text())[0]) / 1024
-            except OSError:
-                continue
-        return 0.0
+                    return int(folder.name)
+        raise LookupError(entry)
+
+    def peak_megabytes(self, entry: str) -> float:
+        """Peak memory of the worker process whose entry point is in this module."""
+        status = Path(f"/proc/{self.pid(entry)}/status").read_text()
+        return int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) / 1024
 
     @contextmanager
     def watched(self) -> Iterator[list[float]]:

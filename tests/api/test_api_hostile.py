@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from api_harness import RunningServer
+from api_harness import RawClient, RunningServer
 from fake_engine import LIMITS
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
 from minisgl.config import HttpConfig
+from minisgl.message.to_tokenizer import Generate
 from minisgl.server.api.bodies.body import check_numbers
 from minisgl.server.api.bodies.scan import MAX_ITEMS, MAX_VALUES, BodyScan
 from minisgl.server.api.http.errors import ApiError
@@ -167,6 +168,40 @@ def test_a_prompt_of_ids_that_fits_a_very_long_context_is_read(start_server: Cal
         BodyScan(MAX_ITEMS).feed(b"1," * (MAX_ITEMS + 1))
     BodyScan(max(MAX_ITEMS, 1_000_000)).feed(b"1," * 1_000_000)
     assert LIMITS.max_seq_len < MAX_ITEMS
+
+
+def test_large_bodies_that_are_held_together_are_bounded(
+    start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of open requests, and those that are still on their way; ordinary requests are served all the same."""
+    monkeypatch.setattr("minisgl.server.api.app.LARGEST_BODIES", 3)
+    server = start_server(max_body_bytes=2**20)
+    large = {"prompt": "hold " + "x" * 900_000}
+    clients = [RawClient(server.port) for _ in range(3)]
+    for client, missing in zip(clients, (0, 0, 10), strict=True):
+        client.post(COMPLETIONS, large, cut=missing)
+    server.engine.wait_for(Generate, 2)
+    refused = wait_for_refusal(server, large)
+    assert refused.headers["retry-after"]
+    assert refused.json()["error"]["code"] == "overloaded"
+    assert str(3 * 2**20) in refused.json()["error"]["message"]
+    assert server.post(COMPLETIONS, json={"prompt": "x" * 60_000, "max_tokens": 1}).status_code == 200
+    for client in clients:
+        client.leave()
+    server.assert_idle()
+    large["prompt"] = "say []" + " " * 900_000
+    for _ in range(5):  # answered, one after the other
+        assert server.post(COMPLETIONS, json=large).status_code == 200
+
+
+def wait_for_refusal(server: RunningServer, body: dict[str, Any]) -> Any:
+    """The answer of a server that holds enough, once the last piece that it can hold has arrived."""
+    for _ in range(100):
+        response = server.post(COMPLETIONS, json={**body, "prompt": "x" + body["prompt"]})
+        if response.status_code == 503:
+            return response
+        assert response.status_code == 200
+    raise AssertionError("nothing was refused")
 
 
 json_values = st.recursive(

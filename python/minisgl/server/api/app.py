@@ -13,7 +13,7 @@ from minisgl.config import ServerConfig
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.parsers.select import Parsers
-from minisgl.server.api.http.boundary import Boundary, KeyGate
+from minisgl.server.api.http.boundary import BodyBudget, Boundary, KeyGate
 from minisgl.server.api.http.browsers import BrowserGate
 from minisgl.server.api.http.drain import Drain, DrainGate
 from minisgl.server.api.http.errors import ApiError, invalid_request
@@ -27,6 +27,9 @@ from minisgl.server.api.service import Service
 from minisgl.server.api.status.heartbeat import Heartbeat
 
 TOPICS = (GenerationRoutes, ModelRoutes, TokenRoutes, StatusRoutes, ControlRoutes)
+LARGEST_BODIES = (
+    128  # so many bodies of the largest size are held at a time: 1 GiB of those that are allowed by default
+)
 
 
 def build_app(
@@ -73,6 +76,7 @@ def layers(config: ServerConfig, drain: Drain) -> list[Middleware]:
     )
     if http.api_keys or http.admin_api_key is not None:
         found.append(Middleware(KeyGate, keys=http.api_keys, admin_key=http.admin_api_key))
+    found.append(Middleware(BodyBudget, max_bytes=LARGEST_BODIES * http.max_body_bytes))
     return found
 
 

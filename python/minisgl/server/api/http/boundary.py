@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.server.api.http.errors import ApiError, internal_error, no_admin_key, unauthorized
+from minisgl.server.api.http.errors import ApiError, internal_error, no_admin_key, too_many_bytes, unauthorized
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping", "/version"})  # all others want a key, if there are keys
 CONTROL_ROUTES = frozenset({"/flush_cache", "/reset_prefix_cache", "/abort", "/abort_request"})
+SMALL_BODY = 64 * 1024  # bytes
 BEARER = b"bearer "
 
 
@@ -132,6 +133,38 @@ def _key_sent(digests: Sequence[bytes], scope: Scope) -> int | None:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+class BodyBudget:
+    """Bounds the bytes of all bodies that are held, from their arrival until their requests are answered.
+
+    What is within SMALL_BODY of each body is not counted: ordinary requests are served while large ones must wait.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size = counted = 0
+
+        async def receive_counted() -> Message:
+            nonlocal size, counted
+            message = await receive()
+            size += len(message.get("body", b""))
+            more = max(0, size - SMALL_BODY) - counted
+            if more:
+                if self._held + more > self._max_bytes:
+                    raise too_many_bytes(self._max_bytes)
+                self._held += more
+                counted += more
+            return message
+
+        try:
+            await self._app(scope, receive_counted, send)
+        finally:
+            self._held -= counted
 
 
 def route_path(scope: Scope) -> str:

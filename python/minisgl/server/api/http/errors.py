@@ -105,6 +105,11 @@ def overloaded(limit: int) -> ApiError:
     return _unavailable(f"the server is full: it takes {limit} sequences at a time; try again later", "overloaded")
 
 
+def too_many_bytes(limit: int) -> ApiError:
+    """Large bodies together: one of them may come when others are answered."""
+    return _unavailable(f"the server holds {limit} bytes of requests, as many as it may; try again later", "overloaded")
+
+
 def shutting_down(reason: str | None) -> ApiError:
     text = "the server is shutting down"
     return _unavailable(f"{text}: {reason}" if reason else text, "shutting_down")

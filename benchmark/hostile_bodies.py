@@ -1,0 +1,129 @@
+"""Send bodies that are made to hold the API process up, and watch a stream that somebody else reads meanwhile.
+
+    python benchmark/hostile_bodies.py                   # all bodies, to a server of the demo model
+    python benchmark/hostile_bodies.py arrays --rounds 5
+
+For each body it prints the status, the seconds to the answer, and the longest time in which the stream got nothing:
+first without any body, which shows what the machine itself does. The CPU seconds are those of the API process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import httpx
+from hostile_grammars import Server
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGE = '{"messages":[{"role":"user","content":"hello"}],"max_tokens":1,'
+PROMPT = '{"prompt":"a","max_tokens":1,'
+MEGABYTE = 10**6
+JSON = {"content-type": "application/json"}
+
+
+def filled(before: str, item: str, after: str, size: int) -> bytes:
+    """A body of this size: as many items as fit."""
+    return (before + ",".join([item] * (size // (len(item) + 1))) + after).encode()
+
+
+def bodies() -> Iterator[tuple[str, str, bytes]]:
+    """Name, route and body of each."""
+    for size in (30 * MEGABYTE, 7 * MEGABYTE):
+        megabytes = f"{size // MEGABYTE} MB of"
+        yield f"{megabytes} arrays in metadata", CHAT, filled(MESSAGE + '"metadata":[', "[]", "]}", size)
+        yield f"{megabytes} objects in metadata", CHAT, filled(MESSAGE + '"metadata":[', '{"a":1}', "]}", size)
+        yield f"{megabytes} ids", COMPLETIONS, filled('{"max_tokens":1,"prompt":[', "1", "]}", size)
+        yield f"{megabytes} messages", CHAT, filled('{"messages":[', '{"role":"user","content":"a"}', "]}", size)
+        yield f"{megabytes} tool calls", CHAT, filled(MESSAGE + '"tools":[', '{"function":{"name":"f"}}', "]}", size)
+        yield f"{megabytes} escapes in a prompt", COMPLETIONS, b'{"prompt":"%b"}' % (b"\\n" * (size // 2))
+    yield "65,000 arrays in metadata", CHAT, filled(MESSAGE + '"metadata":[', "[]", "]}", 3 * 65_000)
+    names = json.dumps({f"{index:06}": 1 for index in range(65_000)})
+    yield "65,000 names in metadata", CHAT, f'{MESSAGE}"metadata":{names}}}'.encode()
+    yield "262,000 numbers in metadata", CHAT, filled(MESSAGE + '"metadata":[', "123456", "]}", 7 * 262_000)
+    yield "262,000 ids", COMPLETIONS, filled('{"prompt":[', "1", "]}", 2 * 262_000)
+    yield "8,192 messages", CHAT, filled('{"messages":[', '{"role":"user","content":"a"}', "]}", 30 * 8192)
+    yield "8,000 prompts", COMPLETIONS, filled('{"max_tokens":1,"prompt":[', '"a"', "]}", 4 * 8000)
+    ids = ",".join(map(str, range(1000)))
+    prompts = ",".join(['"a"'] * 8192)
+    yield (
+        "8,192 prompts, 1,000 allowed ids",
+        COMPLETIONS,
+        f'{{"prompt":[{prompts}],"allowed_token_ids":[{ids}]}}'.encode(),
+    )
+
+
+def read_stream(url: str, results: Connection) -> None:
+    """Read streams until told to end; send the longest time without an event whenever asked for it."""
+    body = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    longest = 0.0
+    with httpx.Client(timeout=300) as client:
+        while True:
+            with client.stream("POST", url + COMPLETIONS, json=body) as answer:
+                last = None
+                for _ in answer.iter_raw():
+                    now = time.perf_counter()
+                    longest = max(longest, now - last) if last is not None else longest
+                    last = now
+                    if results.poll():
+                        if results.recv() == "end":
+                            return
+                        results.send(longest)
+                        longest = 0.0
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process."""
+    fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", default="", help="only bodies whose name has this in it")
+    parser.add_argument("--rounds", type=int, default=3, help="of each body; the median stall is printed")
+    args = parser.parse_args()
+    with Server() as server:
+        ours, theirs = multiprocessing.Pipe()
+        reader = multiprocessing.Process(target=read_stream, args=(server.url, theirs), daemon=True)
+        reader.start()
+        api = server.pid("server.api")
+
+        def stall() -> float:
+            ours.send("say")
+            return float(ours.recv())
+
+        time.sleep(3)
+        stall()
+        print("| body | status | seconds to the answer | CPU seconds | longest stall, ms |\n|---|---|---|---|---|")
+        rows = [("none, for a second", "", b""), *(row for row in bodies() if args.name in row[0])]
+        for name, route, body in rows:
+            stalls, taken, used, status = [], 0.0, 0.0, ""
+            for _ in range(args.rounds):
+                begin, cpu = time.perf_counter(), cpu_seconds(api)
+                if body:
+                    try:
+                        status = str(
+                            httpx.post(server.url + route, content=body, headers=JSON, timeout=300).status_code
+                        )
+                    except httpx.TransportError:
+                        status = "closed"  # answered and closed before the body had been sent
+                else:
+                    time.sleep(1)
+                taken, used = time.perf_counter() - begin, cpu_seconds(api) - cpu
+                time.sleep(0.3)
+                stalls.append(stall())
+            median = sorted(stalls)[len(stalls) // 2]
+            print(f"| {name} | {status} | {taken:.2f} | {used:.2f} | {median * 1e3:.0f} |", flush=True)
+        ours.send("end")
+        reader.join(10)
+
+
+if __name__ == "__main__":
+    main()
