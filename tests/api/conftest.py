@@ -57,5 +57,5 @@ def _start(
     server = RunningServer(config, engine, str(run_dir), beats=beats, listener=listener)
     stack.callback(server.stop)
     # By its answer all sockets are connected.
-    server.wait_for(lambda: server.client.query_counts(5.0))
+    server.wait_for(lambda: server.client.query_counts(120.0))
     return server

@@ -120,13 +120,13 @@ class FakeEngine(threading.Thread):
     def of_type(self, kind: type[Any]) -> list[Any]:
         return [message for _, message in list(self.received) if isinstance(message, kind)]
 
-    def wait_for(self, kind: type[Any], count: int = 1, timeout: float = 5.0) -> list[Any]:
-        wait_until(lambda: len(self.of_type(kind)) >= count, timeout)
+    def wait_for(self, kind: type[Any], count: int = 1) -> list[Any]:
+        wait_until(lambda: len(self.of_type(kind)) >= count)
         return self.of_type(kind)
 
     def stop(self) -> None:
         self._commands.put(None)
-        self.join(5)
+        self.join(120)
 
     # The thread.
 
@@ -249,7 +249,7 @@ class FakeEngine(threading.Thread):
         return pieces
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout: float = 120.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

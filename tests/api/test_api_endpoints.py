@@ -15,7 +15,7 @@ from fake_engine import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.message.relayed import Abort, FlushCache
-from minisgl.message.to_tokenizer import ChatPrompt, Encode, Generate, IdsPrompt, TextPrompt
+from minisgl.message.to_tokenizer import ChatPrompt, Encode, Generate, IdsPrompt, Query, TextPrompt
 from minisgl.message.types import unpack_ids
 from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
 
@@ -143,13 +143,14 @@ def test_health_ping_ready(start_server: Callable[..., RunningServer]) -> None:
 def test_health_notices_a_silent_engine(start_server: Callable[..., RunningServer]) -> None:
     server = start_server(beats=True, health_timeout=1.5)
     server.engine.answers_queries = False
-    wait_until(lambda: server.get("/health").status_code == 503, 5)
+    wait_until(lambda: server.get("/health").status_code == 503)
+    asked = len(server.engine.of_type(Query))
     for path in ("/health", "/ready"):
         response = server.get(path)
         assert response.json()["error"]["code"] == "unhealthy"
         assert response.headers["retry-after"]
-        assert response.elapsed.total_seconds() < 0.5, "nobody is asked"
     assert server.get("/version").status_code == 200
+    assert len(server.engine.of_type(Query)) == asked, "nobody is asked"
 
 
 def test_ready_says_when_the_server_is_full(start_server: Callable[..., RunningServer]) -> None:
@@ -208,7 +209,6 @@ def test_metrics_count_requests(start_server: Callable[..., RunningServer]) -> N
     assert before["minisgl:generation_tokens_total"] == 0
     start = time.perf_counter()
     server.post("/v1/completions", json={"prompt": ["one two", "one"], "n": 2, "max_tokens": 5})
-    seconds = time.perf_counter() - start
     server.post(CHAT, json={"messages": [{"role": "user", "content": "stop it now"}], "max_tokens": 3})
     client = RawClient(server.port)
     client.post("/generate", {"prompt": "hold"})
@@ -216,8 +216,9 @@ def test_metrics_count_requests(start_server: Callable[..., RunningServer]) -> N
     client.leave()
     server.post("/generate", json={"prompt": "fail"})
     server.assert_idle()
+    seconds = time.perf_counter() - start
     server.engine.wait_for(Abort)
-    wait_until(lambda: metrics(server)["minisgl:num_requests_waiting"] == 3, 5)
+    wait_until(lambda: metrics(server)["minisgl:num_requests_waiting"] == 3)
     after = metrics(server)
     for prefix in ("minisgl:", "vllm:"):
         expected = {
@@ -243,18 +244,17 @@ def test_metrics_count_requests(start_server: Callable[..., RunningServer]) -> N
             "request_generation_tokens_bucket|+Inf": 5,
         }
         assert {name: after[prefix + name] for name in expected} == expected
-        latency = after[f"{prefix}inter_token_latency_seconds_sum"] / 19
-        assert 0.003 < latency < 0.05
-        assert 0 < after[f"{prefix}e2e_request_latency_seconds_sum"] < 5 * seconds + 1
+        assert 19 * 0.003 < after[f"{prefix}inter_token_latency_seconds_sum"] < 6 * seconds
+        assert 0 < after[f"{prefix}e2e_request_latency_seconds_sum"] < 5 * seconds
 
 
 def test_running_requests_are_seen(start_server: Callable[..., RunningServer]) -> None:
     server = start_server(beats=True)
     client = RawClient(server.port)
     client.post("/generate", {"prompt": "endless", "stream": True})
-    wait_until(lambda: metrics(server)["vllm:num_requests_running"] == 1, 5)
+    wait_until(lambda: metrics(server)["vllm:num_requests_running"] == 1)
     client.leave()
-    wait_until(lambda: metrics(server)["vllm:num_requests_running"] == 0, 5)
+    wait_until(lambda: metrics(server)["vllm:num_requests_running"] == 0)
 
 
 # --- what an operator does ---

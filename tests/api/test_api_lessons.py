@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -46,12 +45,10 @@ def test_lesson_08_what_ended_a_process_elsewhere_is_refused_here(
 @pytest.mark.parametrize("stream", [False, True])
 def test_lesson_10_a_refused_prompt_is_answered(server: RunningServer, stream: bool) -> None:
     """By the tokenizer worker, or at the edge when its ids alone show that it is too long."""
-    start = time.monotonic()
     for prompt in ("refuse it: too long", [1] * LIMITS.max_seq_len):
         response = server.post("/v1/completions", json={"prompt": prompt, "stream": stream})
         assert response.status_code == 400
         assert response.headers["content-type"] == "application/json"
-    assert time.monotonic() - start < 2
 
 
 def test_lesson_10_a_dead_worker_ends_the_wait(start_server: Callable[..., RunningServer]) -> None:

@@ -11,14 +11,26 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from api_harness import MODEL, RawClient, listening_socket, make_config
 from api_sse import parse_events
-from fake_engine import LIMITS, FakeEngine, answer
+from fake_engine import LIMITS, FakeEngine, answer, wait_until
 
-from minisgl.message.control import ControlPipe, Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
+from minisgl.message.control import (
+    ControlPipe,
+    Drain,
+    Drained,
+    Failed,
+    Phase,
+    Ready,
+    Serve,
+    Shutdown,
+    Start,
+    ToSupervisor,
+)
 from minisgl.message.to_tokenizer import Generate
 
 ENTRY = "minisgl.server.api.process:run"
@@ -29,24 +41,24 @@ class Process:
     """An API server process, and the supervisor's end of its control pipe."""
 
     def __init__(self, run_dir: str) -> None:
-        self._socket = listening_socket()
-        self.port: int = self._socket.getsockname()[1]
+        self.listener = listening_socket()
+        self.port: int = self.listener.getsockname()[1]
         ours, theirs = socket.socketpair()
+        ours.settimeout(120)
         command = [sys.executable, "-m", "minisgl.process.worker", ENTRY, str(theirs.fileno())]
-        fds = (theirs.fileno(), self._socket.fileno())
+        fds = (theirs.fileno(), self.listener.fileno())
         paths = os.pathsep.join(path for path in sys.path if path)
         environment = {**os.environ, "PYTHONPATH": paths}
         self.popen = subprocess.Popen(command, pass_fds=fds, env=environment, stderr=subprocess.PIPE)
         theirs.close()
         self.pipe: ControlPipe[ToSupervisor] = ControlPipe(ours, ToSupervisor)  # type: ignore[arg-type]
-        self.pipe.send(Start(make_config(), run_dir, 0, self._socket.fileno()))
+        self.pipe.send(Start(make_config(), run_dir, 0, self.listener.fileno()))
         assert isinstance(self.pipe.receive(), Phase)
         assert self.pipe.receive() == Ready()
-        self._socket.close()
 
     def serve(self) -> None:
         self.pipe.send(Serve(LIMITS))
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 120
         while True:
             try:
                 assert self.get("/server_info")["complete"]
@@ -55,13 +67,13 @@ class Process:
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
 
-    def get(self, path: str) -> dict[str, bool]:
-        with httpx.Client(verify=False, trust_env=False, timeout=5) as http:
+    def get(self, path: str) -> dict[str, Any]:
+        with httpx.Client(verify=False, trust_env=False, timeout=120) as http:
             return http.get(f"http://127.0.0.1:{self.port}{path}").json()  # type: ignore[no-any-return]
 
-    def end(self, within: float) -> int:
-        """Its exit code."""
-        return self.popen.wait(within)
+    def end(self) -> int:
+        """Wait for its end; return its exit code."""
+        return self.popen.wait(120)
 
     def errors(self) -> str:
         """What the ended process wrote to stderr."""
@@ -74,6 +86,7 @@ class Process:
         assert self.popen.stderr is not None
         self.popen.stderr.close()
         self.pipe.close()
+        self.listener.close()
 
 
 @pytest.fixture
@@ -100,7 +113,7 @@ def test_it_serves_when_all_are_ready(process: Process) -> None:
     assert json.dumps(answer("hello", 0, 5), ensure_ascii=False).encode() in client.read_all()
 
 
-def test_shutdown_tells_every_client_and_ends_within_a_second(process: Process, engine: FakeEngine) -> None:
+def test_shutdown_tells_every_client_and_ends_although_one_takes_nothing(process: Process, engine: FakeEngine) -> None:
     process.serve()
     streaming, whole, idle, deaf = (RawClient(process.port) for _ in range(4))
     streaming.post("/v1/completions", STREAM)
@@ -109,7 +122,6 @@ def test_shutdown_tells_every_client_and_ends_within_a_second(process: Process, 
     deaf.post("/v1/completions", {"prompt": "big", "stream": True, "max_tokens": 400})
     engine.wait_for(Generate, 3)
     time.sleep(0.1)
-    start = time.monotonic()
     process.pipe.send(Shutdown("the scheduler has died"))
     body = (head + streaming.read_all()).decode()
     assert '{"error":{"message":"the server is shutting down: the scheduler has died"' in body
@@ -117,24 +129,36 @@ def test_shutdown_tells_every_client_and_ends_within_a_second(process: Process, 
     assert b" 503 " in (answered := whole.read_all())
     assert b"the scheduler has died" in answered
     assert idle.read_all() == b""
-    assert process.end(1.5) == 0
-    assert time.monotonic() - start < 1.5
+    assert process.end() == 0
     assert process.errors() == ""
 
 
-def test_shutdown_of_an_idle_server_is_quick(process: Process) -> None:
+def test_shutdown_of_an_idle_server_waits_for_nothing(process: Process) -> None:
     process.serve()
-    start = time.monotonic()
-    process.pipe.send(Shutdown())
-    assert process.end(1) == 0
-    assert time.monotonic() - start < 0.8
+    process.pipe.send(Shutdown(grace=86_400.0))
+    assert process.end() == 0
+
+
+def test_a_drain_says_when_all_are_answered(process: Process, engine: FakeEngine) -> None:
+    process.serve()
+    client = RawClient(process.port)
+    client.post("/v1/completions", STREAM)
+    client.read_until(b"data: ")
+    process.pipe.send(Drain())
+    wait_until(lambda: process.get("/health").get("error", {}).get("code") == "shutting_down")
+    assert process.get("/server_info")["processes"]["api"]["open_requests"] == 1
+    httpx.post(f"http://127.0.0.1:{process.port}/abort", json={"all": True}, trust_env=False, timeout=120)
+    assert b"request_aborted" in client.read_all()
+    assert process.pipe.receive() == Drained()
+    process.pipe.send(Shutdown(grace=86_400.0))
+    assert process.end() == 0
 
 
 def test_it_ends_with_its_parent(process: Process) -> None:
     process.serve()
     RawClient(process.port).post("/v1/completions", STREAM)
     process.pipe.close()
-    assert process.end(1) == 1
+    assert process.end() == 1
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -145,7 +169,7 @@ def test_signals_are_the_supervisors_to_handle(process: Process, signum: int) ->
     time.sleep(0.1)
     assert process.get("/health")
     process.pipe.close()
-    assert process.end(1) == 1
+    assert process.end() == 1
 
 
 def test_a_message_it_does_not_know_ends_it(process: Process, engine: FakeEngine) -> None:
@@ -154,7 +178,7 @@ def test_a_message_it_does_not_know_ends_it(process: Process, engine: FakeEngine
     engine.say({"type": "Nonsense"})  # type: ignore[arg-type]
     assert isinstance(failed := process.pipe.receive(), Failed)
     assert "Nonsense" in failed.message
-    assert process.end(2) == 1
+    assert process.end() == 1
 
 
 def test_the_process_streams(process: Process) -> None:
@@ -168,13 +192,7 @@ def test_the_process_streams(process: Process) -> None:
 def test_answers_do_not_wait_for_acknowledgements(process: Process) -> None:
     """Nagle's algorithm and delayed acknowledgements together cost 40 ms an answer."""
     process.serve()
-    with httpx.Client(verify=False, trust_env=False) as http:
-        times = []
-        for _ in range(20):
-            start = time.perf_counter()
-            http.get(f"http://127.0.0.1:{process.port}/health")
-            times.append(time.perf_counter() - start)
-    assert sorted(times)[5] < 0.03, times
+    assert process.listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "connections inherit it"
 
 
 def test_no_torch_no_transformers() -> None:

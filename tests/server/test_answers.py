@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ from openai import BadRequestError, NotFoundError
 
 from minisgl import LLM, SamplingParams
 from minisgl.tokenizer.text import TextTokenizer
-from support.server import Server, wait_until
+from support.server import PATIENCE, Server, wait_until
 
 PROMPTS = [
     "The quick brown fox",
@@ -134,7 +135,7 @@ def test_200_concurrent_streams(server: Server, expected: list[dict[str, Any]]) 
 def test_cut_streams_leave_nothing_behind(server: Server) -> None:
     def cut(index: int) -> None:
         body = {"prompt": f"cut {index}", "max_tokens": 2000, "temperature": 0, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as response:
             lines = response.iter_lines()
             for _ in range(index % 4):
                 next(lines)
@@ -142,7 +143,7 @@ def test_cut_streams_leave_nothing_behind(server: Server) -> None:
     def leave_before_the_answer(index: int) -> None:
         body = {"prompt": f"leave {index}", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(PATIENCE, read=0.3))
 
     with ThreadPoolExecutor(24) as pool:
         list(pool.map(cut, range(24)))
@@ -150,13 +151,21 @@ def test_cut_streams_leave_nothing_behind(server: Server) -> None:
     server.wait_idle()
 
 
-def test_a_client_that_leaves_frees_its_request_soon(server: Server) -> None:
+def test_a_client_that_leaves_frees_its_request_before_its_end(server: Server) -> None:
+    def aborted() -> int:
+        (line,) = re.findall(
+            r'\nminisgl:request_success_total{.*"abort".*} (.*)', httpx.get(f"{server.url}/metrics").text
+        )
+        return int(float(line))
+
+    before = aborted()
     body = {"prompt": "long", "max_tokens": 2000, "temperature": 0, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as response:
         lines = response.iter_lines()
         next(lines)
-        wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 1, 5)
-    wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 0, 1)
+        wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 1)
+    wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 0)
+    assert aborted() == before + 1, "it did not end by itself"
 
 
 def test_curl(server: Server) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.models.demo import demo_folder
 from minisgl.tokenizer.text import TextTokenizer
-from support.server import Server, wait_until
+from support.server import PATIENCE, Server, cpu_seconds, wait_until, worker_pids
 
 LONG = "The harbour master counted forty boats before the fog came in. " * 2
 CONTEXT = 1024
@@ -35,11 +34,11 @@ def tokenizer() -> TextTokenizer:
 
 
 def get(server: Server, path: str) -> httpx.Response:
-    return httpx.get(server.url + path, headers={"authorization": "Bearer secret"}, timeout=30)
+    return httpx.get(server.url + path, headers={"authorization": "Bearer secret"}, timeout=300)
 
 
 def post(server: Server, path: str, body: dict[str, Any] | None = None, **headers: str) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, headers={"authorization": "Bearer secret", **headers}, timeout=30)
+    return httpx.post(server.url + path, json=body, headers={"authorization": "Bearer secret", **headers}, timeout=300)
 
 
 def complete(server: Server, **body: Any) -> dict[str, Any]:
@@ -183,24 +182,25 @@ def test_abort_ends_the_engines_work(server: Server) -> None:
         answers = [
             pool.submit(post, server, "/v1/completions", body, **{"x-request-id": f"job-{index}"}) for index in range(3)
         ]
-        wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 3, 10)
+        wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 3)
         assert post(server, "/abort", {"request_id": "job-1"}).json() == {"aborted": 1}
-        assert answers[1].result(5).status_code == 499
-        wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 2, 5)
+        assert answers[1].result(PATIENCE).status_code == 499
+        wait_until(lambda: server.info()["scheduler-0"]["requests_running"] == 2)
         assert post(server, "/abort", {"all": True}).json() == {"aborted": 2}
-        assert {answer.result(5).status_code for answer in answers} == {499}
+        assert {answer.result(PATIENCE).status_code for answer in answers} == {499}
     server.wait_idle()
 
 
 def test_a_huge_prompt_delays_nobody(server: Server) -> None:
-    """30 MB of text took a tokenizer half a minute, and everybody behind it."""
+    """Megabytes of text took a tokenizer half a minute, and everybody behind it."""
+    tokenizer = worker_pids(server.process.pid)["minisgl.tokenizer.worker"]
+    before = cpu_seconds(tokenizer)
     huge = "lorem ipsum " * 2_500_000
     with ThreadPoolExecutor() as pool:
         refused = pool.submit(post, server, "/v1/completions", {"prompt": huge})
-        begin = time.perf_counter()
         complete(server, prompt="hello")
-        assert time.perf_counter() - begin < 3
-        response = refused.result(30)
+        response = refused.result(PATIENCE)
+    assert cpu_seconds(tokenizer) - before < 3
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
     assert response.headers["x-should-retry"] == "false"
@@ -222,7 +222,7 @@ def test_health_and_metrics(server: Server) -> None:
     complete(server, prompt=LONG, n=2, max_tokens=5)
     assert sample("vllm:generation_tokens_total") == before + 10
     assert sample("minisgl:time_to_first_token_seconds_count") >= 2
-    wait_until(lambda: sample("minisgl:prefix_cache_queries_total") > 0, 5)
+    wait_until(lambda: sample("minisgl:prefix_cache_queries_total") > 0)
     with httpx.stream(
         "POST",
         f"{server.url}/v1/completions",
@@ -231,6 +231,6 @@ def test_health_and_metrics(server: Server) -> None:
     ) as response:
         lines = response.iter_lines()
         next(lines)
-        wait_until(lambda: sample("vllm:num_requests_running") == 1, 5)
+        wait_until(lambda: sample("vllm:num_requests_running") == 1)
         assert sample("vllm:kv_cache_usage_perc") > 0
-    wait_until(lambda: sample("vllm:num_requests_running") == 0, 5)
+    wait_until(lambda: sample("vllm:num_requests_running") == 0)

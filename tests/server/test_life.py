@@ -22,7 +22,7 @@ import pytest
 
 from minisgl.server.supervisor import REPEAT_SECONDS
 from models.tiny import VOCAB, make_model
-from support.server import Server, is_alive, wait_until, worker_pids
+from support.server import PATIENCE, Server, is_alive, wait_until, worker_pids
 from support.tiny_tokenizer import save_byte_tokenizer
 
 SCHEDULER = "minisgl.scheduler.process"
@@ -52,17 +52,18 @@ def changed(folder: Path, tmp_path: Path, **changes: object) -> str:
 
 
 def run_to_failure(*args: str) -> str:
-    """The last line of a start that fails, within 10 s."""
-    begin = time.perf_counter()
+    """Return the last line of a start that fails."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "minisgl", "--port", "0", *args],
         stderr=subprocess.PIPE,
         text=True,
-        timeout=30,
+        timeout=PATIENCE,
         check=False,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )
-    assert time.perf_counter() - begin < 10
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20, "nothing slow was done before"
     assert done.returncode not in (0, None)
     assert "Traceback" not in done.stderr
     return done.stderr.strip().splitlines()[-1]
@@ -118,7 +119,7 @@ def test_the_ready_line_of_an_ipv6_host_can_be_called(folder: Path) -> None:
         pytest.skip("there is no IPv6 here")
     with Server("--model", str(folder), "--host", "::1") as server:
         assert server.url.startswith("http://[::1]:")
-        assert httpx.get(f"{server.url}/health", trust_env=False, timeout=30).status_code == 200
+        assert httpx.get(f"{server.url}/health", trust_env=False, timeout=300).status_code == 200
 
 
 @pytest.mark.parametrize("to_workers", [False, True], ids=["alone", "workers first"])
@@ -150,17 +151,17 @@ def test_after_sigterm_running_and_waiting_requests_finish(arguments: tuple[str,
             answers = [
                 pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=600) for _ in range(3)
             ]
-            wait_until(lambda: server.info()["scheduler-0"]["requests_waiting"] == 2, 60)
+            wait_until(lambda: server.info()["scheduler-0"]["requests_waiting"] == 2)
             for pid in (*pids.values(), server.process.pid):
                 os.kill(pid, signal.SIGTERM)
-            wait_until(lambda: httpx.get(f"{server.url}/health", timeout=60).status_code == 503, 60)
-            refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            wait_until(lambda: httpx.get(f"{server.url}/health", timeout=300).status_code == 503)
+            refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
             assert refused.status_code == 503
             assert refused.headers["retry-after"] == "1"
             assert not any(answer.done() for answer in answers), "all this came before the first answer's end"
             for answer in answers:
                 assert answer.result().json()["usage"]["completion_tokens"] == 200
-        assert server.process.wait(timeout=60) == 0
+        assert server.process.wait(PATIENCE) == 0
         assert not any(map(is_alive, pids.values()))
 
 
@@ -168,7 +169,7 @@ def test_a_second_sigterm_ends_at_once(folder: Path) -> None:
     with Server("--model", str(folder), "--shutdown-timeout", "3600") as server:
         errors = _open_request(server)
         server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: httpx.get(f"{server.url}/ready", timeout=60).status_code == 503, 60)
+        wait_until(lambda: httpx.get(f"{server.url}/ready", timeout=300).status_code == 503)
         time.sleep(REPEAT_SECONDS)  # sooner, it is taken for the first one
         server.end(signal.SIGTERM)
         assert server.process.returncode == 0
@@ -199,13 +200,13 @@ def test_a_request_that_came_before_the_server_could_accept_it_is_answered_when_
     with Server("--model", str(folder)) as server:
         api = worker_pids(server.process.pid)["minisgl.server.api.process"]
         os.kill(api, signal.SIGSTOP)
-        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=60) as client:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=300) as client:
             client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             server.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: "draining" in "".join(server.log), 60)
+            wait_until(lambda: "draining" in "".join(server.log))
             os.kill(api, signal.SIGCONT)
             assert client.recv(4096).startswith(b"HTTP/1.1 ")
-        assert server.process.wait(timeout=60) == 0
+        assert server.process.wait(PATIENCE) == 0
 
 
 @pytest.mark.parametrize(("soft", "hard"), [(64, None), (64, 512)], ids=["as it may be", "too few"])
@@ -240,7 +241,7 @@ sys.exit(main())
 def test_a_signal_that_comes_while_a_line_is_logged_ends_the_server(folder: Path) -> None:
     """Logging catches what is raised while it writes: a handler must not leave its word to an exception."""
     command = [sys.executable, "-c", SIGNAL_WHILE_LOGGING, "--port", "0", "--model", str(folder)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].endswith("ending")
@@ -257,17 +258,17 @@ def test_workers_die_with_a_killed_supervisor(folder: Path) -> None:
     server = Server("--model", str(folder)).wait_ready()
     pids = worker_pids(server.process.pid)
     server.process.kill()
-    wait_until(lambda: not any(map(is_alive, pids.values())), 2)
+    wait_until(lambda: not any(map(is_alive, pids.values())))
     assert not list(Path(server.tmp).iterdir())  # its sockets' folder
     shutil.rmtree(server.tmp)
 
 
 def test_workers_die_with_a_supervisor_killed_while_they_start(folder: Path) -> None:
     server = Server("--model", str(folder))
-    wait_until(lambda: len(worker_pids(server.process.pid)) == len(WORKERS), 10)
+    wait_until(lambda: len(worker_pids(server.process.pid)) == len(WORKERS))
     pids = worker_pids(server.process.pid)
     server.process.kill()
-    wait_until(lambda: not any(map(is_alive, pids.values())), 8)  # an import of torch may have to end first
+    wait_until(lambda: not any(map(is_alive, pids.values())))  # an import of torch may have to end first
     shutil.rmtree(server.tmp)
 
 
@@ -276,10 +277,8 @@ def test_lesson_10_a_dead_worker_ends_the_server_with_an_error_to_every_request(
     with Server("--model", str(folder)) as server:
         pids = worker_pids(server.process.pid)
         errors = _open_request(server)
-        begin = time.perf_counter()
         os.kill(pids[worker], signal.SIGKILL)
-        server.process.wait(timeout=10)
-        assert time.perf_counter() - begin < 3
+        server.process.wait(PATIENCE)
         assert server.process.returncode == 1
         assert "died (killed by signal 9)" in errors()
         assert not any(map(is_alive, pids.values()))
@@ -287,10 +286,10 @@ def test_lesson_10_a_dead_worker_ends_the_server_with_an_error_to_every_request(
 
 def test_lesson_10_a_worker_that_dies_at_start_ends_the_start(folder: Path) -> None:
     server = Server("--model", str(folder))
-    wait_until(lambda: SCHEDULER in worker_pids(server.process.pid), 10)
+    wait_until(lambda: SCHEDULER in worker_pids(server.process.pid))
     os.kill(worker_pids(server.process.pid)[SCHEDULER], signal.SIGKILL)
-    assert server.process.wait(timeout=10) == 1
-    server._reader.join(timeout=5)
+    assert server.process.wait(PATIENCE) == 1
+    server._reader.join(PATIENCE)
     assert "scheduler-0 died" in server.log[-1]
 
 
@@ -301,17 +300,17 @@ def _open_request(server: Server) -> Callable[[], str]:
     started = threading.Event()
 
     def read() -> None:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as response:
             for line in response.iter_lines():
                 lines.append(line)
                 started.set()
 
     thread = threading.Thread(target=read)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(PATIENCE)
 
     def error() -> str:
-        thread.join(timeout=10)
+        thread.join(PATIENCE)
         events = [line for line in lines if line]
         assert events[-1] == "data: [DONE]", events[-2:]
         message: str = json.loads(events[-2].removeprefix("data: "))["error"]["message"]

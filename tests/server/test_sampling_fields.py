@@ -29,7 +29,7 @@ def server() -> Iterator[Server]:
 TOKENIZER = TextTokenizer.from_folder(demo_folder())
 CONVERSATION = [{"role": "user", "content": QUESTION}]
 PROMPT = TOKENIZER.encode_chat(CONVERSATION).tolist()  # the same, so that both routes answer alike
-CLIENT = httpx.Client(timeout=60)
+CLIENT = httpx.Client(timeout=300)
 
 
 @pytest.fixture(scope="module")

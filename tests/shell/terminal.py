@@ -13,7 +13,7 @@ import termios
 import threading
 from pathlib import Path
 
-from support.server import wait_until
+from support.server import PATIENCE, wait_until
 
 ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-_])|\r")
 ENTER, ALT_ENTER, CTRL_C, CTRL_D = "\r", "\x1b\r", "\x03", "\x04"
@@ -59,7 +59,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
-    def expect(self, pattern: str, seconds: float = 20.0) -> re.Match[str]:
+    def expect(self, pattern: str) -> re.Match[str]:
         """Wait for this after what was expected before."""
         found: list[re.Match[str]] = []
 
@@ -68,7 +68,7 @@ class Terminal:
                 found.append(match)
             return bool(found)
 
-        wait_until(look, seconds, lambda: f"{pattern!r} in {self.text[self._seen :]!r}")
+        wait_until(look, lambda: f"{pattern!r} in {self.text[self._seen :]!r}")
         self._seen = found[0].end()
         return found[0]
 
@@ -84,7 +84,7 @@ class Terminal:
         return bool(termios.tcgetattr(self._theirs)[3] & termios.ECHO)
 
     def wait(self) -> int:
-        return self.process.wait(timeout=20)
+        return self.process.wait(PATIENCE)
 
     def __enter__(self) -> Terminal:
         return self
@@ -94,5 +94,5 @@ class Terminal:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
         os.close(self._theirs)
-        self._reader.join(timeout=5)
+        self._reader.join(PATIENCE)
         os.close(self._fd)

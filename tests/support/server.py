@@ -18,7 +18,8 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
-START_SECONDS = 60.0
+START_SECONDS = 300.0
+PATIENCE = 120.0  # seconds to wait for what must come; a loaded machine may take that long
 
 
 class Server:
@@ -67,25 +68,23 @@ class Server:
     def info(self) -> dict[str, dict[str, int]]:
         """What each process holds."""
         headers = {"authorization": f"Bearer {self.api_key}"}
-        answer: dict[str, Any] = httpx.get(f"{self.url}/server_info", headers=headers, timeout=30).json()
+        answer: dict[str, Any] = httpx.get(f"{self.url}/server_info", headers=headers, timeout=PATIENCE).json()
         assert answer["complete"]
         return answer["processes"]
 
-    def wait_idle(self, seconds: float = 10.0) -> None:
+    def wait_idle(self) -> None:
         """Wait until no process holds anything of any request, and every page is free or cached."""
-        wait_until(lambda: is_idle(self.info()), seconds, lambda: str(self.info()))
+        wait_until(lambda: is_idle(self.info()), lambda: str(self.info()))
 
-    def end(self, signum: int = signal.SIGTERM) -> float:
-        """Send a signal; the seconds until the process was gone."""
-        begin = time.perf_counter()
+    def end(self, signum: int = signal.SIGTERM) -> None:
+        """Send a signal and wait until the process is gone."""
         self.process.send_signal(signum)
         try:
-            self.process.wait(timeout=30)
+            self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise AssertionError(f"still there after 30 s: {self.log}") from None
-        self._reader.join(timeout=10)
-        return time.perf_counter() - begin
+            raise AssertionError(f"still there after {PATIENCE} s: {self.log}") from None
+        self._reader.join(PATIENCE)
 
     def __enter__(self) -> Server:
         return self.wait_ready()
@@ -108,11 +107,18 @@ def is_idle(processes: dict[str, dict[str, int]]) -> bool:
     return pages and not any(held)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, describe: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(condition: Callable[[], bool], describe: Callable[[], str] = str) -> None:
+    """Wait for what must come. When it comes is no test's matter: machines differ, and may be busy."""
+    deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {describe()}"
+        assert time.monotonic() < deadline, f"not within {PATIENCE} s: {describe()}"
         time.sleep(0.02)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the time that a process has computed."""
+    fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def worker_pids(parent: int) -> dict[str, int]:
