@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from api_harness import MODEL, RunningServer
 from api_sse import parse_events
 from fake_engine import answer
 
+from minisgl.message.to_api import Piece
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
-from minisgl.message.types import TextOptions
+from minisgl.message.types import PositionLogprobs, TextOptions, TokenLogprob, pack_ids
+from minisgl.server.api.answers.chat_writer import ChatOptions, ChatWriter
+from minisgl.server.api.requests.delta import Delta
 
 PATH = "/v1/chat/completions"
 
@@ -53,6 +57,22 @@ def test_stream_concatenates_to_the_whole_answer(server: RunningServer, n: int) 
     assert whole.usage is not None
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (3, 11 * n)
     server.assert_idle()
+
+
+def test_a_streams_last_chunk_tells_of_the_token_that_ended_it() -> None:
+    """Its text is empty, so no chunk before can have its log-probability and id."""
+    options = ChatOptions(model=MODEL, parser=lambda _end: None, logprobs=True, token_ids=True)
+    writer = ChatWriter(options)
+    writer.begin(SimpleNamespace(prompt_ends={0: ""}, prompt_ids={0: pack_ids([1])}, sequences=[0]))  # type: ignore[arg-type]
+    text, end = Delta(0), Delta(0)
+    text.add(Piece(0, pack_ids([5]), "a", logprobs=[PositionLogprobs(TokenLogprob(5, b"a", -0.5), 1, [])]))
+    end.add(Piece(0, pack_ids([7]), "", "stop", logprobs=[PositionLogprobs(TokenLogprob(7, b"", -0.25), 1, [])]))
+    data = writer.events(text) + writer.events(end) + b"data: [DONE]\n\n"
+    _role, first, last = [event["choices"][0] for event in parse_events(data.decode())]
+    assert (first["delta"]["content"], first["token_ids"]) == ("a", [5])
+    assert [one["logprob"] for one in first["logprobs"]["content"]] == [-0.5]
+    assert (last["delta"], last["finish_reason"], last["token_ids"]) == ({}, "stop", [7])
+    assert [one["logprob"] for one in last["logprobs"]["content"]] == [-0.25]
 
 
 def test_whole_answer_is_openais_object(server: RunningServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from api_harness import MODEL, RunningServer
 from api_sse import parse_events
 from fake_engine import answer
 
+from minisgl.message.to_api import Piece, Pieces
 from minisgl.message.to_tokenizer import Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import pack_ids
 
@@ -87,6 +89,20 @@ def test_include_usage(server: RunningServer) -> None:
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("cached", [(0, 7, 5), (5, 0, 7), (7, 5, 0)])
+def test_choices_of_a_prompt_share_the_cached_tokens_of_the_first(
+    server: RunningServer, cached: tuple[int, int, int]
+) -> None:
+    """The others find the prompt that the first has just computed, in whatever order they end."""
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(server.post, PATH, json={"prompt": ["hold one", "hold two"], "n": 3})
+        for generate in server.engine.wait_for(Generate, 2):
+            for sequence, number in zip(generate.sequences, cached, strict=True):
+                server.engine.say(Pieces([Piece(sequence, pack_ids([1]), "a", "length", number)]))
+        usage = whole.result().json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 def test_best_of_that_equals_n(server: RunningServer) -> None:

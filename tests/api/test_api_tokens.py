@@ -10,7 +10,7 @@ from api_sse import parse_events
 from fake_engine import answer
 
 from minisgl.message.types import PositionLogprobs, TokenLogprob
-from minisgl.server.api.answers.logprobs import LOWEST, TextLogprobsWriter, chat_logprobs, token_text
+from minisgl.server.api.answers.logprobs import LOWEST, TextLogprobsWriter, chat_logprobs, mean_logprob, token_text
 
 PATH = "/v1/completions"
 
@@ -29,6 +29,18 @@ def streamed(server: RunningServer, path: str = PATH, **body: Any) -> list[dict[
 
 def words(choice: int = 0, count: int = 4, prompt: str = "one two") -> list[str]:
     return [f"{prompt}·{choice}·{i} " for i in range(count)]
+
+
+def test_the_likeliest_answer_is_not_the_shortest() -> None:
+    """What `best_of` compares is the mean, whatever the lengths."""
+
+    def positions(*values: float) -> list[PositionLogprobs]:
+        return [PositionLogprobs(TokenLogprob(1, b"a", logprob), 1, []) for logprob in values]
+
+    assert mean_logprob(positions(-1.0, -0.5, -0.75)) == -0.75
+    assert mean_logprob(positions(-0.5, -0.5, -0.5)) > mean_logprob(positions(-1.0))
+    assert mean_logprob(positions(-1.0, float("-inf"))) == (-1.0 + LOWEST) / 2
+    assert mean_logprob([]) == LOWEST
 
 
 def test_logprobs(server: RunningServer) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.core import EnteringRow, SamplingParams
-from minisgl.engine.processing import AVOIDED, EXCLUDED, process_logits
+from minisgl.engine.processing import AVOIDED, EXCLUDED, process_logits, unpack_bits
 from minisgl.engine.sampler import SampleKind, TorchSampler
 from minisgl.engine.state import SlotState
 
@@ -125,6 +125,20 @@ def make_state(
     for slot, one in enumerate(sampling):
         enter(state, slot, Row(prompt, output, one, stop_ids, None))
     return state
+
+
+def test_bit_i_of_word_w_is_id_32_w_plus_i() -> None:
+    """The order in which grammar libraries fill their masks."""
+    for token in range(VOCAB):
+        words = [0] * -(-VOCAB // 32)
+        words[token // 32] = 1 << token % 32 if token % 32 < 31 else -(2**31)
+        bits = unpack_bits(torch.tensor([words], dtype=torch.int32), VOCAB)
+        assert bits.nonzero().tolist() == [[0, token]]
+    assert unpack_bits(torch.tensor([[6], [-1]], dtype=torch.int32), 40).nonzero().tolist() == [
+        [0, 1],
+        [0, 2],
+        *([1, token] for token in range(32)),
+    ]
 
 
 def test_rows_that_ask_for_nothing_get_what_they_get_alone() -> None:

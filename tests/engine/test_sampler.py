@@ -64,6 +64,23 @@ def test_filters_keep_what_transformers_keeps(top_k: int, top_p: float, min_p: f
     assert torch.equal(probs >= threshold, warped > -torch.inf)
 
 
+EXACT = [0.5, 0.25, 0.125, 0.0625, 0.0625]  # every sum of these is exact
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.75, 2), (0.875, 3), (0.9375, 5), (0.5000001, 2)])
+def test_top_p_stops_at_the_token_that_reaches_it(top_p: float, kept: int) -> None:
+    """The last two are equal, and so kept together."""
+    off = torch.zeros(1)
+    threshold = filter_threshold(torch.tensor([EXACT]), off, torch.tensor([top_p]), off)
+    assert (torch.tensor(EXACT) >= threshold[0]).tolist() == [True] * kept + [False] * (5 - kept)
+
+
+@pytest.mark.parametrize(("min_p", "kept"), [(1.0, 1), (0.5, 2), (0.25, 3), (0.125, 5), (0.5000001, 1)])
+def test_min_p_keeps_what_has_exactly_that_share(min_p: float, kept: int) -> None:
+    threshold = filter_threshold(torch.tensor([EXACT]), torch.zeros(1), torch.ones(1), torch.tensor([min_p]))
+    assert (torch.tensor(EXACT) >= threshold[0]).tolist() == [True] * kept + [False] * (5 - kept)
+
+
 def test_frequencies_follow_the_filtered_distribution() -> None:
     rows = 40_000
     torch.manual_seed(1)

@@ -136,6 +136,34 @@ def test_exactly_the_kept_tokens_appear(sampler: Sampler, dtype: torch.dtype) ->
         assert torch.equal(torch.bincount(sampled, minlength=vocab) > 0, kept), (top_k, top_p, min_p)
 
 
+def kept_tokens(sampler: Sampler, row: list[float], top_p: float, min_p: float) -> list[int]:
+    """The tokens that 20,000 draws at temperature 1 reach."""
+    rows = 20_000
+    state = make_state(rows)
+    state.temperature[:] = 1.0
+    state.top_p[:], state.min_p[:] = top_p, min_p
+    logits = torch.tensor(row, device="cuda").repeat(rows, 1)
+    sampled = sampler.sample(logits, torch.arange(rows, device="cuda"), state, FILTERED)
+    found: list[int] = torch.unique(sampled).tolist()
+    return found
+
+
+@pytest.mark.parametrize("copies", [1, 256])  # few tokens are compared with each other, many go through histograms
+@pytest.mark.parametrize("nearest", [1, 2, 3])
+def test_top_p_stops_at_the_token_that_reaches_it(sampler: Sampler, copies: int, nearest: int) -> None:
+    """Four logits so near to each other that each weighs 1; `nearest` of them are the nearest all the same."""
+    row = [0.0] * nearest * copies + [-(2.0**-27)] * (4 - nearest) * copies
+    assert kept_tokens(sampler, row, nearest / 4, 0.0) == list(range(nearest * copies))
+    assert kept_tokens(sampler, row, nearest / 4 + 1e-5, 0.0) == list(range(4 * copies))
+
+
+@pytest.mark.parametrize("copies", [1, 300])
+def test_min_p_keeps_what_has_exactly_that_share(sampler: Sampler, copies: int) -> None:
+    half = np.log(np.float32(0.5))  # the logit of half the largest's probability, and the next one below it
+    row = [float(level) for level in (0.0, half, np.nextafter(half, np.float32(-9))) for _ in range(copies)]
+    assert kept_tokens(sampler, row, 1.0, 0.5) == list(range(2 * copies))
+
+
 @pytest.mark.parametrize("filtered", [False, True])
 def test_frequencies_follow_the_distribution(sampler: Sampler, filtered: bool) -> None:
     rows = 20000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import zmq
 from minisgl.core import Batch, EnteringRow, Int32Array, LogprobPlan, SamplingParams
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_rank import Mask, ToRank
+from minisgl.scheduler.ranks import MAX_IN_FLIGHT, follow
 
 
 def ids(*values: int) -> Int32Array:
@@ -80,6 +82,67 @@ def test_an_array_arrives_however_its_field_is_annotated(annotation: object, tmp
         received = inbox.receive_within(10)
         context.destroy(linger=0)
     assert_same(message_type(ids(1, -2, 2**31 - 1).reshape(1, 3)), received)
+
+
+class Stop(Exception):
+    """There are no more messages."""
+
+
+class FollowedEngine:
+    """Follows by the rule: its memory for masks is one, and read until the step is complete."""
+
+    def __init__(self) -> None:
+        self.in_flight: list[int] = []  # steps whose sampling may still read the mask
+        self.sampled: list[tuple[int, list[int]]] = []  # (step, its mask)
+        self.longest = 0
+        self._mask = GuardedMask(self)
+
+    def forward(self, batch: Batch) -> Any:
+        return SimpleNamespace(mask=self._mask, sample=lambda: self._sample(batch.step))
+
+    def _sample(self, step: int) -> Any:
+        self.sampled.append((step, self._mask.words))
+        return self._launch(step)
+
+    def execute(self, batch: Batch) -> Any:
+        return self._launch(batch.step)
+
+    def _launch(self, step: int) -> Any:
+        self.in_flight.append(step)
+        self.longest = max(self.longest, len(self.in_flight))
+        return SimpleNamespace(tokens=lambda: self.in_flight.remove(step))
+
+
+class GuardedMask:
+    """Mask that may only be written when no step can read it."""
+
+    def __init__(self, engine: FollowedEngine) -> None:
+        self._engine = engine
+        self.words: list[int] = []
+
+    def __setitem__(self, _: slice, words: Int32Array) -> None:
+        assert self._engine.in_flight == [], "a step under way still reads the mask"
+        self.words = words.tolist()
+
+
+def test_a_following_rank_waits_for_the_steps_that_read_the_mask_before_it_writes_the_next() -> None:
+    constrained = [0, 1, 3, 6, 7, 20]
+    messages: list[ToRank] = []
+    for step in range(21):
+        batch = msgspec.structs.replace(DECODE, step=step, constrained=step in constrained)
+        messages += [batch, Mask(ids(step))] if batch.constrained else [batch]
+    incoming = iter(messages)
+
+    def receive() -> ToRank:
+        if (message := next(incoming, None)) is None:
+            raise Stop
+        return message
+
+    engine = FollowedEngine()
+    with pytest.raises(Stop):
+        follow(engine, SimpleNamespace(receive=receive))  # type: ignore[arg-type]
+    assert engine.sampled == [(step, [step]) for step in constrained]
+    assert engine.longest > MAX_IN_FLIGHT  # otherwise it would hold for want of overlap
 
 
 def test_only_arrays_are_sent(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from minisgl.core import Batch, SamplingParams, StepResult
 from minisgl.scheduler.policy import chunk_lengths, mixed, prefill_first
-from minisgl.scheduler.waiting import MAX_PASSED
+from minisgl.scheduler.request import Request
+from minisgl.scheduler.waiting import MAX_PASSED, WaitingQueue
 from scheduler.simulation import EOS, World, expected_answer, random_prompt
 
 WORLDS: list[dict[str, object]] = [
@@ -88,6 +89,25 @@ def test_random_traffic(options: dict[str, object], request: pytest.FixtureReque
     assert whole > count / 3
     if options["num_pages"] != 400:
         assert world.scheduler.retractions >= count / 40
+
+
+def test_only_younger_ones_of_its_priority_pass_a_request_over() -> None:
+    """One that waits for its prefix is passed by lower priorities, which does not make it overdue."""
+    queue = WaitingQueue("lpm")
+
+    def waiting(arrival: int, priority: int) -> Request:
+        ids = np.zeros(1, dtype=np.int32)
+        request = Request(arrival, ids, SamplingParams(), 0, 2, arrival, 1, priority)
+        queue.add(request)
+        return request
+
+    urgent, older = waiting(0, priority=1), waiting(1, priority=0)
+    for arrival in range(2, 2 + MAX_PASSED):
+        assert not queue.is_overdue(older)
+        queue.admitted(waiting(arrival, priority=0))
+    assert (urgent.passed_over, older.passed_over) == (0, MAX_PASSED)
+    assert queue.is_overdue(older)
+    assert not queue.is_overdue(urgent)
 
 
 def test_retraction_takes_the_youngest_and_changes_no_answer() -> None:
