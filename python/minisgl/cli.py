@@ -82,8 +82,8 @@ NO_SUCH_FLAG = {
     "--guided-decoding-backend": "grammars are always llguidance's",
     "--structured-outputs-config": "grammars are always llguidance's",
     "--chat-template-content-format": "content is given to the template as its form asks",
-    "--log-requests": "requests' texts are never logged",
-    "--enable-log-requests": "requests' texts are never logged",
+    "--log-requests": "requests' texts are never logged; --access-log has a line for each",
+    "--enable-log-requests": "requests' texts are never logged; --access-log has a line for each",
     "--watchdog-timeout": "/health fails after --health-timeout without a heartbeat",
 }
 

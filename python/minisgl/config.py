@@ -36,6 +36,7 @@ CacheType = Literal["radix", "naive"]
 KVCacheDtype = Literal["auto", "fp8_e4m3"]
 BatchPolicyName = Literal["prefill-first", "mixed"]
 SchedulePolicy = Literal["fcfs", "lpm"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 ModelSource = Literal["huggingface", "modelscope"]
 ToolCallParserName = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral"]
 ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"]
@@ -465,6 +466,19 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             unit="seconds",
         ),
     ] = 25.0
+    log_level: Annotated[
+        LogLevel, Setting(help="log what is at least this important", aliases=("--uvicorn-log-level",))
+    ] = "info"
+    access_log: Annotated[
+        bool,
+        Setting(
+            help="no line for each request with its method, path, status and milliseconds; probes of /health, /ready, "
+            "/ping and /metrics have theirs at --log-level debug alone",
+            flags=("--disable-access-log",),
+            aliases=("--no-access-log", "--disable-uvicorn-access-log"),
+            switches={"--access-log": True},
+        ),
+    ] = True
     shell: Annotated[
         bool,
         Setting(help="chat in the terminal; the server ends with it", flags=("--shell", "--shell-mode")),

@@ -182,7 +182,8 @@ def _add_flag(parser: argparse._ActionsContainer, key: str, declared: Declaratio
     if setting.aliases:
         parser.add_argument(*setting.aliases, help=argparse.SUPPRESS, **about)
     for switch, value in setting.switches.items():
-        stands = f"stands for {declared.flags[0]} {value}"
+        flag = declared.flags[0]
+        stands = f"the opposite of {flag}" if declared.kind is bool else f"stands for {flag} {value}"
         parser.add_argument(switch, dest=key, default=argparse.SUPPRESS, action="store_const", const=value, help=stands)
 
 

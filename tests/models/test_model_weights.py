@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from minisgl.models.decoder import CausalLM
 from minisgl.models.demo import demo_folder
 from minisgl.models.hub import find_model, model_folder
 from minisgl.models.weights import model_slices
+from minisgl.progress import LineBar
 from models.test_model_tp import Rank
 from models.tiny import FAMILIES, make_model
 
@@ -216,7 +218,7 @@ def test_progress_bar_is_shown_only_if_asked(saved: Saved, capfd: pytest.Capture
     load(saved("llama")[1], progress=True)
     out, err = capfd.readouterr()
     assert not out
-    assert "Loading weights: 100%" in err
+    assert re.fullmatch(r"\S+ Loading weights: (\S+) of \1 \(100%\)\n", err)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -265,8 +267,9 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 def test_hub_ids_are_downloaded_with_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = []
 
-    def download(name: str, *, revision: str | None, **patterns: list[str]) -> str:
+    def download(name: str, *, revision: str | None, tqdm_class: type | None, **patterns: list[str]) -> str:
         calls.append((name, revision, *filter_repo_objects(REPOSITORY, **patterns)))
+        assert tqdm_class is LineBar  # stderr is no terminal
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)

@@ -10,11 +10,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from minisgl.attention.base import AttentionShape
 from minisgl.attention.select import ChosenAttention, make_attention
@@ -39,6 +37,7 @@ from minisgl.limits import Limits
 from minisgl.models.build import build_model, load_model
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.decoder import CausalLM
+from minisgl.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ class Engine:
         )
         self._graphs: Graphs | None = None
         if sizes is not None:
-            with phase("capture CUDA graphs"), _progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:
+            with phase("capture CUDA graphs"), progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:
                 self._graphs = self._queue.call(lambda: Graphs(self._runner, sizes, max_seq_len, bar.update))
 
     def execute(self, batch: Batch) -> StepResult:
@@ -292,11 +291,6 @@ def _graph_sizes(config: EngineConfig, parts: _Parts, max_prefill_tokens: int) -
     if parts.attention.backend.prefill_graph_safe:
         prefill = prefill_graph_sizes(max_prefill_tokens, parts.model.layer_weights)
     return GraphSizes(decode_graph_sizes(max_bs), prefill)
-
-
-def _progress_bar(text: str, total: int, *, shown: bool) -> tqdm[NoReturn]:
-    """On a terminal only."""
-    return tqdm(desc=text, total=total, disable=None if shown else True, leave=False)
 
 
 def _context_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NotRequired, TypedDict
 import msgspec
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from minisgl.config import EngineConfig, SamplingDefaults, SchedulerConfig, ServerConfig, SourceConfig
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParams, room_for_output
@@ -31,6 +30,7 @@ from minisgl.message.types import PositionLogprobs, TextOptions, unpack_ids
 from minisgl.models.config.generation_config import load_sampling_defaults
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.hub import find_model
+from minisgl.progress import progress_bar
 from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.serve import step_output
 from minisgl.seeds import choice_seed, random_seed
@@ -280,7 +280,7 @@ class LLM:
             scheduler.add(sequence, ids, one, seed)
 
         answers = [_Answer(one) for one in params]
-        with tqdm(total=len(prompts), desc="Generating", unit="request", disable=not use_tqdm) as bar:
+        with progress_bar("Generating", len(prompts), unit="request", leave=True, shown=use_tqdm) as bar:
             while self.loop.has_work:
                 report = self.loop.step()
                 if not report:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from minisgl.config import DEMO_MODEL, ModelSource, SourceConfig
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.models.demo import demo_folder
+from minisgl.progress import line_bar
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -92,7 +93,11 @@ def _download_from_hugging_face(name: str, revision: str | None, patterns: list[
     )
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED))
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED, tqdm_class=line_bar()
+            )
+        )
     except GatedRepoError as error:
         raise UnsupportedModel(
             f"model {name} is gated: ask for access on its hub page and log in with `hf auth login`"

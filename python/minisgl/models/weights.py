@@ -5,7 +5,6 @@ Layers know what goes where (`Loadable.weight_slices`). Every parameter must be 
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -14,11 +13,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from minisgl.layers.weight_slice import Loadable, Stackable, WeightSlice
 from minisgl.models.config.model_config import CheckpointNames, WeightError
 from minisgl.models.hub import checkpoint_files, some
+from minisgl.progress import progress_bar
 
 # Old checkpoints keep what follows from the config.
 _DERIVED = ("rotary_emb.inv_freq",)
@@ -46,7 +45,7 @@ def load_weights(model: nn.Module, folder: Path, names: CheckpointNames, *, prog
 
     kept = [part for parts in wanted.values() for part in parts]
     size = sum(part.target.numel() * part.target.element_size() for part in kept if not part.tied)
-    bar = tqdm(total=size, desc="Loading weights", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
+    bar = progress_bar("Loading weights", size, unit="B", leave=True, shown=progress)
     tied: list[tuple[Path, str, WeightSlice]] = []
     with bar:
         for path in files:

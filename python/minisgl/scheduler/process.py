@@ -40,7 +40,7 @@ def run(worker: Worker) -> None:
         model,
         tp=tp,
         phase=worker.phase,
-        progress=worker.index == 0,
+        progress=worker.index == 0 and logger.isEnabledFor(logging.INFO),
         max_prefill_tokens=config.scheduler.max_prefill_tokens,
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from tqdm import tqdm
 
 from minisgl.config import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.core import InvalidRequest
@@ -24,6 +23,7 @@ from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.hub import model_folder
+from minisgl.progress import progress_bar
 from minisgl.settings import add_flags, read_flags
 from minisgl.tokenizer.text import TextTokenizer
 from minisgl.verify.limits import tolerance
@@ -72,7 +72,7 @@ def _verify(args: argparse.Namespace) -> int:
     )
     with (
         tempfile.TemporaryDirectory(prefix="minisgl-verify-", dir=args.scratch) as scratch,
-        tqdm(total=len(prompts) + 3, disable=None, leave=False) as bar,
+        progress_bar("verify", len(prompts) + 3) as bar,
     ):
         bar.set_description("transformers")
         answers = ask_transformers(

@@ -13,6 +13,7 @@ from minisgl.config import ServerConfig
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.parsers.select import Parsers
+from minisgl.server.api.http.access_log import AccessLog
 from minisgl.server.api.http.boundary import BodyBudget, Boundary, KeyGate
 from minisgl.server.api.http.browsers import BrowserGate
 from minisgl.server.api.http.drain import Drain, DrainGate
@@ -53,7 +54,8 @@ def build_app(
 def layers(config: ServerConfig, drain: Drain) -> list[Middleware]:
     """From the outermost in. A web page's preflight carries no key, and a refusal must be readable to the page."""
     http = config.http
-    found = [Middleware(Boundary, root_path=http.root_path)]
+    found = [Middleware(AccessLog)] if config.access_log and not config.shell else []  # the shell has the terminal
+    found.append(Middleware(Boundary, root_path=http.root_path))
     if http.allowed_origins:
         found.append(
             Middleware(

@@ -1,0 +1,55 @@
+"""Progress of what takes long: a bar on a terminal, and a plain line every few seconds in a log."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from typing import Any, NoReturn
+
+from tqdm.auto import tqdm
+
+LINE_SECONDS = 5.0  # before the first line, and between two
+
+
+class LineBar(tqdm):  # type: ignore[misc]
+    """A bar for where stderr is no terminal: it writes lines, without colours or carriage returns."""
+
+    monitor_interval = 0  # no thread: a line comes with an update
+
+    def __init__(self, *args: Any, leave: bool = True, **options: Any) -> None:
+        self._says_end = leave
+        options |= {"mininterval": LINE_SECONDS, "delay": LINE_SECONDS, "miniters": 1}
+        # What tqdm writes beside `display` goes nowhere.
+        super().__init__(*args, **(options | {"file": io.StringIO(), "leave": False}))
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:  # noqa: ARG002
+        """Write how far it has come."""
+        if msg is None:
+            size = self.format_sizeof if self.unit_scale else str
+            done = (
+                f"{size(self.n)} of {size(self.total)} ({100 * self.n / self.total:.0f}%)"
+                if self.total
+                else size(self.n)
+            )
+            print(f"{time.strftime('%H:%M:%S')} {self.desc.removesuffix(': ')}: {done}", file=sys.stderr, flush=True)
+        return True
+
+    def close(self) -> None:
+        if self._says_end and not self.disable and self.n:
+            self.display()
+        super().close()
+
+
+def line_bar() -> type[LineBar] | None:
+    """Return the class of bars for libraries that make their own; None on a terminal, where theirs are right."""
+    return None if sys.stderr.isatty() else LineBar
+
+
+def progress_bar(text: str, total: int, *, unit: str = "", leave: bool = False, shown: bool = True) -> tqdm[NoReturn]:
+    """Return a bar of `total` units; bytes are shown as such if the unit is "B"."""
+    kind = line_bar() or tqdm
+    bar: tqdm[NoReturn] = kind(
+        desc=text, total=total, unit=unit, unit_scale=unit == "B", leave=leave, disable=not shown
+    )
+    return bar

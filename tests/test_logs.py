@@ -1,0 +1,93 @@
+"""Logs and progress: lines that nobody reads stop no process, and no bars where there is no terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from tqdm.auto import tqdm
+
+from minisgl import progress
+from minisgl.progress import LineBar, progress_bar
+
+WRITES = """
+import logging
+from minisgl.logs import set_log_level, set_up_logging
+set_up_logging()
+for number in range(3000):
+    logging.info("line %d of many that nobody reads", number)
+print("written", flush=True)
+input()
+logging.info("read again")
+set_log_level("warning")
+logging.info("not important")
+logging.warning("important")
+"""
+
+
+def test_a_stderr_that_nobody_reads_stops_no_process() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITES],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert child.stdin
+    assert child.stdout
+    assert child.stderr
+    try:
+        assert child.stdout.readline() == b"written\n"  # a pipe holds some 1,500 of the lines
+        found = os.read(child.stderr.fileno(), 1 << 20)  # then it has room again
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        found += child.stderr.read()
+    finally:
+        child.kill()
+        child.wait()
+    lines = found.decode().splitlines()
+    kept = [line for line in lines if "nobody reads" in line]
+    dropped = re.search(r"\((\d+) lines were dropped", found.decode())
+    assert dropped
+    assert len(kept) + int(dropped[1]) == 3000
+    assert 0 < int(dropped[1]) < 3000
+    assert [line.split()[1] for line in kept[-1:]] == ["line"]
+    assert re.fullmatch(r"\d\d:\d\d:\d\d read again", lines[-2])
+    assert re.fullmatch(r"\d\d:\d\d:\d\d important", lines[-1])
+
+
+def test_a_bar_is_plain_lines_where_stderr_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    with progress_bar("Loading weights", 3_000_000, unit="B") as bar:
+        assert isinstance(bar, LineBar)
+        for _ in range(3):
+            bar.update(1_000_000)
+    shown = capsys.readouterr().err
+    assert "\r" not in shown
+    assert "\x1b" not in shown
+    texts = [line.partition(" ")[2] for line in shown.splitlines()]
+    assert texts[-3:] == [
+        f"Loading weights: {number}.00M of 3.00M ({share}%)" for number, share in ((1, 33), (2, 67), (3, 100))
+    ]
+    with progress_bar("Loading weights", 3, shown=False) as bar:
+        bar.update(3)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_short_wait_writes_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("Loading weights", 10) as bar:
+        for _ in range(10):
+            bar.update(1)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress_bar("Loading weights", 10, shown=False) as bar:
+        assert isinstance(bar, tqdm)
+        assert not isinstance(bar, LineBar)
