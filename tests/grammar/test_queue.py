@@ -41,6 +41,12 @@ def test_a_client_has_one_under_way_and_holds_nobody_else_up() -> None:
     assert queue.next() == "honest"
     queue.finish("honest", 0.1)
     assert queue.next() is None
+    for number in range(2):
+        queue.add(f"cheap {number}", "hostile", cost=100, chars=20)
+    assert queue.next() == "cheap 0", "who shares the client's address may not be hostile"
+    assert queue.next() is None
+    queue.finish("cheap 0", 0.1)
+    assert queue.next() == "cheap 1"
     queue.finish("hard 0", 2.0)
     assert queue.next() == "hard 1"
 

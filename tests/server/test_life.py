@@ -19,6 +19,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import zmq
 
 from minisgl.server.supervisor import REPEAT_SECONDS
 from models.tiny import VOCAB, make_model
@@ -163,6 +164,18 @@ def test_after_sigterm_running_and_waiting_requests_finish(arguments: tuple[str,
                 assert answer.result().json()["usage"]["completion_tokens"] == 200
         assert server.process.wait(PATIENCE) == 0
         assert not any(map(is_alive, pids.values()))
+
+
+def test_the_text_of_a_workers_exception_is_in_the_log_and_not_in_the_answer(folder: Path) -> None:
+    with Server("--model", str(folder)) as server:
+        errors = _open_request(server)
+        (address,) = Path(server.tmp).glob("*/detokenizer.ipc")
+        with zmq.Context() as context, context.socket(zmq.PUSH) as broken:
+            broken.connect(f"ipc://{address}")
+            broken.send(b"no message")
+            assert server.process.wait(timeout=60) == 1
+        assert errors() == "the server is shutting down: the process detokenizer has failed"
+        assert "DecodeError" in "".join(server.log) or "ValidationError" in "".join(server.log)
 
 
 def test_a_second_sigterm_ends_at_once(folder: Path) -> None:

@@ -1,9 +1,9 @@
 """Order in which grammars are tried that nobody has tried before. Pure: no clock, no processes.
 
 A grammar may take all the time that it is given, and a client may send many of them. So one grammar of a client is
-under way at a time, the others of its own wait. Among those whose client is free goes first what is cheap to all
-appearance, then what is of a client that has used less time, then what came first. Every `OLDEST_TURNS`-th turn is
-the oldest one's, so that all get theirs.
+under way at a time, and beside it one that is cheap to all appearance, because not all who share an address or a key
+are hostile; the others of the client wait. Of what may go, the cheap goes first, then what is of a client that has used
+less time, then what came first. Every `OLDEST_TURNS`-th turn is the oldest one's, so that all get theirs.
 """
 
 from __future__ import annotations
@@ -39,13 +39,17 @@ class _Waiting:
     chars: int
     charged: str  # the client whose share of the memory it takes
 
+    @property
+    def is_cheap(self) -> bool:
+        return self.cost <= CHEAP
+
 
 class CompileQueue(Generic[T]):
     """Items that wait, and which of them are under way. Each has one client or several, who ask for the same."""
 
     def __init__(self) -> None:
         self._waiting: dict[T, _Waiting] = {}  # in the order that they came
-        self._running: dict[T, str] = {}  # with the client whose turn it is
+        self._running: dict[T, tuple[str, bool]] = {}  # with the client whose turn it is; whether it is cheap
         self._seconds: dict[str, float] = {}  # used by each client that has an item here
         self._chars: dict[str, int] = {}  # waiting, by client
         self._turns = 0
@@ -74,29 +78,34 @@ class CompileQueue(Generic[T]):
 
     def next(self) -> T | None:
         """The item that is to be tried now; None if none waits whose client is free."""
-        busy = set(self._running.values())
-        free = [item for item, waiting in self._waiting.items() if waiting.clients - busy]
+        busy: dict[bool, set[str]] = {True: set(), False: set()}  # clients with a cheap one, and with another
+        for client, is_cheap in self._running.values():
+            busy[is_cheap].add(client)
+        free: dict[T, set[str]] = {}  # the clients who may have their turn with it
+        for item, waiting in self._waiting.items():
+            if clients := waiting.clients - busy[waiting.is_cheap]:
+                free[item] = clients
         if not free:
             return None
         self._turns += 1
-        item = free[0] if self._turns % OLDEST_TURNS == 0 else min(free, key=lambda one: self._place(one, busy))
+        is_oldests = self._turns % OLDEST_TURNS == 0
+        item = next(iter(free)) if is_oldests else min(free, key=lambda one: self._place(one, free[one]))
         waiting = self._take(item)
-        self._running[item] = min(waiting.clients - busy, key=self._used)
+        self._running[item] = min(free[item], key=self._used), waiting.is_cheap
         self._forget(waiting)
         return item
 
     def finish(self, item: T, seconds: float) -> None:
         """An item has been tried, which took so long."""
-        client = self._running.pop(item)
+        client, _ = self._running.pop(item)
         if client in self._seconds:
             self._seconds[client] += seconds
         self._forget_client(client)
 
-    def _place(self, item: T, busy: set[str]) -> tuple[int, float]:
+    def _place(self, item: T, clients: set[str]) -> tuple[int, float]:
         """Smaller goes first. Costs count by their order of magnitude."""
-        waiting = self._waiting[item]
-        magnitude = max(waiting.cost.bit_length() - CHEAP.bit_length(), 0)
-        return magnitude, min(map(self._used, waiting.clients - busy))
+        magnitude = max(self._waiting[item].cost.bit_length() - CHEAP.bit_length(), 0)
+        return magnitude, min(map(self._used, clients))
 
     def _used(self, client: str) -> float:
         return self._seconds.get(client, 0.0)
@@ -115,7 +124,7 @@ class CompileQueue(Generic[T]):
     def _forget_client(self, client: str) -> None:
         """What it has used counts as long as it has an item here."""
         is_waiting = any(client in waiting.clients for waiting in self._waiting.values())
-        if not is_waiting and client not in self._running.values():
+        if not is_waiting and all(client != running for running, _ in self._running.values()):
             self._seconds.pop(client, None)
 
 

@@ -47,7 +47,11 @@ REPEAT_SECONDS = 0.5  # after SIGTERM: another is the same one (timeout(1) signa
 
 
 class WorkerFailed(Exception):
-    """A worker said that it cannot go on, or died."""
+    """A worker said that it cannot go on, or died. `told` is what clients learn of it: no text of an exception."""
+
+    def __init__(self, text: str, told: str = "") -> None:
+        super().__init__(text)
+        self.told = told or text
 
 
 class Interrupted(Exception):
@@ -115,7 +119,7 @@ class Supervisor:
         except WorkerFailed as error:
             self._close_shell()
             logger.error("%s", error)
-            self._end(error=str(error))
+            self._end(error=error.told)
             return 1
         finally:
             self._clean_up()
@@ -221,7 +225,8 @@ class Supervisor:
                 if message is None:
                     raise WorkerFailed(self._obituary(child))
                 if isinstance(message, Failed):
-                    raise WorkerFailed(f"{child.name}: {message.message}" if child.ready else message.message)
+                    text = f"{child.name}: {message.message}" if child.ready else message.message
+                    raise WorkerFailed(text, told=f"the process {child.name} has failed")
                 yield child, message
                 if not child.pipe.has_buffered:
                     break
