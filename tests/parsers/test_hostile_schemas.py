@@ -13,6 +13,7 @@ from parsing import run
 from minisgl.core import MAX_GRAMMAR_CHARS, InvalidRequest
 from minisgl.parsers.constraint import FORMS, calls_grammar, free_grammar
 from minisgl.parsers.plain_values import ALL_TYPES, MAX_ALTERNATIVES, Allowance, is_exact, texts_of, types_of
+from minisgl.parsers.pythonic import MAX_CODE_CHARS, PythonicParser
 from minisgl.parsers.qwen_coder import QwenCoderParser
 from minisgl.parsers.strict import check_strict
 
@@ -172,3 +173,15 @@ def test_long_lists_of_what_is_required_cost_no_more_than_short_ones(form: str) 
     with pytest.raises(InvalidRequest, match=str(MAX_GRAMMAR_CHARS)):
         calls_grammar(form, {"f": schema}, parallel=True)
     assert time.process_time() - begin < 1
+
+
+def test_a_call_in_python_that_takes_long_to_read_is_content() -> None:
+    """Its syntax tree is made on the event loop. Long strings are no trouble."""
+    tools = {"f": tool({"x": {}}, {})}
+    longest = "1," * (MAX_CODE_CHARS // 2 - 4)
+    for value, is_call in ((f"[{longest}]", True), (f"[{longest}{longest}]", False), (f"{'x, ' * 300_000!r}", True)):
+        text = f"[f(x={value})]"
+        begin = time.process_time()
+        parsed = run(PythonicParser(tools, lambda: "id"), [text])
+        assert time.process_time() - begin < 0.5
+        assert (len(parsed.calls), parsed.content) == ((1, "") if is_call else (0, text))

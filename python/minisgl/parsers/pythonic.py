@@ -1,6 +1,7 @@
 """Tool calls of Llama 3.2 and 4 in Python's syntax: `[name(key=value, ...), ...]`, with literals as values.
 
-A call is held back until its closing parenthesis: only then is it sure that it is one.
+A call is held back until its closing parenthesis: only then is it sure that it is one. It is content if there is more
+in it than can be read in a moment.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Collection
 from minisgl.parsers.markers import next_character
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 
+MAX_CODE_CHARS = 20_000  # of a call, beside its strings: Python takes some 50 ms to read them
 _NAME = re.compile(r"(?:[^\W\d][\w.]*)?")
 _BETWEEN = re.compile(r"[^\"'()\[\]{}]*")
 _PLAIN = re.compile(r"[^\"'\\]*")
@@ -92,6 +94,7 @@ class _Call:
         self._quote = ""  # the quotation mark of the string that we are in
         self._escaped = False
         self._depth = 0
+        self._code_chars = 0  # outside of strings
         self.name = ""
         self.arguments = ""  # JSON, when done
         self.done = False
@@ -132,6 +135,11 @@ class _Call:
             return at + 1
         match = (_PLAIN if self._quote else _BETWEEN).match(text, at)
         assert match is not None
+        if not self._quote:
+            self._code_chars += match.end() + 1 - at
+            if self._code_chars > MAX_CODE_CHARS:
+                self.failed = True
+                return at
         at = match.end()
         if at == len(text):
             return at
