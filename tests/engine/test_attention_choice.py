@@ -121,6 +121,15 @@ def test_packages_that_are_absent_or_do_not_load() -> None:
     assert import_error("json.decoder", "json", "fi") is None
 
 
+def test_a_part_of_a_namespace_that_is_absent_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuda-bindings, which torch brings, shares its namespace with cuda-core."""
+    (tmp_path / "shared_namespace" / "bindings").mkdir(parents=True)
+    (tmp_path / "shared_namespace" / "bindings" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "is not installed (pip install" in (import_error("shared_namespace.core", "shared-core", "cuda") or "")
+    assert import_error("shared_namespace.bindings", "shared-bindings", "cuda") is None
+
+
 def test_an_import_that_fails_without_a_word_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mute_package.py").write_text("raise ImportError")
     monkeypatch.syspath_prepend(tmp_path)

@@ -104,6 +104,19 @@ def test_products(ops: Ops, dtype: torch.dtype, rows: int, size: int, width: int
     close(ops.norm_linear(x, wide_weight, weight), reference.norm_linear(wide[0], in_double, wide[1]), dtype)
 
 
+@pytest.mark.parametrize("num_sms", [78, 114, 132, 148])
+def test_products_are_divided_for_any_number_of_multiprocessors(num_sms: int) -> None:
+    """No block takes more than 128 rows of a weight, and those of one wave take all, as far as that goes."""
+    from minisgl.kernel.many_rows import _kind
+
+    for width, size, gate in [(4096, 1024, None), (7168, 5120, None), (5120, 17408, None), (34816, 5120, "silu")]:
+        kind = _kind(torch.bfloat16, width, size, num_sms, gate=gate, before_attention=False)
+        assert 32 <= kind.block_rows <= 128
+        assert kind.stages >= 2
+        if width * size > 1 << 23:
+            assert kind.block_rows == 128 or -(-width // kind.block_rows) * kind.split <= num_sms * kind.blocks
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("rows", [1, 9, 17, 65])
 def test_outliers_are_normed_before_they_are_multiplied(ops: Ops, dtype: torch.dtype, rows: int) -> None:

@@ -70,11 +70,11 @@ class VarlenAttention:
         if window not in plan.groups:
             plan.groups[window] = list(self.groups(plan.inputs, window))
         keys, values = kv.keys(layer).flatten(0, 1), kv.values(layer).flatten(0, 1)
-        out = torch.empty_like(q)
+        parts = []
         for group in plan.groups[window]:
             k, v = (read_pages(pool, group.places).to(q.dtype) for pool in (keys, values))
-            out[group.tokens] = _attend(q[group.tokens], k, v, group, window, self._scale)
-        return out
+            parts.append(_attend(q[group.tokens], k, v, group, window, self._scale))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def groups(self, inputs: AttentionInputs, window: int | None) -> Iterator[VarlenGroup]:
         """The step's rows in groups; of a row, the keys that any of its queries sees."""

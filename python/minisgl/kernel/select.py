@@ -66,13 +66,22 @@ def driver_missing(compiler: tuple[int, int], driver: tuple[int, int]) -> str | 
 
 def import_error(module: str, package: str, extra: str) -> str | None:
     """Why a module of an optional package cannot be imported, in one line, or None."""
-    if importlib.util.find_spec(module.split(".")[0]) is None:
+    if not _is_installed(module):
         return f"the package {package} is not installed (pip install 'minisgl[{extra}]')"
     try:
         importlib.import_module(module)
     except Exception as error:  # whatever a package built for another torch or driver raises
         return f"the package {package} does not load: {one_line(error)}"
     return None
+
+
+def _is_installed(module: str) -> bool:
+    """True if the module's distribution is there; several share a namespace such as `cuda`, which has no file."""
+    top, _, rest = module.partition(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or spec.origin is not None or not rest:
+        return spec is not None
+    return importlib.util.find_spec(f"{top}.{rest.split('.')[0]}") is not None
 
 
 def one_line(error: Exception) -> str:
