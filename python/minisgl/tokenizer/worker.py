@@ -74,7 +74,7 @@ def run(worker: Worker) -> None:
             case Encode() | Decode():
                 api.send(reply_to(message, tokenizer, limits))
             case Describe(query):
-                api.send(Described(query, describe(folder)))
+                api.send(Described(query, describe(folder, worker.config.source.chat_template)))
 
 
 class Gate:
@@ -139,8 +139,8 @@ def reply_to(question: Encode | Decode, tokenizer: TextTokenizer, limits: Limits
         return Unanswered(question.query, status=500)
 
 
-def describe(folder: Path) -> dict[str, Any]:
-    """The tokenizer's configuration, special tokens as texts, and the chat template wherever it is kept."""
+def describe(folder: Path, chat_template: str | None = None) -> dict[str, Any]:
+    """Return the tokenizer's configuration, special tokens as texts, and the chat template wherever it is kept."""
     config = load_tokenizer_config(folder)
-    templates = chat_templates(folder, config)
+    templates = chat_templates(folder, config, chat_template)
     return config | special_tokens(config) | {"chat_template": templates.get("default", templates or None)}
