@@ -45,8 +45,7 @@ class CudaOps:
         begin("rope.cu", [_rope_macros(dtype, needs.kv_dtype, norm_dtype, each) for each in needs.head_dims])
         gates = {product.gate for product in needs.products if product.gate is not None}
         begin("activation.cu", [_activation_macros(dtype, gate) for gate in gates])
-        late = _norms_late(dtype, norm_dtype)
-        self._few_rows.begin_compiling(dtype, {each._replace(norm=each.norm and late) for each in needs.products})
+        self._few_rows.begin_compiling(dtype, needs.products, norms_late=_norms_late(dtype, norm_dtype))
         self._many_rows.begin_compiling(dtype, needs.products)
         for experts, top_k in needs.experts:
             self._moe.begin_compiling(dtype, experts, top_k)

@@ -45,10 +45,12 @@ class FewRows:
         self._compiler = compiler
         self._kernels: dict[_Kind, Kernel] = {}
 
-    def begin_compiling(self, dtype: torch.dtype, products: Iterable[Product]) -> None:
-        """Begin to compile the kernels of these products for any number of rows."""
+    def begin_compiling(self, dtype: torch.dtype, products: Iterable[Product], *, norms_late: bool) -> None:
+        """Begin to compile the kernels of these products for any number of rows. `norms_late`: with their norms."""
         kinds = {
-            self._kind(dtype, rows, width, size, norm=norm, gate=gate, before_attention=norm and gate is None)
+            self._kind(
+                dtype, rows, width, size, norm=norm and norms_late, gate=gate, before_attention=norm and gate is None
+            )
             for width, size, norm, gate in products
             for rows in (8, _MAX_ROWS)
             if _supports(dtype, rows, width, size)
