@@ -50,13 +50,10 @@ def bodies() -> Iterator[tuple[str, str, bytes]]:
     yield "262,000 ids", COMPLETIONS, filled('{"prompt":[', "1", "]}", 2 * 262_000)
     yield "8,192 messages", CHAT, filled('{"messages":[', '{"role":"user","content":"a"}', "]}", 30 * 8192)
     yield "8,000 prompts", COMPLETIONS, filled('{"max_tokens":1,"prompt":[', '"a"', "]}", 4 * 8000)
-    ids = ",".join(map(str, range(1000)))
-    prompts = ",".join(['"a"'] * 8192)
-    yield (
-        "8,192 prompts, 1,000 allowed ids",
-        COMPLETIONS,
-        f'{{"prompt":[{prompts}],"allowed_token_ids":[{ids}]}}'.encode(),
-    )
+    ids = ",".join(["1"] * 272)  # as many as the demo model has tokens
+    prompts = ",".join(['"a"'] * 8000)
+    body = f'{{"prompt":[{prompts}],"max_tokens":1,"allowed_token_ids":[{ids}]}}'
+    yield "8,000 prompts, 272 allowed ids", COMPLETIONS, body.encode()
 
 
 def read_stream(url: str, results: Connection) -> None:

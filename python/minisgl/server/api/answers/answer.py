@@ -91,6 +91,7 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            await asyncio.sleep(0)  # what made the job may have taken long
             with self._client.open(self._job, self._names) as request:
                 watcher = asyncio.create_task(self._watch(request, receive))
                 try:
@@ -123,6 +124,7 @@ class Answer:
     async def _send_body(self, request: OpenRequest, _scope: Scope, send: Send) -> None:
         choices = await request.complete()
         self._writer.begin(request)
+        await asyncio.sleep(0)  # of thousands of choices each step takes a turn of its own
         data = self._writer.body(choices, usage_of(request))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
         self._started = True

@@ -13,7 +13,7 @@ import asyncio
 import gc
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ CONTAINERS = frozenset({dict, list})
 SHORT = 32  # items of a list that is not worth a look of its own
 
 
-async def read_body(request: Request, max_bytes: int, max_items: int, timeout_seconds: float) -> bytes:
+async def read_body(request: Request, max_bytes: int, max_items: int, timeout_seconds: float) -> bytearray:
     """The whole body, unless it is no JSON, too slow, or too large in bytes, values or items."""
     check_content_type(request)
     try:
@@ -57,7 +57,7 @@ def check_content_type(request: Request) -> None:
         raise wrong_content_type(sent)
 
 
-async def _read_body(request: Request, max_bytes: int, scan: BodyScan) -> bytes:
+async def _read_body(request: Request, max_bytes: int, scan: BodyScan) -> bytearray:
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared) > max_bytes:
         raise too_large(max_bytes)
@@ -70,10 +70,10 @@ async def _read_body(request: Request, max_bytes: int, scan: BodyScan) -> bytes:
         if len(data) > MAX_VALUES:  # fewer bytes cannot be more values
             scan.feed(data[scanned:])
             scanned = len(data)
-    return bytes(data)
+    return data
 
 
-def read_fields(data: bytes) -> dict[str, Any]:
+def read_fields(data: bytes | bytearray) -> dict[str, Any]:
     """The fields of a JSON object, but for nulls; ApiError if it is none."""
     gc.disable()  # or it runs again and again over a large body's lists as they are made: three quarters of the time
     try:
@@ -112,7 +112,7 @@ def check_numbers(fields: Mapping[str, Any]) -> None:
         for items in (list(chain.from_iterable(short)), *(items for items in level if len(items) >= SHORT)):
             kinds = set(map(type, items))
             if not (_integers_fit(items, kinds) and _floats_are_finite(items, kinds)):
-                _refuse_number(fields.items(), "")
+                _refuse_number(fields, "")
             if not kinds.isdisjoint(CONTAINERS):
                 nested += [item for item in items if type(item) in CONTAINERS]
         level = [item if isinstance(item, list) else list(item.values()) for item in nested]
@@ -129,18 +129,20 @@ def _floats_are_finite(items: Sequence[Any], kinds: Set[type]) -> bool:
     return float not in kinds or not (math.inf in items or -math.inf in items)
 
 
-def _refuse_number(items: Iterable[tuple[str | int, Any]], path: str) -> None:
-    """ApiError naming the first such number, if there is one."""
-    for key, value in items:
-        if isinstance(value, dict):
-            _refuse_number(value.items(), f"{path}{key}.")
-        elif isinstance(value, list):
-            _refuse_number(enumerate(value), f"{path}{key}.")
-        elif isinstance(value, float):
-            if not math.isfinite(value):
-                raise invalid(f"{path}{key}", f"{path}{key}: the number is out of range")
-        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise invalid(f"{path}{key}", f"{path}{key}: the integer does not fit 64 bits")
+def _refuse_number(value: Mapping[str, Any] | list[Any], path: str) -> None:
+    """ApiError naming the first such number, if there is one, of the outermost list or object that has one."""
+    pairs = list(enumerate(value) if isinstance(value, list) else value.items())
+    items = [item for _, item in pairs]
+    kinds = set(map(type, items))
+    if not _integers_fit(items, kinds):
+        key = next(key for key, item in pairs if type(item) is int and not -(2**63) <= item < 2**63)
+        raise invalid(f"{path}{key}", f"{path}{key}: the integer does not fit 64 bits")
+    if not _floats_are_finite(items, kinds):
+        key = next(key for key, item in pairs if type(item) is float and math.isinf(item))
+        raise invalid(f"{path}{key}", f"{path}{key}: the number is out of range")
+    for key, item in pairs if not kinds.isdisjoint(CONTAINERS) else ():
+        if isinstance(item, (dict, list)):
+            _refuse_number(item, f"{path}{key}.")
 
 
 def _first_error(error: ValidationError) -> ApiError:
