@@ -149,6 +149,22 @@ def test_the_largest_body_that_is_read_does_not_stop_the_streams(
 @pytest.mark.parametrize(
     ("path", "body"),
     [
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 20}),
+    ],
+)
+def test_a_whole_answer_with_many_log_probabilities_does_not_stop_the_streams(
+    start_server: Callable[..., RunningServer], turns: Turns, path: str, body: dict[str, Any]
+) -> None:
+    response = start_server().post(path, json=body | {"n": 64, "max_tokens": 800})
+    assert response.status_code == 200
+    assert response.json()["usage"]["completion_tokens"] == 64 * 800
+    assert 0 < turns.longest < LONGEST_TURN
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
         (COMPLETIONS, {"prompt": "word " * 800_000, "truncate_prompt_tokens": 10}),
         (COMPLETIONS, {"prompt": [7] * 200_000, "truncate_prompt_tokens": 10}),
         (COMPLETIONS, {"prompt": ["x"] * 2000, "max_tokens": 1}),

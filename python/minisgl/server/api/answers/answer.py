@@ -125,7 +125,11 @@ class Answer:
         choices = await request.complete()
         self._writer.begin(request)
         await asyncio.sleep(0)  # of thousands of choices each step takes a turn of its own
-        data = self._writer.body(choices, usage_of(request))
+        sampling, usage = request.job.sampling, usage_of(request)
+        if sampling.logprobs is None and sampling.prompt_logprobs is None:
+            data = self._writer.body(choices, usage)
+        else:  # log-probabilities of many tokens are made into objects for seconds, which lets other threads in between
+            data = await asyncio.to_thread(self._writer.body, choices, usage)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
