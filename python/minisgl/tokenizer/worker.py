@@ -57,7 +57,7 @@ def run(worker: Worker) -> None:
     while True:
         message = inbox.receive_within(CHECK_INTERVAL) if gate.num_waiting else inbox.receive()
         grammars.poll()
-        gate.let_pass()
+        gate.release()
         match message:
             case None:
                 pass
@@ -93,9 +93,9 @@ class Gate:
     def enter(self, admission: Admission) -> None:
         """Send it on its way, now or when it is settled."""
         self._waiting.append(admission)
-        self.let_pass()
+        self.release()
 
-    def let_pass(self) -> None:
+    def release(self) -> None:
         """Send those on their way that are settled."""
         waiting, self._waiting = self._waiting, []
         for admission in waiting:
