@@ -15,6 +15,7 @@ from minisgl.config import ConfigError
 from minisgl.core import Grammar, Int32Array, InvalidRequest, StepLogprobs, StepResult
 from minisgl.llm import LLM, SamplingParams
 from minisgl.models.demo import demo_folder
+from support.server import is_alive
 
 QUESTION = [{"role": "user", "content": "What is Minisgl?"}]
 
@@ -221,10 +222,11 @@ def test_a_closed_one_says_so_and_leaves_no_process() -> None:
     llm = LLM("demo", max_running_req=2)
     schema = Grammar("json_schema", '{"type": "integer"}')
     llm.generate("one", SamplingParams(max_tokens=2, grammar=schema))
-    processes = [process._process for process in llm._validator._idle]
-    assert [process.poll() for process in processes] == [None]
+    trials = llm._validator._process
+    assert trials is not None
+    assert is_alive(trials.pid)
     llm.close()
-    assert all(process.poll() is not None for process in processes)
+    assert not is_alive(trials.pid)
     for params in (SamplingParams(max_tokens=2), SamplingParams(grammar=schema)):
         with pytest.raises(RuntimeError, match="this LLM is closed"):
             llm.generate("one", params)
