@@ -81,9 +81,13 @@ def test_a_bar_is_plain_lines_where_stderr_is_no_terminal(
 
 def test_a_short_wait_writes_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("Loading weights", 10) as bar:
-        for _ in range(10):
+        for number in range(10):
+            bar.set_description(f"step {number}")
             bar.update(1)
     assert capsys.readouterr().err == ""
+    with progress_bar("Loading weights", 10, leave=True) as bar:  # but says what it did, if asked
+        bar.update(10)
+    assert capsys.readouterr().err.partition(" ")[2] == "Loading weights: 10 of 10 (100%)\n"
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,26 +19,29 @@ class LineBar(tqdm):  # type: ignore[misc]
 
     def __init__(self, *args: Any, leave: bool = True, **options: Any) -> None:
         self._says_end = leave
+        self._last_line = time.monotonic()
         options |= {"mininterval": LINE_SECONDS, "delay": LINE_SECONDS, "miniters": 1}
         # What tqdm writes beside `display` goes nowhere.
         super().__init__(*args, **(options | {"file": io.StringIO(), "leave": False}))
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:  # noqa: ARG002
-        """Write how far it has come."""
-        if msg is None:
-            size = self.format_sizeof if self.unit_scale else str
-            done = (
-                f"{size(self.n)} of {size(self.total)} ({100 * self.n / self.total:.0f}%)"
-                if self.total
-                else size(self.n)
-            )
-            print(f"{time.strftime('%H:%M:%S')} {self.desc.removesuffix(': ')}: {done}", file=sys.stderr, flush=True)
+        """Write how far it has come, if the last line is old enough: a new description asks for one, too."""
+        if msg is None and time.monotonic() - self._last_line >= LINE_SECONDS:
+            self._write_line()
         return True
 
     def close(self) -> None:
         if self._says_end and not self.disable and self.n:
-            self.display()
+            self._write_line()
         super().close()
+
+    def _write_line(self) -> None:
+        self._last_line = time.monotonic()
+        size = self.format_sizeof if self.unit_scale else str
+        done = size(self.n)
+        if self.total:
+            done += f" of {size(self.total)} ({100 * self.n / self.total:.0f}%)"
+        print(f"{time.strftime('%H:%M:%S')} {self.desc.removesuffix(': ')}: {done}", file=sys.stderr, flush=True)
 
 
 def line_bar() -> type[LineBar] | None:

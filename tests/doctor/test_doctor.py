@@ -29,6 +29,12 @@ def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch sees no CUDA device" in capsys.readouterr().out
 
 
+def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--device", "gpu"])
+    assert "--device must be one of auto, cpu, cuda, not gpu" in capsys.readouterr().err
+
+
 def test_the_flag() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "minisgl", "--check", "--device", "cpu"], capture_output=True, text=True, check=False

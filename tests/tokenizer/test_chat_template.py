@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 import minisgl.tokenizer.chat_template as chat_template
-from minisgl.config import ConfigError
+from minisgl.config import ConfigError, EngineConfig, ServerConfig, SourceConfig
 from minisgl.core import InvalidRequest
+from minisgl.models.demo import demo_folder
 from minisgl.tokenizer.chat_template import ChatTemplates
+from minisgl.tokenizer.folder import model_parsers
 from minisgl.tokenizer.text import TextTokenizer
+from minisgl.tokenizer.worker import describe
 from tokenizer import small
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -243,3 +247,24 @@ def test_developer_is_system_where_the_template_knows_no_better() -> None:
     assert tokenizer_with("{{ messages[0].role }}").render_chat([message]) == "system"
     knowing = "{% if messages[0].role == 'developer' %}dev{% endif %}"
     assert tokenizer_with(knowing).render_chat([message]) == "dev"
+
+
+def test_a_file_of_its_own_replaces_the_folders_templates(tmp_path: Path) -> None:
+    """In the prompts, in what /tokenizer_info shows, and in the choice of parsers."""
+    demo = demo_folder()
+    file = tmp_path / "template.jinja"
+    file.write_text("[TOOL_CALLS] {{ messages[0].content }}")
+    tokenizer = TextTokenizer.from_folder(demo, str(file))
+    ids = tokenizer.encode_chat([{"role": "user", "content": "abc"}], None, {})
+    assert tokenizer.decode(ids.tolist(), False) == "[TOOL_CALLS] abc"
+    assert describe(demo, str(file))["chat_template"] == file.read_text()
+    engine = EngineConfig(model_path=str(demo))
+    assert model_parsers(ServerConfig(engine=engine)).tool_calls == "hermes"
+    assert (
+        model_parsers(ServerConfig(engine=engine, source=SourceConfig(chat_template=str(file)))).tool_calls == "mistral"
+    )
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        TextTokenizer.from_folder(demo, str(file))
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        TextTokenizer.from_folder(demo, str(tmp_path / "none"))

@@ -27,6 +27,10 @@ def main(argv: Sequence[str]) -> int:
     )
     add_flags(parser, EngineConfig, only=("device",))
     args = parser.parse_args(argv)
+    try:
+        config = EngineConfig(model_path="", **read_flags(args, EngineConfig))
+    except ConfigError as error:
+        parser.error(str(error))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
     table = Table("installed", "version", "for", title="Packages", title_justify="left")
@@ -37,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         console.print(line)
 
     try:
-        device = resolve_device(EngineConfig(model_path="", **read_flags(args, EngineConfig)))
+        device = resolve_device(config)
     except ConfigError as error:
         console.print(f"[red]{error}[/]")
         return 1

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from minisgl.config import ConfigError, EngineConfig, SchedulerConfig
@@ -55,14 +56,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    folder = model_folder(args.model, weights=True)
-    reference = model_folder(args.reference, weights=True) if args.reference else folder
-    model = load_model_config(folder)
     given = {"cuda_graph_max_bs": GRAPH_MAX_BS, **ENGINE_DEFAULTS, **read_flags(args, EngineConfig)}
-    engine = EngineConfig(model_path=str(folder), **given)
+    engine = EngineConfig(model_path="", **given)
     scheduling = SchedulerConfig(**{**SCHEDULER_DEFAULTS, **read_flags(args, SchedulerConfig)})
     engine.validate()
     scheduling.validate()
+    folder = model_folder(args.model, weights=True)
+    reference = model_folder(args.reference, weights=True) if args.reference else folder
+    model = load_model_config(folder)
+    engine = msgspec.structs.replace(engine, model_path=str(folder))
     device, dtype = resolve_device(engine), resolve_dtype(engine, model.dtype)
     tokenizer = _tokenizer(folder)
     prompts = make_prompts(
