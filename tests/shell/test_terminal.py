@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import stat
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from shell.terminal import ALT_ENTER, CTRL_C, CTRL_D, Terminal
@@ -160,6 +162,39 @@ def test_a_parent_lends_its_terminal(server: Server, tmp_path: Path) -> None:
         terminal.prompt()
         terminal.type(CTRL_D)
         assert terminal.wait() == 7
+        assert terminal.echoes
+
+
+SERVE = ("-m", "minisgl", "--shell", "--port", "0", "--num-pages", "512", "--shutdown-timeout", "3600")
+
+
+def test_after_sigterm_an_answer_in_the_shell_is_finished(tmp_path: Path) -> None:
+    with Terminal(*SERVE, home=tmp_path) as terminal:
+        terminal.prompt()
+        for setting in ("/set ignore_eos true", "/set max_tokens 300"):
+            terminal.ask(setting)
+            terminal.prompt()
+        terminal.ask("Count from 1 to 9.")
+        terminal.expect("1, 2, 3")
+        terminal.process.send_signal(signal.SIGTERM)
+        terminal.expect("300 tokens")
+        assert terminal.wait() == 0
+        assert terminal.echoes
+
+
+def test_after_a_sigterm_to_all_of_a_group_the_shell_ends_and_other_clients_are_answered(tmp_path: Path) -> None:
+    with Terminal(*SERVE, home=tmp_path) as terminal:
+        url = terminal.expect(r"ready after .* on (http://[\d.:]+)")[1]
+        terminal.prompt()
+        body = {"prompt": "Hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.killpg(terminal.process.pid, signal.SIGTERM)
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert terminal.wait() == 0
         assert terminal.echoes
 
 

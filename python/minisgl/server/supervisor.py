@@ -92,7 +92,7 @@ class Supervisor:
         self._selector.register(self._signals, selectors.EVENT_READ, None)
         self._shell: ShellProcess | None = None
         self._shell_end: int | None = None  # readable when it has ended
-        self._grace = GRACE_SECONDS  # for clients to take the rest of their answers
+        self._deadline = 0.0  # for clients to take the rest of their answers, after a drain; of time.monotonic
 
     def run(self) -> int:
         """Serve until interrupted or the shell ends (0), or until a worker fails (1)."""
@@ -112,14 +112,14 @@ class Supervisor:
             self._drain()
             raise Interrupted
         except Interrupted:
+            self._answer_clients(error=None)
             self._close_shell()
             logger.info("ending")
-            self._end(error=None)
             return 0
         except WorkerFailed as error:
+            self._answer_clients(error=error.told)
             self._close_shell()
             logger.error("%s", error)
-            self._end(error=error.told)
             return 1
         finally:
             self._clean_up()
@@ -167,7 +167,7 @@ class Supervisor:
     def _close_shell(self) -> None:
         """Before anything else is written to the terminal."""
         if self._shell is not None:
-            self._shell.end()
+            self._shell.end(self._grace())
 
     # --- watch ------------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Supervisor:
                     raise
         else:
             logger.warning("the time to finish is up: clients that still wait get an error")
-        self._grace = max(GRACE_SECONDS, deadline - time.monotonic() - KILL_SECONDS - EXIT_SECONDS)
+        self._deadline = deadline
 
     def _messages(self, timeout: float | None = None) -> Iterator[tuple[Child, ToSupervisor]]:
         """Wait for workers to say something, for up to `timeout` seconds.
@@ -245,15 +245,20 @@ class Supervisor:
         for child in self._children:
             child.pipe.send(message)
 
-    def _end(self, error: str | None) -> None:
-        """Let the API server answer who still waits, then end everybody."""
+    def _grace(self) -> float:
+        """Return the seconds that a process has to end by itself."""
+        return max(GRACE_SECONDS, self._deadline - time.monotonic() - KILL_SECONDS - EXIT_SECONDS)
+
+    def _answer_clients(self, error: str | None) -> None:
+        """Let the API server tell those who still wait, and end."""
         api = next((child for child in self._children if child.name == "api" and child.ready), None)
         if api is not None:
-            api.pipe.send(Shutdown(error, self._grace))
-            _wait(api.process, self._grace + EXIT_SECONDS)
-        self._tell_all(Shutdown())
+            grace = self._grace()
+            api.pipe.send(Shutdown(error, grace))
+            _wait(api.process, grace + EXIT_SECONDS)
 
     def _clean_up(self) -> None:
+        self._tell_all(Shutdown())
         deadline = time.monotonic() + KILL_SECONDS
         for child in self._children:
             _wait(child.process, deadline - time.monotonic())

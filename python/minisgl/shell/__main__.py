@@ -8,13 +8,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 from minisgl.config import DEFAULT_PORT
 from minisgl.shell.client import ChatClient, ChatError
 from minisgl.shell.launch import API_KEY
 from minisgl.shell.plain import PlainView
-from minisgl.shell.session import COMMANDS, Session
+from minisgl.shell.session import COMMANDS, EXIT_TERMINATED, Session
 from minisgl.shell.view import View
 
 
@@ -23,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     # Whoever started us may have changed these. asyncio takes SIGINT over, during an answer, only from the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
     try:
         with asyncio.Runner() as runner:
             client = ChatClient(args.base_url, os.environ.get(API_KEY))
@@ -48,6 +47,7 @@ def _run(args: argparse.Namespace, client: ChatClient, runner: asyncio.Runner) -
     model = args.model or models[0]
     view = _make_view(plain=args.plain)
     session = Session(client, model, view, runner)
+    signal.signal(signal.SIGTERM, lambda *_: session.terminate())
     session.conversation.system = args.system
     for setting in args.set:
         name, _, value = setting.partition("=")
@@ -68,11 +68,6 @@ def _make_view(*, plain: bool) -> View:
     from minisgl.shell.terminal import TerminalView, history_path  # not for pipes: it is the slow part of the start
 
     return TerminalView(COMMANDS, history_path())
-
-
-def _on_sigterm(_signum: int, _frame: FrameType | None) -> None:
-    """Leave through every `finally`, so that the terminal gets its modes back."""
-    raise SystemExit(128 + signal.SIGTERM)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -26,12 +26,15 @@ class ShellProcess:
         key = {} if api_key is None else {API_KEY: api_key}
         self.process = start_module("minisgl.shell", "--base-url", local_url(host, port), "--model", model, env=key)
 
-    def end(self) -> int:
-        """End it if it still runs, and leave the terminal as it was found; its exit code."""
+    def end(self, grace: float = GRACE_SECONDS) -> int:
+        """End it if it still runs, after an answer within `grace` seconds, and leave the terminal as it was found.
+
+        Returns its exit code.
+        """
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(GRACE_SECONDS)
+                self.process.wait(grace)
             except subprocess.TimeoutExpired:
                 self.process.kill()
         code = self.process.wait()

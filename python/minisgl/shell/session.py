@@ -30,6 +30,7 @@ KEYS = (
     "Ctrl-C stops an answer. A message that begins with a slash is written with two."
 )
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 
 @dataclass(slots=True)
@@ -74,6 +75,8 @@ class Session:
         self._view = view
         self._runner = runner
         self._failed = False
+        self._is_answering = False
+        self._must_end = False
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/reset": self._reset,
@@ -96,6 +99,16 @@ class Session:
                 if not self._view.interactive:
                     return EXIT_INTERRUPTED
         return int(self._failed and not self._view.interactive)
+
+    def terminate(self) -> None:
+        """End the program as SIGTERM does, but for an answer that is being given: behind it, or at a second call.
+
+        A server that ends finishes its answers, and its shell is told to end before it has shown the last one.
+        """
+        if self._is_answering and not self._must_end:
+            self._must_end = True
+        else:
+            raise SystemExit(EXIT_TERMINATED)  # through every `finally`, so that the terminal gets its modes back
 
     def _handle(self, text: str) -> None:
         if not text.strip():
@@ -121,6 +134,7 @@ class Session:
 
     def _ask(self, question: str) -> None:
         answer = Answer()
+        self._is_answering = True
         try:
             with self._view.answer() as shown:
                 self._runner.run(self._stream(question, answer, shown))
@@ -134,8 +148,12 @@ class Session:
             if not self._view.interactive:
                 raise
             return
+        finally:
+            self._is_answering = False
         self.conversation.add(question, answer.text)
         self._view.note(answer.describe())
+        if self._must_end:
+            self.terminate()
 
     async def _stream(self, question: str, answer: Answer, shown: AnswerView) -> None:
         body = {"model": self._model, **self.sampling.fields(), "messages": self.conversation.messages(question)}

@@ -1,0 +1,112 @@
+r"""Open many client streams to a server at once, and count how each of them ended.
+
+    python benchmark/many_clients.py                        # 2,000 streams of 32 tokens, soft limit of 1,024 open files
+    python benchmark/many_clients.py --sigterm 5            # SIGTERM 5 s after the first token
+    python benchmark/many_clients.py --sigterm 5 --tokens 2000 --clients 200 -- --shutdown-timeout 10
+
+A stream ends `complete`, with an `error` event, `refused` (503) or `cut`: without its last event, or without a byte.
+With --sigterm, clients of /health and of a new completion ask ten times a second meanwhile. Flags of the server follow
+after `--`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import signal
+import sys
+import time
+from collections import Counter
+from urllib.parse import urlsplit
+
+from minisgl.benchmark.launch import ServerProcess, exit_on_sigterm
+
+USUAL_SOFT_LIMIT = 1024
+
+
+async def stream(host: str, port: int, tokens: int, begun: asyncio.Event) -> str:
+    """Ask for one stream; return how it ended."""
+    body = json.dumps({"prompt": "Hello", "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
+    answer = await ask(host, port, b"POST /v1/completions", body, begun)
+    if not answer:
+        return "cut without a byte"
+    if b" 503 " in answer[:20]:
+        return "refused"
+    if not answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+        return "cut"
+    return "error" if b'data: {"error"' in answer else "complete"
+
+
+async def ask(host: str, port: int, line: bytes, body: bytes, begun: asyncio.Event | None = None) -> bytes:
+    """Return all that comes up to the end of the connection; nothing, if there is none."""
+    answer = b""
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+        head = b"%b HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" % line
+        writer.write(head + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        while data := await reader.read(2**16):
+            answer += data
+            if begun is not None and b"data: " in answer:
+                begun.set()
+        writer.close()
+    except OSError:
+        pass
+    return answer
+
+
+async def probe(host: str, port: int, line: bytes, body: bytes, seen: Counter[str]) -> None:
+    """Ask ten times a second until cancelled; count the statuses."""
+    while True:
+        answer = await ask(host, port, line, body)
+        seen[answer[9:12].decode() or "refused connection"] += 1
+        await asyncio.sleep(0.1)
+
+
+async def run(args: argparse.Namespace, server: ServerProcess) -> None:
+    url = urlsplit(server.base_url)
+    host, port = url.hostname or "", url.port or 0
+    begun = asyncio.Event()
+    begin = time.perf_counter()
+    streams = [asyncio.create_task(stream(host, port, args.tokens, begun)) for _ in range(args.clients)]
+    probes: dict[str, Counter[str]] = {}
+    tasks = []
+    if args.sigterm is not None:
+        await begun.wait()
+        await asyncio.sleep(args.sigterm)
+        done = sum(one.done() for one in streams)
+        server.process.send_signal(signal.SIGTERM)
+        signalled = time.perf_counter()
+        questions = {"GET /health": b"", "POST /v1/completions": b'{"prompt": "Hello", "max_tokens": 1}'}
+        for line, body in questions.items():
+            probes[line] = Counter()
+            tasks.append(asyncio.create_task(probe(host, port, line.encode(), body, probes[line])))
+        code = await asyncio.to_thread(server.process.wait)
+        print(f"SIGTERM with {done} streams complete; exit code {code} after {time.perf_counter() - signalled:.1f} s")
+    ends = Counter(await asyncio.gather(*streams))
+    for task in tasks:
+        task.cancel()
+    print(f"{args.clients} streams of {args.tokens} tokens in {time.perf_counter() - begin:.1f} s: {dict(ends)}")
+    for line, seen in probes.items():
+        print(f"{line} after SIGTERM: {dict(seen)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=2000, metavar="N")
+    parser.add_argument("--tokens", type=int, default=32, metavar="N", help="of each stream")
+    parser.add_argument("--sigterm", type=float, metavar="SECONDS", help="after the first token; default: never")
+    parser.add_argument("server", nargs="*", help="flags of the server, after --")
+    args = parser.parse_args()
+    exit_on_sigterm()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL_SOFT_LIMIT, hard))  # which the server inherits
+    command = [sys.executable, "-m", "minisgl", "--model", "demo", "--port", "0", *args.server]
+    with ServerProcess(command) as server:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        asyncio.run(run(args, server))
+
+
+if __name__ == "__main__":
+    main()
