@@ -89,6 +89,35 @@ def test_bfloat16_passes_within_its_own_rounding(tiny: Path, verify: Callable[..
     assert max(prompt["rms"] for prompt in found["prompts"]) > tolerance("float32", 3).rms
 
 
+def sharp(weights: dict[str, torch.Tensor]) -> None:
+    """Let attention choose one key: rounding turns the choice over, as repeated tokens do in trained models."""
+    for name, weight in weights.items():
+        if "q_norm" in name:
+            weight *= 40
+
+
+def test_where_weights_amplify_rounding_the_limit_is_that_of_transformers(
+    tiny: Path, tmp_path: Path, verify: Callable[..., tuple[int, dict[str, Any]]]
+) -> None:
+    copy = changed(tiny, tmp_path / "sharp", sharp)
+    code, found = verify(str(copy), "--dtype", "bfloat16")
+    assert code == 0, found
+    assert found["is_float32"]
+    wider = [prompt for prompt in found["prompts"] if prompt["limit"] > tolerance("bfloat16", 3).rms]
+    assert any(prompt["rms"] > tolerance("bfloat16", 3).rms for prompt in wider)
+    assert all(prompt["limit"] == pytest.approx(2 * prompt["rounding"]) for prompt in wider)
+
+
+def test_a_wrong_model_in_bfloat16_is_found(
+    tiny: Path, tmp_path: Path, verify: Callable[..., tuple[int, dict[str, Any]]]
+) -> None:
+    def tamper(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.layers.1.mlp.down_proj.weight"] *= 2
+
+    copy = changed(tiny, tmp_path / "copy", tamper)
+    assert verify(str(copy), "--reference", str(tiny), "--dtype", "bfloat16")[0] == 1
+
+
 def test_a_changed_weight_is_found_and_its_layer_named(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,13 +1,18 @@
-"""What transformers answers: greedy tokens, and the logits of every position, kept in a file.
+"""What transformers answers: greedy tokens in the dtype that is verified, and the float32 logits of every position.
 
-One prompt at a time, the prompt in one forward and then a token each, so nothing of batching or padding is in it.
+One prompt at a time, the prompt in one forward and then a token each, so nothing of batching or padding is in it. The
+logits in the narrower dtype tell only how far rounding moves them: trained weights amplify it where a prompt repeats
+itself (massive activations), so that two right computations may be a standard deviation apart there.
 Only the file is left when it is done: the model is gone before ours is loaded, so the two never need room together.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.config import ConfigError
+from minisgl.verify.compare import compare_rows
 from minisgl.verify.prompts import Prompt
 
 Float32Array = NDArray[np.float32]
@@ -32,6 +38,7 @@ class Expected:
     prompt: Prompt
     new_tokens: list[int]
     logits: Float32Array  # [len(prompt) + len(new_tokens) - 1, vocab], in a file
+    rounding: float = 0.0  # largest rms by which transformers' logits in the dtype miss these, in standard deviations
 
     @property
     def tokens(self) -> list[int]:
@@ -45,6 +52,7 @@ class Answers:
     expected: list[Expected]
     traced: int  # which prompt
     hidden: list[Float32Array]  # after the embedding and after each layer but the last: [TRACED, hidden_size]
+    is_float32: bool  # the logits are those in float32; otherwise the weights in float32 found no room
 
 
 @torch.inference_mode()
@@ -59,9 +67,27 @@ def ask_transformers(
     progress: Callable[[], object],
 ) -> Answers:
     """Raises ConfigError if transformers cannot load or run the model. `scratch` is a folder for the logits."""
-    model = _load(folder, dtype, device)
+    answers = _answer_all(folder, prompts, new_tokens, dtype, device, scratch, progress)
+    if answers.is_float32 or not _has_room_for_float32(folder, dtype, device):
+        return answers
+    with _model(folder, torch.float32, device) as model:
+        expected = [_in_float32(model, one, device) for one in answers.expected]
+    progress()
+    return dataclasses.replace(answers, expected=expected, is_float32=True)
+
+
+def _answer_all(
+    folder: Path,
+    prompts: Sequence[Prompt],
+    new_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scratch: Path,
+    progress: Callable[[], object],
+) -> Answers:
+    """Return tokens, logits and hidden states in the dtype."""
     expected = []
-    try:
+    with _model(folder, dtype, device) as model:
         for index, prompt in enumerate(prompts):
             expected.append(_answer(model, prompt, new_tokens, device, scratch / f"{index}.logits"))
             progress()
@@ -69,7 +95,15 @@ def ask_transformers(
         out = model(torch.tensor([prompts[traced].tokens], device=device), output_hidden_states=True, use_cache=False)
         # The last of them has gone through the final norm; the logits tell of it.
         hidden = [_host(states[0, -TRACED:]) for states in out.hidden_states[:-1]]
-        return Answers(expected, traced, hidden)
+        return Answers(expected, traced, hidden, is_float32=dtype == torch.float32)
+
+
+@contextmanager
+def _model(folder: Path, dtype: torch.dtype, device: torch.device) -> Iterator[Any]:
+    """Lend the model as transformers loads it; it is gone behind. ConfigError if it cannot be loaded or run."""
+    model = _load(folder, dtype, device)
+    try:
+        yield model
     except (RuntimeError, IndexError) as error:  # out of memory, a smaller vocabulary
         raise ConfigError(f"transformers cannot run {folder}: {_line(error)}") from error
     finally:
@@ -133,6 +167,25 @@ def _answer(model: Any, prompt: Prompt, new_tokens: int, device: torch.device, f
         chosen += step
     assert logits is not None
     return Expected(prompt, chosen, logits)
+
+
+def _in_float32(model: Any, answer: Expected, device: torch.device) -> Expected:
+    """Put the logits that this model in float32 gives in place of the answer's, and say how far those were off."""
+    tokens = torch.tensor([answer.tokens[:-1]], device=device)
+    exact = _host(model(tokens, use_cache=False).logits[0])
+    rounding = max(position.rms for position in compare_rows(0, answer.logits, exact))
+    answer.logits[:] = exact
+    return dataclasses.replace(answer, rounding=rounding)
+
+
+def _has_room_for_float32(folder: Path, dtype: torch.dtype, device: torch.device) -> bool:
+    """True if the weights in float32 take less than half of the free memory."""
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * 4 // dtype.itemsize
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 2 * size < free
 
 
 def _host(tensor: Tensor) -> Float32Array:

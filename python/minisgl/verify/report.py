@@ -48,6 +48,8 @@ class PromptResult:
     absolute: float
     largest: float
     rms: float
+    rounding: float  # root mean square by which transformers' own logits miss those in float32
+    limit: float  # on `rms`
     beyond: Beyond | None
     apart: list[Apart]
 
@@ -61,6 +63,7 @@ class Report:
     tolerance: Tolerance
     prompts: list[PromptResult]
     layers: list[float]  # relative difference of what enters each layer
+    is_float32: bool  # logits are compared with those in float32
 
     @property
     def ok(self) -> bool:
@@ -87,12 +90,13 @@ def judge(answers: Answers, ours: OurAnswers, tolerance: Tolerance) -> Report:
     """All passes beside the oracle."""
     prompts = []
     for index, expected in enumerate(answers.expected):
+        limits = tolerance.at_least(expected.rounding)
         runs = {name: runs[index] for name, runs in ours.passes.items()}
         positions = [
             (name, run.positions[position]) for name, run in runs.items() for position in sorted(run.positions)
         ]
         apart = [
-            Apart(name, parting, parting.near_tie(tolerance))
+            Apart(name, parting, parting.near_tie(limits))
             for name, run in runs.items()
             if (parting := run.parting(len(expected.prompt.tokens), expected.new_tokens, expected.logits))
         ]
@@ -106,18 +110,21 @@ def judge(answers: Answers, ours: OurAnswers, tolerance: Tolerance) -> Report:
                 absolute=max((one.absolute for _, one in positions), default=0.0),
                 largest=max((one.largest for _, one in positions), default=0.0),
                 rms=max((one.rms for _, one in positions), default=0.0),
-                beyond=next((Beyond(name, one) for name, one in positions if not one.within(tolerance)), None),
+                rounding=expected.rounding,
+                limit=limits.rms,
+                beyond=next((Beyond(name, one) for name, one in positions if not one.within(limits)), None),
                 apart=apart,
             )
         )
-    return Report(tolerance, prompts, ours.layers)
+    return Report(tolerance, prompts, ours.layers, answers.is_float32)
 
 
 def print_report(report: Report, answers: Answers, decode: Decode | None, console: Console) -> None:
     """The table, then every place where the two part, then the verdict."""
-    table = Table(title="ours beside transformers: logits' differences, also in standard deviations")
+    measure = "from transformers in float32" if report.is_float32 else "from transformers"
+    table = Table(title=f"distance of our logits {measure}, also in standard deviations")
     table.add_column("prompt", no_wrap=True)
-    for heading in ("tokens", "cached", "compared", "largest", "/ std", "rms / std", "equal"):
+    for heading in ("tokens", "cached", "compared", "largest", "/ std", "rms / std", "theirs", "limit", "equal"):
         table.add_column(heading, justify="right", no_wrap=True)
     for prompt in report.prompts:
         equal = min((apart.parting.step for apart in prompt.apart), default=prompt.new_tokens)
@@ -130,6 +137,8 @@ def print_report(report: Report, answers: Answers, decode: Decode | None, consol
             f"{prompt.absolute:.2g}",
             f"{prompt.largest:.2g}",
             f"{prompt.rms:.2g}",
+            f"{prompt.rounding:.2g}" if prompt.rounding else "",
+            f"{prompt.limit:.2g}",
             f"{equal}/{prompt.new_tokens}{tie}",
             style=None if prompt.ok else "red",
         )
@@ -137,6 +146,15 @@ def print_report(report: Report, answers: Answers, decode: Decode | None, consol
     for prompt, expected in zip(report.prompts, answers.expected, strict=True):
         for line in _places(prompt, expected, decode):
             console.print(Text(line), soft_wrap=True)
+    if any(prompt.rounding for prompt in report.prompts):
+        console.print(
+            Text(
+                "theirs: the distance of transformers' own logits in this dtype; twice that is the limit if it is more"
+            ),
+            soft_wrap=True,
+        )
+    elif not report.is_float32:
+        console.print(Text("float32 found no room in memory: ours and theirs both round"), soft_wrap=True)
     limits = f"limits: rms {report.tolerance.rms:.2g}, largest {report.tolerance.largest:.2g}"
     if report.ok:
         text = f"PASSED: every difference is within rounding ({limits})"
