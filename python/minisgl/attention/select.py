@@ -180,7 +180,7 @@ def _fi_missing(shape: AttentionShape, capability: Capability) -> str | None:
     if why is not None:
         return why
     toolkit = provide_cuda_home()
-    why = import_error("flashinfer.decode", "flashinfer-python", "fi")
+    why = import_error("flashinfer.decode", "flashinfer-python", "cuda")
     if why is None and toolkit is None:
         roles: tuple[Role, ...] = ("prefill", "decode")
         if not all(_fi_ready(shape, capability, role) for role in roles):
