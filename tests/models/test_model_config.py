@@ -348,6 +348,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "experts by their other name": ({"num_local_experts": 8}, "num_local_experts 8"),
     "float8": ({"torch_dtype": "float8_e4m3fn"}, 'dtype "float8_e4m3fn"'),
     "no vocabulary": ({"vocab_size": None}, "lacks vocab_size"),
+    "a billion layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but the limit is 1024"),
+    "a context of 10^12": (
+        {"max_position_embeddings": 10**12},
+        "is 1000000000000, but the limit is 16777216",
+    ),
+    "heads as many as digits": ({"num_key_value_heads": 10**100}, "000..., but the limit is 65536"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1"),
     "bool for a number": ({"hidden_size": True}, "hidden_size must be an integer"),
     "text for a flag": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +270,60 @@ def test_a_file_of_its_own_replaces_the_folders_templates(tmp_path: Path) -> Non
         TextTokenizer.from_folder(demo, str(file))
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         TextTokenizer.from_folder(demo, str(tmp_path / "none"))
+
+
+DOUBLED = "{% set n = namespace(s=START) %}{% for i in range(60) %}{% set n.s = n.s OPERATOR n.s %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' * 10**10 }}",
+        "{{ 10**10 * 'a' }}",
+        "{{ 10**(10**10) }}",
+        "{% set x = [1] * 10**10 %}",
+        "{{ 'x'|center(10**10) }}",
+        "{{ 'x'.ljust(10000000000) }}",
+        "{{ '%10000000000d' % 1 }}",
+        "{{ '%*d' % (10000000000, 1) }}",
+        "{{ '%10000000000d'|format(1) }}",
+        "{{ '{:10000000000}'.format(1) }}",
+        "{{ '{:{w}}'.format(1, w=10000000000) }}",
+        "{{ 'a'|indent(10**10, true) }}",
+        "{{ {'a': 1}|tojson(indent=10**10) }}",
+        "{{ ('a'|slice(10**12))|list }}",
+        "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
+        "{{ ('a' * 1000000)|replace('a', 'b' * 1000000) }}",
+        "{{ ('b' * 1000000).join(range(99999)|map('string')|list) }}",
+        "{{ range(99999)|join('b' * 1000000) }}",
+        DOUBLED.replace("START", "'ab'").replace("OPERATOR", "~"),
+        DOUBLED.replace("START", "'ab'").replace("OPERATOR", "+"),
+    ],
+)
+def test_no_template_makes_what_does_not_fit(source: str) -> None:
+    """It is refused before it is made, when it is compiled and when it is rendered."""
+    begin, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidRequest, match="chat template refuses"):
+        ChatTemplates({"default": source}, {}).render([{"role": "user", "content": "hi"}], None, {}, True)
+    assert time.process_time() - begin < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 2**20  # KiB
+
+
+def test_loops_that_call_nothing_end_in_time() -> None:
+    source = "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
+    begin = time.process_time()
+    with pytest.raises(InvalidRequest, match="runs for longer than 5 seconds"):
+        ChatTemplates({"default": source}, {}).render([{"role": "user", "content": "hi"}], None, {}, True)
+    assert time.process_time() - begin < 10
+
+
+def test_bounded_loops_and_operators_are_those_of_jinja() -> None:
+    source = (
+        "{% for m in messages %}{{ loop.index }}{{ loop.last }}{{ m.role ~ ':' ~ m.content }}{{ loop.length }}"
+        "{% else %}none{% endfor %}{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{{ 3 * 4 + 2**3 }}"
+        "{{ 'ab' * 3 }}{{ '%03d' % 7 }}{{ [1] + [2] }}{% for x in nothing %}{% else %}-{% endfor %}"
+        "{% for n in [1, [2, [3]]] recursive %}{{ n if n is number else loop(n) }}{% endfor %}"
+        "{% for m in messages if m.role == 'user' %}{{ loop.length }}{{ loop.previtem }}{% endfor %}"
+    )
+    text = ChatTemplates({"default": source}, {}).render([{"role": "user", "content": "hi"}], None, {}, True)
+    assert text == "1Trueuser:hi1a120ababab007[1, 2]-1231"

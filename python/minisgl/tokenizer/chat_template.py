@@ -6,9 +6,12 @@ bounded time and to a bounded length, and whatever goes wrong in it is the one r
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import re
 import time
+from collections.abc import Callable, Iterator, Sized
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -17,6 +20,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
+import jinja2.visitor
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minisgl.config import ConfigError
@@ -88,7 +92,7 @@ class ChatTemplates:
 
     def _compile(self, name: str) -> jinja2.Template:
         try:
-            return self._environment.from_string(self._sources[name])
+            return self._environment.compile_bounded(self._sources[name])
         except Exception as error:
             where = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise ConfigError(
@@ -180,17 +184,29 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The dialect that chat templates are written in, with a deadline.
+    """The dialect that chat templates are written in, with a deadline and a limit on every value that it makes.
 
-    Jinja has no endless loop, but loops nest and macros recurse: every call and every look-up checks the clock.
+    Jinja has no endless loop, but loops nest and macros recurse: every call, look-up, filter and turn of a loop checks
+    the clock. A single operation that Python would not return from ('a' * 10**10) is refused before it begins, and what
+    doubles from one to the next when it is too long. Constants are computed under the same rules when a template is
+    compiled.
     """
+
+    intercepted_binops = frozenset(("*", "**", "+", "%"))
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag])
         self.filters["tojson"] = _tojson
+        self.filters = {name: self._bounded(filter_) for name, filter_ in self.filters.items()}
+        self.filters[_EACH] = self._each
+        self.filters[_WHOLE] = self._whole
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self._deadline = 0.0
+
+    def compile_bounded(self, source: str) -> jinja2.Template:
+        self._deadline = time.monotonic() + MAX_SECONDS
+        return self.from_string(source)
 
     def render_bounded(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         self._deadline = time.monotonic() + MAX_SECONDS
@@ -208,6 +224,73 @@ class _Environment(ImmutableSandboxedEnvironment):
         if time.monotonic() > self._deadline:
             raise Refusal(f"it runs for longer than {MAX_SECONDS:.0f} seconds")
 
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        """Let every loop check the clock, and every concatenation (~) its length."""
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(jinja2.nodes.For):
+            loop.iter = jinja2.nodes.Filter(loop.iter, _EACH, [], [], None, None, lineno=loop.lineno)
+        return _Concatenations().visit(template)  # type: ignore[no-any-return]
+
+    def _each(self, values: Any) -> Iterator[Any]:
+        for value in values:
+            self._check_deadline()
+            yield value
+
+    def _whole(self, value: Any) -> Any:
+        """Return the value if it is no longer than a text may be."""
+        if isinstance(value, str | bytes | list | tuple) and len(value) > MAX_CHARS:
+            raise Refusal(f"it makes a text or list longer than {MAX_CHARS}")
+        return value
+
+    def _check_arguments(self, name: str, value: Any, args: list[Any]) -> None:
+        """Refuse a call of this method or filter of a value that would make something longer than a text may be."""
+        self._check_deadline()
+        if any(isinstance(arg, int) and abs(arg) > MAX_CHARS for arg in args):
+            raise Refusal(f"it calls {name} with a number beyond {MAX_CHARS}")
+        if name == "format" and isinstance(value, str) and _LONG_NUMBER.search(value):
+            raise Refusal("it formats with a number of more than six digits")
+        match name, value, args:
+            case "replace", str(), [str(old), str(new), *_]:
+                length = len(value) + value.count(old) * len(new)
+            case "join", str(), [Sized() as items, *_]:
+                length = len(value) * len(items)
+            case "join", Sized(), [str(separator), *_]:
+                length = len(value) * len(separator)
+            case "indent", str(), [int(width), *_]:
+                length = (value.count("\n") + 1) * width
+            case "indent", str(), [str(width), *_]:
+                length = (value.count("\n") + 1) * len(width)
+            case _:
+                return
+        if length > MAX_CHARS:
+            raise Refusal(f"it makes a text longer than {MAX_CHARS} characters")
+
+    def _bounded(self, filter_: Callable[..., Any]) -> Callable[..., Any]:
+        name = filter_.__name__.removeprefix("sync_").removeprefix("do_")
+        first = 1 if hasattr(filter_, "jinja_pass_arg") else 0  # behind the environment or context
+
+        @functools.wraps(filter_)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            value = args[first] if len(args) > first else None
+            self._check_arguments(name, value, [*args[first + 1 :], *kwargs.values()])
+            return self._whole(filter_(*args, **kwargs))
+
+        return bounded
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(side) if isinstance(side, Sized) else 0 for side in (left, right)]
+        if operator == "*" and any(sizes):
+            times = right if isinstance(right, int) else left
+            if isinstance(times, int) and max(sizes) * times > MAX_CHARS:
+                raise Refusal(f"it makes a text or list longer than {MAX_CHARS}")
+        elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > MAX_BITS:
+                raise Refusal(f"it computes a number of more than {MAX_BITS} bits")
+        elif operator == "%" and isinstance(left, str) and ("*" in left or _LONG_NUMBER.search(left)):
+            raise Refusal("it formats with a number of more than six digits")
+        return self._whole(super().call_binop(context, operator, left, right))
+
     def call(
         __self,  # as in Jinja, so that a template may pass a keyword called self
         __context: jinja2.runtime.Context,
@@ -215,8 +298,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps str.format
+        if (value := getattr(method, "__self__", None)) is not None:
+            __self._check_arguments(getattr(method, "__name__", ""), value, [*args, *kwargs.values()])
         __self._check_deadline()
-        return super().call(__context, __obj, *args, **kwargs)
+        return __self._whole(super().call(__context, __obj, *args, **kwargs))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         self._check_deadline()
@@ -225,6 +311,19 @@ class _Environment(ImmutableSandboxedEnvironment):
     def getitem(self, obj: Any, argument: Any) -> Any:
         self._check_deadline()
         return super().getitem(obj, argument)
+
+
+MAX_BITS = 4096  # of a number that a template computes
+_LONG_NUMBER = re.compile(r"\d{7}")  # a width of a million and more
+_EACH, _WHOLE = "each in time", "of a bounded length"  # filters that no template can name
+
+
+class _Concatenations(jinja2.visitor.NodeTransformer):
+    """Puts a check behind every a ~ b."""
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        return jinja2.nodes.Filter(node, _WHOLE, [], [], None, None, lineno=node.lineno)
 
 
 def _tojson(

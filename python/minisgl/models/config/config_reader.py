@@ -42,6 +42,13 @@ _NEUTRAL: Mapping[str, Any] = {
     "num_local_experts": None,
 }
 
+# Far above any model, and little enough for what is made by layer, expert or head before a weight is looked for.
+MAX_COUNT = 2**30
+MOST = {"num_hidden_layers": 1024, "num_attention_heads": 65_536, "num_key_value_heads": 65_536, "head_dim": 65_536}
+MOST |= dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 65_536)
+MOST |= dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"), 2**24)
+MOST |= dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 2**24)
+
 
 class ConfigReader:
     """One object of a config.json. It knows which keys were read, so that none which matters is passed over."""
@@ -67,12 +74,14 @@ class ConfigReader:
         return self._raw.get(key)
 
     def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer of at least `least`."""
+        """Return an integer from `least` to MAX_COUNT, or to what MOST has for this key."""
         value = self.get(key)
         if value is None:
             return _required(key, default)
         if type(value) is not int or value < least:
             raise UnsupportedModel(f"{key} must be an integer of at least {least}, not {brief(value)}")
+        if value > (most := MOST.get(key, MAX_COUNT)):
+            raise UnsupportedModel(f"{key} is {brief(value)}, but the limit is {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
