@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import logging
 import math
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ from minisgl.attention.select import ChosenAttention, make_attention
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import Batch, Int32Array, StepResult, pages_for
 from minisgl.distributed.group import TPGroup
+from minisgl.engine.cpu_threads import CpuThreads
 from minisgl.engine.decode_graphs import DecodeGraphs, decode_graph_sizes
 from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.engine.forward import Forwarded, StepRunner
 from minisgl.engine.graphs import Graphs, GraphSizes
 from minisgl.engine.measure import graphs_bytes, steps_bytes
-from minisgl.engine.memory import GIB, Needs, pool_pages, room_for_pool
+from minisgl.engine.memory import CPU_SEQUENCES, GIB, Needs, pool_pages, room_for_pool
 from minisgl.engine.prefill_graphs import prefill_graph_sizes
 from minisgl.engine.queue import StepTensors, make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
@@ -66,6 +68,7 @@ class Engine:
         self._tp = tp
         context_len = _context_len(config, model)
         shape = _attention_shape(config, model, tp, self.page_size, self.dtype)
+        self._cpu_threads = CpuThreads(os.environ) if self.device.type == "cpu" else None
         with phase("load kernels"):  # first: threads go on compiling them while weights are loaded
             self._queue = make_queue(self.device, self.num_slots)
             ops = make_ops(self.device)
@@ -86,11 +89,12 @@ class Engine:
             with phase("measure a step's memory"):
                 needs = self._queue.call(lambda: _measure(parts, sizes, context_len, max_prefill_tokens))
         with phase("allocate the KV cache"):
+            useful_sequences = self.num_slots if self.device.type == "cuda" else min(self.num_slots, CPU_SEQUENCES)
             room = room_for_pool(self.device, config.memory_ratio, tp.size, needs)
             self.num_pages = pool_pages(
                 config,
                 page_bytes=parts.layout.page_bytes,
-                useful_pages=self.num_slots * pages_for(context_len, self.page_size),
+                useful_pages=useful_sequences * pages_for(context_len, self.page_size),
                 room=dataclasses.replace(room, pool=tp.smallest(room.pool)),
             )
             # A sequence must fit into the pool alone.
@@ -154,6 +158,8 @@ class Engine:
     def close(self) -> None:
         """Wait for the steps under way and give the device's memory back; the engine cannot be used afterwards."""
         self._queue.close()
+        if self._cpu_threads is not None:
+            self._cpu_threads.close()
         self._graphs = None
         del self._runner, self._masks
         gc.collect()  # modules and graphs refer to one another

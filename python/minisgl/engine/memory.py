@@ -11,6 +11,9 @@ import torch
 from minisgl.config import ConfigError, EngineConfig
 
 CPU_POOL_LIMIT = 8 << 30  # bytes: more is of no use to a CPU and would surprise its owner
+# Sequences of full length, or many shorter ones, that a pool on the CPU holds: what it caches becomes the process's
+# memory page by page, and a CPU has not the time to use more.
+CPU_SEQUENCES = 16
 GIB = float(1 << 30)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import weakref
 
@@ -12,6 +13,7 @@ from minisgl.limits import Limits
 from minisgl.message.control import Failed, Ready, Serve, Start
 from minisgl.message.socket import Addresses, Outbox
 from minisgl.message.to_rank import ToRank
+from minisgl.process.cpu_environment import cpu_environment
 from minisgl.process.launch import Child, start_worker
 from minisgl.process.run_dir import make_run_dir
 
@@ -25,7 +27,12 @@ class RankProcesses:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.addresses = Addresses(self._run_dir)
         self._children: list[Child] = [
-            start_worker(f"scheduler-{rank}", "minisgl.scheduler.process:run", Start(config, self._run_dir, rank))
+            start_worker(
+                f"scheduler-{rank}",
+                "minisgl.scheduler.process:run",
+                Start(config, self._run_dir, rank),
+                cpu_environment(os.environ),
+            )
             for rank in range(1, config.engine.tp_size)
         ]
 

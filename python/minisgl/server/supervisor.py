@@ -22,6 +22,7 @@ import msgspec
 from minisgl.config import ConfigError, HttpConfig, ServerConfig
 from minisgl.limits import Limits
 from minisgl.message.control import Drain, Drained, Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
+from minisgl.process.cpu_environment import cpu_environment
 from minisgl.process.launch import Child, start_worker
 from minisgl.process.open_files import raise_open_files
 from minisgl.process.run_dir import make_run_dir
@@ -137,7 +138,9 @@ class Supervisor:
         self._listener.close()  # it is the API server's: when that ends, clients are refused instead of left to wait
 
     def _start(self, name: str, kind: str, index: int = 0, listen_fd: int | None = None) -> None:
-        child = start_worker(name, self._entries[kind], Start(self._config, self._run_dir, index, listen_fd))
+        start = Start(self._config, self._run_dir, index, listen_fd)
+        env = cpu_environment(os.environ) if kind == "scheduler" else None
+        child = start_worker(name, self._entries[kind], start, env)
         self._children.append(child)
         self._selector.register(child.pipe, selectors.EVENT_READ, child)
 
