@@ -179,7 +179,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Setting(
             help="share of the GPU's memory for weights and KV cache; on the CPU, of the free memory for the KV cache, "
-            "at most 8 GiB",
+            "at most 8 GiB, and for 16 sequences of full length",
             aliases=("--gpu-memory-utilization", "--mem-fraction-static"),
             metavar="RATIO",
             gt=0,

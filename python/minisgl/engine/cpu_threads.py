@@ -1,8 +1,9 @@
 """Idle OpenMP threads of an engine on a CPU: they are to sleep soon, also where torch was imported before Minisgl.
 
-libgomp reads GOMP_SPINCOUNT when it is loaded, so a worker process gets it in its environment (`process.cpu_environment`).
-In a process that has torch already, there is one way left: a libgomp that manages more threads than there are CPUs spins
-a hundred loops only. So one team more than all CPUs is made, and sleeps until the engine is closed.
+libgomp reads GOMP_SPINCOUNT when it is loaded, so a worker process gets it in its environment
+(`process.cpu_environment`). In a process that has torch already there is one way left: a libgomp that manages more
+threads than there are CPUs spins a hundred loops only. So a team of one thread more than that is made, which sleeps
+until the engine is closed.
 """
 
 from __future__ import annotations

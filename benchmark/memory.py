@@ -1,0 +1,72 @@
+"""Memory of a server's scheduler process over thousands of requests of varied lengths: PSS after every so many.
+
+Bursts of requests are sent to a server that `--` starts, or to the demo's. Nothing of it depends on time, so it may run
+beside other work.
+
+    python benchmark/memory.py --requests 20000
+    python benchmark/memory.py --requests 20000 -- python -m minisgl --port 0 --device cpu --max-running-requests 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from pathlib import Path
+
+from minisgl.benchmark.arguments import make_parser
+from minisgl.benchmark.client import Target
+from minisgl.benchmark.launch import LaunchFailed, ServerProcess, ask_served, exit_on_sigterm
+from minisgl.benchmark.load import run_load
+from minisgl.benchmark.processes import worker_pids
+from minisgl.benchmark.workload import Lengths, synthetic_load
+
+DEMO = (sys.executable, "-m", "minisgl", "--port", "0", "--device", "cpu")
+
+
+def pss_mb(pid: int) -> int:
+    """Proportional set size of a process."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("Pss:"))
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    argv = sys.argv[1:]
+    at = argv.index("--") if "--" in argv else len(argv)
+    parser = make_parser(__doc__)
+    parser.add_argument("--requests", type=int, default=20_000, metavar="N", help="in all")
+    parser.add_argument("--every", type=int, default=1000, metavar="N", help="requests between two figures")
+    parser.add_argument("--burst", type=int, default=64, metavar="N", help="requests at once, at most")
+    parser.add_argument("--input", type=int, default=80, metavar="TOKENS", help="mean prompt, log-normal")
+    parser.add_argument("--output", type=int, default=8, metavar="TOKENS", help="mean answer, log-normal")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and tokens")
+    return parser.parse_args(argv[:at]), argv[at + 1 :] or list(DEMO)
+
+
+def main() -> None:
+    args, command = parse()
+    rng, lengths = random.Random(args.seed), Lengths(args.input, args.output, 0.9, 0.7)
+    with ServerProcess(command) as server:
+        served = ask_served(server.base_url, model=None, context=None, vocab_size=None)
+        target = Target(server.base_url, served.model, 0.6, 600, None)
+        pid = worker_pids(server.process.pid)["minisgl.scheduler.process:run"]
+        print(f"0 requests: {pss_mb(pid)} MB", flush=True)
+        done, limits = 0, {"vocab_size": served.vocab_size, "context": served.context}
+        while done < args.requests:
+            begin, load = done, []
+            while done < min(begin + args.every, args.requests):
+                # Bursts of different sizes, so that steps have all numbers of rows.
+                count = min(rng.randint(1, args.burst), args.requests - done)
+                load += synthetic_load(args.seed + done, [0.2 * len(load) / args.burst] * count, lengths, **limits)[0]
+                done += count
+            records = run_load(target, load)
+            errors = sum(bool(record.error) for record in records)
+            print(f"{done} requests: {pss_mb(pid)} MB, {errors} errors", flush=True)
+
+
+if __name__ == "__main__":
+    exit_on_sigterm()
+    try:
+        main()
+    except LaunchFailed as error:
+        sys.exit(f"memory: error: {error}")
