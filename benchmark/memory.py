@@ -60,8 +60,8 @@ def main() -> None:
                 load += synthetic_load(args.seed + done, [0.2 * len(load) / args.burst] * count, lengths, **limits)[0]
                 done += count
             records = run_load(target, load)
-            errors = sum(bool(record.error) for record in records)
-            print(f"{done} requests: {pss_mb(pid)} MB, {errors} errors", flush=True)
+            errors = [record.error for record in records if record.error]
+            print(f"{done} requests: {pss_mb(pid)} MB, {len(errors)} errors", *sorted(set(errors))[:3], flush=True)
 
 
 if __name__ == "__main__":

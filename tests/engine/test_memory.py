@@ -7,9 +7,13 @@ import os
 import pytest
 import torch
 
+from minisgl import LLM
+from minisgl.attention.base import AttentionInputs, AttentionPlan
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.engine.measure import largest_step
+from minisgl.engine.logprobs import LogprobTensors
+from minisgl.engine.measure import largest_step, longest_step, run_trial
 from minisgl.engine.memory import CPU_POOL_LIMIT, Needs, Room, pool_pages, room_for_pool
+from minisgl.limits import MAX_LOGPROBS
 
 CONFIG = EngineConfig(model_path="")
 GIB = 1 << 30
@@ -69,3 +73,38 @@ def test_the_largest_step(slots: int, longest: int, tokens: int) -> None:
     assert len(batch.slots) == slots
     assert batch.lengths.min() >= 1
     assert batch.lengths.max() <= longest
+
+
+@pytest.mark.parametrize(
+    ("slots", "longest", "tokens"), [(8, 100, 64), (8, 100, 500), (1, 10, 1), (64, 100, 5), (2, 2, 9)]
+)
+def test_the_longest_step_stands_behind_a_prefix_and_is_judged(slots: int, longest: int, tokens: int) -> None:
+    batch = longest_step(slots, longest, tokens)
+    assert batch.starts[0] + batch.lengths[0] == longest - 1
+    assert batch.lengths[0] == min(max(tokens - slots + 1, 1), longest - 1)
+    assert batch.logprobs is not None
+    assert (batch.logprobs.prompt_lengths == batch.lengths).all()
+    assert batch.logprobs.top == batch.logprobs.prompt_top == MAX_LOGPROBS
+
+
+def test_the_memory_trial_runs_attention_behind_a_prefix_and_scores_every_token() -> None:
+    """As on a GPU, in an engine on the CPU: what it computes is of no use, but all of it is computed."""
+    with LLM("demo", device="cpu", max_running_req=3, max_seq_len_override=200, num_page_override=16) as llm:
+        runner = llm._engine._runner
+        seen: list[tuple[int, int]] = []
+        plan, compute = runner.attention.plan, runner.logprobs
+
+        def spy(inputs: AttentionInputs) -> AttentionPlan:
+            seen.append((int(inputs.query_lens.max()), int(inputs.kv_lens.max())))
+            return plan(inputs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runner.attention, "plan", spy)
+            patch.setattr(runner, "logprobs", lambda *args: scored.append(compute(*args)))
+            scored: list[tuple[LogprobTensors, LogprobTensors] | None] = []
+            llm._engine._queue.call(lambda: run_trial(runner, longest_step(3, 200, 64)))
+        assert seen == [(62, 199)]
+        assert scored[0] is not None
+        output, prompt = scored[0]
+        assert output.top.shape == (3, MAX_LOGPROBS)
+        assert prompt.top.shape == (64, MAX_LOGPROBS)

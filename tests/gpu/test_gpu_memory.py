@@ -126,3 +126,28 @@ def test_prefills_that_find_no_memory_are_retried_in_parts(folder: Path) -> None
         llm.loop.scheduler.flush_cache()
         assert [answer["finish_reason"] for answer in llm.generate(prompts, params)] == ["length"] * 24
         llm.check_idle()
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_long_prefixes_and_log_probabilities_stay_within_the_ratio(folder: Path, attention: str) -> None:
+    """Chunks of 4096 tokens behind up to 28,000, one behind a cached prefix, and all log-probabilities of a prompt."""
+    torch.cuda.empty_cache()
+    with LLM(
+        str(folder),
+        device="cuda",
+        use_dummy_weight=True,
+        memory_ratio=RATIO,
+        max_running_req=16,
+        max_extend_tokens=4096,
+        attention_backend=attention,
+    ) as llm:
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        prompt = [1 + index % 997 for index in range(30_000)]
+        llm.generate([prompt], params)
+        (again,) = llm.generate([[*prompt, *range(1, 5000)]], params)
+        assert again["cached_tokens"] > 29_000
+        scored = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=20, prompt_logprobs=20)
+        llm.generate([prompt[:9000], *([index] * 500 for index in range(1, 16))], scored)
+        assert llm.loop.scheduler.failed_steps == 0
+        llm.check_idle()
+        assert used_ratio() < RATIO + 0.01

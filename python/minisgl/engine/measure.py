@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from minisgl.config import ConfigError
-from minisgl.core import Batch
+from minisgl.core import Batch, LogprobPlan
 from minisgl.engine.forward import StepRunner
 from minisgl.engine.graphs import Graphs, GraphSizes
 from minisgl.engine.memory import GIB
+from minisgl.limits import MAX_LOGPROBS
 
 
 def largest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
@@ -42,15 +43,48 @@ def largest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
     )
 
 
+def longest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
+    """Return a prefill whose first row has all tokens but one for each other slot, behind as long a prefix as fits.
+
+    All log-probabilities that a step can return are wanted: of the sampled tokens and of every token of the prompts.
+    """
+    rows = num_slots
+    lengths, starts = np.ones(rows, dtype=np.int32), np.zeros(rows, dtype=np.int32)
+    last = max(max_seq_len - 1, 1)  # the token behind the last position is read, to be scored
+    lengths[0] = min(max(max_tokens - rows + 1, 1), last)
+    starts[0] = last - lengths[0]
+    return Batch(
+        step=0,
+        slots=np.arange(rows, dtype=np.int32),
+        starts=starts,
+        lengths=lengths,
+        samples=np.ones(rows, dtype=np.bool_),
+        new_pages=np.zeros((0, 3), dtype=np.int32),
+        greedy=False,
+        filtered=True,
+        processed=True,
+        logprobs=LogprobPlan(np.arange(rows, dtype=np.int32), MAX_LOGPROBS, lengths, MAX_LOGPROBS),
+    )
+
+
+def run_trial(runner: StepRunner, batch: Batch) -> None:
+    """Launch all that a step can consist of."""
+    forwarded = runner.forward(batch)
+    judged = runner.judged(batch, forwarded, None, processed=True)
+    sampled = runner.sample(batch, forwarded)
+    runner.logprobs(batch, forwarded, judged, sampled)
+
+
 def steps_bytes(runner: StepRunner, before: int, max_seq_len: int, max_tokens: int) -> int:
-    """What the largest step adds to the `before` bytes that torch had. ConfigError if it does not fit."""
+    """Return what the largest steps add to the `before` bytes that torch had. ConfigError if one does not fit."""
     device = runner.state.device
     runner.state.tokens.random_(0, runner.model.config.vocab_size)
-    batch = largest_step(runner.state.scratch_slot, max_seq_len, max_tokens)
+    sizes = runner.state.scratch_slot, max_seq_len, max_tokens
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        runner.sample(batch, runner.forward(batch))
-        torch.cuda.synchronize(device)
+        for batch in (largest_step(*sizes), longest_step(*sizes)):
+            run_trial(runner, batch)
+            torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
         total = torch.cuda.get_device_properties(device).total_memory
         raise ConfigError(
