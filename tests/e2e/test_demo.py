@@ -26,7 +26,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "default flags": (),
     "few pages, small chunks": ("--page-size", "16", "--num-pages", "400", "--max-prefill-length", "32"),
     "two ranks, mixed batches": ("--tp", "2", "--batch-policy", "mixed", "--max-prefill-length", "256"),
-    "retraction": ("--page-size", "4", "--num-pages", "1024", "--schedule-policy", "lpm"),
+    "small pages, longest prefix first": ("--page-size", "4", "--schedule-policy", "lpm"),
     "naive cache, no overlap": ("--cache", "naive", "--disable-overlap", "--page-size", "1"),
 }
 
@@ -79,6 +79,32 @@ def test_scores(setting: str, cases: list[Case]) -> None:
     with Server("--model", "demo", *SETTINGS[setting]) as server:
         answers, _ = ask_all(server, cases)
         server.wait_idle()
+    check_scores(cases, answers)
+
+
+def test_scores_among_retractions(cases: list[Case], request: pytest.FixtureRequest) -> None:
+    """Beside answers that outgrow the pool: whoever came last makes room for them, again and again."""
+    short = request.config.getoption("--demo-cases") < 10  # contexts: see `cases`
+    num_pages, num_growers, length = (450, 24, 128) if short else (1024, 48, 256)
+
+    def grow(server: Server, number: int) -> int:
+        answer = server.client.completions.create(
+            model="demo",
+            prompt=f"{number} is a number",
+            temperature=0,
+            max_tokens=length,
+            extra_body={"ignore_eos": True},
+        )
+        assert answer.usage is not None
+        return answer.usage.completion_tokens
+
+    pool = ("--page-size", "4", "--num-pages", str(num_pages), "--schedule-policy", "lpm")
+    with Server("--model", "demo", *pool) as server, ThreadPoolExecutor(num_growers) as growers:
+        grown = [growers.submit(grow, server, number) for number in range(2 * num_growers)]
+        answers, _ = ask_all(server, cases)
+        assert [one.result() for one in grown] == [length] * 2 * num_growers
+        server.wait_idle()
+        assert server.info()["scheduler-0"]["retractions"] >= 20
     check_scores(cases, answers)
 
 

@@ -42,17 +42,23 @@ class Oracle:
         save_byte_tokenizer(folder, VOCAB)
 
     def greedy(
-        self, rng: random.Random, count: int, new_tokens: int, make_cache: Callable[[], Any] | None = None
+        self,
+        rng: random.Random,
+        count: int,
+        new_tokens: int,
+        make_cache: Callable[[], Any] | None = None,
+        *,
+        longest: int = 300,
     ) -> list[Expected]:
-        """`count` prompts of 1 to 300 tokens, several sharing prefixes, with transformers' greedy answers.
+        """`count` prompts of 1 to `longest` tokens, several sharing prefixes, with transformers' greedy answers.
 
         `make_cache` makes the KV cache of one of them, if it is not to be transformers' own.
         """
-        shared = [_tokens(rng, 90), _tokens(rng, 130)]
+        shared = [prefix for prefix in (_tokens(rng, 90), _tokens(rng, 130)) if len(prefix) < longest]
         found: list[Expected] = []
         while len(found) < count:
-            begin = shared[len(found) % 6] if len(found) % 6 < 2 else []
-            prompt = begin + _tokens(rng, rng.randint(1, 300 - len(begin)))
+            begin = shared[len(found) % 6] if len(found) % 6 < len(shared) else []
+            prompt = begin + _tokens(rng, rng.randint(1, longest - len(begin)))
             ids = torch.tensor([prompt])
             out = self._model.generate(
                 ids,
