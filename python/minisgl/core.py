@@ -6,14 +6,15 @@ Pure: no torch, no I/O. Token ids are NumPy int32 arrays; lengths and positions 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.limits import Limits
+from minisgl.request_fields import TOKEN_ID, RequestField, request_fields
 
 Int32Array: TypeAlias = NDArray[np.int32]
 Float32Array: TypeAlias = NDArray[np.float32]
@@ -48,14 +49,8 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # the code of a prompt, or 
 
 
 MAX_STOP_STRING_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 256
-MAX_LOGIT_BIASES = 1024
-MAX_BAD_WORDS = 128
-MAX_BAD_WORD_CHARS = 1024
 MAX_BAD_WORD_TOKENS = 16
 MAX_GRAMMAR_CHARS = 262_144
-MIN_REPETITION_PENALTY = 0.01
-MAX_REPETITION_PENALTY = 10.0
 MIN_TEMPERATURE = 1e-5  # below it requests are greedy: quotients of logits might not be finite
 
 
@@ -89,118 +84,112 @@ class SamplingParams(msgspec.Struct, frozen=True):
     any of it, or, where the engine is told so, of those before the filters.
     """
 
-    temperature: float = 0.0
-    top_k: int = -1
-    top_p: float = 1.0
-    ignore_eos: bool = False
-    max_tokens: int | None = 1024
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0  # the sequence cannot end by itself before
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
-    allowed_token_ids: tuple[int, ...] | None = None  # None: all
-    bad_words: tuple[str, ...] = ()
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # the same as token ids: `tokenizer.bad_words` resolves them
-    logprobs: int | None = None  # most likely alternatives to return with each output token; 0: the token alone
-    prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
+    temperature: Annotated[
+        float, RequestField("Randomness of the choice; below 0.00001 it is greedy.", 0.7, ge=0, le=100)
+    ] = 0.0
+    top_k: Annotated[
+        int, RequestField("Choose among this many most likely tokens; -1 or 0: all.", 40, ge=-1, le=2**31 - 1)
+    ] = -1
+    top_p: Annotated[
+        float, RequestField("Choose among the most likely tokens of this total probability.", 0.9, gt=0, le=1)
+    ] = 1.0
+    ignore_eos: Annotated[bool, RequestField("Go on after the model's own end token.", False)] = False
+    max_tokens: Annotated[
+        int | None,
+        RequestField("Most tokens to generate; 0 scores the prompt alone, with prompt_logprobs or echo.", 64, ge=0),
+    ] = 1024
+    min_p: Annotated[
+        float,
+        RequestField("Choose among tokens of at least this share of the likeliest's probability.", 0.05, ge=0, le=1),
+    ] = 0.0
+    seed: Annotated[
+        int | None,
+        RequestField("Seed of the random choice; none: a fresh one.", 42, ge=-(2**63), le=2**63 - 1),
+    ] = None
+    stop: Annotated[
+        tuple[str, ...],
+        RequestField(
+            "Strings that end the answer; it stops before them.",
+            ["END"],
+            max_length="max_stop_strings",
+            noun="stop strings",
+            entries=(RequestField("Stop string.", min_length=1, max_length=MAX_STOP_STRING_CHARS),),
+        ),
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...], RequestField("Token ids that end the answer.", [2], max_length=256, entries=(TOKEN_ID,))
+    ] = ()
+    min_tokens: Annotated[
+        int, RequestField("The answer cannot end by itself before; max_tokens is the most.", 0, ge=0)
+    ] = 0
+    presence_penalty: Annotated[
+        float, RequestField("Subtracted from the logit of each token that the answer has.", 0.5, ge=-2, le=2)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, RequestField("Subtracted from a token's logit for each time that the answer has it.", 0.5, ge=-2, le=2)
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        RequestField("Divides or multiplies the logits of tokens of prompt and answer; 1: off.", 1.1, ge=0.01, le=10),
+    ] = 1.0
+    logit_bias: Annotated[
+        tuple[tuple[int, float], ...],
+        RequestField(
+            "Added to the logits of these token ids.",
+            {"5": -100},
+            max_length=1024,
+            entries=(TOKEN_ID, RequestField("Bias of a token id.", ge=-100, le=100)),
+        ),
+    ] = ()
+    allowed_token_ids: Annotated[
+        tuple[int, ...] | None,
+        RequestField(
+            "No other token is generated; none: all are allowed.",
+            [5, 6],
+            min_length=1,
+            max_length="vocab_size",
+            noun="ids",
+            entries=(TOKEN_ID,),
+        ),
+    ] = None
+    bad_words: Annotated[
+        tuple[str, ...],
+        RequestField(
+            f"Never generated, with and without a space in front; each may have {MAX_BAD_WORD_TOKENS} tokens.",
+            ["foo"],
+            max_length=128,
+            noun="bad words",
+            entries=(RequestField("Bad word.", min_length=1, max_length=1024),),
+        ),
+    ] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # bad words as token ids: `tokenizer.bad_words` resolves them
+    logprobs: Annotated[
+        int | None,
+        RequestField("Most likely alternatives to return with each output token; 0: none.", 2, ge=0, le="max_logprobs"),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        RequestField("Alternatives to return with each token of the prompt but the first.", 2, ge=0, le="max_logprobs"),
+    ] = None
     grammar: Grammar | None = None
 
     def validate(self, limits: Limits) -> None:
-        """Raise InvalidRequest for the first value outside its range."""
-        if not 0.0 <= self.temperature <= 100.0:  # also refuses NaN
-            raise InvalidRequest("temperature", f"temperature must be between 0 and 100, not {self.temperature}")
-        if not -1 <= self.top_k < 2**31:
-            raise InvalidRequest("top_k", f"top_k must be -1 (no limit) or between 0 and 2**31 - 1, not {self.top_k}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise InvalidRequest("top_p", f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise InvalidRequest("min_p", f"min_p must be between 0 and 1, not {self.min_p}")
-        fewest = 1 if self.prompt_logprobs is None else 0
-        if self.max_tokens is not None and self.max_tokens < fewest:
-            raise InvalidRequest("max_tokens", f"max_tokens must be at least {fewest}, not {self.max_tokens}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise InvalidRequest("seed", f"seed must be a signed 64-bit integer, not {self.seed}")
-        if len(self.stop) > limits.max_stop_strings:
-            most = limits.max_stop_strings
-            raise InvalidRequest("stop", f"at most {most} stop strings are allowed, not {len(self.stop)}")
-        for text in self.stop:
-            if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
-                raise InvalidRequest("stop", f"a stop string must have 1 to {MAX_STOP_STRING_CHARS} characters")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequest("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} stop token ids are allowed")
-        for token in self.stop_token_ids:
-            if not 0 <= token < limits.vocab_size:
-                raise InvalidRequest(
-                    "stop_token_ids",
-                    f"stop token id {token} is outside the vocabulary of {limits.vocab_size}",
-                )
+        """Raise InvalidRequest for the first value outside its bounds."""
+        declared = request_fields(SamplingParams)
+        most = limits.max_seq_len if self.max_tokens is None else self.max_tokens
+        bounds = declared | {"min_tokens": replace(declared["min_tokens"], le=most)}
+        if self.prompt_logprobs is None:
+            bounds["max_tokens"] = replace(declared["max_tokens"], ge=1)
+        for name, field in bounds.items():
+            if (text := field.refusal(name, getattr(self, name), limits)) is not None:
+                raise InvalidRequest(name, text)
         if self.grammar is not None and self.grammar.kind == "sketch":
             raise InvalidRequest("grammar", "a sketch is no grammar of clients: the server completes its own")
-        self._validate_processing(limits)
-        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if count is not None and not 0 <= count <= limits.max_logprobs:
-                raise InvalidRequest(name, f"{name} must be between 0 and {limits.max_logprobs}, not {count}")
-
-    def _validate_processing(self, limits: Limits) -> None:
-        """The values that change logits."""
-        longest = limits.max_seq_len if self.max_tokens is None else self.max_tokens
-        if not 0 <= self.min_tokens <= longest:
-            raise InvalidRequest("min_tokens", f"min_tokens must be between 0 and {longest}, not {self.min_tokens}")
-        for name, penalty in (
-            ("presence_penalty", self.presence_penalty),
-            ("frequency_penalty", self.frequency_penalty),
-        ):
-            if not -2.0 <= penalty <= 2.0:
-                raise InvalidRequest(name, f"{name} must be between -2 and 2, not {penalty}")
-        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY:
-            raise InvalidRequest(
-                "repetition_penalty",
-                f"repetition_penalty must be between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}, "
-                f"not {self.repetition_penalty}",
-            )
-        if len(self.logit_bias) > MAX_LOGIT_BIASES:
-            raise InvalidRequest(
-                "logit_bias", f"logit_bias may have at most {MAX_LOGIT_BIASES} entries, not {len(self.logit_bias)}"
-            )
-        for token, bias in self.logit_bias:
-            if not 0 <= token < limits.vocab_size:
-                raise InvalidRequest(
-                    "logit_bias", f"logit_bias: token id {token} is outside the vocabulary of {limits.vocab_size}"
-                )
-            if not -100.0 <= bias <= 100.0:
-                raise InvalidRequest("logit_bias", f"logit_bias: values must be between -100 and 100, not {bias}")
-        if self.allowed_token_ids is not None:
-            self._validate_allowed(self.allowed_token_ids, limits)
-        if len(self.bad_words) > MAX_BAD_WORDS:
-            raise InvalidRequest(
-                "bad_words", f"at most {MAX_BAD_WORDS} bad words are allowed, not {len(self.bad_words)}"
-            )
-        for word in self.bad_words:
-            if not 0 < len(word) <= MAX_BAD_WORD_CHARS:
-                raise InvalidRequest("bad_words", f"a bad word must have 1 to {MAX_BAD_WORD_CHARS} characters")
         for ids in self.bad_words_ids:
             if not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
                 raise InvalidRequest("bad_words_ids", f"a bad word must have 1 to {MAX_BAD_WORD_TOKENS} tokens")
             if not 0 <= min(ids) <= max(ids) < limits.vocab_size:
                 raise InvalidRequest("bad_words_ids", f"bad_words_ids: {ids} is outside the vocabulary")
-
-    @staticmethod
-    def _validate_allowed(allowed: tuple[int, ...], limits: Limits) -> None:
-        if not 0 < len(allowed) <= limits.vocab_size:
-            raise InvalidRequest(
-                "allowed_token_ids", f"allowed_token_ids must have 1 to {limits.vocab_size} ids, not {len(allowed)}"
-            )
-        for token in (min(allowed), max(allowed)):
-            if not 0 <= token < limits.vocab_size:
-                raise InvalidRequest(
-                    "allowed_token_ids",
-                    f"allowed_token_ids: token id {token} is outside the vocabulary of {limits.vocab_size}",
-                )
 
     def with_max_tokens(self, max_tokens: int) -> SamplingParams:
         return msgspec.structs.replace(self, max_tokens=max_tokens)

@@ -24,6 +24,11 @@ class Limits(msgspec.Struct, frozen=True):
     max_new_tokens: int | None = None  # cap on every answer, whatever its request says; None: the context
 
     @property
+    def max_token_id(self) -> int:
+        """The largest id of the vocabulary."""
+        return self.vocab_size - 1
+
+    @property
     def context_limit(self) -> str:
         """How a refusal for length ends: in OpenAI's words, because clients look for them."""
         return f"this model's maximum context length is {self.max_seq_len} tokens, the answer included"

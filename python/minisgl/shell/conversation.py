@@ -18,7 +18,7 @@ Message = dict[str, str]
 _ANY = Limits(max_seq_len=2**31 - 1, vocab_size=2**31 - 1)  # the server knows its own
 # Not the user's to set: what the shell would not show, and what requests' bodies do not have under this name.
 _HIDDEN = ("logprobs", "prompt_logprobs", "grammar", "bad_words_ids")
-_KINDS = {field.name: field.type for field in msgspec.structs.fields(SamplingParams) if field.name not in _HIDDEN}
+_KINDS = {name: kind for name, kind in typing.get_type_hints(SamplingParams).items() if name not in _HIDDEN}
 SAMPLING_FIELDS = tuple(_KINDS)
 DEFAULT = "default"  # the word that takes a field's value away
 

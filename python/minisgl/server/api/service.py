@@ -48,7 +48,7 @@ class Service:
 
     async def validate(self, fields: dict[str, Any], model: type[B]) -> B:
         """The body made of these fields, or ApiError."""
-        body = validate(self._defaults_of(model) | fields, model)
+        body = validate(self._defaults_of(model) | fields, model, self.limits)
         self.unknown_fields.log(fields.keys() - model.known_fields())
         if body.model is not None:
             self.check_model(body.model)

@@ -55,7 +55,7 @@ def sglang_job(body: SglangBody, limits: Limits, sampling_defaults: Mapping[str,
         if body.logprob_start_len >= 0:
             fields["prompt_logprobs"] = body.top_logprobs_num
     try:
-        job = generate_job(validate(fields, GenerateBody), limits)
+        job = generate_job(validate(fields, GenerateBody, limits), limits)
     except InvalidRequest as error:
         raise invalid_request(error, names) from None
     except ApiError as error:

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
+from minisgl.limits import Limits
 from minisgl.server.api.bodies.scan import MAX_VALUES, BodyScan
 from minisgl.server.api.bodies.schema import Body
 from minisgl.server.api.http.errors import ApiError, invalid, too_large, too_slow, wrong_content_type
@@ -87,15 +88,17 @@ def read_fields(data: bytes | bytearray) -> dict[str, Any]:
     return {name: field for name, field in value.items() if field is not None}
 
 
-def validate(fields: dict[str, Any], model: type[B]) -> B:
-    """The validated body, or ApiError naming the field."""
+def validate(fields: dict[str, Any], model: type[B], limits: Limits) -> B:
+    """The validated body; ApiError or InvalidRequest naming the field."""
     for name, neutral in model.not_supported.items():
         if name in fields and fields[name] not in neutral:
             raise invalid(name, f"{name} is not supported yet")
     try:
-        return model.model_validate(fields)
+        body = model.model_validate(fields)
     except ValidationError as error:
         raise _first_error(error) from None
+    body.check_bounds(limits)
+    return body
 
 
 def check_numbers(fields: Mapping[str, Any]) -> None:

@@ -1,7 +1,9 @@
 """Request bodies. A field is declared here or named in `not_supported` or `no_effect`; others are unknown.
 
-Types are checked here and nested values are named in errors by their dotted path; the ranges of sampling parameters
-are checked by `SamplingParams.validate` alone. Types are strict: "5" and 5.0 are not integers.
+Types are checked here and nested values are named in errors by their dotted path. Types are strict: "5" and 5.0 are
+not integers. A field's sentence, example and bounds are those of its `RequestField`, which `Body.check_bounds` checks,
+or else of the sampling parameter of its name, which `SamplingParams.validate` checks. The OpenAPI document
+(`server.api.openapi`) is made from all of these.
 """
 
 from __future__ import annotations
@@ -9,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
 
-from minisgl.core import MAX_LOGIT_BIASES, Grammar, InvalidRequest, SamplingParams
+from minisgl.core import Grammar, InvalidRequest, SamplingParams
 from minisgl.limits import MAX_OPENAI_TEMPERATURE, Limits
 from minisgl.message.types import TextOptions
+from minisgl.request_fields import TOKEN_ID, RequestField, request_fields
+from minisgl.server.api.bodies.messages import ROLES
 from minisgl.server.api.bodies.scan import MAX_ITEMS
 from minisgl.server.api.bodies.structured import (
     ResponseFormat,
@@ -49,11 +53,53 @@ _STRING = {"type": "string"}
 _STRINGS = {"type": "array", "items": _STRING}
 _IDS = {"type": "array", "items": {"type": "integer"}}
 
-_CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)]
-_RequestId = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS)]
-Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": [*ROLES, "function"]},
+        "content": {"anyOf": [_STRING, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
+        "tool_calls": {"type": "array", "items": {"type": "object"}},
+        "tool_call_id": _STRING,
+        "name": _STRING,
+    },
+}
+_CacheSalt = Annotated[
+    str | None,
+    RequestField(
+        "Cached prefixes are shared with requests of the same salt only.",
+        "tenant-1",
+        min_length=1,
+        max_length=MAX_CACHE_SALT_CHARS,
+    ),
+]
+_RequestId = Annotated[
+    str | None,
+    RequestField(
+        "Name of the request for /abort, besides its answer's id.",
+        "job-1",
+        min_length=1,
+        max_length=MAX_REQUEST_ID_CHARS,
+    ),
+]
+_Priority = Annotated[
+    int, RequestField("Larger goes first among requests that wait.", 0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+]
+_Stream = Annotated[bool, RequestField("Answer as server-sent events, ended by [DONE].", False)]
+_Prompt = RequestField("Text, or token ids, to go on from.", "The capital of France is")
+_Messages = RequestField(
+    "The conversation, oldest message first.",
+    [{"role": "user", "content": "What is the capital of France?"}],
+    min_length=1,
+    max_length=MAX_MESSAGES,
+    noun="messages",
+)
+Messages = Annotated[
+    list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]],
+    _Messages,
+]
 OneOrMoreStrings = Annotated[list[str], BeforeValidator(_as_list), _any_of(_STRING, _STRINGS)]
-Prompt = Annotated[Any, _any_of(_STRING, _STRINGS, _IDS, {"type": "array", "items": _IDS})]
+Prompt = Annotated[Any, _any_of(_STRING, _STRINGS, _IDS, {"type": "array", "items": _IDS}), _Prompt]
 
 
 class Body(BaseModel):
@@ -65,7 +111,13 @@ class Body(BaseModel):
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     no_effect: ClassVar[frozenset[str]] = frozenset()
 
-    model: str | None = None
+    model: Annotated[str | None, RequestField("A served name; none: the model.")] = None
+
+    def check_bounds(self, limits: Limits) -> None:
+        """Raise InvalidRequest for the first value outside the bounds that this class declares."""
+        for name, field in request_fields(type(self)).items():
+            if (text := field.refusal(name, getattr(self, name), limits)) is not None:
+                raise InvalidRequest(name, text)
 
     @classmethod
     def known_fields(cls) -> frozenset[str]:
@@ -105,8 +157,6 @@ class RequestBody(Body):
             "mm_processor_kwargs",
         }
     )
-    max_temperature: ClassVar[float] = 100.0
-
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
@@ -120,31 +170,47 @@ class RequestBody(Body):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] = {}  # by token id
+    logit_bias: dict[str, float] = {}  # by token id
     allowed_token_ids: list[int] | None = None
     bad_words: OneOrMoreStrings = []
     prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    no_stop_trim: bool = False  # SGLang's name of the same
-    return_token_ids: bool = False
-    truncate_prompt_tokens: int | None = None
-    cache_salt: _CacheSalt | None = None
-    extra_key: _CacheSalt | None = None  # SGLang's name of the same
-    request_id: _RequestId | None = None  # a name for /abort
-    rid: _RequestId | None = None  # SGLang's name of the same
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0  # larger goes first
-    stream: bool = False
+    skip_special_tokens: Annotated[bool, RequestField("Leave special tokens out of the text.", True)] = True
+    include_stop_str_in_output: Annotated[bool, RequestField("The text ends with what stopped it.", False)] = False
+    no_stop_trim: Annotated[bool, RequestField("SGLang's name of include_stop_str_in_output.", False)] = False
+    return_token_ids: Annotated[bool, RequestField("Return token_ids and prompt_token_ids.", False)] = False
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        RequestField("Keep so many tokens of the prompt's end; -1: as many as fit.", 512, ge=-1, le="max_seq_len"),
+    ] = None
+    cache_salt: _CacheSalt = None
+    extra_key: _CacheSalt = None  # SGLang's name of the same
+    request_id: _RequestId = None
+    rid: _RequestId = None  # SGLang's name of the same
+    priority: _Priority = 0
+    stream: _Stream = False
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None  # vLLM's, as the guided ones
-    guided_json: Schema | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    json_schema: Schema | None = None  # SGLang's, as the next two
-    regex: str | None = None
-    ebnf: str | None = None
+    response_format: Annotated[
+        ResponseFormat | None, RequestField("OpenAI's structured output.", {"type": "json_object"})
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, RequestField("vLLM's structured output: one of its forms.", {"regex": "[0-9]+"})
+    ] = None
+    guided_json: Annotated[
+        Schema | None, RequestField("JSON Schema, or its text, that the answer follows (vLLM).", {"type": "object"})
+    ] = None
+    guided_regex: Annotated[
+        str | None, RequestField("Regular expression that the answer matches (vLLM).", "[0-9]+")
+    ] = None
+    guided_choice: Annotated[list[str] | None, RequestField("The answer is one of these (vLLM).", ["yes", "no"])] = None
+    guided_grammar: Annotated[
+        str | None,
+        RequestField("EBNF if it has ::=, else llguidance's Lark, of the answer (vLLM).", 'root ::= "a"'),
+    ] = None
+    json_schema: Annotated[
+        Schema | None, RequestField("JSON Schema, or its text, that the answer follows (SGLang).", '{"type": "object"}')
+    ] = None
+    regex: Annotated[str | None, RequestField("Regular expression that the answer matches (SGLang).", "[0-9]+")] = None
+    ebnf: Annotated[str | None, RequestField("EBNF of the answer (SGLang).", 'root ::= "a"')] = None
 
     @property
     def token_limit(self) -> int | None:
@@ -173,10 +239,6 @@ class RequestBody(Body):
 
     def sampling(self, limits: Limits) -> SamplingParams:
         """Valid sampling parameters, or InvalidRequest."""
-        if not 0.0 <= self.temperature <= self.max_temperature:
-            raise InvalidRequest(
-                "temperature", f"temperature must be between 0 and {self.max_temperature:g}, not {self.temperature}"
-            )
         params = SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -239,7 +301,7 @@ class RequestBody(Body):
     def truncation(self, limits: Limits) -> int | None:
         """How many tokens of the prompt to keep; -1: as many as fit; None: all, or nothing."""
         keep = self.truncate_prompt_tokens
-        if keep is not None and not (keep == -1 or 1 <= keep <= limits.max_seq_len):
+        if keep == 0:
             raise InvalidRequest(
                 "truncate_prompt_tokens",
                 f"truncate_prompt_tokens must be -1 (as many as fit) or between 1 and {limits.max_seq_len}, not {keep}",
@@ -265,15 +327,14 @@ class StreamOptions(BaseModel):
 class OpenAIBody(RequestBody):
     """What chat and text completions share."""
 
-    max_temperature: ClassVar[float] = MAX_OPENAI_TEMPERATURE
-
-    n: Annotated[int, Field(ge=1)] = 1
-    stream_options: StreamOptions | None = None
-
-    def sampling(self, limits: Limits) -> SamplingParams:
-        if self.n > limits.max_choices:
-            raise InvalidRequest("n", f"n must be between 1 and {limits.max_choices}, not {self.n}")
-        return super().sampling(limits)
+    temperature: Annotated[
+        float,
+        RequestField("Randomness of the choice; below 0.00001 it is greedy.", 0.7, ge=0, le=MAX_OPENAI_TEMPERATURE),
+    ] = 1.0
+    n: Annotated[int, RequestField("Answers to each prompt.", 1, ge=1, le="max_choices")] = 1
+    stream_options: Annotated[StreamOptions | None, RequestField("What a stream says of usage; only with stream.")] = (
+        None
+    )
 
     def wants_usage(self) -> bool:
         """Whether a stream ends with a usage chunk; InvalidRequest if there is no stream to end."""
@@ -291,15 +352,31 @@ class OpenAIBody(RequestBody):
 class ConversationBody(Body):
     """What makes a conversation's prompt, besides its messages."""
 
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Annotated[Any, _any_of(_STRING, {"type": "object"})] = "auto"  # see `tools.tool_use`
-    parallel_tool_calls: bool = True
-    functions: list[dict[str, Any]] | None = None  # the older form of tools
-    function_call: Annotated[Any, _any_of(_STRING, {"type": "object"})] = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    chat_template_kwargs: dict[str, Any] = {}
-    add_generation_prompt: bool | None = None  # none: unless the last message is to be continued
-    continue_final_message: bool = False
+    tools: Annotated[
+        list[dict[str, Any]] | None,
+        RequestField("Functions that the model may call.", [{"type": "function", "function": {"name": "now"}}]),
+    ] = None
+    tool_choice: Annotated[
+        Any,
+        _any_of(_STRING, {"type": "object"}),
+        RequestField("none, auto, required, a function by name or allowed_tools.", "auto"),
+    ] = "auto"  # see `tools.tool_use`
+    parallel_tool_calls: Annotated[bool, RequestField("An answer may have more than one call.", True)] = True
+    functions: Annotated[list[dict[str, Any]] | None, RequestField("Older form of tools.", [{"name": "now"}])] = None
+    function_call: Annotated[
+        Any, _any_of(_STRING, {"type": "object"}), RequestField("Older form of tool_choice; with functions.", "auto")
+    ] = None
+    reasoning_effort: Annotated[
+        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
+        RequestField("Given to the chat template; none: without a thought.", "low"),
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any], RequestField("Given to the chat template by name.", {"enable_thinking": False})
+    ] = {}
+    add_generation_prompt: Annotated[
+        bool | None, RequestField("The prompt ends with the begin of an answer; none: unless continued.", True)
+    ] = None
+    continue_final_message: Annotated[bool, RequestField("The answer goes on from the last message.", False)] = False
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -329,12 +406,17 @@ class ChatBody(OpenAIBody, ConversationBody):
     }
 
     messages: Messages
-    logprobs: bool = False
-    top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
-    include_reasoning: bool = True  # vLLM's: the thought is written
-    separate_reasoning: bool = True  # SGLang's: it is no part of the content
-    echo: bool = False
+    logprobs: Annotated[bool, RequestField("Return log-probabilities of the answer's tokens.", False)] = False
+    top_logprobs: Annotated[
+        int | None,
+        RequestField("Most likely alternatives to return with each; needs logprobs.", 0, ge=0, le="max_logprobs"),
+    ] = None
+    max_completion_tokens: Annotated[
+        int | None, RequestField("OpenAI's name of max_tokens, which it goes before.", 64, ge=0)
+    ] = None
+    include_reasoning: Annotated[bool, RequestField("Write the thought (vLLM).", True)] = True
+    separate_reasoning: Annotated[bool, RequestField("The thought is no part of the content (SGLang).", True)] = True
+    echo: Annotated[bool, RequestField("The answer begins with the message that it continues.", False)] = False
 
     @property
     def token_limit(self) -> int | None:
@@ -359,15 +441,13 @@ class CompletionBody(OpenAIBody):
 
     prompt: Prompt
     max_tokens: int | None = 16  # OpenAI's default
-    add_special_tokens: bool = True  # to prompts of text
+    add_special_tokens: Annotated[bool, RequestField("Add BOS and its like to prompts of text.", True)] = True
     logprobs: int | None = None
-    echo: bool = False
-    best_of: int | None = None
-
-    def sampling(self, limits: Limits) -> SamplingParams:
-        if self.best_of is not None and self.best_of > limits.max_choices:
-            raise InvalidRequest("best_of", f"best_of must be at most {limits.max_choices}, not {self.best_of}")
-        return super().sampling(limits)
+    echo: Annotated[bool, RequestField("The answer begins with the prompt.", False)] = False
+    best_of: Annotated[
+        int | None,
+        RequestField("Generate this many and return the n likeliest.", 1, ge=1, le="max_choices"),
+    ] = None
 
     @property
     def num_choices(self) -> int:
@@ -405,7 +485,7 @@ class GenerateBody(RequestBody):
         "stream_options": _EMPTY,
     }
 
-    prompt: Annotated[Any, _any_of(_STRING, _IDS)]
+    prompt: Annotated[Any, _any_of(_STRING, _IDS), _Prompt]
     max_tokens: int | None = 16
     temperature: float = 0.0
     logprobs: int | None = None
@@ -431,39 +511,54 @@ class SglangBody(Body):
     }
     no_effect: ClassVar[frozenset[str]] = frozenset({"log_metrics", "return_bytes", "modalities", "background"})
 
-    text: str | None = None
-    input_ids: list[int] | None = None
-    sampling_params: dict[str, Any] = {}
-    rid: _RequestId | None = None
-    return_logprob: bool = False
-    logprob_start_len: int = -1  # position of the first token of the prompt that is scored; -1: none is
-    top_logprobs_num: int = 0
-    return_text_in_logprobs: bool = False
-    extra_key: _CacheSalt | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
-    stream: bool = False
+    text: Annotated[str | None, RequestField("Prompt as text; this or input_ids.", "The capital of France is")] = None
+    input_ids: Annotated[list[int] | None, RequestField("Prompt as token ids; this or text.")] = None
+    sampling_params: Annotated[
+        dict[str, Any],
+        RequestField(
+            "Fields of GenerateBody; also max_new_tokens, min_new_tokens and sampling_seed.", {"max_new_tokens": 64}
+        ),
+    ] = {}
+    rid: _RequestId = None
+    return_logprob: Annotated[bool, RequestField("Return log-probabilities.", False)] = False
+    logprob_start_len: Annotated[
+        int, RequestField("Position of the first token of the prompt that is scored; -1: none is.", -1, ge=-1)
+    ] = -1
+    top_logprobs_num: Annotated[
+        int, RequestField("Most likely alternatives to return with each token.", 0, ge=0, le="max_logprobs")
+    ] = 0
+    return_text_in_logprobs: Annotated[bool, RequestField("With the text of each token.", False)] = False
+    extra_key: _CacheSalt = None
+    priority: _Priority = 0
+    stream: _Stream = False
 
 
 class TokenizeBody(ConversationBody):
     """POST /tokenize: a text, or a conversation as /v1/chat/completions takes it."""
 
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None  # none: as generation does
-    return_token_strs: bool = False
+    prompt: Annotated[str | None, RequestField("Text; this or messages.", "Hello")] = None
+    messages: Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]] | None, _Messages] = None
+    add_special_tokens: Annotated[
+        bool | None, RequestField("Add BOS and its like; none: as generation does.", True)
+    ] = None
+    return_token_strs: Annotated[bool, RequestField("Return token_strs, the text of each token.", False)] = False
 
 
 class DetokenizeBody(Body):
     """POST /detokenize"""
 
-    tokens: Annotated[list[int], Field(max_length=MAX_TOKENS_TO_DECODE)]
+    tokens: Annotated[
+        list[int], RequestField("Token ids.", [1, 2], max_length=MAX_TOKENS_TO_DECODE, noun="ids", entries=(TOKEN_ID,))
+    ]
 
 
 class AbortBody(Body):
     """POST /abort, and SGLang's /abort_request with its names."""
 
-    request_id: str | None = None
-    request_ids: list[str] = []
-    all: bool = False
-    rid: str | None = None
-    abort_all: bool = False
+    request_id: Annotated[
+        str | None, RequestField("Id of an answer, its x-request-id, or the request's own.", "job-1")
+    ] = None
+    request_ids: Annotated[list[str], RequestField("Several of them.", ["job-1", "job-2"])] = []
+    all: Annotated[bool, RequestField("End every request.", False)] = False
+    rid: Annotated[str | None, RequestField("SGLang's name of request_id.", "job-1")] = None
+    abort_all: Annotated[bool, RequestField("SGLang's name of all.", False)] = False
