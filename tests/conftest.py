@@ -10,7 +10,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--demo-cases", type=int, default=2, help="unseen cases of each skill that tests/e2e asks each server"
     )
     parser.addoption(
-        "--grammar-draws", type=int, default=4, help="texts that tests/grammar draws from each schema, one greedily"
+        "--grammar-draws",
+        type=int,
+        default=4,
+        help="texts drawn from each schema in tests/structured_output",
     )
     parser.addoption(
         "--simulated-requests", type=int, default=400, help="arrivals in each world of tests/scheduler's simulation"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -11,8 +14,6 @@ from pathlib import Path
 import minisgl
 
 PACKAGE = Path(minisgl.__file__).parent
-# An interface that the folder above owns and the one below implements.
-EXCEPTIONS = {("grammar", "minisgl.scheduler.constraints")}
 
 
 def imported(node: ast.AST) -> Iterator[str]:
@@ -32,7 +33,19 @@ def test_imports_point_one_way() -> None:
     for path in PACKAGE.rglob("*.py"):
         folder = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         for module in imported(ast.parse(path.read_text())):
-            if (folder, module) not in EXCEPTIONS and module.split(".")[1] != folder:
+            if module.split(".")[1] != folder:
                 edges[folder].add(module.split(".")[1])
     order = list(TopologicalSorter(edges).static_order())  # CycleError names the folders
     assert order.index("kernel") < order.index("engine") < order.index("scheduler") < order.index("__main__")
+
+
+def test_neither_the_api_process_nor_the_detokenizer_imports_torch_or_a_grammar_compiler() -> None:
+    code = "import sys, minisgl.{}; print(*({{'torch', 'llguidance', 'tokenizers'}} & set(sys.modules)))"
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    heavy = {}
+    for module in ("server.api.process", "tokenizer.detokenizer_worker", "structured_output.trial_process"):
+        command = [sys.executable, "-c", code.format(module)]
+        heavy[module] = set(subprocess.check_output(command, env=environment, text=True).split())
+    assert heavy["server.api.process"] == set()
+    assert heavy["tokenizer.detokenizer_worker"] <= {"tokenizers"}
+    assert "llguidance" in heavy["structured_output.trial_process"]  # so that this would be seen

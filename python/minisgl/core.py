@@ -58,11 +58,11 @@ class Grammar(msgspec.Struct, frozen=True):
     """What the output must look like.
 
     `text` is the JSON text of the schema for json_schema, nothing for json_object, the expression for regex, a JSON
-    list of strings for choice, EBNF in GBNF's notation for ebnf, and llguidance's own notation for lark. A sketch is
-    the server's own, never a client's: Lark that `grammar.sketch` completes.
+    list of strings for choice, EBNF in GBNF's notation for ebnf, and llguidance's own notation for lark. A template is
+    the server's own, never a client's: Lark that `structured_output.translate` completes.
     """
 
-    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark", "sketch"]
+    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark", "template"]
     text: str = ""
 
     def check_size(self, field: str) -> None:
@@ -183,8 +183,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
         for name, field in bounds.items():
             if (text := field.refusal(name, getattr(self, name), limits)) is not None:
                 raise InvalidRequest(name, text)
-        if self.grammar is not None and self.grammar.kind == "sketch":
-            raise InvalidRequest("grammar", "a sketch is no grammar of clients: the server completes its own")
+        if self.grammar is not None and self.grammar.kind == "template":
+            raise InvalidRequest("grammar", "a template is no grammar of clients: the server completes its own")
         for ids in self.bad_words_ids:
             if not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
                 raise InvalidRequest("bad_words_ids", f"a bad word must have 1 to {MAX_BAD_WORD_TOKENS} tokens")

@@ -248,7 +248,7 @@ def test_calls_are_demanded_by_a_grammar(hermes: RunningServer) -> None:
 
     assert grammar() == grammar(tool_choice="auto") == grammar(tool_choice="none") == ""
     required = grammar(tool_choice="required")
-    assert required.startswith("sketch ")
+    assert required.startswith("template ")
     assert "get_weather" in required
     assert "get_time" in required
     named = grammar(tool_choice={"type": "function", "function": {"name": "get_time"}})
@@ -263,7 +263,7 @@ def test_calls_are_demanded_by_a_grammar(hermes: RunningServer) -> None:
     assert "Answer" in either
     assert "get_weather" in either
     assert "Answer" not in grammar(response_format=schema, tool_choice="required")
-    assert "sketch" not in grammar(response_format=schema, tool_choice="none")
+    assert "template" not in grammar(response_format=schema, tool_choice="none")
 
 
 def test_calls_of_strict_tools_are_constrained(hermes: RunningServer) -> None:

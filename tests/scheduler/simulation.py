@@ -17,10 +17,10 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, LogprobPlan, Logprobs, SamplingParams, StepLogprobs
 from minisgl.kvcache import make_cache
 from minisgl.message.types import LogprobRows, PositionLogprobs
-from minisgl.scheduler.constraints import Matcher, Progress
 from minisgl.scheduler.logprobs import pack_logprobs
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.structured_output.protocol import Matcher, Progress
 from minisgl.tokenizer.logprobs import unpack_logprobs
 
 VOCAB = 50

@@ -22,7 +22,6 @@ from tokenizers import AddedToken
 import minisgl
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.core import Grammar, SamplingParams
-from minisgl.grammar.validate import GrammarValidator
 from minisgl.limits import Limits
 from minisgl.message import control, to_detokenizer, to_scheduler, to_tokenizer
 from minisgl.message.control import ControlPipe, ToSupervisor
@@ -44,16 +43,16 @@ from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Add, Stopped, ToScheduler
 from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
+from minisgl.structured_output.validator import GrammarAdmission, GrammarValidator
 from minisgl.tokenizer import admission
 from minisgl.tokenizer.bad_words import resolve_bad_words
 from minisgl.tokenizer.chat_template import ChatTemplates
-from minisgl.tokenizer.constraint import GrammarFitter
 from minisgl.tokenizer.text import TextTokenizer
 from minisgl.tokenizer.worker import reply_to
 from tokenizer import small
 
 LIMITS = Limits(max_seq_len=32, vocab_size=330)
-GRAMMARS = GrammarFitter({}, None, GrammarValidator({}, time_limit=10.0))
+GRAMMARS = GrammarAdmission({}, None, GrammarValidator({}, time_limit=10.0))
 TEMPLATE = "{{ bos_token }}{{ messages[0].content }}{% if messages[0].bad %}"
 TEMPLATE += "{{ raise_exception('no') if messages[0].bad == 'refuse' else 1 / 0 }}{% endif %}"
 USER = {"role": "user", "content": "ab"}
@@ -179,9 +178,9 @@ def test_lesson_08_an_error_of_ours_is_one_requests_500_and_its_text_is_in_the_l
         caplog.clear()
         assert admit(broken, tokenizer, LIMITS, GRAMMARS) == (Refused([1, 2], status=500), [])
         assert "Traceback" in caplog.text
-    sketch = Grammar("sketch", "%grammar a [1, 2, 3]")
+    template = Grammar("template", "%grammar a [1, 2, 3]")
     caplog.clear()
-    assert admit(request(TextPrompt("a"), grammar=sketch, max_tokens=3), tokenizer, LIMITS, GRAMMARS)[0] == Refused(
+    assert admit(request(TextPrompt("a"), grammar=template, max_tokens=3), tokenizer, LIMITS, GRAMMARS)[0] == Refused(
         [1], status=500
     )
     assert "TypeError" in caplog.text
@@ -190,7 +189,7 @@ def test_lesson_08_an_error_of_ours_is_one_requests_500_and_its_text_is_in_the_l
 
 
 def test_a_client_whose_grammars_fill_the_queue_is_told_so(tokenizer: TextTokenizer) -> None:
-    grammars = GrammarFitter({}, None, GrammarValidator({}, time_limit=10.0))
+    grammars = GrammarAdmission({}, None, GrammarValidator({}, time_limit=10.0))
     refused = None
     for number in range(64):
         grammar = Grammar("choice", '["' + "x" * 250_000 + f'{number}"]')

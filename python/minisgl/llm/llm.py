@@ -21,9 +21,6 @@ from minisgl.config import EngineConfig, SamplingDefaults, SchedulerConfig, Serv
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParams, room_for_output
 from minisgl.engine.engine import Engine
 from minisgl.engine.ranks import join_ranks
-from minisgl.grammar.matcher import GrammarMatchers
-from minisgl.grammar.validate import GrammarValidator
-from minisgl.grammar.vocabulary import named_tokens
 from minisgl.llm.ranks import RankProcesses
 from minisgl.message.to_api import Piece
 from minisgl.message.types import PositionLogprobs, TextOptions, unpack_ids
@@ -35,6 +32,9 @@ from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.serve import step_output
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.settings import declarations, take_keywords
+from minisgl.structured_output.compiler import named_tokens
+from minisgl.structured_output.matcher import GrammarMatchers
+from minisgl.structured_output.validator import GrammarValidator
 from minisgl.tokenizer.admission import check_vocabulary
 from minisgl.tokenizer.bad_words import resolve_bad_words
 from minisgl.tokenizer.decoders import make_decoder

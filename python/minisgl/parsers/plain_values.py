@@ -1,6 +1,7 @@
 """Values that are written as plain text: strings without quotation marks, everything else as JSON.
 
-The schema says what a text means. Here is what it means, which texts a schema allows, and whether that is exact.
+The schema says what a text means. This module reads a text as the JSON that it means (for the parser), and says which
+texts a schema allows, and if that is exact (for the grammars of `structured_output.tool_grammar`).
 
 Schemas are a client's: their references may branch at every level and go round in circles. A question looks at each
 part of a schema once, without recursion, and pays for it from an `Allowance`.
@@ -52,7 +53,7 @@ def types_of(schema: Any, root: Schema, allowance: Allowance) -> frozenset[str]:
 
 
 def texts_of(schema: Any, root: Schema, allowance: Allowance) -> list[str] | None:
-    """All texts that a schema allows, if they are few. InvalidRequest beyond the allowance."""
+    """Return all texts that a schema allows, if they are few. InvalidRequest beyond the allowance."""
     values = _values(schema, root, allowance)
     return None if values is None else [_text_of(value, allowance) for value in values]
 
@@ -176,7 +177,7 @@ def _is_any_text(schema: Any, allowance: Allowance) -> bool:
 
 
 def _is_bare(schema: Any) -> bool:
-    """Whether it says nothing of a value but its type, which is a simple one."""
+    """Return True if it says nothing of a value but its type, which is a simple one."""
     simple = ("string", "integer", "number", "boolean", "null")
     kinds = schema.get("type") if isinstance(schema, Mapping) else None
     named = kinds if isinstance(kinds, list) else [kinds]

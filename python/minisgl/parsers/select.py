@@ -63,7 +63,7 @@ class Parsers:
 
     tool_calls: str = NONE
     reasoning: str = NONE
-    call_form: str = NONE  # in which calls are demanded: `constraint` has two for Mistral
+    call_form: str = NONE  # in which calls are demanded: `tool_grammar.FORMS` has two for Mistral
 
     @classmethod
     def choose(cls, tool_calls: str, reasoning: str, templates: Collection[str]) -> Parsers:

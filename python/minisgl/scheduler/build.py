@@ -11,10 +11,10 @@ from minisgl.limits import Limits
 from minisgl.message.socket import Outbox
 from minisgl.message.to_rank import ToRank
 from minisgl.models.config.model_config import ModelConfig
-from minisgl.scheduler.constraints import Grammars
 from minisgl.scheduler.loop import StepEngine, StepLoop
 from minisgl.scheduler.ranks import LeadingEngine
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.structured_output.protocol import Grammars
 
 
 class SchedulableEngine(StepEngine, Protocol):

@@ -9,7 +9,6 @@ import zmq
 
 from minisgl.engine.engine import Engine
 from minisgl.engine.ranks import join_ranks
-from minisgl.grammar.matcher import GrammarMatchers
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_rank import ToRank
@@ -19,6 +18,7 @@ from minisgl.process.worker import Worker
 from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.ranks import follow
 from minisgl.scheduler.serve import SchedulerServer
+from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.tokenizer.files import load_tokenizer
 
 logger = logging.getLogger(__name__)

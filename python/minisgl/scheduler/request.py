@@ -18,7 +18,7 @@ from enum import Enum, auto
 
 from minisgl.core import Int32Array, Logprobs, SamplingParams
 from minisgl.kvcache.base import CacheHandle
-from minisgl.scheduler.constraints import Matcher
+from minisgl.structured_output.protocol import Matcher
 
 
 class RequestState(Enum):

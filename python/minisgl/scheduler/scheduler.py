@@ -27,7 +27,6 @@ from minisgl.core import (
 from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.kvcache.pages import PagePool
 from minisgl.message.to_detokenizer import End, TokenLogprobs
-from minisgl.scheduler.constraints import Grammars, NoGrammars, Progress
 from minisgl.scheduler.logprobs import pack_logprobs, plan_logprobs, rows_of
 from minisgl.scheduler.policy import BATCH_POLICIES, longest_first
 from minisgl.scheduler.report import Entered, StepReport
@@ -35,6 +34,7 @@ from minisgl.scheduler.request import Request, RequestState
 from minisgl.scheduler.step_limits import StepLimits, is_small
 from minisgl.scheduler.table import Asks, SlotTable
 from minisgl.scheduler.waiting import WaitingQueue
+from minisgl.structured_output.protocol import Grammars, NoGrammars, Progress
 
 logger = logging.getLogger(__name__)
 

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 import msgspec
 
 from minisgl.core import Grammar, Int32Array, InvalidRequest, resolve_max_tokens
-from minisgl.grammar.queue import QueueFull
-from minisgl.grammar.text import field_of
-from minisgl.grammar.validate import PendingCheck
 from minisgl.limits import Limits
 from minisgl.message.to_api import Accepted, Echo, Refused
 from minisgl.message.to_scheduler import Add
 from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import pack_ids, unpack_ids
+from minisgl.structured_output.compile_queue import QueueFull
+from minisgl.structured_output.translate import field_of
+from minisgl.structured_output.validator import GrammarAdmission, PendingCheck
 from minisgl.tokenizer.bad_words import resolve_bad_words
-from minisgl.tokenizer.constraint import GrammarFitter
 from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ def _with_grammar(add: Add, grammar: Grammar) -> Add:
     return msgspec.structs.replace(add, sampling=msgspec.structs.replace(add.sampling, grammar=grammar))
 
 
-def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars: GrammarFitter) -> Admission:
+def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars: GrammarAdmission) -> Admission:
     """Whatever goes wrong with the request is its refusal."""
     field = prompt_field(request.prompt)
     check, grammar_field = None, ""

@@ -14,8 +14,6 @@ from typing import Any
 import zmq
 
 from minisgl.core import InvalidRequest
-from minisgl.grammar.validate import GrammarValidator
-from minisgl.grammar.vocabulary import named_tokens
 from minisgl.limits import Limits
 from minisgl.message import to_scheduler
 from minisgl.message.relayed import Abort, FlushCache
@@ -25,8 +23,9 @@ from minisgl.message.to_scheduler import ToScheduler
 from minisgl.message.to_tokenizer import Decode, Describe, Encode, Generate, Query, ToTokenizer
 from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
 from minisgl.process.worker import Worker
+from minisgl.structured_output.compiler import named_tokens
+from minisgl.structured_output.validator import GrammarAdmission, GrammarValidator
 from minisgl.tokenizer.admission import Admission, admit, check_vocabulary, prompt_field, prompt_text
-from minisgl.tokenizer.constraint import GrammarFitter
 from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, model_parsers, special_tokens
 from minisgl.tokenizer.text import TextTokenizer
 
@@ -43,7 +42,7 @@ def run(worker: Worker) -> None:
         tokenizer = TextTokenizer.from_folder(folder, worker.config.source.chat_template)
         names = named_tokens(tokenizer.tokenizer)
         form = model_parsers(worker.config).reasoning_format
-        grammars = GrammarFitter(names, form, GrammarValidator(names))
+        grammars = GrammarAdmission(names, form, GrammarValidator(names))
     context = zmq.Context()
     inbox: Inbox[ToTokenizer] = Inbox(
         context,

@@ -9,10 +9,8 @@ import msgspec
 
 from minisgl.core import Grammar, InvalidRequest
 from minisgl.limits import Limits
-from minisgl.parsers.constraint import calls_grammar, either, free_grammar
 from minisgl.parsers.output import OutputParser
 from minisgl.parsers.select import NONE, Parsers
-from minisgl.parsers.strict import check_strict, schemas_to_enforce
 from minisgl.server.api.answers.chat_writer import ChatOptions, ChatWriter
 from minisgl.server.api.bodies.conversation import conversation_prompt
 from minisgl.server.api.bodies.messages import Message, template_messages
@@ -20,6 +18,7 @@ from minisgl.server.api.bodies.schema import GRAMMAR_FIELDS, ChatBody
 from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import invalid_request
 from minisgl.server.api.requests.open_request import Job
+from minisgl.structured_output.tool_grammar import calls_grammar, check_strict, either, free_grammar, schemas_to_enforce
 
 
 def chat_answer(body: ChatBody, use: ToolUse, limits: Limits, parsers: Parsers, model: str) -> tuple[Job, ChatWriter]:

@@ -19,7 +19,7 @@ from minisgl.message.types import TextOptions
 from minisgl.request_fields import TOKEN_ID, RequestField, request_fields
 from minisgl.server.api.bodies.messages import ROLES
 from minisgl.server.api.bodies.scan import MAX_ITEMS
-from minisgl.server.api.bodies.structured import (
+from minisgl.structured_output.response_format import (
     ResponseFormat,
     Schema,
     StructuredOutputs,

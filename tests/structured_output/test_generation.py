@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from grammar.schemas import own_schemas
-from grammar.test_json_schema import check, grammar_of
 from minisgl.core import Grammar, InvalidRequest, SamplingParams
 from minisgl.llm import LLM
 from minisgl.llm.llm import Completion
 from minisgl.models.demo import demo_folder
 from models.tiny import make_model
+from structured_output.schemas import own_schemas
+from structured_output.test_json_schema import check, grammar_of
 
 SCHEMA = {
     "type": "object",

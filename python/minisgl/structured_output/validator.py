@@ -1,4 +1,4 @@
-"""Checking grammars before their requests are accepted: whether they can be followed, in bounded time.
+"""Checks grammars before their requests are accepted: can they be followed, in bounded time?
 
 It is done with a vocabulary of bytes, which is ready at once; what a grammar costs depends little on the tokens. A
 grammar is compiled and followed for a few bytes, because some prove to be too complex only then.
@@ -13,9 +13,12 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from minisgl.core import Grammar, InvalidRequest
-from minisgl.grammar.queue import CompileQueue, estimated_cost
-from minisgl.grammar.text import field_of
-from minisgl.grammar.trial import GrammarCheck, Trial, TrialProcess, TrialsEnded
+from minisgl.message.to_tokenizer import ChatPrompt, IdsPrompt, TextPrompt
+from minisgl.parsers.reasoning import Place, ReasoningFormat, start_of_answer
+from minisgl.structured_output.compile_queue import CompileQueue, estimated_cost
+from minisgl.structured_output.grammar_template import after_thought
+from minisgl.structured_output.translate import field_of
+from minisgl.structured_output.trial_process import GrammarCheck, Trial, TrialProcess, TrialsEnded
 
 TIME_LIMIT = 2.0  # seconds of processor time for one grammar
 MAX_RESULTS = 128  # grammars whose result is kept
@@ -44,7 +47,7 @@ class PendingCheck:
         return self.check is not None
 
     def result(self, field: str | None = None) -> Grammar:
-        """The grammar as it is to be followed. Waits until the check is done.
+        """Return the grammar as it is to be followed. Waits until the check is done.
 
         InvalidRequest if it cannot be followed, naming `field`, as the request calls it; CheckFailed if nothing is
         known of it.
@@ -62,12 +65,12 @@ class PendingCheck:
         return check.grammar or self.grammar
 
     def abandon(self) -> None:
-        """A request that asked for it is gone."""
+        """Take note that a request that asked for it is gone."""
         self._validator.abandon(self)
 
 
 class GrammarValidator:
-    """Says what is wrong with grammars. `named_tokens` are those that grammars may name, by id.
+    """Finds what is wrong with grammars. `named_tokens`: tokens that grammars may name, by id.
 
     It may be called from several threads. Checks go on while it is polled.
     """
@@ -85,7 +88,7 @@ class GrammarValidator:
         self._lock = threading.RLock()
 
     def validate(self, grammar: Grammar, field: str | None = None) -> Grammar:
-        """The grammar as it is to be followed; InvalidRequest if it cannot be. `field`: what the request calls it."""
+        """Wait for a grammar's check; return the grammar to follow. InvalidRequest names `field` if it cannot be."""
         return self.check(grammar).result(field)
 
     def check(self, grammar: Grammar, client: str = "") -> PendingCheck:
@@ -94,7 +97,7 @@ class GrammarValidator:
         QueueFull if too many wait already.
         """
         pending = PendingCheck(grammar, self)
-        if grammar.kind != "sketch":  # those are our own
+        if grammar.kind != "template":  # those are our own
             try:
                 grammar.check_size(field_of(grammar))
             except InvalidRequest as refused:
@@ -114,7 +117,7 @@ class GrammarValidator:
             return pending
 
     def abandon(self, pending: PendingCheck) -> None:
-        """A request is gone; what nobody else asks for does not have to be tried any more."""
+        """Take note that a request is gone; a grammar that nobody else asks for is not tried any more."""
         with self._lock:
             pending.requests -= 1
             if not pending.requests and not pending.is_done and pending not in self._running.values():
@@ -122,7 +125,7 @@ class GrammarValidator:
                 del self._pending[pending.grammar]
 
     def poll(self, seconds: float = 0.0) -> None:
-        """Take in what has ended, and begin what comes next; waits so long for something to end."""
+        """Take in trials that have ended, and begin the next; waits up to `seconds` for one to end."""
         with self._lock:
             if self._process is None:
                 return
@@ -165,7 +168,10 @@ class GrammarValidator:
         self._process.start(Trial(self._trials, pending.grammar, self._time_limit))
 
     def _try_again(self) -> None:
-        """The process has been killed. It was not for a grammar, which has only its own process to bring down."""
+        """Start the trials again that were under way: the process has been killed.
+
+        No grammar did that: each can bring down its own fork only.
+        """
         running, self._running, self._process = self._running, {}, None
         for pending in running.values():
             if pending.attempts < ATTEMPTS:
@@ -184,6 +190,38 @@ class GrammarValidator:
             self._done.popitem(last=False)
 
 
+class GrammarAdmission:
+    """Prepares and checks the grammars of requests to one model.
+
+    `named_tokens`: tokens that grammars may name, by id; `form`: how the model writes thoughts, None if it writes none.
+    """
+
+    def __init__(
+        self, named_tokens: Mapping[int, str], form: ReasoningFormat | None, validator: GrammarValidator
+    ) -> None:
+        self._tokens = frozenset(named_tokens.values())
+        self._form = form
+        self._validator = validator
+
+    def fit(self, grammar: Grammar, prompt: TextPrompt | IdsPrompt | ChatPrompt, prompt_end: str) -> Grammar:
+        """Return the grammar as the model is to follow it after this prompt; a template is completed by its trial."""
+        if self._form is None or not isinstance(prompt, ChatPrompt):
+            return grammar
+        continued = prompt.messages[-1].get("content", "") if prompt.continue_final_message else ""
+        start = start_of_answer(self._form, prompt_end, continued)
+        if start is Place.OUTSIDE:
+            return grammar
+        return after_thought(grammar, self._form, self._tokens, is_open=start is Place.INSIDE)
+
+    def check(self, fitted: Grammar, client: str = "") -> PendingCheck:
+        """Begin to check a grammar that `fit` has returned, as `GrammarValidator.check` does."""
+        return self._validator.check(fitted, client)
+
+    def poll(self) -> None:
+        """Take in checks that have ended, and go on with those that wait."""
+        self._validator.poll()
+
+
 def _digest(grammar: Grammar) -> bytes:
     return hashlib.blake2b(f"{grammar.kind} {grammar.text}".encode()).digest()
 
@@ -194,5 +232,5 @@ def _called(grammar: Grammar) -> str:
             return "JSON schema"
         case "regex" | "choice":
             return "regular expression"
-        case "ebnf" | "lark" | "sketch":
+        case "ebnf" | "lark" | "template":
             return "grammar"

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from minisgl.core import MAX_GRAMMAR_CHARS, Grammar
-from minisgl.grammar.queue import (
+from minisgl.structured_output.compile_queue import (
     CHEAP,
     ENTRY_CHARS,
     MAX_CLIENT_CHARS,

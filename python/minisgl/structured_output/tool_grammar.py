@@ -1,19 +1,14 @@
 """Grammars that make a model call tools in its own form, or let it, with arguments that follow their schemas.
 
-They are sketches in llguidance's dialect of Lark: what only the tokenizer worker knows stands in them as lines that it
-replaces (`grammar.sketch`). `%marker "..."` is a token, or the text where there is no such token; `%until name
-"..."` is a rule for TEXT up to and with such a marker; `%grammar name [kind, text]` is a rule for what a `core.Grammar`
-allows.
-
-Tools are a client's, so a sketch is counted line by line while it is made, and no more of it is made than a grammar may
-have: its parts come from generators. A schema takes along those definitions that it leads to, and no others.
+Tools are a client's, so a grammar template is counted line by line while it is made, and no more of it is made than a
+grammar may have: its parts come from generators. A schema takes along the definitions that it leads to, and no others.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -24,85 +19,102 @@ from minisgl.core import MAX_GRAMMAR_CHARS, Grammar, InvalidRequest
 from minisgl.parsers.hermes import HermesParser
 from minisgl.parsers.llama import LlamaJsonParser
 from minisgl.parsers.mistral import MistralParser
-from minisgl.parsers.plain_values import Allowance, texts_of, types_of
+from minisgl.parsers.plain_values import SAYS_NOTHING, Allowance, is_exact, texts_of, types_of
 from minisgl.parsers.pythonic import PythonicParser
 from minisgl.parsers.qwen_coder import QwenCoderParser
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
-
-ANY_TEXT = "/(?s:.*)/"
+from minisgl.structured_output.grammar_template import ANY_TEXT, grammar_rule, marker, text_literal, until_rule
 
 _DEFINITIONS = ("$defs", "definitions")
+_BY_PARAMETER_KEYWORDS = frozenset(("type", "properties", "required", "additionalProperties", *_DEFINITIONS))
 _REFERENCE = re.compile(rb'"\$ref":("(?:[^"\\]|\\.)*")')  # in JSON that msgspec has written
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a model writes calls."""
+    """Form in which a model writes calls."""
 
     rules: Callable[[Tools, bool], Iterable[str]]  # of `call`: one, behind the marker; or several, if that is allowed
     parser: type[ToolCallParser]
     between: str | None  # calls with a marker each; None: there is one marker, or none
     head: str = ""  # with which an answer that is a call begins, where no marker does
+    by_parameter: bool = False  # there is a rule for each parameter, and none for all arguments together
 
     @property
     def marker(self) -> str:
-        """With which a call begins, if it needs one."""
+        """Marker that begins a call; empty if calls need none."""
         return "" if self.head else self.parser.markers[0]
 
 
 def calls_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
-    """What demands a call of one of these tools, or several. `form` is the name of one in `FORMS`.
+    """Return the template that demands a call of one of these tools, or several. `form` names one of `FORMS`.
 
     InvalidRequest if it would be too long.
     """
     how = FORMS[form]
     opening = f"{marker(how.marker)} " if how.marker else ""
     calls = "opened" if how.between is None else _repeated("opened", how.between, parallel)
-    return _sketch([f"start: {calls}", f"opened: {opening}call"], how.rules(tools, parallel))
+    return _template([f"start: {calls}", f"opened: {opening}call"], how.rules(tools, parallel))
 
 
 def free_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
-    """Any text, with calls or without; where a call begins, one of these tools must follow, with its arguments.
+    """Return the template of any text, with calls or without.
 
-    InvalidRequest if it would be too long.
+    Where a call begins, one of these tools must follow, with its arguments. InvalidRequest if it would be too long.
     """
     how = FORMS[form]
     calls = _containing(*how.parser.markers)
     if how.head:
-        calls += f"|[\\s\\x1c-\\x1f]*{_literal(how.head)}(?s:.*)"
+        calls += f"|[\\s\\x1c-\\x1f]*{_regex_literal(how.head)}(?s:.*)"
         rules = ["start: TEXT | call"]
     else:
         start = "(begin call)* TEXT" if parallel else "TEXT | begin call"
-        rules = [f"start: {start}", f"%until begin {text_rule(how.marker)}"]
+        rules = [f"start: {start}", until_rule("begin", how.marker)]
     rules += [f"TEXT: {_text_without(calls)}"]
-    return _sketch(rules, how.rules(tools, parallel))
+    return _template(rules, how.rules(tools, parallel))
 
 
 def either(calls: Grammar, content: Grammar) -> Grammar:
-    """Calls, or else content that is constrained too."""
+    """Return the template of calls, or else of content that is constrained too."""
     rules = ["start: calls | content", grammar_rule("calls", calls), grammar_rule("content", content)]
-    return Grammar("sketch", "\n".join(rules))
+    return Grammar("template", "\n".join(rules))
 
 
-def grammar_rule(name: str, grammar: Grammar) -> str:
-    """A rule for what the grammar allows."""
-    return f"%grammar {name} {json.dumps([grammar.kind, grammar.text], ensure_ascii=False)}"
+def check_strict(form: str, tools: Tools, strict: AbstractSet[str]) -> None:
+    """Raise InvalidRequest if this form of calls cannot hold some of the `strict` tools to their schemas."""
+    if not FORMS[form].by_parameter:
+        return
+    allowance = Allowance()
+    for name in strict & tools.keys():
+        schema = tools[name]
+        properties = schema.get("properties") or {}
+        foreign = sorted(schema.keys() - SAYS_NOTHING - _BY_PARAMETER_KEYWORDS)
+        foreign += sorted(set(schema.get("required") or ()) - set(properties))
+        if form == "qwen3_coder":
+            foreign += [key for key, value in properties.items() if not is_exact(value, schema, allowance)]
+        if foreign:
+            reason = f"this model's form of calls cannot hold to {foreign[0]!r:.80} among its parameters"
+            raise InvalidRequest("tools", f"tools: {name} cannot be strict, because {reason}")
 
 
-def text_rule(text: str) -> str:
-    """A literal."""
-    return json.dumps(text, ensure_ascii=False)
+def schemas_to_enforce(tools: Tools, strict: AbstractSet[str]) -> Tools:
+    """Return the tools with the schemas of the `strict` ones; the others take any arguments under their names."""
+    return {name: schema if name in strict else _loose(schema) for name, schema in tools.items()}
 
 
-def _sketch(begin: list[str], rules: Iterable[str]) -> Grammar:
-    """The sketch of these lines. No more of them are made than there may be."""
+def _loose(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {key: {} for key in schema.get("properties") or {}}}
+
+
+def _template(begin: list[str], rules: Iterable[str]) -> Grammar:
+    """Join lines to a template; take no more of `rules` than a grammar may have."""
     lines, chars = begin, sum(map(len, begin))
     for line in rules:
         lines.append(line)
         chars += len(line) - line.count('\\"') - line.count("\\\\")  # without the escapes of grammars in it
         if chars > MAX_GRAMMAR_CHARS:
             raise _too_long()
-    return Grammar("sketch", "\n".join(lines))
+    return Grammar("template", "\n".join(lines))
 
 
 def _too_long() -> InvalidRequest:
@@ -110,35 +122,33 @@ def _too_long() -> InvalidRequest:
     return InvalidRequest("tools", text)
 
 
-def marker(text: str) -> str:
-    """A marker: its token, or the text where there is no such token."""
-    return f"%marker {text_rule(text)}"
-
-
 def _text_without(expression: str) -> str:
-    """Any text that does not match as a whole. (The complement alone would allow what is no text at all.)"""
+    """Write a terminal for any text that does not match as a whole.
+
+    The complement alone would allow what is no text at all.
+    """
     return f"{ANY_TEXT} & (~/{expression}/)"
 
 
 def _containing(*texts: str) -> str:
-    """A regular expression for a text with one of these in it."""
-    return f"(?s:.*)({'|'.join(map(_literal, texts))})(?s:.*)"
+    """Write a regular expression for a text with one of these in it."""
+    return f"(?s:.*)({'|'.join(map(_regex_literal, texts))})(?s:.*)"
 
 
-def _literal(text: str) -> str:
-    """A regular expression for this text, as Lark takes it."""
+def _regex_literal(text: str) -> str:
+    """Write a regular expression for this text, as Lark takes it."""
     return re.escape(text).replace("/", r"\/")
 
 
 class _Definitions:
-    """What the parts of one tool's schema may refer to. Each definition is written and searched once, if at all."""
+    """Definitions of one tool's schema, to which its parts may refer. Each is written and searched once, if at all."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._written: dict[tuple[str, str], tuple[bytes, set[tuple[str, str]]]] = {}
 
     def rule(self, name: str, schema: Any) -> str:
-        """A rule for a part of the schema."""
+        """Write a rule for a part of the schema, with the definitions that it leads to."""
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         text = msgspec.json.encode(schema)
@@ -159,7 +169,7 @@ class _Definitions:
         return grammar_rule(name, Grammar("json_schema", text.decode()))
 
     def _definition(self, keyword: str, name: str) -> tuple[bytes, set[tuple[str, str]]]:
-        """The definition as JSON, and what it refers to."""
+        """Return the definition as JSON, and the definitions that it refers to."""
         place = keyword, name
         if place not in self._written:
             text = msgspec.json.encode(self._root[keyword][name])
@@ -167,7 +177,7 @@ class _Definitions:
         return self._written[place]
 
     def _referred(self, text: bytes) -> set[tuple[str, str]]:
-        """The definitions that a text names: their keyword and their name there."""
+        """Return the definitions that a text names, as (keyword, name)."""
         named: set[tuple[str, str]] = set()
         for found in set(_REFERENCE.findall(text)):
             reference: str = msgspec.json.decode(found)
@@ -193,11 +203,11 @@ def _whole_schema_rule(name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _objects(tools: Tools, key: str) -> Iterator[str]:
-    """Rules for `{"name": ..., key: {...}}`."""
+    """Write rules for `{"name": ..., key: {...}}`."""
     yield f"object: {_alternatives('object', tools)}"
     for index, (name, schema) in enumerate(tools.items()):
-        head = f"{{{text_rule('name')}: {text_rule(name)}, {text_rule(key)}: "
-        yield f"object_{index}: {text_rule(head)} arguments_{index} {text_rule('}')}"
+        head = f"{{{text_literal('name')}: {text_literal(name)}, {text_literal(key)}: "
+        yield f"object_{index}: {text_literal(head)} arguments_{index} {text_literal('}')}"
         yield _whole_schema_rule(f"arguments_{index}", schema)
 
 
@@ -206,11 +216,11 @@ def _alternatives(name: str, tools: Tools) -> str:
 
 
 def _repeated(item: str, separator: str, parallel: bool) -> str:
-    return f"{item} ({text_rule(separator)} {item})*" if parallel else item
+    return f"{item} ({text_literal(separator)} {item})*" if parallel else item
 
 
 def _hermes(tools: Tools, _parallel: bool) -> Iterator[str]:
-    yield f"call: {text_rule(chr(10))} object {text_rule(chr(10))} {marker('</tool_call>')}"
+    yield f"call: {text_literal(chr(10))} object {text_literal(chr(10))} {marker('</tool_call>')}"
     yield from _objects(tools, "arguments")
 
 
@@ -220,22 +230,22 @@ def _llama_json(tools: Tools, _parallel: bool) -> Iterator[str]:
 
 
 def _mistral_list(tools: Tools, parallel: bool) -> Iterator[str]:
-    yield f"call: {text_rule('[')} {_repeated('object', ', ', parallel)} {text_rule(']')}"
+    yield f"call: {text_literal('[')} {_repeated('object', ', ', parallel)} {text_literal(']')}"
     yield from _objects(tools, "arguments")
 
 
 def _mistral_named(tools: Tools, _parallel: bool) -> Iterator[str]:
     yield f"call: {_alternatives('call', tools)}"
     for index, (name, schema) in enumerate(tools.items()):
-        yield f"call_{index}: {text_rule(name)} {marker('[ARGS]')} arguments_{index}"
+        yield f"call_{index}: {text_literal(name)} {marker('[ARGS]')} arguments_{index}"
         yield _whole_schema_rule(f"arguments_{index}", schema)
 
 
 def _pythonic(tools: Tools, parallel: bool) -> Iterator[str]:
-    yield f"call: {text_rule('[')} {_repeated('one', ', ', parallel)} {text_rule(']')}"
+    yield f"call: {text_literal('[')} {_repeated('one', ', ', parallel)} {text_literal(']')}"
     yield f"one: {_alternatives('one', tools)}"
     for index, (name, schema) in enumerate(tools.items()):
-        yield f"one_{index}: {text_rule(f'{name}(')} first_{index}_0 {text_rule(')')}"
+        yield f"one_{index}: {text_literal(f'{name}(')} first_{index}_0 {text_literal(')')}"
         required = set(schema.get("required") or ())
         properties = schema.get("properties") or {}
         definitions = _Definitions(schema)
@@ -244,14 +254,14 @@ def _pythonic(tools: Tools, parallel: bool) -> Iterator[str]:
             this, following = f"{index}_{number}", f"{index}_{number + 1}"
             for state, comma in (("first", ""), ("later", ", ")):
                 skip = "" if key in required else f" | {state}_{following}"
-                yield f"{state}_{this}: {text_rule(f'{comma}{key}=')} value_{this} later_{following}{skip}"
+                yield f"{state}_{this}: {text_literal(f'{comma}{key}=')} value_{this} later_{following}{skip}"
             yield definitions.rule(f"value_{this}", value)
         for state in ("first", "later"):
             yield f'{state}_{index}_{len(properties)}: ""'
 
 
 def _qwen_coder(tools: Tools, _parallel: bool) -> Iterator[str]:
-    yield f"call: {text_rule(chr(10))} function {marker('</tool_call>')}"
+    yield f"call: {text_literal(chr(10))} function {marker('</tool_call>')}"
     yield f"VALUE: {_text_without(_containing('</parameter>'))}"
     yield f"function: {_alternatives('function', tools)}"
     allowance = Allowance()
@@ -260,27 +270,27 @@ def _qwen_coder(tools: Tools, _parallel: bool) -> Iterator[str]:
         properties = schema.get("properties") or {}
         definitions = _Definitions(schema)
         names = [f"parameter_{index}_{number}{'' if key in required else '?'}" for number, key in enumerate(properties)]
-        head, end = text_rule(f"<function={name}>\n"), text_rule("</function>\n")
+        head, end = text_literal(f"<function={name}>\n"), text_literal("</function>\n")
         yield f"function_{index}: {' '.join([head, *names, end])}"
         for number, (key, value) in enumerate(properties.items()):
             this = f"{index}_{number}"
-            yield f"parameter_{this}: {text_rule(f'<parameter={key}>{chr(10)}')} value_{this}"
+            yield f"parameter_{this}: {text_literal(f'<parameter={key}>{chr(10)}')} value_{this}"
             # The value and the tag that ends it.
-            end = text_rule("\n</parameter>\n")
+            end = text_literal("\n</parameter>\n")
             if "string" not in types_of(value, schema, allowance):
                 yield f"value_{this}: value_{this}_json {end}"
                 yield definitions.rule(f"value_{this}_json", value)
             elif texts := texts_of(value, schema, allowance):
-                yield f"value_{this}: ({' | '.join(map(text_rule, texts))}) {end}"
+                yield f"value_{this}: ({' | '.join(map(text_literal, texts))}) {end}"
             else:
                 yield f"value_{this}[suffix={end}]: VALUE"
 
 
 FORMS = {
     "hermes": CallForm(_hermes, HermesParser, "\n"),
-    "qwen3_coder": CallForm(_qwen_coder, QwenCoderParser, "\n"),
+    "qwen3_coder": CallForm(_qwen_coder, QwenCoderParser, "\n", by_parameter=True),
     "llama3_json": CallForm(_llama_json, LlamaJsonParser, None, head="{"),
-    "pythonic": CallForm(_pythonic, PythonicParser, None, head="["),
+    "pythonic": CallForm(_pythonic, PythonicParser, None, head="[", by_parameter=True),
     "mistral": CallForm(_mistral_list, MistralParser, None),
     "mistral_named": CallForm(_mistral_named, MistralParser, ""),
 }

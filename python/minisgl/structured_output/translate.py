@@ -1,24 +1,25 @@
-"""Grammars in llguidance's notation."""
+"""Grammars of every kind in llguidance's notation."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
 from llguidance import LLMatcher
 
 from minisgl.core import Grammar, InvalidRequest
-from minisgl.grammar.ebnf import EbnfError, ebnf_to_lark
-from minisgl.grammar.schema import prepared_schema
+from minisgl.structured_output.ebnf import EbnfError, ebnf_to_lark
+from minisgl.structured_output.grammar_template import DIRECTIVE, text_literal
+from minisgl.structured_output.json_schema import prepared_schema
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_CHOICES = 10_000
-NOT_COMPLETE = "a sketch is no grammar before it is completed"
+NOT_COMPLETE = "a template is no grammar before it is completed"
 FIELDS = {"json_object": "response_format", "json_schema": "response_format"}  # where most clients write it
 
 # Where JSON may have whitespace: a space, or a new line that is indented. Without a bound, models that are unsure what
@@ -36,14 +37,14 @@ _NOTATION = re.compile(r"[\\\"'/()\[\]{}|?*+\s]")
 
 
 def field_of(grammar: Grammar) -> str:
-    """The request's field that a refusal names, if the one who checks knows none."""
+    """Name the request's field for a refusal, if the one who checks knows none."""
     return FIELDS.get(grammar.kind, "structured_outputs")
 
 
 def to_llguidance(grammar: Grammar, field: str | None = None) -> str:
-    """The grammar as llguidance's matchers take it. InvalidRequest if it is plainly wrong.
+    """Return the grammar as llguidance's matchers take it. InvalidRequest if it is plainly wrong.
 
-    Most of what can be wrong is found by `validate` only.
+    Most of what can be wrong is found by a trial only (`validator`).
     """
     named = field or field_of(grammar)
     match grammar.kind:
@@ -59,37 +60,40 @@ def to_llguidance(grammar: Grammar, field: str | None = None) -> str:
             return LLMatcher.grammar_from_lark(_ebnf(grammar.text, named))
         case "lark":
             return LLMatcher.grammar_from_lark(grammar.text)
-        case "sketch":
+        case "template":
             raise InvalidRequest(named, NOT_COMPLETE)
 
 
 def ebnf_as_lark(grammar: Grammar) -> Grammar:
-    """The same in Lark, if it is EBNF, which takes time; else itself. InvalidRequest if it is plainly wrong."""
+    """Return an EBNF grammar in Lark, which takes time; any other as it is. InvalidRequest if it is plainly wrong."""
     return Grammar("lark", _ebnf(grammar.text, field_of(grammar))) if grammar.kind == "ebnf" else grammar
 
 
 def unforced(grammar: Grammar) -> str:
-    """The same where `text` may be spelt as the model likes, also if there is but one text that can follow.
+    """Return the grammar as llguidance takes it, to be spelt as the model likes where only one text can follow.
 
-    llguidance would spell that as its tokenizer does, to which the text of a special token is that token.
+    llguidance would spell that text as its tokenizer does, to which the text of a special token is that token.
     """
     rules = grammar.text if grammar.kind == "lark" else lark_rule("start", grammar)
     return f'%llguidance {{"no_forcing": true}}\n{rules}'
 
 
 def names_any(grammar: Grammar, special_tokens: Iterable[str]) -> bool:
-    """Whether the grammar may demand the text of a special token: rather once too often, which costs but some speed."""
+    """Return True if the grammar may demand the text of a special token.
+
+    A needless True costs some speed only.
+    """
     written = _letters(grammar.text)
     return any(_letters(token) in written for token in special_tokens)
 
 
 def _letters(text: str) -> str:
-    """Without what notations put between the letters of a text that they demand, and without escapes."""
+    """Strip what notations put between the letters of a text that they demand, and resolve escapes."""
     return _NOTATION.sub("", _ESCAPE.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), text))
 
 
 def lark_rule(name: str, grammar: Grammar) -> str:
-    """A rule of a larger Lark grammar for what `grammar` allows; InvalidRequest as in `to_llguidance`."""
+    """Write a rule of a larger Lark grammar for what `grammar` allows; InvalidRequest as in `to_llguidance`."""
     named = field_of(grammar)
     grammar.check_size(named)
     match grammar.kind:
@@ -105,12 +109,41 @@ def lark_rule(name: str, grammar: Grammar) -> str:
             return f"{name}: %lark {{\n{_ebnf(grammar.text, named)}\n}}"
         case "lark":
             return f"{name}: %lark {{\n{grammar.text}\n}}"
-        case "sketch":
+        case "template":
             raise InvalidRequest(named, NOT_COMPLETE)
 
 
+def complete_template(template: Grammar, tokens: Mapping[str, int]) -> Grammar:
+    """Fill in a template: the Lark grammar that it stands for. `tokens`: ids that grammars may name, by their text.
+
+    InvalidRequest if a grammar in it is out of bounds or plainly wrong.
+    """
+
+    def filled(found: re.Match[str]) -> str:
+        # What is put in is not searched: it may be a client's, and say anything.
+        if found["rule"]:
+            inner = Grammar(*json.loads(found["grammar"]))
+            return lark_rule(found["rule"], complete_template(inner, tokens) if inner.kind == "template" else inner)
+        if found["until"]:
+            return _until(found["until"], json.loads(found["end"]), tokens)
+        return _marker(json.loads(found["marker"]), tokens)
+
+    return Grammar("lark", DIRECTIVE.sub(filled, template.text))
+
+
+def _until(name: str, marker: str, tokens: Mapping[str, int]) -> str:
+    if marker in tokens:
+        return f"{name}: TEXT {_marker(marker, tokens)}"
+    return f"{name}[suffix={text_literal(marker)}]: TEXT"
+
+
+def _marker(marker: str, tokens: Mapping[str, int]) -> str:
+    index = tokens.get(marker)
+    return text_literal(marker) if index is None else f"<[{index}]>"
+
+
 def _within_slashes(expression: str) -> str:
-    """A regular expression as Lark takes it between slashes."""
+    """Write a regular expression as Lark takes it between slashes."""
     escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", expression, flags=re.DOTALL)
     return escaped.replace("\n", r"\n")
 

@@ -14,9 +14,9 @@ import pytest
 
 import minisgl
 from minisgl.core import MAX_GRAMMAR_CHARS, Grammar, InvalidRequest
-from minisgl.grammar.text import ebnf_as_lark
-from minisgl.grammar.trial import GrammarCheck, Outcome, Trial, TrialProcess
-from minisgl.grammar.validate import CheckFailed, GrammarValidator
+from minisgl.structured_output.translate import ebnf_as_lark
+from minisgl.structured_output.trial_process import GrammarCheck, Outcome, Trial, TrialProcess
+from minisgl.structured_output.validator import CheckFailed, GrammarValidator
 
 LETTERS = Grammar("regex", "[ab]{2,3}")
 ENDLESS = Grammar("regex", "((a{1000}){1000}){1000}")  # takes minutes, and all memory
@@ -126,11 +126,11 @@ def test_a_valid_grammar_is_not_refused_because_somebody_killed_the_process_that
 
 def test_an_error_of_ours_is_not_the_clients() -> None:
     trials = TrialProcess({})
-    (outcome,) = outcome_of(trials, Trial(1, Grammar("sketch", "%grammar a [1, 2, 3]"), 10.0))
+    (outcome,) = outcome_of(trials, Trial(1, Grammar("template", "%grammar a [1, 2, 3]"), 10.0))
     assert "TypeError" in outcome.check.failure
     validator = GrammarValidator({})
     with pytest.raises(CheckFailed):
-        validator.validate(Grammar("sketch", "%grammar a [1, 2, 3]"))
+        validator.validate(Grammar("template", "%grammar a [1, 2, 3]"))
 
 
 def test_what_takes_time_to_translate_is_translated_once_and_not_by_whoever_asks() -> None:
@@ -155,12 +155,12 @@ def test_the_process_finds_the_package_where_its_parent_found_it(tmp_path: Path)
     package = tmp_path / "elsewhere" / "minisgl"
     left_out = shutil.ignore_patterns("demo", "csrc", "__pycache__")
     shutil.copytree(Path(minisgl.__file__).parent, package, ignore=left_out)
-    with (package / "grammar" / "text.py").open("a") as text:
+    with (package / "structured_output" / "translate.py").open("a") as text:
         text.write("\n\ndef to_llguidance(_): raise ValueError('elsewhere')\n")
     code = (
         f"import sys; sys.path.insert(0, {str(package.parent)!r})\n"
         "from minisgl.core import Grammar\n"
-        "from minisgl.grammar.trial import Trial, TrialProcess\n"
+        "from minisgl.structured_output.trial_process import Trial, TrialProcess\n"
         "process = TrialProcess({})\n"
         "process.start(Trial(1, Grammar('regex', '[ab]'), 10.0))\n"
         "while not (outcomes := process.poll(1.0)): pass\n"

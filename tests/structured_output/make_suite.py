@@ -1,7 +1,7 @@
 """Makes json_schema_test_suite.json from jsonschema's source distribution, which holds the JSON Schema Test Suite.
 
 pip download --no-deps --no-binary :all: jsonschema
-python tests/grammar/make_suite.py jsonschema-*.tar.gz
+python tests/structured_output/make_suite.py jsonschema-*.tar.gz
 """
 
 from __future__ import annotations

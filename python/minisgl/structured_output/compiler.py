@@ -1,18 +1,25 @@
-"""llguidance's view of a tokenizer: what each token id spells, and which ids end a sequence."""
+"""Surroundings of llguidance's compiler: vocabularies, limits, and threads with enough stack.
+
+A vocabulary says what each token id spells, and which ids end a sequence. The compiler follows chains of rules by
+recursion, so it needs more stack than usual.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
-# What one mask may cost, and an automaton hold. llguidance calls what goes beyond it too complex.
+# Cost of one bitmask, and size of an automaton. llguidance calls what goes beyond them too complex.
 PARSER_LIMITS = LLParserLimits(precompute_large_lexemes=False, verbose_errors=False)
+STACK_BYTES = 256 * 2**20  # of address space; enough for every grammar of core.MAX_GRAMMAR_CHARS
 
 
 def model_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
-    """The tokenizer of a model with logits for `vocab_size` ids; those that no token has are never allowed.
+    """Vocabulary of a model with logits for `vocab_size` ids; ids that no token has are never allowed.
 
     Takes a second for 150,000 tokens, during which no other Python thread runs. ValueError if llguidance cannot tell
     from the tokenizer what its tokens spell.
@@ -22,7 +29,7 @@ def model_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Colle
 
 
 def named_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """The tokens that grammars may name, by id."""
+    """Return the tokens that grammars may name, by id."""
     return {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
 
 
@@ -47,5 +54,19 @@ class _Bytes:
 
 
 def byte_vocabulary(special_tokens: Mapping[int, str]) -> LLTokenizer:
-    """A vocabulary to check grammars with: it is made in no time, and knows the special tokens that they may name."""
+    """Vocabulary to check grammars with: it is made in no time, and knows the special tokens that they may name."""
     return LLTokenizer(TokenizerWrapper(_Bytes(special_tokens)), slices=[])
+
+
+def compiler_threads(count: int) -> ThreadPoolExecutor:
+    """Start a pool of `count` threads with large stacks."""
+    pool = ThreadPoolExecutor(max_workers=count, thread_name_prefix="grammar")
+    started = threading.Barrier(count + 1)
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        for _ in range(count):
+            pool.submit(started.wait)
+        started.wait()
+    finally:
+        threading.stack_size(usual)
+    return pool

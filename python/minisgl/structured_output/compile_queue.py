@@ -1,4 +1,4 @@
-"""Order in which grammars are tried that nobody has tried before. Pure: no clock, no processes.
+"""Queue of new grammars to try, fair to clients. Pure: no clock, no processes.
 
 A grammar may take all the time that it is given, and a client may send many of them. So one grammar of a client is
 under way at a time, and beside it one that is cheap to all appearance, because not all who share an address or a key
@@ -45,7 +45,7 @@ class _Waiting:
 
 
 class CompileQueue(Generic[T]):
-    """Items that wait, and which of them are under way. Each has one client or several, who ask for the same."""
+    """Items that wait or are under way. Several clients may ask for one item."""
 
     def __init__(self) -> None:
         self._waiting: dict[T, _Waiting] = {}  # in the order that they came
@@ -59,7 +59,7 @@ class CompileQueue(Generic[T]):
         return len(self._waiting)
 
     def add(self, item: T, client: str, *, cost: int, chars: int) -> None:
-        """A client asks for an item, which may wait already. QueueFull if there is no room for it."""
+        """Add an item for a client; it may wait already, for others. QueueFull if there is no room for it."""
         if item in self._waiting:
             self._waiting[item].clients.add(client)
         else:
@@ -72,12 +72,12 @@ class CompileQueue(Generic[T]):
         self._seconds.setdefault(client, 0.0)
 
     def remove(self, item: T) -> None:
-        """Nobody asks for it any more. Nothing happens if it is under way."""
+        """Drop an item that nobody asks for any more; one that is under way goes on."""
         if item in self._waiting:
             self._forget(self._take(item))
 
     def next(self) -> T | None:
-        """The item that is to be tried now; None if none waits whose client is free."""
+        """Take the item that is to be tried now; None if none waits whose client is free."""
         busy: dict[bool, set[str]] = {True: set(), False: set()}  # clients with a cheap one, and with another
         for client, is_cheap in self._running.values():
             busy[is_cheap].add(client)
@@ -96,14 +96,14 @@ class CompileQueue(Generic[T]):
         return item
 
     def finish(self, item: T, seconds: float) -> None:
-        """An item has been tried, which took so long."""
+        """Take note that an item has been tried, and charge its client the seconds."""
         client, _ = self._running.pop(item)
         if client in self._seconds:
             self._seconds[client] += seconds
         self._forget_client(client)
 
     def _place(self, item: T, clients: set[str]) -> tuple[int, float]:
-        """Smaller goes first. Costs count by their order of magnitude."""
+        """Rank of an item that waits: the smallest goes first. Costs count by their order of magnitude."""
         magnitude = max(self._waiting[item].cost.bit_length() - CHEAP.bit_length(), 0)
         return magnitude, min(map(self._used, clients))
 
@@ -122,14 +122,14 @@ class CompileQueue(Generic[T]):
             self._forget_client(client)
 
     def _forget_client(self, client: str) -> None:
-        """What it has used counts as long as it has an item here."""
+        """Forget the seconds of a client that has no item here any more."""
         is_waiting = any(client in waiting.clients for waiting in self._waiting.values())
         if not is_waiting and all(client != running for running, _ in self._running.values()):
             self._seconds.pop(client, None)
 
 
 def estimated_cost(grammar: Grammar) -> int:
-    """A grammar's characters, once its counted repetitions are written out as if each stood within the others.
+    """Count a grammar's characters once its repetitions are written out as if each stood within the others.
 
     It takes a time in proportion to the text. In a schema each string is looked at by itself, and numbers are added.
     """

@@ -1,4 +1,4 @@
-r"""EBNF in the notation of GBNF (llama.cpp, xgrammar) to llguidance's dialect of Lark.
+r"""Translates EBNF in the notation of GBNF (llama.cpp, xgrammar) to llguidance's dialect of Lark.
 
     root   ::= expr "\n"                      # comments run to the end of the line
     expr   ::= term ([-+*/] term)*            # literals, classes, groups, | * + ? {m} {m,} {m,n}
@@ -23,7 +23,7 @@ MAX_NESTING = 100  # groups within groups
 
 
 class EbnfError(ValueError):
-    """What is wrong with the grammar, and where."""
+    """The grammar is wrong; the message says how and where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ _Node: TypeAlias = _Chars | _Ref | _Sequence | _Choice | _Repeat
 
 
 def ebnf_to_lark(text: str) -> str:
-    """The same language in llguidance's Lark; EbnfError if the text is no grammar with a rule `root`."""
+    """Return the same language in llguidance's Lark; EbnfError if the text is no grammar with a rule `root`."""
     rules = _Parser(text).grammar()
     return _Printer(rules).lark()
 
@@ -200,7 +200,7 @@ class _Parser:
         return item
 
     def _characters(self, token: _Token) -> list[str]:
-        """The characters between the token's quotes or brackets, with escapes resolved."""
+        """Return the characters between the token's quotes or brackets, with escapes resolved."""
         text = token.match[0][1:-1]
         characters, at = [], 0
         while at < len(text):
@@ -247,7 +247,7 @@ def _is_character(code: int) -> bool:
 
 
 def _quoted(char: str) -> str:
-    """A character of a regular expression; an escaped one comes with its backslash."""
+    """Write a character of a regular expression; an escaped one comes with its backslash."""
     char = char[-1]
     return char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}"
 
@@ -281,7 +281,7 @@ class _Printer:
         return all(self.regular[name] for name in _references(node))
 
     def _rule(self, node: _Node) -> str:
-        """A part of a rule. Neighbours that need no recursion are one terminal."""
+        """Write a part of a rule. Neighbours that need no recursion are one terminal."""
         if self._is_regular(node):
             return self._new_terminal(node)
         match node:
@@ -314,7 +314,7 @@ class _Printer:
         return name
 
     def _terminal(self, node: _Node) -> str:
-        """A part of a terminal."""
+        """Write a part of a terminal."""
         match node:
             case _Chars(expression):
                 return f"/{expression}/" if expression else '""'
@@ -337,7 +337,7 @@ def _bounds(least: int, most: int | None) -> str:
 
 
 def _references(node: _Node) -> set[str]:
-    """The rules that a node names."""
+    """Return the rules that a node names."""
     found, stack = set(), [node]
     while stack:
         match stack.pop():
@@ -353,7 +353,7 @@ def _references(node: _Node) -> set[str]:
 
 
 def _depth_first(roots: Iterable[str], rules: dict[str, _Node]) -> list[str]:
-    """What the roots lead to, every rule behind those that it names, as far as there is no circle."""
+    """Order the rules that the roots lead to, each behind those that it names, as far as there is no circle."""
     order: list[str] = []
     seen: set[str] = set()
     for root in roots:

@@ -10,8 +10,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from minisgl.core import Grammar, Int32Array, SamplingParams
-from minisgl.grammar.matcher import GrammarMatcher, GrammarMatchers
-from minisgl.scheduler.constraints import Progress
+from minisgl.structured_output.matcher import GrammarMatcher, GrammarMatchers
+from minisgl.structured_output.protocol import Progress
 
 EOS = "<|end|>"
 PADDING = 37  # logits that no token has

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from grammar.drawing import Drawer, trained_tokenizer
+from structured_output.drawing import Drawer, trained_tokenizer
 
 
 @pytest.fixture(scope="session")

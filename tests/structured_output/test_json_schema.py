@@ -13,12 +13,12 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from grammar.drawing import Drawer
-from grammar.schemas import own_schemas
 from minisgl.core import Grammar, InvalidRequest
-from minisgl.grammar.text import to_llguidance
-from minisgl.grammar.validate import GrammarValidator
-from minisgl.grammar.vocabulary import byte_vocabulary
+from minisgl.structured_output.compiler import byte_vocabulary
+from minisgl.structured_output.translate import to_llguidance
+from minisgl.structured_output.validator import GrammarValidator
+from structured_output.drawing import Drawer
+from structured_output.schemas import own_schemas
 
 SUITE: list[Any] = json.loads(Path(__file__).with_name("json_schema_test_suite.json").read_text(encoding="utf-8"))
 # Beyond what is refused: formats whose definition needs more than a regular expression, or is looser in the library.

@@ -1,9 +1,9 @@
-"""Following grammars while tokens are chosen: implements scheduler.constraints on llguidance.
+"""Follows grammars while tokens are chosen: implements `protocol` on llguidance.
 
 A grammar is compiled in a thread, and its automaton grows as it is used. Requests get copies of a matcher, which share
 its automaton and lock it; so a grammar that several requests follow at a time is compiled once for each thread that
-fills masks. The threads do not hold the interpreter. An automaton that is full of states, which all its requests needed
-together, is thrown away, and they go on with a new one.
+fills bitmasks. The threads do not hold the interpreter. An automaton that is full of states, which all its requests
+needed together, is thrown away, and they go on with a new one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from minisgl.core import Grammar, Int32Array, SamplingParams
-from minisgl.grammar.text import names_any, to_llguidance, unforced
-from minisgl.grammar.threads import compiler_threads
-from minisgl.grammar.vocabulary import PARSER_LIMITS, model_vocabulary, named_tokens
-from minisgl.scheduler.constraints import Matcher, Progress
+from minisgl.structured_output.compiler import PARSER_LIMITS, compiler_threads, model_vocabulary, named_tokens
+from minisgl.structured_output.protocol import Matcher, Progress
+from minisgl.structured_output.translate import names_any, to_llguidance, unforced
 
 logger = logging.getLogger(__name__)
 
 MAX_AUTOMATA = 256  # that are kept for requests to come
-MAX_THREADS = 16  # that fill masks
+MAX_THREADS = 16  # that fill bitmasks
 MAX_COMPILERS = 8  # threads
 REPLAYED_TOKENS = 256  # at a time
 REPLACEMENTS = 2  # of a request's automaton in one step: the first may be full by then
@@ -39,7 +38,7 @@ T = TypeVar("T")
 
 
 class GrammarMatcher:
-    """One request's place in its grammar. Its first mask needs the compiled grammar; until then it `is_compiling`.
+    """One request's place in its grammar. Its first bitmask needs the compiled grammar; until then it `is_compiling`.
 
     Where the grammar accepts an end, the ids that end the request are allowed as well: the model's ends of sequence
     and the request's `stop_token_ids`, which elsewhere are allowed only if nothing else can follow: there they end the
@@ -72,12 +71,12 @@ class GrammarMatcher:
 
     @property
     def is_plain(self) -> bool:
-        """llguidance's mask is the request's."""
+        """True if llguidance's bitmask is the request's."""
         return not self._own_stop_ids and not self._avoided
 
     @property
     def is_stuck(self) -> bool:
-        """Its automaton is full, or the grammar too complex."""
+        """True if its automaton is full, or the grammar too complex."""
         return self.followed is not None and self.followed.is_error()
 
     def move_to(self, automaton: Automaton) -> None:
@@ -109,14 +108,14 @@ class GrammarMatcher:
         return Progress.FAILED if followed.is_error() else Progress.COMPLETE
 
     def _is_excluded(self, token: int, allowed_ids: frozenset[int], followed: LLMatcher) -> bool:
-        """Whether the token shows that the sampler had none to choose: then what it chose is not allowed by both."""
+        """Return True if the sampler had no token to choose: then what it chose is not allowed by both."""
         if token not in allowed_ids:
             return True
         may_end = token in self._stop_ids and followed.is_accepting()
         return not may_end and not followed.validate_tokens([token]) and not followed.is_error()
 
     def adjust(self, row: Int32Array, followed: LLMatcher) -> None:
-        """Turn llguidance's mask [words] into the request's."""
+        """Turn llguidance's row of the bitmask, int32[words], into the request's."""
         if self._own_stop_ids:
             kept = row.copy()
             for token in self._own_stop_ids:
@@ -139,7 +138,7 @@ class _Vocabulary:
 
 @dataclass(slots=True, eq=False)
 class Automaton:
-    """One compilation of a grammar. Only one thread at a time can fill masks from it."""
+    """One compilation of a grammar. Only one thread at a time can fill bitmasks from it."""
 
     compiled: Future[LLMatcher | None]  # at the beginning of the grammar; None if it cannot be used
     users: WeakSet[GrammarMatcher] = field(default_factory=WeakSet)
@@ -177,36 +176,38 @@ class GrammarMatchers:
     def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
         return [self._advance(_own(matcher), token) for matcher, token in zip(matchers, tokens.tolist(), strict=True)]
 
-    def fill(self, mask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
+    def fill(self, bitmask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
         vocabulary = self.prepare().result()
-        words = mask.shape[1] if vocabulary is None else -(-vocabulary.tokens.vocab_size // 32)
-        if words != mask.shape[1]:  # the tokenizer has more ids than the model has logits for
-            wide = np.empty((len(mask), words), dtype=np.int32)
+        words = bitmask.shape[1] if vocabulary is None else -(-vocabulary.tokens.vocab_size // 32)
+        if words != bitmask.shape[1]:  # the tokenizer has more ids than the model has logits for
+            wide = np.empty((len(bitmask), words), dtype=np.int32)
             self._fill(wide, matchers)
-            mask[:] = wide[:, : mask.shape[1]]
+            bitmask[:] = wide[:, : bitmask.shape[1]]
         else:
-            self._fill(mask, matchers)
+            self._fill(bitmask, matchers)
 
-    def _fill(self, mask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
-        """`mask` has a bit for each id of llguidance's vocabulary."""
+    def _fill(self, bitmask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
+        """Fill a bitmask that has a bit for each id of llguidance's vocabulary."""
         constrained = [(_own(matcher), row) for row, matcher in enumerate(matchers) if matcher is not None]
         # Threads take neighbours: those of one automaton, which would wait for each other.
         constrained.sort(key=lambda one: id(one[0].automaton))
         filled = [(matcher.followed, row) for matcher, row in constrained if matcher.followed is not None]
         if len(filled) < len(matchers):
-            mask.fill(-1)
+            bitmask.fill(-1)
         if filled:
             self._fillers = self._fillers or LLExecutor(self._threads)
-            self._fillers.unsafe_compute_mask_ptr(filled, mask.ctypes.data, mask.shape[1] * mask.itemsize, len(mask))
+            self._fillers.unsafe_compute_mask_ptr(
+                filled, bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize, len(bitmask)
+            )
         for matcher, row in constrained:
             for _ in range(REPLACEMENTS):
                 if not matcher.is_stuck:
                     break
                 self._replace_automaton(matcher)
                 if matcher.followed is not None:
-                    matcher.followed.unsafe_compute_mask_ptr(mask[row].ctypes.data, mask[row].nbytes)
+                    matcher.followed.unsafe_compute_mask_ptr(bitmask[row].ctypes.data, bitmask[row].nbytes)
             if matcher.followed is not None and not matcher.is_plain:
-                matcher.adjust(mask[row], matcher.followed)
+                matcher.adjust(bitmask[row], matcher.followed)
 
     def _advance(self, matcher: GrammarMatcher, token: int) -> Progress:
         progress = matcher.advance(token)
@@ -240,7 +241,7 @@ class GrammarMatchers:
             return None
 
     def _automaton(self, grammar: Grammar) -> Automaton:
-        """The one of the grammar with the fewest users, or a new one if all are used and there is a thread for it."""
+        """Choose the automaton with the fewest users; compile one if all are used and there is a thread for it."""
         automata = self._automata.setdefault(grammar, [])
         self._automata.move_to_end(grammar)
         least_used = min(automata, key=lambda one: len(one.users), default=None)
@@ -257,7 +258,7 @@ class GrammarMatchers:
 
 
 def _compiled(grammar: Grammar, vocabulary: Future[_Vocabulary | None]) -> LLMatcher | None:
-    """A matcher at the beginning of the grammar; None if the grammar cannot be used."""
+    """Make a matcher at the beginning of the grammar; None if the grammar cannot be used."""
     words = vocabulary.result()
     if words is None:
         return None
@@ -275,7 +276,7 @@ def _compiled(grammar: Grammar, vocabulary: Future[_Vocabulary | None]) -> LLMat
 
 
 def _may_end_with(token: int, followed: LLMatcher, *, is_allowed: bool) -> bool:
-    """Whether the grammar accepts an end here, or behind this token of its own."""
+    """Return True if the grammar accepts an end here, or behind this token of its own."""
     if followed.is_accepting() or not is_allowed:
         return followed.is_accepting()
     followed.consume_token(token)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from grammar.drawing import Drawer
 from minisgl.core import Grammar, SamplingParams
-from minisgl.grammar.ebnf import EbnfError, ebnf_to_lark
-from minisgl.grammar.text import to_llguidance
-from minisgl.grammar.validate import GrammarValidator
-from minisgl.grammar.vocabulary import byte_vocabulary
+from minisgl.structured_output.compiler import byte_vocabulary
+from minisgl.structured_output.ebnf import EbnfError, ebnf_to_lark
+from minisgl.structured_output.translate import to_llguidance
+from minisgl.structured_output.validator import GrammarValidator
+from structured_output.drawing import Drawer
 
 ARITHMETIC = r"""
 root ::= expr "\n"            # a sum

@@ -1,4 +1,4 @@
-"""Structured output: the fields of OpenAI, vLLM and SGLang that say what an answer must look like, as one Grammar."""
+"""Request fields of OpenAI, vLLM and SGLang that say what an answer must look like, as one Grammar."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StructuredOutputs(BaseModel):
     disable_fallback: bool | None = Field(default=None, description="no effect: there is nothing to fall back on")
 
     def grammars(self) -> dict[str, Grammar]:
-        """By the name of the field; InvalidRequest for one that there is not."""
+        """Return the grammar of each field that is given, by the field's name; InvalidRequest for an unknown name."""
         if unknown := [name for name, value in (self.model_extra or {}).items() if value is not None]:
             name = f"structured_outputs.{unknown[0]:.80}"
             known = "json, json_object, regex, choice and grammar"
@@ -81,12 +81,12 @@ def choice_grammar(choices: list[str]) -> Grammar:
 
 
 def context_free_grammar(text: str) -> Grammar:
-    """GBNF, which defines its rules by ::=, or else llguidance's own notation."""
+    """Tell GBNF, which defines its rules by ::=, from llguidance's own notation."""
     return Grammar("ebnf" if "::=" in text else "lark", text)
 
 
 def the_one_grammar(grammars: dict[str, Grammar]) -> Grammar | None:
-    """What the fields ask for; InvalidRequest if more than one does."""
+    """Return what the fields ask for; InvalidRequest if more than one does."""
     if len(grammars) > 1:
         first, second, *_ = grammars
         raise InvalidRequest(second, f"{second} and {first} cannot be given together")

@@ -14,19 +14,16 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from minisgl.core import Grammar, InvalidRequest, SamplingParams
-from minisgl.grammar.sketch import completed
-from minisgl.grammar.text import field_of, to_llguidance
-from minisgl.grammar.validate import GrammarValidator
-from minisgl.grammar.vocabulary import named_tokens
 from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import ChatPrompt, TextPrompt
 from minisgl.models.demo import demo_folder
-from minisgl.parsers.constraint import calls_grammar, either, free_grammar
 from minisgl.parsers.events import CallArguments, CallStart, Content
 from minisgl.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.parsers.select import TOOL_CALL_PARSERS
-from minisgl.parsers.strict import check_strict, schemas_to_enforce
-from minisgl.tokenizer.constraint import GrammarFitter
+from minisgl.structured_output.compiler import named_tokens
+from minisgl.structured_output.tool_grammar import calls_grammar, check_strict, either, free_grammar, schemas_to_enforce
+from minisgl.structured_output.translate import complete_template, field_of, to_llguidance
+from minisgl.structured_output.validator import GrammarAdmission, GrammarValidator
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -70,8 +67,8 @@ def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
 def matcher(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> Callable[..., LLMatcher]:
     def make(grammar: Grammar, prompt_end: str = "", form: ReasoningFormat | None = None) -> LLMatcher:
         fitted = fitter_for(tokenizer, form).fit(grammar, PROMPT, prompt_end)
-        if fitted.kind == "sketch":
-            fitted = completed(fitted, {text: index for index, text in named_tokens(tokenizer).items()})
+        if fitted.kind == "template":
+            fitted = complete_template(fitted, {text: index for index, text in named_tokens(tokenizer).items()})
         found = LLMatcher(vocabulary, to_llguidance(fitted))
         assert not found.is_error(), found.get_error()
         return found
@@ -79,9 +76,9 @@ def matcher(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> Callable[..., LLMa
     return make
 
 
-def fitter_for(tokenizer: Tokenizer, form: ReasoningFormat | None) -> GrammarFitter:
+def fitter_for(tokenizer: Tokenizer, form: ReasoningFormat | None) -> GrammarAdmission:
     names = named_tokens(tokenizer)
-    return GrammarFitter(names, form, GrammarValidator(names, time_limit=10.0))
+    return GrammarAdmission(names, form, GrammarValidator(names, time_limit=10.0))
 
 
 def allows(matcher: LLMatcher, tokenizer: Tokenizer, text: str) -> bool:
@@ -268,18 +265,18 @@ def test_what_cannot_be_followed_is_refused_by_the_name_of_its_field(tokenizer: 
         'start: begin\n%until begin "x"\nTEXT: /b*/',
     ],
 )
-def test_clients_cannot_write_sketches(tokenizer: Tokenizer, text: str) -> None:
+def test_clients_cannot_write_templates(tokenizer: Tokenizer, text: str) -> None:
     """Neither for themselves nor behind a thought."""
     fitter = fitter_for(tokenizer, REASONING_FORMATS["qwen3"])
     for end in (THOUGHTLESS, PLAIN):
         with pytest.raises(InvalidRequest) as refused:
             fitter.check(fitter.fit(Grammar("lark", text), PROMPT, end)).result("guided_grammar")
         assert refused.value.field == "guided_grammar"
-    with pytest.raises(InvalidRequest, match="sketch"):
-        SamplingParams(grammar=Grammar("sketch", text)).validate(Limits(max_seq_len=32, vocab_size=330))
+    with pytest.raises(InvalidRequest, match="template"):
+        SamplingParams(grammar=Grammar("template", text)).validate(Limits(max_seq_len=32, vocab_size=330))
 
 
-def test_texts_that_look_like_a_sketch_are_texts(matcher: Callable[..., LLMatcher], tokenizer: Tokenizer) -> None:
+def test_texts_that_look_like_a_template_are_texts(matcher: Callable[..., LLMatcher], tokenizer: Tokenizer) -> None:
     text = '%marker "xyz"'
     for grammar in (Grammar("regex", text), Grammar("choice", json.dumps([text]))):
         for end in (THOUGHTLESS, PLAIN):

@@ -1,4 +1,4 @@
-"""Trying grammars, in processes of their own: `python -m minisgl.grammar.trial`.
+"""Tries grammars, in processes of their own: `python -m minisgl.structured_output.trial_process`.
 
 A short grammar can take any time and memory to compile, and might bring its process down. So each is compiled in a
 process that has nothing else to do. That one is forked from another, which has loaded all that it needs, so that it is
@@ -33,11 +33,9 @@ from llguidance import LLMatcher, LLTokenizer
 from msgspec.json import decode, encode
 
 from minisgl.core import Grammar, InvalidRequest
-from minisgl.grammar.sketch import completed
-from minisgl.grammar.text import ebnf_as_lark, to_llguidance
-from minisgl.grammar.threads import STACK_BYTES
-from minisgl.grammar.vocabulary import PARSER_LIMITS, byte_vocabulary
 from minisgl.process.child import leave_signals_to_parent, start_module
+from minisgl.structured_output.compiler import PARSER_LIMITS, STACK_BYTES, byte_vocabulary
+from minisgl.structured_output.translate import complete_template, ebnf_as_lark, to_llguidance
 
 WAIT_FACTOR = 5  # seconds of waiting for one of processor time, on a machine that has much else to do
 MAX_BYTES = 2 * 2**30  # that a grammar may take
@@ -56,7 +54,10 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class GrammarCheck(msgspec.Struct, frozen=True):
-    """What is wrong with a grammar; an empty message: nothing. Some messages say which field is meant."""
+    """Result of a trial: what is wrong with the grammar; nothing is if the message is empty.
+
+    Some messages say which field is meant.
+    """
 
     message: str = ""
     field: str | None = None
@@ -73,17 +74,19 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class TrialsEnded(Exception):
-    """The process is no more, and with it the trials that were under way."""
+    """The process is no more, and with it all trials that were under way."""
 
 
 class TrialProcess:
-    """The process from which others are forked, from outside: nothing here waits for it, but for `poll`.
+    """Handle of the process from which others are forked: nothing here waits for it, but for `poll`.
 
     It ends with this object.
     """
 
     def __init__(self, named_tokens: Mapping[int, str]) -> None:
-        self._process = start_module("minisgl.grammar.trial", stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self._process = start_module(
+            "minisgl.structured_output.trial_process", stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
         self.end = weakref.finalize(self, _end, self._process)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -102,7 +105,10 @@ class TrialProcess:
         self._send(encode(trial))
 
     def poll(self, seconds: float = 0.0) -> list[Outcome]:
-        """The trials that have ended since the last call; waits so long for one. TrialsEnded if there will be none."""
+        """Return the trials that have ended since the last call; waits up to `seconds` for one.
+
+        TrialsEnded if there will be none.
+        """
         self._flush()
         poll = select.poll()
         poll.register(self._out, select.POLLIN)
@@ -144,7 +150,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """The process: fork one for each grammar that comes, until nothing can come."""
+    """Run the process: fork one for each grammar that comes, until nothing can come."""
     leave_signals_to_parent()
     _Forks(sys.stdin.fileno(), sys.stdout.fileno()).run()
 
@@ -161,7 +167,7 @@ class _Fork:
         self.is_overdue = False
 
     def outcome(self) -> Outcome:
-        """What it came to, when its pipe is closed."""
+        """Reap the fork, when its pipe is closed, and say how its trial ended."""
         os.close(self.pipe)
         _, status, usage = os.wait4(self.pid, 0)
         seconds = usage.ru_utime + usage.ru_stime
@@ -175,7 +181,7 @@ class _Fork:
 
 
 class _Forks:
-    """All that are under way."""
+    """All forks that are under way."""
 
     def __init__(self, source: int, sink: int) -> None:
         self._source = source
@@ -194,7 +200,7 @@ class _Forks:
         while True:
             for line in self._lines():
                 self._fork(decode(line, type=Trial), vocabulary)
-            for descriptor, _ in self._poll.poll(self._patience()):
+            for descriptor, _ in self._poll.poll(self._poll_timeout()):
                 if descriptor == self._source:
                     self._read()
                 else:
@@ -223,8 +229,8 @@ class _Forks:
         line, _, self._unread = self._unread.partition(b"\n")
         return bytes(line)
 
-    def _patience(self) -> float | None:
-        """Milliseconds to the next deadline."""
+    def _poll_timeout(self) -> float | None:
+        """Milliseconds to the next deadline; None if nothing is under way."""
         if not self._forks:
             return None
         return max(min(fork.deadline for fork in self._forks.values()) - time.monotonic(), 0.0) * 1000 + 1
@@ -281,8 +287,8 @@ def _try_and_exit(trial: Trial, vocabulary: LLTokenizer, tokens: Mapping[str, in
 def check_of(grammar: Grammar, vocabulary: LLTokenizer, tokens: Mapping[str, int]) -> GrammarCheck:
     """Translate a grammar, compile it, and follow it for a few bytes."""
     try:
-        if grammar.kind == "sketch":
-            translated = completed(grammar, tokens)
+        if grammar.kind == "template":
+            translated = complete_template(grammar, tokens)
             translated.check_size("structured_outputs")
         else:
             translated = ebnf_as_lark(grammar)
@@ -295,7 +301,7 @@ def check_of(grammar: Grammar, vocabulary: LLTokenizer, tokens: Mapping[str, int
 
 
 def _try(grammar: Grammar, vocabulary: LLTokenizer) -> str:
-    """Compile the grammar and follow it for a few bytes; what goes wrong, or nothing."""
+    """Compile the grammar and follow it for a few bytes; return what goes wrong, or nothing."""
     text = to_llguidance(grammar)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(text, vocabulary, limits=PARSER_LIMITS)
     if is_error:
@@ -315,7 +321,7 @@ def _try(grammar: Grammar, vocabulary: LLTokenizer) -> str:
 
 
 def _in_short(message: str) -> str:
-    """What llguidance says, without the grammar's text and the options of its own."""
+    """Shorten what llguidance says: leave out the grammar's text and the options of its own."""
     if "oneOf constraints are not supported" in message:
         return "oneOf is supported only where its options exclude each other for certain"
     lines = [line.strip() for line in message.strip().splitlines()]

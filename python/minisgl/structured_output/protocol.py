@@ -1,4 +1,7 @@
-"""What the scheduler knows of grammars: each constrained request has a matcher, which stands behind its last token."""
+"""Protocol between scheduler and grammars: a constrained request has a matcher, which stands behind its last token.
+
+The scheduler imports this and no implementation; `matcher` has the one on llguidance.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from minisgl.core import Int32Array, SamplingParams
 
 
 class Progress(Enum):
-    """Where a matcher stands behind a token."""
+    """Position of a matcher after a token."""
 
     OPEN = auto()  # more tokens can follow
     COMPLETE = auto()  # none but an end of sequence
@@ -23,7 +26,7 @@ class Matcher(Protocol):
 
     @property
     def is_compiling(self) -> bool:
-        """The grammar is not ready: the request had better wait."""
+        """True while the grammar is not ready: the request had better wait."""
         ...
 
 
@@ -31,20 +34,23 @@ class Grammars(Protocol):
     """Makes and moves matchers."""
 
     def start(self, sampling: SamplingParams) -> Matcher:
-        """The matcher of a new request that has a grammar; returns at once."""
+        """Make the matcher of a new request that has a grammar; returns at once."""
         ...
 
     def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
         """Move each matcher on by its token."""
         ...
 
-    def fill(self, mask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
-        """Write the tokens that may come next: bit i of word w in [rows, words] says if id 32 w + i may. None: all."""
+    def fill(self, bitmask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
+        """Write the grammar bitmask int32[rows, words]: bit i of word w is set if id 32 w + i may come next.
+
+        A row without a matcher may choose any id.
+        """
         ...
 
 
 class NoGrammars:
-    """For engines that serve no constrained requests."""
+    """Stands in where an engine serves no constrained requests."""
 
     def start(self, sampling: SamplingParams) -> Matcher:
         raise NotImplementedError("this engine serves no grammars")
@@ -52,5 +58,5 @@ class NoGrammars:
     def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
         raise NotImplementedError("this engine serves no grammars")
 
-    def fill(self, mask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
+    def fill(self, bitmask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
         raise NotImplementedError("this engine serves no grammars")

@@ -1,4 +1,4 @@
-r"""JSON schemas on their way to llguidance: bounds on what a client may send, and formats that it takes too loosely.
+r"""Prepares JSON schemas for llguidance: bounds on what a client may send, and formats that it takes too loosely.
 
 llguidance itself refuses the keywords that it cannot follow. Whatever it accepts must be followed to the letter, so
 the formats of dates and times become patterns that know the lengths of months and have no leap seconds, and open ends
@@ -44,7 +44,7 @@ EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_D
 
 
 def prepared_schema(text: str, field: str) -> dict[str, Any]:
-    """The schema of a JSON text as llguidance is to see it; InvalidRequest if it is none or out of bounds."""
+    """Return the schema of a JSON text as llguidance is to see it; InvalidRequest if it is none or out of bounds."""
     try:
         schema = json.loads(text, parse_constant=_no_number)
     except RecursionError:
@@ -67,7 +67,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _depth(value: Json) -> int:
-    """Levels of objects and arrays, counted without recursion."""
+    """Count the levels of objects and arrays, without recursion."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
         depth += 1

@@ -9,13 +9,13 @@ import pytest
 from llguidance import LLParserLimits
 from tokenizers import Tokenizer, models
 
-from grammar.drawing import EOS, Drawer, filled
 from minisgl.core import Grammar, Int32Array, InvalidRequest, SamplingParams
-from minisgl.grammar import matcher as matcher_module
-from minisgl.grammar.matcher import MAX_AUTOMATA, GrammarMatcher, GrammarMatchers
-from minisgl.grammar.text import lark_rule
-from minisgl.grammar.validate import GrammarValidator
-from minisgl.scheduler.constraints import Progress
+from minisgl.structured_output import matcher as matcher_module
+from minisgl.structured_output.matcher import MAX_AUTOMATA, GrammarMatcher, GrammarMatchers
+from minisgl.structured_output.protocol import Progress
+from minisgl.structured_output.translate import lark_rule
+from minisgl.structured_output.validator import GrammarValidator
+from structured_output.drawing import EOS, Drawer, filled
 
 LETTERS = Grammar("regex", "[ab]{2,3}")
 
