@@ -14,16 +14,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from typing import get_args
+from functools import partial
+from typing import Any, get_args
 
 import numpy as np
 import torch
-from kernel_times import DEVICE, Case, copy_speed, microseconds
 
-from minisgl.attention.base import AttentionInputs, AttentionShape
-from minisgl.attention.fused import FusedDecode
+from kernel_times import DEVICE, Case, copy_speed, microseconds
+from measuring.report import table
+from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionShape
+from minisgl.attention.fused import FusedDecode, FusedRows
 from minisgl.attention.select import CANDIDATES, make_backend
-from minisgl.benchmark.report import table
 from minisgl.config import KVCacheDtype
 from minisgl.core import Int32Array
 from minisgl.kernel.base import Heads, Norm
@@ -38,7 +39,7 @@ PREFILLS = [(1, 8192, 0), (8, 1024, 0), (1, 2048, 16384), (64, 128, 900)]  # row
 
 
 def names(shape: AttentionShape) -> list[str]:
-    """The backends that run here without compiling anything."""
+    """Return the backends that run here without compiling anything."""
     capability = torch.cuda.get_device_capability(DEVICE)
     return [
         name
@@ -61,7 +62,7 @@ def make_pool(shape: AttentionShape, rows: int, context: int, layers: int) -> tu
 
 
 def lengths_of(text: str) -> Int32Array:
-    """The cached tokens of each row: of `64x640` 64 times 640, of `64x100-640` 64 lengths from 100 to 640."""
+    """Return cached tokens by row: for `64x640` 64 times 640, for `64x100-640` 64 lengths from 100 to 640."""
     rows, context = text.split("x")
     low, high = (context.split("-") * 2)[:2]
     return np.random.default_rng(0).integers(int(low), int(high) + 1, int(rows)).astype(np.int32)
@@ -92,7 +93,7 @@ def decodes(shape: AttentionShape, text: str) -> Iterator[Case]:
             slots = torch.arange(rows, device=DEVICE)
             fused = FusedDecode(shape, DEVICE).rows(slots, inputs.kv_lens_device, page_table)
 
-            def run(index: int, fused=fused, heads=heads) -> object:  # noqa: ANN001
+            def run(index: int, fused: FusedRows = fused, heads: Heads = heads) -> object:
                 layer = index % layers
                 return fused.forward(qkv, heads, pool.keys(layer), pool.values(layer), None)
 
@@ -101,15 +102,17 @@ def decodes(shape: AttentionShape, text: str) -> Iterator[Case]:
             graphed = backend.graphed_decode(rows)
             graphed.prepare(lengths - 1)
             plan = graphed.plan(inputs)
-
-            def run(index: int, backend=backend, plan=plan) -> object:  # noqa: ANN001
-                return backend.forward(index % layers, q, pool, plan)
+            run = partial(_forward, backend, plan, q, pool, layers)
 
         yield Case(name, text, run, kv_bytes)
 
 
+def _forward(backend: AttentionBackend, plan: Any, q: torch.Tensor, pool: KVPool, layers: int, index: int) -> object:
+    return backend.forward(index % layers, q, pool, plan)
+
+
 def prefills(shape: AttentionShape, rows: int, new: int, cached: int) -> Iterator[tuple[str, float]]:
-    """Name and TFLOP/s; a causal query counts the keys that it sees."""
+    """Yield name and TFLOP/s of each backend; a causal query counts the keys that it sees."""
     pool, page_table = make_pool(shape, rows, new + cached, 1)
     inputs = AttentionInputs(
         query_lens=np.full(rows, new, dtype=np.int32),
@@ -124,7 +127,7 @@ def prefills(shape: AttentionShape, rows: int, new: int, cached: int) -> Iterato
         if name != "fused":
             backend = make_backend(name, shape, DEVICE)
             plan = backend.plan(inputs)
-            case = Case(name, "", lambda _, b=backend, p=plan: b.forward(0, q, pool, p), 0, captured=False)
+            case = Case(name, "", partial(_forward, backend, plan, q, pool, 1), 0, captured=False)
             yield name, operations / microseconds(case, 20) / 1e6
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import httpx
-from hostile_grammars import Server
+
+from hostile_grammars import DemoServer
+from measuring.server_process import cpu_seconds, exit_on_sigterm
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGE = '{"messages":[{"role":"user","content":"hello"}],"max_tokens":1,'
@@ -75,22 +75,17 @@ def read_stream(url: str, results: Connection) -> None:
                         longest = 0.0
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process."""
-    fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", default="", help="only bodies whose name has this in it")
     parser.add_argument("--rounds", type=int, default=3, help="of each body; the median stall is printed")
     args = parser.parse_args()
-    with Server() as server:
+    exit_on_sigterm()
+    with DemoServer() as server:
         ours, theirs = multiprocessing.Pipe()
-        reader = multiprocessing.Process(target=read_stream, args=(server.url, theirs), daemon=True)
+        reader = multiprocessing.Process(target=read_stream, args=(server.base_url, theirs), daemon=True)
         reader.start()
-        api = server.pid("server.api")
+        api = server.pid("minisgl.server.api.process:run")
 
         def stall() -> float:
             ours.send("say")
@@ -107,7 +102,7 @@ def main() -> None:
                 if body:
                     try:
                         status = str(
-                            httpx.post(server.url + route, content=body, headers=JSON, timeout=300).status_code
+                            httpx.post(server.base_url + route, content=body, headers=JSON, timeout=300).status_code
                         )
                     except httpx.TransportError:
                         status = "closed"  # answered and closed before the body had been sent

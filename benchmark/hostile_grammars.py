@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -25,59 +24,39 @@ from typing import Any
 
 import httpx
 
+from measuring.server_process import ServerProcess, exit_on_sigterm, worker_pids
+
 MESSAGES = [{"role": "user", "content": "Hi"}]
 HARD = "(((a{{99}}){{99}}){{99}}){{{number}}}"  # a regular expression that takes all memory before it is compiled
 PATIENCE_SECONDS = 180.0
 
 
-class Server:
+class DemoServer(ServerProcess):
     """A server of the demo model on a free port."""
 
     def __init__(self, *flags: str) -> None:
-        command = [sys.executable, "-m", "minisgl", "--model", "demo", "--port", "0", *flags]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            if found := re.search(r"ready after .* on (http://\S+)", line):
-                self.url = found[1]
-                break
-        else:
-            raise SystemExit("the server did not start")
-        threading.Thread(target=self._process.stderr.read, daemon=True).start()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        super().__init__([sys.executable, "-m", "minisgl", "--model", "demo", "--port", "0", *flags])
 
     def chat(self, key: str = "none", **fields: Any) -> tuple[int, float, str]:
-        """Status, seconds and the text of an error of one answer."""
+        """Return status, seconds and the text of an error of one answer."""
         begin = time.perf_counter()
         headers = {"authorization": f"Bearer {key}"}
         body = {"model": "demo", "messages": MESSAGES, "max_tokens": 4, **fields}
         try:
-            answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE_SECONDS)
+            answer = httpx.post(
+                f"{self.base_url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE_SECONDS
+            )
         except httpx.TimeoutException:
             return 0, time.perf_counter() - begin, "no answer"
         error = answer.json().get("error") or {}
         return answer.status_code, time.perf_counter() - begin, error.get("message", "")
 
     def pid(self, entry: str) -> int:
-        """The worker process whose entry point is in this module."""
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == self._process.pid and entry in (folder / "cmdline").read_text():
-                    return int(folder.name)
-        raise LookupError(entry)
+        """Return the id of the worker process with this entry point."""
+        return worker_pids(self.process.pid)[entry]
 
     def peak_megabytes(self, entry: str) -> float:
-        """Peak memory of the worker process whose entry point is in this module."""
+        """Return the peak memory of the worker process with this entry point."""
         status = Path(f"/proc/{self.pid(entry)}/status").read_text()
         return int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) / 1024
 
@@ -92,7 +71,7 @@ class Server:
                 while not over.wait(0.005):
                     begin = time.perf_counter()
                     with suppress(httpx.HTTPError):
-                        client.get(f"{self.url}/ping")
+                        client.get(f"{self.base_url}/ping")
                     taken.append(time.perf_counter() - begin)
 
         thread = threading.Thread(target=ask)
@@ -140,12 +119,12 @@ def send_schemas() -> None:
         "2,000 properties, 600 KB": copied(2000, 600_000),
     }
     for parser in ("qwen3_coder", "pythonic"):
-        with Server("--tool-call-parser", parser) as server:
+        with DemoServer("--tool-call-parser", parser) as server:
             server.chat()
             for name, schema in schemas.items():
                 with server.watched() as pings:
                     status, seconds, message = server.chat(tools=tool(schema), tool_choice="required")
-                peak = server.peak_megabytes("minisgl.server.api.process")
+                peak = server.peak_megabytes("minisgl.server.api.process:run")
                 print(
                     f"{parser:12} {name:26} {status} after {seconds:6.2f} s, longest ping {max(pings):6.2f} s, "
                     f"peak {peak:5.0f} MB  {message:.90}",
@@ -158,7 +137,7 @@ def send_queue(num_hard: int, keys: list[str]) -> None:
     flags = [flag for key in keys for flag in ("--api-key", key)]
     hostile, honest = keys[0] if keys else "none", keys[-1] if keys else "none"
     fields = {"a": {"type": "string", "maxLength": 20}, "b": {"type": "integer"}}
-    with Server(*flags) as server, ThreadPoolExecutor(num_hard) as pool:
+    with DemoServer(*flags) as server, ThreadPoolExecutor(num_hard) as pool:
         server.chat(honest, regex="warm|up")
         begin = time.perf_counter()
         hard = [pool.submit(server.chat, hostile, regex=HARD.format(number=number + 2)) for number in range(num_hard)]
@@ -169,7 +148,7 @@ def send_queue(num_hard: int, keys: list[str]) -> None:
             print(f"honest {number}: {status} after {seconds:6.2f} s {message:.80}", flush=True)
         statuses = [one.result()[0] for one in hard]
         print(f"hard: {statuses.count(400)} of {num_hard} refused after {time.perf_counter() - begin:.1f} s")
-        print(f"peak of the tokenizer worker: {server.peak_megabytes('minisgl.tokenizer.worker'):.0f} MB")
+        print(f"peak of the tokenizer worker: {server.peak_megabytes('minisgl.tokenizer.worker:run'):.0f} MB")
 
 
 def main() -> None:
@@ -178,6 +157,7 @@ def main() -> None:
     parser.add_argument("--hard", type=int, default=40, help="hard grammars of `queue`")
     parser.add_argument("--keys", type=int, default=2, help="API keys of `queue`: 0 for a server without, 2 for two")
     arguments = parser.parse_args()
+    exit_on_sigterm()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if arguments.what == "schemas":
         send_schemas()

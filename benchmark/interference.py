@@ -10,18 +10,58 @@ Starts the server once for each policy, with the flags after `--`:
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-from minisgl.benchmark.arguments import add_output_arguments, make_parser, output_of
-from minisgl.benchmark.client import Target
-from minisgl.benchmark.interference import Interference, token_gaps
-from minisgl.benchmark.launch import ServerProcess, ask_served, exit_on_sigterm
-from minisgl.benchmark.load import run_load
-from minisgl.benchmark.plot import plot_gaps
-from minisgl.benchmark.report import table
-from minisgl.benchmark.statistics import spread
+import numpy as np
+
+from measuring.arguments import add_output_arguments, make_parser, output_of
+from measuring.client import RequestRecord, Target
+from measuring.load import run_load
+from measuring.plot import plot_gaps
+from measuring.report import Cell, table
+from measuring.server_process import ServerProcess, ask_served, exit_on_sigterm
+from measuring.statistics import FloatArray, spread
+from measuring.workload import TimedRequest
 
 POLICIES = ("prefill-first", "mixed")
+
+
+@dataclass(frozen=True, slots=True)
+class Interference:
+    """Streams that start together, and then one long prompt after another, each answered with one token."""
+
+    streams: int
+    stream_tokens: int  # each gets
+    prompts: int
+    prompt_tokens: int
+    every: float  # seconds between prompts
+    quiet: float  # seconds before the first prompt
+    vocab_size: int
+
+    def load(self) -> list[TimedRequest]:
+        rng = np.random.default_rng(0)
+
+        def request(at: float, length: int, max_tokens: int) -> TimedRequest:
+            return TimedRequest(at, rng.integers(0, self.vocab_size, length, dtype=np.int32), max_tokens)
+
+        streams = [request(0.0, 16, self.stream_tokens) for _ in range(self.streams)]
+        prompts = [request(self.quiet + number * self.every, self.prompt_tokens, 1) for number in range(self.prompts)]
+        return streams + prompts
+
+
+def token_gaps(work: Interference, records: Sequence[RequestRecord]) -> FloatArray:
+    """Return ms between tokens of all streams while the long prompts come. RuntimeError if a request failed."""
+    failed = [record.error for record in records if record.error]
+    if failed:
+        raise RuntimeError(f"{len(failed)} requests failed, the first: {failed[0]}")
+    end = work.quiet + work.prompts * work.every
+    gaps = []
+    for record in records[: work.streams]:
+        times = np.asarray(record.times)
+        times = times[(times >= work.quiet) & (times <= end)]
+        gaps.append(np.diff(times) * 1e3)
+    return np.concatenate(gaps)
 
 
 def main() -> None:
@@ -35,6 +75,7 @@ def main() -> None:
     parser.add_argument("server", nargs="+", help="flags of the server, after --")
     add_output_arguments(parser)
     args = parser.parse_args()
+    output = output_of(args)
     exit_on_sigterm()
     gaps = {}
     for policy in POLICIES:
@@ -46,9 +87,10 @@ def main() -> None:
             )
             gaps[policy] = token_gaps(work, run_load(Target(server.base_url, served.model), work.load(), label=policy))
     spreads = {policy: spread(values) for policy, values in gaps.items()}
-    rows = [[policy, one.p50, one.p90, one.p99, one.count] for policy, one in spreads.items() if one is not None]
+    rows: list[list[Cell]] = [
+        [policy, one.p50, one.p90, one.p99, one.count] for policy, one in spreads.items() if one is not None
+    ]
     print(table(["policy", "gap p50 ms", "p90 ms", "p99 ms", "tokens"], rows))
-    output = output_of(args)
     output.save("interference", args, {policy: asdict(one) for policy, one in spreads.items() if one is not None})
     if output.plot:
         plot_gaps(output.plot, gaps)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
+from measuring.report import table
 from minisgl.attention.base import AttentionShape
 from minisgl.attention.flatten import flatten_pages, make_flattener
 from minisgl.attention.widen import SeenPages, Widener
-from minisgl.benchmark.report import table
 from minisgl.engine.cuda_sampler import CudaSampler
 from minisgl.engine.sampler import SampleKind, Sampler, TorchSampler
 from minisgl.engine.state import SlotState
@@ -44,7 +44,7 @@ class Case:
 
 
 def microseconds(case: Case, calls: int) -> float:
-    """Of one call: the median of nine runs of `calls` calls."""
+    """Return the time of one call: the median of nine runs of `calls` calls."""
     for index in range(3):
         case.run(index)
     replay: Callable[[], object]
@@ -61,9 +61,9 @@ def microseconds(case: Case, calls: int) -> float:
                 case.run(index)
 
     replay()
-    times = []
+    times: list[float] = []
     for _ in range(9):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         replay()
         end.record()
@@ -81,7 +81,7 @@ def copy_speed() -> float:
 
 
 def _peaked_logits(rows: int, vocab: int) -> torch.Tensor:
-    """As of a trained model: most logits far below a few large ones."""
+    """Return logits like those of a trained model: most far below a few large ones."""
     logits = torch.randn(rows, vocab, device=DEVICE) * 2.5
     top = torch.randint(vocab, (rows, 30), device=DEVICE)
     return logits.scatter_(1, top, 22 - 4 * torch.rand(rows, 30, device=DEVICE) ** 0.5 * 2).to(torch.bfloat16)
@@ -135,6 +135,7 @@ def sampling() -> Iterator[Case]:
 def moe() -> Iterator[Case]:
     """A layer of Qwen3-30B-A3B. The bytes are the chosen experts' weights, and the tokens in and out."""
     hidden, intermediate, experts, top_k = 2048, 768, 128, 8
+    routing = Routing(top_k, renormalize=True)
     layers = [
         (
             (torch.randn(experts, 2 * intermediate, hidden, device=DEVICE) * hidden**-0.5).to(torch.bfloat16),
@@ -146,7 +147,7 @@ def moe() -> Iterator[Case]:
     for tokens in (1, 8, 64, 256, 512, 4096):
         x = torch.randn(tokens, hidden, device=DEVICE).to(torch.bfloat16)
         scores = [torch.randn(tokens, experts, device=DEVICE).to(torch.bfloat16) for _ in range(8)]
-        touched = [len(score.topk(top_k).indices.unique()) for score in scores]
+        touched = [torch.unique(score.topk(top_k).indices).numel() for score in scores]
         weights = 3 * hidden * intermediate * 2 * sum(touched) / len(touched)
         for name, ops in all_ops.items():
 
@@ -154,14 +155,14 @@ def moe() -> Iterator[Case]:
                 index: int, ops: Ops = ops, x: torch.Tensor = x, scores: list[torch.Tensor] = scores
             ) -> torch.Tensor:
                 w13, w2 = layers[index % 2]
-                return ops.moe(x, scores[index % 8], w13, w2, Routing(top_k, renormalize=True))
+                return ops.moe(x, scores[index % 8], w13, w2, routing)
 
-            captured = ops.moe_graph_safe(*layers[0], top_k)
+            captured = ops.moe_graph_safe(*layers[0], routing)
             yield Case(f"moe ({name})", f"{tokens} tokens", run, int(weights) + 2 * x.numel() * 2, captured)
 
 
 def products() -> Iterator[Case]:
-    """Those of a layer, with their norm, gate and residual. The bytes are the weights, and the rows in and out."""
+    """Time the products of a layer, with norm, gate and residual. Bytes are those of weights and of rows in and out."""
     layers = {"Qwen3-0.6B": (1024, 2048, 4096, 3072), "Qwen3-14B": (5120, 5120, 7168, 17408)}
     all_ops: dict[str, Ops] = {"csrc": CudaOps(DEVICE), "torch": TorchOps()}
     for model, (hidden, attended, qkv, intermediate) in layers.items():
@@ -205,8 +206,12 @@ def same_each_time(work: Callable[..., object], *args: object, **options: object
 
 
 def between() -> Iterator[Case]:
-    """What stands between products and attention. Few tokens come from the second cache, as they do in a step."""
-    all_ops = {"csrc": (ops := CudaOps(DEVICE), ops.activate_and_mul), "torch": (TorchOps(), activate_and_mul)}
+    """Time what stands between products and attention. Few tokens come from the L2 cache, as they do in a step."""
+    csrc = CudaOps(DEVICE)
+    all_ops: dict[str, tuple[Ops, Callable[..., object]]] = {
+        "csrc": (csrc, csrc.activate_and_mul),
+        "torch": (TorchOps(), activate_and_mul),
+    }
     models = {"Qwen3-0.6B": (1024, 16, 3072), "Qwen3-14B": (5120, 40, 17408)}
     context, vocab = 4096, 151936
     for model, (hidden, num_heads, intermediate) in models.items():
@@ -237,8 +242,11 @@ def between() -> Iterator[Case]:
 
 
 def pages() -> Iterator[Case]:
-    """What a step learns of its pages, and pages of 8 bits made wide for a backend that reads 16."""
-    all_ops = {"csrc": (CudaOps(DEVICE), make_flattener(DEVICE)), "torch": (TorchOps(), flatten_pages)}
+    """Time page metadata of a step, and the upcast of FP8 pages for a backend that reads 16 bits."""
+    all_ops: dict[str, tuple[Ops, Callable[..., object]]] = {
+        "csrc": (CudaOps(DEVICE), make_flattener(DEVICE)),
+        "torch": (TorchOps(), flatten_pages),
+    }
     shape = AttentionShape(16, 8, 128, 64, torch.bfloat16, fp8_kv=True)
     context = 2048
     for rows in (1, 64, 256):

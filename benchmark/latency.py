@@ -10,9 +10,15 @@ Prefill is the length of a lone prompt over the time to its first token.
 from __future__ import annotations
 
 import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl.benchmark.arguments import (
+from tqdm import tqdm
+
+from measuring.arguments import (
     add_engine_arguments,
     add_output_arguments,
     add_peer_arguments,
@@ -23,16 +29,97 @@ from minisgl.benchmark.arguments import (
     output_of,
     run_each_engine,
 )
-from minisgl.benchmark.engines import EngineOptions
-from minisgl.benchmark.offline import LatencySizes
-from minisgl.benchmark.report import table
+from measuring.engines import EngineOptions, OfflineEngine, started
+from measuring.report import table
+from measuring.workload import FRESH_IDS, OfflineBatch, random_prompts
+
+WARM_UP_TEMPERATURE = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFigures:
+    """Times of one batch size: medians over repeats."""
+
+    first_ms: float  # to the first token of all
+    step_ms: float  # for each token after it
+
+
+@dataclass(slots=True)
+class LatencyFigures:
+    """Decode steps and prefills of one engine."""
+
+    decode: dict[int, DecodeFigures] = field(default_factory=dict)  # by batch size
+    prefill_tokens_per_second: dict[int, float] = field(default_factory=dict)  # by length of a lone prompt
+
+
+@dataclass(frozen=True, slots=True)
+class LatencySizes:
+    """Batch sizes and lengths to measure."""
+
+    batch_sizes: tuple[int, ...] = (1, 8, 64)
+    prompt_tokens: int = 512  # of decode
+    new_tokens: int = 256  # of decode
+    prefill: tuple[int, ...] = (512, 2048, 8192)
+    repeats: int = 3
+
+
+def timed(engine: OfflineEngine, work: OfflineBatch, temperature: float, *, progress: bool = False) -> float:
+    """Return the seconds in which all of it is answered in full."""
+    begin = time.perf_counter()
+    made = engine.generate(work, temperature, progress=progress)
+    seconds = time.perf_counter() - begin
+    if made != work.output_tokens:
+        raise RuntimeError(f"{made} tokens came, {work.output_tokens} were asked for")
+    return seconds
+
+
+def warm_up(engine: OfflineEngine, rng: random.Random, vocab_size: int, *, rows: int = 64, tokens: int = 300) -> None:
+    """Let everything happen that happens once: compilation, capture, allocation."""
+    for count, length, new in ((min(8, rows), min(64, tokens), 16), (rows, tokens, 8)):
+        prompts = random_prompts(rng, count, length, vocab_size)
+        engine.generate(OfflineBatch(prompts, [new] * count), WARM_UP_TEMPERATURE, progress=False)
+
+
+def measure_latency(
+    engine: OfflineEngine, rng: random.Random, sizes: LatencySizes, *, vocab_size: int = FRESH_IDS[1]
+) -> LatencyFigures:
+    """Measure decode steps by batch size, and lone prompts by length."""
+    figures = LatencyFigures()
+    with tqdm(total=len(sizes.batch_sizes) + len(sizes.prefill), desc="Latency", unit="size") as bar:
+        for batch_size in sizes.batch_sizes:
+            figures.decode[batch_size] = _measure_decode(engine, rng, batch_size, sizes, vocab_size)
+            bar.update()
+        for length in sizes.prefill:
+            seconds = [
+                timed(engine, OfflineBatch(random_prompts(rng, 1, length, vocab_size), [1]), 0.0)
+                for _ in range(sizes.repeats)
+            ]
+            figures.prefill_tokens_per_second[length] = length / statistics.median(seconds)
+            bar.update()
+    return figures
+
+
+def _measure_decode(
+    engine: OfflineEngine, rng: random.Random, batch_size: int, sizes: LatencySizes, vocab_size: int
+) -> DecodeFigures:
+    """Measure (time of n + 1 new tokens - time of 1 new token) / n, for fresh prompts, greedy."""
+
+    def works() -> Iterator[OfflineBatch]:
+        for new in (1, sizes.new_tokens + 1):
+            prompts = random_prompts(rng, batch_size, sizes.prompt_tokens, vocab_size)
+            yield OfflineBatch(prompts, [new] * batch_size)
+
+    engine.prepare(next(works()), whole=True)
+    firsts, steps = [], []
+    for _ in range(sizes.repeats):
+        first, whole = (timed(engine, work, temperature=0.0) for work in works())
+        firsts.append(first * 1e3)
+        steps.append((whole - first) / sizes.new_tokens * 1e3)
+    return DecodeFigures(statistics.median(firsts), statistics.median(steps))
 
 
 def measure(name: str, options: EngineOptions, sizes: LatencySizes) -> dict[str, Any]:
-    """All figures of one engine."""
-    from minisgl.benchmark.engines.start import started
-    from minisgl.benchmark.offline import measure_latency, warm_up
-
+    """Return all figures of one engine."""
     rng = random.Random(4242)
     with started(name, options) as (engine, vocab_size, result):
         warm_up(engine, rng, vocab_size, rows=max(sizes.batch_sizes, default=1), tokens=min(300, sizes.prompt_tokens))
@@ -75,9 +162,11 @@ def main() -> None:
     print_results(results, sizes)
     output.save("latency", args, results)
     if output.plot:
-        from minisgl.benchmark.plot import plot_latency
+        from measuring.plot import plot_latency
 
-        plot_latency(output.plot, {name: result["latency"] for name, result in results.items()})
+        figures: dict[str, LatencyFigures] = {name: result["latency"] for name, result in results.items()}
+        decode = {name: {size: at.step_ms for size, at in one.decode.items()} for name, one in figures.items()}
+        plot_latency(output.plot, decode, {name: one.prefill_tokens_per_second for name, one in figures.items()})
 
 
 if __name__ == "__main__":

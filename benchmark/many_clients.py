@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from urllib.parse import urlsplit
 
-from minisgl.benchmark.launch import ServerProcess, exit_on_sigterm
+from measuring.server_process import ServerProcess, exit_on_sigterm
 
 USUAL_SOFT_LIMIT = 1024
 

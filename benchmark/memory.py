@@ -14,12 +14,11 @@ import random
 import sys
 from pathlib import Path
 
-from minisgl.benchmark.arguments import make_parser
-from minisgl.benchmark.client import Target
-from minisgl.benchmark.launch import LaunchFailed, ServerProcess, ask_served, exit_on_sigterm
-from minisgl.benchmark.load import run_load
-from minisgl.benchmark.processes import worker_pids
-from minisgl.benchmark.workload import Lengths, synthetic_load
+from measuring.arguments import make_parser
+from measuring.client import Target
+from measuring.load import run_load
+from measuring.server_process import LaunchFailed, ServerProcess, ask_served, exit_on_sigterm, worker_pids
+from measuring.workload import Lengths, TimedRequest, synthetic_load
 
 DEMO = (sys.executable, "-m", "minisgl", "--port", "0", "--device", "cpu")
 
@@ -53,7 +52,7 @@ def main() -> None:
         print(f"0 requests: {pss_mb(pid)} MB", flush=True)
         done, limits = 0, {"vocab_size": served.vocab_size, "context": served.context}
         while done < args.requests:
-            begin, load = done, []
+            begin, load = done, list[TimedRequest]()
             while done < min(begin + args.every, args.requests):
                 # Bursts of different sizes, so that steps have all numbers of rows.
                 count = min(rng.randint(1, args.burst), args.requests - done)

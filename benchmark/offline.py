@@ -15,7 +15,8 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from minisgl.benchmark.arguments import (
+from latency import LatencySizes, measure_latency, timed, warm_up
+from measuring.arguments import (
     add_engine_arguments,
     add_output_arguments,
     add_peer_arguments,
@@ -26,13 +27,16 @@ from minisgl.benchmark.arguments import (
     output_of,
     run_each_engine,
 )
-from minisgl.benchmark.engines import EngineOptions
-from minisgl.benchmark.report import table
+from measuring.engines import EngineOptions, OfflineEngine, started
+from measuring.report import table
+from measuring.workload import OFFLINE_IDS, OfflineBatch, offline_batch
+
+TEMPERATURE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What every engine is to do."""
+    """Work of every engine."""
 
     requests: int
     longest: int
@@ -40,11 +44,33 @@ class Sizes:
     latency: tuple[int, ...]
 
 
-def measure(name: str, options: EngineOptions, sizes: Sizes) -> dict[str, Any]:
-    """All figures of one engine."""
-    from minisgl.benchmark.engines.start import started
-    from minisgl.benchmark.offline import LatencySizes, measure_latency, measure_offline, warm_up
+@dataclass(frozen=True, slots=True)
+class OfflineFigures:
+    """Figures of the headline, run by run."""
 
+    output_tokens: int
+    tokens_per_second: list[float]
+    tuned: str | None  # how the engine was tuned to the work
+
+
+def measure_offline(
+    engine: OfflineEngine, runs: int, *, requests: int = 256, longest: int = 1024, vocab_size: int = OFFLINE_IDS
+) -> OfflineFigures:
+    """Measure output tokens per second of each run; detokenizing counts where the engine does it."""
+
+    def work(run: int) -> OfflineBatch:
+        return offline_batch(run, requests=requests, longest=longest, vocab_size=vocab_size)
+
+    tuned = engine.prepare(work(runs), whole=False)
+    rates = []
+    for run in range(runs):
+        batch = work(run)
+        rates.append(batch.output_tokens / timed(engine, batch, TEMPERATURE, progress=True))
+    return OfflineFigures(work(0).output_tokens, rates, tuned)
+
+
+def measure(name: str, options: EngineOptions, sizes: Sizes) -> dict[str, Any]:
+    """Return all figures of one engine."""
     rng = random.Random(4242)
     with started(name, options) as (engine, vocab_size, result):
         warm_up(engine, rng, vocab_size, rows=min(64, sizes.requests), tokens=min(300, sizes.longest))
@@ -97,7 +123,7 @@ def main() -> None:
     print_results(results, args.latency)
     output.save("offline", args, results)
     if output.plot:
-        from minisgl.benchmark.plot import plot_bars
+        from measuring.plot import plot_bars
 
         rates = {name: statistics.median(result["offline_tokens_per_second"]) for name, result in results.items()}
         plot_bars(output.plot, rates, f"offline, {args.requests} requests", "output tokens/s")

@@ -19,14 +19,14 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from minisgl.benchmark.arguments import add_output_arguments, make_parser, numbers, output_of
-from minisgl.benchmark.client import Target
-from minisgl.benchmark.launch import LaunchFailed, Served, ServerProcess, ask_served, exit_on_sigterm
-from minisgl.benchmark.load import run_load
-from minisgl.benchmark.report import Cell, table
-from minisgl.benchmark.statistics import LoadSummary, Slo, Spread, summarize
-from minisgl.benchmark.traces import TraceRow, read_trace, replay
-from minisgl.benchmark.workload import Lengths, TimedRequest, poisson_arrivals, synthetic_load
+from measuring.arguments import add_output_arguments, make_parser, numbers, output_of
+from measuring.client import Target
+from measuring.load import run_load
+from measuring.report import Cell, table
+from measuring.server_process import LaunchFailed, Served, ServerProcess, ask_served, exit_on_sigterm
+from measuring.statistics import LoadSummary, Slo, Spread, summarize
+from measuring.traces import TraceRow, read_trace, replay
+from measuring.workload import Lengths, TimedRequest, poisson_arrivals, synthetic_load
 
 WARM_UP_REQUESTS = 8
 
@@ -159,7 +159,7 @@ def main() -> None:
     print_summaries(summaries)
     output.save("serve", args, {"loads": summaries, "cut_requests": cuts, "model": served.model})
     if output.plot:
-        from minisgl.benchmark.plot import plot_loads
+        from measuring.plot import plot_loads
 
         plot_loads(output.plot, list(summaries), list(summaries.values()), all_records)
 

@@ -1,4 +1,4 @@
-"""What structured output costs: output tokens per second with and without a JSON schema, by batch size.
+"""The cost of structured output: output tokens per second with and without a JSON schema, by batch size.
 
 Every answer has the same number of tokens. The schema is an array of more records than fit, so no answer can end
 early, and ends of sequence are not allowed before; the free answers ignore them. Random weights choose among the
@@ -23,7 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minisgl.benchmark.arguments import (
+from measuring.arguments import (
     add_engine_arguments,
     add_output_arguments,
     engine_options,
@@ -32,10 +32,9 @@ from minisgl.benchmark.arguments import (
     model_folder_of,
     output_of,
 )
-from minisgl.benchmark.engines import EngineOptions
-from minisgl.benchmark.engines.minisgl_engine import MinisglEngine
-from minisgl.benchmark.report import table
-from minisgl.benchmark.workload import random_prompts
+from measuring.engines import EngineOptions, MinisglEngine
+from measuring.report import table
+from measuring.workload import random_prompts
 from minisgl.core import Grammar, SamplingParams
 
 RECORD: dict[str, dict[str, Any]] = {

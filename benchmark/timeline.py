@@ -1,4 +1,4 @@
-"""Where a steady decode step goes, on host and device, from torch's profiler: a table, and a plot of a few steps.
+"""The parts of a steady decode step on host and device, from torch's profiler: a table, and a plot of a few steps.
 
 The host's part is divided into schedule (decide the plan), launch (send it to the device), wait (for the tokens of the
 step before) and complete (finish that one). The device's part is divided by kernel; a gap is time in which none runs.
@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from minisgl.benchmark.arguments import (
+from measuring.arguments import (
     add_engine_arguments,
     add_output_arguments,
     engine_options,
@@ -28,8 +29,8 @@ from minisgl.benchmark.arguments import (
     model_folder_of,
     output_of,
 )
-from minisgl.benchmark.engines.minisgl_engine import MinisglEngine
-from minisgl.benchmark.report import table
+from measuring.engines import MinisglEngine
+from measuring.report import table
 from minisgl.core import SamplingParams
 from minisgl.scheduler.loop import StepLoop
 
@@ -58,7 +59,7 @@ class Timeline:
 
     @property
     def busy_us(self) -> float:
-        """Of a step, time in which some kernel runs."""
+        """Time of a step in which some kernel runs."""
         total, reached = 0.0, 0.0
         for span in self.device:
             total += max(0.0, span.end - max(span.begin, reached))
@@ -67,7 +68,7 @@ class Timeline:
 
     @property
     def profiled_us(self) -> float:
-        """Of a step, under the profiler."""
+        """Time of a step under the profiler."""
         return (max(span.end for span in self.device) - self.device[0].begin) / self.steps
 
 
@@ -146,9 +147,9 @@ def measure(loop: StepLoop, rows: int, prompt_tokens: int, first_sequence: int) 
     for event in profiled.events() or []:
         span = Span(event.name, event.time_range.start, event.time_range.end)
         if event.name in HOST:
-            if event.device_type == torch.autograd.DeviceType.CPU:
+            if event.device_type == DeviceType.CPU:
                 host.append(span)
-        elif event.device_type == torch.autograd.DeviceType.CUDA:
+        elif event.device_type == DeviceType.CUDA:
             device.append(span)
     device.sort(key=lambda span: span.begin)
     host.sort(key=lambda span: span.begin)
@@ -201,7 +202,7 @@ def main() -> None:
         print(table(["kernel", "launches", "us", "share"], kernel_rows(timeline)), end="\n\n")
     output.save("timeline", args, {str(t.rows): {"step_us": t.step_us, **t.host_us} for t in timelines})
     if output.plot:
-        from minisgl.benchmark.plot import plot_timelines
+        from measuring.plot import plot_timelines
 
         plot_timelines(
             output.plot, [(f"{t.rows} rows", t.host, [(short(s.name), s) for s in t.device]) for t in timelines]

@@ -9,10 +9,9 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from minisgl.benchmark.client import Target, ask
-from minisgl.benchmark.load import run_load
-from minisgl.benchmark.record import RequestRecord
-from minisgl.benchmark.workload import TimedRequest
+from measuring.client import RequestRecord, Target, ask
+from measuring.load import run_load
+from measuring.workload import TimedRequest
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 REQUEST = TimedRequest(0.0, np.arange(3, dtype=np.int32), 2)

@@ -6,8 +6,8 @@ from array import array
 
 import pytest
 
-from minisgl.benchmark.record import RequestRecord
-from minisgl.benchmark.statistics import Slo, spread, summarize
+from measuring.client import RequestRecord
+from measuring.statistics import Slo, spread, summarize
 
 SLO = Slo(ttft_ms=600, tbt_ms=100)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minisgl.benchmark.traces import BLOCK_TOKENS, TraceRow, parse_mooncake, read_trace, replay
+from measuring.traces import BLOCK_TOKENS, TraceRow, parse_mooncake, read_trace, replay
 
 MOONCAKE = """\
 {"timestamp": 1000, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]}

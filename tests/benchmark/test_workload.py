@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from minisgl.benchmark.workload import (
+from measuring.workload import (
     Lengths,
     fit_context,
     offline_batch,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl.benchmark.shapes import make_shape
+from measuring.shapes import make_shape
 from minisgl.distributed.group import SingleRank
 from minisgl.engine.decode_graphs import decode_graph_sizes
 from minisgl.engine.prefill_graphs import prefill_graph_sizes

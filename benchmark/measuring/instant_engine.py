@@ -16,7 +16,7 @@ import numpy as np
 import zmq
 from tokenizers import Tokenizer
 
-from minisgl.benchmark.pipeline_server import STEP_MS
+from measuring.pipeline_server import STEP_MS
 from minisgl.config import ConfigError
 from minisgl.core import Batch, Int32Array, pages_for
 from minisgl.limits import Limits
@@ -72,7 +72,7 @@ class InstantEngine:
 
 
 def letter_ids(folder: Path) -> Int32Array:
-    """The ids of single letters, which every byte-level vocabulary has."""
+    """Return the ids of single letters, which every byte-level vocabulary has."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = [tokenizer.token_to_id(letter) for letter in string.ascii_letters]
     found = [token for token in ids if token is not None]
@@ -82,7 +82,7 @@ def letter_ids(folder: Path) -> Int32Array:
 
 
 def run(worker: Worker) -> None:
-    """The process's life, as that of `minisgl.scheduler.process`."""
+    """Run the process, as `minisgl.scheduler.process` does."""
     config = worker.config
     folder = Path(config.engine.model_path)
     model = load_model_config(folder)

@@ -10,16 +10,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from minisgl.benchmark.offline import LatencyFigures
-from minisgl.benchmark.record import RequestRecord
-from minisgl.benchmark.report import cell_text
-from minisgl.benchmark.statistics import LoadSummary, Spread
+from measuring.client import RequestRecord
+from measuring.report import cell_text
+from measuring.statistics import FloatArray, LoadSummary, Spread
 
 STYLE = {"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
 
 
 def check_plotting() -> None:
-    """Say so before a long measurement if its plot could not be made."""
+    """SystemExit before a long measurement if its plot could not be made."""
     try:
         importlib.import_module("matplotlib")
     except ImportError:
@@ -40,21 +39,21 @@ def _figure(path: Path, columns: int) -> Iterator[Any]:
 
 
 def plot_bars(path: Path, values: Mapping[str, float], title: str, unit: str) -> None:
-    """One bar a name."""
+    """Draw one bar a name."""
     with _figure(path, 1) as (axis,):
         bars = axis.bar(list(values), list(values.values()), color="tab:blue", width=0.6)
         axis.bar_label(bars, labels=[cell_text(value) for value in values.values()])
         axis.set(title=title, ylabel=unit)
 
 
-def plot_latency(path: Path, engines: Mapping[str, LatencyFigures]) -> None:
-    """Milliseconds a decode step by batch size, prefill tokens per second by length."""
+def plot_latency(
+    path: Path, decode_ms: Mapping[str, Mapping[int, float]], prefill_rates: Mapping[str, Mapping[int, float]]
+) -> None:
+    """Draw ms of a decode step by batch size, and prefill tokens per second by length, for each engine."""
     with _figure(path, 2) as (decode, prefill):
-        for name, figures in engines.items():
-            sizes = list(figures.decode)
-            decode.plot(sizes, [figures.decode[size].step_ms for size in sizes], "o-", label=name)
-            rates = figures.prefill_tokens_per_second
-            prefill.plot(list(rates), list(rates.values()), "o-", label=name)
+        for axis, engines in ((decode, decode_ms), (prefill, prefill_rates)):
+            for name, values in engines.items():
+                axis.plot(list(values), list(values.values()), "o-", label=name)
         decode.set(title="decode", xlabel="batch size", ylabel="ms per token", xscale="log")
         decode.set_ylim(bottom=0)
         prefill.set(title="prefill", xlabel="prompt tokens", ylabel="tokens/s", xscale="log")
@@ -65,7 +64,7 @@ def plot_latency(path: Path, engines: Mapping[str, LatencyFigures]) -> None:
 def plot_loads(
     path: Path, names: Sequence[str], summaries: Sequence[LoadSummary], records: Sequence[Sequence[RequestRecord]]
 ) -> None:
-    """Distributions of one load, or percentiles over several."""
+    """Draw the distributions of one load, or percentiles over several."""
     with _figure(path, 3) as axes:
         if len(summaries) == 1:
             done = [record for record in records[0] if record.error is None]
@@ -97,11 +96,11 @@ def _percentiles(axis: Any, title: str, names: Sequence[str], spreads: Sequence[
     axis.legend()
 
 
-def plot_gaps(path: Path, gaps: Mapping[str, Sequence[float]]) -> None:
-    """How many of the gaps between tokens are longer than so many milliseconds, for each policy."""
+def plot_gaps(path: Path, gaps: Mapping[str, FloatArray]) -> None:
+    """Draw the share of gaps between tokens that are longer than so many milliseconds, for each policy."""
     with _figure(path, 1) as (axis,):
         for name, values in gaps.items():
-            ordered = np.sort(np.asarray(values))
+            ordered = np.sort(values)
             axis.plot(ordered, 1 - np.arange(len(ordered)) / len(ordered), label=name)
         axis.set(title="gaps between tokens beside long prompts", xlabel="ms", ylabel="share of gaps that are longer")
         axis.set(xscale="log", yscale="log")
@@ -111,15 +110,20 @@ def plot_gaps(path: Path, gaps: Mapping[str, Sequence[float]]) -> None:
 class _Bar(Protocol):
     """A span of a timeline, in microseconds."""
 
-    name: str
-    begin: float
-    end: float
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def begin(self) -> float: ...
+
+    @property
+    def end(self) -> float: ...
 
 
 def plot_timelines(
     path: Path, timelines: Sequence[tuple[str, Sequence[_Bar], Sequence[tuple[str, _Bar]]]], steps: int = 3
 ) -> None:
-    """Host and device of the last few steps of each (title, host spans, named device spans), one below the other."""
+    """Draw host and device in the last steps of each (title, host spans, named device spans), one below the other."""
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")

@@ -1,7 +1,8 @@
-"""The real server with the instant engine: `python -m minisgl.benchmark.pipeline_server FLAGS`, flags as of minisgl.
+"""The real server with the instant engine: `python -m measuring.pipeline_server FLAGS`.
 
+The folder above this one must be in PYTHONPATH, where the workers look, too; FLAGS are those of minisgl.
 MINISGL_STEP_MS is the time of an engine's step in milliseconds. With MINISGL_PROFILE_DIR in the environment every
-worker has a profiler (`minisgl.benchmark.profiler`) that SIGUSR1 starts and ends; its result is PROCESS.json there.
+worker has a profiler (`measuring.profiler`) that SIGUSR1 starts and ends; its result is PROCESS.json there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from minisgl.benchmark.profiler import Profiler
+from measuring.profiler import Profiler
 from minisgl.cli import parse_args
 from minisgl.process.worker import Worker
 from minisgl.server.supervisor import Supervisor, bind
@@ -21,7 +22,7 @@ from minisgl.server.supervisor import Supervisor, bind
 STEP_MS = "MINISGL_STEP_MS"
 PROFILE_DIR = "MINISGL_PROFILE_DIR"
 ENTRIES = {  # what each kind of worker runs here
-    "scheduler": "minisgl.benchmark.instant_engine",
+    "scheduler": "measuring.instant_engine",
     "tokenizer": "minisgl.tokenizer.worker",
     "detokenizer": "minisgl.tokenizer.detokenizer_worker",
     "api": "minisgl.server.api.process",
@@ -57,7 +58,7 @@ def main() -> int:
     config, find = parse_args(sys.argv[1:])
     listener = bind(config.host, config.port)
     folders = find()
-    entries = {kind: f"minisgl.benchmark.pipeline_server:{kind}" for kind in ENTRIES}
+    entries = {kind: f"measuring.pipeline_server:{kind}" for kind in ENTRIES}
     return Supervisor(config.located(folders.model, folders.tokenizer), listener, entries).run()
 
 

@@ -16,9 +16,8 @@ from multiprocessing.connection import Connection, wait
 import uvloop
 from tqdm import tqdm
 
-from minisgl.benchmark.client import Target, ask
-from minisgl.benchmark.record import RequestRecord
-from minisgl.benchmark.workload import TimedRequest
+from measuring.client import RequestRecord, Target, ask
+from measuring.workload import TimedRequest
 
 LEAD_SECONDS = 0.05  # from the word to start to the first request
 TICK_SECONDS = 0.1  # between reports of progress
@@ -26,7 +25,7 @@ TICK_SECONDS = 0.1  # between reports of progress
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one process sends."""
+    """Requests that one process sends."""
 
     target: Target
     requests: list[tuple[int, TimedRequest]]  # with their indices in the load

@@ -1,4 +1,4 @@
-"""A streaming client of POST /v1/completions that costs little: it shares the machine with what it measures.
+"""A streaming client of POST /v1/completions that costs little, because it shares the machine with what it measures.
 
 One connection and one protocol object a request, no coroutine while it runs. Every event is decoded as it comes; an
 event with text is a time in the record.
@@ -8,20 +8,56 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
 import msgspec
 
-from minisgl.benchmark.record import RequestRecord
-from minisgl.benchmark.workload import TimedRequest
+from measuring.workload import TimedRequest
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Outcome of one request. Times are seconds after the start of the load."""
+
+    index: int  # in the load
+    due: float  # when it had to be sent
+    prompt_tokens: int
+    max_tokens: int
+    sent: float | None = None
+    times: array[float] = field(default_factory=lambda: array("d"))  # when each event with text came
+    sizes: array[int] = field(default_factory=lambda: array("i"))  # characters in each of them
+    completion_tokens: int = 0  # as the server counts, or else the events
+    cached_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def begin(self) -> float:
+        """Time that latencies count from: when it was due, or sent if a coarse timer sent it a moment early."""
+        return self.due if self.sent is None else min(self.due, self.sent)
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.begin
+
+    @property
+    def end_to_end(self) -> float:
+        return self.times[-1] - self.begin
+
+    @property
+    def time_per_token(self) -> float | None:
+        """Mean time between tokens."""
+        if self.completion_tokens < 2:
+            return None
+        return (self.times[-1] - self.times[0]) / (self.completion_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go, and what all of them say."""
+    """Server that requests go to, and the fields that all of them have."""
 
     base_url: str  # without /v1
     model: str

@@ -1,4 +1,4 @@
-"""Starts an OpenAI-compatible server for a measurement, asks it what it serves, and ends it."""
+"""An OpenAI-compatible server as a child process: its start and end, what it serves, its workers and their CPU time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
+TICKS = os.sysconf("SC_CLK_TCK")
 DEFAULT_CONTEXT = 4096  # tokens, of a server that does not say
 DEFAULT_VOCABULARY = 10000  # ids that every model has
 
@@ -27,7 +29,7 @@ class LaunchFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a server says of itself."""
+    """Model that a server serves, and its limits."""
 
     model: str
     context: int  # tokens, prompt and output together
@@ -77,7 +79,7 @@ class ServerProcess:
         return found[1] if found else None
 
     def log(self) -> str:
-        """All that it has written."""
+        """Return all that it has written."""
         return os.pread(self._log.fileno(), 1 << 24, 0).decode(errors="replace")
 
     def close(self) -> None:
@@ -91,7 +93,7 @@ class ServerProcess:
                     continue
         self._log.close()
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,7 +106,7 @@ def exit_on_sigterm() -> None:
 
 
 def get_json(url: str, api_key: str | None = None, timeout: float = 10.0) -> Any:
-    """The answer to a GET, or None when there is none or it is not JSON."""
+    """Return the answer to a GET, or None when there is none or it is not JSON."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         with urlopen(Request(url, headers=headers), timeout=timeout) as answer:
@@ -116,7 +118,7 @@ def get_json(url: str, api_key: str | None = None, timeout: float = 10.0) -> Any
 def ask_served(
     base_url: str, *, model: str | None, context: int | None, vocab_size: int | None, api_key: str | None = None
 ) -> Served:
-    """The model that a server serves; what is given here counts, and what nobody says gets a careful default."""
+    """Ask a server what it serves; what is given here counts, and what nobody says gets a careful default."""
     models = get_json(f"{base_url}/v1/models", api_key)
     if models is None:
         raise LaunchFailed(f"no OpenAI-compatible server answers at {base_url}")
@@ -130,3 +132,34 @@ def ask_served(
         context=context or cards[0].get("max_model_len") or DEFAULT_CONTEXT,
         vocab_size=vocab_size or limits.get("vocab_size") or DEFAULT_VOCABULARY,
     )
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return user and system time of all threads of a process; 0 when it is gone."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / TICKS if fields else 0.0
+
+
+def worker_pids(supervisor: int) -> dict[str, int]:
+    """Return the process ids of a server's workers by the function that each was started with ("module:function")."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        fields = _stat(pid)
+        if fields and int(fields[1]) == supervisor:
+            try:
+                command = (folder / "cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            if "minisgl.process.worker" in command:
+                entry = command[command.index("minisgl.process.worker") + 1]
+                found[entry if entry not in found else f"{entry}-{pid}"] = pid
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat that follow the name."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minisgl.benchmark.workload import TimedRequest, fit_context
+from measuring.workload import TimedRequest, fit_context
 from minisgl.core import Int32Array
 
 BLOCK_TOKENS = 512

@@ -1,4 +1,4 @@
-"""From the records of requests to the figures that services are judged by."""
+"""Figures that services are judged by, computed from the records of requests."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from minisgl.benchmark.record import RequestRecord
+from measuring.client import RequestRecord
+
+FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How values lie: mean and percentiles (linear between neighbours)."""
+    """Mean and percentiles (linear between neighbours) of some values."""
 
     mean: float
     p50: float
@@ -21,8 +24,8 @@ class Spread:
     count: int
 
 
-def spread(values: Sequence[float]) -> Spread | None:
-    """None for no values."""
+def spread(values: Sequence[float] | FloatArray) -> Spread | None:
+    """Return the mean and percentiles; None for no values."""
     if not len(values):
         return None
     p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
@@ -31,7 +34,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a good answer keeps to."""
+    """Service level objectives: limits that a good answer keeps to."""
 
     ttft_ms: float
     tbt_ms: float  # mean over one answer

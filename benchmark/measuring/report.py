@@ -26,7 +26,7 @@ def table(header: Sequence[str], rows: Iterable[Iterable[Cell]]) -> str:
 
 
 def cell_text(cell: Cell) -> str:
-    """Numbers with the digits that matter."""
+    """Return a cell's text; numbers have the digits that matter."""
     if cell is None:
         return "-"
     if not isinstance(cell, float):
@@ -37,7 +37,7 @@ def cell_text(cell: Cell) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What a figure depends on besides the program: the machine, its load, and versions of what is loaded."""
+    """Return what a figure depends on besides the program: the machine, its load, versions of what is loaded."""
     found: dict[str, Any] = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "minisgl": __version__,
@@ -67,7 +67,7 @@ def _cpu_name() -> str:
 
 
 def write_json(path: Path, tool: str, arguments: dict[str, Any], results: Any) -> None:
-    """One file a run: what was asked, where it ran, what came out."""
+    """Write one file for a run: what was asked, where it ran, what came out."""
     document = {"tool": tool, "arguments": arguments, "environment": environment(), "results": results}
     path.write_text(json.dumps(document, indent=2, default=_plain) + "\n")
 

@@ -1,4 +1,4 @@
-"""What the scripts in benchmark/ have in common: flags, the model's folder, one process an engine, output."""
+"""Parts that the scripts share: flags, the model's folder, one process an engine, output."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from minisgl.benchmark.engines.base import ENGINES, EngineOptions
-from minisgl.benchmark.report import write_json
-from minisgl.benchmark.shapes import SHAPES, make_shape, read_context
+from measuring.engines import ENGINES, EngineOptions
+from measuring.report import write_json
+from measuring.shapes import SHAPES, make_shape, read_context
 from minisgl.config import DEFAULT_PAGE_SIZE, BatchPolicyName, Device, KVCacheDtype, SchedulePolicy
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def model_folder_of(args: argparse.Namespace) -> Iterator[Path]:
-    """The folder of --model or --shape; a shape's lasts as long as the block."""
+    """Yield the folder of --model or --shape; a shape's lasts as long as the block."""
     if args.shape is None:
         from minisgl.models.hub import model_folder  # knows the hub
 
@@ -133,7 +133,7 @@ def model_folder_of(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def engine_options(args: argparse.Namespace, folder: Path, longest: int) -> EngineOptions:
-    """How to load the model for sequences of up to `longest` tokens. SystemExit if it cannot hold them."""
+    """Return how to load the model for sequences of up to `longest` tokens. SystemExit if it cannot hold them."""
     context = read_context(folder)
     if longest > context:
         raise SystemExit(f"sequences of {longest} tokens do not fit into the model's context of {context}")
@@ -189,7 +189,7 @@ def _search(folders: list[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where results go besides stdout."""
+    """Files that results go to besides stdout."""
 
     json: Path | None
     plot: Path | None
@@ -208,9 +208,9 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def output_of(args: argparse.Namespace) -> Output:
-    """Checked before anything is measured."""
+    """Return where results go; checked before anything is measured."""
     if args.plot is not None:
-        from minisgl.benchmark.plot import check_plotting
+        from measuring.plot import check_plotting
 
         check_plotting()
     return Output(args.json, args.plot)

@@ -134,7 +134,7 @@ def make_shape(name: str, folder: Path) -> Path:
 
 
 def _byte_tokenizer(vocab: int) -> Tokenizer:
-    """One token a byte; every other id decodes to some text, so that each token shows in a stream."""
+    """Make a tokenizer of one token a byte; every other id decodes to some text, so that each shows in a stream."""
     names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<bos>", "<eos>"]
     names += [f"<{index}>" for index in range(len(names), vocab)]
     tokenizer = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
@@ -145,14 +145,14 @@ def _byte_tokenizer(vocab: int) -> Tokenizer:
 
 
 def read_vocab_size(folder: Path) -> int:
-    """Of any model folder."""
+    """Return the vocabulary's size of any model folder."""
     config = json.loads((folder / "config.json").read_text())
     size: int = config.get("vocab_size") or config["text_config"]["vocab_size"]
     return size
 
 
 def read_context(folder: Path) -> int:
-    """Tokens that any model folder says it holds."""
+    """Return the context in tokens that a model folder claims."""
     config = json.loads((folder / "config.json").read_text())
     size: int = config.get("max_position_embeddings") or config["text_config"]["max_position_embeddings"]
     return size
