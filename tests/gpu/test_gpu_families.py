@@ -161,7 +161,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-@pytest.mark.parametrize("attn", ["fa", "fi", "fa,fi", "auto"])
+@pytest.mark.parametrize("attn", ["fa", "fi", "fa,fi", "auto", "varlen,fused"])
 def test_logits(folder: Path, attn: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "fi" in attn and folder.name in WINDOWED:
         pytest.skip("FlashInfer would compile kernels with a window")

@@ -101,7 +101,7 @@ def test_every_token_to_the_same_experts(ops: Ops, tokens: int) -> None:
 def test_a_graph_serves_any_routing(ops: Ops) -> None:
     """Captured once, replayed with other tokens and scores: bitwise what an eager call gives."""
     w13, w2 = layer(32, 512, 256, torch.bfloat16)
-    assert ops.moe_graph_safe(w13, w2, 4)
+    assert ops.moe_graph_safe(w13, w2, Routing(4, renormalize=True))
     x = torch.randn(24, 512, device="cuda").to(torch.bfloat16)
     scores = distinct_scores(24, 32, torch.bfloat16)
     ops.moe(x, scores, w13, w2, Routing(4, renormalize=True))
@@ -126,7 +126,7 @@ def test_scores_without_an_order_stay_inside(ops: Ops, value: float) -> None:
 
 def test_odd_shapes_run_in_torch(ops: Ops) -> None:
     w13, w2 = layer(4, 20, 12, torch.float32)
-    assert not ops.moe_graph_safe(w13, w2, 2)
+    assert not ops.moe_graph_safe(w13, w2, Routing(2, renormalize=True))
     x = torch.randn(9, 20, device="cuda")
     scores = distinct_scores(9, 4, torch.float32)
     out = ops.moe(x, scores, w13, w2, Routing(2, renormalize=True))

@@ -21,10 +21,10 @@ class AttentionShape:
     head_dim: int
     page_size: int
     dtype: torch.dtype
-    scale: float | None = None  # factor of q @ k; None: head_dim ** -0.5
     windowed: bool = False  # some layer has a sliding window
     fp8_kv: bool = False  # K and V are stored in 8 bits
     norm_dtype: torch.dtype | None = None  # of the weights of norms of q and k, if there are any; None: dtype
+    scale: float | None = None  # factor of q @ k; None: head_dim ** -0.5
 
     @property
     def group(self) -> int:
