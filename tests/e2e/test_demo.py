@@ -124,9 +124,10 @@ def test_a_few_words_with_a_newcomer() -> None:
     """The README's first minute: start, ask with curl, a correct sentence."""
     begin = time.perf_counter()
     with Server() as server:
+        url = f"{server.url}/v1/chat/completions"
         body = {"messages": [{"role": "user", "content": "What is Minisgl?"}], "temperature": 0}
         out = subprocess.run(
-            ["curl", "-s", f"{server.url}/v1/chat/completions", "-d", json.dumps(body)],
+            ["curl", "-s", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)],
             capture_output=True,
             check=True,
         ).stdout
