@@ -1,4 +1,4 @@
-"""What every part speaks about: sampling parameters, a request's limits, and the plan of a step.
+"""Types that every part speaks about: sampling parameters, a request's limits, and the plan of a step.
 
 Pure: no torch, no I/O. Token ids are NumPy int32 arrays; lengths and positions count tokens.
 """
@@ -6,8 +6,9 @@ Pure: no torch, no I/O. Token ids are NumPy int32 arrays; lengths and positions 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,9 +18,12 @@ from minisgl.limits import Limits
 from minisgl.request_fields import TOKEN_ID, RequestField, request_fields
 
 Int32Array: TypeAlias = NDArray[np.int32]
-Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 IndexArray: TypeAlias = NDArray[np.intp]  # what NumPy indexes with: other integers take it four times as long
+AnyArray: TypeAlias = NDArray[Any]
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -55,7 +59,7 @@ MIN_TEMPERATURE = 1e-5  # below it requests are greedy: quotients of logits migh
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What the output must look like.
+    """Form that the output must have.
 
     `text` is the JSON text of the schema for json_schema, nothing for json_object, the expression for regex, a JSON
     list of strings for choice, EBNF in GBNF's notation for ebnf, and llguidance's own notation for lark. A template is
@@ -72,7 +76,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How the tokens of one sequence are chosen and when it ends.
+    """Choice of one sequence's tokens, and its end.
 
     The defaults are greedy decoding of up to 1024 tokens. `max_tokens=None` means as many as the context holds.
     `seed=None` means a fresh seed for every request. `top_k=-1` (or 0) means no limit. `max_tokens=0` scores the
@@ -200,7 +204,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     @property
     def processed(self) -> bool:
-        """Whether logits are changed before the temperature, other than by a grammar."""
+        """True if logits are changed before the temperature, other than by a grammar."""
         return bool(
             self.presence_penalty
             or self.frequency_penalty
@@ -255,7 +259,7 @@ class EnteringRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LogprobPlan(msgspec.Struct, frozen=True, array_like=True):
-    """Of which tokens a step returns log-probabilities."""
+    """Tokens of which a step returns log-probabilities."""
 
     rows: Int32Array  # [n]: sampling rows whose new token's log-probability is wanted
     top: int  # with so many alternatives
@@ -264,21 +268,32 @@ class LogprobPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Natural logarithms of probabilities at n positions: of the token that is there and of the k most likely."""
+class Logprobs(Generic[A]):
+    """Natural logarithms of probabilities at n positions: of the token that is there and of the k most likely.
 
-    chosen: Float32Array  # [n]
-    ranks: Int32Array  # [n]: 1 is the most likely
-    top_ids: Int32Array  # [n, k], most likely first
-    top: Float32Array  # [n, k]
+    `A` is the device's kind of array (tensors), or the host's (NumPy).
+    """
+
+    chosen: A  # float32[n]
+    ranks: A  # int32[n]: 1 is the most likely
+    top_ids: A  # int32[n, k], most likely first
+    top: A  # float32[n, k]
+
+    def map(self, convert: Callable[[A], B]) -> Logprobs[B]:
+        """Convert each array."""
+        return Logprobs(convert(self.chosen), convert(self.ranks), convert(self.top_ids), convert(self.top))
 
 
 @dataclass(frozen=True, slots=True)
-class StepLogprobs:
-    """What a step's LogprobPlan asked for, in its order."""
+class StepLogprobs(Generic[A]):
+    """Log-probabilities that a step's LogprobPlan asks for, in its order."""
 
-    output: Logprobs
-    prompt: Logprobs
+    output: Logprobs[A]
+    prompt: Logprobs[A]
+
+    def map(self, convert: Callable[[A], B]) -> StepLogprobs[B]:
+        """Convert each array."""
+        return StepLogprobs(self.output.map(convert), self.prompt.map(convert))
 
 
 class StepResult(Protocol):
@@ -288,7 +303,7 @@ class StepResult(Protocol):
         """Wait for the step; the tokens that its sampling rows chose, in row order."""
         ...
 
-    def logprobs(self) -> StepLogprobs | None:
+    def logprobs(self) -> StepLogprobs[AnyArray] | None:
         """Wait for the step; the log-probabilities that its plan asks for."""
         ...
 

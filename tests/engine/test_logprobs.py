@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from minisgl.core import Logprobs
 from minisgl.engine import logprobs
 from minisgl.engine.logprobs import compute_logprobs
+from minisgl.scheduler.logprobs import pack_logprobs
+from minisgl.tokenizer.logprobs import unpack_logprobs
 
 VOCAB = 301
 
@@ -47,3 +51,28 @@ def test_of_no_token_and_of_more_alternatives_than_there_are() -> None:
     found = compute_logprobs(lambda _: torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([0]), 3, top=20)
     assert found.top_ids.tolist() == [[1, 2, 0]]
     assert found.ranks.tolist() == [3]
+
+
+class NoText:
+    """Tokens without text."""
+
+    def token_bytes(self, token: int) -> bytes:
+        return b""
+
+    def is_special(self, token: int) -> bool:
+        return False
+
+
+def test_no_position_has_the_alternatives_of_another() -> None:
+    """A request may ask for more alternatives than the vocabulary has, and for fewer than its neighbours of a step."""
+    scores = Logprobs(
+        np.zeros(4, np.float32),
+        np.ones(4, np.int32),
+        np.array([[0, 1, 2], [1, 0, 2], [2, 1, 0], [0, 2, 1]], np.int32),
+        np.zeros((4, 3), np.float32),
+    )
+    rows = pack_logprobs([7, 8, 9], [1, 2, 1], [20, 1, 0], np.array([0, 1, 2, 0], np.int32), [scores])
+    found = unpack_logprobs(rows, NoText())
+    ids = {sequence: [[token.token for token in one.top] for one in positions] for sequence, positions in found.items()}
+    assert ids == {7: [[0, 1, 2]], 8: [[1], [2]], 9: [[]]}
+    assert [[one.chosen.token for one in positions] for positions in found.values()] == [[0], [1, 2], [0]]

@@ -6,11 +6,12 @@ import os
 
 import pytest
 import torch
+from torch import Tensor
 
 from minisgl import LLM
 from minisgl.attention.base import AttentionInputs, AttentionPlan
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.engine.logprobs import LogprobTensors
+from minisgl.core import StepLogprobs
 from minisgl.engine.measure import largest_step, longest_step, run_trial
 from minisgl.engine.memory import CPU_POOL_LIMIT, Needs, Room, pool_pages, room_for_pool
 from minisgl.limits import MAX_LOGPROBS
@@ -101,10 +102,9 @@ def test_the_memory_trial_runs_attention_behind_a_prefix_and_scores_every_token(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(runner.attention, "plan", spy)
             patch.setattr(runner, "logprobs", lambda *args: scored.append(compute(*args)))
-            scored: list[tuple[LogprobTensors, LogprobTensors] | None] = []
+            scored: list[StepLogprobs[Tensor] | None] = []
             llm._engine._queue.call(lambda: run_trial(runner, longest_step(3, 200, 64)))
         assert seen == [(62, 199)]
         assert scored[0] is not None
-        output, prompt = scored[0]
-        assert output.top.shape == (3, MAX_LOGPROBS)
-        assert prompt.top.shape == (64, MAX_LOGPROBS)
+        assert scored[0].output.top.shape == (3, MAX_LOGPROBS)
+        assert scored[0].prompt.top.shape == (64, MAX_LOGPROBS)

@@ -121,15 +121,16 @@ def logprobs_after(scored: list[tuple[int, int]], top: int) -> Logprobs:
     )
 
 
-def expected_logprobs(before: list[int], tokens: list[int], top: int) -> LogprobRows:
-    """Of tokens that come after others."""
+def expected_logprobs(sequence: int, before: list[int], tokens: list[int], top: int) -> LogprobRows:
+    """Rows of a sequence's tokens that come after others."""
     prefix, scored = 0, []
     for token in before:
         prefix = extend_hash(prefix, token)
     for token in tokens:
         scored.append((prefix, token))
         prefix = extend_hash(prefix, token)
-    return pack_logprobs(np.array(tokens, dtype=np.int32), [logprobs_after(scored, top)])
+    ids = np.array(tokens, dtype=np.int32)
+    return pack_logprobs([sequence], [len(tokens)], [top], ids, [logprobs_after(scored, top)])
 
 
 class NoText:
@@ -337,11 +338,11 @@ class World:
             self.answers[sequence].append(token)
         ended = {end.sequence for end in report.ended}
         if report.logprobs is not None:
-            positions = unpack_logprobs(report.logprobs.rows, NoText(), report.logprobs.tops)
-            for sequence, position in zip(report.logprobs.sequences, positions, strict=True):
+            for sequence, (position,) in unpack_logprobs(report.logprobs, NoText()).items():
                 assert sequence in report.sequences
                 self.logprobs.setdefault(sequence, []).append(position)
-        for sequence, rows in report.prompt_logprobs.items():
+        for rows in report.prompt_logprobs:
+            (sequence,) = rows.sequences
             assert sequence not in self.prompt_logprobs, "reported twice"
             assert len(self.answers[sequence]) == 1 or sequence in ended, "neither with the first token nor the end"
             self.prompt_logprobs[sequence] = rows
@@ -356,12 +357,13 @@ class World:
         if params.logprobs is None:
             assert found == []
         else:
-            assert found == unpack_logprobs(expected_logprobs(prompt, answer, params.logprobs), NoText())
+            expected = expected_logprobs(sequence, prompt, answer, params.logprobs)
+            assert found == unpack_logprobs(expected, NoText())[sequence]
         scores = self.prompt_logprobs.pop(sequence, None)
         if params.prompt_logprobs is None or len(prompt) == 1:
             assert scores is None
         elif answer or self.ends[sequence] == "length":
-            assert scores == expected_logprobs(prompt[:1], prompt[1:], params.prompt_logprobs)
+            assert scores == expected_logprobs(sequence, prompt[:1], prompt[1:], params.prompt_logprobs)
 
     def run(self) -> None:
         while self.loop.has_work:

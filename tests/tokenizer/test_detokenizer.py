@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from minisgl.core import FinishReason
 from minisgl.message.to_api import Piece
-from minisgl.message.to_detokenizer import End, Open, StepOutput, TokenLogprobs
+from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Stopped
 from minisgl.message.types import LogprobRows, PositionLogprobs, TextOptions, TokenLogprob, pack_ids, unpack_ids
 from minisgl.tokenizer.decoders import make_decoder
@@ -146,18 +146,24 @@ def test_logprobs_travel_with_their_ids_while_text_is_held_back() -> None:
     detokenizer = opened("xyz")
     first, *_ = ids_of("世")
     x = ids_of("x")[0]
-    row = LogprobRows(
+    rows = LogprobRows(
+        [1, 2],
+        [1, 1],
+        [2, 1],
         pack_ids([first, x]),
         np.array([-0.5, -0.75], "<f4").tobytes(),
         pack_ids([3, 1]),
-        pack_ids([x, EOS, x, EOS]),
-        np.array([-0.1, -0.25, -0.75, -0.875], "<f4").tobytes(),
+        pack_ids([x, EOS, x]),
+        np.array([-0.1, -0.25, -0.75], "<f4").tobytes(),
     )
-    prompt = LogprobRows(pack_ids([x]), np.array([-2.0], "<f4").tobytes(), pack_ids([9]), b"", b"")
+    prompts = [
+        LogprobRows([sequence], [1], [0], pack_ids([x]), np.array([-2.0], "<f4").tobytes(), pack_ids([9]), b"", b"")
+        for sequence in (1, 9)
+    ]
     output = msgspec.structs.replace(
         step((1, first), (2, x), (3, x), opened={2: TextOptions(), 3: TextOptions()}),
-        logprobs=TokenLogprobs([1, 2], [2, 1], row),
-        prompt_logprobs={1: prompt, 9: prompt},
+        logprobs=rows,
+        prompt_logprobs=prompts,
     )
     (piece, second, third), _ = detokenizer.apply(output)
     chosen = TokenLogprob(x, b"x", -0.75)
@@ -196,12 +202,12 @@ def test_special_tokens_are_text_if_asked_for() -> None:
 
 def test_log_probabilities_say_which_tokens_may_be_no_text() -> None:
     x = ids_of("x")[0]
-    row = LogprobRows(pack_ids([x, EOS]), np.zeros(2, "<f4").tobytes(), pack_ids([1, 1]), b"", b"")
+    rows = LogprobRows([1], [2], [0], pack_ids([x, EOS]), np.zeros(2, "<f4").tobytes(), pack_ids([1, 1]), b"", b"")
     output = step((1, x), opened={1: TextOptions()})
-    output = msgspec.structs.replace(output, prompt_logprobs={1: row}, logprobs=TokenLogprobs([1, 1], [0, 0], row))
+    output = msgspec.structs.replace(output, prompt_logprobs=[rows], logprobs=rows)
     ((piece,), _) = Detokenizer(DECODER).apply(output)
     assert [position.special for position in piece.prompt_logprobs] == [False, True]
-    assert [position.special for position in piece.logprobs] == [True]
+    assert [position.special for position in piece.logprobs] == [False, True]
 
 
 def test_stop_string_over_tokens() -> None:

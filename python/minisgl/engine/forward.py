@@ -15,9 +15,9 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, AttentionInputs, GraphedDecode
 from minisgl.context import ForwardContext
-from minisgl.core import Batch, Int32Array, pages_for
+from minisgl.core import Batch, Int32Array, Logprobs, StepLogprobs, pages_for
 from minisgl.engine.inputs import HostReads, HostRows, RowInputs, split_like
-from minisgl.engine.logprobs import LogprobTensors, compute_logprobs, no_logprobs
+from minisgl.engine.logprobs import compute_logprobs, no_logprobs
 from minisgl.engine.processing import process_logits
 from minisgl.engine.sampler import SampleKind, Sampler
 from minisgl.engine.state import SlotState
@@ -36,7 +36,7 @@ class Forwarded:
 
     logits: Tensor  # [S, vocab_size] of the rows that sample
     slots: Tensor  # [S] int64
-    prompt_logprobs: LogprobTensors | None = None  # if the plan asks for some
+    prompt_logprobs: Logprobs[Tensor] | None = None  # if the plan asks for some
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class StepRunner:
 
     def logprobs(
         self, batch: Batch, forwarded: Forwarded, judged: Judged | None, sampled: Tensor
-    ) -> tuple[LogprobTensors, LogprobTensors] | None:
+    ) -> StepLogprobs[Tensor] | None:
         """What the plan asks for, of the sampled tokens and of prompts."""
         plan = batch.logprobs
         if plan is None or judged is None:
@@ -160,7 +160,7 @@ class StepRunner:
         output = compute_logprobs(
             judged.logits.__getitem__, sampled[judged.rows].long(), judged.logits.shape[1], plan.top
         )
-        return output, forwarded.prompt_logprobs or no_logprobs(self.state.device)
+        return StepLogprobs(output, forwarded.prompt_logprobs or no_logprobs(self.state.device))
 
     def decode_context(
         self, slots: Tensor, kv_lens: Int32Array, attention: GraphedDecode, logits: Tensor

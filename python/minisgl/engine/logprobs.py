@@ -6,33 +6,24 @@ Rows are worked on in pieces, so that a long prompt takes no more memory than a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from minisgl.core import Logprobs
+
 _PIECE_ELEMENTS = 2**24  # of a piece's logits: 64 MiB in float32
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobTensors:
-    """core.Logprobs on the device."""
-
-    chosen: Tensor  # [n] float32
-    ranks: Tensor  # [n] int32
-    top_ids: Tensor  # [n, k] int32
-    top: Tensor  # [n, k] float32
-
-
-def no_logprobs(device: torch.device) -> LogprobTensors:
-    """Of no position."""
+def no_logprobs(device: torch.device) -> Logprobs[Tensor]:
+    """Return the log-probabilities of no position."""
     ids = torch.empty((0, 0), dtype=torch.int32, device=device)
     values = torch.empty((0, 0), dtype=torch.float32, device=device)
-    return LogprobTensors(values.flatten(), ids.flatten(), ids, values)
+    return Logprobs(values.flatten(), ids.flatten(), ids, values)
 
 
-def compute_logprobs(logits: Callable[[slice], Tensor], tokens: Tensor, vocab: int, top: int) -> LogprobTensors:
-    """Of tokens [n] int64, given what makes the logits [rows, vocab] of a slice of them; with `top` alternatives.
+def compute_logprobs(logits: Callable[[slice], Tensor], tokens: Tensor, vocab: int, top: int) -> Logprobs[Tensor]:
+    """Score tokens int64[n], with `top` alternatives each. `logits` makes the logits [rows, vocab] of a slice of them.
 
     The chosen token's value is read from the same row as the alternatives': where it is one of them, the same bits.
     """
@@ -43,7 +34,7 @@ def compute_logprobs(logits: Callable[[slice], Tensor], tokens: Tensor, vocab: i
         _of_piece(logits(slice(begin, begin + rows)), tokens[begin : begin + rows], min(top, vocab))
         for begin in range(0, len(tokens), rows)
     ]
-    return LogprobTensors(*(torch.cat(columns) for columns in zip(*pieces, strict=True)))
+    return Logprobs(*(torch.cat(columns) for columns in zip(*pieces, strict=True)))
 
 
 def _of_piece(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

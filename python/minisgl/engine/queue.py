@@ -10,19 +10,18 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from minisgl.core import DeviceOutOfMemory, Int32Array, Logprobs, StepLogprobs, StepResult
+from minisgl.core import AnyArray, DeviceOutOfMemory, Int32Array, StepLogprobs, StepResult
 from minisgl.engine.landing import Landing, make_lander
-from minisgl.engine.logprobs import LogprobTensors
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What a step brings, on its device."""
+    """Outcome of a step, on its device."""
 
     tokens: Tensor  # [S] int32: sampled
-    logprobs: tuple[LogprobTensors, LogprobTensors] | None = None  # of the output and of prompts, if asked for
+    logprobs: StepLogprobs[Tensor] | None = None  # if asked for
 
 
 # How torch, cuBLAS and CUDA's driver word it. Not all of them raise torch.OutOfMemoryError.
@@ -65,24 +64,19 @@ class DeviceQueue(Protocol):
     def close(self) -> None: ...
 
 
-def _on_host(logprobs: tuple[LogprobTensors, LogprobTensors] | None) -> StepLogprobs | None:
-    """As arrays that share the tensors' memory, which is the host's."""
-    if logprobs is None:
-        return None
-    output, prompt = (
-        Logprobs(one.chosen.numpy(), one.ranks.numpy(), one.top_ids.numpy(), one.top.numpy()) for one in logprobs
-    )
-    return StepLogprobs(output, prompt)
+def _as_arrays(logprobs: StepLogprobs[Tensor] | None) -> StepLogprobs[AnyArray] | None:
+    """View tensors on the host as arrays that share their memory."""
+    return None if logprobs is None else logprobs.map(lambda tensor: tensor.numpy())
 
 
 class _CpuTokens:
-    def __init__(self, future: Future[tuple[Int32Array, StepLogprobs | None]]) -> None:
+    def __init__(self, future: Future[tuple[Int32Array, StepLogprobs[AnyArray] | None]]) -> None:
         self._future = future
 
     def tokens(self) -> Int32Array:
         return self._future.result()[0]
 
-    def logprobs(self) -> StepLogprobs | None:
+    def logprobs(self) -> StepLogprobs[AnyArray] | None:
         return self._future.result()[1]
 
 
@@ -93,11 +87,11 @@ class CpuQueue:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cpu-device")
 
     def submit(self, step: Callable[[], StepTensors]) -> _CpuTokens:
-        def run() -> tuple[Int32Array, StepLogprobs | None]:
+        def run() -> tuple[Int32Array, StepLogprobs[AnyArray] | None]:
             with torch.inference_mode():
                 result = run_step(step)
                 array: Int32Array = result.tokens.numpy()
-                return array, _on_host(result.logprobs)
+                return array, _as_arrays(result.logprobs)
 
         return _CpuTokens(self._thread.submit(run))
 
@@ -126,7 +120,7 @@ class _CudaTokens:
         self,
         landing: Landing,
         count: int,
-        logprobs: tuple[LogprobTensors, LogprobTensors] | None,
+        logprobs: StepLogprobs[Tensor] | None,
         give_back: Callable[[Landing], None],
     ) -> None:
         self._landing: Landing | None = landing
@@ -143,24 +137,15 @@ class _CudaTokens:
             self._give_back(landing)
         return self._tokens
 
-    def logprobs(self) -> StepLogprobs | None:
+    def logprobs(self) -> StepLogprobs[AnyArray] | None:
         self.tokens()
-        return _on_host(self._logprobs)
+        return _as_arrays(self._logprobs)
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
     """A copy in pinned memory, there when the stream has come so far."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _copy_logprobs(one: LogprobTensors) -> LogprobTensors:
-    return LogprobTensors(
-        _copy_to_host(one.chosen),
-        _copy_to_host(one.ranks),
-        _copy_to_host(one.top_ids),
-        _copy_to_host(one.top),
-    )
 
 
 class CudaQueue:
@@ -182,10 +167,7 @@ class CudaQueue:
 
     def _launch_step(self, step: Callable[[], StepTensors]) -> _CudaTokens:
         result = step()
-        logprobs = None
-        if result.logprobs is not None:
-            output, prompt = result.logprobs
-            logprobs = _copy_logprobs(output), _copy_logprobs(prompt)
+        logprobs = None if result.logprobs is None else result.logprobs.map(_copy_to_host)
         landing = self._free.pop() if self._free else self._make_landing()  # behind all that may find no memory
         self._land(result.tokens, landing.memory)
         landing.done.record(self._stream)

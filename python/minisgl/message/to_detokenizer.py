@@ -29,23 +29,15 @@ class End(msgspec.Struct, frozen=True, array_like=True):
     excluded: bool = False  # an error: its `allowed_token_ids` left nothing that its grammar allows
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of the tokens of those sequences that ask."""
-
-    sequences: list[int]
-    tops: list[int]  # how many of the alternatives each asks for
-    rows: LogprobRows  # a position for each
-
-
 class StepOutput(msgspec.Struct, frozen=True, tag=True):
-    """What a step brought, applied in this order: opened, tokens, ended."""
+    """Outcome of a step, applied in this order: opened, tokens, ended."""
 
     opened: list[Open]
     sequences: list[int]  # those that got a token
     tokens: PackedIds  # one each
     ended: list[End]
-    logprobs: TokenLogprobs | None = None  # of the tokens, if anybody asks
-    prompt_logprobs: dict[int, LogprobRows] = {}  # by sequence: of all but the first token of its prompt
+    logprobs: LogprobRows | None = None  # of the tokens, for those sequences that ask
+    prompt_logprobs: list[LogprobRows] = []  # of whole prompts but their first tokens
 
 
 ToDetokenizer: TypeAlias = StepOutput | Report | Flushed

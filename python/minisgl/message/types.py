@@ -43,17 +43,20 @@ class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The log-probabilities at n positions, packed; the number of alternatives k follows from the lengths."""
+    """Log-probabilities at n positions with m alternatives in all, packed sequence by sequence."""
 
+    sequences: list[int]
+    lengths: list[int]  # positions of each sequence
+    tops: list[int]  # alternatives at each position of a sequence
     tokens: PackedIds  # [n]
     logprobs: bytes  # [n] float32
     ranks: PackedIds  # [n]
-    top_tokens: PackedIds  # [n, k]
-    top_logprobs: bytes  # [n, k] float32
+    top_tokens: PackedIds  # [m], most likely first at each position
+    top_logprobs: bytes  # [m] float32
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    """How the output ids of a sequence become text, and which texts end it."""
+    """Options for turning the output ids of a sequence into text, and texts that end it."""
 
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
@@ -63,7 +66,7 @@ class TextOptions(msgspec.Struct, frozen=True):
 
 
 class ProcessCounts(msgspec.Struct, frozen=True):
-    """What one process holds right now, for /server_info: names to numbers."""
+    """Counts that one process holds right now, by name, for /server_info."""
 
     process: str
     counts: dict[str, int]

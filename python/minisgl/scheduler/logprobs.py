@@ -1,4 +1,4 @@
-"""Log-probabilities on the host: which a step is asked for, and their way onto the wire. Pure."""
+"""Log-probabilities on the host: plans which of them a step returns, and packs them for the wire. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minisgl.core import BoolArray, IndexArray, Int32Array, LogprobPlan, Logprobs
+from minisgl.core import AnyArray, BoolArray, IndexArray, Int32Array, LogprobPlan, Logprobs
 from minisgl.message.types import LogprobRows, pack_ids
 from minisgl.scheduler.table import Asks, SlotTable
 
@@ -14,7 +14,7 @@ from minisgl.scheduler.table import Asks, SlotTable
 def plan_logprobs(
     table: SlotTable, slots: IndexArray, starts: Int32Array, ends: Int32Array, sampling_slots: IndexArray
 ) -> LogprobPlan | None:
-    """What the requests of a step want to know; its rows extend `slots` from `starts` to `ends`."""
+    """Plan what the requests of a step ask for; its rows extend `slots` from `starts` to `ends`."""
     if Asks.LOGPROBS not in table.asked(slots):
         return None
     tops, prompt_tops = table.top_logprobs[sampling_slots], table.top_prompt_logprobs[slots]
@@ -31,17 +31,30 @@ def plan_logprobs(
     )
 
 
-def rows_of(logprobs: Logprobs, rows: slice | BoolArray, top: int) -> Logprobs:
-    """Some of the positions, with the first `top` alternatives."""
+def rows_of(logprobs: Logprobs[AnyArray], rows: slice | BoolArray, top: int) -> Logprobs[AnyArray]:
+    """Select some of the positions, with the first `top` alternatives."""
     return Logprobs(logprobs.chosen[rows], logprobs.ranks[rows], logprobs.top_ids[rows, :top], logprobs.top[rows, :top])
 
 
-def pack_logprobs(tokens: Int32Array, parts: Sequence[Logprobs]) -> LogprobRows:
-    """Those of the tokens [n], which the parts have together."""
+def pack_logprobs(
+    sequences: list[int], lengths: list[int], tops: list[int], tokens: Int32Array, parts: Sequence[Logprobs[AnyArray]]
+) -> LogprobRows:
+    """Pack the log-probabilities of tokens [n], which the parts have together, in the order of the sequences.
+
+    A sequence has `lengths[i]` of the positions, and asks for `tops[i]` alternatives at each.
+    """
+    top_ids = np.concatenate([part.top_ids for part in parts])
+    top = np.concatenate([part.top for part in parts])
+    width = top.shape[1]  # at most the size of the vocabulary
+    widths = np.minimum(tops, width)
+    kept = np.arange(width) < np.repeat(widths, lengths)[:, None]
     return LogprobRows(
+        sequences,
+        lengths,
+        widths.tolist(),
         pack_ids(tokens),
         np.concatenate([part.chosen for part in parts]).astype("<f4").tobytes(),
         pack_ids(np.concatenate([part.ranks for part in parts])),
-        pack_ids(np.concatenate([part.top_ids for part in parts])),
-        np.concatenate([part.top for part in parts]).astype("<f4").tobytes(),
+        pack_ids(top_ids[kept]),
+        top[kept].astype("<f4").tobytes(),
     )

@@ -1,4 +1,4 @@
-"""What the world learns of a step: who entered, the tokens it brought, and who ended."""
+"""Report of a step to the world: who entered, the tokens it brought, and who ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minisgl.core import Int32Array
-from minisgl.message.to_detokenizer import End, TokenLogprobs
+from minisgl.message.to_detokenizer import End
 from minisgl.message.types import LogprobRows
 
 
@@ -22,14 +22,14 @@ class Entered:
 
 @dataclass(slots=True)
 class StepReport:
-    """What happened since the last report, which had at most one step's end: one new token each for `sequences`."""
+    """Events since the last report, at most one step's end among them: one new token each for `sequences`."""
 
     entered: list[Entered] = field(default_factory=list)
     sequences: list[int] = field(default_factory=list)
     tokens: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     ended: list[End] = field(default_factory=list)
-    logprobs: TokenLogprobs | None = None  # of the tokens, if anybody asks
-    prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)  # by sequence: of its prompt, all at once
+    logprobs: LogprobRows | None = None  # of the tokens, for those sequences that ask
+    prompt_logprobs: list[LogprobRows] = field(default_factory=list)  # of a prompt each, all its positions at once
 
     def __bool__(self) -> bool:
         return bool(self.entered or self.sequences or self.ended)

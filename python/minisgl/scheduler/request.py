@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from minisgl.core import Int32Array, Logprobs, SamplingParams
+from minisgl.core import AnyArray, Int32Array, Logprobs, SamplingParams
 from minisgl.kvcache.base import CacheHandle
 from minisgl.structured_output.protocol import Matcher
 
@@ -46,7 +46,7 @@ class Request:
     slot: int = -1
     prefix: CacheHandle | None = None  # the locked place in the cache
     reserved_pages: int = 0  # promised for its known tokens at admission and not yet allocated
-    prompt_scores: list[Logprobs] = field(default_factory=list)  # log-probabilities of its prompt's tokens so far
+    prompt_scores: list[Logprobs[AnyArray]] = field(default_factory=list)  # of its tokens so far
     prompt_scored: bool = False  # nobody wants any, or all have been reported
     failures: int = 0  # small steps of this request alone, since its last token, that found too little memory
     matcher: Matcher | None = None  # stands behind its last known token, through retractions too

@@ -14,6 +14,7 @@ import numpy as np
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import (
+    AnyArray,
     Batch,
     EnteringRow,
     FinishReason,
@@ -26,7 +27,7 @@ from minisgl.core import (
 )
 from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.kvcache.pages import PagePool
-from minisgl.message.to_detokenizer import End, TokenLogprobs
+from minisgl.message.to_detokenizer import End
 from minisgl.scheduler.logprobs import pack_logprobs, plan_logprobs, rows_of
 from minisgl.scheduler.policy import BATCH_POLICIES, longest_first
 from minisgl.scheduler.report import Entered, StepReport
@@ -257,7 +258,7 @@ class Scheduler:
     # --- pages ------------------------------------------------------------------------------------------------
 
     def _missing_pages(self, slots: IndexArray, lengths: Int32Array) -> Int32Array:
-        """How many pages each row lacks for this many tokens."""
+        """Count the pages that each row lacks for this many tokens."""
         missing: Int32Array = -(-lengths // self._page_size) - self._table.num_pages[slots]
         return missing
 
@@ -323,7 +324,7 @@ class Scheduler:
 
     # --- a step is complete -----------------------------------------------------------------------------------
 
-    def complete(self, batch: Batch, tokens: Int32Array, logprobs: StepLogprobs | None = None) -> None:
+    def complete(self, batch: Batch, tokens: Int32Array, logprobs: StepLogprobs[AnyArray] | None = None) -> None:
         """Take the tokens that a step sampled, one for each row that samples, in row order; and what its plan asked."""
         table = self._table
         slots = batch.slots[batch.samples].astype(np.intp)
@@ -423,17 +424,19 @@ class Scheduler:
             self._end(request, "length")
 
     def _take_logprobs(
-        self, batch: Batch, slots: IndexArray, tokens: Int32Array, plan: LogprobPlan, logprobs: StepLogprobs
+        self, batch: Batch, slots: IndexArray, tokens: Int32Array, plan: LogprobPlan, logprobs: StepLogprobs[AnyArray]
     ) -> None:
         """Keep for the report what a step that sampled `tokens` in `slots` found."""
         table = self._table
         live = table.live[slots[plan.rows]]
         if live.any():
             rows = plan.rows[live]
-            self._report.logprobs = TokenLogprobs(
+            self._report.logprobs = pack_logprobs(
                 table.sequence[slots[rows]].tolist(),
+                [1] * len(rows),
                 table.top_logprobs[slots[rows]].tolist(),
-                pack_logprobs(tokens[rows], [rows_of(logprobs.output, live, plan.top)]),
+                tokens[rows],
+                [rows_of(logprobs.output, live, plan.top)],
             )
         ends = np.cumsum(plan.prompt_lengths)
         for row in np.flatnonzero(plan.prompt_lengths).tolist():
@@ -449,15 +452,18 @@ class Scheduler:
             self._report_prompt(self._request(slot))
 
     def _report_prompt(self, request: Request) -> None:
-        """All at once, with the first token or the end."""
+        """Report the prompt's log-probabilities, all at once, with the first token or the end."""
         tokens = request.token_ids[1 : request.prompt_len]
-        self._report.prompt_logprobs[request.sequence] = pack_logprobs(tokens, request.prompt_scores)
+        top = int(self._table.top_prompt_logprobs[request.slot])
+        self._report.prompt_logprobs.append(
+            pack_logprobs([request.sequence], [len(tokens)], [top], tokens, request.prompt_scores)
+        )
         request.prompt_scores.clear()
         request.prompt_scored = True
         self._table.top_prompt_logprobs[request.slot] = -1
 
     def report(self) -> StepReport:
-        """What happened since the last report."""
+        """Return the events since the last report."""
         report, self._report = self._report, StepReport()
         return report
 

@@ -35,7 +35,7 @@ class Detokenizer:
         return len(self._running) + len(self._stopped)
 
     def apply(self, step: StepOutput) -> tuple[list[Piece], list[Stopped]]:
-        """What one step brought: a piece for each sequence that got something, and those the scheduler must stop."""
+        """Apply a step; return a piece for each sequence that got something, and those the scheduler must stop."""
         running = self._running
         for opened in step.opened:
             running[opened.sequence] = _Sequence(self._decoder, opened)
@@ -83,15 +83,15 @@ class Detokenizer:
         return tokens
 
     def _add_logprobs(self, pieces: dict[int, Piece], step: StepOutput) -> None:
-        """To the pieces of the tokens, and the first ones, of those who asked."""
+        """Add log-probabilities to the pieces of those who asked: of their tokens, and of the prompt to the first."""
         if step.logprobs is not None:
-            positions = unpack_logprobs(step.logprobs.rows, self._decoder, step.logprobs.tops)
-            for sequence, position in zip(step.logprobs.sequences, positions, strict=True):
+            for sequence, positions in unpack_logprobs(step.logprobs, self._decoder).items():
                 if sequence in pieces:
-                    pieces[sequence] = msgspec.structs.replace(pieces[sequence], logprobs=[position])
-        for sequence in step.prompt_logprobs.keys() & pieces.keys():
-            found = unpack_logprobs(step.prompt_logprobs[sequence], self._decoder)
-            pieces[sequence] = msgspec.structs.replace(pieces[sequence], prompt_logprobs=found)
+                    pieces[sequence] = msgspec.structs.replace(pieces[sequence], logprobs=positions)
+        for rows in step.prompt_logprobs:
+            for sequence in pieces.keys() & set(rows.sequences):
+                positions = unpack_logprobs(rows, self._decoder)[sequence]
+                pieces[sequence] = msgspec.structs.replace(pieces[sequence], prompt_logprobs=positions)
 
 
 class _Sequence:
@@ -122,7 +122,7 @@ class _Sequence:
         return self._feed(token)
 
     def match(self, text: str) -> tuple[str, str | None]:
-        """What may be shown of more text, and the stop string if one is complete."""
+        """Return what may be shown of more text, and the stop string if one is complete."""
         assert self.matcher is not None
         text, stop = self.matcher.feed(text)
         return (text + stop if stop is not None and self.include_stop else text), stop
