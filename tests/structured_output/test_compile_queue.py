@@ -52,7 +52,7 @@ def test_a_client_has_one_under_way_and_holds_nobody_else_up() -> None:
 
 
 def test_what_is_cheap_to_all_appearance_goes_before_what_is_not_known() -> None:
-    """Also among those of one client, who may have no key of its own."""
+    """Cheap grammars pass among those of one client too, who may have no key of its own."""
     queue: CompileQueue[str] = CompileQueue()
     for number in range(4):
         queue.add(f"hard {number}", "all", cost=HARD, chars=20)

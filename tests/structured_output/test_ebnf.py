@@ -123,7 +123,7 @@ def test_regular_grammars_are_the_regular_expressions_that_they_spell() -> None:
     rng = random.Random(0)
 
     def expression(depth: int) -> tuple[str, str]:
-        """The same in EBNF and as a regular expression."""
+        """Draw a language; write it in EBNF and as a regular expression."""
         kind = rng.randrange(4 if depth else 1)
         if kind == 0:
             return rng.choice([('"a"', "a"), ('"ab"', "ab"), ("[ab]", "[ab]"), ('"b"', "b"), ('""', "")])

@@ -76,7 +76,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def answers(llm: LLM) -> list[Completion]:
-    """What the others must give as well."""
+    """Answers that the others must give as well."""
     return llm.generate(PROMPTS, PARAMS)
 
 

@@ -1,4 +1,4 @@
-"""What a JSON schema allows: every text that is drawn under it is valid, and none that is invalid can be."""
+"""Texts that a JSON schema allows: every text that is drawn under it is valid, and none that is invalid can be."""
 
 from __future__ import annotations
 

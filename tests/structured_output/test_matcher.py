@@ -278,7 +278,7 @@ def test_an_automaton_that_many_requests_have_filled_is_replaced(
 
 
 def test_a_long_answer_goes_on_with_a_new_automaton(drawer: Drawer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has so far is more than llguidance follows in one go."""
+    """Replay goes on where a request has more tokens than llguidance follows in one go."""
     matchers = small_automata(drawer, monkeypatch, 50_000)
     matcher, rng = matchers.start(SamplingParams(grammar=MANY_STATES)), np.random.default_rng(0)
     first, letters = matcher.automaton, ids_of(drawer, "a", "b")

@@ -82,7 +82,7 @@ def fitter_for(tokenizer: Tokenizer, form: ReasoningFormat | None) -> GrammarAdm
 
 
 def allows(matcher: LLMatcher, tokenizer: Tokenizer, text: str) -> bool:
-    """Whether the model may write exactly this."""
+    """True if the model may write exactly this."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     return bool(matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting())
 
@@ -224,7 +224,7 @@ def test_a_continued_answer_has_no_thought(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "pythonic", "mistral", "mistral_named"])
 def test_calls_or_content(matcher: Callable[..., LLMatcher], tokenizer: Tokenizer, form: str) -> None:
-    """Where content is constrained, the model still chooses between it and a call."""
+    """The model still chooses between content that is constrained and a call."""
     text = {
         "hermes": CALL,
         "qwen3_coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
@@ -240,7 +240,7 @@ def test_calls_or_content(matcher: Callable[..., LLMatcher], tokenizer: Tokenize
 
 
 def test_what_cannot_be_followed_is_refused_by_the_name_of_its_field(tokenizer: Tokenizer) -> None:
-    """Also behind a thought, and among the arguments of a tool."""
+    """A refusal names the field behind a thought too, and among the arguments of a tool."""
     fitter = fitter_for(tokenizer, REASONING_FORMATS["qwen3"])
     bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
 

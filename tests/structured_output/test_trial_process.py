@@ -23,7 +23,7 @@ ENDLESS = Grammar("regex", "((a{1000}){1000}){1000}")  # takes minutes, and all 
 
 
 def outcome_of(process: TrialProcess, *trials: Trial) -> list[Outcome]:
-    """What these come to, in the order that they end."""
+    """Wait for these; return their outcomes in the order that they end."""
     for trial in trials:
         process.start(trial)
     outcomes: list[Outcome] = []
@@ -151,7 +151,7 @@ def test_what_takes_time_to_translate_is_translated_once_and_not_by_whoever_asks
 
 
 def test_the_process_finds_the_package_where_its_parent_found_it(tmp_path: Path) -> None:
-    """Also where only the parent's own search path says so. The copy refuses everything, so that it is known."""
+    """Only the parent's own search path says where. The copy refuses everything, so that it is known."""
     package = tmp_path / "elsewhere" / "minisgl"
     left_out = shutil.ignore_patterns("demo", "csrc", "__pycache__")
     shutil.copytree(Path(minisgl.__file__).parent, package, ignore=left_out)

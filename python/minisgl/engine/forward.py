@@ -153,7 +153,7 @@ class StepRunner:
     def logprobs(
         self, batch: Batch, forwarded: Forwarded, judged: Judged | None, sampled: Tensor
     ) -> StepLogprobs[Tensor] | None:
-        """What the plan asks for, of the sampled tokens and of prompts."""
+        """Return the log-probabilities that the plan asks for, of the sampled tokens and of prompts."""
         plan = batch.logprobs
         if plan is None or judged is None:
             return None

@@ -1,4 +1,4 @@
-"""Where steps run one after another behind the host's back: a CUDA stream, or a thread for the CPU."""
+"""Queues of steps that run one after another behind the host's back: a CUDA stream, or a thread for the CPU."""
 
 from __future__ import annotations
 

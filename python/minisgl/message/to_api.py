@@ -44,7 +44,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one sequence got in a step. Ids are sent even while their text is held back."""
+    """Ids and text that one sequence got in a step. Ids are sent even while their text is held back."""
 
     sequence: int
     ids: PackedIds

@@ -1,4 +1,4 @@
-"""What a model wrote, taken apart: its reasoning, its content, its tool calls.
+"""Takes apart what a model wrote: its reasoning, its content, its tool calls.
 
 Every parser is a pure state machine: pieces of text in, events out. However the text is cut into pieces, the events
 together are the same. Nothing is lost: what turns out not to be a tool call is content, and a parser holds back only

@@ -1,4 +1,4 @@
-"""What the parsers say. The texts of one kind are to be joined in order; calls are numbered from 0."""
+"""Events that the parsers emit. The texts of one kind are to be joined in order; calls are numbered from 0."""
 
 from __future__ import annotations
 

@@ -9,13 +9,13 @@ _SPACE = re.compile(r"\s*")
 
 
 def find_first(text: str, markers: Iterable[str]) -> tuple[int, str] | None:
-    """Where the first marker begins, and which it is."""
+    """Find the first marker: its place in the text, and which it is."""
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     return min(found, default=None)
 
 
 def possible_start(text: str, markers: Iterable[str]) -> int:
-    """Where the text's longest end begins that is the beginning of a marker; the text's length if there is none."""
+    """Find the text's longest end that is the beginning of a marker: its place; the text's length if there is none."""
     first = len(text)
     for marker in markers:
         at = max(len(text) - len(marker) + 1, 0)

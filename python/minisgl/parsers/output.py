@@ -33,7 +33,7 @@ class OutputParser:
         return self._parse_content(events)
 
     def finish(self) -> list[Event]:
-        """What was held back, when no text follows."""
+        """Return the events of what was held back, when no text follows."""
         events = [] if self._reasoning is None else self._parse_content(self._reasoning.finish())
         return events if self._tool_calls is None else events + self._tool_calls.finish()
 

@@ -47,7 +47,7 @@ class Allowance:
 
 
 def types_of(schema: Any, root: Schema, allowance: Allowance) -> frozenset[str]:
-    """The JSON types that a schema allows; string where it does not say. InvalidRequest beyond the allowance."""
+    """Return the JSON types that a schema allows; string where it does not say. InvalidRequest beyond the allowance."""
     found = _alternatives(schema, root, _NAMED | {"type"}, allowance)
     return frozenset().union(*(_types_of_one(one, allowance) for one in found.schemas))
 
@@ -59,7 +59,7 @@ def texts_of(schema: Any, root: Schema, allowance: Allowance) -> list[str] | Non
 
 
 def is_exact(schema: Any, root: Schema, allowance: Allowance) -> bool:
-    """True if a value follows the schema whenever its text is one of `texts_of`, or any text where that has none.
+    """Return True if a value follows the schema whenever its text is one of `texts_of`, or any where that has none.
 
     InvalidRequest beyond the allowance.
     """
@@ -73,7 +73,7 @@ def is_exact(schema: Any, root: Schema, allowance: Allowance) -> bool:
 
 
 def typed(text: str, types: frozenset[str]) -> str:
-    """The JSON text of a value; a string if it is of none of these types."""
+    """Return the JSON text of a value; a string if it is of none of these types."""
     word = text.strip()
     if "null" in types and word.lower() in ("null", "none"):
         return "null"
@@ -135,7 +135,7 @@ def _alternatives(schema: Any, root: Schema, ends: frozenset[str], allowance: Al
 
 
 def _target(schema: Any, root: Schema) -> Any:
-    """The schema that this one stands for, if it is a mere reference to one at the root; else itself."""
+    """Return the schema that this one stands for, if it is a mere reference to one at the root; else itself."""
     if not isinstance(schema, Mapping):
         return schema
     if isinstance(parts := schema.get("allOf"), list) and len(parts) == 1 and not _keywords(schema) - {"allOf"}:
@@ -163,7 +163,7 @@ def _types_of_one(schema: Any, allowance: Allowance) -> frozenset[str]:
 
 
 def _allows_any_text(schema: Any, root: Schema, allowance: Allowance) -> bool:
-    """True if all that a text may stand for is allowed."""
+    """Return True if all that a text may stand for is allowed."""
     found = _alternatives(schema, root, frozenset(), allowance)
     texts = [_is_any_text(one, allowance) for one in found.schemas]
     others = [one for one, is_text in zip(found.schemas, texts, strict=True) if not is_text]
@@ -189,7 +189,7 @@ def _keywords(schema: Schema) -> set[str]:
 
 
 def _values(schema: Any, root: Schema, allowance: Allowance) -> list[Any] | None:
-    """All values that a schema allows, if it names them."""
+    """Return all values that a schema allows, if it names them."""
     values: list[Any] = []
     for one in _alternatives(schema, root, _NAMED, allowance).schemas:
         if not isinstance(one, Mapping):
@@ -217,7 +217,7 @@ def _text_of(value: Any, allowance: Allowance) -> str:
 
 
 def _options(schema: Schema) -> list[Any] | None:
-    """The options of a schema that has some."""
+    """Return the options of a schema that has some."""
     return next((options for key in _OPTIONS if isinstance(options := schema.get(key), list)), None)
 
 

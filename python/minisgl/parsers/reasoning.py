@@ -15,7 +15,7 @@ from minisgl.parsers.markers import possible_start
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family of models writes its thoughts."""
+    """Form in which a family of models writes its thoughts."""
 
     opening: str
     closing: str
@@ -30,7 +30,7 @@ REASONING_FORMATS = {
 
 
 class Place(Enum):
-    """Where an answer begins, and how far its parser has come."""
+    """Place in an answer: at its beginning, or where its parser stands."""
 
     UNDECIDED = auto()  # a thought may follow
     INSIDE = auto()  # of a thought
@@ -38,7 +38,7 @@ class Place(Enum):
 
 
 def start_of_answer(form: ReasoningFormat, prompt_end: str, continued: str = "") -> Place:
-    """Where the answer to a prompt with this end begins, or what follows the `continued` beginning of an answer."""
+    """Find where the answer to a prompt with this end begins, or what follows its `continued` beginning."""
     if continued.strip():
         return Place.INSIDE if continued.rfind(form.opening) > continued.rfind(form.closing) else Place.OUTSIDE
     end = prompt_end.rstrip()
@@ -68,7 +68,7 @@ class ReasoningParser:
         return events
 
     def finish(self) -> list[Event]:
-        """What was held back, when no text follows."""
+        """Return the events of what was held back, when no text follows."""
         text, self._buffer = self._buffer, ""
         if not text:
             return []

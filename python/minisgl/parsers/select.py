@@ -1,4 +1,4 @@
-"""Which parsers a model needs: as its chat template shows, or as the command line says."""
+"""Chooses the parsers that a model needs: by its chat template, or as the command line says."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def shown_tool_call_parser(templates: Iterable[str]) -> str:
 
 
 def shown_reasoning_parser(templates: Iterable[str]) -> str:
-    """The same for the thought before the answer."""
+    """Name the parser for the thought before the answer that these chat templates show; none if they show none."""
     text = "\n".join(templates)
     return next((name for name, signs in _REASONING_SIGNS if all(sign in text for sign in signs)), NONE)
 
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """How this server takes answers apart; names as above."""
+    """Names of the parsers by which this server takes answers apart."""
 
     tool_calls: str = NONE
     reasoning: str = NONE
@@ -67,7 +67,7 @@ class Parsers:
 
     @classmethod
     def choose(cls, tool_calls: str, reasoning: str, templates: Collection[str]) -> Parsers:
-        """As the flags say; where they say auto, as the chat templates show."""
+        """Choose as the flags say; where they say auto, as the chat templates show."""
         name = shown_tool_call_parser(templates) if tool_calls == AUTO else tool_calls
         named = name == "mistral" and any("[ARGS]" in template for template in templates)
         thoughts = shown_reasoning_parser(templates) if reasoning == AUTO else reasoning
@@ -82,7 +82,7 @@ class Parsers:
         return REASONING_FORMATS.get(self.reasoning)
 
     def markers(self, *, tools: bool, reasoning: bool) -> tuple[str, ...]:
-        """What must stay in the text for these parsers, even where it is a special token."""
+        """Return the markers that must stay in the text for these parsers, even where they are special tokens."""
         markers: tuple[str, ...] = ()
         form = self.reasoning_format
         if reasoning and form is not None:
@@ -94,7 +94,7 @@ class Parsers:
     def parser(
         self, tools: Tools | None, *, reasoning: bool, prompt_end: str, continued: str = ""
     ) -> OutputParser | None:
-        """For one answer, as `start_of_answer` has it; None if there is nothing to take apart."""
+        """Make the parser of one answer that begins as `start_of_answer` says; None if none is needed."""
         form = self.reasoning_format if reasoning else None
         reasoning_parser = None if form is None else ReasoningParser(form, start_of_answer(form, prompt_end, continued))
         tool_call_parser = None

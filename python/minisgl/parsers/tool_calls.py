@@ -1,4 +1,4 @@
-"""What the forms of tool calls share: the text around calls, and what was taken for a call and is none.
+"""Base of the forms of tool calls: the text around calls, and what was taken for a call and is none.
 
 White space next to a call belongs to it: models put a line break there that nobody should see.
 """
@@ -37,7 +37,7 @@ class ToolCallParser(ABC):
         self._state: State = self._content
 
     def feed(self, text: str) -> list[Event]:
-        """More text; the events that are certain with it."""
+        """Take more text; return the events that are certain with it."""
         self._buffer += text
         while self._buffer and self._state():
             pass
@@ -45,7 +45,7 @@ class ToolCallParser(ABC):
         return events
 
     def finish(self) -> list[Event]:
-        """The events of what was held back, when no text follows."""
+        """Return the events of what was held back, when no text follows."""
         while self._head or self._raw:
             self._reject()
             while self._buffer and self._state():
@@ -88,7 +88,7 @@ class ToolCallParser(ABC):
             self._events.append(Content(text))
 
     def _reject(self) -> None:
-        """This is no call. In the text that looked like one, another may begin."""
+        """Give back what is no call. In the text that looked like one, another may begin."""
         head, raw, self._head, self._raw = self._head, self._raw, "", ""
         self._say(head)
         self._buffer = raw + self._buffer
@@ -100,7 +100,7 @@ class ToolCallParser(ABC):
         self._num_calls += 1
 
     def _add(self, arguments: str) -> None:
-        """To the arguments of the last call that was started."""
+        """Add to the arguments of the last call that was started."""
         if arguments:
             self._events.append(CallArguments(self._num_calls - 1, arguments))
 

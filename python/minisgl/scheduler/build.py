@@ -18,7 +18,7 @@ from minisgl.structured_output.protocol import Grammars
 
 
 class SchedulableEngine(StepEngine, Protocol):
-    """What the scheduler must know of an engine."""
+    """Facts of an engine that the scheduler must know."""
 
     page_size: int
     num_pages: int

@@ -1,4 +1,4 @@
-"""From a request's prompt and parameters to what the scheduler is to run, or to the reason why it will not."""
+"""Turns a request's prompt and parameters into what the scheduler is to run, or the reason why it will not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT_END_TOKENS = 32  # that hold a marker and the line breaks around it, be a
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What follows from a request: the answer to the API server, and an Add for each choice.
+    """Outcome of a request: the answer to the API server, and an Add for each choice.
 
     With a `check` this is so only if that finds nothing wrong with the grammar, which the request has in `field`.
     """
@@ -42,7 +42,7 @@ class Admission:
         return self.check is None or self.check.is_done
 
     def settled(self) -> Admission:
-        """What it is in the end; waits for that."""
+        """Wait for the check; return what the admission is then."""
         if self.check is not None:
             try:
                 grammar = self.check.result(self.field)
@@ -55,7 +55,7 @@ class Admission:
         return Admission(self.answer, self.adds)
 
     def abandon(self) -> None:
-        """The request has been aborted."""
+        """Take note that the request has been aborted."""
         if self.check is not None:
             self.check.abandon()
 
@@ -97,12 +97,12 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars:
 
 
 def prompt_field(prompt: TextPrompt | IdsPrompt | ChatPrompt) -> str:
-    """What the client calls it."""
+    """Name the request's field for the prompt."""
     return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
 
 
 def tokens_to_keep(request: Generate, limits: Limits) -> int | None:
-    """How many tokens of the prompt are kept at most; None: all."""
+    """Count the tokens of the prompt that are kept at most; None: all."""
     if request.truncate != -1:
         return request.truncate
     wanted = 1 if request.sampling.max_tokens is None else request.sampling.max_tokens
@@ -147,7 +147,7 @@ def echo_of(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> Ech
 
 
 def prompt_end(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> str:
-    """How a conversation's prompt ends."""
+    """Return the end of a conversation's prompt as text; nothing for other prompts."""
     if not isinstance(request.prompt, ChatPrompt):
         return ""
     return tokenizer.decode(ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)

@@ -36,7 +36,7 @@ CHECK_INTERVAL = 0.002  # seconds between looks at the grammars that are being c
 
 
 def run(worker: Worker) -> None:
-    """The process: load, say ready, serve until the supervisor ends it."""
+    """Run the process: load, say ready, serve until the supervisor ends it."""
     folder = worker.config.tokenizer_folder
     with worker.phase("load tokenizer"):
         tokenizer = TextTokenizer.from_folder(folder, worker.config.source.chat_template)
@@ -77,7 +77,7 @@ def run(worker: Worker) -> None:
 
 
 class Gate:
-    """Where admissions wait until they are settled; most are at once."""
+    """Holds admissions until they are settled; most are at once."""
 
     def __init__(self, api: Sender[ToApi], scheduler: Sender[ToScheduler]) -> None:
         self._api = api
@@ -86,7 +86,7 @@ class Gate:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences."""
+        """Number of sequences that wait."""
         return sum(len(admission.answer.sequences) for admission in self._waiting)
 
     def enter(self, admission: Admission) -> None:
