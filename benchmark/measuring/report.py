@@ -12,17 +12,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from minisgl import __version__
+from minisgl import __version__, tables
 
 Cell = str | int | float | None
 
 
 def table(header: Sequence[str], rows: Iterable[Iterable[Cell]]) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
-    texts = [list(header), *([cell_text(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in texts) for column in range(len(header))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in texts]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+    """Return aligned columns: the first to the left, the others to the right."""
+    return "\n".join(tables.table(header, ([cell_text(cell) for cell in row] for row in rows)))
 
 
 def cell_text(cell: Cell) -> str:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.doctor.checks import PACKAGES, State, examine, gpus, verdict, versions
 from minisgl.engine.device import resolve_device
 from minisgl.settings import add_flags, read_flags
+from minisgl.tables import Color, colored, table
 
-PIPE_COLUMNS = 110
-COLOURS = {State.WORKS: "green", State.ABSENT: "yellow", State.FAILS: "red"}
+COLORS: dict[State, Color] = {State.WORKS: "green", State.ABSENT: "yellow", State.FAILS: "red"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,29 +28,23 @@ def main(argv: Sequence[str]) -> int:
         config = EngineConfig(model_path="", **read_flags(args, EngineConfig))
     except ConfigError as error:
         parser.error(str(error))
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
-    table = Table("installed", "version", "for", title="Packages", title_justify="left")
-    for name, version in versions().items():
-        table.add_row(name, version or "[yellow]not installed[/]", PACKAGES.get(name, ""))
-    console.print(table)
-    for line in gpus() or ["no GPU that torch can use"]:
-        console.print(line)
+    packages = [(name, version or "not installed", PACKAGES.get(name, "")) for name, version in versions().items()]
+    print(*table(("package", "version", "for"), packages, left=3), "", sep="\n")
+    print(*gpus() or ["no GPU that torch can use"], "", sep="\n")
 
     try:
         device = resolve_device(config)
     except ConfigError as error:
-        console.print(f"[red]{error}[/]")
+        print(colored(str(error), "red"))
         return 1
-    findings = []
-    table = Table("part", "state", "seconds", "remark", title=f"On {_name(device)}", title_justify="left")
-    for finding in examine(device):
-        findings.append(finding)
-        state = f"[{COLOURS[finding.state]}]{finding.state}[/]"
-        table.add_row(finding.part, state, f"{finding.seconds:.2f}" if finding.seconds else "", finding.remark)
-    console.print(table)
+    findings = list(examine(device))
+    rows = [(one.part, one.state, f"{one.seconds:.2f}" if one.seconds else "", one.remark) for one in findings]
+    header, rule, *lines = table((f"on {_name(device)}", "state", "seconds", "remark"), rows, left=4)
+    colors = [COLORS[one.state] for one in findings]
+    print(header, rule, *map(colored, lines, colors), "", sep="\n")
     why = verdict(findings, device)
-    console.print("[green]The default path works.[/]" if why is None else f"[red]{why}[/]")
+    print(colored("The default path works.", "green") if why is None else colored(why, "red"))
     return 0 if why is None else 1
 
 

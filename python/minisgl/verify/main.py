@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from minisgl.config import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.core import InvalidRequest
@@ -39,7 +38,6 @@ SCHEDULER_FLAGS = "cache max_prefill_tokens overlap".split()
 ENGINE_DEFAULTS = {"dtype": "float32", "attention": "torch", "max_running_requests": 8}
 SCHEDULER_DEFAULTS = {"max_prefill_tokens": 96}
 GRAPH_MAX_BS = 8
-PIPE_COLUMNS = 110
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,8 +101,7 @@ def _verify(args: argparse.Namespace) -> int:
             print(json.dumps({**about, **report.to_json()}, indent=2, ensure_ascii=False))
         else:
             decode: Decode | None = None if tokenizer is None else lambda ids: tokenizer.decode(ids, False)
-            width = None if sys.stdout.isatty() else PIPE_COLUMNS
-            print_report(report, answers, decode, Console(highlight=False, width=width))
+            print_report(report, answers, decode)
     return 0 if report.ok else 1
 
 

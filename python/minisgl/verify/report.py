@@ -1,4 +1,4 @@
-"""What was found, as a verdict, a table and JSON."""
+"""Findings of a comparison as a verdict, a table and JSON."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from minisgl.tables import colored, table
 from minisgl.verify.compare import Parting, Position
 from minisgl.verify.limits import Tolerance
 from minisgl.verify.oracle import Answers, Expected
@@ -29,7 +26,7 @@ class Beyond:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Where a prompt's tokens part, in one pass."""
+    """First token of a prompt at which the two engines part, in one pass."""
 
     run: str
     parting: Parting
@@ -119,17 +116,16 @@ def judge(answers: Answers, ours: OurAnswers, tolerance: Tolerance) -> Report:
     return Report(tolerance, prompts, ours.layers, answers.is_float32)
 
 
-def print_report(report: Report, answers: Answers, decode: Decode | None, console: Console) -> None:
-    """The table, then every place where the two part, then the verdict."""
+def print_report(report: Report, answers: Answers, decode: Decode | None) -> None:
+    """Print the table, then every place where the two part, then the verdict."""
     measure = "from transformers in float32" if report.is_float32 else "from transformers"
-    table = Table(title=f"distance of our logits {measure}, also in standard deviations")
-    table.add_column("prompt", no_wrap=True)
-    for heading in ("tokens", "cached", "compared", "largest", "/ std", "rms / std", "theirs", "limit", "equal"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    print(f"distance of our logits {measure}, also in standard deviations")
+    heading = ("prompt", "tokens", "cached", "compared", "largest", "/ std", "rms / std", "theirs", "limit", "equal")
+    rows = []
     for prompt in report.prompts:
         equal = min((apart.parting.step for apart in prompt.apart), default=prompt.new_tokens)
         tie = " (near tie)" if prompt.apart and all(apart.near_tie for apart in prompt.apart) else ""
-        table.add_row(
+        row = (
             prompt.name,
             str(prompt.prompt_tokens),
             str(prompt.cached),
@@ -140,30 +136,26 @@ def print_report(report: Report, answers: Answers, decode: Decode | None, consol
             f"{prompt.rounding:.2g}" if prompt.rounding else "",
             f"{prompt.limit:.2g}",
             f"{equal}/{prompt.new_tokens}{tie}",
-            style=None if prompt.ok else "red",
         )
-    console.print(table)
+        rows.append(row)
+    top, rule, *lines = table(heading, rows)
+    print(top, rule, sep="\n")
+    for line, prompt in zip(lines, report.prompts, strict=True):
+        print(line if prompt.ok else colored(line, "red"))
     for prompt, expected in zip(report.prompts, answers.expected, strict=True):
         for line in _places(prompt, expected, decode):
-            console.print(Text(line), soft_wrap=True)
+            print(line)
     if any(prompt.rounding for prompt in report.prompts):
-        console.print(
-            Text(
-                "theirs: the distance of transformers' own logits in this dtype; twice that is the limit if it is more"
-            ),
-            soft_wrap=True,
-        )
+        print("theirs: the distance of transformers' own logits in this dtype; twice that is the limit if it is more")
     elif not report.is_float32:
-        console.print(Text("float32 found no room in memory: ours and theirs both round"), soft_wrap=True)
+        print("float32 found no room in memory: ours and theirs both round")
     limits = f"limits: rms {report.tolerance.rms:.2g}, largest {report.tolerance.largest:.2g}"
     if report.ok:
-        text = f"PASSED: every difference is within rounding ({limits})"
-        console.print(Text(text, style="green"), soft_wrap=True)
+        print(colored(f"PASSED: every difference is within rounding ({limits})", "green"))
         return
     layers = ", ".join(f"{difference:.1g}" for difference in report.layers)
-    console.print(Text(f"hidden states before each layer differ by (relative): {layers}"), soft_wrap=True)
-    text = f"FAILED: beyond rounding ({limits}); the two part at {report.first_layer}"
-    console.print(Text(text, style="bold red"), soft_wrap=True)
+    print(f"hidden states before each layer differ by (relative): {layers}")
+    print(colored(f"FAILED: beyond rounding ({limits}); the two part at {report.first_layer}", "red"))
 
 
 def _places(prompt: PromptResult, expected: Expected, decode: Decode | None) -> list[str]:
