@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -49,3 +50,14 @@ def test_neither_the_api_process_nor_the_detokenizer_imports_torch_or_a_grammar_
     assert heavy["server.api.process"] == set()
     assert heavy["tokenizer.detokenizer_worker"] <= {"tokenizers"}
     assert "llguidance" in heavy["structured_output.trial_process"]  # so that this would be seen
+
+
+def test_the_packages_of_the_extra_shell_are_imported_on_a_terminal_alone() -> None:
+    importers = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and re.search(r"\b(prompt_toolkit|rich|markdown_it)\b", ast.unparse(node))
+    }
+    assert importers == {"shell/terminal.py"}

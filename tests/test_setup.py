@@ -22,6 +22,10 @@ REPOSITORY = Path(__file__).parents[1]
         ("dev", "cuda", True),
         ("cuda", "dev", True),
         ("", "dev", True),
+        ("", "shell", True),
+        ("shell", "", False),
+        ("dev", "shell", False),
+        ("shell", "dev", True),
     ],
 )
 def test_the_extra_that_was_asked_for_is_there(tmp_path: Path, before: str | None, asked: str, installs: bool) -> None:

@@ -32,6 +32,10 @@ def main() -> int:
     try:
         config, find = parse_args(sys.argv[1:])
         set_log_level(config.log_level)
+        if config.shell:
+            from minisgl.shell.launch import check_packages
+
+            check_packages()
         listener = bind(config.host, config.port, config.http.send_timeout)
         folders = find()
         # An unsupported model is noticed before any process is started.

@@ -9,9 +9,8 @@ import pytest
 
 from minisgl.server.api.bodies.schema import ChatBody
 from minisgl.shell.client import ChatError, _event_data
-from minisgl.shell.conversation import SAMPLING_FIELDS, Conversation, Sampling
 from minisgl.shell.launch import local_url
-from minisgl.shell.session import Answer
+from minisgl.shell.session import SAMPLING_FIELDS, Answer, Conversation, Sampling
 from minisgl.shell.terminal import last_block
 
 

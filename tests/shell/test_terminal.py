@@ -198,6 +198,49 @@ def test_after_a_sigterm_to_all_of_a_group_the_shell_ends_and_other_clients_are_
         assert terminal.echoes
 
 
+WITHOUT_PACKAGES = """
+import runpy, sys
+for name in ("prompt_toolkit", "rich", "markdown_it"):
+    sys.modules[name] = None  # as if it were not installed
+module = sys.argv.pop(1)
+runpy.run_module(module, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("start", [("minisgl", "--shell", "--port", "0"), ("minisgl.shell",)])
+def test_without_its_packages_the_shell_names_the_extra_before_anything_starts(
+    tmp_path: Path, start: tuple[str, ...]
+) -> None:
+    with Terminal("-c", WITHOUT_PACKAGES, *start, home=tmp_path) as terminal:
+        terminal.expect(
+            rf"{start[0]}: error: the shell needs the packages prompt-toolkit, rich, markdown-it-py: "
+            r"pip install 'minisgl\[shell\]'\n"
+        )
+        assert terminal.wait() == 2
+        assert "ready" not in terminal.text
+        assert "Traceback" not in terminal.text
+
+
+def test_a_pipe_needs_no_packages(server: Server) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            WITHOUT_PACKAGES,
+            "minisgl.shell",
+            "--base-url",
+            f"{server.url}/v1",
+            "--set=temperature=0",
+        ],
+        input="What is 3 + 4?\n",
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("3 + 4 = 7\n", 0)
+
+
 def test_pipes_get_the_answers_and_nothing_else(server: Server) -> None:
     done = run_plain(server, "What is 3 + 4?\n\nWhat is\\\n2 + 2?\n/set\n/help\n")
     assert done.stdout.splitlines()[0] == "3 + 4 = 7"

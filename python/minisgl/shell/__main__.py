@@ -7,19 +7,24 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from minisgl.config import DEFAULT_PORT
+from minisgl.config import DEFAULT_PORT, ConfigError
 from minisgl.shell.client import ChatClient, ChatError
-from minisgl.shell.launch import API_KEY
-from minisgl.shell.plain import PlainView
-from minisgl.shell.session import COMMANDS, EXIT_TERMINATED, Session
-from minisgl.shell.view import View
+from minisgl.shell.launch import API_KEY, check_packages, on_terminal
+from minisgl.shell.session import COMMANDS, CONTINUES, EXIT_TERMINATED, Session, View
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 1 for a failure, 2 for wrong arguments, 130 after an interrupt."""
+    """Run the shell; return 0, 1 for a failure, 2 for wrong arguments or absent packages, 130 after an interrupt."""
     args = _parse(argv)
+    if not args.plain:
+        try:
+            check_packages()
+        except ConfigError as error:
+            print(f"minisgl.shell: error: {error}", file=sys.stderr)
+            return 2
     # Whoever started us may have changed these. asyncio takes SIGINT over, during an answer, only from the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
@@ -61,13 +66,52 @@ def _run(args: argparse.Namespace, client: ChatClient, runner: asyncio.Runner) -
 
 
 def _make_view(*, plain: bool) -> View:
-    if plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if plain or not on_terminal():
         for stream in (sys.stdin, sys.stdout, sys.stderr):
             stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
         return PlainView()
-    from minisgl.shell.terminal import TerminalView, history_path  # not for pipes: it is the slow part of the start
+    from minisgl.shell.terminal import TerminalView, history_path  # its packages are not for pipes
 
     return TerminalView(COMMANDS, history_path())
+
+
+class PlainView:
+    """View of pipes and scripts: one question a line (a backslash at its end continues it), the answers' text out.
+
+    Only the answers go to stdout; notes and errors go to stderr.
+    """
+
+    interactive = False
+
+    def ask(self) -> str:
+        lines: list[str] = []
+        while line := sys.stdin.readline():
+            line = line.rstrip("\r\n")
+            if not line.endswith(CONTINUES):
+                return "\n".join([*lines, line])
+            lines.append(line.removesuffix(CONTINUES))
+        if lines:
+            return "\n".join(lines)
+        raise EOFError
+
+    @contextmanager
+    def answer(self) -> Iterator[PlainView]:
+        try:
+            yield self
+        finally:
+            print(flush=True)
+
+    def add(self, text: str) -> None:
+        print(text, end="", flush=True)
+
+    def think(self, text: str) -> None:
+        """Thoughts are not the answer."""
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def error(self, text: str) -> None:
+        print(f"error: {text}", file=sys.stderr, flush=True)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""What the shell needs of any OpenAI-compatible server: its model's name, and streamed chat completions."""
+"""Client of any OpenAI-compatible server: its models' names, and streamed chat completions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Models(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """What one event brought."""
+    """Content of one event."""
 
     text: str = ""
     thought: str = ""  # of servers that tell it apart
@@ -73,7 +73,7 @@ class ChatClient:
         )
 
     async def models(self) -> list[str]:
-        """The names that the server answers to."""
+        """Return the names that the server answers to."""
         try:
             response = await self._http.get(f"{self._base_url}/models")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -86,7 +86,7 @@ class ChatClient:
             raise ChatError(f"{self._base_url}/models is not an OpenAI API: {error}") from error
 
     async def chat(self, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
-        """The answer as it comes. Leaving early closes the connection, by which the server knows to stop."""
+        """Yield the answer as it comes. Leaving early closes the connection, by which the server knows to stop."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
             async with self._http.stream("POST", f"{self._base_url}/chat/completions", json=body) as response:
@@ -107,7 +107,7 @@ class ChatClient:
 
 
 async def _event_data(blocks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of each server-sent event up to [DONE]. Lines end at newlines alone: JSON may hold U+2028 and such."""
+    """Yield the data of each server-sent event up to [DONE]. Lines end at newlines alone: JSON may hold U+2028."""
     buffer = b""
     async for block in blocks:
         *lines, buffer = (buffer + block).split(b"\n")

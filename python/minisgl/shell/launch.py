@@ -1,17 +1,20 @@
-"""What the supervisor calls for `--shell`: the shell as a child process that has the terminal."""
+"""The shell as a child process that has the terminal, as the supervisor starts it for `--shell`."""
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import termios
 from typing import Any
 
+from minisgl.config import ConfigError
 from minisgl.process.child import start_module
 from minisgl.urls import origin
 
 API_KEY = "MINISGL_API_KEY"  # the environment variable of the shell's key
 GRACE_SECONDS = 1.0
+PACKAGES = {"prompt-toolkit": "prompt_toolkit", "rich": "rich", "markdown-it-py": "markdown_it"}  # the extra `shell`
 
 
 class ShellProcess:
@@ -43,8 +46,21 @@ class ShellProcess:
         return code
 
 
+def on_terminal() -> bool:
+    """Return True if a person sits there: stdin and stdout are both a terminal."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def check_packages() -> None:
+    """ConfigError if the shell would have a terminal and not the packages for it; pipes need none."""
+    missing = [name for name, module in PACKAGES.items() if importlib.util.find_spec(module) is None]
+    if missing and on_terminal():
+        needs = "the package" if len(missing) == 1 else "the packages"
+        raise ConfigError(f"the shell needs {needs} {', '.join(missing)}: pip install 'minisgl[shell]'")
+
+
 def local_url(host: str, port: int) -> str:
-    """How a server that listens there is reached from this machine."""
+    """Return the URL by which this machine reaches a server that listens there."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return origin("http", host, port) + "/v1"
 

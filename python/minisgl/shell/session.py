@@ -1,4 +1,4 @@
-"""The loop: a question, its answer, the next question; and the commands that begin with a slash.
+"""One conversation: its turns, its sampling fields, and the loop of questions, answers and commands.
 
 Ctrl-C during an answer cancels the request by closing its connection; what had come stays in the conversation.
 """
@@ -6,16 +6,29 @@ Ctrl-C during an answer cancels the request by closing its connection; what had 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+import typing
 from collections.abc import Callable
-from contextlib import aclosing
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
+import msgspec
+
+from minisgl.core import InvalidRequest, SamplingParams
+from minisgl.limits import Limits
 from minisgl.shell.client import ChatClient, ChatError
-from minisgl.shell.conversation import DEFAULT, SAMPLING_FIELDS, Conversation, Sampling
-from minisgl.shell.view import AnswerView, View
 
+Message = dict[str, str]
+
+_ANY = Limits(max_seq_len=2**31 - 1, vocab_size=2**31 - 1)  # the server knows its own
+# Not the user's to set: what the shell would not show, and what requests' bodies do not have under this name.
+_HIDDEN = ("logprobs", "prompt_logprobs", "grammar", "bad_words_ids")
+_KINDS = {name: kind for name, kind in typing.get_type_hints(SamplingParams).items() if name not in _HIDDEN}
+SAMPLING_FIELDS = tuple(_KINDS)
+DEFAULT = "default"  # the word that takes a field's value away
 HELP = {
     "/help": "this list",
     "/reset": "forget the conversation (the system message and the settings stay)",
@@ -29,8 +42,117 @@ KEYS = (
     "Enter sends; Alt-Enter (or Esc, then Enter) or a backslash at the end of a line begins a new line. "
     "Ctrl-C stops an answer. A message that begins with a slash is written with two."
 )
+CONTINUES = "\\"  # at the end of a line
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+
+
+class AnswerView(Protocol):
+    """Shows an answer while it comes."""
+
+    def add(self, text: str) -> None: ...
+
+    def think(self, text: str) -> None:
+        """Show a part of the thoughts before the answer."""
+        ...
+
+
+class View(Protocol):
+    """Terminal or pipe that questions come from and everything goes to."""
+
+    interactive: bool  # somebody sits there: errors and Ctrl-C do not end the program
+
+    def ask(self) -> str:
+        """Return the next question or command. EOFError at the end, KeyboardInterrupt when it is taken back."""
+        ...
+
+    def answer(self) -> AbstractContextManager[AnswerView]:
+        """Show one answer within a `with` block; whatever has come is shown in full when it is left."""
+        ...
+
+    def note(self, text: str) -> None: ...
+
+    def error(self, text: str) -> None: ...
+
+
+class Sampling:
+    """The sampling fields that the user has set. What is not set is not sent: the server's default holds."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def set(self, name: str, text: str) -> None:
+        """Take a value as it was typed, or `default`; ValueError with one line if it cannot be."""
+        if name not in _KINDS:
+            raise ValueError(f"{name} is not a sampling field; known are {', '.join(SAMPLING_FIELDS)}")
+        values = {key: value for key, value in self._values.items() if key != name}
+        if text != DEFAULT:
+            try:
+                values[name] = msgspec.convert(_read(text, _KINDS[name]), _KINDS[name], strict=False)
+                SamplingParams(**values).validate(_ANY)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"{name} cannot be {text!r}: {str(error)[:1].lower()}{str(error)[1:]}") from None
+            except InvalidRequest as error:
+                raise ValueError(error.message) from None
+        self._values = values
+
+    def get(self, name: str) -> str:
+        """Return a field's value as it would be typed."""
+        fields = self.fields()
+        return json.dumps(fields[name], ensure_ascii=False) if name in fields else DEFAULT
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields in the form of a request's body."""
+        fields = dict(self._values)
+        if "logit_bias" in fields:
+            fields["logit_bias"] = {str(token): bias for token, bias in fields["logit_bias"]}
+        return fields
+
+
+def _read(text: str, kind: Any) -> Any:
+    """Return what msgspec converts: a scalar's text; a list, from JSON or of one element; an object's pairs."""
+    kinds = [one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is tuple]
+    if not kinds:
+        return text
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    if isinstance(value, dict) and len(kinds) > 1:  # a tuple of tuples
+        return list(value.items())
+    if isinstance(value, list):
+        return value
+    return [value if isinstance(value, str) else text]
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The turns so far, question and answer by turns, under one system message."""
+
+    system: str = ""
+    turns: list[Message] = field(default_factory=list)
+
+    def messages(self, question: str | None = None) -> list[Message]:
+        """Return the messages of a request's body, with a new question at the end."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        asked = [] if question is None else [{"role": "user", "content": question}]
+        return system + self.turns + asked
+
+    def add(self, question: str, answer: str) -> None:
+        self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def save(self, path: Path, model: str, sampling: dict[str, Any]) -> None:
+        """Write it: as the body of a request (.json), or to be read (.md). ValueError for another name; OSError."""
+        if path.suffix == ".json":
+            body = {"model": model, **sampling, "messages": self.messages()}
+            text = json.dumps(body, ensure_ascii=False, indent=2) + "\n"
+        elif path.suffix in (".md", ".markdown"):
+            text = f"# Conversation with {model}\n" + "".join(
+                f"\n## {message['role'].capitalize()}\n\n{message['content']}\n" for message in self.messages()
+            )
+        else:
+            raise ValueError(f"the name of the file must end in .json or .md, not {path.suffix or path.name!r}")
+        path.write_text(text, encoding="utf-8")
 
 
 @dataclass(slots=True)
@@ -51,7 +173,7 @@ class Answer:
             self.last = now
 
     def describe(self) -> str:
-        """Tokens, their rate and the time to the first: one line."""
+        """Return tokens, their rate and the time to the first in one line."""
         tokens = self.pieces if self.tokens is None else self.tokens
         about = "about " if self.tokens is None else ""
         parts = [f"{about}{tokens} token{'s' if tokens != 1 else ''}"]
@@ -86,7 +208,7 @@ class Session:
         }
 
     def run(self) -> int:
-        """Until the end of the input or /exit; the exit code: not 0 if something failed and nobody sat there."""
+        """Run until the end of the input or /exit; return not 0 if something failed and nobody sat there."""
         while True:
             try:
                 text = self._view.ask()

@@ -1,4 +1,4 @@
-"""For people: a line editor with history (prompt_toolkit), and answers rendered as Markdown while they come (rich).
+"""View of people: a line editor with history (prompt_toolkit), and answers drawn as Markdown while they come (rich).
 
 Enter sends, Alt-Enter or a backslash at the end of the line begins a new line, pasted text may have many lines.
 """
@@ -26,7 +26,7 @@ from rich.segment import Segment
 from rich.spinner import Spinner
 from rich.text import Text
 
-from minisgl.shell.plain import CONTINUES
+from minisgl.shell.session import CONTINUES
 
 FRAME_SECONDS = 1 / 12
 THOUGHT = "dim italic"
@@ -36,7 +36,7 @@ _parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "ta
 
 
 class TerminalView:
-    """Implements view.View on a terminal."""
+    """View of a person at a terminal."""
 
     interactive = True
 
@@ -79,7 +79,7 @@ class TerminalView:
 
 
 def history_path() -> Path:
-    """What was typed is state: it outlives the program, and nobody would miss it in a backup."""
+    """Return the file of what was typed, which is state by the XDG base directories: kept, and not worth a backup."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "minisgl" / "shell_history"
 
@@ -105,7 +105,7 @@ def _keys() -> KeyBindings:
 
 @contextmanager
 def _no_echo() -> Iterator[None]:
-    """What is typed during an answer waits for the next prompt, and does not get between its lines."""
+    """Keep what is typed during an answer for the next prompt, so that it does not get between the answer's lines."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     quiet = termios.tcgetattr(fd)
@@ -156,7 +156,7 @@ class _MarkdownAnswer:
         self._thought += text
 
     def _draw(self) -> RenderableType:
-        """One frame; called by the thread of Live."""
+        """Return one frame; called by the thread of Live."""
         if pending := self._pending:
             return _Bottom(_markdown(pending))
         return _Bottom(Text(self._thought, style=THOUGHT)) if self._thought else self._waiting
@@ -174,14 +174,14 @@ class _MarkdownAnswer:
 
 
 def _markdown(source: str) -> Markdown:
-    """With tags shown as they are: rich would drop them and their content."""
+    """Return Markdown that shows tags as they are: rich would drop them and their content."""
     markdown = Markdown(source)
     markdown.parsed = _parser.parse(source)
     return markdown
 
 
 def last_block(source: str) -> int:
-    """Where the last block of this Markdown begins: what is before it cannot change any more.
+    """Return the place where the last block of this Markdown begins: what is before it cannot change any more.
 
     Only whole lines count, because half a line may still become another kind of block.
     """
@@ -191,7 +191,7 @@ def last_block(source: str) -> int:
 
 
 class _Bottom:
-    """The last lines of something, as many as the screen has."""
+    """Last lines of something, as many as the screen has."""
 
     def __init__(self, content: Markdown | Text) -> None:
         self._content = content
