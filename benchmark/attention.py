@@ -50,7 +50,7 @@ def names(shape: AttentionShape) -> list[str]:
 
 
 def make_pool(shape: AttentionShape, rows: int, context: int, layers: int) -> tuple[KVPool, torch.Tensor]:
-    """Random keys and values, and page tables [rows, pages] that are all over the pool."""
+    """Return random keys and values, and page tables [rows, pages] that are all over the pool."""
     width = -(-context // shape.page_size)
     layout = shape.kv_layout(layers, widened=shape.dtype if shape.fp8_kv else None)
     pool = KVPool(layout, rows * width, DEVICE)
@@ -132,7 +132,7 @@ def prefills(shape: AttentionShape, rows: int, new: int, cached: int) -> Iterato
 
 
 def planning(shape: AttentionShape, rows: int, context: int) -> tuple[float, float]:
-    """Host microseconds of FlashInfer's `prepare` for a replay: with a new plan, and where the old one still fits.
+    """Return host microseconds of FlashInfer's `prepare` for a replay, with a new plan and with a kept one.
 
     Nothing is replayed: a plan must fit the lengths on the device.
     """

@@ -29,12 +29,12 @@ JSON = {"content-type": "application/json"}
 
 
 def filled(before: str, item: str, after: str, size: int) -> bytes:
-    """A body of this size: as many items as fit."""
+    """Return a body of this size: as many items as fit."""
     return (before + ",".join([item] * (size // (len(item) + 1))) + after).encode()
 
 
 def bodies() -> Iterator[tuple[str, str, bytes]]:
-    """Name, route and body of each."""
+    """Yield name, route and body of each."""
     for size in (30 * MEGABYTE, 7 * MEGABYTE):
         megabytes = f"{size // MEGABYTE} MB of"
         yield f"{megabytes} arrays in metadata", CHAT, filled(MESSAGE + '"metadata":[', "[]", "]}", size)

@@ -89,7 +89,7 @@ def tool(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def branching(depth: int) -> dict[str, Any]:
-    """Definitions of which each refers to the next one twice."""
+    """Return definitions of which each refers to the next one twice."""
     definitions: dict[str, Any] = {
         f"a{level}": {"anyOf": [{"$ref": f"#/$defs/a{level + 1}"}] * 2} for level in range(depth)
     }
@@ -98,20 +98,20 @@ def branching(depth: int) -> dict[str, Any]:
 
 
 def circular() -> dict[str, Any]:
-    """A definition that is one of its own alternatives."""
+    """Return a definition that is one of its own alternatives."""
     definitions = {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}
     return {"properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": definitions}
 
 
 def copied(num_properties: int, definition_bytes: int) -> dict[str, Any]:
-    """Many properties that refer to one large definition."""
+    """Return many properties that refer to one large definition."""
     definition = {"type": "integer", "description": "x" * definition_bytes}
     properties = {f"p{number}": {"$ref": "#/$defs/big"} for number in range(num_properties)}
     return {"properties": properties, "$defs": {"big": definition}}
 
 
 def send_schemas() -> None:
-    """One body after the other, to servers of both forms that have a rule for each parameter."""
+    """Send one body after the other to servers of both forms that have a rule for each parameter."""
     schemas = {
         "branching, depth 20": branching(20),
         "branching, depth 22": branching(22),
@@ -133,7 +133,7 @@ def send_schemas() -> None:
 
 
 def send_queue(num_hard: int, keys: list[str]) -> None:
-    """Hard grammars of the first key, then honest ones of the second (or the same)."""
+    """Send hard grammars of the first key, then honest ones of the second (or the same)."""
     flags = [flag for key in keys for flag in ("--api-key", key)]
     hostile, honest = keys[0] if keys else "none", keys[-1] if keys else "none"
     fields = {"a": {"type": "string", "maxLength": 20}, "b": {"type": "integer"}}

@@ -73,7 +73,7 @@ def microseconds(case: Case, calls: int) -> float:
 
 
 def copy_speed() -> float:
-    """Bytes a microsecond, read and written, of a copy of 1 GiB."""
+    """Return bytes a microsecond, read and written, of a copy of 1 GiB."""
     source = torch.randn(1 << 28, device=DEVICE)
     target = torch.empty_like(source)
     case = Case("copy", "1 GiB", lambda _: torch.neg(source, out=target), 2 * source.nbytes)
@@ -88,7 +88,7 @@ def _peaked_logits(rows: int, vocab: int) -> torch.Tensor:
 
 
 def sampling() -> Iterator[Case]:
-    """Over bfloat16 logits of Qwen3's vocabulary. `flat`: a normal distribution, whose nucleus is most of it."""
+    """Time sampling from bfloat16 logits of Qwen3's vocabulary. `flat`: normal, so the nucleus is most of it."""
     vocab = 151936
     kinds = {
         "greedy": (0.0, 0, 1.0),
@@ -133,7 +133,7 @@ def sampling() -> Iterator[Case]:
 
 
 def moe() -> Iterator[Case]:
-    """A layer of Qwen3-30B-A3B. The bytes are the chosen experts' weights, and the tokens in and out."""
+    """Time the experts of a layer of Qwen3-30B-A3B. Bytes: the chosen experts' weights, tokens in and out."""
     hidden, intermediate, experts, top_k = 2048, 768, 128, 8
     routing = Routing(top_k, renormalize=True)
     layers = [
@@ -201,7 +201,7 @@ def products() -> Iterator[Case]:
 
 
 def same_each_time(work: Callable[..., object], *args: object, **options: object) -> Callable[[int], object]:
-    """The `run` of a case whose inputs are not rotated."""
+    """Return the `run` of a case whose inputs are not rotated."""
     return lambda _: work(*args, **options)
 
 

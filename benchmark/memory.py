@@ -24,7 +24,7 @@ DEMO = (sys.executable, "-m", "minisgl", "--port", "0", "--device", "cpu")
 
 
 def pss_mb(pid: int) -> int:
-    """Proportional set size of a process."""
+    """Return the proportional set size of a process."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("Pss:"))
 

@@ -34,7 +34,7 @@ WARM_UP_REQUESTS = 8
 def make_loads(
     args: argparse.Namespace, rows: list[TraceRow], served: Served
 ) -> list[tuple[str, list[TimedRequest], int]]:
-    """The loads by name, and of each how many requests were cut. No two share a prompt."""
+    """Return the loads by name, and of each how many requests were cut. No two share a prompt."""
     lengths = Lengths(args.input, args.output, 0.0 if args.fixed else 0.7, 0.0 if args.fixed else 0.6)
     limits = {"vocab_size": served.vocab_size, "context": served.context}
     loads = []
@@ -52,7 +52,7 @@ def make_loads(
 
 
 def warm_up(target: Target, served: Served, seed: int) -> None:
-    """A few short requests at once."""
+    """Send a few short requests at once."""
     lengths = Lengths(min(256, served.context // 4), 16, 0.0, 0.0)
     load, _ = synthetic_load(
         seed + 10**6, [0.0] * WARM_UP_REQUESTS, lengths, vocab_size=served.vocab_size, context=served.context
@@ -95,7 +95,7 @@ def print_summaries(summaries: dict[str, LoadSummary]) -> None:
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
-    """The arguments, and the server's command after `--`."""
+    """Return the arguments and the server's command after `--`."""
     argv = sys.argv[1:]
     at = argv.index("--") if "--" in argv else len(argv)
     parser = make_parser(__doc__)

@@ -50,7 +50,7 @@ PROMPT_IDS = 256  # every vocabulary has them
 
 
 def records(*, limited: bool) -> dict[str, Any]:
-    """A schema of records. `limited`: with limits of strings' lengths, which make masks several times as expensive."""
+    """Return a schema of records. `limited`: strings have a maxLength, which makes masks several times dearer."""
     properties = dict(RECORD)
     if limited:
         properties["name"] = {"type": "string", "maxLength": 40}
@@ -60,7 +60,7 @@ def records(*, limited: bool) -> dict[str, Any]:
 
 
 def measure(options: EngineOptions, args: Namespace) -> dict[str, Any]:
-    """Tokens per second of each batch size, free and constrained, run by run."""
+    """Measure tokens per second of each batch size, free and constrained, run by run."""
     rng = random.Random(0)
     free = SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=args.new, seed=0)
     sampling = {

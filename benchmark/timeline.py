@@ -157,7 +157,7 @@ def measure(loop: StepLoop, rows: int, prompt_tokens: int, first_sequence: int) 
 
 
 def short(kernel: str) -> str:
-    """A kernel's name without its types; the many names of cuBLAS's products are one."""
+    """Return a kernel's name without its types; the many names of cuBLAS's products are one."""
     if kernel.startswith(("nvjet", "void cublas", "void splitKreduce")):
         return "cuBLAS product"
     name = re.sub(r"^void ", "", kernel).split("(")[0]
@@ -165,7 +165,7 @@ def short(kernel: str) -> str:
 
 
 def kernel_rows(timeline: Timeline) -> list[list[Any]]:
-    """[kernel, launches a step, microseconds a step, share], the longest first."""
+    """Return rows [kernel, launches a step, microseconds a step, share], the longest first."""
     time_of: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
     for span in timeline.device:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults behind each flag, and the description as it was written."""
+    """Shows defaults behind each flag, and the description as it was written."""
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -31,12 +31,12 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """Positive numbers, separated by commas."""
+    """Parse positive numbers, separated by commas."""
     return tuple(_positive(int(part)) for part in text.split(",") if part)
 
 
 def numbers(text: str) -> tuple[float, ...]:
-    """Numbers of at least 0, separated by commas."""
+    """Parse numbers of at least 0, separated by commas."""
     values = tuple(float(part) for part in text.split(",") if part)
     if not values or min(values) < 0:
         raise argparse.ArgumentTypeError(f"numbers of at least 0, separated by commas, not {text!r}")
@@ -65,7 +65,7 @@ def _engines(text: str) -> tuple[str, ...]:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that say which model is loaded, and how."""
+    """Add the flags that say which model is loaded, and how."""
     group = parser.add_argument_group("model and engine")
     which = group.add_mutually_exclusive_group()
     which.add_argument("--model", default="demo", help="folder or hub id; demo: the built-in one")
@@ -102,7 +102,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that say which engines are compared."""
+    """Add the flags that say which engines are compared."""
     group = parser.add_argument_group("engines")
     group.add_argument(
         "--engine", type=_engines, default=("minisgl",), metavar="NAMES", help=f"of {','.join(ENGINES)}; several run"
@@ -165,7 +165,7 @@ def run_each_engine(
     options: EngineOptions,
     sizes: T,
 ) -> dict[str, dict[str, Any]]:
-    """Results by engine: one alone runs here; several run in a fresh process each, so that none disturbs another."""
+    """Return results by engine: one alone runs here; several run in a fresh process each, undisturbed."""
     names: Sequence[str] = args.engine
     paths: dict[str, list[str]] = dict(args.engine_path)
     if len(names) == 1 and not paths:

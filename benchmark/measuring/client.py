@@ -75,7 +75,7 @@ class Target:
         return parts.hostname, parts.port or (443 if tls else 80), tls
 
     def encode(self, request: TimedRequest) -> bytes:
-        """The whole HTTP request. The server is to give exactly `max_tokens` tokens."""
+        """Return the whole HTTP request. The server must give exactly `max_tokens` tokens."""
         body = msgspec.json.encode(
             {
                 "model": self.model,

@@ -45,7 +45,7 @@ class _Step:
         return self._tokens
 
     def logprobs(self) -> None:
-        """No model, no probabilities."""
+        """Return None: without a model there are no probabilities."""
 
 
 class InstantEngine:

@@ -55,7 +55,7 @@ def _describe(code: CodeType, line: int) -> list[str | int]:
 
 
 def _short(filename: str) -> str:
-    """The part of a file's path that says what it is."""
+    """Return the part of a file's path that says what it is."""
     parts = Path(filename).parts
     for folder in ("site-packages", "python"):
         if folder in parts:
@@ -73,7 +73,7 @@ class ProfileEntry:
 
 
 def read_profile(path: Path, top: int = 12) -> list[ProfileEntry]:
-    """The functions with the most time of their own."""
+    """Return the functions with the most time of their own."""
     rows = json.loads(path.read_text())
     own: Counter[str] = Counter()
     total: Counter[str] = Counter()

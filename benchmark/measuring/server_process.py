@@ -158,7 +158,7 @@ def worker_pids(supervisor: int) -> dict[str, int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat that follow the name."""
+    """Return the fields of /proc/PID/stat that follow the name."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

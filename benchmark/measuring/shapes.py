@@ -24,7 +24,7 @@ _LLAMA3_ROPE = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The numbers that make a model. `more`: further fields of its configuration."""
+    """Sizes of a model. `more`: further fields of its configuration."""
 
     hidden: int
     layers: int

@@ -40,7 +40,7 @@ class Slo:
     tbt_ms: float  # mean over one answer
 
     def met_by(self, record: RequestRecord) -> bool:
-        """A request that failed meets nothing."""
+        """Return True if the request succeeded within both limits."""
         if record.error is not None:
             return False
         between = record.time_per_token or 0.0
@@ -69,7 +69,7 @@ class LoadSummary:
 
 
 def summarize(records: Sequence[RequestRecord], slo: Slo) -> LoadSummary:
-    """The figures of all requests of a load; failed ones count as errors and nowhere else."""
+    """Return the figures of all requests of a load; failed ones count as errors and nowhere else."""
     done = [record for record in records if record.error is None]
     seconds = max((record.times[-1] for record in done), default=0.0)
     per_second = 1.0 / seconds if seconds > 0 else 0.0

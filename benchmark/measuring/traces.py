@@ -34,7 +34,7 @@ class TraceRow:
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRow]:
-    """The first `limit` requests, in order of their times. ValueError when the format is neither."""
+    """Return the first `limit` requests, in order of their times. ValueError when the format is neither."""
     with path.open(encoding="utf-8", newline="") as lines:
         first = lines.readline()
         lines.seek(0)
@@ -71,7 +71,7 @@ def _from_zero(rows: list[TraceRow]) -> list[TraceRow]:
 def replay(
     rows: Sequence[TraceRow], *, speed: float, seed: int, vocab_size: int, context: int
 ) -> tuple[list[TimedRequest], int]:
-    """The load that a trace is at `speed` times its pace, and how many requests had to be cut to the context.
+    """Return the load that a trace is at `speed` times its pace, and how many requests had to be cut to the context.
 
     Prompts are random tokens; a block's tokens follow from its id and the seed alone.
     """

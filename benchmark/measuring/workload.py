@@ -35,7 +35,7 @@ class OfflineBatch:
 def offline_batch(
     run: int = 0, *, requests: int = 256, longest: int = 1024, vocab_size: int = OFFLINE_IDS
 ) -> OfflineBatch:
-    """The headline: prompts of 100..1024 random ids up to 10000, outputs of 100..1024 tokens, random.seed(0).
+    """Return the headline: prompts of 100..1024 random ids up to 10000, outputs of 100..1024 tokens, random.seed(0).
 
     Later runs keep every length and shift the ids, so that no prefix cache answers a prompt of an earlier run. In a
     smaller vocabulary ids are taken modulo its size; `longest` below 100 takes the place of the 100, too.
@@ -52,7 +52,7 @@ def offline_batch(
 
 
 def random_prompts(rng: random.Random, count: int, length: int, vocab_size: int = FRESH_IDS[1]) -> list[list[int]]:
-    """Prompts that share no prefix worth caching."""
+    """Return prompts that share no prefix worth caching."""
     low, high = FRESH_IDS if vocab_size > FRESH_IDS[0] else (0, vocab_size)
     return [[rng.randint(low, min(high, vocab_size) - 1) for _ in range(length)] for _ in range(count)]
 
@@ -76,7 +76,7 @@ class Lengths:
     output_spread: float = 0.6
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
-        """Input within a factor of five of its mean, output within a factor of four."""
+        """Return an input within a factor of five of its mean, and an output within a factor of four."""
         return (
             _log_normal(rng, self.mean_input, self.input_spread, factor=5.0),
             _log_normal(rng, self.mean_output, self.output_spread, factor=4.0),
@@ -89,7 +89,7 @@ def _log_normal(rng: random.Random, mean: int, sigma: float, factor: float) -> i
 
 
 def poisson_arrivals(rng: random.Random, rate: float, count: int) -> list[float]:
-    """Times in seconds of `count` arrivals, `rate` a second on average; the first comes at once."""
+    """Return times in seconds of `count` arrivals, `rate` a second on average; the first comes at once."""
     times = [0.0]
     for _ in range(count - 1):
         times.append(times[-1] + rng.expovariate(rate))
@@ -99,7 +99,7 @@ def poisson_arrivals(rng: random.Random, rate: float, count: int) -> list[float]
 def synthetic_load(
     seed: int, arrivals: Sequence[float], lengths: Lengths, *, vocab_size: int, context: int
 ) -> tuple[list[TimedRequest], int]:
-    """A request of fresh random tokens for each arrival, and how many had to be cut to the context."""
+    """Return a request of fresh random tokens for each arrival, and how many had to be cut to the context."""
     rng = random.Random(seed)
     tokens = np.random.default_rng(seed)
     load, num_cut = [], 0
@@ -113,7 +113,7 @@ def synthetic_load(
 
 
 def fit_context(num_input: int, num_output: int, context: int) -> tuple[int, int]:
-    """The lengths, cut so that both fit: the prompt gives way first, down to half of the context."""
+    """Return the lengths, cut so that both fit: the prompt gives way first, down to half of the context."""
     if num_input + num_output <= context:
         return num_input, num_output
     num_output = min(num_output, max(1, context // 2))

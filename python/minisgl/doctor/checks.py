@@ -1,4 +1,4 @@
-"""What `minisgl doctor` looks at. Each check runs a small case of a part and compares it with plain torch."""
+"""Checks of `minisgl doctor`. Each runs a small case of a part and compares it with plain torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How a part fares."""
+    """Result of one check."""
 
     part: str
     state: State
@@ -55,7 +55,7 @@ class Finding:
 
 
 def versions() -> dict[str, str]:
-    """What is installed, by name; "" where it is not."""
+    """Return versions of packages by name; "" where one is not installed."""
     found = {
         "Python": platform.python_version(),
         "NVIDIA driver": driver_version(DRIVER_FILE.read_text() if DRIVER_FILE.exists() else ""),
@@ -112,7 +112,7 @@ def examine(device: torch.device) -> Iterator[Finding]:
 
 
 def verdict(findings: list[Finding], device: torch.device) -> str | None:
-    """What keeps the default path from working on this device, in one line, or None."""
+    """Return one line that says why the default path does not work on this device, or None."""
     failed = [finding.part for finding in findings if finding.state is State.FAILS]
     if failed:
         return f"{', '.join(failed)}: installed, but it does not work"

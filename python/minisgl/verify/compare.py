@@ -63,7 +63,7 @@ def _choice(token: int, ours: FloatArray, theirs: FloatArray) -> Choice:
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences begin with together."""
+    """Return the length of the longest common prefix of two sequences."""
     return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -91,7 +91,7 @@ class Run:
     positions: dict[int, Position] = field(default_factory=dict)
 
     def parting(self, prompt_len: int, expected: Sequence[int], logits: FloatArray) -> Parting | None:
-        """Where the tokens part from the oracle's, whose logits are these, if they do."""
+        """Return where the tokens part from the oracle's, if they do. logits [positions, vocab] are the oracle's."""
         step = common_length(self.tokens, expected)
         if step == len(expected):
             return None

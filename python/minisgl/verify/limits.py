@@ -1,4 +1,4 @@
-"""How far two correct computations of the same logits may be apart. Pure.
+"""Distances that two correct computations of the same logits may have. Pure.
 
 Both engines round, and not in the same order. With the unit roundoff u of the dtype (2^-24 float32, 2^-11 float16,
 2^-8 bfloat16), a layer rounds the residual stream and what is added to it some `ROUNDINGS` times; these errors are
@@ -57,7 +57,7 @@ class Tolerance:
 
 
 def tolerance(dtype: str, num_layers: int, factor: float = 1.0, *, experts_per_token: int = 0) -> Tolerance:
-    """For a model of so many layers computed in this dtype on both sides; `factor` widens it."""
+    """Return the limits for a model of so many layers computed in this dtype on both sides; `factor` widens them."""
     expected = factor * _UNIT_ROUNDOFF[dtype] * math.sqrt(2 * (ROUNDINGS + experts_per_token) * num_layers)
     if dtype == "float32":
         expected *= SUMMATION

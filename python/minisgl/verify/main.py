@@ -106,7 +106,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(folder: Path) -> TextTokenizer | None:
-    """None if the model has none that can be read: then the prompts are random."""
+    """Return the model's tokenizer; None if none can be read, and the prompts are random."""
     try:
         return TextTokenizer.from_folder(folder)
     except ConfigError as error:

@@ -1,6 +1,6 @@
-"""What transformers answers: greedy tokens in the dtype that is verified, and the float32 logits of every position.
+"""Answers of transformers: greedy tokens in the dtype that is verified, and the float32 logits of every position.
 
-One prompt at a time, the prompt in one forward and then a token each, so nothing of batching or padding is in it. The
+One prompt at a time, the prompt in one forward and then a token each, so nothing of batching or padding is in them. The
 logits in the narrower dtype tell only how far rounding moves them: trained weights amplify it where a prompt repeats
 itself (massive activations), so that two right computations may be a standard deviation apart there.
 Only the file is left when it is done: the model is gone before ours is loaded, so the two never need room together.
@@ -135,7 +135,7 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _experts(folder: Path, dtype: torch.dtype) -> str | None:
-    """How it multiplies experts: one by one if rows are no multiples of 16 bytes, as grouped products want."""
+    """Return the way to multiply experts: one by one if rows are no multiples of 16 bytes, as grouped products want."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True)

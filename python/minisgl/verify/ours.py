@@ -1,5 +1,5 @@
-"""What our engine answers: all prompts together, through the scheduler, twice, so that batches, chunks, pages and
-cache hits are in it. Every step's logits are compared as they come and not kept.
+"""Answers of our engine: all prompts together, through the scheduler, twice, so that batches, chunks, pages and
+cache hits are in them. Every step's logits are compared as they come and not kept.
 """
 
 from __future__ import annotations
