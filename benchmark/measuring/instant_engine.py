@@ -62,10 +62,14 @@ class InstantEngine:
         self._letters = np.random.default_rng(0).choice(letters, LETTERS).astype(np.int32)
         self._free_at = 0.0  # when the last step launched is done
 
-    def forward(self, batch: Batch) -> NoReturn:
+    @property
+    def bitmask(self) -> NoReturn:
         raise NotImplementedError("the instant engine serves no grammars")
 
-    def execute(self, batch: Batch) -> _Step:
+    def forward(self, batch: Batch) -> None:
+        """There is no model."""
+
+    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> _Step:  # noqa: ARG002
         rows = np.flatnonzero(batch.samples)
         self._free_at = max(self._free_at, time.monotonic()) + self._step_seconds
         return _Step(self._letters[(batch.step * 7 + rows) % LETTERS], self._free_at)

@@ -141,8 +141,8 @@ def test_after_ctrl_c_the_next_call_works(llm: LLM, monkeypatch: pytest.MonkeyPa
 
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     plain = llm.generate(["abc"] * 6, params)
-    execute = llm.loop._engine.execute
-    monkeypatch.setattr(llm.loop._engine, "execute", lambda batch: Interrupted(execute(batch)))
+    sample = llm.loop._engine.sample
+    monkeypatch.setattr(llm.loop._engine, "sample", lambda batch: Interrupted(sample(batch)))
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["abc", "xyz"] * 3, params)
     monkeypatch.undo()
@@ -155,7 +155,7 @@ def test_a_plan_that_was_lost_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError
 
     with LLM("demo", num_page_override=50) as other:
-        monkeypatch.setattr(other.loop._engine, "execute", fails)
+        monkeypatch.setattr(other.loop._engine, "sample", fails)
         with pytest.raises(MemoryError):
             other.generate("abc")
         monkeypatch.undo()

@@ -161,10 +161,11 @@ class SimulatedDevice:
         self.pages: dict[int, dict[int, int]] = {}
         self.kv: dict[tuple[int, int], int] = {}
         self.computed = 0
-        self.masks = np.zeros((1024, -(-VOCAB // 32)), dtype=np.int32)  # one memory for all steps, as an engine has
+        self.bitmask = np.zeros((1024, -(-VOCAB // 32)), dtype=np.int32)  # one memory for all steps, as an engine has
         self._queue: list[_Launched] = []
+        self._unsampled: _Launched | None = None  # whose sampling is not launched yet
 
-    def execute(self, batch: Batch) -> _Launched:
+    def forward(self, batch: Batch) -> None:
         launched = _Launched(self, batch)
         if self._fails(batch):
             self.failures += 1
@@ -174,11 +175,14 @@ class SimulatedDevice:
                 raise DeviceOutOfMemory("simulated")
             launched.fails = True
         self._queue.append(launched)
-        return launched
+        self._unsampled = launched
 
-    def forward(self, batch: Batch) -> _Launched:
-        assert batch.constrained
-        return self.execute(batch)
+    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> _Launched:
+        launched, self._unsampled = self._unsampled, None
+        assert launched is not None
+        assert launched.batch is batch
+        launched.sampled, launched.bitmask = True, bitmask
+        return launched
 
     def run_all(self) -> None:
         if self._queue:
@@ -195,8 +199,9 @@ class SimulatedDevice:
                     spoiled.failed = True
                 self._queue.clear()
                 continue
-            assert launched.batch.constrained == launched.masked
-            launched.result, launched.scores = self._run(launched.batch, launched.mask if launched.masked else None)
+            assert launched.sampled
+            assert launched.batch.constrained == (launched.bitmask is not None)
+            launched.result, launched.scores = self._run(launched.batch, launched.bitmask)
 
     def _spoil(self, batch: Batch) -> None:
         """Leave of a step what could be worst: the rows it names lost, garbage in all pages that it may write."""
@@ -210,7 +215,7 @@ class SimulatedDevice:
         for slot in {*batch.slots.tolist(), *(row.slot for row in batch.entering)}:
             self.tokens[slot] = []  # pages stay: those behind it in the queue write to them
 
-    def _run(self, batch: Batch, mask: Int32Array | None) -> tuple[Int32Array, StepLogprobs | None]:
+    def _run(self, batch: Batch, bitmask: Int32Array | None) -> tuple[Int32Array, StepLogprobs | None]:
         for row in batch.entering:
             self.tokens[row.slot] = row.token_ids.tolist()
             self.pages[row.slot] = dict(enumerate(row.pages.tolist()))
@@ -239,7 +244,7 @@ class SimulatedDevice:
             self.computed += length
             assert samples == (start + length == len(tokens)), "a row samples iff it reaches the last known token"
             if samples:
-                allowed = None if mask is None else allowed_by(mask[len(sampled)])
+                allowed = None if bitmask is None else allowed_by(bitmask[len(sampled)])
                 sampled.append(next_token(prefix, allowed))
                 prefixes.append(prefix)
                 tokens.append(sampled[-1])
@@ -261,17 +266,10 @@ class _Launched:
     batch: Batch
     result: Int32Array | None = None
     scores: StepLogprobs | None = None
-    masked: bool = False
+    sampled: bool = False
+    bitmask: Int32Array | None = None
     fails: bool = False
     failed: bool = False
-
-    @property
-    def mask(self) -> Int32Array:
-        return self.device.masks[: int(self.batch.samples.sum())]
-
-    def sample(self) -> _Launched:
-        self.masked = True
-        return self
 
     def tokens(self) -> Int32Array:
         self.device.run_until(self)

@@ -13,7 +13,7 @@ import zmq
 
 from minisgl.core import Batch, EnteringRow, Int32Array, LogprobPlan, SamplingParams
 from minisgl.message.socket import Addresses, Inbox, Outbox
-from minisgl.message.to_rank import Mask, ToRank
+from minisgl.message.to_rank import Bitmask, ToRank
 from minisgl.scheduler.ranks import MAX_IN_FLIGHT, follow
 
 
@@ -34,7 +34,7 @@ PLAN = Batch(
     constrained=True,
 )
 DECODE = Batch(0, ids(0), ids(5), ids(1), np.array([True]), np.zeros((0, 3), dtype=np.int32))
-MASK = Mask(np.array([[-1, 2**31 - 1, 0], [0, 1, 2]], dtype=np.int32)[:, ::2])
+BITMASK = Bitmask(np.array([[-1, 2**31 - 1, 0], [0, 1, 2]], dtype=np.int32)[:, ::2])
 
 
 def assert_same(ours: object, theirs: object) -> None:
@@ -55,7 +55,7 @@ def assert_same(ours: object, theirs: object) -> None:
         assert ours == theirs
 
 
-@pytest.mark.parametrize("message", [PLAN, DECODE, MASK])
+@pytest.mark.parametrize("message", [PLAN, DECODE, BITMASK])
 def test_a_message_arrives_as_it_was(message: ToRank, tmp_path: Path) -> None:
     address = Addresses(str(tmp_path)).rank(1)
     with zmq.Context() as context:
@@ -89,48 +89,50 @@ class Stop(Exception):
 
 
 class FollowedEngine:
-    """Follows by the rule: its memory for masks is one, and read until the step is complete."""
+    """Follows by the rule: its memory for bitmasks is one, and read until the step is complete."""
 
     def __init__(self) -> None:
-        self.in_flight: list[int] = []  # steps whose sampling may still read the mask
-        self.sampled: list[tuple[int, list[int]]] = []  # (step, its mask)
+        self.in_flight: list[int] = []  # steps whose sampling may still read the bitmask
+        self.sampled: list[tuple[int, list[int]]] = []  # (step, its bitmask)
         self.longest = 0
-        self._mask = GuardedMask(self)
+        self.bitmask = GuardedBitmask(self)
+        self._forwarded: int | None = None
 
-    def forward(self, batch: Batch) -> Any:
-        return SimpleNamespace(mask=self._mask, sample=lambda: self._sample(batch.step))
+    def forward(self, batch: Batch) -> None:
+        assert self._forwarded is None, "the step before was not sampled"
+        self._forwarded = batch.step
 
-    def _sample(self, step: int) -> Any:
-        self.sampled.append((step, self._mask.words))
-        return self._launch(step)
-
-    def execute(self, batch: Batch) -> Any:
-        return self._launch(batch.step)
-
-    def _launch(self, step: int) -> Any:
+    def sample(self, batch: Batch, bitmask: GuardedBitmask | None = None) -> Any:
+        step, self._forwarded = self._forwarded, None
+        assert step == batch.step
+        if bitmask is not None:
+            self.sampled.append((step, bitmask.words))
         self.in_flight.append(step)
         self.longest = max(self.longest, len(self.in_flight))
         return SimpleNamespace(tokens=lambda: self.in_flight.remove(step))
 
 
-class GuardedMask:
-    """Mask that may only be written when no step can read it."""
+class GuardedBitmask:
+    """Bitmask that may only be written when no step can read it."""
 
     def __init__(self, engine: FollowedEngine) -> None:
         self._engine = engine
         self.words: list[int] = []
 
+    def __getitem__(self, _: slice) -> GuardedBitmask:
+        return self
+
     def __setitem__(self, _: slice, words: Int32Array) -> None:
-        assert self._engine.in_flight == [], "a step under way still reads the mask"
+        assert self._engine.in_flight == [], "a step under way still reads the bitmask"
         self.words = words.tolist()
 
 
-def test_a_following_rank_waits_for_the_steps_that_read_the_mask_before_it_writes_the_next() -> None:
+def test_a_following_rank_waits_for_the_steps_that_read_the_bitmask_before_it_writes_the_next() -> None:
     constrained = [0, 1, 3, 6, 7, 20]
     messages: list[ToRank] = []
     for step in range(21):
         batch = msgspec.structs.replace(DECODE, step=step, constrained=step in constrained)
-        messages += [batch, Mask(ids(step))] if batch.constrained else [batch]
+        messages += [batch, Bitmask(ids(step))] if batch.constrained else [batch]
     incoming = iter(messages)
 
     def receive() -> ToRank:

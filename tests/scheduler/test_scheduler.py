@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from minisgl.core import Batch, SamplingParams, StepResult
+from minisgl.core import Batch, SamplingParams
 from minisgl.scheduler.policy import chunk_lengths, mixed, prefill_first
 from minisgl.scheduler.request import Request
 from minisgl.scheduler.waiting import MAX_PASSED, WaitingQueue
@@ -359,13 +359,13 @@ def test_decodes_go_longest_first_and_keep_their_order(overlap: bool, monkeypatc
     """Whatever comes, goes or is retracted; and the order changes only then: nothing else is sent to a device."""
     world, rng = World(num_slots=12, num_pages=60, overlap=overlap), random.Random(3)
     batches: list[Batch] = []
-    execute = world.device.execute
+    forward = world.device.forward
 
-    def recorded(batch: Batch) -> StepResult:
+    def recorded(batch: Batch) -> None:
         batches.append(batch)
-        return execute(batch)
+        forward(batch)
 
-    monkeypatch.setattr(world.device, "execute", recorded)
+    monkeypatch.setattr(world.device, "forward", recorded)
     for sequence in range(60):
         prompt = random_prompt(rng, families=4, longest=40)
         world.add(sequence, prompt, max_tokens=rng.randint(1, 50), ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The engine of one rank: everything that lives on its device, and `execute`, which runs plans there."""
+"""The engine of one rank: everything that lives on its device, and the two launches that run a plan there."""
 
 from __future__ import annotations
 
@@ -102,45 +102,56 @@ class Engine:
             self.limits = Limits(max_seq_len=max_seq_len, vocab_size=model.vocab_size)
             # On the queue, like all that follows: another stream's fill would race with the first step's reads.
             self._runner = self._queue.call(lambda: parts.runner(self.num_pages, max_seq_len))
-        # Grammar masks, of all steps. The host writes a step's only when it has the tokens of the step before; by then
-        # the device has read that one's.
-        self._masks = torch.empty(
+        # For all steps: the host writes a step's only when it has the tokens of the step before, and by then the device
+        # has read that one's.
+        self._bitmask = torch.empty(
             (self.num_slots, -(-model.vocab_size // 32)), dtype=torch.int32, pin_memory=self.device.type == "cuda"
         )
+        self._forwarded: Callable[[], Forwarded] | None = None  # of the step whose sampling is not launched yet
         self._graphs: Graphs | None = None
         if sizes is not None:
             with phase("capture CUDA graphs"), progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:
                 self._graphs = self._queue.call(lambda: Graphs(self._runner, sizes, max_seq_len, bar.update))
 
-    def execute(self, batch: Batch) -> StepResult:
-        """Launch a step behind those launched before, and return at once."""
-        graphs = self._graphs_for(batch)
-        return self._queue.submit(lambda: self._sample(batch, self._forward(batch, graphs), graphs))
+    @property
+    def bitmask(self) -> Int32Array:
+        """Memory for a step's grammar bitmask, as in StepEngine; pinned on CUDA."""
+        array: Int32Array = self._bitmask.numpy()
+        return array
 
-    def forward(self, batch: Batch) -> LaunchedForward:
-        """Launch the forward of a step alone, and return at once. Its sampling must be launched before another step."""
-        forwarded = self._queue.launch(lambda: self._forward(batch, self._graphs_for(batch)))
-        return LaunchedForward(self, batch, forwarded, self._masks[: int(batch.samples.sum())])
+    def forward(self, batch: Batch) -> None:
+        """Launch a step's forward behind what was launched before, and return at once."""
+        self._forwarded = self._queue.launch(lambda: self._forward(batch))
 
-    def sample(self, batch: Batch, forwarded: Callable[[], Forwarded], mask: Tensor) -> StepResult:
-        """Launch the sampling behind a step's forward. `mask` on the host, as in Sampler.sample."""
-        return self._queue.submit(
-            lambda: self._sample(batch, forwarded(), None, mask.to(self.device, non_blocking=True))
-        )
+    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> StepResult:
+        """Launch the sampling of the step whose forward was launched last, and return at once.
 
-    def _forward(self, batch: Batch, graphs: DecodeGraphs | None) -> Forwarded:
+        `bitmask`: the beginning of `self.bitmask`, a row for each that samples.
+        """
+        forwarded, self._forwarded = self._forwarded, None
+        if forwarded is None:
+            raise RuntimeError("a step's sampling is launched once, behind its forward")
+        words = None if bitmask is None else self._bitmask[: len(bitmask)]
+
+        def sample() -> StepTensors:
+            on_device = None if words is None else words.to(self.device, non_blocking=True)
+            return self._sample(batch, forwarded(), on_device)
+
+        return self._queue.submit(sample)
+
+    def _forward(self, batch: Batch) -> Forwarded:
         self._runner.state.apply(batch)
+        graphs = self._graphs_for(batch)
         if graphs is not None:
             return graphs.forward(batch)
         prefill = None if self._graphs is None else self._graphs.prefill(batch)
         return self._runner.forward(batch) if prefill is None else prefill.forward(batch)
 
-    def _sample(
-        self, batch: Batch, forwarded: Forwarded, graphs: DecodeGraphs | None, mask: Tensor | None = None
-    ) -> StepTensors:
-        judged = self._runner.judged(batch, forwarded, mask, processed=self._judges_processed)
-        if graphs is None or batch.processed:
-            sampled = self._runner.sample(batch, forwarded, mask)
+    def _sample(self, batch: Batch, forwarded: Forwarded, bitmask: Tensor | None) -> StepTensors:
+        judged = self._runner.judged(batch, forwarded, bitmask, processed=self._judges_processed)
+        graphs = self._graphs_for(batch)
+        if graphs is None or batch.processed or bitmask is not None:
+            sampled = self._runner.sample(batch, forwarded, bitmask)
         else:
             sampled = graphs.sample(batch)
         return StepTensors(sampled, self._runner.logprobs(batch, forwarded, judged, sampled))
@@ -161,31 +172,11 @@ class Engine:
         if self._cpu_threads is not None:
             self._cpu_threads.close()
         self._graphs = None
-        del self._runner, self._masks
+        del self._runner, self._bitmask
         gc.collect()  # modules and graphs refer to one another
         self._tp.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedForward:
-    """A step whose forward is under way and whose sampling waits for a mask: the scheduler's StepForward."""
-
-    engine: Engine
-    batch: Batch
-    forwarded: Callable[[], Forwarded]
-    host_mask: Tensor  # [S, words] int32, pinned on CUDA
-
-    @property
-    def mask(self) -> Int32Array:
-        """To be filled before `sample`, as in Sampler.sample. It is the same memory for all steps."""
-        array: Int32Array = self.host_mask.numpy()
-        return array
-
-    def sample(self) -> StepResult:
-        """Launch the sampling."""
-        return self.engine.sample(self.batch, self.forwarded, self.host_mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The step loop: scheduler decides, engine executes, and with overlap the host is one step behind the device.
 
-A step in which a grammar constrains some row is launched in two parts. Which tokens its rows may choose depends on the
-tokens of the step before, so its forward is launched first, and while the device works on it the host reads those
-tokens and makes the mask that the sampling needs.
+A step is two launches, forward and sampling. Only the sampling may wait for the host: where a grammar constrains some
+row, the tokens it may choose depend on those of the step before, so the host reads these and fills the grammar bitmask
+while the device works on the forward.
 """
 
 from __future__ import annotations
@@ -17,34 +17,29 @@ from minisgl.scheduler.report import StepReport
 from minisgl.scheduler.scheduler import Scheduler
 
 
-class StepForward(Protocol):
-    """A step whose forward is under way and whose sampling is not launched yet."""
+class StepEngine(Protocol):
+    """Executor of plans: the Engine, all ranks together, or a simulation.
+
+    Where the device has too little memory for a step, DeviceOutOfMemory comes from a launch or from the result.
+    """
 
     @property
-    def mask(self) -> Int32Array:
-        """Memory to fill before `sample`: bit i of word w in [S, words] says whether the row may choose id 32 w + i.
+    def bitmask(self) -> Int32Array:
+        """Memory for a step's grammar bitmask, one for all steps: [rows, ceil(vocab_size / 32)].
 
-        The same for all steps: it may be written to when the steps before this one are complete.
+        Bit i of word w says that the row may choose id 32 w + i. It may be written when all steps before are complete.
         """
         ...
 
-    def sample(self) -> StepResult:
-        """Launch the sampling."""
+    def forward(self, batch: Batch) -> None:
+        """Launch a step's forward behind what was launched before, and return at once."""
         ...
 
+    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> StepResult:
+        """Launch the sampling of the step whose forward was launched last, and return at once.
 
-class StepEngine(Protocol):
-    """What executes plans: the Engine, or a simulation.
-
-    Where the device has too little memory for a step, DeviceOutOfMemory comes from the launch or from its result.
-    """
-
-    def execute(self, batch: Batch) -> StepResult:
-        """Launch a step behind those launched before, and return at once."""
-        ...
-
-    def forward(self, batch: Batch) -> StepForward:
-        """Launch a step's forward alone, and return at once. Its sampling is launched before another step."""
+        `bitmask`: the beginning of `self.bitmask`, a row for each that samples, if the step is constrained.
+        """
         ...
 
 
@@ -110,13 +105,14 @@ class StepLoop:
         self.scheduler.take_back(failed)
 
     def _launch(self, batch: Batch) -> StepResult:
+        self._engine.forward(batch)
         if not batch.constrained:
-            return self._engine.execute(batch)
-        forward = self._engine.forward(batch)
+            return self._engine.sample(batch)
         while self._in_flight:
             self._complete_oldest()
-        self.scheduler.fill(forward.mask, batch)
-        return forward.sample()
+        bitmask = self._engine.bitmask[: int(batch.samples.sum())]
+        self.scheduler.fill(bitmask, batch)
+        return self._engine.sample(batch, bitmask)
 
     def _complete_oldest(self) -> None:
         oldest, result = self._in_flight[0]

@@ -7,13 +7,15 @@ everywhere, and so is the token that each rank samples from them: no token has t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import TypeVar
 
 from minisgl.core import Batch, Int32Array, StepResult
 from minisgl.message.socket import Inbox, Outbox
-from minisgl.message.to_rank import Mask, ToRank
-from minisgl.scheduler.loop import StepEngine, StepForward
+from minisgl.message.to_rank import Bitmask, ToRank
+from minisgl.scheduler.loop import StepEngine
+
+T = TypeVar("T")
 
 MAX_IN_FLIGHT = 4  # steps that a following rank launches ahead of its device
 
@@ -25,50 +27,45 @@ class LeadingEngine:
         self._engine = engine
         self._followers = followers
 
-    def execute(self, batch: Batch) -> StepResult:
-        self._send(batch)
-        return self._engine.execute(batch)
+    @property
+    def bitmask(self) -> Int32Array:
+        return self._engine.bitmask
 
-    def forward(self, batch: Batch) -> StepForward:
+    def forward(self, batch: Batch) -> None:
         self._send(batch)
-        return _LeadingForward(self._engine.forward(batch), self._send)
+        self._engine.forward(batch)
+
+    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> StepResult:
+        if bitmask is not None:
+            self._send(Bitmask(bitmask))
+        return self._engine.sample(batch, bitmask)
 
     def _send(self, message: ToRank) -> None:
         for follower in self._followers:
             follower.send(message)
 
 
-@dataclass(frozen=True, slots=True)
-class _LeadingForward:
-    """A forward on all ranks."""
-
-    own: StepForward
-    send: Callable[[ToRank], None]
-
-    @property
-    def mask(self) -> Int32Array:
-        return self.own.mask
-
-    def sample(self) -> StepResult:
-        self.send(Mask(self.own.mask))
-        return self.own.sample()
-
-
 def follow(engine: StepEngine, inbox: Inbox[ToRank]) -> None:
     """Execute plans for ever."""
     in_flight: deque[StepResult] = deque()
     while True:
-        batch = inbox.receive()
-        assert isinstance(batch, Batch), "a mask comes behind its plan"
+        batch = _expect(Batch, inbox.receive())
+        engine.forward(batch)
+        bitmask = None
         if batch.constrained:
-            forward, mask = engine.forward(batch), inbox.receive()
-            assert isinstance(mask, Mask), "a plan with constraints is followed by its mask"
-            # The memory for masks is free when the step before is complete.
+            words = _expect(Bitmask, inbox.receive()).words
+            # Memory for the bitmask is free when the steps before are complete.
             while in_flight:
                 in_flight.popleft().tokens()
-            forward.mask[:] = mask.words
-            in_flight.append(forward.sample())
-        else:
-            in_flight.append(engine.execute(batch))
+            bitmask = engine.bitmask[: len(words)]
+            bitmask[:] = words
+        in_flight.append(engine.sample(batch, bitmask))
         if len(in_flight) > MAX_IN_FLIGHT:
             in_flight.popleft().tokens()
+
+
+def _expect(kind: type[T], message: ToRank) -> T:
+    """Return the message; RuntimeError if rank 0 sent another kind: a bitmask stands right behind its plan."""
+    if not isinstance(message, kind):
+        raise RuntimeError(f"rank 0 sent {type(message).__name__} in place of {kind.__name__}")
+    return message

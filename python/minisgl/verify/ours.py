@@ -36,9 +36,9 @@ class ObservedEngine(Engine):
     def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:
         return super()._graphs_for(batch) if self.observer is None else None
 
-    def _forward(self, batch: Batch, graphs: DecodeGraphs | None) -> Forwarded:
+    def _forward(self, batch: Batch) -> Forwarded:
         if self.observer is None:
-            return super()._forward(batch, graphs)
+            return super()._forward(batch)
         runner, observer = self._runner, self.observer
         runner.state.apply(batch)
         model = runner.model
