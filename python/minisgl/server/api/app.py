@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from starlette.applications import Starlette
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -18,8 +22,11 @@ from minisgl.server.api.http.boundary import BodyBudget, Boundary, KeyGate
 from minisgl.server.api.http.browsers import BrowserGate
 from minisgl.server.api.http.drain import Drain, DrainGate
 from minisgl.server.api.http.errors import ApiError, invalid_request
+from minisgl.server.api.openapi import openapi_document
 from minisgl.server.api.requests.client import EngineClient
 from minisgl.server.api.routes.control import ControlRoutes
+from minisgl.server.api.routes.docs import DocsRoutes
+from minisgl.server.api.routes.endpoint import Endpoint, Topic
 from minisgl.server.api.routes.generation import GenerationRoutes
 from minisgl.server.api.routes.models import ModelRoutes
 from minisgl.server.api.routes.status import StatusRoutes
@@ -27,19 +34,52 @@ from minisgl.server.api.routes.tokens import TokenRoutes
 from minisgl.server.api.service import Service
 from minisgl.server.api.status.heartbeat import Heartbeat
 
-TOPICS = (GenerationRoutes, ModelRoutes, TokenRoutes, StatusRoutes, ControlRoutes)
+TOPICS: dict[str, Callable[[Service], Topic]] = {
+    "generation": GenerationRoutes,
+    "models": ModelRoutes,
+    "tokens": TokenRoutes,
+    "status": StatusRoutes,
+    "control": ControlRoutes,
+}
 LARGEST_BODIES = (
     128  # so many bodies of the largest size are held at a time: 1 GiB of those that are allowed by default
 )
 
 
+class App(FastAPI):
+    """The application of these endpoints, by topic, with the document that is made from them.
+
+    They enter as plain Starlette routes: FastAPI's own cost twice the time a request, and read bodies before the limits
+    of `bodies.body` are checked.
+    """
+
+    def __init__(
+        self, topics: Mapping[str, Sequence[Endpoint]], config: ServerConfig, limits: Limits, **settings: Any
+    ) -> None:
+        super().__init__(openapi_url=None, redirect_slashes=False, **settings)
+        self._topics, self._config, self._limits = topics, config, limits
+        docs = DocsRoutes(self.openapi)
+        for one in (*(one for topic in topics.values() for one in topic), *docs.endpoints()):
+            self.add_route(one.path, one.handler, list(one.methods), include_in_schema=one.documented)
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document."""
+        return self._document
+
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        return openapi_document(self._topics, self._config, self._limits)
+
+
 def build_app(
     client: EngineClient, heartbeat: Heartbeat, drain: Drain, config: ServerConfig, limits: Limits, parsers: Parsers
-) -> Starlette:
+) -> App:
     """The ASGI application."""
     service = Service(client, heartbeat, config, limits, parsers)
-    app = Starlette(
-        routes=[route for topic in TOPICS for route in topic(service).routes()],
+    return App(
+        {name: topic(service).endpoints() for name, topic in TOPICS.items()},
+        config,
+        limits,
         middleware=layers(config, drain),
         exception_handlers={
             ApiError: on_api_error,
@@ -47,8 +87,6 @@ def build_app(
             HTTPException: on_http_exception,
         },
     )
-    app.router.redirect_slashes = False
-    return app
 
 
 def layers(config: ServerConfig, drain: Drain) -> list[Middleware]:

@@ -110,6 +110,7 @@ class Body(BaseModel):
     # Fields of OpenAI's API, and of other servers', that would change the answer, with the values that would not.
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     no_effect: ClassVar[frozenset[str]] = frozenset()
+    example_fields: ClassVar[tuple[str, ...]] = ()  # fields of the example in the OpenAPI document
 
     model: Annotated[str | None, RequestField("A served name; none: the model.")] = None
 
@@ -368,7 +369,7 @@ class ConversationBody(Body):
     ] = None
     reasoning_effort: Annotated[
         Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
-        RequestField("Given to the chat template; none: without a thought.", "low"),
+        RequestField("Given to the chat template; `none`: without a thought.", "low"),
     ] = None
     chat_template_kwargs: Annotated[
         dict[str, Any], RequestField("Given to the chat template by name.", {"enable_thinking": False})
@@ -405,14 +406,19 @@ class ChatBody(OpenAIBody, ConversationBody):
         "add_special_tokens": _OFF,
     }
 
+    example_fields: ClassVar[tuple[str, ...]] = ("messages", "max_completion_tokens", "temperature")
+
     messages: Messages
     logprobs: Annotated[bool, RequestField("Return log-probabilities of the answer's tokens.", False)] = False
     top_logprobs: Annotated[
         int | None,
         RequestField("Most likely alternatives to return with each; needs logprobs.", 0, ge=0, le="max_logprobs"),
     ] = None
+    max_tokens: Annotated[
+        int | None, RequestField("Older name of max_completion_tokens; none: as many as fit.", 64, ge=0)
+    ] = None
     max_completion_tokens: Annotated[
-        int | None, RequestField("OpenAI's name of max_tokens, which it goes before.", 64, ge=0)
+        int | None, RequestField("Most tokens to generate; 0 scores the prompt alone, with prompt_logprobs.", 64, ge=0)
     ] = None
     include_reasoning: Annotated[bool, RequestField("Write the thought (vLLM).", True)] = True
     separate_reasoning: Annotated[bool, RequestField("The thought is no part of the content (SGLang).", True)] = True
@@ -438,6 +444,8 @@ class CompletionBody(OpenAIBody):
         **OpenAIBody.not_supported,
         "suffix": ("",),
     }
+
+    example_fields: ClassVar[tuple[str, ...]] = ("prompt", "max_tokens", "temperature")
 
     prompt: Prompt
     max_tokens: int | None = 16  # OpenAI's default
@@ -485,6 +493,8 @@ class GenerateBody(RequestBody):
         "stream_options": _EMPTY,
     }
 
+    example_fields: ClassVar[tuple[str, ...]] = ("prompt", "max_tokens")
+
     prompt: Annotated[Any, _any_of(_STRING, _IDS), _Prompt]
     max_tokens: int | None = 16
     temperature: float = 0.0
@@ -511,6 +521,8 @@ class SglangBody(Body):
     }
     no_effect: ClassVar[frozenset[str]] = frozenset({"log_metrics", "return_bytes", "modalities", "background"})
 
+    example_fields: ClassVar[tuple[str, ...]] = ("text", "sampling_params")
+
     text: Annotated[str | None, RequestField("Prompt as text; this or input_ids.", "The capital of France is")] = None
     input_ids: Annotated[list[int] | None, RequestField("Prompt as token ids; this or text.")] = None
     sampling_params: Annotated[
@@ -536,6 +548,8 @@ class SglangBody(Body):
 class TokenizeBody(ConversationBody):
     """POST /tokenize: a text, or a conversation as /v1/chat/completions takes it."""
 
+    example_fields: ClassVar[tuple[str, ...]] = ("prompt",)
+
     prompt: Annotated[str | None, RequestField("Text; this or messages.", "Hello")] = None
     messages: Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]] | None, _Messages] = None
     add_special_tokens: Annotated[
@@ -547,6 +561,8 @@ class TokenizeBody(ConversationBody):
 class DetokenizeBody(Body):
     """POST /detokenize"""
 
+    example_fields: ClassVar[tuple[str, ...]] = ("tokens",)
+
     tokens: Annotated[
         list[int], RequestField("Token ids.", [1, 2], max_length=MAX_TOKENS_TO_DECODE, noun="ids", entries=(TOKEN_ID,))
     ]
@@ -554,6 +570,8 @@ class DetokenizeBody(Body):
 
 class AbortBody(Body):
     """POST /abort, and SGLang's /abort_request with its names."""
+
+    example_fields: ClassVar[tuple[str, ...]] = ("request_id",)
 
     request_id: Annotated[
         str | None, RequestField("Id of an answer, its x-request-id, or the request's own.", "job-1")

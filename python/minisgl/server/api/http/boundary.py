@@ -18,7 +18,11 @@ from minisgl.server.api.http.errors import ApiError, internal_error, no_admin_ke
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
-OPEN_ROUTES = frozenset({"/health", "/ready", "/ping", "/version"})  # all others want a key, if there are keys
+DOCS_ROUTES = frozenset(
+    {"/openapi.json", "/docs", "/redoc"}
+    | {f"/docs/{file}" for file in ("swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js", "favicon.png")}
+)
+OPEN_ROUTES = DOCS_ROUTES | {"/health", "/ready", "/ping", "/version"}  # all others want a key, if there are keys
 CONTROL_ROUTES = frozenset({"/flush_cache", "/reset_prefix_cache", "/abort", "/abort_request"})
 SMALL_BODY = 64 * 1024  # bytes
 BEARER = b"bearer "

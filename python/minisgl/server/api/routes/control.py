@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from minisgl.core import InvalidRequest
 from minisgl.message.relayed import FlushCache, Flushed
 from minisgl.server.api.bodies.schema import AbortBody
+from minisgl.server.api.routes.endpoint import Endpoint
 from minisgl.server.api.service import Service, json_response
 
 FLUSH_TIMEOUT = 60.0  # seconds, for a scheduler in the middle of a step
@@ -18,12 +18,12 @@ class ControlRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def routes(self) -> list[Route]:
+    def endpoints(self) -> list[Endpoint]:
         return [
-            Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
-            Route("/reset_prefix_cache", self.flush_cache, methods=["POST"]),  # vLLM's
-            Route("/abort", self.abort, methods=["POST"]),
-            Route("/abort_request", self.abort, methods=["POST"]),  # SGLang's
+            Endpoint("/flush_cache", self.flush_cache, ("GET", "POST")),
+            Endpoint("/reset_prefix_cache", self.flush_cache, ("POST",)),  # vLLM's
+            Endpoint("/abort", self.abort, ("POST",), (AbortBody,), (dict[str, int],)),
+            Endpoint("/abort_request", self.abort, ("POST",), (AbortBody,), (dict[str, int],)),  # SGLang's
         ]
 
     async def flush_cache(self, _request: Request) -> Response:
@@ -33,7 +33,7 @@ class ControlRoutes:
         return json_response({"success": True, "pages": reply.pages})
 
     async def abort(self, request: Request) -> Response:
-        """End requests by id (the answer's, or its x-request-id), or all. Says how many there were."""
+        """End requests by id (the answer's, or its x-request-id), or all; return how many there were."""
         body = await self._service.parse(request, AbortBody)
         if body.all or body.abort_all:
             return json_response({"aborted": self._service.client.abort_all()})

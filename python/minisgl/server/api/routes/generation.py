@@ -6,22 +6,25 @@ import dataclasses
 import logging
 
 from starlette.requests import Request
-from starlette.routing import Route
 
 from minisgl.parsers.select import NONE
 from minisgl.server.api.answers.answer import Answer, Writer
 from minisgl.server.api.answers.chat import chat_answer
 from minisgl.server.api.answers.completions import CompletionWriter, completion_job
 from minisgl.server.api.answers.generate import GenerateWriter, generate_job
-from minisgl.server.api.answers.sglang import SglangWriter, is_sglang, sglang_job
+from minisgl.server.api.answers.responses import ChatChunk, ChatCompletion, Generated, TextCompletion
+from minisgl.server.api.answers.sglang import SglangAnswer, SglangWriter, is_sglang, sglang_job
 from minisgl.server.api.bodies.conversation import conversation_tools
 from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
 from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.boundary import client_of, request_id_of
 from minisgl.server.api.requests.open_request import Job
+from minisgl.server.api.routes.endpoint import Endpoint
 from minisgl.server.api.service import Service
 
 logger = logging.getLogger(__name__)
+
+GENERATION_ERRORS = (499,)
 
 
 class GenerationRoutes:
@@ -29,14 +32,39 @@ class GenerationRoutes:
         self._service = service
         self._logged_ignored_tools = False
 
-    def routes(self) -> list[Route]:
+    def endpoints(self) -> list[Endpoint]:
         return [
-            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/generate", self.generate, methods=["POST"]),
+            Endpoint(
+                "/v1/chat/completions",
+                self.chat_completions,
+                ("POST",),
+                (ChatBody,),
+                (ChatCompletion,),
+                (ChatChunk,),
+                errors=GENERATION_ERRORS,
+            ),
+            Endpoint(
+                "/v1/completions",
+                self.completions,
+                ("POST",),
+                (CompletionBody,),
+                (TextCompletion,),
+                (TextCompletion,),
+                errors=GENERATION_ERRORS,
+            ),
+            Endpoint(
+                "/generate",
+                self.generate,
+                ("POST",),
+                (GenerateBody, SglangBody),
+                (Generated, SglangAnswer),
+                (Generated, SglangAnswer),
+                errors=GENERATION_ERRORS,
+            ),
         ]
 
     async def chat_completions(self, request: Request) -> Answer:
+        """Answer a conversation, as OpenAI does."""
         body = await self._service.parse(request, ChatBody)
         service = self._service
         use = conversation_tools(body)
@@ -45,12 +73,14 @@ class GenerationRoutes:
         return self._answer(request, job, writer, stream=body.stream, names=body.own_names)
 
     async def completions(self, request: Request) -> Answer:
+        """Go on from one prompt or several, as OpenAI does."""
         body = await self._service.parse(request, CompletionBody)
         job = completion_job(body, self._service.limits)
         writer = CompletionWriter(self._service.config.model_name, body)
         return self._answer(request, job, writer, stream=body.stream, names=body.own_names)
 
     async def generate(self, request: Request) -> Answer:
+        """Go on from one prompt, given as Mini-SGLang or as SGLang has it."""
         fields = await self._service.fields(request)
         if is_sglang(fields):
             asked = await self._service.validate(fields, SglangBody)

@@ -7,7 +7,6 @@ import time
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from minisgl import __version__
 from minisgl.core import SamplingParams
@@ -15,6 +14,7 @@ from minisgl.message.to_tokenizer import IdsPrompt
 from minisgl.message.types import TextOptions, pack_ids
 from minisgl.server.api.http.errors import no_answer, overloaded, shutting_down, unhealthy
 from minisgl.server.api.requests.open_request import Job
+from minisgl.server.api.routes.endpoint import Endpoint
 from minisgl.server.api.service import Service, json_response
 from minisgl.server.api.status.prometheus import CONTENT_TYPE, Exposition
 
@@ -26,25 +26,25 @@ class StatusRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def routes(self) -> list[Route]:
+    def endpoints(self) -> list[Endpoint]:
         return [
-            Route("/health", self.health),
-            Route("/ping", self.health, methods=["GET", "POST"]),  # as some hosting services ask
-            Route("/ready", self.ready),
-            Route("/health_generate", self.health_generate),
-            Route("/version", self.version),
-            Route("/server_info", self.server_info),
-            Route("/get_server_info", self.server_info),  # SGLang's
-            Route("/metrics", self.metrics),
+            Endpoint("/health", self.health, answers=(dict[str, str],)),
+            Endpoint("/ping", self.health, ("GET", "POST"), answers=(dict[str, str],)),  # as some hosting services ask
+            Endpoint("/ready", self.ready, answers=(dict[str, str],)),
+            Endpoint("/health_generate", self.health_generate),
+            Endpoint("/version", self.version, answers=(dict[str, str],)),
+            Endpoint("/server_info", self.server_info),
+            Endpoint("/get_server_info", self.server_info),  # SGLang's
+            Endpoint("/metrics", self.metrics, answers=(str,), media_type="text/plain"),
         ]
 
     async def health(self, _request: Request) -> Response:
-        """Whether the engine lives; asks nobody."""
+        """Answer 200 while every process on a request's way answers heartbeats."""
         self._check_health()
         return json_response({"status": "ok"})
 
     async def ready(self, _request: Request) -> Response:
-        """Whether a request that comes now would be taken."""
+        """Answer 200 while the server is healthy and has room for a request."""
         self._check_health()
         if not self._service.client.has_room:
             raise overloaded(self._service.config.http.max_queued_requests)
@@ -58,7 +58,7 @@ class StatusRoutes:
             raise unhealthy(service.heartbeat.age)
 
     async def health_generate(self, _request: Request) -> Response:
-        """Whether the whole engine works: one token is really generated, ahead of all who wait."""
+        """Generate one token, ahead of all who wait."""
         begin = time.perf_counter()
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         job = Job([IdsPrompt(pack_ids([0]))], 1, sampling, TextOptions(), priority=2**31 - 1)
@@ -69,10 +69,14 @@ class StatusRoutes:
         return json_response({"status": "ok", "seconds": time.perf_counter() - begin})
 
     async def version(self, _request: Request) -> Response:
+        """Return the server's version."""
         return json_response({"version": __version__})
 
     async def server_info(self, _request: Request) -> Response:
-        """What every process holds. `complete` is false if one did not answer in time."""
+        """Return configuration, limits and what every process holds.
+
+        `complete` is false if one did not answer in time.
+        """
         service = self._service
         processes, complete = await service.client.query_counts(SERVER_INFO_TIMEOUT)
         http = service.config.http
@@ -91,7 +95,7 @@ class StatusRoutes:
         )
 
     async def metrics(self, _request: Request) -> Response:
-        """Prometheus text. The engine's counts are those of the last heartbeat."""
+        """Return metrics as Prometheus text. The engine's counts are those of the last heartbeat."""
         service = self._service
         scheduler = service.heartbeat.counts.get("scheduler-0", {})
         text = Exposition(service.config.model_name, service.client.metrics, scheduler).text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from minisgl.core import InvalidRequest
 from minisgl.message.to_api import Decoded, Described, Encoded
@@ -15,6 +14,7 @@ from minisgl.server.api.bodies.conversation import conversation_prompt, conversa
 from minisgl.server.api.bodies.messages import template_messages
 from minisgl.server.api.bodies.prompts import checked_ids
 from minisgl.server.api.bodies.schema import DetokenizeBody, TokenizeBody
+from minisgl.server.api.routes.endpoint import Endpoint
 from minisgl.server.api.service import Service, json_response
 
 TIMEOUT = 60.0  # seconds, for a tokenizer worker that has others to answer
@@ -24,14 +24,15 @@ class TokenRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def routes(self) -> list[Route]:
+    def endpoints(self) -> list[Endpoint]:
         return [
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
-            Route("/tokenizer_info", self.tokenizer_info),
+            Endpoint("/tokenize", self.tokenize, ("POST",), (TokenizeBody,), (Tokenized,)),
+            Endpoint("/detokenize", self.detokenize, ("POST",), (DetokenizeBody,), (Detokenized,)),
+            Endpoint("/tokenizer_info", self.tokenizer_info),
         ]
 
     async def tokenize(self, request: Request) -> Response:
+        """Return the token ids of a text or a conversation."""
         body = await self._service.parse(request, TokenizeBody)
         prompt = tokenize_prompt(body)
         reply = await self._service.client.ask(lambda query: Encode(query, prompt, body.return_token_strs), TIMEOUT)
@@ -40,6 +41,7 @@ class TokenRoutes:
         return json_response(Tokenized(len(ids), self._service.limits.max_seq_len, ids, reply.strings))
 
     async def detokenize(self, request: Request) -> Response:
+        """Return the text of token ids."""
         body = await self._service.parse(request, DetokenizeBody)
         ids = pack_ids(checked_ids(body.tokens, self._service.limits, "tokens"))
         reply = await self._service.client.ask(lambda query: Decode(query, ids), TIMEOUT)
@@ -47,7 +49,7 @@ class TokenRoutes:
         return json_response(Detokenized(reply.text))
 
     async def tokenizer_info(self, _request: Request) -> Response:
-        """What the model folder says about its tokenizer, chat template included."""
+        """Return what the model folder says about its tokenizer, chat template included."""
         reply = await self._service.client.ask(Describe, TIMEOUT)
         assert isinstance(reply, Described)
         return json_response(reply.config)
