@@ -13,6 +13,7 @@ from api_harness import RunningServer, make_config
 from fake_engine import LIMITS
 from fastapi.openapi.models import OpenAPI
 
+from api_tables import PAGE, write_tables
 from minisgl.message.to_tokenizer import Generate
 from minisgl.server.api.app import TOPICS
 from minisgl.server.api.bodies.body import validate
@@ -318,3 +319,9 @@ def test_defaults_are_those_of_the_model() -> None:
     assert COMPONENTS["ChatBody"]["properties"]["temperature"]["default"] == 1.0
     assert COMPONENTS["GenerateBody"]["properties"]["temperature"]["default"] == 0.0
     assert COMPONENTS["ChatBody"]["required"] == ["messages"]
+
+
+def test_the_tables_of_the_docs_are_current() -> None:
+    page = PAGE.read_text()
+    assert page.count("| `temperature` | number") == 4, "there are tables"
+    assert write_tables(page) == page, "python tools/api_tables.py"

@@ -191,10 +191,14 @@ class RequestBody(Body):
     stream: _Stream = False
 
     response_format: Annotated[
-        ResponseFormat | None, RequestField("OpenAI's structured output.", {"type": "json_object"})
+        ResponseFormat | None,
+        RequestField("OpenAI's structured output: text, json_object or json_schema.", {"type": "json_object"}),
     ] = None
     structured_outputs: Annotated[
-        StructuredOutputs | None, RequestField("vLLM's structured output: one of its forms.", {"regex": "[0-9]+"})
+        StructuredOutputs | None,
+        RequestField(
+            "vLLM's structured output: one of json, json_object, regex, choice and grammar.", {"regex": "[0-9]+"}
+        ),
     ] = None
     guided_json: Annotated[
         Schema | None, RequestField("JSON Schema, or its text, that the answer follows (vLLM).", {"type": "object"})
@@ -333,9 +337,9 @@ class OpenAIBody(RequestBody):
         RequestField("Randomness of the choice; below 0.00001 it is greedy.", 0.7, ge=0, le=MAX_OPENAI_TEMPERATURE),
     ] = 1.0
     n: Annotated[int, RequestField("Answers to each prompt.", 1, ge=1, le="max_choices")] = 1
-    stream_options: Annotated[StreamOptions | None, RequestField("What a stream says of usage; only with stream.")] = (
-        None
-    )
+    stream_options: Annotated[
+        StreamOptions | None, RequestField("include_usage, continuous_usage_stats; only with stream.")
+    ] = None
 
     def wants_usage(self) -> bool:
         """Whether a stream ends with a usage chunk; InvalidRequest if there is no stream to end."""
