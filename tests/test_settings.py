@@ -1,4 +1,4 @@
-"""What follows from the declaration of a setting: flags, their help, refusals, and LLM's keywords."""
+"""Consequences of a setting's declaration: flags, their help, refusals, and LLM's keywords."""
 
 from __future__ import annotations
 

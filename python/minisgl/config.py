@@ -76,7 +76,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the model comes from."""
+    """Source of the model: its name, hub, revision, tokenizer and chat template."""
 
     model: Annotated[
         str,

@@ -24,7 +24,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Setting:
-    """What is declared of a setting beside its name, type and default.
+    """Declaration of a setting beside its name, type and default.
 
     A bool's flags set the opposite of its default; a tuple's take one value or more, and may come several times.
     """

@@ -394,7 +394,7 @@ def test_a_slow_reader_is_not_cut(start_server: Callable[..., RunningServer]) ->
     ],
 )
 def test_a_request_that_names_no_one_host_is_refused(server: RunningServer, head: bytes, says: str) -> None:
-    """Of two hosts a proxy may take one and the server the other."""
+    """A proxy may take one of two hosts and the server the other."""
     client = RawClient(server.port)
     client.socket.sendall(head + b"\r\n" + b'{"prompt": "a"}' * head.startswith(b"POST"))
     answer, _, body = client.read_all().partition(b"\r\n\r\n")

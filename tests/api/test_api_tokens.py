@@ -32,7 +32,7 @@ def words(choice: int = 0, count: int = 4, prompt: str = "one two") -> list[str]
 
 
 def test_the_likeliest_answer_is_not_the_shortest() -> None:
-    """What `best_of` compares is the mean, whatever the lengths."""
+    """`best_of` compares means, whatever the lengths."""
 
     def positions(*values: float) -> list[PositionLogprobs]:
         return [PositionLogprobs(TokenLogprob(1, b"a", logprob), 1, []) for logprob in values]

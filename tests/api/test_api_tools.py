@@ -303,7 +303,7 @@ def test_a_form_that_cannot_hold_to_a_schema(start_server: Callable[..., Running
 def test_no_schema_of_a_tool_is_an_internal_error_or_more_than_its_limit(
     start_server: Callable[..., RunningServer], parser: str
 ) -> None:
-    """Those that branch at each level hung the process, circular ones were a 500, copied ones took gigabytes."""
+    """Schemas that branch at each level hung the process, circular ones were a 500, copied ones took gigabytes."""
     server = start_server(tool_call_parser=parser)
     twice = {level: {"anyOf": [{"$ref": f"#/$defs/{level}"}] * 2} for level in ("a", "b", *range(40))}
     circular = {"a": twice["b"], "b": twice["a"]}

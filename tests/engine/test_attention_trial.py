@@ -23,7 +23,7 @@ WINDOWED = replace(SHAPE, windowed=True)
 
 
 class BlindToWindows(TorchAttention):
-    """What FlashAttention 3 was reported to do on 8.x: other keys than the window's."""
+    """FlashAttention 3 was reported to attend to other keys than the window's on 8.x."""
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
         return super().forward(layer, q, kv, plan, None)

@@ -1,4 +1,4 @@
-"""What torch's CPU libraries take for themselves: idle threads that spin, and products that are kept compiled."""
+"""Resources that torch's CPU libraries take for themselves: idle threads that spin, and products that are kept compiled."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_idle_openmp_threads_of_a_worker_sleep_and_do_not_spin() -> None:
 
 
 def test_idle_openmp_threads_sleep_where_torch_was_imported_first() -> None:
-    """As in a program that makes an LLM: libgomp has read its environment."""
+    """A program that makes an LLM has imported torch: libgomp has read its environment."""
     (spinning,) = run(IDLE, "nothing", {"GOMP_SPINCOUNT": "300000"})
     (sleeping,) = run(IDLE, "engine", {})
     assert sleeping < spinning / 2

@@ -89,7 +89,7 @@ def test_the_longest_step_stands_behind_a_prefix_and_is_judged(slots: int, longe
 
 
 def test_the_memory_trial_runs_attention_behind_a_prefix_and_scores_every_token() -> None:
-    """As on a GPU, in an engine on the CPU: what it computes is of no use, but all of it is computed."""
+    """The GPU's trial runs in an engine on the CPU: what it computes is of no use, but all of it is computed."""
     with LLM("demo", device="cpu", max_running_req=3, max_seq_len_override=200, num_page_override=16) as llm:
         runner = llm._engine._runner
         seen: list[tuple[int, int]] = []

@@ -48,7 +48,7 @@ def _starts(lengths: Int32Array) -> Int32Array:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | None, scale: float | None) -> Tensor:
-    """What torch's kernel gives for a group, row by row."""
+    """Compute row by row what torch's kernel gives for a group."""
     out = torch.empty_like(q)
     for row in range(len(group.query_starts) - 1):
         queries = slice(int(group.query_starts[row]), int(group.query_starts[row + 1]))

@@ -56,7 +56,7 @@ def test_a_schema_that_branches_at_every_level_is_walked_once() -> None:
 
 
 def arguments(schema: Schema, value: str) -> Any:
-    """What Qwen3-Coder's parser makes of the parameter x."""
+    """Value of the parameter x as Qwen3-Coder's parser reads it."""
     text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
     ((_, read),) = run(QwenCoderParser({"f": schema}, lambda: "id"), [text]).calls
     return json.loads(read)

@@ -340,7 +340,7 @@ def test_a_run_of_tokens_without_text_costs_no_more_than_the_window() -> None:
 
 @pytest.mark.parametrize("kind", ["suffix", "replaced", "converted_gguf", "wordpiece", "metaspace"])
 def test_the_bytes_of_tokens_are_those_of_the_text(kind: str) -> None:
-    """What log-probabilities show: together the text, but for a space at its start or end."""
+    """Texts that log-probabilities show: together the text, but for a space at its start or end."""
     tokenizer, decoder = pair(kind)
     ids = tokenizer.encode("hello world").ids
     assert b"".join(map(decoder.token_bytes, ids)).decode().strip() == tokenizer.decode(ids).strip() == "hello world"

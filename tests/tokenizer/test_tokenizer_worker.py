@@ -173,7 +173,7 @@ def test_lesson_10_too_long_prompt_is_refused(
 def test_lesson_08_an_error_of_ours_is_one_requests_500_and_its_text_is_in_the_log_alone(
     tokenizer: TextTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a client's error it was sent with the words of an exception, which are none of the client's."""
+    """It was sent as a client's error with the words of an exception, which are none of the client's business."""
     for broken in (request(IdsPrompt(b"abc"), (1, 2)), request(TextPrompt("a"), (1, 2), bad_words=(5,), max_tokens=3)):
         caplog.clear()
         assert admit(broken, tokenizer, LIMITS, GRAMMARS) == (Refused([1, 2], status=500), [])

@@ -44,7 +44,7 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KernelNeeds:
-    """Which kernels a model's steps will ask for."""
+    """Kernels that a model's steps will ask for."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype

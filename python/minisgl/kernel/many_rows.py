@@ -174,7 +174,7 @@ def _kind(
 
 
 def _share(width: int, blocks: int, unit: int) -> int:
-    """Of `width` rows, those of each of so many blocks, in whole units."""
+    """Rows of each block if `width` rows are shared evenly among so many, in whole units."""
     return -(-width // (blocks * unit)) * unit
 
 

@@ -10,7 +10,7 @@ Activation = Literal["silu", "gelu_tanh"]  # of a gated feed-forward block; gelu
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a router's logits choose the experts of a token: the `top_k` largest of their softmax."""
+    """Choice of a token's experts: the `top_k` largest of the softmax of its router's logits."""
 
     top_k: int
     renormalize: bool  # the weights of a token's experts are made to sum to 1

@@ -58,7 +58,7 @@ class ConfigReader:
         self._read: set[str] = set()
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
-        """The same file, with the values that transformers takes for keys it leaves out."""
+        """Return a reader of this file with the values that transformers takes for keys it leaves out."""
         return ConfigReader(self._raw, defaults)
 
     def nested(self, key: str, inherited: tuple[str, ...] = ()) -> ConfigReader:

@@ -25,7 +25,7 @@ class WeightError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNames:
-    """How a checkpoint's tensor names differ from this decoder's own, which begin with `model.` or `lm_head.`."""
+    """Differences of a checkpoint's tensor names from this decoder's own, which begin with `model.` or `lm_head.`."""
 
     renamed: tuple[tuple[str, str], ...] = ()  # (theirs, ours): prefixes, the first that fits is replaced
     ignored: tuple[str, ...] = ()  # prefixes of tensors that text does not need, such as a vision tower's
