@@ -77,7 +77,7 @@ def test_a_tool_call_and_what_it_returned(client: OpenAI) -> None:
 
 
 def test_tools_made_by_zod(client: OpenAI) -> None:
-    """Tools are sent as the npm package ai sends them. The `$schema` in front sent the demo model into endless output."""
+    """Tools come as from the npm package ai. The `$schema` in front sent the demo model into endless output."""
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "type": "object",

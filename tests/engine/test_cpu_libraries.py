@@ -1,4 +1,4 @@
-"""Resources that torch's CPU libraries take for themselves: idle threads that spin, and products that are kept compiled."""
+"""Resources of torch's CPU libraries: idle threads that spin, and products that are kept compiled."""
 
 from __future__ import annotations
 

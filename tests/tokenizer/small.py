@@ -24,7 +24,7 @@ def byte_level(added: tuple[str, ...] = ("<think>", "with space é", "中文", "
 
 
 def converted_gguf() -> Tokenizer:
-    """Decoder that transformers 5.17 makes of a byte-level GGUF file: steps before ByteLevel that have nothing to do."""
+    """Decoder of transformers 5.17 for a byte-level GGUF file: steps before ByteLevel that have nothing to do."""
     tokenizer = byte_level(added=("<think>",))
     steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " "), decoders.ByteLevel()]
     tokenizer.decoder = decoders.Sequence(steps)
