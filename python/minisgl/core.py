@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.limits import Limits
-from minisgl.request_fields import TOKEN_ID, RequestField, request_fields
+from minisgl.request_fields import TOKEN_ID, RequestField, bounded_fields
 
 Int32Array: TypeAlias = NDArray[np.int32]
 BoolArray: TypeAlias = NDArray[np.bool_]
@@ -179,12 +179,13 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     def validate(self, limits: Limits) -> None:
         """Raise InvalidRequest for the first value outside its bounds."""
-        declared = request_fields(SamplingParams)
-        most = limits.max_seq_len if self.max_tokens is None else self.max_tokens
-        bounds = declared | {"min_tokens": replace(declared["min_tokens"], le=most)}
-        if self.prompt_logprobs is None:
-            bounds["max_tokens"] = replace(declared["max_tokens"], ge=1)
-        for name, field in bounds.items():
+        declared = bounded_fields(SamplingParams)
+        if self.max_tokens is not None and self.max_tokens < 1 and self.prompt_logprobs is None:
+            declared = declared | {"max_tokens": replace(declared["max_tokens"], ge=1)}
+        if self.min_tokens:
+            most = limits.max_seq_len if self.max_tokens is None else self.max_tokens
+            declared = declared | {"min_tokens": replace(declared["min_tokens"], le=most)}
+        for name, field in declared.items():
             if (text := field.refusal(name, getattr(self, name), limits)) is not None:
                 raise InvalidRequest(name, text)
         if self.grammar is not None and self.grammar.kind == "template":

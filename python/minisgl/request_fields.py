@@ -71,8 +71,11 @@ class RequestField:
         return f"{name}: each must be {self._range(limits)}, not {wrong}"
 
     def _has_number(self, value: float, limits: Limits) -> bool:
-        low, above = _number(self.ge, -math.inf, limits), _number(self.gt, -math.inf, limits)
-        return low <= value <= _number(self.le, math.inf, limits) and (self.gt is None or value > above)
+        return (  # nan is refused by any of them
+            (self.ge is None or value >= _number(self.ge, 0, limits))
+            and (self.gt is None or value > _number(self.gt, 0, limits))
+            and (self.le is None or value <= _number(self.le, 0, limits))
+        )
 
     def _has_length(self, value: Collection[Any], limits: Limits) -> bool:
         return (self.min_length or 0) <= len(value) <= _number(self.max_length, math.inf, limits)
@@ -90,6 +93,12 @@ class RequestField:
             return f"at least {self.min_length}"
         high = _number(self.max_length, 0, limits)
         return f"at most {high}" if self.min_length is None else f"{self.min_length} to {high}"
+
+    @property
+    def bounded(self) -> bool:
+        """False if every value of the field's type is allowed."""
+        bounds = (self.ge, self.gt, self.le, self.min_length, self.max_length)
+        return bool(self.entries) or any(bound is not None for bound in bounds)
 
     def schema(self, limits: Limits) -> dict[str, Any]:
         """Return what JSON Schema says of it, type and default apart; `limits` give the bounds that they name."""
@@ -125,3 +134,9 @@ def request_fields(owner: type) -> dict[str, RequestField]:
         if get_origin(hint) is Annotated:
             found.update((name, extra) for extra in get_args(hint)[1:] if isinstance(extra, RequestField))
     return found
+
+
+@cache
+def bounded_fields(owner: type) -> dict[str, RequestField]:
+    """Return those of `request_fields` that can be out of bounds; each request has them checked."""
+    return {name: field for name, field in request_fields(owner).items() if field.bounded}

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
 from minisgl.core import Grammar, InvalidRequest, SamplingParams
 from minisgl.limits import MAX_OPENAI_TEMPERATURE, Limits
 from minisgl.message.types import TextOptions
-from minisgl.request_fields import TOKEN_ID, RequestField, request_fields
+from minisgl.request_fields import TOKEN_ID, RequestField, bounded_fields
 from minisgl.server.api.bodies.messages import ROLES
 from minisgl.server.api.bodies.scan import MAX_ITEMS
 from minisgl.structured_output.response_format import (
@@ -116,7 +116,7 @@ class Body(BaseModel):
 
     def check_bounds(self, limits: Limits) -> None:
         """Raise InvalidRequest for the first value outside the bounds that this class declares."""
-        for name, field in request_fields(type(self)).items():
+        for name, field in bounded_fields(type(self)).items():
             if (text := field.refusal(name, getattr(self, name), limits)) is not None:
                 raise InvalidRequest(name, text)
 
