@@ -38,7 +38,7 @@ class Stackable(Protocol):
     """A loadable whose tensors some checkpoints hold stacked into one."""
 
     def stacked_slices(self, name: str) -> Iterator[WeightSlice]:
-        """Everything this layer keeps of such a checkpoint, in place of `weight_slices` if the file has the first one."""
+        """Everything this layer keeps of such a checkpoint, in place of `weight_slices` if a file has the first one."""
         ...
 
 
