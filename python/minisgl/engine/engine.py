@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import logging
 import math
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from minisgl.attention.select import ChosenAttention, make_attention
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import Batch, Int32Array, StepResult, pages_for
 from minisgl.distributed.group import TPGroup
-from minisgl.engine.cpu_threads import CpuThreads
+from minisgl.engine.cpu_libraries import bound_primitive_caches
 from minisgl.engine.decode_graphs import DecodeGraphs, decode_graph_sizes
 from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.engine.forward import Forwarded, StepRunner
@@ -68,7 +67,8 @@ class Engine:
         self._tp = tp
         context_len = _context_len(config, model)
         shape = _attention_shape(config, model, tp, self.page_size, self.dtype)
-        self._cpu_threads = CpuThreads(os.environ) if self.device.type == "cpu" else None
+        if self.device.type == "cpu":
+            bound_primitive_caches()
         with phase("load kernels"):  # first: threads go on compiling them while weights are loaded
             self._queue = make_queue(self.device, self.num_slots)
             ops = make_ops(self.device)
@@ -169,8 +169,6 @@ class Engine:
     def close(self) -> None:
         """Wait for the steps under way and give the device's memory back; the engine cannot be used afterwards."""
         self._queue.close()
-        if self._cpu_threads is not None:
-            self._cpu_threads.close()
         self._graphs = None
         del self._runner, self._bitmask
         gc.collect()  # modules and graphs refer to one another
