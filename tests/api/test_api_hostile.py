@@ -189,7 +189,7 @@ def test_a_prompt_of_ids_that_fits_a_very_long_context_is_read(start_server: Cal
 def test_large_bodies_that_are_held_together_are_bounded(
     start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of open requests, and those that are still on their way; ordinary requests are served all the same."""
+    """Bodies count while their request is open or still on its way; ordinary requests are served all the same."""
     monkeypatch.setattr("minisgl.server.api.app.LARGEST_BODIES", 3)
     server = start_server(max_body_bytes=2**20)
     large = {"prompt": "hold " + "x" * 900_000}

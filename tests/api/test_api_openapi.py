@@ -163,7 +163,7 @@ def test_every_field_of_a_body_is_documented(body: type[Body]) -> None:
 
 
 def refusal(body: type[Body], change: Json) -> Exception | None:
-    """What the validation of requests says to the body's example with this change."""
+    """Validate the body's example with this change."""
     try:
         made = validate({**body_example(body), **change}, body, LIMITS)
         if isinstance(made, RequestBody):
@@ -189,7 +189,7 @@ def test_the_example_of_a_body_is_accepted(server: RunningServer, body: type[Bod
     ("body", "name", "value", "ok"), EDGES, ids=lambda value: getattr(value, "__name__", short(value))
 )
 def test_a_documented_bound_is_the_servers(body: type[Body], name: str, value: Any, ok: bool) -> None:
-    """What the schema allows on a bound is accepted, and what it forbids beyond is refused by the field's name."""
+    """A value on a bound of the schema is accepted, and one beyond is refused by the field's name."""
     schema = {**COMPONENTS[body.__name__]["properties"][name], "components": DOCUMENT["components"]}
     assert jsonschema.Draft202012Validator(schema).is_valid(value) == ok
     refused = refusal(body, {name: value})

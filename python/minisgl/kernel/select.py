@@ -52,7 +52,7 @@ def kernels_missing(device: torch.device) -> str | None:
 
 
 def driver_missing(compiler: tuple[int, int], driver: tuple[int, int]) -> str | None:
-    """What a driver for `driver`'s CUDA (major, minor) lacks to load what a compiler of this version makes, or None.
+    """Return what a driver for `driver`'s CUDA (major, minor) lacks to load this compiler's output, or None.
 
     Within a major version of CUDA older drivers load newer binaries; older majors refuse them.
     """

@@ -37,7 +37,7 @@ def is_sglang(fields: dict[str, Any]) -> bool:
 
 
 def sglang_job(body: SglangBody, limits: Limits, sampling_defaults: Mapping[str, Any]) -> Job:
-    """What the body asks of the engine; InvalidRequest or ApiError, naming its fields, if that is not possible.
+    """Return what the body asks of the engine; InvalidRequest or ApiError, naming its fields, if that is not possible.
 
     The model's `sampling_defaults` go over SGLang's.
     """

@@ -1,4 +1,4 @@
-"""What web pages may do. Every page that somebody near the server opens can send requests to it, from inside.
+"""Limits on web pages. Every page that somebody near the server opens can send requests to it, from inside.
 
 A page reads no answer unless CORS says so, but a request does what it does: it generates, aborts, empties the cache.
 Browsers name the page's origin with such requests (Origin, https://fetch.spec.whatwg.org/#origin-header) or at least

@@ -66,7 +66,7 @@ def invalid_request(error: InvalidRequest, field_names: Mapping[str, str] | None
 
 
 def refused(status: int, error: InvalidRequest, field_names: Mapping[str, str] | None = None) -> ApiError:
-    """What a worker has answered in place of what was asked."""
+    """Return the error that a worker has sent in place of an answer."""
     if status == 400:
         return invalid_request(error, field_names)
     return _unavailable(f"{error.message}; try again later", "overloaded") if status == 503 else internal_error()

@@ -81,7 +81,7 @@ class EngineClient:
             self._num_admitted -= job.num_choices
 
     def _admit(self, job: Job) -> int:
-        """How many prompts may be sent in one turn of the event loop; ApiError if the request may not come in."""
+        """Return the prompts that one turn of the event loop may send; ApiError if the request may not come in."""
         if self.is_shut_down:
             raise shutting_down(self._shutdown_reason)
         if job.num_choices > self._max_sequences:
