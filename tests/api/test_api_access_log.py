@@ -48,7 +48,8 @@ def test_a_stream_has_its_line_when_it_ends(server: RunningServer, caplog: pytes
     caplog.set_level(logging.INFO, LOGGER)
     endless = {"messages": [{"role": "user", "content": "endless"}], "stream": True}  # until the client leaves
     with server.stream(CHAT, json=endless) as response:
-        next(response.iter_lines())
+        events = response.iter_lines()  # held: httpx closes the answer with its iterator
+        next(events)
         assert not [one for one in caplog.records if one.name == LOGGER]
     assert lines(caplog, 1) == [f"127.0.0.1 POST {CHAT} 200"]
 
