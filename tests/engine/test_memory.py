@@ -54,7 +54,7 @@ def test_not_even_one_page_fits() -> None:
         pool_pages(CONFIG, page_bytes=100, useful_pages=5, room=room(-50_000))
 
 
-def test_lesson_16_ranks_on_one_machine_share_its_memory() -> None:
+def test_ranks_on_one_machine_share_its_memory() -> None:
     cpu = torch.device("cpu")
     alone, four = (room_for_pool(cpu, 0.5, tp_size, Needs()).pool for tp_size in (1, 4))
     assert four <= alone // 3

@@ -141,7 +141,7 @@ def test_twenty_retractions_change_nothing(cases: Cases, overlap: bool) -> None:
         llm.check_idle()
 
 
-def test_lesson_05_ranks_choose_the_same_token(cases: Cases) -> None:
+def test_ranks_choose_the_same_token(cases: Cases) -> None:
     """Sampled, at a temperature where a differing bit would soon show: a rank that parts makes the others wrong."""
     case = cases.get("qwen3", 8, 32)
     with open_llm(case, page_size=4, chunk=64, tokens=2400, tp_size=2) as llm:

@@ -237,10 +237,10 @@ def test_evicting_more_than_there_is_or_nothing() -> None:
     assert sorted(cache.evict(3).tolist()) == [10, 11]
 
 
-# ---- lessons ----
+# ---- mistakes of other engines ----
 
 
-def test_lesson_01_loser_of_equal_prefill_keeps_its_pages() -> None:
+def test_loser_of_equal_prefill_keeps_its_pages() -> None:
     """Two equal prompts prefilled side by side: nobody else may own the second one's pages until it ends."""
     pool = PagePool(8, cache := RadixCache(page_size=1))
     prompt = ids(1, 2, 3)
@@ -271,7 +271,7 @@ def test_lesson_01_loser_of_equal_prefill_keeps_its_pages() -> None:
     pool.check_idle()
 
 
-def test_lesson_03_a_second_insert_takes_no_page_twice() -> None:
+def test_a_second_insert_takes_no_page_twice() -> None:
     """An abort may find the prefix inserted already: what is the tree's is not the caller's to free."""
     pool = PagePool(4, cache := RadixCache(page_size=2))
     pages = pool.allocate(2)
@@ -281,7 +281,7 @@ def test_lesson_03_a_second_insert_takes_no_page_twice() -> None:
     pool.check_idle()
 
 
-def test_lesson_03_a_second_unlock_is_noticed() -> None:
+def test_a_second_unlock_is_noticed() -> None:
     """Also when another request holds the same prefix, whose lock it would take."""
     cache = RadixCache(page_size=1)
     cache.insert(ids(1, 2), ids(10, 11))
@@ -295,7 +295,7 @@ def test_lesson_03_a_second_unlock_is_noticed() -> None:
     cache.check()
 
 
-def test_lesson_15_split_refreshes_age() -> None:
+def test_split_refreshes_age() -> None:
     cache = RadixCache(page_size=1)
     cache.insert(ids(1, 2, 3, 4), ids(10, 11, 12, 13))
     cache.insert(ids(5, 6), ids(50, 51))
@@ -305,7 +305,7 @@ def test_lesson_15_split_refreshes_age() -> None:
     assert sorted(cache.evict(2).tolist()) == [10, 11]
 
 
-def test_lesson_15_eviction_takes_pages_not_leaves() -> None:
+def test_eviction_takes_pages_not_leaves() -> None:
     cache = RadixCache(page_size=2)
     cache.insert(span(0, 100), span(0, 50))
     assert cache.evict(1).tolist() == [49]
@@ -319,7 +319,7 @@ def test_lesson_15_eviction_takes_pages_not_leaves() -> None:
     cache.check()
 
 
-def test_lesson_15_eviction_does_not_walk_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eviction_does_not_walk_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among 20,000 leaves, also after all were hit in another order, a page costs one node and its parent."""
     leaves = 20_000
     cache = RadixCache(page_size=1)

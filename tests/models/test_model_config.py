@@ -291,7 +291,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "GPT2LMHeadModel is not supported; known are Gemma3ForCausalLM, Gemma3ForConditionalGeneration, Llama",
     ),
     "no architecture": ({"architectures": None}, "names no architecture"),
-    "lesson 21, dynamic rope": (
+    "dynamic rope": (
         {"rope_scaling": {"rope_type": "dynamic", "factor": 5.0, "original_max_position_embeddings": 8192}},
         'rope type "dynamic" is not supported beyond the original length: '
         "max_position_embeddings is 40960, original_max_position_embeddings 8192",
@@ -475,7 +475,7 @@ def test_yarn_makes_the_context_longer_than_the_file_says() -> None:
     assert parse_config({**windows, "rope_scaling": yarn}).windows == (40000,) * 32
 
 
-def test_lesson_18_eos_ids_of_both_files(tmp_path: Path) -> None:
+def test_eos_ids_of_both_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3_0_6B, "eos_token_id": 151645}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643]}))
     assert load_model_config(tmp_path).eos_token_ids == (151645, 151643)

@@ -50,9 +50,7 @@ def run_rank(rank: int, rendezvous: str, folders: dict[str, Path], out: Path) ->
     three.close()
 
 
-def test_lesson_17_logits_do_not_depend_on_the_number_of_ranks(
-    saved: Callable[[str], tuple[Any, Path]], tmp_path: Path
-) -> None:
+def test_logits_do_not_depend_on_the_number_of_ranks(saved: Callable[[str], tuple[Any, Path]], tmp_path: Path) -> None:
     """199 tokens and 2 KV heads divide by neither 2 nor 3 ranks alike: padded and replicated."""
     folders = {kind: saved(kind)[1] for kind in KINDS}
     server = multiprocessing.get_context("forkserver")
@@ -96,7 +94,7 @@ class Rank:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
-def test_lesson_17_a_rank_reads_only_what_it_keeps(
+def test_a_rank_reads_only_what_it_keeps(
     saved: Callable[[str], tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     _, folder = saved(kind)

@@ -96,7 +96,7 @@ def test_mixed_batches(saved: Saved, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["mistral-window", "qwen2-window", "gemma3"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_lesson_21_windows_and_cached_prefixes(saved: Saved, kind: str, page_size: int) -> None:
+def test_windows_and_cached_prefixes(saved: Saved, kind: str, page_size: int) -> None:
     """A hit longer than the window, one as long, and one shorter: what is masked follows from positions alone."""
     theirs, folder = saved(kind)
     harness = Harness(load(folder), page_size=page_size, num_pages=400)

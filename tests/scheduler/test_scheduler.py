@@ -1,4 +1,4 @@
-"""The scheduler against a simulated device: exact answers, nothing lost, nothing corrupted, and the lessons."""
+"""The scheduler against a simulated device: exact answers, nothing lost, nothing corrupted, and mistakes that other engines made."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_retraction_takes_the_youngest_and_changes_no_answer() -> None:
     assert list(world.ends) == [0, 1, 2]  # the oldest was never retracted
 
 
-def test_lesson_20_retraction_does_not_ping_pong() -> None:
+def test_retraction_does_not_ping_pong() -> None:
     """Two requests that do not fit together: what is computed twice stays a small part."""
     world = World(page_size=1, num_pages=200, max_seq_len=200, chunk=1000)
     for sequence in range(2):
@@ -133,7 +133,7 @@ def test_lesson_20_retraction_does_not_ping_pong() -> None:
     assert world.device.computed < 1.3 * 2 * 170
 
 
-def test_lesson_14_many_long_limits_run_side_by_side() -> None:
+def test_many_long_limits_run_side_by_side() -> None:
     """max_tokens reserves nothing: requests that may be long, but are not, share a small pool."""
     world = World(page_size=1, num_pages=200, max_seq_len=200, num_slots=8, chunk=1000)
     for sequence in range(8):
@@ -143,7 +143,7 @@ def test_lesson_14_many_long_limits_run_side_by_side() -> None:
     assert world.scheduler.counts()["requests_running"] == 8
 
 
-def test_lesson_14_mixed_gives_every_decode_a_token_in_every_step() -> None:
+def test_mixed_gives_every_decode_a_token_in_every_step() -> None:
     world = World(batch_policy="mixed", chunk=8, num_pages=400, page_size=1, overlap=False)
     world.add(0, [1, 2], max_tokens=90, ignore_eos=True)
     for _ in range(3):
@@ -297,7 +297,7 @@ def test_nobody_enters_before_there_is_room_for_a_prefill(length: int, steps: in
     assert world.entered == [0, 4, 1, 2, 3]
 
 
-def test_lesson_01_equal_prompts_side_by_side_keep_their_pages() -> None:
+def test_equal_prompts_side_by_side_keep_their_pages() -> None:
     world = World(num_pages=100, chunk=1000)
     for sequence in range(5):
         world.add(sequence, list(range(20)), max_tokens=30, ignore_eos=True)
@@ -305,7 +305,7 @@ def test_lesson_01_equal_prompts_side_by_side_keep_their_pages() -> None:
     assert len({tuple(answer) for answer in world.answers.values()}) == 1
 
 
-def test_lesson_01_who_comes_second_with_a_prefix_takes_no_promised_pages() -> None:
+def test_who_comes_second_with_a_prefix_takes_no_promised_pages() -> None:
     """It keeps its own pages, and the cached ones can be evicted for those who were admitted beside it."""
     world = World(page_size=1, num_pages=60, chunk=32)
     prompt = list(range(20))
@@ -318,7 +318,7 @@ def test_lesson_01_who_comes_second_with_a_prefix_takes_no_promised_pages() -> N
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_lesson_02_a_stopped_request_keeps_its_slot_until_its_last_step_is_complete(overlap: bool) -> None:
+def test_a_stopped_request_keeps_its_slot_until_its_last_step_is_complete(overlap: bool) -> None:
     world = World(num_slots=1, overlap=overlap)
     world.add(0, [1, 2, 3], max_tokens=50, ignore_eos=True)
     world.add(1, [4, 5, 6], max_tokens=3, ignore_eos=True)
@@ -331,7 +331,7 @@ def test_lesson_02_a_stopped_request_keeps_its_slot_until_its_last_step_is_compl
 
 
 @pytest.mark.parametrize("steps", range(6))
-def test_lesson_03_abort_at_any_moment_returns_everything(steps: int) -> None:
+def test_abort_at_any_moment_returns_everything(steps: int) -> None:
     world = World(chunk=8)
     for sequence in range(2):
         world.add(sequence, list(range(30)), max_tokens=2)
@@ -344,7 +344,7 @@ def test_lesson_03_abort_at_any_moment_returns_everything(steps: int) -> None:
     assert world.ends.keys() == {0, 1}
 
 
-def test_lesson_04_batches_are_built_in_order_of_arrival() -> None:
+def test_batches_are_built_in_order_of_arrival() -> None:
     world = World(num_slots=8, chunk=1000)
     for sequence in (5, 3, 9, 1):
         world.add(sequence, [sequence, sequence], max_tokens=4, ignore_eos=True)
@@ -387,7 +387,7 @@ def starts_of(batch: Batch, later: int = 0) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_lesson_09_admission_counts_pages(page_size: int) -> None:
+def test_admission_counts_pages(page_size: int) -> None:
     """As many one-page requests as there are pages, though their tokens would fit many times."""
     world = World(page_size=page_size, num_pages=3, num_slots=8, max_seq_len=page_size)
     if page_size == 1:

@@ -70,7 +70,7 @@ def test_chat_streams_what_it_answers(server: Server) -> None:
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-def test_lesson_06_chat_adds_no_special_tokens_of_its_own(server: Server, random_model: Path) -> None:
+def test_chat_adds_no_special_tokens_of_its_own(server: Server, random_model: Path) -> None:
     tokenizer = TextTokenizer.from_folder(random_model)
     messages = [{"role": "user", "content": "hi"}]
     rendered = tokenizer.render_chat(messages)

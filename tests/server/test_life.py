@@ -106,7 +106,7 @@ def test_a_start_that_fails_says_why_in_one_line(name: str, folder: Path, tmp_pa
     assert any(word in line for word in words.split("|")), line
 
 
-def test_lesson_13_a_port_in_use_is_noticed_first(folder: Path) -> None:
+def test_a_port_in_use_is_noticed_first(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         line = run_to_failure("--model", str(folder), "--port", str(port))
@@ -260,7 +260,7 @@ def test_a_signal_that_comes_while_a_line_is_logged_ends_the_server(folder: Path
     assert done.stderr.splitlines()[-1].endswith("ending")
 
 
-def test_lesson_13_sockets_are_private(folder: Path) -> None:
+def test_sockets_are_private(folder: Path) -> None:
     with Server("--model", str(folder)) as server:
         (run_dir,) = Path(server.tmp).iterdir()
         assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
@@ -286,7 +286,7 @@ def test_workers_die_with_a_supervisor_killed_while_they_start(folder: Path) -> 
 
 
 @pytest.mark.parametrize("worker", WORKERS[:3])
-def test_lesson_10_a_dead_worker_ends_the_server_with_an_error_to_every_request(worker: str, folder: Path) -> None:
+def test_a_dead_worker_ends_the_server_with_an_error_to_every_request(worker: str, folder: Path) -> None:
     with Server("--model", str(folder)) as server:
         pids = worker_pids(server.process.pid)
         errors = _open_request(server)
@@ -297,7 +297,7 @@ def test_lesson_10_a_dead_worker_ends_the_server_with_an_error_to_every_request(
         assert not any(map(is_alive, pids.values()))
 
 
-def test_lesson_10_a_worker_that_dies_at_start_ends_the_start(folder: Path) -> None:
+def test_a_worker_that_dies_at_start_ends_the_start(folder: Path) -> None:
     server = Server("--model", str(folder))
     wait_until(lambda: SCHEDULER in worker_pids(server.process.pid))
     os.kill(worker_pids(server.process.pid)[SCHEDULER], signal.SIGKILL)

@@ -101,7 +101,7 @@ def test_as_transformers(transformers_tokenizer: Any, source: str, tools: Any, m
         assert ours.encode_chat(messages, tools, kwargs, prompt).tolist() == ids
 
 
-def test_lesson_06_no_double_bos() -> None:
+def test_no_double_bos() -> None:
     ours = tokenizer_with("{{ bos_token }}{{ messages[0].content }}")
     assert ours.encode("a").tolist()[0] == 1
     ids = ours.encode_chat([{"role": "user", "content": "a"}]).tolist()
@@ -135,7 +135,7 @@ def test_templates_that_cannot_be_compiled_end_the_start(name: str, source: str)
         "{{ messages[0].deep | tojson }}",
     ],
 )
-def test_lesson_08_template_that_raises(source: str) -> None:
+def test_template_that_raises(source: str) -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]

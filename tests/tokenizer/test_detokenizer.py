@@ -74,7 +74,7 @@ def test_ids_come_while_text_is_held_back() -> None:
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
-def test_lesson_07_tail_of_a_sequence_is_flushed(reason: FinishReason) -> None:
+def test_tail_of_a_sequence_is_flushed(reason: FinishReason) -> None:
     detokenizer = opened("no such")
     first = ids_of("世")[0]
     detokenizer.apply(step((1, first)))
@@ -90,14 +90,14 @@ def test_an_error_keeps_its_cause() -> None:
     assert [(piece.finish, piece.excluded) for piece in pieces] == [("error", True), ("error", False)]
 
 
-def test_lesson_07_two_tokens_in_one_message() -> None:
+def test_two_tokens_in_one_message() -> None:
     detokenizer = opened()
     tokens = [(1, token) for token in ids_of("ab世c")]
     pieces, _ = detokenizer.apply(step(*tokens))
     assert pieces == [Piece(1, pack_ids([token for _, token in tokens]), "ab世c")]
 
 
-def test_lesson_11_late_token_creates_no_state() -> None:
+def test_late_token_creates_no_state() -> None:
     detokenizer = opened()
     letter = ids_of("a")[0]
     detokenizer.apply(step((1, letter), ended=[End(1, "stop", stop_token=letter)]))
@@ -106,7 +106,7 @@ def test_lesson_11_late_token_creates_no_state() -> None:
     assert detokenizer.dropped_tokens == 2
 
 
-def test_lesson_19_stop_token_is_an_id_but_no_text() -> None:
+def test_stop_token_is_an_id_but_no_text() -> None:
     letter, other = ids_of("ab")
     detokenizer = opened()
     pieces, _ = detokenizer.apply(step((1, letter), (1, other), ended=[End(1, "stop", stop_token=other)]))

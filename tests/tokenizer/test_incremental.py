@@ -155,7 +155,7 @@ def common_prefix(a: str, b: str) -> str:
     return a[:length]
 
 
-def test_lesson_07_tail_is_flushed() -> None:
+def test_tail_is_flushed() -> None:
     tokenizer, decoder = pair("byte_level")
     ids = tokenizer.encode("hello 世").ids[:-1]
     *shown, tail = pieces(decoder, ids)
@@ -164,7 +164,7 @@ def test_lesson_07_tail_is_flushed() -> None:
     assert "hello " + tail == tokenizer.decode(ids)
 
 
-def test_lesson_19_special_tokens_not_in_text() -> None:
+def test_special_tokens_not_in_text() -> None:
     for kind in small.KINDS:
         tokenizer, decoder = pair(kind)
         end = tokenizer.token_to_id("</s>")

@@ -157,7 +157,7 @@ def test_a_chat_goes_through_the_template(tokenizer: TextTokenizer) -> None:
         (ChatPrompt([{**USER, "bad": "refuse"}]), {}, "messages", "refuses these messages: no"),
     ],
 )
-def test_lesson_10_too_long_prompt_is_refused(
+def test_too_long_prompt_is_refused(
     tokenizer: TextTokenizer, prompt: Any, sampling: dict[str, Any], field: str, says: str
 ) -> None:
     """And so is every other prompt that cannot run: with an answer, never silently."""
@@ -170,7 +170,7 @@ def test_lesson_10_too_long_prompt_is_refused(
     assert adds == []
 
 
-def test_lesson_08_an_error_of_ours_is_one_requests_500_and_its_text_is_in_the_log_alone(
+def test_an_error_of_ours_is_one_requests_500_and_its_text_is_in_the_log_alone(
     tokenizer: TextTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was sent as a client's error with the words of an exception, which are none of the client's business."""
@@ -324,7 +324,7 @@ def test_tokenizer_process(server: Server) -> None:
         assert [type(answer) for answer in answers] == [Accepted, Refused, Accepted]
         got = [server.scheduler.receive() for _ in range(5)]
         assert [type(message) for message in got] == [Add, Add, Abort, Add, to_scheduler.Query]
-        assert got[2] == Abort([1])  # first in, first out: lesson 12
+        assert got[2] == Abort([1])  # first in, first out
         assert got[4] == to_scheduler.Query(77, [ProcessCounts("tokenizer-2", {"sequences": 0})])
 
 

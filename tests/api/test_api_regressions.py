@@ -1,4 +1,4 @@
-"""Mistakes that other engines made, as far as the API server could repeat them. The numbers are the lessons'."""
+"""Mistakes that other engines made, as far as the API server could repeat them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HELLO = [{"role": "user", "content": "hello"}]
         ("/generate", {"prompt": [10**12]}, "prompt.0"),
     ],
 )
-def test_lesson_08_what_ended_a_process_elsewhere_is_refused_here(
+def test_what_ended_a_process_elsewhere_is_refused_here(
     server: RunningServer, path: str, body: dict[str, Any], param: str
 ) -> None:
     response = server.post(path, json=body)
@@ -43,7 +43,7 @@ def test_lesson_08_what_ended_a_process_elsewhere_is_refused_here(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_lesson_10_a_refused_prompt_is_answered(server: RunningServer, stream: bool) -> None:
+def test_a_refused_prompt_is_answered(server: RunningServer, stream: bool) -> None:
     """By the tokenizer worker, or at the edge when its ids alone show that it is too long."""
     for prompt in ("refuse it: too long", [1] * LIMITS.max_seq_len):
         response = server.post("/v1/completions", json={"prompt": prompt, "stream": stream})
@@ -51,7 +51,7 @@ def test_lesson_10_a_refused_prompt_is_answered(server: RunningServer, stream: b
         assert response.headers["content-type"] == "application/json"
 
 
-def test_lesson_10_a_dead_worker_ends_the_wait(start_server: Callable[..., RunningServer]) -> None:
+def test_a_dead_worker_ends_the_wait(start_server: Callable[..., RunningServer]) -> None:
     server = start_server()
     client = RawClient(server.port)
     client.post(CHAT, {"messages": [{"role": "user", "content": "silent"}]})
@@ -60,7 +60,7 @@ def test_lesson_10_a_dead_worker_ends_the_wait(start_server: Callable[..., Runni
     assert b"the scheduler has died" in client.read_all()
 
 
-def test_lesson_11_a_late_token_creates_nothing(server: RunningServer) -> None:
+def test_a_late_token_creates_nothing(server: RunningServer) -> None:
     server.post(CHAT, json={"messages": HELLO})
     (generate,) = server.engine.of_type(Generate)
     dropped = server.counts()["dropped_pieces"]
@@ -69,7 +69,7 @@ def test_lesson_11_a_late_token_creates_nothing(server: RunningServer) -> None:
     server.assert_idle()
 
 
-def test_lesson_11_a_client_that_leaves_before_streaming_begins(server: RunningServer) -> None:
+def test_a_client_that_leaves_before_streaming_begins(server: RunningServer) -> None:
     for prompt in ("silent", "hold"):
         server.engine.received.clear()
         client = RawClient(server.port)
@@ -81,7 +81,7 @@ def test_lesson_11_a_client_that_leaves_before_streaming_begins(server: RunningS
         server.assert_idle()
 
 
-def test_lesson_11_clean_up_does_not_wait_for_the_next_token(server: RunningServer) -> None:
+def test_clean_up_does_not_wait_for_the_next_token(server: RunningServer) -> None:
     """A held sequence never gets another one."""
     client = RawClient(server.port)
     client.post("/v1/completions", {"prompt": ["one", "hold"], "stream": True, "max_tokens": 2})
@@ -92,7 +92,7 @@ def test_lesson_11_clean_up_does_not_wait_for_the_next_token(server: RunningServ
     server.assert_idle()
 
 
-def test_lesson_12_an_abort_follows_its_request(start_server: Callable[..., RunningServer]) -> None:
+def test_an_abort_follows_its_request(start_server: Callable[..., RunningServer]) -> None:
     """All messages of a request go to one tokenizer worker, in order; requests go round."""
     server = start_server(num_tokenizers=4)
     clients = [RawClient(server.port) for _ in range(20)]
@@ -119,7 +119,7 @@ def test_lesson_12_an_abort_follows_its_request(start_server: Callable[..., Runn
     assert workers == {0, 1, 2, 3}
 
 
-def test_lesson_19_streams_only_when_asked_to(server: RunningServer) -> None:
+def test_streams_only_when_asked_to(server: RunningServer) -> None:
     for path in (CHAT, "/v1/completions", "/generate"):
         body: dict[str, Any] = {"messages": HELLO, "prompt": "hello", "max_tokens": 2}
         assert server.post(path, json=body).headers["content-type"] == "application/json"
@@ -128,7 +128,7 @@ def test_lesson_19_streams_only_when_asked_to(server: RunningServer) -> None:
         assert streamed.headers["content-type"].startswith("text/event-stream")
 
 
-def test_lesson_19_objects_are_named_right(server: RunningServer) -> None:
+def test_objects_are_named_right(server: RunningServer) -> None:
     names = {CHAT: ("chat.completion", "chat.completion.chunk"), "/v1/completions": ("text_completion",) * 2}
     for path, (whole, chunk) in names.items():
         body = {"model": MODEL, "messages": HELLO, "prompt": "hello"}
@@ -137,14 +137,14 @@ def test_lesson_19_objects_are_named_right(server: RunningServer) -> None:
         assert {event["object"] for event in events} == {chunk}
 
 
-def test_lesson_19_finish_reason_and_usage_are_true(server: RunningServer) -> None:
+def test_finish_reason_and_usage_are_true(server: RunningServer) -> None:
     for prompt, reason in (("stop now", "stop"), ("go on", "length")):
         body = server.post(CHAT, json={"messages": [{"role": "user", "content": prompt}], "max_tokens": 3}).json()
         assert body["choices"][0]["finish_reason"] == reason
         assert body["usage"]["completion_tokens"] == 3
 
 
-def test_lesson_19_n_and_stop_are_not_ignored(server: RunningServer) -> None:
+def test_n_and_stop_are_not_ignored(server: RunningServer) -> None:
     body = server.post(CHAT, json={"messages": HELLO, "n": 3, "stop": ["a", "b"], "max_tokens": 2}).json()
     assert [choice["message"]["content"] for choice in body["choices"]] == [answer("hello", i, 2) for i in range(3)]
     (generate,) = server.engine.of_type(Generate)
@@ -155,7 +155,7 @@ def test_lesson_19_n_and_stop_are_not_ignored(server: RunningServer) -> None:
     assert refused.status_code == 400, "what cannot be done is not ignored either"
 
 
-def test_lesson_19_generate_events_have_the_blank_line(start_server: Callable[..., RunningServer]) -> None:
+def test_generate_events_have_the_blank_line(start_server: Callable[..., RunningServer]) -> None:
     server = start_server(tick=0.1)  # tokens that come while the server is busy share an event
     text = server.post("/generate", json={"prompt": "hello", "stream": True}).text
     assert len(parse_events(text)) > 1
