@@ -21,8 +21,8 @@ from minisgl.config import (
     ToolCallParserName,
 )
 from minisgl.llm import LLM
+from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS
 from minisgl.parsers.reasoning import REASONING_FORMATS
-from minisgl.parsers.select import TOOL_CALL_PARSERS
 from minisgl.settings import Declaration, Setting, check_settings, declarations, take_keywords
 
 PARTS = {SourceConfig: "source", EngineConfig: "engine", SchedulerConfig: "scheduler", HttpConfig: "http"}

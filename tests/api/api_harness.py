@@ -21,7 +21,7 @@ from minisgl.config import EngineConfig, HttpConfig, ServerConfig
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
-from minisgl.parsers.select import Parsers
+from minisgl.parsers.parser_choice import Parsers
 from minisgl.server.api.app import build_app
 from minisgl.server.api.http.drain import Drain
 from minisgl.server.api.http.errors import shutting_down

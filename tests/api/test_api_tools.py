@@ -11,7 +11,7 @@ from api_harness import MODEL, RunningServer
 from api_sse import parse_events
 
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
-from minisgl.parsers.events import CallStart
+from minisgl.parsers.streaming import CallStart
 from minisgl.server.api.answers.chat_writer import ChatOptions, Choice
 from minisgl.server.api.requests.delta import Delta
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from minisgl.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
+from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
 
 
 class Parser(Protocol):

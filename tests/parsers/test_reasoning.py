@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parsing import Parsed, cut, run
 
-from minisgl.parsers.events import Content, Reasoning
-from minisgl.parsers.hermes import HermesParser
-from minisgl.parsers.output import OutputParser
+from minisgl.parsers.json_forms import HermesParser
+from minisgl.parsers.parser_choice import OutputParser
 from minisgl.parsers.reasoning import REASONING_FORMATS, Place, ReasoningParser, start_of_answer
+from minisgl.parsers.streaming import Content, Reasoning
 
 QWEN, R1, MISTRAL = (REASONING_FORMATS[name] for name in ("qwen3", "deepseek_r1", "mistral"))
 

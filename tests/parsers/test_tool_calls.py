@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parsing import Parsed, cut, run
 
-from minisgl.parsers.events import CallArguments, CallStart, Content
-from minisgl.parsers.select import TOOL_CALL_PARSERS
+from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS
+from minisgl.parsers.streaming import CallArguments, CallStart, Content
 from minisgl.parsers.tool_calls import ToolCallParser
 
 TOOLS: dict[str, dict[str, Any]] = {

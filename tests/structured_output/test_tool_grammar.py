@@ -17,9 +17,9 @@ from minisgl.core import Grammar, InvalidRequest, SamplingParams
 from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import ChatPrompt, TextPrompt
 from minisgl.models.demo import demo_folder
-from minisgl.parsers.events import CallArguments, CallStart, Content
+from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS
 from minisgl.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
-from minisgl.parsers.select import TOOL_CALL_PARSERS
+from minisgl.parsers.streaming import CallArguments, CallStart, Content
 from minisgl.structured_output.compiler import named_tokens
 from minisgl.structured_output.tool_grammar import calls_grammar, check_strict, either, free_grammar, schemas_to_enforce
 from minisgl.structured_output.translate import complete_template, field_of, to_llguidance

@@ -10,62 +10,68 @@ import json
 import re
 from collections.abc import Callable, Collection
 
-from minisgl.parsers.markers import next_character
+from minisgl.parsers.streaming import end_of, next_character
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 _NO_ARGUMENTS = "{}"
-_PLAIN = re.compile(r'[^"\\]*')  # characters of a string that mean only themselves
+_IN_STRING = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}  # characters that mean only themselves
 _BETWEEN = re.compile(r'[^"{}\[\]]*')  # what does not matter between brackets
 _SCALAR = re.compile(r"[^\s,{}\[\]\":]*")
 
 
-class JsonValue:
-    """Finds the end of one JSON value, whose first character is known."""
+class ValueEnd:
+    """Finds the end of one value, whose first character is known.
 
-    def __init__(self, first: str) -> None:
-        self._is_scalar = first not in '"{['
+    The value is JSON's, or that of a language with strings and brackets like JSON's: `between` matches what does not
+    matter outside of its strings.
+    """
+
+    def __init__(self, first: str, between: re.Pattern[str] = _BETWEEN) -> None:
+        self._is_scalar = first not in '"{[('
+        self._between = between
         self._depth = 0
-        self._in_string = False
+        self._quote = ""  # of the string that the text is in
         self._escaped = False
+        self.code_chars = 0  # so far, outside of strings
         self.ended = False
 
     def feed(self, text: str, at: int) -> int:
-        """Follow the value through the text from `at`; how far it goes. It may have ended there."""
+        """Follow the value through the text from `at`; return how far it goes. It may have ended there."""
         if self._is_scalar:
-            match = _SCALAR.match(text, at)
-            assert match is not None
-            self.ended = match.end() < len(text)
-            return match.end()
-        while at < len(text):
+            end = end_of(_SCALAR, text, at)
+            self.ended = end < len(text)
+            return end
+        while at < len(text) and not self.ended:
             if self._escaped:
                 self._escaped = False
                 at += 1
                 continue
-            match = (_PLAIN if self._in_string else _BETWEEN).match(text, at)
-            assert match is not None
-            at = match.end()
-            if at == len(text):
-                break
-            character = text[at]
-            at += 1
-            if character == '"':
-                self._in_string = not self._in_string
-            elif character == "\\":
-                self._escaped = True
-            else:
-                self._depth += 1 if character in "{[" else -1
-            if self._depth <= 0 and not self._in_string:
-                self.ended = True
-                break
+            begin, was_code = at, not self._quote
+            at = end_of(_IN_STRING[self._quote] if self._quote else self._between, text, at)
+            if at < len(text):
+                self._take(text[at])
+                at += 1
+            if was_code:
+                self.code_chars += at - begin
         return at
+
+    def _take(self, character: str) -> None:
+        """Take a quotation mark, a bracket, or a string's backslash."""
+        if character == "\\":
+            self._escaped = True
+        elif character in _IN_STRING:
+            self._quote = "" if self._quote else character
+        else:
+            self._depth += 1 if character in "{[(" else -1
+        self.ended = self._depth <= 0 and not self._quote
 
 
 class JsonCall:
-    """One call: `{"name": ..., "arguments": {...}}`, its members in any order and others beside them.
+    """Reads one call: `{"name": ..., "arguments": {...}}`, its members in any order and others beside them.
 
-    With `names`, a call of any other name is none. The call has `started` with the first character of its arguments
-    if its name is known by then, and from there on can no longer be taken back.
+    With `names`, an object with any other name is no call. The call has `started` with the first character of its
+    arguments if its name is known by then, and from there on can no longer be taken back.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
@@ -76,13 +82,13 @@ class JsonCall:
         self.failed = False  # it is not a call, or nothing more of one
         self._key = ""
         self._raw: list[str] = []  # the text of the key or value at hand, unless it is streamed
-        self._value = JsonValue('"')
+        self._value = ValueEnd('"')
         self._arguments: list[str] = []  # not taken yet
         self._has_arguments = False
         self._state: Callable[[str, int], int] = self._open
 
     def feed(self, text: str) -> int:
-        """More text; how much of it belongs to the object. All of it does until the call is done or has failed."""
+        """Take more text; return how much of it belongs to the object: all, until the call is done or has failed."""
         at = 0
         while at < len(text) and not self.done and not self.failed:
             at = self._state(text, at)
@@ -90,7 +96,7 @@ class JsonCall:
         return at
 
     def take_arguments(self) -> str:
-        """The arguments that came since they were last taken; none before the call has started."""
+        """Return the arguments that came since they were last taken; none before the call has started."""
         if not self.started:
             return ""
         text = "".join(self._arguments)
@@ -109,7 +115,7 @@ class JsonCall:
     def _member(self, text: str, at: int) -> int:
         character, at = next_character(text, at)
         if character == '"':
-            self._value = JsonValue(character)
+            self._value = ValueEnd(character)
             self._raw.clear()
             self._state = self._in_key
             return at
@@ -136,7 +142,7 @@ class JsonCall:
         character, at = next_character(text, at)
         if not character or character in ",}]:":
             return self._fail_unless(not character, at)
-        self._value = JsonValue(character)
+        self._value = ValueEnd(character)
         self._raw.clear()
         if self._key in ARGUMENT_KEYS and character in "{[" and not self._has_arguments:
             self._has_arguments = True

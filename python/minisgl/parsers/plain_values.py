@@ -1,7 +1,7 @@
-"""Values that are written as plain text: strings without quotation marks, everything else as JSON.
+"""Reads values that are written as plain text: strings without quotation marks, everything else as JSON.
 
-The schema says what a text means. This module reads a text as the JSON that it means (for the parser), and says which
-texts a schema allows, and if that is exact (for the grammars of `structured_output.tool_grammar`).
+The schema says what a text means. `typed` returns the JSON that a text means (for the parser); `texts_of` and
+`is_exact` say which texts a schema allows (for the grammars of `structured_output.tool_grammar`).
 
 Schemas are a client's: their references may branch at every level and go round in circles. A question looks at each
 part of a schema once, without recursion, and pays for it from an `Allowance`.
@@ -101,7 +101,7 @@ def typed(text: str, types: frozenset[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Alternatives:
-    """The schemas among which a value may choose. `only`: nothing else is asked of it."""
+    """Schemas of which a value follows one. `only`: nothing else is asked of it."""
 
     schemas: list[Any]
     only: bool

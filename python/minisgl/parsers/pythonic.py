@@ -11,21 +11,22 @@ import json
 import re
 from collections.abc import Callable, Collection
 
-from minisgl.parsers.markers import next_character
+from minisgl.parsers.json_call import ValueEnd
+from minisgl.parsers.streaming import end_of, next_character
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 
 MAX_CODE_CHARS = 20_000  # of a call, beside its strings: Python takes some 50 ms to read them
 _NAME = re.compile(r"(?:[^\W\d][\w.]*)?")
-_BETWEEN = re.compile(r"[^\"'()\[\]{}]*")
-_PLAIN = re.compile(r"[^\"'\\]*")
+_BETWEEN = re.compile(r"[^\"'()\[\]{}]*")  # what does not matter between brackets
 _CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's, which models mix in
 
 
 class PythonicParser(ToolCallParser):
-    """The list of calls is the whole answer, or comes after `<|python_start|>`."""
+    """Reads a list of calls that is the whole answer, or comes behind `<|python_start|>`."""
 
     markers = ("<|python_start|>",)
     kept = ("<|python_start|>", "<|python_end|>")
+    shown_by = ("[func_name1(",)
 
     def __init__(self, tools: Tools, new_id: Callable[[], str]) -> None:
         super().__init__(tools, new_id)
@@ -37,15 +38,13 @@ class PythonicParser(ToolCallParser):
 
     def _at_list(self) -> bool:
         character, at = next_character(self._buffer)
-        if not character:
-            return False
         if character == "[":
             self._begin_call(at + 1)
-        elif self._head:
+        elif character and self._head:
             self._reject()
-        else:
+        elif character:
             self._state = self._content
-        return True
+        return bool(character)
 
     def _begin_call(self, end: int) -> None:
         self._take_head(end)
@@ -69,91 +68,56 @@ class PythonicParser(ToolCallParser):
 
     def _after_item(self) -> bool:
         character, at = next_character(self._buffer)
-        if not character:
-            return False
         if character == ",":
             self._begin_call(at + 1)
-            return True
-        if character == "]":
+        elif character == "]":
             self._buffer = self._buffer[at + 1 :]
             self._state = self._closing
-        else:
+        elif character:
             self._state = self._content
-        return True
+        return bool(character)
 
     def _closing(self) -> bool:
         return self._expect("<|python_end|>", self._content)
 
 
 class _Call:
-    """`name(key=value, ...)`, read piece by piece."""
+    """Reads one call, `name(key=value, ...)`, piece by piece."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._text = ""
-        self._quote = ""  # the quotation mark of the string that we are in
-        self._escaped = False
-        self._depth = 0
-        self._code_chars = 0  # outside of strings
+        self._parentheses = ValueEnd("(", _BETWEEN)
         self.name = ""
         self.arguments = ""  # JSON, when done
         self.done = False
         self.failed = False
 
     def feed(self, text: str) -> int:
-        """More text; how much of it belongs to the call."""
-        at = 0
-        if not self.name:
-            at = self._read_name(text)
-        while at < len(text) and not self.done and not self.failed:
-            begin, at = at, self._read(text, at)
+        """Take more text; return how much of it belongs to the call."""
+        at = 0 if self.name else self._read_name(text)
+        if self.name and at < len(text):
+            begin, at = at, self._parentheses.feed(text, at)
             self._text += text[begin:at]
-            if self._depth == 0:
+            if self._parentheses.code_chars > MAX_CODE_CHARS:
+                self.failed = True
+            elif self._parentheses.ended:
                 self._finish()
         return at
 
     def _read_name(self, text: str) -> int:
         known = len(self._text)
         self._text += text
-        stripped = self._text.lstrip()
-        match = _NAME.match(stripped)
-        assert match is not None
-        end = len(self._text) - len(stripped) + match.end()
+        begin = len(self._text) - len(self._text.lstrip())
+        end = end_of(_NAME, self._text, begin)
         if end < len(self._text):
-            name = match[0]
+            name = self._text[begin:end]
             if self._text[end] == "(" and name in self._names:
                 self.name = name
             else:
                 self.failed = True
             self._text = self._text[:end]
         return max(end - known, 0)
-
-    def _read(self, text: str, at: int) -> int:
-        """Up to and with the next character that means something."""
-        if self._escaped:
-            self._escaped = False
-            return at + 1
-        match = (_PLAIN if self._quote else _BETWEEN).match(text, at)
-        assert match is not None
-        if not self._quote:
-            self._code_chars += match.end() + 1 - at
-            if self._code_chars > MAX_CODE_CHARS:
-                self.failed = True
-                return at
-        at = match.end()
-        if at == len(text):
-            return at
-        character = text[at]
-        if character == "\\":
-            self._escaped = True
-        elif character in "\"'":
-            if not self._quote:
-                self._quote = character
-            elif self._quote == character:
-                self._quote = ""
-        else:
-            self._depth += 1 if character in "([{" else -1
-        return at + 1
 
     def _finish(self) -> None:
         try:
@@ -164,7 +128,7 @@ class _Call:
 
 
 def _arguments(call: str) -> str:
-    """The keyword arguments of a call as a JSON object."""
+    """Return the keyword arguments of a call as a JSON object."""
     expression = ast.parse(call.strip(), mode="eval").body
     if not isinstance(expression, ast.Call) or expression.args:
         raise ValueError("not a call with keyword arguments alone")

@@ -18,9 +18,8 @@ import json
 from collections.abc import Callable, Mapping
 
 from minisgl.core import InvalidRequest
-from minisgl.parsers.events import Event
-from minisgl.parsers.markers import find_first, possible_start
 from minisgl.parsers.plain_values import ALL_TYPES, Allowance, typed, types_of
+from minisgl.parsers.streaming import Event, find_first, possible_start
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 
 MAX_TAG = 1024  # characters
@@ -32,10 +31,11 @@ _VALUE_ENDS = (f"\n{_PARAMETER_END}", _PARAMETER_END)
 
 
 class QwenCoderParser(ToolCallParser):
-    """The outer tags may be missing, as models forget them."""
+    """Reads calls in tags. The outer ones may be missing, as models forget them."""
 
     markers = ("<tool_call>", _FUNCTION)
     kept = ("<tool_call>", _CALL_END)
+    shown_by = ("<tool_call>", _FUNCTION)
 
     def __init__(self, tools: Tools, new_id: Callable[[], str]) -> None:
         super().__init__(tools, new_id)
@@ -67,7 +67,7 @@ class QwenCoderParser(ToolCallParser):
         return True
 
     def _tag(self, opening: str) -> str | None:
-        """Consume `<opening=value>`, if it comes: its value. None while it may still come, empty if it does not."""
+        """Consume `<opening=value>` and return the value: None while it may still come, empty if it does not."""
         stripped = self._buffer.lstrip()
         if opening.startswith(stripped):
             return None
@@ -83,7 +83,7 @@ class QwenCoderParser(ToolCallParser):
         return name
 
     def _between(self) -> bool:
-        """Between parameters."""
+        """Look for what comes between parameters: one of three tags."""
         stripped = self._buffer.lstrip()
         tags = (_PARAMETER, _FUNCTION_END, _CALL_END)
         tag = next((tag for tag in tags if stripped.startswith(tag)), None)
@@ -154,7 +154,7 @@ class QwenCoderParser(ToolCallParser):
         return text, found is not None
 
     def _value_types(self) -> frozenset[str]:
-        """The types that the parameter may have: all, if its schema has more alternatives than are looked at."""
+        """Return the types that the parameter may have: all, if its schema has more alternatives than are looked at."""
         place = self._function, self._key
         if place not in self._types:
             root = self._tools.get(self._function, {})

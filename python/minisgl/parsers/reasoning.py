@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from minisgl.parsers.events import Content, Event, Reasoning
-from minisgl.parsers.markers import possible_start
+from minisgl.parsers.streaming import Content, Event, Reasoning, possible_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +19,13 @@ class ReasoningFormat:
     opening: str
     closing: str
     starts_inside: bool = False  # even where neither prompt nor answer has the opening marker
+    shown_by: tuple[str, ...] = ()  # texts that such chat templates have, all of them; none: by flag alone
 
 
-REASONING_FORMATS = {
-    "qwen3": ReasoningFormat("<think>", "</think>"),
-    "deepseek_r1": ReasoningFormat("<think>", "</think>", starts_inside=True),
-    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+REASONING_FORMATS = {  # by the name of the parser; where several are shown, the first counts
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", shown_by=("[THINK]",)),
+    "deepseek_r1": ReasoningFormat("<think>", "</think>", shown_by=("</think>", "<｜Assistant｜>"), starts_inside=True),
+    "qwen3": ReasoningFormat("<think>", "</think>", shown_by=("</think>",)),
 }
 
 
@@ -50,7 +50,7 @@ def start_of_answer(form: ReasoningFormat, prompt_end: str, continued: str = "")
 
 
 class ReasoningParser:
-    """One answer. The text that is no thought comes as Content."""
+    """Splits one answer. The text that is no thought comes as Content."""
 
     def __init__(self, form: ReasoningFormat, start: Place) -> None:
         self._form = form
@@ -60,7 +60,7 @@ class ReasoningParser:
         self._events: list[Event] = []
 
     def feed(self, text: str) -> list[Event]:
-        """More text; what is certain with it."""
+        """Take more text; return the events that are certain with it."""
         self._buffer += text
         while self._buffer and self._state():
             pass

@@ -1,4 +1,4 @@
-"""Base of the forms of tool calls: the text around calls, and what was taken for a call and is none.
+"""Base class of tool call parsers: the text around calls, and what was taken for a call and is none.
 
 White space next to a call belongs to it: models put a line break there that nobody should see.
 """
@@ -9,19 +9,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from minisgl.parsers.events import CallArguments, CallStart, Content, Event
 from minisgl.parsers.json_call import JsonCall
-from minisgl.parsers.markers import find_first, possible_start
+from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, find_first, possible_start
 
 Tools = Mapping[str, Mapping[str, Any]]  # the JSON schema of the parameters of each tool
 State = Callable[[], bool]  # takes text from the front of the buffer; False: it needs more
 
 
 class ToolCallParser(ABC):
-    """One answer. `new_id` makes the id of each call; `tools` are those that the client declared."""
+    """Reads one answer. `new_id` makes the id of each call; `tools` are those that the client declared."""
 
     markers: ClassVar[tuple[str, ...]]  # with one of these a call begins
     kept: ClassVar[tuple[str, ...]]  # what must stay in the text, even where it is a special token
+    shown_by: ClassVar[tuple[str, ...]] = ()  # texts that chat templates with this form have, all; none: by flag alone
+    contradicted_by: ClassVar[tuple[str, ...]] = ()  # texts of other forms that look like this one
 
     def __init__(self, tools: Tools, new_id: Callable[[], str]) -> None:
         self._tools = tools
@@ -61,7 +62,7 @@ class ToolCallParser(ABC):
         """Choose the state for the text after a marker."""
 
     def _content(self) -> bool:
-        """Between calls."""
+        """Pass on text between calls, up to a marker or what may become one."""
         found = find_first(self._buffer, self.markers)
         end = possible_start(self._buffer, self.markers) if found is None else found[0]
         shown = self._buffer[:end].rstrip()

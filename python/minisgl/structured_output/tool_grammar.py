@@ -16,9 +16,7 @@ from urllib.parse import unquote
 import msgspec
 
 from minisgl.core import MAX_GRAMMAR_CHARS, Grammar, InvalidRequest
-from minisgl.parsers.hermes import HermesParser
-from minisgl.parsers.llama import LlamaJsonParser
-from minisgl.parsers.mistral import MistralParser
+from minisgl.parsers.json_forms import HermesParser, LlamaJsonParser, MistralParser
 from minisgl.parsers.plain_values import SAYS_NOTHING, Allowance, is_exact, texts_of, types_of
 from minisgl.parsers.pythonic import PythonicParser
 from minisgl.parsers.qwen_coder import QwenCoderParser

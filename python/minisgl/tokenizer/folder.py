@@ -14,7 +14,7 @@ import msgspec
 from minisgl.config import ConfigError, ServerConfig
 
 if TYPE_CHECKING:
-    from minisgl.parsers.select import Parsers
+    from minisgl.parsers.parser_choice import Parsers
 
 
 def load_tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _read(path: Path) -> str:
 
 def model_parsers(config: ServerConfig) -> Parsers:
     """How the model's answers are taken apart: as the flags say, or else as its chat templates show."""
-    from minisgl.parsers.select import Parsers  # NumPy comes with it, which reading a config does without
+    from minisgl.parsers.parser_choice import Parsers  # NumPy comes with it, which reading a config does without
 
     folder = config.tokenizer_folder
     templates = chat_templates(folder, load_tokenizer_config(folder), config.source.chat_template)

@@ -7,7 +7,7 @@ may yet turn out to be a part of a stop string is held back, and no more than th
 
 from __future__ import annotations
 
-from minisgl.parsers.markers import possible_start
+from minisgl.parsers.streaming import possible_start
 
 
 class StopMatcher:

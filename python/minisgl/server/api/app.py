@@ -16,7 +16,7 @@ from starlette.responses import Response
 from minisgl.config import ServerConfig
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
-from minisgl.parsers.select import Parsers
+from minisgl.parsers.parser_choice import Parsers
 from minisgl.server.api.http.access_log import AccessLog
 from minisgl.server.api.http.boundary import BodyBudget, Boundary, KeyGate
 from minisgl.server.api.http.browsers import BrowserGate

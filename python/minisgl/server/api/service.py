@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from minisgl.config import ServerConfig
 from minisgl.limits import Limits
-from minisgl.parsers.select import Parsers
+from minisgl.parsers.parser_choice import Parsers
 from minisgl.server.api.bodies.body import B, UnknownFields, check_numbers, read_body, read_fields, validate
 from minisgl.server.api.bodies.scan import MAX_ITEMS
 from minisgl.server.api.bodies.schema import Body, RequestBody

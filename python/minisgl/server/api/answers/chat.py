@@ -9,8 +9,7 @@ import msgspec
 
 from minisgl.core import Grammar, InvalidRequest
 from minisgl.limits import Limits
-from minisgl.parsers.output import OutputParser
-from minisgl.parsers.select import NONE, Parsers
+from minisgl.parsers.parser_choice import NONE, OutputParser, Parsers
 from minisgl.server.api.answers.chat_writer import ChatOptions, ChatWriter
 from minisgl.server.api.bodies.conversation import conversation_prompt
 from minisgl.server.api.bodies.messages import Message, template_messages

@@ -12,8 +12,8 @@ from msgspec import UNSET, UnsetType
 from msgspec.json import encode
 
 from minisgl.message.types import PositionLogprobs, unpack_ids
-from minisgl.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
-from minisgl.parsers.output import OutputParser
+from minisgl.parsers.parser_choice import OutputParser
+from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
 from minisgl.server.api.answers.answer import usage_of
 from minisgl.server.api.answers.logprobs import chat_logprobs, prompt_logprobs
 from minisgl.server.api.answers.responses import (

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET
 
 from minisgl.core import InvalidRequest
-from minisgl.parsers.events import CallArguments, CallStart
+from minisgl.parsers.streaming import CallArguments, CallStart
 from minisgl.server.api.answers.responses import ChatDelta, ChatMessage, FunctionDelta
 from minisgl.server.api.bodies.tools import Tool, ToolUse, check_function, tool_use
 

@@ -7,7 +7,7 @@ import logging
 
 from starlette.requests import Request
 
-from minisgl.parsers.select import NONE
+from minisgl.parsers.parser_choice import NONE
 from minisgl.server.api.answers.answer import Answer, Writer
 from minisgl.server.api.answers.chat import chat_answer
 from minisgl.server.api.answers.completions import CompletionWriter, completion_job

@@ -1,4 +1,4 @@
-"""Chooses the parsers that a model needs: by its chat template, or as the command line says."""
+"""Chooses the parsers that a model needs, by its chat template or by flag, and joins them to one of a whole answer."""
 
 from __future__ import annotations
 
@@ -7,46 +7,30 @@ import string
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from minisgl.parsers.hermes import HermesParser
-from minisgl.parsers.llama import LlamaJsonParser
-from minisgl.parsers.mistral import MistralParser
-from minisgl.parsers.output import OutputParser
+from minisgl.parsers.json_forms import HermesParser, LlamaJsonParser, MistralParser
 from minisgl.parsers.pythonic import PythonicParser
 from minisgl.parsers.qwen_coder import QwenCoderParser
-from minisgl.parsers.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningParser, start_of_answer
+from minisgl.parsers.reasoning import REASONING_FORMATS, Place, ReasoningFormat, ReasoningParser, start_of_answer
+from minisgl.parsers.streaming import Content, Event
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 
 AUTO, NONE = "auto", "none"
 PLAIN_FORM = "llama3_json"  # an object of JSON, and nothing around it
 
-TOOL_CALL_PARSERS: dict[str, type[ToolCallParser]] = {
-    "hermes": HermesParser,
+TOOL_CALL_PARSERS: dict[str, type[ToolCallParser]] = {  # where a chat template shows several, the first counts
     "qwen3_coder": QwenCoderParser,
+    "mistral": MistralParser,
+    "hermes": HermesParser,
     "llama3_json": LlamaJsonParser,
     "pythonic": PythonicParser,
-    "mistral": MistralParser,
 }
-
-# Texts that show a form, and none that show another one which looks alike.
-_TOOL_CALL_SIGNS = (
-    ("qwen3_coder", ("<tool_call>", "<function="), ()),
-    ("mistral", ("[TOOL_CALLS]",), ()),
-    ("hermes", ("<tool_call>",), ("<arg_key>", "<tool_calls>", "<tool_sep>")),
-    ("llama3_json", ('{"name": function name, "parameters":',), ()),
-    ("pythonic", ("[func_name1(",), ()),
-)
-_REASONING_SIGNS = (
-    ("mistral", ("[THINK]",)),
-    ("deepseek_r1", ("</think>", "<｜Assistant｜>")),
-    ("qwen3", ("</think>",)),
-)
 
 
 def shown_tool_call_parser(templates: Iterable[str]) -> str:
-    """The name of the parser for the form that these chat templates show; none if they show none."""
+    """Name the parser for the form of calls that these chat templates show; none if they show none."""
     text = "\n".join(templates)
-    for name, signs, others in _TOOL_CALL_SIGNS:
-        if all(sign in text for sign in signs) and not any(other in text for other in others):
+    for name, kind in TOOL_CALL_PARSERS.items():
+        if _shows(text, kind.shown_by) and not any(other in text for other in kind.contradicted_by):
             return name
     return NONE
 
@@ -54,7 +38,11 @@ def shown_tool_call_parser(templates: Iterable[str]) -> str:
 def shown_reasoning_parser(templates: Iterable[str]) -> str:
     """Name the parser for the thought before the answer that these chat templates show; none if they show none."""
     text = "\n".join(templates)
-    return next((name for name, signs in _REASONING_SIGNS if all(sign in text for sign in signs)), NONE)
+    return next((name for name, form in REASONING_FORMATS.items() if _shows(text, form.shown_by)), NONE)
+
+
+def _shows(text: str, signs: tuple[str, ...]) -> bool:
+    return bool(signs) and all(sign in text for sign in signs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +94,51 @@ class Parsers:
         return OutputParser(reasoning_parser, tool_call_parser)
 
 
+class OutputParser:
+    """Splits one answer: a thought first, then content and tool calls. A part without a parser is content."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tool_calls: ToolCallParser | None) -> None:
+        self._reasoning = reasoning
+        self._tool_calls = tool_calls
+        self._undecided_tokens = 0
+        self.reasoning_tokens = 0  # so far, markers included
+
+    def feed(self, text: str, num_tokens: int = 0) -> list[Event]:
+        """Take the text that `num_tokens` tokens brought; return the events that are certain with it."""
+        if self._reasoning is None:
+            return self._content(text)
+        before = self._reasoning.position
+        events = self._reasoning.feed(text)
+        after = self._reasoning.position
+        if Place.INSIDE in (before, after):
+            self.reasoning_tokens += num_tokens + self._undecided_tokens
+            self._undecided_tokens = 0
+        elif after is Place.UNDECIDED:
+            self._undecided_tokens += num_tokens
+        return self._parse_content(events)
+
+    def finish(self) -> list[Event]:
+        """Return the events of what was held back, when no text follows."""
+        events = [] if self._reasoning is None else self._parse_content(self._reasoning.finish())
+        return events if self._tool_calls is None else events + self._tool_calls.finish()
+
+    def _parse_content(self, events: Iterable[Event]) -> list[Event]:
+        parsed: list[Event] = []
+        for event in events:
+            parsed += self._content(event.text) if isinstance(event, Content) else (event,)
+        return parsed
+
+    def _content(self, text: str) -> list[Event]:
+        if self._tool_calls is not None:
+            return self._tool_calls.feed(text)
+        return [Content(text)] if text else []
+
+
 def long_id() -> str:
+    """Make the id of a call as OpenAI's API does."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def short_id() -> str:
-    """Mistral's templates take nothing but nine letters and digits."""
+    """Make the id of a call of nine letters and digits: Mistral's templates take nothing else."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

@@ -7,7 +7,7 @@ import pytest
 from minisgl.cli import parse_args
 from minisgl.config import ConfigError, EngineConfig, ServerConfig
 from minisgl.models.demo import demo_folder
-from minisgl.parsers.select import TOOL_CALL_PARSERS, Parsers, long_id, short_id
+from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS, Parsers, long_id, short_id
 from minisgl.tokenizer.folder import model_parsers
 
 # What is telling about the templates of each family.
