@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import uvicorn
@@ -57,13 +57,12 @@ async def send_all(packets: list[bytes]) -> tuple[Requests, Wire]:
         await send({"type": "http.response.body"})
 
     wire = Wire()
-    connection = Connection(uvicorn.Config(app, ws="none", log_config=None), ServerState(), {}, receive_timeout=60)
+    connection = Connection(uvicorn.Config(app, ws="none", log_config=None), ServerState(), {}, header_timeout=60)
     connection.connection_made(wire)
     for packet in packets:
         connection.data_received(packet)
-        await asyncio.sleep(0)
-    for _ in range(20):
-        await asyncio.sleep(0)
+        for _ in range(10):  # time to answer: a client sends its next request behind the answer
+            await asyncio.sleep(0)
     connection.connection_lost(None)
     return requests, wire
 
@@ -91,43 +90,67 @@ SENT = [
     (post("/4", b""), ("/4", b"")),
     (post("/5", b"x" * 100, UPGRADE), ("/5", b"x" * 100)),
 ]
-WHOLE = b"".join(sent for sent, _ in SENT)
 EXPECTED = [request for _, request in SENT]
 
 
-def test_requests_in_one_packet() -> None:
-    """An offer to speak another protocol is passed over in each of them."""
-    assert requests_of([WHOLE]) == EXPECTED
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 17])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 17, 1000])
 def test_requests_in_small_packets(size: int) -> None:
-    packets = [WHOLE[start : start + size] for start in range(0, len(WHOLE), size)]
+    """An offer to speak another protocol is passed over in each of them."""
+    packets = [sent[start : start + size] for sent, _ in SENT for start in range(0, len(sent), size)]
     assert requests_of(packets) == EXPECTED
 
 
 @settings(deadline=None)
-@given(st.sets(st.integers(0, len(WHOLE))))
+@given(st.sets(st.integers(0, sum(len(sent) for sent, _ in SENT))))
 def test_requests_cut_anywhere(cuts: set[int]) -> None:
-    packets = [WHOLE[start:end] for start, end in pairwise(sorted({0, *cuts, len(WHOLE)}))]
+    whole = b"".join(sent for sent, _ in SENT)
+    ends = {0, *accumulate(len(sent) for sent, _ in SENT)}
+    packets = [whole[start:end] for start, end in pairwise(sorted(ends | cuts))]
     assert requests_of(packets) == EXPECTED
+
+
+@settings(deadline=None)
+@given(st.integers(1, len(SENT[3][0])))
+def test_what_comes_before_the_answer_is_never_read(length: int) -> None:
+    """Neither as a request nor as what is wrong, and the connection closes behind the answer."""
+    for early in (SENT[3][0][:length], b"hello\r\n\r\n"[:length], b"\r\nGET"[:length] + b"a" * 2 * MAX_HEAD_BYTES):
+        requests, wire = asyncio.run(send_all([SENT[4][0] + early, b"x" * 100, *[sent for sent, _ in SENT]]))
+        assert requests == EXPECTED[4:]
+        assert wire.is_closing()
+        head, _, rest = wire.written.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"\r\nconnection: close" in head
+        assert not rest
+
+
+def test_empty_lines_without_end_before_the_answer() -> None:
+    wire = asyncio.run(send_all([SENT[4][0] + b"\r\n" * MAX_HEAD_BYTES]))[1]
+    assert wire.written.count(b"HTTP/1.1 ") == wire.written.count(b"HTTP/1.1 200 ") == 1
+    assert wire.is_closing()
+
+
+def test_no_proxy() -> None:
+    requests, wire = asyncio.run(send_all([b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n\r\n"]))
+    assert not requests
+    assert wire.written.startswith(b"HTTP/1.1 400 ")
+    assert wire.is_closing()
 
 
 CHUNKED = b"POST /1 HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nx: "
 OPEN_ENDED = {
-    "value": b"GET /1 HTTP/1.1\r\nhost: a\r\nx: ",
-    "path": b"GET /",
-    "second": b"GET /0 HTTP/1.1\r\nhost: a\r\n\r\nGET /1 HTTP/1.1\r\nhost: a\r\nx: ",
-    "behind a body": post("/0", b"abc") + b"GET /1 HTTP/1.1\r\nhost: a\r\nx: ",
-    "trailer": CHUNKED,
+    "value": [b"GET /1 HTTP/1.1\r\nhost: a\r\nx: "],
+    "path": [b"GET /"],
+    "second": [b"GET /0 HTTP/1.1\r\nhost: a\r\n\r\n", b"GET /1 HTTP/1.1\r\nhost: a\r\nx: "],
+    "behind a body": [post("/0", b"abc"), b"GET /1 HTTP/1.1\r\nhost: a\r\nx: "],
+    "trailer": [CHUNKED],
 }
 
 
 @pytest.mark.parametrize("size", [1000, 2**18])
 @pytest.mark.parametrize("begin", OPEN_ENDED.values(), ids=OPEN_ENDED)
-def test_heads_without_end(begin: bytes, size: int) -> None:
+def test_heads_without_end(begin: list[bytes], size: int) -> None:
     """Refused before much of them is kept."""
-    wire = asyncio.run(send_all([begin, *[b"a" * size] * (2**20 // size)]))[1]
+    wire = asyncio.run(send_all([*begin, *[b"a" * size] * (2**20 // size)]))[1]
     assert wire.is_closing()
     head, _, body = wire.written[wire.written.index(b"HTTP/1.1 431 ") :].partition(b"\r\n\r\n")
     assert b"\r\nconnection: close" in head
@@ -144,13 +167,13 @@ def test_many_header_lines() -> None:
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_the_largest_head(more: int) -> None:
-    """Whether it comes in one packet or in several; before and after it there are others."""
+    """It comes in one packet or in several; before and after it there are others."""
     head = b"POST /1 HTTP/1.1\r\nhost: a\r\ncontent-length: 70000\r\nx: "
     head += b"a" * (MAX_HEAD_BYTES - len(head) - 4 + more) + b"\r\n\r\n"
-    sent = post("/0", b"x" * 70_000) + head + b"y" * 70_000 + post("/2", b"z")
+    sent = [post("/0", b"x" * 70_000), head + b"y" * 70_000, post("/2", b"z")]
     bodies = [("/0", b"x" * 70_000), ("/1", b"y" * 70_000), ("/2", b"z")]
-    for size in (len(sent), 10_000, 1999):
-        packets = [sent[start : start + size] for start in range(0, len(sent), size)]
+    for size in (2**20, 10_000, 1999):
+        packets = [one[start : start + size] for one in sent for start in range(0, len(one), size)]
         assert requests_of(packets) == bodies[: 1 if more else 3]
 
 
@@ -166,6 +189,6 @@ def test_a_refusal_is_not_taken_for_another_answer() -> None:
         (b"hello\r\n\r\n", b"400"),
         (b"GET /2 HTTP/1.1\r\nhost: a\r\nx: " + b"a" * MAX_HEAD_BYTES, b"431"),
     ):
-        wire = asyncio.run(send_all([b"GET /1 HTTP/1.1\r\nhost: a\r\n\r\n" + begin]))[1]
+        wire = asyncio.run(send_all([b"GET /1 HTTP/1.1\r\nhost: a\r\n\r\n", begin]))[1]
         assert wire.is_closing()
         assert [answer[:3] for answer in wire.written.split(b"HTTP/1.1 ")[1:]] == [b"200", status]

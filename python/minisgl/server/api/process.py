@@ -128,7 +128,7 @@ class Server(uvicorn.Server):
         self._drain = drain
         self._metrics = metrics
         self._accepts = asyncio.Event()
-        self._connect = partial(Connection, config, self.server_state, {}, receive_timeout=http.receive_timeout)
+        self._connect = partial(Connection, config, self.server_state, {}, header_timeout=http.receive_timeout)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept on the one socket by means of our own."""

@@ -15,8 +15,8 @@ from typing import Protocol
 from starlette.types import Receive, Scope, Send
 
 from minisgl.server.api.answers.responses import PromptTokensDetails, Usage
+from minisgl.server.api.http.connection import StreamBody, stream_body_of
 from minisgl.server.api.http.errors import ApiError, internal_error
-from minisgl.server.api.http.stream_body import StreamBody, stream_body_of
 from minisgl.server.api.requests.client import EngineClient
 from minisgl.server.api.requests.delta import Delta
 from minisgl.server.api.requests.open_request import ClientGone, Job, OpenRequest

@@ -1,3 +1,3 @@
-"""The server's side of a connection: HTTP and what clients may send when (`connection`), the way of a stream's events
-past ASGI (`stream_body`), request ids and keys (`boundary`), and what clients are told of errors (`errors`).
+"""The server's side of a connection: HTTP and what clients may send when (`connection`), who may come in (`gates`),
+the layers around the application (`middleware`), the begin and the end (`server`), and the errors that clients see.
 """
