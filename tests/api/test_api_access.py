@@ -22,7 +22,7 @@ from minisgl.cli import parse_args
 from minisgl.config import ConfigError, HttpConfig
 from minisgl.message.relayed import Abort
 from minisgl.message.to_tokenizer import Generate
-from minisgl.server.api.http.boundary import client_of
+from minisgl.server.api.http.gates import client_of
 from minisgl.server.supervisor import bind
 
 CHAT = "/v1/chat/completions"
@@ -241,7 +241,7 @@ def test_after_a_body_that_was_not_read(
     start_server: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection goes on, and when it is idle it ends like others."""
-    monkeypatch.setattr("minisgl.server.api.process.KEEP_ALIVE_SECONDS", 0.5)
+    monkeypatch.setattr("minisgl.server.api.http.server.KEEP_ALIVE_SECONDS", 0.5)
     client = RawClient(start_server().port)
     client.socket.sendall(LENGTH)
     assert b" 404 " in client.read_until(b"}}")

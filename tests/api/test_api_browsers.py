@@ -12,7 +12,7 @@ from minisgl.cli import parse_args
 from minisgl.config import ConfigError, HttpConfig
 from minisgl.message.relayed import Abort, FlushCache
 from minisgl.message.to_tokenizer import Encode, Generate
-from minisgl.server.api.http.boundary import CONTROL_ROUTES
+from minisgl.server.api.http.gates import CONTROL_ROUTES
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}

@@ -17,11 +17,10 @@ from minisgl.config import ServerConfig
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import Parsers
-from minisgl.server.api.http.access_log import AccessLog
-from minisgl.server.api.http.boundary import BodyBudget, Boundary, KeyGate
-from minisgl.server.api.http.browsers import BrowserGate
 from minisgl.server.api.http.drain import Drain, DrainGate
 from minisgl.server.api.http.errors import ApiError, invalid_request
+from minisgl.server.api.http.gates import Gate, browser_check, key_check
+from minisgl.server.api.http.middleware import AccessLogMiddleware, BodyBudgetMiddleware, RequestIdMiddleware
 from minisgl.server.api.openapi import openapi_document
 from minisgl.server.api.requests.client import EngineClient
 from minisgl.server.api.routes.control import ControlRoutes
@@ -41,13 +40,11 @@ TOPICS: dict[str, Callable[[Service], Topic]] = {
     "status": StatusRoutes,
     "control": ControlRoutes,
 }
-LARGEST_BODIES = (
-    128  # so many bodies of the largest size are held at a time: 1 GiB of those that are allowed by default
-)
+LARGEST_BODIES = 128  # held at a time, of the largest size: 1 GiB of those that are allowed by default
 
 
 class App(FastAPI):
-    """The application of these endpoints, by topic, with the document that is made from them.
+    """Application of these endpoints, by topic, with the document that is made from them.
 
     They enter as plain Starlette routes: FastAPI's own cost twice the time a request, and read bodies before the limits
     of `bodies.body` are checked.
@@ -74,7 +71,7 @@ class App(FastAPI):
 def build_app(
     client: EngineClient, heartbeat: Heartbeat, drain: Drain, config: ServerConfig, limits: Limits, parsers: Parsers
 ) -> App:
-    """The ASGI application."""
+    """Return the ASGI application."""
     service = Service(client, heartbeat, config, limits, parsers)
     return App(
         {name: topic(service).endpoints() for name, topic in TOPICS.items()},
@@ -90,33 +87,27 @@ def build_app(
 
 
 def layers(config: ServerConfig, drain: Drain) -> list[Middleware]:
-    """From the outermost in. A web page's preflight carries no key, and a refusal must be readable to the page."""
+    """Return the layers from the outermost in.
+
+    A web page's preflight carries no key, and a refusal must be readable to the page: CORS comes before the gate.
+    """
     http = config.http
-    found = [Middleware(AccessLog)] if config.access_log and not config.shell else []  # the shell has the terminal
-    found.append(Middleware(Boundary, root_path=http.root_path))
+    found = [Middleware(RequestIdMiddleware, root_path=http.root_path)]
+    if config.access_log and not config.shell:  # the shell has the terminal
+        found.insert(0, Middleware(AccessLogMiddleware))
     if http.allowed_origins:
-        found.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=http.allowed_origins,
-                allow_methods=http.allowed_methods,
-                allow_headers=http.allowed_headers,
-                allow_credentials=http.allow_credentials,
-                expose_headers=["x-request-id", "retry-after", "x-should-retry"],
-            )
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=http.allowed_origins,
+            allow_methods=http.allowed_methods,
+            allow_headers=http.allowed_headers,
+            allow_credentials=http.allow_credentials,
+            expose_headers=["x-request-id", "retry-after", "x-should-retry"],
         )
+        found.append(cors)
     found.append(Middleware(DrainGate, drain=drain))
-    found.append(
-        Middleware(
-            BrowserGate,
-            host=config.host,
-            allowed_hosts=http.allowed_hosts,
-            allowed_origins=http.allowed_origins,
-        )
-    )
-    if http.api_keys or http.admin_api_key is not None:
-        found.append(Middleware(KeyGate, keys=http.api_keys, admin_key=http.admin_api_key))
-    found.append(Middleware(BodyBudget, max_bytes=LARGEST_BODIES * http.max_body_bytes))
+    found.append(Middleware(Gate, checks=(browser_check(config.host, http), key_check(http))))
+    found.append(Middleware(BodyBudgetMiddleware, max_bytes=LARGEST_BODIES * http.max_body_bytes))
     return found
 
 
@@ -131,7 +122,7 @@ async def on_invalid_request(_request: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own: unknown routes and methods."""
+    """Answer Starlette's own errors: unknown routes and methods."""
     assert isinstance(error, HTTPException)
     route = f"{request.method} {request.url.path}"
     texts = {404: f"there is no route {route}", 405: f"the method is not allowed: {route}"}

@@ -7,41 +7,32 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from itertools import islice
-from typing import cast
 
-import uvicorn
 import uvloop
 import zmq
-from starlette.types import ASGIApp
 
-from minisgl.config import HttpConfig
 from minisgl.message.control import Shutdown
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.process.worker import Worker
 from minisgl.server.api.app import build_app
-from minisgl.server.api.http.acceptor import Acceptor
-from minisgl.server.api.http.connection import Connection
 from minisgl.server.api.http.drain import Drain
-from minisgl.server.api.http.errors import ApiError, shutting_down
+from minisgl.server.api.http.errors import shutting_down
+from minisgl.server.api.http.server import Server
 from minisgl.server.api.requests.client import EngineClient
 from minisgl.server.api.status.heartbeat import Heartbeat
-from minisgl.server.api.status.metrics import RequestMetrics
 from minisgl.tokenizer.folder import model_parsers
 
-KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
 MESSAGES_A_TURN = 32  # taken from the inbox before requests get their turn
 COLLECT_AFTER = 50_000  # objects: what a step brings is thousands that soon go by themselves, and no garbage in cycles
 
 
 def run(worker: Worker) -> None:
     """Serve until told to shut down."""
-    assert worker.listen_fd is not None, "the API server needs a listening socket"
+    if worker.listen_fd is None:
+        raise RuntimeError("the API server needs a listening socket")
     sock = socket.socket(fileno=worker.listen_fd)
     # Connections inherit it. Without it a small write waits 40 ms for the client to acknowledge the one before.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -103,60 +94,3 @@ async def receive_forever(inbox: Inbox[ToApi], client: EngineClient) -> None:
             client.dispatch(messages)
             await asyncio.sleep(0)
         await arrived.wait()
-
-
-class Server(uvicorn.Server):
-    """uvicorn with our own connections. It leaves signals alone: the supervisor has its own word for the end."""
-
-    def __init__(self, app: ASGIApp, http: HttpConfig, drain: Drain, metrics: RequestMetrics) -> None:
-        config = uvicorn.Config(
-            app,
-            ssl_keyfile=http.ssl_keyfile,
-            ssl_certfile=http.ssl_certfile,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            log_level="warning",
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=None,  # the supervisor's grace is the limit
-        )
-        super().__init__(config)
-        self._drain = drain
-        self._metrics = metrics
-        self._accepts = asyncio.Event()
-        self._connect = partial(Connection, config, self.server_state, {}, header_timeout=http.receive_timeout)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept on the one socket by means of our own."""
-        await super().startup(sockets=[])
-        assert sockets is not None
-        (listener,) = sockets
-        self._acceptor = Acceptor(listener, self.config.backlog, self._connect, self.config.ssl, self._metrics)
-        self._accepts.set()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more, close idle connections, and wait until the others have been answered."""
-        await self._acceptor.close()
-        await super().shutdown(sockets)
-
-    def end(self, error: ApiError) -> None:
-        """Tell every client that waits for the begin of an answer this error, and end."""
-        self._drain.end(error)
-        self.should_exit = True
-
-    async def drain(self, drained: Callable[[], None]) -> None:
-        """Wait for a drain to begin; say so when every request that came before is answered."""
-        await self._drain.begun()
-        await self._accepts.wait()  # a server that has only just started: clients may be waiting
-        for connection in self.server_state.connections:
-            cast(Connection, connection).close_after_answer()
-        await self._drain.empty()
-        drained()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

@@ -10,8 +10,8 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.server.api.http.boundary import route_path
 from minisgl.server.api.http.errors import ApiError, shutting_down
+from minisgl.server.api.http.gates import route_path
 
 # Answered to the last, for whoever watches the drain or wants to end it sooner.
 WATCHING_ROUTES = frozenset(

@@ -38,7 +38,7 @@ class Job:
     truncate: int | None = None  # tokens of each prompt to keep; -1: as many as fit
     echo: bool = False  # the prompts' texts are wanted back
     cache_salt: str = ""
-    client: str = ""  # who sent it, as `http.boundary.client_of` calls it
+    client: str = ""  # who sent it, as `http.gates.client_of` calls it
 
     @property
     def num_choices(self) -> int:

@@ -17,7 +17,8 @@ from minisgl.server.api.answers.sglang import SglangAnswer, SglangWriter, is_sgl
 from minisgl.server.api.bodies.conversation import conversation_tools
 from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
 from minisgl.server.api.bodies.tools import ToolUse
-from minisgl.server.api.http.boundary import client_of, request_id_of
+from minisgl.server.api.http.gates import client_of
+from minisgl.server.api.http.middleware import request_id_of
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.routes.endpoint import Endpoint
 from minisgl.server.api.service import Service

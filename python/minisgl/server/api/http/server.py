@@ -1,8 +1,4 @@
-"""Accepts connections. When the process may open no more files, clients wait in the backlog until one is closed.
-
-The event loop's own server would take such connections and close them without a byte, or stop for a second, and tell
-nobody of either.
-"""
+"""The listening socket and uvicorn's server over it: clients that wait for files to open, and the end in good order."""
 
 from __future__ import annotations
 
@@ -12,8 +8,18 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import cast
 
+import uvicorn
+from starlette.types import ASGIApp
+
+from minisgl.config import HttpConfig
+from minisgl.server.api.http.connection import Connection
+from minisgl.server.api.http.drain import Drain
+from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.status.metrics import RequestMetrics
 
 logger = logging.getLogger(__name__)
@@ -21,12 +27,17 @@ logger = logging.getLogger(__name__)
 ACCEPTS_A_TURN = 64  # before requests get their turn
 LAST_SECONDS = 0.1  # for the requests of the last connections to be read
 RETRY_SECONDS = 0.1  # after an accept that failed
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
 LOG_SECONDS = 10.0  # between two lines about it
 NO_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Acceptor:
-    """Gives each connection of a listening socket a protocol of its own. Starts at once."""
+    """Gives each connection of a listening socket a protocol of its own. Starts at once.
+
+    When the process may open no more files, clients wait in the backlog until one is closed. The event loop's own
+    server would take such connections and close them without a byte, or stop for a second, and tell nobody of either.
+    """
 
     def __init__(
         self,
@@ -101,3 +112,60 @@ class Acceptor:
     def _resume(self) -> None:
         self._retry = None
         self._loop.add_reader(self._listener, self._accept)
+
+
+class Server(uvicorn.Server):
+    """Runs uvicorn with our own connections. It leaves signals alone: the supervisor has its own word for the end."""
+
+    def __init__(self, app: ASGIApp, http: HttpConfig, drain: Drain, metrics: RequestMetrics) -> None:
+        config = uvicorn.Config(
+            app,
+            ssl_keyfile=http.ssl_keyfile,
+            ssl_certfile=http.ssl_certfile,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=None,  # the supervisor's grace is the limit
+        )
+        super().__init__(config)
+        self._drain = drain
+        self._metrics = metrics
+        self._accepts = asyncio.Event()
+        self._connect = partial(Connection, config, self.server_state, {}, header_timeout=http.receive_timeout)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept on the one socket by means of our own."""
+        await super().startup(sockets=[])
+        assert sockets is not None
+        (listener,) = sockets
+        self._acceptor = Acceptor(listener, self.config.backlog, self._connect, self.config.ssl, self._metrics)
+        self._accepts.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, close idle connections, and wait until the others have been answered."""
+        await self._acceptor.close()
+        await super().shutdown(sockets)
+
+    def end(self, error: ApiError) -> None:
+        """Tell every client that waits for the begin of an answer this error, and end."""
+        self._drain.end(error)
+        self.should_exit = True
+
+    async def drain(self, drained: Callable[[], None]) -> None:
+        """Wait for a drain to begin; say so when every request that came before is answered."""
+        await self._drain.begun()
+        await self._accepts.wait()  # a server that has only just started: clients may be waiting
+        for connection in self.server_state.connections:
+            cast(Connection, connection).close_after_answer()
+        await self._drain.empty()
+        drained()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,141 @@
+"""Layers around the application: the access log, request ids and unexpected errors, and the bytes of all bodies."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.requests import ClientDisconnect, HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minisgl.server.api.http.errors import internal_error, too_many_bytes
+
+logger = logging.getLogger(__name__)
+
+PROBES = frozenset({"/health", "/ready", "/ping", "/metrics"})  # asked every few seconds: logged as debug
+NO_ANSWER = 499  # status of a request whose client left before its answer began
+MAX_PATH = 200  # characters
+REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
+SMALL_BODY = 64 * 1024  # bytes
+
+
+class AccessLogMiddleware:
+    """Logs client, method, path, status and milliseconds of each request once its answer has ended.
+
+    It sees an answer's start and end, but none of the events that a stream writes between them.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin = time.perf_counter()
+        status = NO_ANSWER
+
+        async def send_noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noting)
+        finally:
+            level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
+            host = scope["client"][0] if scope["client"] else "-"
+            milliseconds = (time.perf_counter() - begin) * 1e3
+            logger.log(level, "%s %s %s %d %.1f ms", host, scope["method"], _path(scope), status, milliseconds)
+
+
+def _path(scope: Scope) -> str:
+    """Return the path as it was sent, which cannot break or forge a line: without its query, and not endless."""
+    path: str = scope["raw_path"].decode("latin-1")
+    text = path if path.isascii() and path.isprintable() else ascii(path)[1:-1]
+    return text if len(text) <= MAX_PATH else text[:MAX_PATH] + "..."
+
+
+class RequestIdMiddleware:
+    """Gives every answer its x-request-id, and turns an unexpected exception into an answer that has one.
+
+    Under `root_path`, paths with that prefix and without are the same: some reverse proxies strip it, some do not.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        scope["root_path"] = self._root_path
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:  # while it was sending its request
+            return
+        except Exception:
+            logger.exception("%s %s ended with an internal error", scope["method"], scope["path"])
+            if not started:
+                await internal_error().response()(scope, receive, send_with_id)
+
+
+def request_id_of(connection: HTTPConnection) -> str:
+    """Return the id that the answer to this request carries."""
+    request_id: str = connection.state.request_id
+    return request_id
+
+
+def _request_id(scope: Scope) -> bytes:
+    """Return the client's own, if it is one that can be sent back, or a new one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and REQUEST_ID.fullmatch(value):
+            return bytes(value)
+    return uuid.uuid4().hex.encode()
+
+
+class BodyBudgetMiddleware:
+    """Bounds the bytes of all bodies that are held, from their arrival until their requests are answered.
+
+    SMALL_BODY bytes of each body are not counted: ordinary requests are served while large ones must wait.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size = counted = 0
+
+        async def receive_counted() -> Message:
+            nonlocal size, counted
+            message = await receive()
+            size += len(message.get("body", b""))
+            more = max(0, size - SMALL_BODY) - counted
+            if more:
+                if self._held + more > self._max_bytes:
+                    raise too_many_bytes(self._max_bytes)
+                self._held += more
+                counted += more
+            return message
+
+        try:
+            await self._app(scope, receive_counted, send)
+        finally:
+            self._held -= counted
