@@ -106,22 +106,22 @@ class Clock:
         self.seconds[self._name] += time.perf_counter() - self._begin
 
 
-def start_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_sequence: int) -> None:
+def start_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int) -> None:
     """Bring this many requests to where all of them decode."""
     rng = np.random.default_rng(rows)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000)
     for row in range(rows):
         prompt = rng.integers(0, 10000, prompt_tokens).astype(np.int32)
-        loop.scheduler.add(first_sequence + row, prompt, params, seed=row)
+        loop.scheduler.add(first_seq_id + row, prompt, params, seed=row)
     decoding: set[int] = set()
     while len(decoding) < rows:
-        decoding.update(loop.step().sequences)
+        decoding.update(loop.step().seq_ids)
     for _ in range(20):
         loop.step()
 
 
-def measure(loop: StepLoop, rows: int, prompt_tokens: int, first_sequence: int) -> Timeline:
-    start_decode(loop, rows, prompt_tokens, first_sequence)
+def measure(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int) -> Timeline:
+    start_decode(loop, rows, prompt_tokens, first_seq_id)
     clock = Clock()
     schedule, launch, complete = loop.scheduler.schedule, loop._launch, loop.scheduler.complete
     spans_of(loop, clock)
@@ -139,8 +139,8 @@ def measure(loop: StepLoop, rows: int, prompt_tokens: int, first_sequence: int) 
             loop.step()
         torch.cuda.synchronize()
     loop.scheduler.schedule, loop._launch, loop.scheduler.complete = schedule, launch, complete  # type: ignore[method-assign]
-    for sequence in range(first_sequence, first_sequence + rows):
-        loop.scheduler.end(sequence, "abort")
+    for seq_id in range(first_seq_id, first_seq_id + rows):
+        loop.scheduler.end(seq_id, "abort")
     while loop.has_work:
         loop.step()
     device, host = [], []

@@ -70,7 +70,7 @@ class InstantEngine:
         """There is no model."""
 
     def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> _Step:  # noqa: ARG002
-        rows = np.flatnonzero(batch.samples)
+        rows = np.flatnonzero(batch.needs_sample)
         self._free_at = max(self._free_at, time.monotonic()) + self._step_seconds
         return _Step(self._letters[(batch.step * 7 + rows) % LETTERS], self._free_at)
 

@@ -20,8 +20,8 @@ class ForwardContext:
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64: place of each token in its sequence
-    kv_slots: Tensor  # [T] int64: page * page_size + offset, where each token's K and V are written
-    read_rows: Tensor | None  # [R] int64: the tokens whose final states are read; None: of all T
+    out_cache_loc: Tensor  # [T] int64: page * page_size + offset, where each token's K and V are written
+    logits_indices: Tensor | None  # [R] int64: the tokens whose final states are read; None: of all T
     kv: KVPool
     ops: Ops
     attention: AttentionBackend

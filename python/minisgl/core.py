@@ -247,7 +247,7 @@ def room_for_output(prompt_len: int, max_tokens: int | None, limits: Limits) -> 
     return room
 
 
-class EnteringRow(msgspec.Struct, frozen=True, array_like=True):
+class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """All that the device must learn of a request when it enters a slot: nobody sends it a second time."""
 
     slot: int
@@ -312,18 +312,18 @@ class StepResult(Protocol):
 class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The plan of one step: rows of (slot, first position, number of tokens), and what is new on the device.
 
-    A row extends its sequence by `lengths[i]` tokens from position `starts[i]`, attending to all before them.
-    `samples[i]` says whether it reaches the last known token and so chooses the next. One plan drives every
+    A row extends its sequence by `query_lens[i]` tokens from position `start_pos[i]`, attending to all before them.
+    `needs_sample[i]` says whether it reaches the last known token and so chooses the next. One plan drives every
     engine: CPU, CUDA, a captured graph, or a simulation; and it goes to the other tensor-parallel ranks as it is.
     """
 
     step: int
     slots: Int32Array  # [rows]
-    starts: Int32Array  # [rows]
-    lengths: Int32Array  # [rows], each >= 1
-    samples: BoolArray  # [rows]
+    start_pos: Int32Array  # [rows]
+    query_lens: Int32Array  # [rows], each >= 1
+    needs_sample: BoolArray  # [rows]
     new_pages: Int32Array  # [k, 3]: (slot, index in its page-table row, page)
-    entering: list[EnteringRow] = []
+    new_rows: list[NewRow] = []
     greedy: bool = True  # every sampling row is greedy
     filtered: bool = False  # some sampling row that is not greedy has top-k, top-p or min-p
     processed: bool = False  # some sampling row has penalties, biases, or ids that it must not choose
@@ -333,11 +333,11 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     @property
     def is_decode(self) -> bool:
         """Every row extends by one token and samples."""
-        return bool(self.samples.all()) and int(self.lengths.max()) == 1
+        return bool(self.needs_sample.all()) and int(self.query_lens.max()) == 1
 
     @property
     def num_tokens(self) -> int:
-        return int(self.lengths.sum())
+        return int(self.query_lens.sum())
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:

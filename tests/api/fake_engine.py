@@ -9,7 +9,7 @@ The first word of a prompt (or of a chat's last message) says what happens to it
     big       tokens of 100,000 characters         say       the texts of the JSON list that follows, then "stop"
     (others)  max_tokens tokens (8 if none), then "length"
 
-Each tick sends one Pieces message with one token of every live sequence, as an engine's step does. An abort is
+Each tick sends one OutputDeltas message with one token of every live sequence, as an engine's step does. An abort is
 answered as the real pipeline answers it: a token too late, and the end "abort".
 """
 
@@ -26,7 +26,7 @@ import zmq
 
 from minisgl.core import SamplingParams
 from minisgl.limits import Limits
-from minisgl.message.relayed import Abort, FlushCache, Flushed, Report
+from minisgl.message.relayed import Abort, FlushCache, Flushed, Report, StatsRequest
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import (
     Accepted,
@@ -34,8 +34,8 @@ from minisgl.message.to_api import (
     Described,
     Echo,
     Encoded,
-    Piece,
-    Pieces,
+    OutputDelta,
+    OutputDeltas,
     Refused,
     ToApi,
     Unanswered,
@@ -47,7 +47,6 @@ from minisgl.message.to_tokenizer import (
     Encode,
     Generate,
     IdsPrompt,
-    Query,
     TextPrompt,
     ToTokenizer,
 )
@@ -110,7 +109,7 @@ class FakeEngine(threading.Thread):
         self.generates = True
         self.scheduler_counts: dict[str, int] = {}
         self._commands: queue.SimpleQueue[ToApi | None] = queue.SimpleQueue()
-        self._live: dict[int, Iterator[Piece]] = {}
+        self._live: dict[int, Iterator[OutputDelta]] = {}
 
     # For tests.
 
@@ -147,7 +146,7 @@ class FakeEngine(threading.Thread):
                     return
                 api.send(command)
             if pieces := self._step():
-                api.send(Pieces(pieces))
+                api.send(OutputDeltas(pieces))
             time.sleep(self.tick)
 
     def _replies(self, worker: int, message: ToTokenizer) -> Iterator[ToApi]:
@@ -156,24 +155,22 @@ class FakeEngine(threading.Thread):
                 text = prompt_text(message.prompt)
                 mode = text.partition(" ")[0]
                 if mode == "refuse":
-                    yield Refused(message.sequences, "max_tokens", "max_tokens is too large for this prompt")
+                    yield Refused(message.seq_ids, "max_tokens", "max_tokens is too large for this prompt")
                 elif mode == "broken":
-                    yield Refused(message.sequences, status=500)
+                    yield Refused(message.seq_ids, status=500)
                 elif mode == "busy":
-                    yield Refused(message.sequences, message="too many grammars wait", status=503)
+                    yield Refused(message.seq_ids, message="too many grammars wait", status=503)
                 elif mode != "silent" and self.generates:
                     echo = Echo(text, text.split()[0].encode()) if message.echo else None
-                    yield Accepted(
-                        message.sequences, pack_ids(list(range(len(text.split())))), echo, prompt_end(message)
-                    )
-                    for choice, sequence in enumerate(message.sequences):
-                        self._live[sequence] = self._pieces(sequence, text, choice, message)
-            case Abort(sequences):
-                late = [sequence for sequence in sequences if self._live.pop(sequence, None) is not None]
-                for sequence in late:
-                    yield Pieces([Piece(sequence, pack_ids([7]), "late")])
-                    yield Pieces([Piece(sequence, b"", "", "abort")])
-            case Query(query):
+                    yield Accepted(message.seq_ids, pack_ids(list(range(len(text.split())))), echo, prompt_end(message))
+                    for choice, seq_id in enumerate(message.seq_ids):
+                        self._live[seq_id] = self._pieces(seq_id, text, choice, message)
+            case Abort(seq_ids):
+                late = [seq_id for seq_id in seq_ids if self._live.pop(seq_id, None) is not None]
+                for seq_id in late:
+                    yield OutputDeltas([OutputDelta(seq_id, pack_ids([7]), "late")])
+                    yield OutputDeltas([OutputDelta(seq_id, b"", "", "abort")])
+            case StatsRequest(query):
                 if self.answers_queries:
                     counts = [
                         ProcessCounts(f"tokenizer-{worker}", {"waiting": 0}),
@@ -197,7 +194,7 @@ class FakeEngine(threading.Thread):
             case FlushCache(query):
                 yield Flushed(query, 17)
 
-    def _pieces(self, sequence: int, text: str, choice: int, message: Generate) -> Iterator[Piece]:
+    def _pieces(self, seq_id: int, text: str, choice: int, message: Generate) -> Iterator[OutputDelta]:
         mode = text.partition(" ")[0]
         if mode == "hold":
             return
@@ -205,47 +202,47 @@ class FakeEngine(threading.Thread):
         limit = DEFAULT_TOKENS if sampling.max_tokens is None else sampling.max_tokens
         prompt = fake_prompt_logprobs(text, sampling.prompt_logprobs)
         if limit == 0:
-            yield Piece(sequence, b"", "", "length", 1, prompt_logprobs=prompt)
+            yield OutputDelta(seq_id, b"", "", "length", 1, prompt_logprobs=prompt)
         if mode == "endless":
             limit = 10**9
         if mode == "say":
-            yield from self._say(sequence, json.loads(text.removeprefix("say ")), message.sampling)
+            yield from self._say(seq_id, json.loads(text.removeprefix("say ")), message.sampling)
             return
         held = ""
         for i in range(limit):
             word = "x" * 100_000 if mode == "big" else f"{text[:12]}·{choice}·{i} "
             if mode == "fail" and i == 2:
-                yield Piece(sequence, b"", "", "error")
+                yield OutputDelta(seq_id, b"", "", "error")
                 return
             logprobs = fake_logprobs(word, i, choice, sampling.logprobs)
             if i == limit - 1:
                 finish, reason = ("stop", "END") if mode == "stop" else ("length", None)
-                yield Piece(sequence, pack_ids([i]), held + word, finish, 1, reason, logprobs, prompt)  # type: ignore[arg-type]
+                yield OutputDelta(seq_id, pack_ids([i]), held + word, finish, 1, reason, logprobs, prompt)  # type: ignore[arg-type]
             elif i % 3 == 1:  # text that is held back, then comes with the next
-                yield Piece(sequence, pack_ids([i]), "", logprobs=logprobs)
+                yield OutputDelta(seq_id, pack_ids([i]), "", logprobs=logprobs)
                 held = word
             else:
-                yield Piece(sequence, pack_ids([i]), held + word, logprobs=logprobs, prompt_logprobs=prompt)
+                yield OutputDelta(seq_id, pack_ids([i]), held + word, logprobs=logprobs, prompt_logprobs=prompt)
                 held, prompt = "", []
 
-    def _say(self, sequence: int, texts: list[str], sampling: SamplingParams) -> Iterator[Piece]:
+    def _say(self, seq_id: int, texts: list[str], sampling: SamplingParams) -> Iterator[OutputDelta]:
         shown = texts[: sampling.max_tokens]
         end = "stop" if shown == texts else "length"
         for i, text in enumerate(shown):
             logprobs = fake_logprobs(text, i, 0, sampling.logprobs)
             prompt = fake_prompt_logprobs("say so", sampling.prompt_logprobs) if i == 0 else []
-            yield Piece(sequence, pack_ids([i]), text, logprobs=logprobs, prompt_logprobs=prompt)
-        yield Piece(sequence, b"", "", end, 1)  # type: ignore[arg-type]
+            yield OutputDelta(seq_id, pack_ids([i]), text, logprobs=logprobs, prompt_logprobs=prompt)
+        yield OutputDelta(seq_id, b"", "", end, 1)  # type: ignore[arg-type]
 
-    def _step(self) -> list[Piece]:
+    def _step(self) -> list[OutputDelta]:
         pieces = []
-        for sequence, script in list(self._live.items()):
+        for seq_id, script in list(self._live.items()):
             piece = next(script, None)
             if piece is None:
                 continue  # held
             pieces.append(piece)
             if piece.finish is not None:
-                del self._live[sequence]
+                del self._live[seq_id]
         return pieces
 
 

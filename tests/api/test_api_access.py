@@ -354,7 +354,7 @@ def test_a_client_that_never_reads_and_never_leaves(start_server: Callable[..., 
     deaf.post("/v1/completions", {"prompt": "big endless", "stream": True, "max_tokens": 4000})
     (generate,) = server.engine.wait_for(Generate)
     wait_until(lambda: bool(server.engine.of_type(Abort)))
-    assert server.engine.of_type(Abort)[0].sequences == generate.sequences
+    assert server.engine.of_type(Abort)[0].seq_ids == generate.seq_ids
     server.assert_idle()
     deaf.leave()
 

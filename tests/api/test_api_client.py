@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import pytest
 
 from minisgl.core import SamplingParams
-from minisgl.message.relayed import Abort, Report
-from minisgl.message.to_api import Accepted, Piece, Pieces, Refused
-from minisgl.message.to_tokenizer import Generate, Query, TextPrompt, ToTokenizer
+from minisgl.message.relayed import Abort, Report, StatsRequest
+from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused
+from minisgl.message.to_tokenizer import Generate, TextPrompt, ToTokenizer
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids
 from minisgl.seeds import choice_seed
 from minisgl.server.api.http.errors import ApiError
@@ -36,8 +36,8 @@ def job(*prompts: str, n: int = 1) -> Job:
     return Job([TextPrompt(text) for text in prompts or ("hello",)], n, SamplingParams(), TextOptions())
 
 
-def piece(sequence: int, text: str, finish: str | None = None) -> Pieces:
-    return Pieces([Piece(sequence, pack_ids([1]), text, finish)])  # type: ignore[arg-type]
+def piece(seq_id: int, text: str, finish: str | None = None) -> OutputDeltas:
+    return OutputDeltas([OutputDelta(seq_id, pack_ids([1]), text, finish)])  # type: ignore[arg-type]
 
 
 def idle(client: EngineClient) -> bool:
@@ -74,8 +74,8 @@ def test_a_reader_is_given_what_comes_at_once_and_when_it_is_behind_one_delta_a_
     async def main() -> None:
         client, _ = make()
         with client.open(job(n=2)) as request:
-            first, second = request.sequences
-            client.dispatch([Accepted(list(request.sequences), pack_ids([5, 6])), piece(first, "a")])
+            first, second = request.seq_ids
+            client.dispatch([Accepted(list(request.seq_ids), pack_ids([5, 6])), piece(first, "a")])
             reader = Reader()
             streaming = asyncio.create_task(request.stream_to(reader))
             await asyncio.sleep(0)
@@ -111,9 +111,9 @@ def test_an_error_of_one_reader_is_its_own() -> None:
             readers = Reader(), Reader()
             tasks = [asyncio.create_task(one.stream_to(to)) for one, to in zip((broken, sound), readers, strict=True)]
             await asyncio.sleep(0)
-            accepted = [Accepted(list(request.sequences), pack_ids([5])) for request in (broken, sound)]
+            accepted = [Accepted(list(request.seq_ids), pack_ids([5])) for request in (broken, sound)]
             client.dispatch(
-                [*accepted, piece(broken.sequences[0], "bug", "stop"), piece(sound.sequences[0], "fine", "stop")]
+                [*accepted, piece(broken.seq_ids[0], "bug", "stop"), piece(sound.seq_ids[0], "fine", "stop")]
             )
             with pytest.raises(ValueError):
                 await tasks[0]
@@ -130,14 +130,14 @@ def test_a_reader_of_the_whole_answer_wakes_once() -> None:
         with client.open(job(n=2)) as request:
             reader = asyncio.create_task(request.complete())
             await asyncio.sleep(0)
-            client.dispatch([Accepted(list(request.sequences), pack_ids([5]))])
+            client.dispatch([Accepted(list(request.seq_ids), pack_ids([5]))])
             waiter = request._waiter
-            for sequence in reversed(request.sequences):
-                client.dispatch([piece(sequence, "x")])
+            for seq_id in reversed(request.seq_ids):
+                client.dispatch([piece(seq_id, "x")])
                 assert waiter is not None
                 assert not waiter.done()
-                client.dispatch([piece(sequence, f"{sequence}", "stop")])
-            assert [delta.text for delta in await reader] == [f"x{sequence}" for sequence in request.sequences]
+                client.dispatch([piece(seq_id, f"{seq_id}", "stop")])
+            assert [delta.text for delta in await reader] == [f"x{seq_id}" for seq_id in request.seq_ids]
             assert request._waiter is waiter
 
     asyncio.run(main())
@@ -149,7 +149,7 @@ def test_however_the_block_ends_the_request_is_aborted_once(error: type[BaseExce
 
     def handle() -> None:
         with client.open(job(n=3)) as request:
-            client.dispatch([piece(request.sequences[1], "x", "stop")])
+            client.dispatch([piece(request.seq_ids[1], "x", "stop")])
             raise error
 
     with pytest.raises(error):
@@ -198,7 +198,7 @@ def test_refused_is_not_aborted() -> None:
     async def main() -> None:
         client, (outbox,) = make()
         with client.open(job("a", "b", n=2)) as request:
-            client.dispatch([Refused(list(request.sequences)[2:], "prompt", "prompt is too long")])
+            client.dispatch([Refused(list(request.seq_ids)[2:], "prompt", "prompt is too long")])
             with pytest.raises(ApiError) as caught:
                 await request.accepted()
         assert caught.value.detail.param == "prompt.1"
@@ -226,8 +226,8 @@ def test_admission_counts_answers_that_nobody_has_read() -> None:
     """Memory is bounded even if clients do not read and the engine is quick."""
     client, _ = make(max_sequences=2)
     with client.open(job(n=2)) as request:
-        for sequence in request.sequences:
-            client.dispatch([piece(sequence, "x", "stop")])
+        for seq_id in request.seq_ids:
+            client.dispatch([piece(seq_id, "x", "stop")])
         assert client.counts().counts["open_sequences"] == 0
         with pytest.raises(ApiError) as caught, client.open(job()):
             pass
@@ -275,7 +275,7 @@ def test_counts_are_merged_and_late_reports_counted() -> None:
         client, outboxes = make(num_tokenizers=2)
         asking = asyncio.create_task(client.query_counts(5))
         await asyncio.sleep(0)
-        queries = [message.query for outbox in outboxes for message in outbox.sent if isinstance(message, Query)]
+        queries = [message.query for outbox in outboxes for message in outbox.sent if isinstance(message, StatsRequest)]
         assert client.counts().counts["open_queries"] == 2
         for index, query in enumerate(queries):
             counts = [ProcessCounts(f"tokenizer-{index}", {"x": index}), ProcessCounts("scheduler", {"y": 1})]
@@ -303,7 +303,7 @@ def test_many_prompts_are_sent_in_many_turns() -> None:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
             generates = [message for message in outbox.sent if isinstance(message, Generate)]
-            assert [one.sequences[0] for one in generates] == list(range(1, 2000, 2))
+            assert [one.seq_ids[0] for one in generates] == list(range(1, 2000, 2))
         assert idle(client)
 
     asyncio.run(main())
@@ -322,7 +322,7 @@ def test_what_is_not_sent_when_a_request_ends_is_never_sent(leaves: bool) -> Non
                 await asyncio.sleep(0)
         *generates, abort = outbox.sent
         assert len(generates) == PROMPTS_A_TURN
-        assert abort == Abort([one.sequences[0] for one in generates if isinstance(one, Generate)])
+        assert abort == Abort([one.seq_ids[0] for one in generates if isinstance(one, Generate)])
         assert idle(client)
 
     asyncio.run(main())

@@ -10,7 +10,7 @@ from api_harness import MODEL, RunningServer
 from api_sse import parse_events
 from fake_engine import answer
 
-from minisgl.message.to_api import Piece, Pieces
+from minisgl.message.to_api import OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import pack_ids
 
@@ -99,8 +99,8 @@ def test_choices_of_a_prompt_share_the_cached_tokens_of_the_first(
     with ThreadPoolExecutor(1) as pool:
         whole = pool.submit(server.post, PATH, json={"prompt": ["hold one", "hold two"], "n": 3})
         for generate in server.engine.wait_for(Generate, 2):
-            for sequence, number in zip(generate.sequences, cached, strict=True):
-                server.engine.say(Pieces([Piece(sequence, pack_ids([1]), "a", "length", number)]))
+            for seq_id, number in zip(generate.seq_ids, cached, strict=True):
+                server.engine.say(OutputDeltas([OutputDelta(seq_id, pack_ids([1]), "a", "length", number)]))
         usage = whole.result().json()["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
 

@@ -13,7 +13,7 @@ import pytest
 from api_harness import RawClient, RunningServer
 from fake_engine import answer, prompt_text, wait_until
 
-from minisgl.message.to_api import Piece, Pieces
+from minisgl.message.to_api import OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import Generate
 from minisgl.message.types import pack_ids
 
@@ -33,8 +33,8 @@ def finish(server: RunningServer, text: str = "late") -> None:
     """Let the engine give everything that is held its one and last token."""
     for generate in server.engine.of_type(Generate):
         if prompt_text(generate.prompt) == "hold":
-            (sequence,) = generate.sequences
-            server.engine.say(Pieces([Piece(sequence, pack_ids([1]), text, "length", 1)]))
+            (seq_id,) = generate.seq_ids
+            server.engine.say(OutputDeltas([OutputDelta(seq_id, pack_ids([1]), text, "length", 1)]))
 
 
 def test_a_drain_refuses_what_comes_and_answers_what_was_there(start_server: Start) -> None:

@@ -14,8 +14,8 @@ from api_sse import parse_events
 from fake_engine import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
-from minisgl.message.relayed import Abort, FlushCache
-from minisgl.message.to_tokenizer import ChatPrompt, Encode, Generate, IdsPrompt, Query, TextPrompt
+from minisgl.message.relayed import Abort, FlushCache, StatsRequest
+from minisgl.message.to_tokenizer import ChatPrompt, Encode, Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import unpack_ids
 from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
 
@@ -144,13 +144,13 @@ def test_health_notices_a_silent_engine(start_server: Callable[..., RunningServe
     server = start_server(beats=True, health_timeout=1.5)
     server.engine.answers_queries = False
     wait_until(lambda: server.get("/health").status_code == 503)
-    asked = len(server.engine.of_type(Query))
+    asked = len(server.engine.of_type(StatsRequest))
     for path in ("/health", "/ready"):
         response = server.get(path)
         assert response.json()["error"]["code"] == "unhealthy"
         assert response.headers["retry-after"]
     assert server.get("/version").status_code == 200
-    assert len(server.engine.of_type(Query)) == asked, "nobody is asked"
+    assert len(server.engine.of_type(StatsRequest)) == asked, "nobody is asked"
 
 
 def test_ready_says_when_the_server_is_full(start_server: Callable[..., RunningServer]) -> None:
@@ -294,7 +294,7 @@ def test_abort_by_id(server: RunningServer, stream: bool) -> None:
             assert answer.headers["x-should-retry"] == "false"
         (generate,) = server.engine.of_type(Generate)
         (abort,) = server.engine.wait_for(Abort)
-        assert abort.sequences == generate.sequences
+        assert abort.seq_ids == generate.seq_ids
         assert server.post("/abort", json={"request_id": "mine"}).json() == {"aborted": 0}
         server.engine.received.clear()
 
@@ -326,8 +326,8 @@ def test_abort_all(server: RunningServer) -> None:
     for client in clients:
         assert b" 499 " in client.read_all()
     assert server.post("/abort_request", json={"abort_all": True}).json() == {"aborted": 0}
-    sent = {sequence for generate in server.engine.of_type(Generate) for sequence in generate.sequences}
-    wait_until(lambda: sent <= {s for abort in server.engine.of_type(Abort) for s in abort.sequences})
+    sent = {seq_id for generate in server.engine.of_type(Generate) for seq_id in generate.seq_ids}
+    wait_until(lambda: sent <= {s for abort in server.engine.of_type(Abort) for s in abort.seq_ids})
 
 
 @pytest.mark.parametrize("body", [{}, {"request_id": ""}, {"request_ids": []}, {"request_id": 5}, {"all": "yes"}])

@@ -144,7 +144,7 @@ def test_logprobs_of_completions(
     generate = sent(server, ROUTES[1], **fields)
     assert (generate.sampling.logprobs, generate.sampling.prompt_logprobs) == (logprobs, of_prompt)
     assert generate.echo == ("echo" in fields)
-    assert len(generate.sequences) == fields.get("best_of", 1)
+    assert len(generate.seq_ids) == fields.get("best_of", 1)
 
 
 def test_special_tokens_of_completions(server: RunningServer) -> None:

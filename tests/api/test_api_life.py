@@ -15,7 +15,7 @@ from api_sse import parse_events
 from fake_engine import answer, wait_until
 
 from minisgl.message.relayed import Abort
-from minisgl.message.to_api import Accepted, Piece, Pieces
+from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import Generate
 from minisgl.message.types import pack_ids
 
@@ -28,13 +28,13 @@ def chat(text: str, **fields: Any) -> dict[str, Any]:
 
 def check_aborted_once(server: RunningServer) -> None:
     """Every sequence that was sent was aborted, once, and nothing of it is left."""
-    sequences = [sequence for generate in server.engine.of_type(Generate) for sequence in generate.sequences]
-    assert sequences
+    seq_ids = [seq_id for generate in server.engine.of_type(Generate) for seq_id in generate.seq_ids]
+    assert seq_ids
     server.assert_idle()
     wait_until(lambda: bool(server.engine.of_type(Abort)))
     time.sleep(0.05)
-    aborted = [sequence for abort in server.engine.of_type(Abort) for sequence in abort.sequences]
-    assert sorted(aborted) == sorted(sequences)
+    aborted = [seq_id for abort in server.engine.of_type(Abort) for seq_id in abort.seq_ids]
+    assert sorted(aborted) == sorted(seq_ids)
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -166,21 +166,21 @@ def test_only_what_has_not_ended_is_aborted(server: RunningServer, stream: bool)
     """One prompt of the list fails: the others end with it."""
     body = {"prompt": ["fail a", "endless b", "hold c"], "stream": stream}
     response = server.post("/v1/completions", json=body)
-    failed, endless, hold = (generate.sequences[0] for generate in server.engine.of_type(Generate))
+    failed, endless, hold = (generate.seq_ids[0] for generate in server.engine.of_type(Generate))
     assert "the generation failed" in response.text
     server.assert_idle()
     (abort,) = server.engine.wait_for(Abort)
-    assert abort.sequences == [endless, hold]
-    assert failed not in abort.sequences
+    assert abort.seq_ids == [endless, hold]
+    assert failed not in abort.seq_ids
 
 
 def test_engine_error_in_a_stream(server: RunningServer) -> None:
     client = RawClient(server.port)
     client.post("/generate", {"prompt": "hold", "stream": True})
     (generate,) = server.engine.wait_for(Generate)
-    server.engine.say(Pieces([Piece(generate.sequences[0], pack_ids([1]), "some text")]))
+    server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], pack_ids([1]), "some text")]))
     assert b" 200 OK" in client.read_until(b"some text")
-    server.engine.say(Pieces([Piece(generate.sequences[0], b"", "", "error")]))
+    server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], b"", "", "error")]))
     rest = client.read_all()
     assert b'data: {"error":{"message":"the generation failed in the server","type":"server_error"' in rest
     assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
@@ -212,7 +212,7 @@ def test_a_grammar_that_the_allowed_ids_exclude(
     client = RawClient(server.port)
     client.post("/generate", {**body, "stream": stream})
     (generate,) = server.engine.wait_for(Generate)
-    server.engine.say(Pieces([Piece(generate.sequences[0], b"", "", "error", excluded=True)]))
+    server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], b"", "", "error", excluded=True)]))
     rest = client.read_all()
     assert f'"{param} have no token that can follow the grammar'.encode() in rest
     assert f'"type":"invalid_request_error","param":"{param}"'.encode() in rest
@@ -226,7 +226,7 @@ def test_abort_by_the_engine_is_an_error(server: RunningServer, stream: bool) ->
     client = RawClient(server.port)
     client.post(CHAT, chat("hold", stream=stream))
     (generate,) = server.engine.wait_for(Generate)
-    server.engine.say(Pieces([Piece(generate.sequences[0], b"", "", "abort")]))
+    server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], b"", "", "abort")]))
     assert b'"error"' in client.read_all()
     server.assert_idle()
     assert not server.engine.of_type(Abort)
@@ -234,8 +234,8 @@ def test_abort_by_the_engine_is_an_error(server: RunningServer, stream: bool) ->
 
 def test_late_pieces_are_dropped_and_counted(server: RunningServer) -> None:
     dropped = server.counts()["dropped_pieces"]
-    late = [Piece(10**9, pack_ids([1]), "x"), Piece(10**9 + 1, pack_ids([1]), "x", "stop")]
-    server.engine.say(Pieces(late))
+    late = [OutputDelta(10**9, pack_ids([1]), "x"), OutputDelta(10**9 + 1, pack_ids([1]), "x", "stop")]
+    server.engine.say(OutputDeltas(late))
     wait_until(lambda: server.counts()["dropped_pieces"] == dropped + 2)
     server.assert_idle()
 
@@ -247,9 +247,9 @@ def test_pieces_may_overtake_accepted(server: RunningServer) -> None:
         client = RawClient(server.port)
         client.post(CHAT, chat("silent", stream=stream, stream_options={"include_usage": True} if stream else None))
         (generate,) = server.engine.wait_for(Generate)
-        server.engine.say(Pieces([Piece(generate.sequences[0], pack_ids([1]), "text", "stop", 2)]))
+        server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], pack_ids([1]), "text", "stop", 2)]))
         time.sleep(0.02)
-        server.engine.say(Accepted(generate.sequences, pack_ids([1, 2, 3])))
+        server.engine.say(Accepted(generate.seq_ids, pack_ids([1, 2, 3])))
         data = client.read_all()
         assert b"text" in data
         assert b'"prompt_tokens":3' in data

@@ -11,7 +11,7 @@ from api_sse import parse_events
 from fake_engine import LIMITS, answer, wait_until
 
 from minisgl.message.relayed import Abort
-from minisgl.message.to_api import Piece, Pieces
+from minisgl.message.to_api import OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import Generate
 from minisgl.message.types import pack_ids
 
@@ -64,7 +64,7 @@ def test_a_late_token_creates_nothing(server: RunningServer) -> None:
     server.post(CHAT, json={"messages": HELLO})
     (generate,) = server.engine.of_type(Generate)
     dropped = server.counts()["dropped_pieces"]
-    server.engine.say(Pieces([Piece(generate.sequences[0], pack_ids([1]), "late")]))
+    server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], pack_ids([1]), "late")]))
     wait_until(lambda: server.counts()["dropped_pieces"] == dropped + 1)
     server.assert_idle()
 
@@ -77,7 +77,7 @@ def test_a_client_that_leaves_before_streaming_begins(server: RunningServer) -> 
         (generate,) = server.engine.wait_for(Generate)
         client.leave()
         (abort,) = server.engine.wait_for(Abort)
-        assert abort.sequences == generate.sequences
+        assert abort.seq_ids == generate.seq_ids
         server.assert_idle()
 
 
@@ -88,7 +88,7 @@ def test_clean_up_does_not_wait_for_the_next_token(server: RunningServer) -> Non
     client.read_until(b'"finish_reason":"length"')
     client.leave()
     (abort,) = server.engine.wait_for(Abort)
-    assert abort.sequences == [server.engine.of_type(Generate)[1].sequences[0]]
+    assert abort.seq_ids == [server.engine.of_type(Generate)[1].seq_ids[0]]
     server.assert_idle()
 
 
@@ -107,12 +107,12 @@ def test_an_abort_follows_its_request(start_server: Callable[..., RunningServer]
     workers = set()
     for position, (worker, message) in enumerate(server.engine.received):
         if isinstance(message, Generate):
-            came.update(dict.fromkeys(message.sequences, (worker, position)))
+            came.update(dict.fromkeys(message.seq_ids, (worker, position)))
         elif isinstance(message, Abort):
             workers.add(worker)
-            assert len(message.sequences) == 4
-            for sequence in message.sequences:
-                generated_by, generated_at = came.pop(sequence)
+            assert len(message.seq_ids) == 4
+            for seq_id in message.seq_ids:
+                generated_by, generated_at = came.pop(seq_id)
                 assert generated_by == worker
                 assert generated_at < position
     assert not came

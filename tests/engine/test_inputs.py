@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.core import Batch, LogprobPlan
-from minisgl.engine.inputs import HostReads, HostRows, split_like
+from minisgl.engine.inputs import HostRows, LogitsIndices, split_like
 
 SCRATCH = 99
 MAX_SEQ_LEN = 50
@@ -16,14 +16,14 @@ ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9), st.booleans()),
 
 
 def batch_of(rows: list[tuple[int, int, bool]], scored: list[int] | None = None) -> Batch:
-    starts, lengths, samples = (np.array(column) for column in zip(*rows, strict=True))
+    start_pos, query_lens, needs_sample = (np.array(column) for column in zip(*rows, strict=True))
     nobody = np.empty(0, dtype=np.int32)
     return Batch(
         step=0,
         slots=np.arange(10, 10 + len(rows), dtype=np.int32)[::-1],
-        starts=starts.astype(np.int32),
-        lengths=lengths.astype(np.int32),
-        samples=samples,
+        start_pos=start_pos.astype(np.int32),
+        query_lens=query_lens.astype(np.int32),
+        needs_sample=needs_sample,
         new_pages=np.zeros((0, 3), dtype=np.int32),
         logprobs=None if scored is None else LogprobPlan(nobody, 0, np.array(scored, dtype=np.int32), 0),
     )
@@ -34,7 +34,7 @@ def test_rows_and_reads(rows: list[tuple[int, int, bool]], data: st.DataObject) 
     scored = [data.draw(st.integers(0, length)) for _, length, _ in rows]
     batch = batch_of(rows, scored)
     host = HostRows.of(batch)
-    reads = HostReads.of(batch, host.query_starts)
+    reads = LogitsIndices.of(batch, host.query_starts)
     tokens = [
         (slot, start + i) for slot, (start, length, _) in zip(batch.slots, rows, strict=True) for i in range(length)
     ]

@@ -73,6 +73,6 @@ def test_no_position_has_the_alternatives_of_another() -> None:
     )
     rows = pack_logprobs([7, 8, 9], [1, 2, 1], [20, 1, 0], np.array([0, 1, 2, 0], np.int32), [scores])
     found = unpack_logprobs(rows, NoText())
-    ids = {sequence: [[token.token for token in one.top] for one in positions] for sequence, positions in found.items()}
+    ids = {seq_id: [[token.token for token in one.top] for one in positions] for seq_id, positions in found.items()}
     assert ids == {7: [[0, 1, 2]], 8: [[1], [2]], 9: [[]]}
     assert [[one.chosen.token for one in positions] for positions in found.values()] == [[0], [1, 2], [0]]

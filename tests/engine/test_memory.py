@@ -72,8 +72,8 @@ def test_the_largest_step(slots: int, longest: int, tokens: int) -> None:
     batch = largest_step(slots, longest, tokens)
     assert batch.num_tokens == min(max(tokens, slots), slots * longest)  # decodes are not bounded by a prefill
     assert len(batch.slots) == slots
-    assert batch.lengths.min() >= 1
-    assert batch.lengths.max() <= longest
+    assert batch.query_lens.min() >= 1
+    assert batch.query_lens.max() <= longest
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_the_largest_step(slots: int, longest: int, tokens: int) -> None:
 )
 def test_the_longest_step_stands_behind_a_prefix_and_is_judged(slots: int, longest: int, tokens: int) -> None:
     batch = longest_step(slots, longest, tokens)
-    assert batch.starts[0] + batch.lengths[0] == longest - 1
-    assert batch.lengths[0] == min(max(tokens - slots + 1, 1), longest - 1)
+    assert batch.start_pos[0] + batch.query_lens[0] == longest - 1
+    assert batch.query_lens[0] == min(max(tokens - slots + 1, 1), longest - 1)
     assert batch.logprobs is not None
-    assert (batch.logprobs.prompt_lengths == batch.lengths).all()
+    assert (batch.logprobs.prompt_lengths == batch.query_lens).all()
     assert batch.logprobs.top == batch.logprobs.prompt_top == MAX_LOGPROBS
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.core import EnteringRow, SamplingParams
+from minisgl.core import NewRow, SamplingParams
 from minisgl.engine.processing import AVOIDED, EXCLUDED, process_logits, unpack_bits
 from minisgl.engine.sampler import SampleKind, TorchSampler
 from minisgl.engine.state import SlotState
@@ -83,7 +83,7 @@ def expected(row: Row, logits: list[float]) -> list[float]:
 def enter(state: SlotState, slot: int, row: Row) -> None:
     tokens = np.array(row.prompt + row.output, dtype=np.int32)
     no_pages = np.empty(0, dtype=np.int32)
-    state._enter([EnteringRow(slot, tokens, no_pages, row.sampling, 0, len(row.prompt), row.stop_ids)])
+    state._enter([NewRow(slot, tokens, no_pages, row.sampling, 0, len(row.prompt), row.stop_ids)])
 
 
 def pack(masks: list[list[bool] | None]) -> torch.Tensor:

@@ -125,7 +125,7 @@ def test_fused_decode(
     step = make_step(shape, lengths, norm=norm)
     made = step.inputs()
     reference = [cache.clone() for cache in step.caches]
-    q = TorchOps().norm_rope_store(step.qkv, step.heads, made.positions, made.kv_slots, *reference)
+    q = TorchOps().norm_rope_store(step.qkv, step.heads, made.positions, made.out_cache_loc, *reference)
     have = step.forward(window)
     for cache, want in zip(step.caches, reference, strict=True):
         check_stored(cache, want)

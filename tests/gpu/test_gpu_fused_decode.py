@@ -151,7 +151,7 @@ def compare(step: Step, window: int | None) -> None:
     shape, lengths, made = step.shape, step.lengths, step.inputs()
     heads, kv_heads, head_dim, page_size = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size
     reference_caches = [cache.clone() for cache in step.caches]
-    q = TorchOps().norm_rope_store(step.qkv, step.heads, made.positions, made.kv_slots, *reference_caches)
+    q = TorchOps().norm_rope_store(step.qkv, step.heads, made.positions, made.out_cache_loc, *reference_caches)
     want = torch.empty(len(lengths), heads, head_dim, dtype=torch.float64, device=DEVICE)
     for row, length in enumerate(lengths):
         pages = made.page_table[row, : -(-length // page_size)].long()

@@ -56,7 +56,7 @@ def test_norm_rope_store(
     positions = torch.randint(0, 500, (tokens,), device="cuda")
     angles = torch.outer(torch.arange(500), torch.rand(head_dim // 2))
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).cuda()
-    kv_slots = torch.randperm(pages * page_size, device="cuda")[:tokens]
+    out_cache_loc = torch.randperm(pages * page_size, device="cuda")[:tokens]
     weights = [torch.randn(head_dim, device="cuda").to(dtype) if norm else None for _ in range(2)]
 
     def run(which: Ops, kind: torch.dtype) -> list[torch.Tensor]:
@@ -64,7 +64,7 @@ def test_norm_rope_store(
         q_norm, k_norm = (None if weight is None else Norm(weight.to(kind), 1e-6) for weight in weights)
         table = cos_sin.to(torch.float64 if kind == torch.float64 else torch.float32)
         made = Heads(heads, kv_heads, table, q_norm, k_norm)
-        return [which.norm_rope_store(qkv.to(kind), made, positions, kv_slots, *caches), *caches]
+        return [which.norm_rope_store(qkv.to(kind), made, positions, out_cache_loc, *caches), *caches]
 
     for out, reference in zip(run(ops, dtype), run(TorchOps(), torch.float64), strict=True):
         close(out, reference, dtype)
@@ -183,13 +183,13 @@ def test_decode_inputs_and_embedding(ops: Ops) -> None:
 @pytest.mark.parametrize("count", [0, 1, 255, 257, 1000])
 def test_tokens_land_behind_what_makes_them(count: int) -> None:
     """Pinned memory has them when the stream has come so far, and nothing beside them."""
-    from minisgl.engine.landing import make_lander
+    from minisgl.engine.landing import make_token_copy
 
     memory = torch.full((1024,), -1, dtype=torch.int32, pin_memory=True)
     tokens = torch.zeros(count, dtype=torch.int32, device="cuda")
     torch.cuda._sleep(10_000_000)  # some milliseconds
     tokens.copy_(torch.arange(count, device="cuda"))
-    make_lander(tokens.device)(tokens, memory)
+    make_token_copy(tokens.device)(tokens, memory)
     torch.cuda.synchronize()
     assert memory[:count].tolist() == list(range(count))
     assert bool((memory[count:] == -1).all())

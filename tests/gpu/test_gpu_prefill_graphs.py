@@ -64,14 +64,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 
 def plan(rows: list[tuple[int, int, bool]]) -> Batch:
-    starts, lengths, samples = (np.array(column) for column in zip(*rows, strict=True))
+    start_pos, query_lens, needs_sample = (np.array(column) for column in zip(*rows, strict=True))
     slots = np.random.default_rng(len(rows)).permutation(SLOTS)[: len(rows)]
     return Batch(
         step=0,
         slots=slots.astype(np.int32),
-        starts=starts.astype(np.int32),
-        lengths=lengths.astype(np.int32),
-        samples=samples,
+        start_pos=start_pos.astype(np.int32),
+        query_lens=query_lens.astype(np.int32),
+        needs_sample=needs_sample,
         new_pages=np.zeros((0, 3), dtype=np.int32),
     )
 

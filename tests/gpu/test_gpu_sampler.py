@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.core import EnteringRow, SamplingParams
+from minisgl.core import NewRow, SamplingParams
 from minisgl.engine.processing import process_logits
 from minisgl.engine.sampler import SampleKind, Sampler, TorchSampler, filter_threshold, uniform
 from minisgl.engine.state import SlotState
@@ -262,7 +262,7 @@ def asking_state(rows: int, vocab: int) -> SlotState:
                 bad_words=("x",),
                 bad_words_ids=((end, 7), ids(1), (ids(1)[0], end, 9), (int(known[-2]), end, 11)),
             )
-        row = EnteringRow(
+        row = NewRow(
             slot=slot,
             token_ids=known.astype(np.int32),
             pages=np.zeros(0, dtype=np.int32),

@@ -85,8 +85,8 @@ class Harness:
         ctx = ForwardContext(
             input_ids=self._tensor(tokens),
             positions=self._tensor(positions),
-            kv_slots=self._tensor(slots),
-            read_rows=None if every_row_samples else self._tensor(ends - 1),
+            out_cache_loc=self._tensor(slots),
+            logits_indices=None if every_row_samples else self._tensor(ends - 1),
             kv=self.pool,
             ops=TorchOps(),
             attention=self.attention,

@@ -144,7 +144,7 @@ def test_a_step_where_nothing_samples(saved: Saved) -> None:
     def without_samples(ctx: Any) -> torch.Tensor:
         import dataclasses
 
-        return model_forward(dataclasses.replace(ctx, read_rows=torch.empty(0, dtype=torch.int64)))
+        return model_forward(dataclasses.replace(ctx, logits_indices=torch.empty(0, dtype=torch.int64)))
 
     model.forward = without_samples  # type: ignore[method-assign]
     assert harness.step([(sequence, 20)]).shape == (0, VOCAB)

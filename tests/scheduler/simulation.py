@@ -121,7 +121,7 @@ def logprobs_after(scored: list[tuple[int, int]], top: int) -> Logprobs:
     )
 
 
-def expected_logprobs(sequence: int, before: list[int], tokens: list[int], top: int) -> LogprobRows:
+def expected_logprobs(seq_id: int, before: list[int], tokens: list[int], top: int) -> LogprobRows:
     """Rows of a sequence's tokens that come after others."""
     prefix, scored = 0, []
     for token in before:
@@ -130,7 +130,7 @@ def expected_logprobs(sequence: int, before: list[int], tokens: list[int], top: 
         scored.append((prefix, token))
         prefix = extend_hash(prefix, token)
     ids = np.array(tokens, dtype=np.int32)
-    return pack_logprobs([sequence], [len(tokens)], [top], ids, [logprobs_after(scored, top)])
+    return pack_logprobs([seq_id], [len(tokens)], [top], ids, [logprobs_after(scored, top)])
 
 
 class NoText:
@@ -205,18 +205,18 @@ class SimulatedDevice:
 
     def _spoil(self, batch: Batch) -> None:
         """Leave of a step what could be worst: the rows it names lost, garbage in all pages that it may write."""
-        for row in batch.entering:
+        for row in batch.new_rows:
             self.pages[row.slot] = dict(enumerate(row.pages.tolist()))
         for slot, index, page in batch.new_pages.tolist():
             self.pages[slot][index] = page
-        for slot, start, length in zip(batch.slots.tolist(), batch.starts, batch.lengths, strict=True):
+        for slot, start, length in zip(batch.slots.tolist(), batch.start_pos, batch.query_lens, strict=True):
             for position in range(int(start), int(start + length)):
                 self.kv[self.pages[slot][position // self.page_size], position % self.page_size] = -1
-        for slot in {*batch.slots.tolist(), *(row.slot for row in batch.entering)}:
+        for slot in {*batch.slots.tolist(), *(row.slot for row in batch.new_rows)}:
             self.tokens[slot] = []  # pages stay: those behind it in the queue write to them
 
     def _run(self, batch: Batch, bitmask: Int32Array | None) -> tuple[Int32Array, StepLogprobs | None]:
-        for row in batch.entering:
+        for row in batch.new_rows:
             self.tokens[row.slot] = row.token_ids.tolist()
             self.pages[row.slot] = dict(enumerate(row.pages.tolist()))
         for slot, index, page in batch.new_pages.tolist():
@@ -225,8 +225,8 @@ class SimulatedDevice:
         sampled: list[int] = []
         prefixes: list[int] = []  # of the sampled tokens
         scored: list[tuple[int, int]] = []  # of prompts
-        wanted = np.zeros_like(batch.lengths) if batch.logprobs is None else batch.logprobs.prompt_lengths
-        rows = zip(batch.slots, batch.starts, batch.lengths, batch.samples, wanted, strict=True)
+        wanted = np.zeros_like(batch.query_lens) if batch.logprobs is None else batch.logprobs.prompt_lengths
+        rows = zip(batch.slots, batch.start_pos, batch.query_lens, batch.needs_sample, wanted, strict=True)
         for slot, start, length, samples, asked in (
             (int(a), int(b), int(c), bool(d), int(e)) for a, b, c, d, e in rows
         ):
@@ -321,47 +321,47 @@ class World:
         self.loop = StepLoop(self.scheduler, self.device, overlap=self.overlap)
 
     def add(
-        self, sequence: int, prompt: list[int] | Int32Array, *, priority: int = 0, salt: bytes = b"", **params: object
+        self, seq_id: int, prompt: list[int] | Int32Array, *, priority: int = 0, salt: bytes = b"", **params: object
     ) -> None:
-        self.answers[sequence] = []
+        self.answers[seq_id] = []
         sampling = SamplingParams(**params)  # type: ignore[arg-type]
-        self.scheduler.add(sequence, np.array(prompt, dtype=np.int32), sampling, seed=0, priority=priority, salt=salt)
+        self.scheduler.add(seq_id, np.array(prompt, dtype=np.int32), sampling, seed=0, priority=priority, salt=salt)
 
     def step(self) -> None:
         report = self.loop.step()
-        self.entered += [entered.sequence for entered in report.entered]
-        self.cached.update((entered.sequence, entered.cached_tokens) for entered in report.entered)
-        for sequence, token in zip(report.sequences, report.tokens.tolist(), strict=True):
-            assert sequence not in self.ends, "a token after the end"
-            self.answers[sequence].append(token)
-        ended = {end.sequence for end in report.ended}
+        self.entered += [entered.seq_id for entered in report.entered]
+        self.cached.update((entered.seq_id, entered.cached_tokens) for entered in report.entered)
+        for seq_id, token in zip(report.seq_ids, report.tokens.tolist(), strict=True):
+            assert seq_id not in self.ends, "a token after the end"
+            self.answers[seq_id].append(token)
+        ended = {end.seq_id for end in report.ended}
         if report.logprobs is not None:
-            for sequence, (position,) in unpack_logprobs(report.logprobs, NoText()).items():
-                assert sequence in report.sequences
-                self.logprobs.setdefault(sequence, []).append(position)
+            for seq_id, (position,) in unpack_logprobs(report.logprobs, NoText()).items():
+                assert seq_id in report.seq_ids
+                self.logprobs.setdefault(seq_id, []).append(position)
         for rows in report.prompt_logprobs:
-            (sequence,) = rows.sequences
-            assert sequence not in self.prompt_logprobs, "reported twice"
-            assert len(self.answers[sequence]) == 1 or sequence in ended, "neither with the first token nor the end"
-            self.prompt_logprobs[sequence] = rows
+            (seq_id,) = rows.seq_ids
+            assert seq_id not in self.prompt_logprobs, "reported twice"
+            assert len(self.answers[seq_id]) == 1 or seq_id in ended, "neither with the first token nor the end"
+            self.prompt_logprobs[seq_id] = rows
         for end in report.ended:
-            assert end.sequence not in self.ends, "ended twice"
-            assert end.sequence in self.cached, "ended without having been opened"
-            self.ends[end.sequence] = end.reason
+            assert end.seq_id not in self.ends, "ended twice"
+            assert end.seq_id in self.cached, "ended without having been opened"
+            self.ends[end.seq_id] = end.reason
 
-    def check_logprobs(self, sequence: int, prompt: list[int], params: SamplingParams) -> None:
+    def check_logprobs(self, seq_id: int, prompt: list[int], params: SamplingParams) -> None:
         """Of an ended sequence: one row for each token if asked for, and all of the prompt unless it ended before."""
-        answer, found = self.answers[sequence], self.logprobs.pop(sequence, [])
+        answer, found = self.answers[seq_id], self.logprobs.pop(seq_id, [])
         if params.logprobs is None:
             assert found == []
         else:
-            expected = expected_logprobs(sequence, prompt, answer, params.logprobs)
-            assert found == unpack_logprobs(expected, NoText())[sequence]
-        scores = self.prompt_logprobs.pop(sequence, None)
+            expected = expected_logprobs(seq_id, prompt, answer, params.logprobs)
+            assert found == unpack_logprobs(expected, NoText())[seq_id]
+        scores = self.prompt_logprobs.pop(seq_id, None)
         if params.prompt_logprobs is None or len(prompt) == 1:
             assert scores is None
-        elif answer or self.ends[sequence] == "length":
-            assert scores == expected_logprobs(sequence, prompt[:1], prompt[1:], params.prompt_logprobs)
+        elif answer or self.ends[seq_id] == "length":
+            assert scores == expected_logprobs(seq_id, prompt[:1], prompt[1:], params.prompt_logprobs)
 
     def run(self) -> None:
         while self.loop.has_work:

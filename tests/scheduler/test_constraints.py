@@ -23,30 +23,30 @@ def test_random_traffic_of_constrained_and_free_requests(overlap: bool, batch_po
         waiting, aborted = list(range(16)), set()
         while waiting or world.loop.has_work:
             if waiting and rng.random() < 0.3:
-                sequence = waiting.pop(0)
+                seq_id = waiting.pop(0)
                 grammar = Grammar("regex", str(rng.randint(1, 40))) if rng.random() < 0.6 else None
                 params = {
                     "max_tokens": rng.randint(1, 40),
                     "ignore_eos": grammar is None and rng.random() < 0.5,
                     "grammar": grammar,
                 }
-                requests[sequence] = random_prompt(rng, 3, 30), SamplingParams(**params)  # type: ignore[arg-type]
-                world.add(sequence, requests[sequence][0], **params)
+                requests[seq_id] = random_prompt(rng, 3, 30), SamplingParams(**params)  # type: ignore[arg-type]
+                world.add(seq_id, requests[seq_id][0], **params)
             if rng.random() < 0.03 and requests:
-                sequence = rng.choice(sorted(requests))
-                if sequence not in world.ends:
-                    world.scheduler.end(sequence, "abort")
-                    aborted.add(sequence)
+                seq_id = rng.choice(sorted(requests))
+                if seq_id not in world.ends:
+                    world.scheduler.end(seq_id, "abort")
+                    aborted.add(seq_id)
             world.step()
         world.scheduler.check_idle()
-        for sequence, (prompt, params_) in requests.items():
-            answer, expected = world.answers[sequence], expected_answer(np.array(prompt), params_)
-            if sequence in aborted and world.ends[sequence] == "abort":
+        for seq_id, (prompt, params_) in requests.items():
+            answer, expected = world.answers[seq_id], expected_answer(np.array(prompt), params_)
+            if seq_id in aborted and world.ends[seq_id] == "abort":
                 assert answer == expected[: len(answer)]
             else:
                 assert answer == expected
                 assert params_.max_tokens is not None
-                assert (world.ends[sequence] == "stop") or len(answer) == params_.max_tokens
+                assert (world.ends[seq_id] == "stop") or len(answer) == params_.max_tokens
         retractions += world.scheduler.retractions
     assert retractions > 0
 
@@ -54,9 +54,9 @@ def test_random_traffic_of_constrained_and_free_requests(overlap: bool, batch_po
 def test_grammars_that_compile_hold_up_nobody() -> None:
     """However many requests wait for theirs before one that does not."""
     world = World(num_pages=400, num_slots=4)
-    for sequence in range(200):
-        world.add(sequence, [1, 2, 3], max_tokens=2, ignore_eos=True, grammar=Grammar("regex", "5"))
-        matcher = world.scheduler._by_sequence[sequence].matcher
+    for seq_id in range(200):
+        world.add(seq_id, [1, 2, 3], max_tokens=2, ignore_eos=True, grammar=Grammar("regex", "5"))
+        matcher = world.scheduler._by_seq_id[seq_id].matcher
         assert isinstance(matcher, SimulatedMatcher)
         matcher.polls = 10**9
     world.add(200, [1, 2, 4], max_tokens=5, ignore_eos=True)

@@ -44,26 +44,26 @@ def test_random_failures_change_no_answer(
     while len(prompts) < count or world.loop.has_work:
         if len(prompts) < count and len(open_sequences) < 30 and rng.random() < 0.5:
             for _ in range(rng.randint(1, 4)):
-                sequence = len(prompts)
+                seq_id = len(prompts)
                 prompt = random_prompt(rng, families=4, longest=40)
                 asked: dict[str, object] = {"max_tokens": rng.randint(1, 40), "ignore_eos": rng.random() < 0.5}
                 if rng.random() < 0.2:
                     asked["prompt_logprobs" if rng.random() < 0.5 else "logprobs"] = 2
-                prompts[sequence] = prompt, SamplingParams(**asked)  # type: ignore[arg-type]
-                world.add(sequence, prompt, **asked)
-                open_sequences.add(sequence)
+                prompts[seq_id] = prompt, SamplingParams(**asked)  # type: ignore[arg-type]
+                world.add(seq_id, prompt, **asked)
+                open_sequences.add(seq_id)
         if open_sequences and rng.random() < 0.03:
             world.scheduler.end(rng.choice(sorted(open_sequences)), "abort")
         world.step()
-        for sequence in open_sequences & world.ends.keys():
-            open_sequences.remove(sequence)
-            prompt, params = prompts[sequence]
-            if world.ends[sequence] == "error":
+        for seq_id in open_sequences & world.ends.keys():
+            open_sequences.remove(seq_id)
+            prompt, params = prompts[seq_id]
+            if world.ends[seq_id] == "error":
                 errors += 1
             else:
-                world.check_logprobs(sequence, prompt, params)
-            answer, expected = world.answers.pop(sequence), expected_answer(np.array(prompt), params)
-            complete = world.ends[sequence] == "length" or (answer[-1:] == [EOS] and not params.ignore_eos)
+                world.check_logprobs(seq_id, prompt, params)
+            answer, expected = world.answers.pop(seq_id), expected_answer(np.array(prompt), params)
+            complete = world.ends[seq_id] == "length" or (answer[-1:] == [EOS] and not params.ignore_eos)
             assert answer == (expected if complete else expected[: len(answer)])
     world.scheduler.check_idle()
     assert world.ends.keys() == prompts.keys()
@@ -81,14 +81,14 @@ def test_a_step_too_large_is_retried_in_parts_and_its_oldest_come_back_first() -
         fails_at_launch=True,
     )
     params = {"max_tokens": 12, "ignore_eos": True}
-    prompts = [[sequence] * 90 for sequence in range(8)]
-    for sequence, prompt in enumerate(prompts):
-        world.add(sequence, prompt, **params)
+    prompts = [[seq_id] * 90 for seq_id in range(8)]
+    for seq_id, prompt in enumerate(prompts):
+        world.add(seq_id, prompt, **params)
     world.run()
     assert world.scheduler.failed_steps >= 5  # 720 tokens, 360, 180; 8 rows, or 4
-    for sequence, prompt in enumerate(prompts):
-        assert world.ends[sequence] == "length"
-        assert world.answers[sequence] == expected_answer(np.array(prompt), SamplingParams(**params))  # type: ignore[arg-type]
+    for seq_id, prompt in enumerate(prompts):
+        assert world.ends[seq_id] == "length"
+        assert world.answers[seq_id] == expected_answer(np.array(prompt), SamplingParams(**params))  # type: ignore[arg-type]
     assert list(world.ends) == list(range(8))
 
 
@@ -97,15 +97,15 @@ def test_a_request_that_fails_alone_ends_with_an_error_and_the_others_go_on(at_l
     """Any step with slot 0 and more than 40 tokens of context fails."""
     world = World(
         num_slots=1,
-        fails=lambda batch: bool((batch.starts + batch.lengths > 40).any()),
+        fails=lambda batch: bool((batch.start_pos + batch.query_lens > 40).any()),
         fails_at_launch=at_launch,
     )
-    for sequence, length in enumerate([10, 50, 20]):
-        world.add(sequence, [sequence + 1] * length, max_tokens=10, ignore_eos=True)
+    for seq_id, length in enumerate([10, 50, 20]):
+        world.add(seq_id, [seq_id + 1] * length, max_tokens=10, ignore_eos=True)
     world.run()
     assert world.ends == {0: "length", 1: "error", 2: "length"}
     assert world.answers[1] == []
-    assert [len(world.answers[sequence]) for sequence in (0, 2)] == [10, 10]
+    assert [len(world.answers[seq_id]) for seq_id in (0, 2)] == [10, 10]
 
 
 def test_a_prompt_whose_last_chunk_failed_is_not_found_in_the_cache() -> None:
@@ -118,11 +118,11 @@ def test_a_prompt_whose_last_chunk_failed_is_not_found_in_the_cache() -> None:
 
     world = World(page_size=4, chunk=16, fails=second_prefill_fails)
     prompt = list(range(30))
-    for sequence in (0, 1):
-        world.add(sequence, prompt, max_tokens=4, ignore_eos=True)
+    for seq_id in (0, 1):
+        world.add(seq_id, prompt, max_tokens=4, ignore_eos=True)
     world.run()
-    assert steps[2].entering, "the second request was in flight when the failure showed"
-    assert steps[2].entering[0].pages.tolist()[4:], "it had found what was never written"
+    assert steps[2].new_rows, "the second request was in flight when the failure showed"
+    assert steps[2].new_rows[0].pages.tolist()[4:], "it had found what was never written"
     expected = expected_answer(np.array(prompt), SamplingParams(max_tokens=4, ignore_eos=True))
     assert world.answers == {0: expected, 1: expected}
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zmq
 
-from minisgl.core import Batch, EnteringRow, Int32Array, LogprobPlan, SamplingParams
+from minisgl.core import Batch, Int32Array, LogprobPlan, NewRow, SamplingParams
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_rank import Bitmask, ToRank
 from minisgl.scheduler.ranks import MAX_IN_FLIGHT, follow
@@ -24,11 +24,11 @@ def ids(*values: int) -> Int32Array:
 PLAN = Batch(
     step=3,
     slots=ids(4, 1),
-    starts=ids(0, 9),
-    lengths=ids(5, 1),
-    samples=np.array([False, True]),
+    start_pos=ids(0, 9),
+    query_lens=ids(5, 1),
+    needs_sample=np.array([False, True]),
     new_pages=ids(4, 0, 7, 1, 2, 8).reshape(2, 3),
-    entering=[EnteringRow(4, ids(5, 6, 7, 8, 9), ids(), SamplingParams(stop=("x",)), -(2**63), 5, (2, 3))],
+    new_rows=[NewRow(4, ids(5, 6, 7, 8, 9), ids(), SamplingParams(stop=("x",)), -(2**63), 5, (2, 3))],
     greedy=False,
     logprobs=LogprobPlan(ids(0), 2, ids(4, 0), 1),
     constrained=True,

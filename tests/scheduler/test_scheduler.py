@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import Batch, SamplingParams
-from minisgl.scheduler.policy import chunk_lengths, mixed, prefill_first
+from minisgl.scheduler.batch_policy import chunk_lengths, mixed, prefill_first
 from minisgl.scheduler.request import Request
 from minisgl.scheduler.waiting import MAX_PASSED, WaitingQueue
 from scheduler.simulation import EOS, World, expected_answer, random_prompt
@@ -56,32 +56,32 @@ def test_random_traffic(options: dict[str, object], request: pytest.FixtureReque
         # Bursts, and room to drain: the pool is full at times and idle at times.
         if len(prompts) < count and len(open_sequences) < 40 and rng.random() < 0.5:
             for _ in range(rng.randint(1, 4)):
-                sequence = len(prompts)
+                seq_id = len(prompts)
                 prompt = random_prompt(rng, families=6, longest=40)
                 params = {"max_tokens": rng.randint(1, 60), "ignore_eos": rng.random() < 0.5}
                 params |= random_questions(choices)
-                prompts[sequence] = prompt, SamplingParams(**params)  # type: ignore[arg-type]
-                priorities[sequence] = rng.choice([0, 0, 0, 1])
-                world.add(sequence, prompt, priority=priorities[sequence], **params)
-                open_sequences.add(sequence)
-                passed_over[sequence] = 0
+                prompts[seq_id] = prompt, SamplingParams(**params)  # type: ignore[arg-type]
+                priorities[seq_id] = rng.choice([0, 0, 0, 1])
+                world.add(seq_id, prompt, priority=priorities[seq_id], **params)
+                open_sequences.add(seq_id)
+                passed_over[seq_id] = 0
         if open_sequences and rng.random() < 0.03:
             ended = rng.choice(sorted(open_sequences))
             world.scheduler.end(ended, rng.choice(["abort", "stop"]))
             passed_over.pop(ended, None)
         entered_before = len(world.entered)
         world.step()
-        for sequence in world.entered[entered_before:]:
-            if passed_over.pop(sequence, None) is not None:
+        for seq_id in world.entered[entered_before:]:
+            if passed_over.pop(seq_id, None) is not None:
                 for other in passed_over:
-                    passed_over[other] += other < sequence and priorities[other] == priorities[sequence]
+                    passed_over[other] += other < seq_id and priorities[other] == priorities[seq_id]
         assert all(count < MAX_PASSED + world.num_slots for count in passed_over.values())
-        for sequence in [sequence for sequence in open_sequences if sequence in world.ends]:
-            open_sequences.remove(sequence)
-            prompt, params_ = prompts[sequence]
-            world.check_logprobs(sequence, prompt, params_)
-            answer, expected = world.answers.pop(sequence), expected_answer(np.array(prompt), params_)
-            complete = world.ends[sequence] == "length" or (answer[-1:] == [EOS] and not params_.ignore_eos)
+        for seq_id in [seq_id for seq_id in open_sequences if seq_id in world.ends]:
+            open_sequences.remove(seq_id)
+            prompt, params_ = prompts[seq_id]
+            world.check_logprobs(seq_id, prompt, params_)
+            answer, expected = world.answers.pop(seq_id), expected_answer(np.array(prompt), params_)
+            complete = world.ends[seq_id] == "length" or (answer[-1:] == [EOS] and not params_.ignore_eos)
             assert answer == (expected if complete else expected[: len(answer)])
             whole += complete
     world.scheduler.check_idle()
@@ -113,21 +113,21 @@ def test_only_younger_ones_of_its_priority_pass_a_request_over() -> None:
 def test_retraction_takes_the_youngest_and_changes_no_answer() -> None:
     world = World(page_size=1, num_pages=60, max_seq_len=60)
     params = {"max_tokens": 40, "ignore_eos": True}
-    for sequence in range(3):
-        world.add(sequence, [sequence, 9], **params)
+    for seq_id in range(3):
+        world.add(seq_id, [seq_id, 9], **params)
     world.run()
     assert world.scheduler.retractions >= 2
     assert world.entered == [0, 1, 2]  # each entered once for the world
-    for sequence, answer in world.answers.items():
-        assert answer == expected_answer(np.array([sequence, 9]), SamplingParams(**params))  # type: ignore[arg-type]
+    for seq_id, answer in world.answers.items():
+        assert answer == expected_answer(np.array([seq_id, 9]), SamplingParams(**params))  # type: ignore[arg-type]
     assert list(world.ends) == [0, 1, 2]  # the oldest was never retracted
 
 
 def test_retraction_does_not_ping_pong() -> None:
     """Two requests that do not fit together: what is computed twice stays a small part."""
     world = World(page_size=1, num_pages=200, max_seq_len=200, chunk=1000)
-    for sequence in range(2):
-        world.add(sequence, [sequence] * 20, max_tokens=150, ignore_eos=True)
+    for seq_id in range(2):
+        world.add(seq_id, [seq_id] * 20, max_tokens=150, ignore_eos=True)
     world.run()
     assert world.scheduler.retractions <= 4
     assert world.device.computed < 1.3 * 2 * 170
@@ -136,8 +136,8 @@ def test_retraction_does_not_ping_pong() -> None:
 def test_many_long_limits_run_side_by_side() -> None:
     """max_tokens reserves nothing: requests that may be long, but are not, share a small pool."""
     world = World(page_size=1, num_pages=200, max_seq_len=200, num_slots=8, chunk=1000)
-    for sequence in range(8):
-        world.add(sequence, [sequence, 1, 2], max_tokens=150, ignore_eos=True)
+    for seq_id in range(8):
+        world.add(seq_id, [seq_id, 1, 2], max_tokens=150, ignore_eos=True)
     for _ in range(6):
         world.step()
     assert world.scheduler.counts()["requests_running"] == 8
@@ -160,14 +160,14 @@ def test_mixed_gives_every_decode_a_token_in_every_step() -> None:
 def test_a_scored_prompt_is_computed_whole_whatever_is_cached() -> None:
     world = World(chunk=5)
     prompt = list(range(23))
-    for sequence, asked in enumerate([{}, {"prompt_logprobs": 2}, {"prompt_logprobs": 0, "max_tokens": 0}, {}]):
+    for seq_id, asked in enumerate([{}, {"prompt_logprobs": 2}, {"prompt_logprobs": 0, "max_tokens": 0}, {}]):
         params = {"max_tokens": 3, "ignore_eos": True, **asked}
-        world.add(sequence, prompt, **params)
+        world.add(seq_id, prompt, **params)
         world.run()
-        world.check_logprobs(sequence, prompt, SamplingParams(**params))  # type: ignore[arg-type]
-        assert world.ends[sequence] == "length"
-        assert len(world.answers[sequence]) == params["max_tokens"]
-    assert [world.cached[sequence] for sequence in range(4)] == [0, 0, 0, 20]
+        world.check_logprobs(seq_id, prompt, SamplingParams(**params))  # type: ignore[arg-type]
+        assert world.ends[seq_id] == "length"
+        assert len(world.answers[seq_id]) == params["max_tokens"]
+    assert [world.cached[seq_id] for seq_id in range(4)] == [0, 0, 0, 20]
 
 
 def test_a_prompt_of_one_token_without_an_answer_ends_at_once() -> None:
@@ -183,21 +183,21 @@ def test_a_retraction_amid_a_scored_prompt_loses_and_repeats_nothing() -> None:
     world = World(page_size=1, num_pages=62, chunk=2, batch_policy="mixed", max_seq_len=60)
     params = {"max_tokens": 50, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1}
     prompts = [[1, 2, 3], list(range(30))]
-    for sequence, prompt in enumerate(prompts):
-        world.add(sequence, prompt, **params | {"max_tokens": 50 - len(prompt)})
+    for seq_id, prompt in enumerate(prompts):
+        world.add(seq_id, prompt, **params | {"max_tokens": 50 - len(prompt)})
         for _ in range(14):
             world.step()
     world.run()
     assert world.scheduler.retractions > 0
-    for sequence, prompt in enumerate(prompts):
-        world.check_logprobs(sequence, prompt, SamplingParams(**params))  # type: ignore[arg-type]
+    for seq_id, prompt in enumerate(prompts):
+        world.check_logprobs(seq_id, prompt, SamplingParams(**params))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("schedule_policy", ["fcfs", "lpm"])
 def test_priority_goes_first(schedule_policy: str) -> None:
     world = World(num_slots=1, schedule_policy=schedule_policy)
-    for sequence, priority in enumerate([0, 0, 5, 1]):
-        world.add(sequence, [sequence, 3], priority=priority, max_tokens=2, ignore_eos=True)
+    for seq_id, priority in enumerate([0, 0, 5, 1]):
+        world.add(seq_id, [seq_id, 3], priority=priority, max_tokens=2, ignore_eos=True)
     world.run()
     assert world.entered == [2, 3, 0, 1]
 
@@ -208,8 +208,8 @@ def test_longest_prefix_goes_first_but_nobody_is_passed_over_for_ever() -> None:
     world.add(0, shared, max_tokens=2, ignore_eos=True)
     world.run()
     world.add(1, [49, 48], max_tokens=2, ignore_eos=True)  # nothing of it is cached
-    for sequence in range(2, 40):
-        world.add(sequence, [*shared[:36], sequence], max_tokens=2, ignore_eos=True)
+    for seq_id in range(2, 40):
+        world.add(seq_id, [*shared[:36], seq_id], max_tokens=2, ignore_eos=True)
     world.run()
     assert world.entered.index(1) == 1 + MAX_PASSED
 
@@ -221,8 +221,8 @@ def test_those_passed_over_too_often_go_in_order_of_arrival() -> None:
     world.run()
     world.add(1, [49, 48], max_tokens=2, ignore_eos=True)  # nothing of it is cached
     world.add(2, [*shared[:8], 49], max_tokens=2, ignore_eos=True)  # something of it
-    for sequence in range(3, 40):
-        world.add(sequence, [*shared[:36], sequence], max_tokens=2, ignore_eos=True)
+    for seq_id in range(3, 40):
+        world.add(seq_id, [*shared[:36], seq_id], max_tokens=2, ignore_eos=True)
     world.run()
     assert world.entered.index(1) == 1 + MAX_PASSED
     assert world.entered.index(2) == 2 + MAX_PASSED
@@ -233,9 +233,9 @@ def test_nobody_is_passed_over_by_those_who_came_before() -> None:
     shared = list(range(40))
     world.add(0, shared, max_tokens=2, ignore_eos=True)
     world.run()
-    for sequence in range(1, 60):
-        prompt = [49, 48] if sequence == 20 else [*shared[:36], sequence]
-        world.add(sequence, prompt, max_tokens=2, ignore_eos=True)
+    for seq_id in range(1, 60):
+        prompt = [49, 48] if seq_id == 20 else [*shared[:36], seq_id]
+        world.add(seq_id, prompt, max_tokens=2, ignore_eos=True)
     world.run()
     assert world.entered.index(20) == 20 + MAX_PASSED
 
@@ -252,8 +252,8 @@ def test_longest_prefix_goes_first_of_two() -> None:
 
 def test_equal_prompts_that_come_at_once_are_prefilled_once() -> None:
     world = World(page_size=4, num_pages=400, num_slots=8, chunk=16)
-    for sequence in range(8):
-        world.add(sequence, list(range(49)), max_tokens=1, ignore_eos=True)
+    for seq_id in range(8):
+        world.add(seq_id, list(range(49)), max_tokens=1, ignore_eos=True)
     world.add(8, [49] * 5, max_tokens=1, ignore_eos=True)
     world.run()
     assert world.device.computed == 49 + 7 * 1 + 5
@@ -264,8 +264,8 @@ def test_equal_prompts_that_come_at_once_are_prefilled_once() -> None:
 def test_who_would_be_spared_no_page_does_not_wait(length: int, entered: list[int]) -> None:
     """The last token of a prompt is computed in any case."""
     world = World(page_size=4)
-    for sequence in range(3):
-        world.add(sequence, list(range(length)), max_tokens=1, ignore_eos=True)
+    for seq_id in range(3):
+        world.add(seq_id, list(range(length)), max_tokens=1, ignore_eos=True)
     world.step()
     assert world.entered == entered
 
@@ -273,12 +273,12 @@ def test_who_would_be_spared_no_page_does_not_wait(length: int, entered: list[in
 def test_who_waits_for_the_prefixes_of_others_is_not_passed_over_for_ever() -> None:
     world = World(page_size=1, num_pages=400, chunk=32)
     text = list(range(40))
-    for sequence in range(30):
+    for seq_id in range(30):
         # Each computes all of its prompt, of which the last tokens are left for the next step.
-        shared = 1 + sequence
-        prompt = text[:shared] + [49] * ((34 if sequence == 0 else 32) - shared)
-        world.add(sequence, prompt, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
-        if sequence == 0:
+        shared = 1 + seq_id
+        prompt = text[:shared] + [49] * ((34 if seq_id == 0 else 32) - shared)
+        world.add(seq_id, prompt, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        if seq_id == 0:
             world.add(99, text, max_tokens=1, ignore_eos=True)
     world.run()
     assert world.entered.index(99) == 1 + MAX_PASSED
@@ -288,8 +288,8 @@ def test_who_waits_for_the_prefixes_of_others_is_not_passed_over_for_ever() -> N
 def test_nobody_enters_before_there_is_room_for_a_prefill(length: int, steps: int) -> None:
     """So that one of higher priority who comes in the meantime goes before."""
     world = World(chunk=8)
-    for sequence in range(4):
-        world.add(sequence, [sequence] * length, max_tokens=1, ignore_eos=True)
+    for seq_id in range(4):
+        world.add(seq_id, [seq_id] * length, max_tokens=1, ignore_eos=True)
     for _ in range(steps):
         world.step()
     world.add(4, [4] * length, max_tokens=1, ignore_eos=True, priority=1)
@@ -299,8 +299,8 @@ def test_nobody_enters_before_there_is_room_for_a_prefill(length: int, steps: in
 
 def test_equal_prompts_side_by_side_keep_their_pages() -> None:
     world = World(num_pages=100, chunk=1000)
-    for sequence in range(5):
-        world.add(sequence, list(range(20)), max_tokens=30, ignore_eos=True)
+    for seq_id in range(5):
+        world.add(seq_id, list(range(20)), max_tokens=30, ignore_eos=True)
     world.run()  # the device checks every place before every step
     assert len({tuple(answer) for answer in world.answers.values()}) == 1
 
@@ -333,25 +333,25 @@ def test_a_stopped_request_keeps_its_slot_until_its_last_step_is_complete(overla
 @pytest.mark.parametrize("steps", range(6))
 def test_abort_at_any_moment_returns_everything(steps: int) -> None:
     world = World(chunk=8)
-    for sequence in range(2):
-        world.add(sequence, list(range(30)), max_tokens=2)
+    for seq_id in range(2):
+        world.add(seq_id, list(range(30)), max_tokens=2)
     for _ in range(steps):
         world.step()
-    for sequence in range(2):
-        world.scheduler.end(sequence, "abort")
-        world.scheduler.end(sequence, "abort")  # a second one is passed over
+    for seq_id in range(2):
+        world.scheduler.end(seq_id, "abort")
+        world.scheduler.end(seq_id, "abort")  # a second one is passed over
     world.run()
     assert world.ends.keys() == {0, 1}
 
 
 def test_batches_are_built_in_order_of_arrival() -> None:
     world = World(num_slots=8, chunk=1000)
-    for sequence in (5, 3, 9, 1):
-        world.add(sequence, [sequence, sequence], max_tokens=4, ignore_eos=True)
+    for seq_id in (5, 3, 9, 1):
+        world.add(seq_id, [seq_id, seq_id], max_tokens=4, ignore_eos=True)
     batch = world.scheduler.schedule()
     assert batch is not None
-    assert [int(row.token_ids[0]) for row in batch.entering] == [5, 3, 9, 1]
-    assert batch.slots.tolist() == [row.slot for row in batch.entering]
+    assert [int(row.token_ids[0]) for row in batch.new_rows] == [5, 3, 9, 1]
+    assert batch.slots.tolist() == [row.slot for row in batch.new_rows]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -366,15 +366,15 @@ def test_decodes_go_longest_first_and_keep_their_order(overlap: bool, monkeypatc
         forward(batch)
 
     monkeypatch.setattr(world.device, "forward", recorded)
-    for sequence in range(60):
+    for seq_id in range(60):
         prompt = random_prompt(rng, families=4, longest=40)
-        world.add(sequence, prompt, max_tokens=rng.randint(1, 50), ignore_eos=True)
+        world.add(seq_id, prompt, max_tokens=rng.randint(1, 50), ignore_eos=True)
     world.run()
     decodes = [batch for batch in batches if batch.is_decode]
     assert max(len(batch.slots) for batch in decodes) > 6
     unchanged = 0
     for before, batch in itertools.pairwise(decodes):
-        assert (np.diff(batch.starts) <= 0).all()
+        assert (np.diff(batch.start_pos) <= 0).all()
         if starts_of(before, later=1) == starts_of(batch):
             assert np.array_equal(before.slots, batch.slots)
             unchanged += 1
@@ -383,7 +383,7 @@ def test_decodes_go_longest_first_and_keep_their_order(overlap: bool, monkeypatc
 
 def starts_of(batch: Batch, later: int = 0) -> dict[int, int]:
     """By slot."""
-    return dict(zip(batch.slots.tolist(), (batch.starts + later).tolist(), strict=True))
+    return dict(zip(batch.slots.tolist(), (batch.start_pos + later).tolist(), strict=True))
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -392,8 +392,8 @@ def test_admission_counts_pages(page_size: int) -> None:
     world = World(page_size=page_size, num_pages=3, num_slots=8, max_seq_len=page_size)
     if page_size == 1:
         world = World(page_size=1, num_pages=6, num_slots=8, max_seq_len=6)
-    for sequence in range(8):
-        world.add(sequence, [sequence], max_tokens=2, ignore_eos=True)
+    for seq_id in range(8):
+        world.add(seq_id, [seq_id], max_tokens=2, ignore_eos=True)
     world.run()
     assert set(world.ends.values()) == {"length"}
 
@@ -436,18 +436,18 @@ def test_a_running_prompt_is_shared_before_it_ends() -> None:
 def test_prefixes_are_shared_with_the_same_salt_only() -> None:
     world = World(page_size=4, num_pages=400)
     prompt, params = list(range(30)), {"max_tokens": 40, "ignore_eos": True}
-    for sequence, salt in enumerate([b"a", b"", b"b"]):
-        world.add(sequence, prompt, salt=salt, **params)
+    for seq_id, salt in enumerate([b"a", b"", b"b"]):
+        world.add(seq_id, prompt, salt=salt, **params)
     world.step()
     assert world.entered == [0]  # the prompt is longer than a chunk
     for _ in range(6):
         world.step()
     assert world.scheduler.counts()["requests_running"] == 3
-    for sequence, salt in enumerate([b"c", b"a", b"b", b""], start=3):
-        world.add(sequence, prompt, salt=salt, **params)
+    for seq_id, salt in enumerate([b"c", b"a", b"b", b""], start=3):
+        world.add(seq_id, prompt, salt=salt, **params)
     world.run()
-    for sequence, salt in enumerate([b"d", b"a"], start=7):
-        world.add(sequence, [*prompt, 49], salt=salt, **params)
+    for seq_id, salt in enumerate([b"d", b"a"], start=7):
+        world.add(seq_id, [*prompt, 49], salt=salt, **params)
     world.run()
     assert world.cached == {0: 0, 1: 0, 2: 0, 3: 0, 4: 28, 5: 28, 6: 28, 7: 0, 8: 28}
 
@@ -455,8 +455,8 @@ def test_prefixes_are_shared_with_the_same_salt_only() -> None:
 @pytest.mark.parametrize("salts", [(b"", b""), (b"a", b"b"), (b"a", b"")])
 def test_who_has_another_salt_waits_for_no_prefix(salts: tuple[bytes, bytes]) -> None:
     world = World(page_size=4, chunk=32)
-    for sequence, salt in enumerate(salts):
-        world.add(sequence, list(range(10)), salt=salt, max_tokens=1)
+    for seq_id, salt in enumerate(salts):
+        world.add(seq_id, list(range(10)), salt=salt, max_tokens=1)
     world.step()
     assert world.entered == ([0] if salts[0] == salts[1] else [0, 1])
 
@@ -497,5 +497,5 @@ def test_policy() -> None:
 
 
 def test_policy_imports_no_torch() -> None:
-    code = "import sys, minisgl.scheduler.loop, minisgl.scheduler.policy; sys.exit('torch' in sys.modules)"
+    code = "import sys, minisgl.scheduler.loop, minisgl.scheduler.batch_policy; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from minisgl.core import FinishReason
-from minisgl.message.to_api import Piece
+from minisgl.message.to_api import OutputDelta
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Stopped
 from minisgl.message.types import LogprobRows, PositionLogprobs, TextOptions, TokenLogprob, pack_ids, unpack_ids
@@ -31,17 +31,17 @@ def ids_of(text: str) -> list[int]:
     return TOKENIZER.encode(text).ids
 
 
-def cached_of(sequence: int) -> int:
+def cached_of(seq_id: int) -> int:
     """The cached tokens that these tests give a sequence."""
-    return 7 * sequence
+    return 7 * seq_id
 
 
 def step(
     *tokens: tuple[int, int], opened: dict[int, TextOptions] | None = None, ended: list[End] | None = None
 ) -> StepOutput:
     return StepOutput(
-        [Open(sequence, options, cached_of(sequence)) for sequence, options in (opened or {}).items()],
-        [sequence for sequence, _ in tokens],
+        [Open(seq_id, options, cached_of(seq_id)) for seq_id, options in (opened or {}).items()],
+        [seq_id for seq_id, _ in tokens],
         pack_ids([token for _, token in tokens]),
         ended or [],
     )
@@ -58,17 +58,17 @@ def test_text_and_ids_come_at_once() -> None:
     detokenizer = Detokenizer(DECODER)
     h, e, *_ = (TOKENIZER.token_to_id(letter) for letter in "hello")
     pieces, stopped = detokenizer.apply(step((1, h), (2, e), opened={1: TextOptions(), 2: TextOptions()}))
-    assert pieces == [Piece(1, pack_ids([h]), "h"), Piece(2, pack_ids([e]), "e")]
+    assert pieces == [OutputDelta(1, pack_ids([h]), "h"), OutputDelta(2, pack_ids([e]), "e")]
     assert stopped == []
     pieces, _ = detokenizer.apply(step((2, h), ended=[End(1, "length")]))
-    assert pieces == [Piece(2, pack_ids([h]), "h"), Piece(1, b"", "", "length", cached_of(1))]
+    assert pieces == [OutputDelta(2, pack_ids([h]), "h"), OutputDelta(1, b"", "", "length", cached_of(1))]
     assert detokenizer.open_sequences == 1
 
 
 def test_ids_come_while_text_is_held_back() -> None:
     detokenizer = opened()
     first, *rest = ids_of("世")
-    assert detokenizer.apply(step((1, first)))[0] == [Piece(1, pack_ids([first]), "")]
+    assert detokenizer.apply(step((1, first)))[0] == [OutputDelta(1, pack_ids([first]), "")]
     texts = [detokenizer.apply(step((1, token)))[0][0].text for token in rest]
     assert "".join(texts) == "世"
 
@@ -80,7 +80,7 @@ def test_tail_of_a_sequence_is_flushed(reason: FinishReason) -> None:
     detokenizer.apply(step((1, first)))
     letter = ids_of("n")[0]
     pieces, _ = detokenizer.apply(step((1, letter), ended=[End(1, reason)]))
-    assert pieces == [Piece(1, pack_ids([letter]), "\ufffdn", reason, cached_of(1))]
+    assert pieces == [OutputDelta(1, pack_ids([letter]), "\ufffdn", reason, cached_of(1))]
 
 
 def test_an_error_keeps_its_cause() -> None:
@@ -94,7 +94,7 @@ def test_two_tokens_in_one_message() -> None:
     detokenizer = opened()
     tokens = [(1, token) for token in ids_of("ab世c")]
     pieces, _ = detokenizer.apply(step(*tokens))
-    assert pieces == [Piece(1, pack_ids([token for _, token in tokens]), "ab世c")]
+    assert pieces == [OutputDelta(1, pack_ids([token for _, token in tokens]), "ab世c")]
 
 
 def test_late_token_creates_no_state() -> None:
@@ -110,7 +110,7 @@ def test_stop_token_is_an_id_but_no_text() -> None:
     letter, other = ids_of("ab")
     detokenizer = opened()
     pieces, _ = detokenizer.apply(step((1, letter), (1, other), ended=[End(1, "stop", stop_token=other)]))
-    assert pieces == [Piece(1, pack_ids([letter, other]), "a", "stop", cached_of(1), other)]
+    assert pieces == [OutputDelta(1, pack_ids([letter, other]), "a", "stop", cached_of(1), other)]
 
 
 def test_stop_string_is_text_if_asked_for() -> None:
@@ -126,7 +126,7 @@ def test_stop_token_is_text_if_asked_for() -> None:
     letter, other = ids_of("ab")
     detokenizer.apply(step(opened={1: TextOptions(include_stop=True)}))
     pieces, _ = detokenizer.apply(step((1, letter), (1, other), ended=[End(1, "stop", stop_token=other)]))
-    assert pieces == [Piece(1, pack_ids([letter, other]), "ab", "stop", cached_of(1), other)]
+    assert pieces == [OutputDelta(1, pack_ids([letter, other]), "ab", "stop", cached_of(1), other)]
 
 
 @pytest.mark.parametrize("min_tokens", range(5))
@@ -157,8 +157,8 @@ def test_logprobs_travel_with_their_ids_while_text_is_held_back() -> None:
         np.array([-0.1, -0.25, -0.75], "<f4").tobytes(),
     )
     prompts = [
-        LogprobRows([sequence], [1], [0], pack_ids([x]), np.array([-2.0], "<f4").tobytes(), pack_ids([9]), b"", b"")
-        for sequence in (1, 9)
+        LogprobRows([seq_id], [1], [0], pack_ids([x]), np.array([-2.0], "<f4").tobytes(), pack_ids([9]), b"", b"")
+        for seq_id in (1, 9)
     ]
     output = msgspec.structs.replace(
         step((1, first), (2, x), (3, x), opened={2: TextOptions(), 3: TextOptions()}),
@@ -221,7 +221,7 @@ def test_stop_string_over_tokens() -> None:
     assert shown == "hel"
     last = ids_of("w")[0]
     pieces, stopped = detokenizer.apply(step((1, last), (1, last)))
-    assert pieces == [Piece(1, pack_ids([last]), "", "stop", cached_of(1), "lo w")]
+    assert pieces == [OutputDelta(1, pack_ids([last]), "", "stop", cached_of(1), "lo w")]
     assert stopped == [Stopped(1)]
     # The scheduler hears of it some steps later: nothing more is said, and the state is freed by the End alone.
     assert detokenizer.apply(step((1, last))) == ([], [])
@@ -248,7 +248,7 @@ def test_stop_string_and_end_in_one_step() -> None:
     detokenizer = opened("ab")
     tokens = ids_of("xab") + ids_of("y")
     pieces, stopped = detokenizer.apply(step(*((1, token) for token in tokens), ended=[End(1, "length")]))
-    assert pieces == [Piece(1, pack_ids(tokens[:3]), "x", "stop", cached_of(1), "ab")]
+    assert pieces == [OutputDelta(1, pack_ids(tokens[:3]), "x", "stop", cached_of(1), "ab")]
     assert stopped == []  # the scheduler has ended it already
     assert detokenizer.open_sequences == 0
 
@@ -258,7 +258,7 @@ def test_stop_string_in_what_was_held_back() -> None:
     first = ids_of("世")[0]
     detokenizer.apply(step((1, first)))
     pieces, stopped = detokenizer.apply(step(ended=[End(1, "length")]))
-    assert pieces == [Piece(1, b"", "", "stop", cached_of(1), "\ufffd")]
+    assert pieces == [OutputDelta(1, b"", "", "stop", cached_of(1), "\ufffd")]
     assert stopped == []
 
 
@@ -272,7 +272,7 @@ def test_stop_string_that_the_end_completes() -> None:
 class Machine(RuleBasedStateMachine):
     """Any mixture of sequences, steps and late messages, against decoding each sequence's ids at once."""
 
-    sequences = Bundle("sequences")
+    seq_ids = Bundle("sequences")
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,30 +280,30 @@ class Machine(RuleBasedStateMachine):
         self.next = 0
         self.options: dict[int, TextOptions] = {}
         self.sent: dict[int, list[int]] = defaultdict(list)
-        self.pieces: dict[int, list[Piece]] = defaultdict(list)
+        self.pieces: dict[int, list[OutputDelta]] = defaultdict(list)
         self.stopped: set[int] = set()
         self.ends: dict[int, End] = {}
         self.late = 0
 
     def apply(self, message: StepOutput) -> None:
-        for sequence, token in zip(message.sequences, unpack_ids(message.tokens).tolist(), strict=True):
-            self.sent[sequence].append(token)
-        self.ends |= {end.sequence: end for end in message.ended}
+        for seq_id, token in zip(message.seq_ids, unpack_ids(message.tokens).tolist(), strict=True):
+            self.sent[seq_id].append(token)
+        self.ends |= {end.seq_id: end for end in message.ended}
         pieces, stopped = self.detokenizer.apply(message)
-        assert len({piece.sequence for piece in pieces}) == len(pieces)
+        assert len({piece.seq_id for piece in pieces}) == len(pieces)
         for piece in pieces:
-            earlier = self.pieces[piece.sequence]
+            earlier = self.pieces[piece.seq_id]
             assert all(before.finish is None for before in earlier)
             earlier.append(piece)
         for stop in stopped:
-            assert stop.sequence not in self.stopped
-            assert self.pieces[stop.sequence][-1].finish == "stop"
-            self.stopped.add(stop.sequence)
+            assert stop.seq_id not in self.stopped
+            assert self.pieces[stop.seq_id][-1].finish == "stop"
+            self.stopped.add(stop.seq_id)
         for end in message.ended:
-            self.check(end.sequence)
+            self.check(end.seq_id)
 
     @rule(
-        target=sequences,
+        target=seq_ids,
         stop=st.lists(st.text("abhelo wé#\ufffd", min_size=1, max_size=4), max_size=2).map(tuple),
         skip=st.booleans(),
     )
@@ -314,33 +314,33 @@ class Machine(RuleBasedStateMachine):
         return self.next
 
     @rule(
-        open_now=st.lists(sequences, max_size=6),
-        ending=st.lists(consumes(sequences), max_size=2, unique=True),
+        open_now=st.lists(seq_ids, max_size=6),
+        ending=st.lists(consumes(seq_ids), max_size=2, unique=True),
         data=st.data(),
         reason=st.sampled_from(["length", "abort", "error", "token"]),
         texts=st.lists(st.text("abhelo wé#世👍", min_size=1, max_size=3), min_size=1, max_size=4),
     )
     def step(self, open_now: list[int], ending: list[int], data: st.DataObject, reason: str, texts: list[str]) -> None:
         ids = [token for text in texts for token in ids_of(text)] + [EOS, 10_000]
-        receivers = [sequence for sequence in open_now + ending if sequence not in self.ends]
-        tokens = [(sequence, data.draw(st.sampled_from(ids))) for sequence in receivers]
+        receivers = [seq_id for seq_id in open_now + ending if seq_id not in self.ends]
+        tokens = [(seq_id, data.draw(st.sampled_from(ids))) for seq_id in receivers]
         ended = []
-        for sequence in ending:
-            last = next((token for receiver, token in reversed(tokens) if receiver == sequence), None)
+        for seq_id in ending:
+            last = next((token for receiver, token in reversed(tokens) if receiver == seq_id), None)
             by_token = last if reason == "token" else None
-            ended.append(End(sequence, "stop" if reason == "token" else reason, by_token))
+            ended.append(End(seq_id, "stop" if reason == "token" else reason, by_token))
         self.apply(step(*tokens, ended=ended))
 
     @rule(token=st.integers(0, 300), past=st.integers(0, 3))
     def late_message(self, token: int, past: int) -> None:
-        sequence = next((sequence for sequence in self.ends if sequence % 4 == past), self.next + 100)
-        assert self.detokenizer.apply(step((sequence, token), ended=[End(sequence, "abort")])) == ([], [])
+        seq_id = next((seq_id for seq_id in self.ends if seq_id % 4 == past), self.next + 100)
+        assert self.detokenizer.apply(step((seq_id, token), ended=[End(seq_id, "abort")])) == ([], [])
         self.late += 1
 
-    def check(self, sequence: int) -> None:
+    def check(self, seq_id: int) -> None:
         """At its End a sequence has said everything."""
-        end, options, sent = self.ends[sequence], self.options[sequence], self.sent[sequence]
-        *_, last = pieces = self.pieces[sequence]
+        end, options, sent = self.ends[seq_id], self.options[seq_id], self.sent[seq_id]
+        *_, last = pieces = self.pieces[seq_id]
         text = "".join(piece.text for piece in pieces)
         got = [int(token) for piece in pieces for token in unpack_ids(piece.ids)]
         assert got == sent[: len(got)]
@@ -348,7 +348,7 @@ class Machine(RuleBasedStateMachine):
         to_text = got if end.stop_token is None or (by_string and len(got) < len(sent)) else sent[:-1]
         full = TOKENIZER.decode(to_text, skip_special_tokens=options.skip_special_tokens)
         assert (text, last.stop_reason if by_string else None) == oracle(full, options.stop)
-        assert last.cached_tokens == cached_of(sequence)
+        assert last.cached_tokens == cached_of(seq_id)
         if not by_string:
             assert got == sent
             assert (last.finish, last.stop_reason) == (end.reason, end.stop_token)

@@ -23,9 +23,9 @@ import minisgl
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.core import Grammar, SamplingParams
 from minisgl.limits import Limits
-from minisgl.message import control, to_detokenizer, to_scheduler, to_tokenizer
+from minisgl.message import control, to_detokenizer, to_tokenizer
 from minisgl.message.control import ControlPipe, ToSupervisor
-from minisgl.message.relayed import Abort, FlushCache, Flushed, Report
+from minisgl.message.relayed import Abort, FlushCache, Flushed, Report, StatsRequest
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import (
     Accepted,
@@ -33,8 +33,8 @@ from minisgl.message.to_api import (
     Described,
     Echo,
     Encoded,
-    Piece,
-    Pieces,
+    OutputDelta,
+    OutputDeltas,
     Refused,
     ToApi,
     Unanswered,
@@ -72,9 +72,9 @@ def tokenizer(model: Path) -> TextTokenizer:
     return TextTokenizer.from_folder(model)
 
 
-def request(prompt: Any, sequences: tuple[int, ...] = (1,), **sampling: Any) -> Generate:
-    seeds = [1000 + sequence for sequence in sequences]
-    return Generate(list(sequences), seeds, prompt, SamplingParams(**sampling), TextOptions(stop=("x",)))
+def request(prompt: Any, seq_ids: tuple[int, ...] = (1,), **sampling: Any) -> Generate:
+    seeds = [1000 + seq_id for seq_id in seq_ids]
+    return Generate(list(seq_ids), seeds, prompt, SamplingParams(**sampling), TextOptions(stop=("x",)))
 
 
 # --- admission ---
@@ -92,7 +92,7 @@ def test_choices_share_the_prompt(tokenizer: TextTokenizer) -> None:
     )
     ids = tokenizer.encode("ab")
     assert accepted == Accepted([4, 5], pack_ids(ids))
-    assert [(add.sequence, add.seed) for add in adds] == [(4, 1004), (5, 1005)]
+    assert [(add.seq_id, add.seed) for add in adds] == [(4, 1004), (5, 1005)]
     for add in adds:
         assert unpack_ids(add.prompt_ids).tolist() == ids.tolist()
         assert add.sampling == SamplingParams(temperature=0.5, max_tokens=32 - len(ids))
@@ -163,7 +163,7 @@ def test_too_long_prompt_is_refused(
     """And so is every other prompt that cannot run: with an answer, never silently."""
     refused, adds = admit(request(prompt, (1, 2), **sampling), tokenizer, LIMITS, GRAMMARS)
     assert isinstance(refused, Refused)
-    assert refused.sequences == [1, 2]
+    assert refused.seq_ids == [1, 2]
     assert (refused.status, refused.field) == (400, field)
     assert says in refused.message
     assert "Error" not in refused.message, "a client does not know our Python"
@@ -319,19 +319,19 @@ def test_tokenizer_process(server: Server) -> None:
         inbox.send(Abort([1]))
         inbox.send(request(ChatPrompt([{**USER, "bad": 1}]), (3,)))
         inbox.send(request(ChatPrompt([USER]), (4,), max_tokens=4))
-        inbox.send(to_tokenizer.Query(77))
+        inbox.send(StatsRequest(77))
         answers = [server.api.receive() for _ in range(3)]
         assert [type(answer) for answer in answers] == [Accepted, Refused, Accepted]
         got = [server.scheduler.receive() for _ in range(5)]
-        assert [type(message) for message in got] == [Add, Add, Abort, Add, to_scheduler.Query]
+        assert [type(message) for message in got] == [Add, Add, Abort, Add, StatsRequest]
         assert got[2] == Abort([1])  # first in, first out
-        assert got[4] == to_scheduler.Query(77, [ProcessCounts("tokenizer-2", {"sequences": 0})])
+        assert got[4] == StatsRequest(77, [ProcessCounts("tokenizer-2", {"sequences": 0})])
 
 
 def test_nobody_waits_for_the_check_of_anothers_grammar(server: Server) -> None:
-    def hard(sequence: int, repeats: int) -> Generate:
+    def hard(seq_id: int, repeats: int) -> Generate:
         grammar = Grammar("regex", f"(a{{1000}}){{{repeats}}}")
-        asked = request(TextPrompt("ab"), (sequence,), max_tokens=4, grammar=grammar)
+        asked = request(TextPrompt("ab"), (seq_id,), max_tokens=4, grammar=grammar)
         return msgspec.structs.replace(asked, client="hostile")
 
     with server.worker("minisgl.tokenizer.worker:run"):
@@ -340,21 +340,21 @@ def test_nobody_waits_for_the_check_of_anothers_grammar(server: Server) -> None:
         inbox.send(hard(1, 1000))
         inbox.send(hard(2, 1001))
         inbox.send(request(TextPrompt("ab"), (3,), max_tokens=4))
-        inbox.send(to_tokenizer.Query(4))
+        inbox.send(StatsRequest(4))
         inbox.send(Abort([2]))
         inbox.send(request(TextPrompt("ab"), (5,), max_tokens=4, grammar=Grammar("regex", "a+")))
         # Before the first, whose verdict takes two seconds.
-        assert [server.api.receive().sequences for _ in range(2)] == [[3], [5]]  # type: ignore[union-attr]
+        assert [server.api.receive().seq_ids for _ in range(2)] == [[3], [5]]  # type: ignore[union-attr]
         got = [server.scheduler.receive() for _ in range(4)]
-        assert [type(message) for message in got] == [Add, to_scheduler.Query, Abort, Add]
-        assert got[1] == to_scheduler.Query(4, [ProcessCounts("tokenizer-0", {"sequences": 2})])
+        assert [type(message) for message in got] == [Add, StatsRequest, Abort, Add]
+        assert got[1] == StatsRequest(4, [ProcessCounts("tokenizer-0", {"sequences": 2})])
         refused = server.api.receive()
         assert isinstance(refused, Refused)
-        assert refused.sequences == [1]
+        assert refused.seq_ids == [1]
         assert "longer than 2 s" in refused.message
         assert time.perf_counter() - start > 1.9
-        inbox.send(to_tokenizer.Query(6))  # nothing has come for the aborted one, and nothing is left of it
-        assert server.scheduler.receive() == to_scheduler.Query(6, [ProcessCounts("tokenizer-0", {"sequences": 0})])
+        inbox.send(StatsRequest(6))  # nothing has come for the aborted one, and nothing is left of it
+        assert server.scheduler.receive() == StatsRequest(6, [ProcessCounts("tokenizer-0", {"sequences": 0})])
 
 
 def test_questions_to_the_tokenizer(server: Server) -> None:
@@ -403,9 +403,11 @@ def test_detokenizer_process(server: Server) -> None:
         inbox.send(Report(7, [ProcessCounts("scheduler", {"running": 1})]))
         inbox.send(StepOutput([], [1], pack_ids([a]), [End(1, "stop")]))
         inbox.send(Report(8, []))
-        assert server.api.receive() == Pieces([Piece(1, pack_ids([ab]), "a"), Piece(2, pack_ids([a]), "a")])
-        assert server.api.receive() == Pieces(
-            [Piece(1, pack_ids([b]), "", "stop", 0, "bb"), Piece(2, pack_ids([2]), "", "stop", 5, 2)]
+        assert server.api.receive() == OutputDeltas(
+            [OutputDelta(1, pack_ids([ab]), "a"), OutputDelta(2, pack_ids([a]), "a")]
+        )
+        assert server.api.receive() == OutputDeltas(
+            [OutputDelta(1, pack_ids([b]), "", "stop", 0, "bb"), OutputDelta(2, pack_ids([2]), "", "stop", 5, 2)]
         )
         report = server.api.receive()
         counts = {"sequences": 1, "dropped_tokens": 1}

@@ -18,7 +18,7 @@ from torch import Tensor
 from minisgl.attention.base import GraphedDecode, Unplanned
 from minisgl.core import Batch
 from minisgl.engine.capture import GraphMemory
-from minisgl.engine.forward import Forwarded, StepRunner
+from minisgl.engine.forward import ForwardOutput, StepRunner
 from minisgl.engine.sampler import SampleKind
 from minisgl.engine.upload import upload
 
@@ -88,7 +88,7 @@ class DecodeGraphs:
         """Whether the plan is a decode that a graph was captured for."""
         return batch.is_decode and len(batch.slots) <= self._sizes[-1]
 
-    def forward(self, batch: Batch) -> Forwarded:
+    def forward(self, batch: Batch) -> ForwardOutput:
         """Replay the forward of a plan that fits. What it brings is overwritten by the next replay."""
         rows, size = len(batch.slots), self._size_for(batch)
         padded = np.full(size, self._runner.state.scratch_slot, dtype=np.int32)
@@ -97,9 +97,9 @@ class DecodeGraphs:
             self._slots[:size] = upload(padded, self._slots.device)
             self._rows[:size] = padded  # behind the upload, which may find no memory
         captured = self._captured[size]
-        captured.attention.prepare(batch.starts)
+        captured.attention.prepare(batch.start_pos)
         captured.forward.replay()
-        return Forwarded(self._logits[:rows], self._slots[:rows])
+        return ForwardOutput(self._logits[:rows], self._slots[:rows])
 
     def sample(self, batch: Batch) -> Tensor:
         """The sampled tokens [rows] behind the same plan's forward, overwritten by the next replay.

@@ -22,7 +22,7 @@ from minisgl.distributed.group import TPGroup
 from minisgl.engine.cpu_libraries import bound_primitive_caches
 from minisgl.engine.decode_graphs import DecodeGraphs, decode_graph_sizes
 from minisgl.engine.device import resolve_device, resolve_dtype
-from minisgl.engine.forward import Forwarded, StepRunner
+from minisgl.engine.forward import ForwardOutput, StepRunner
 from minisgl.engine.graphs import Graphs, GraphSizes
 from minisgl.engine.measure import graphs_bytes, steps_bytes
 from minisgl.engine.memory import CPU_SEQUENCES, GIB, Needs, pool_pages, room_for_pool
@@ -107,7 +107,7 @@ class Engine:
         self._bitmask = torch.empty(
             (self.num_slots, -(-model.vocab_size // 32)), dtype=torch.int32, pin_memory=self.device.type == "cuda"
         )
-        self._forwarded: Callable[[], Forwarded] | None = None  # of the step whose sampling is not launched yet
+        self._forwarded: Callable[[], ForwardOutput] | None = None  # of the step whose sampling is not launched yet
         self._graphs: Graphs | None = None
         if sizes is not None:
             with phase("capture CUDA graphs"), progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:
@@ -139,7 +139,7 @@ class Engine:
 
         return self._queue.submit(sample)
 
-    def _forward(self, batch: Batch) -> Forwarded:
+    def _forward(self, batch: Batch) -> ForwardOutput:
         self._runner.state.apply(batch)
         graphs = self._graphs_for(batch)
         if graphs is not None:
@@ -147,14 +147,14 @@ class Engine:
         prefill = None if self._graphs is None else self._graphs.prefill(batch)
         return self._runner.forward(batch) if prefill is None else prefill.forward(batch)
 
-    def _sample(self, batch: Batch, forwarded: Forwarded, bitmask: Tensor | None) -> StepTensors:
-        judged = self._runner.judged(batch, forwarded, bitmask, processed=self._judges_processed)
+    def _sample(self, batch: Batch, forwarded: ForwardOutput, bitmask: Tensor | None) -> StepTensors:
+        logprob_inputs = self._runner.logprob_inputs(batch, forwarded, bitmask, processed=self._judges_processed)
         graphs = self._graphs_for(batch)
         if graphs is None or batch.processed or bitmask is not None:
             sampled = self._runner.sample(batch, forwarded, bitmask)
         else:
             sampled = graphs.sample(batch)
-        return StepTensors(sampled, self._runner.logprobs(batch, forwarded, judged, sampled))
+        return StepTensors(sampled, self._runner.logprobs(batch, forwarded, logprob_inputs, sampled))
 
     def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:
         return None if self._graphs is None else self._graphs.decode(batch)

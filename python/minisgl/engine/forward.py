@@ -16,7 +16,7 @@ from torch import Tensor
 from minisgl.attention.base import AttentionBackend, AttentionInputs, GraphedDecode
 from minisgl.context import ForwardContext
 from minisgl.core import Batch, Int32Array, Logprobs, StepLogprobs, pages_for
-from minisgl.engine.inputs import HostReads, HostRows, RowInputs, split_like
+from minisgl.engine.inputs import HostRows, LogitsIndices, RowInputs, split_like
 from minisgl.engine.logprobs import compute_logprobs, no_logprobs
 from minisgl.engine.processing import process_logits
 from minisgl.engine.sampler import SampleKind, Sampler
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Forwarded:
+class ForwardOutput:
     """What the forward of a step brings."""
 
     logits: Tensor  # [S, vocab_size] of the rows that sample
@@ -40,7 +40,7 @@ class Forwarded:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class LogprobInputs:
     """Of which sampling rows log-probabilities are wanted."""
 
     rows: Tensor  # [n] int64
@@ -69,19 +69,19 @@ class StepRunner:
         self.fused = fused  # attends in the backend's place in captured decodes
         self._row_numbers = torch.arange(len(state.lengths) + 1, dtype=torch.int32, device=state.device)
 
-    def forward(self, batch: Batch) -> Forwarded:
+    def forward(self, batch: Batch) -> ForwardOutput:
         """The model's work."""
         host = HostRows.of(batch)
-        reads = HostReads.of(batch, host.query_starts)
+        reads = LogitsIndices.of(batch, host.query_starts)
         arrays = [*host.arrays, *reads.arrays]
         *tensors, rows, slots = split_like(upload(np.concatenate(arrays), self.state.device), arrays)
         inputs = RowInputs(*tensors)
         rows = rows.long()
-        ctx = self.context(inputs, batch.lengths, host.kv_lens, read_rows=rows)
+        ctx = self.context(inputs, batch.query_lens, host.kv_lens, logits_indices=rows)
         return self.read(batch, self.model.model(ctx), rows, slots.long(), inputs, ctx)
 
     def context(
-        self, inputs: RowInputs, query_lens: Int32Array, kv_lens: Int32Array, *, read_rows: Tensor | None
+        self, inputs: RowInputs, query_lens: Int32Array, kv_lens: Int32Array, *, logits_indices: Tensor | None
     ) -> ForwardContext:
         """The context of a step of any rows. The lengths are the host's idea of them: in a graph, the longest."""
         state = self.state
@@ -97,8 +97,8 @@ class StepRunner:
         return ForwardContext(
             input_ids=state.tokens[token_slots, positions].long(),
             positions=positions,
-            kv_slots=state.kv_slots(token_slots, positions),
-            read_rows=read_rows,
+            out_cache_loc=state.out_cache_loc(token_slots, positions),
+            logits_indices=logits_indices,
             kv=self.kv,
             ops=self.ops,
             attention=self.attention,
@@ -107,15 +107,15 @@ class StepRunner:
 
     def read(
         self, batch: Batch, states: Tensor, rows: Tensor, slots: Tensor, inputs: RowInputs, ctx: ForwardContext
-    ) -> Forwarded:
-        """What the forward brings, from the states of the tokens `rows` [S + P] int64, in the order of HostReads, and
+    ) -> ForwardOutput:
+        """Return the logits of the tokens `rows` [S + P] int64, in the order of LogitsIndices, and
         the slots [S] int64 of those that sample.
         """
         logits = self.model.logits(states[: len(slots)], ctx)
         if batch.logprobs is None or len(rows) == len(slots):
-            return Forwarded(logits, slots)
+            return ForwardOutput(logits, slots)
         scored, tokens = states[len(slots) :], rows[len(slots) :]
-        return Forwarded(
+        return ForwardOutput(
             logits,
             slots,
             compute_logprobs(
@@ -126,14 +126,16 @@ class StepRunner:
             ),
         )
 
-    def sample(self, batch: Batch, forwarded: Forwarded, mask: Tensor | None = None) -> Tensor:
+    def sample(self, batch: Batch, forwarded: ForwardOutput, mask: Tensor | None = None) -> Tensor:
         """The sampled tokens [S] int32; the slots have been advanced by them. `mask` as in Sampler.sample."""
         logits, slots = forwarded.logits, forwarded.slots
         if len(slots) == 0:
             return slots.int()
         return self.sampler.sample(logits, slots, self.state, SampleKind.of(batch), mask)
 
-    def judged(self, batch: Batch, forwarded: Forwarded, mask: Tensor | None, *, processed: bool) -> Judged | None:
+    def logprob_inputs(
+        self, batch: Batch, forwarded: ForwardOutput, mask: Tensor | None, *, processed: bool
+    ) -> LogprobInputs | None:
         """The logits that the sampled tokens' log-probabilities are computed from; None if nobody asks.
 
         `processed`: the logits as they are before the filters, else as the model gave them. Comes before `sample`,
@@ -148,17 +150,20 @@ class StepRunner:
             logits = process_logits(logits, slots, self.state, None if mask is None else mask[rows])
             temperature = self.state.temperature[slots].unsqueeze(1)
             logits /= torch.where(temperature == 0.0, 1.0, temperature)
-        return Judged(rows, logits)
+        return LogprobInputs(rows, logits)
 
     def logprobs(
-        self, batch: Batch, forwarded: Forwarded, judged: Judged | None, sampled: Tensor
+        self, batch: Batch, forwarded: ForwardOutput, logprob_inputs: LogprobInputs | None, sampled: Tensor
     ) -> StepLogprobs[Tensor] | None:
         """Return the log-probabilities that the plan asks for, of the sampled tokens and of prompts."""
         plan = batch.logprobs
-        if plan is None or judged is None:
+        if plan is None or logprob_inputs is None:
             return None
         output = compute_logprobs(
-            judged.logits.__getitem__, sampled[judged.rows].long(), judged.logits.shape[1], plan.top
+            logprob_inputs.logits.__getitem__,
+            sampled[logprob_inputs.rows].long(),
+            logprob_inputs.logits.shape[1],
+            plan.top,
         )
         return StepLogprobs(output, forwarded.prompt_logprobs or no_logprobs(self.state.device))
 
@@ -184,8 +189,8 @@ class StepRunner:
         return ForwardContext(
             input_ids=made.input_ids,
             positions=made.positions,
-            kv_slots=made.kv_slots,
-            read_rows=None,
+            out_cache_loc=made.out_cache_loc,
+            logits_indices=None,
             kv=self.kv,
             ops=self.ops,
             attention=self.attention,

@@ -35,14 +35,14 @@ class HostRows:
 
     @classmethod
     def of(cls, batch: Batch) -> HostRows:
-        query_starts = np.zeros(len(batch.lengths) + 1, dtype=np.int32)
-        np.cumsum(batch.lengths, out=query_starts[1:])
+        query_starts = np.zeros(len(batch.query_lens) + 1, dtype=np.int32)
+        np.cumsum(batch.query_lens, out=query_starts[1:])
         places = np.arange(query_starts[-1], dtype=np.int32)
         return cls(
-            token_slots=np.repeat(batch.slots, batch.lengths),
-            positions=places - np.repeat(query_starts[:-1] - batch.starts, batch.lengths),
+            token_slots=np.repeat(batch.slots, batch.query_lens),
+            positions=places - np.repeat(query_starts[:-1] - batch.start_pos, batch.query_lens),
             slots=batch.slots,
-            kv_lens=batch.starts + batch.lengths,
+            kv_lens=batch.start_pos + batch.query_lens,
             query_starts=query_starts,
         )
 
@@ -68,17 +68,17 @@ class HostRows:
 
 
 @dataclass(frozen=True, slots=True)
-class HostReads:
+class LogitsIndices:
     """What of a step's tokens is read."""
 
     rows: Int32Array  # [S + P] of the T tokens: those that sample, then those scored for prompt_logprobs
     slots: Int32Array  # [S]: of those that sample
 
     @classmethod
-    def of(cls, batch: Batch, query_starts: Int32Array) -> HostReads:
-        sampling = query_starts[1:][batch.samples] - 1
+    def of(cls, batch: Batch, query_starts: Int32Array) -> LogitsIndices:
+        sampling = query_starts[1:][batch.needs_sample] - 1
         rows = np.concatenate([sampling, _scored_tokens(batch, query_starts)])
-        return cls(rows, batch.slots[batch.samples])
+        return cls(rows, batch.slots[batch.needs_sample])
 
     @property
     def arrays(self) -> tuple[Int32Array, ...]:

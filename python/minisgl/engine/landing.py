@@ -14,27 +14,27 @@ from minisgl.kernel.select import kernels_missing
 
 _THREADS = 256
 
-Lander: TypeAlias = Callable[[Tensor, Tensor], object]
+CopyTokens: TypeAlias = Callable[[Tensor, Tensor], object]
 """Puts tokens [n] int32 of the device at the beginning of pinned memory, in stream order."""
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class OutputBuffer:
     """Memory for the tokens of one step, and what says that they are there."""
 
     memory: Tensor  # [n] int32, pinned
     done: torch.cuda.Event
 
 
-def make_lander(device: torch.device) -> Lander:
-    return _KernelLander(device) if kernels_missing(device) is None else _copy
+def make_token_copy(device: torch.device) -> CopyTokens:
+    return _KernelCopy(device) if kernels_missing(device) is None else _copy
 
 
 def _copy(tokens: Tensor, memory: Tensor) -> None:
     memory[: len(tokens)].copy_(tokens, non_blocking=True)
 
 
-class _KernelLander:
+class _KernelCopy:
     def __init__(self, device: torch.device) -> None:
         from minisgl.kernel.compile import Compiler
 

@@ -25,17 +25,17 @@ def largest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
     Every slot has a token in any case: decodes are not bounded by the tokens of a prefill.
     """
     rows = num_slots
-    lengths = np.ones(rows, dtype=np.int32)
+    query_lens = np.ones(rows, dtype=np.int32)
     left = max(max_tokens - rows, 0)
     for row in range(rows):
-        lengths[row] += min(left, max_seq_len - 1)
-        left -= lengths[row] - 1
+        query_lens[row] += min(left, max_seq_len - 1)
+        left -= query_lens[row] - 1
     return Batch(
         step=0,
         slots=np.arange(rows, dtype=np.int32),
-        starts=np.zeros(rows, dtype=np.int32),
-        lengths=lengths,
-        samples=np.ones(rows, dtype=np.bool_),
+        start_pos=np.zeros(rows, dtype=np.int32),
+        query_lens=query_lens,
+        needs_sample=np.ones(rows, dtype=np.bool_),
         new_pages=np.zeros((0, 3), dtype=np.int32),
         greedy=False,
         filtered=True,
@@ -49,30 +49,30 @@ def longest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
     All log-probabilities that a step can return are wanted: of the sampled tokens and of every token of the prompts.
     """
     rows = num_slots
-    lengths, starts = np.ones(rows, dtype=np.int32), np.zeros(rows, dtype=np.int32)
+    query_lens, start_pos = np.ones(rows, dtype=np.int32), np.zeros(rows, dtype=np.int32)
     last = max(max_seq_len - 1, 1)  # the token behind the last position is read, to be scored
-    lengths[0] = min(max(max_tokens - rows + 1, 1), last)
-    starts[0] = last - lengths[0]
+    query_lens[0] = min(max(max_tokens - rows + 1, 1), last)
+    start_pos[0] = last - query_lens[0]
     return Batch(
         step=0,
         slots=np.arange(rows, dtype=np.int32),
-        starts=starts,
-        lengths=lengths,
-        samples=np.ones(rows, dtype=np.bool_),
+        start_pos=start_pos,
+        query_lens=query_lens,
+        needs_sample=np.ones(rows, dtype=np.bool_),
         new_pages=np.zeros((0, 3), dtype=np.int32),
         greedy=False,
         filtered=True,
         processed=True,
-        logprobs=LogprobPlan(np.arange(rows, dtype=np.int32), MAX_LOGPROBS, lengths, MAX_LOGPROBS),
+        logprobs=LogprobPlan(np.arange(rows, dtype=np.int32), MAX_LOGPROBS, query_lens, MAX_LOGPROBS),
     )
 
 
 def run_trial(runner: StepRunner, batch: Batch) -> None:
     """Launch all that a step can consist of."""
     forwarded = runner.forward(batch)
-    judged = runner.judged(batch, forwarded, None, processed=True)
+    logprob_inputs = runner.logprob_inputs(batch, forwarded, None, processed=True)
     sampled = runner.sample(batch, forwarded)
-    runner.logprobs(batch, forwarded, judged, sampled)
+    runner.logprobs(batch, forwarded, logprob_inputs, sampled)
 
 
 def steps_bytes(runner: StepRunner, before: int, max_seq_len: int, max_tokens: int) -> int:

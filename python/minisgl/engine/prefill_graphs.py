@@ -19,8 +19,8 @@ from torch import Tensor
 from minisgl.context import ForwardContext
 from minisgl.core import Batch
 from minisgl.engine.capture import GraphMemory
-from minisgl.engine.forward import Forwarded, StepRunner
-from minisgl.engine.inputs import HostReads, HostRows, RowInputs, split_like
+from minisgl.engine.forward import ForwardOutput, StepRunner
+from minisgl.engine.inputs import HostRows, LogitsIndices, RowInputs, split_like
 from minisgl.engine.upload import pinned
 
 SIZES = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))  # tokens
@@ -85,7 +85,7 @@ class PrefillGraphs:
         kv_lens = np.full(rows + 1, self._max_seq_len, dtype=np.int32)
 
         def forward() -> ForwardContext:
-            context = runner.context(inputs, query_lens, kv_lens, read_rows=None)
+            context = runner.context(inputs, query_lens, kv_lens, logits_indices=None)
             self._states[:size] = runner.model.model(context)
             return context
 
@@ -96,10 +96,10 @@ class PrefillGraphs:
         """Whether a graph has room for the plan's tokens."""
         return batch.num_tokens <= self._sizes[-1]
 
-    def forward(self, batch: Batch) -> Forwarded:
+    def forward(self, batch: Batch) -> ForwardOutput:
         """Replay a plan that fits."""
         runner, host = self._runner, HostRows.of(batch)
-        reads = HostReads.of(batch, host.query_starts)
+        reads = LogitsIndices.of(batch, host.query_starts)
         size = self._sizes[bisect_left(self._sizes, batch.num_tokens)]
         captured = self._captured[size]
         padded = host.padded(size, captured.rows, runner.state.scratch_slot, self._max_seq_len)

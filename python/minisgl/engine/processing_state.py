@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import MAX_BAD_WORD_TOKENS, EnteringRow
+from minisgl.core import MAX_BAD_WORD_TOKENS, NewRow
 from minisgl.engine.upload import upload
 
 NO_ID = -1  # fills the tables' rows
@@ -40,7 +40,7 @@ class ProcessingState:
     def _table(self, *shape: int) -> Tensor:
         return torch.full(shape, NO_ID, dtype=torch.int32, device=self.device)
 
-    def enter(self, row: EnteringRow) -> None:
+    def enter(self, row: NewRow) -> None:
         """Bring the slot's rows up to date."""
         if row.slot in self._used:
             self._clear(row.slot)
@@ -62,7 +62,7 @@ class ProcessingState:
         ):
             table[slot] = neutral
 
-    def _set(self, row: EnteringRow) -> None:
+    def _set(self, row: NewRow) -> None:
         slot, sampling = row.slot, row.sampling
         self.prompt_lens[slot] = row.prompt_len
         self.presence_penalty[slot] = sampling.presence_penalty

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import AnyArray, DeviceOutOfMemory, Int32Array, StepLogprobs, StepResult
-from minisgl.engine.landing import Landing, make_lander
+from minisgl.engine.landing import OutputBuffer, make_token_copy
 
 T = TypeVar("T")
 
@@ -118,23 +118,23 @@ class _CudaTokens:
 
     def __init__(
         self,
-        landing: Landing,
+        buffer: OutputBuffer,
         count: int,
         logprobs: StepLogprobs[Tensor] | None,
-        give_back: Callable[[Landing], None],
+        give_back: Callable[[OutputBuffer], None],
     ) -> None:
-        self._landing: Landing | None = landing
-        self._tokens: Int32Array = landing.memory.numpy()[:count]
+        self._buffer: OutputBuffer | None = buffer
+        self._tokens: Int32Array = buffer.memory.numpy()[:count]
         self._logprobs = logprobs
         self._give_back = give_back
 
     def tokens(self) -> Int32Array:
-        landing = self._landing
-        if landing is not None:
-            landing.done.synchronize()
+        buffer = self._buffer
+        if buffer is not None:
+            buffer.done.synchronize()
             self._tokens = self._tokens.copy()
-            self._landing = None  # first: Ctrl-C must not let it be given back twice
-            self._give_back(landing)
+            self._buffer = None  # first: Ctrl-C must not let it be given back twice
+            self._give_back(buffer)
         return self._tokens
 
     def logprobs(self) -> StepLogprobs[AnyArray] | None:
@@ -157,9 +157,9 @@ class CudaQueue:
     def __init__(self, device: torch.device, num_slots: int) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._num_slots = num_slots  # of which a step samples
-        self._free: list[Landing] = []
-        self._landings: list[Landing] = []  # all: a kernel may yet write to one that nobody waits for any more
-        self._land = make_lander(device)
+        self._free: list[OutputBuffer] = []
+        self._buffers: list[OutputBuffer] = []  # all: a kernel may yet write to one that nobody waits for any more
+        self._copy_tokens = make_token_copy(device)
 
     def submit(self, step: Callable[[], StepTensors]) -> _CudaTokens:
         with torch.inference_mode(), self._stream:
@@ -168,16 +168,16 @@ class CudaQueue:
     def _launch_step(self, step: Callable[[], StepTensors]) -> _CudaTokens:
         result = step()
         logprobs = None if result.logprobs is None else result.logprobs.map(_copy_to_host)
-        landing = self._free.pop() if self._free else self._make_landing()  # behind all that may find no memory
-        self._land(result.tokens, landing.memory)
-        landing.done.record(self._stream)
-        return _CudaTokens(landing, len(result.tokens), logprobs, self._free.append)
+        buffer = self._free.pop() if self._free else self._make_buffer()  # behind all that may find no memory
+        self._copy_tokens(result.tokens, buffer.memory)
+        buffer.done.record(self._stream)
+        return _CudaTokens(buffer, len(result.tokens), logprobs, self._free.append)
 
-    def _make_landing(self) -> Landing:
+    def _make_buffer(self) -> OutputBuffer:
         memory = torch.empty(self._num_slots, dtype=torch.int32, pin_memory=True)
-        landing = Landing(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
-        self._landings.append(landing)
-        return landing
+        buffer = OutputBuffer(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        self._buffers.append(buffer)
+        return buffer
 
     def launch(self, function: Callable[[], T]) -> Callable[[], T]:
         with torch.inference_mode(), self._stream:

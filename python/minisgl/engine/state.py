@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import Batch, EnteringRow, Int32Array, pages_for
+from minisgl.core import Batch, Int32Array, NewRow, pages_for
 from minisgl.engine.processing_state import ProcessingState
 from minisgl.engine.upload import upload
 
@@ -41,12 +41,12 @@ class SlotState:
 
     def apply(self, batch: Batch) -> None:
         """Bring the rows up to date for this step."""
-        if batch.entering:
-            self._enter(batch.entering)
+        if batch.new_rows:
+            self._enter(batch.new_rows)
         if len(batch.new_pages):
             self._write(self.page_table, batch.new_pages)
 
-    def _enter(self, rows: Sequence[EnteringRow]) -> None:
+    def _enter(self, rows: Sequence[NewRow]) -> None:
         """All rows at once: each operation takes the host as long as the next."""
         asked = [row.sampling for row in rows]
         integers = [
@@ -80,7 +80,7 @@ class SlotState:
         sent_places, sent_values = upload(np.stack([places, entries[:, 2]]), self.device)
         table.view(-1).scatter_(0, sent_places, sent_values.view(torch.int32)[::2])  # the low half of each
 
-    def kv_slots(self, slots: Tensor, positions: Tensor) -> Tensor:
+    def out_cache_loc(self, slots: Tensor, positions: Tensor) -> Tensor:
         """[T] slots and positions -> [T] int64 places in the KV pool."""
         pages = self.page_table[slots, positions // self.page_size]
         return pages.long() * self.page_size + positions % self.page_size

@@ -59,7 +59,7 @@ class DecodeInputs(NamedTuple):
 
     input_ids: Tensor  # [rows] int64
     positions: Tensor  # [rows] int64
-    kv_slots: Tensor  # [rows] int64: page * page_size + offset
+    out_cache_loc: Tensor  # [rows] int64: page * page_size + offset
     kv_lens: Tensor  # [rows] int32
     page_table: Tensor  # [rows, max_pages] int32; beyond a row's length it may hold anything
 
@@ -114,11 +114,11 @@ class Ops(Protocol):
         ...
 
     def norm_rope_store(
-        self, qkv: Tensor, heads: Heads, positions: Tensor, kv_slots: Tensor, k_cache: Tensor, v_cache: Tensor
+        self, qkv: Tensor, heads: Heads, positions: Tensor, out_cache_loc: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         """Split qkv [T, (heads + 2 * kv_heads) * head_dim]; norm and rotate q and k as `heads` says; write k and v to
-        the rows `kv_slots` of the caches [pages, page_size, kv_heads, head_dim], in qkv's dtype or float8_e4m3fn, where
-        what is beyond 448 becomes 448. Returns q [T, heads, head_dim].
+        the rows `out_cache_loc` of the caches [pages, page_size, kv_heads, head_dim], in qkv's dtype or float8_e4m3fn,
+        where what is beyond 448 becomes 448. Returns q [T, heads, head_dim].
         """
         ...
 

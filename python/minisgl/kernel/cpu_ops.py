@@ -64,13 +64,13 @@ class CpuOps(TorchOps):
         return wide.mul_(_scale(wide, norm.eps)).to(norm.weight.dtype).mul_(norm.weight).to(x.dtype)
 
     def norm_rope_store(
-        self, qkv: Tensor, heads: Heads, positions: Tensor, kv_slots: Tensor, k_cache: Tensor, v_cache: Tensor
+        self, qkv: Tensor, heads: Heads, positions: Tensor, out_cache_loc: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         q_norm, k_norm = heads.q_norm, heads.k_norm
         if (q_norm is None) != (k_norm is None) or (q_norm and k_norm and q_norm.eps != k_norm.eps):
-            return super().norm_rope_store(qkv, heads, positions, kv_slots, k_cache, v_cache)
+            return super().norm_rope_store(qkv, heads, positions, out_cache_loc, k_cache, v_cache)
         caches = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-        tensors = qkv, *self._rotation(heads.cos_sin, positions), kv_slots
+        tensors = qkv, *self._rotation(heads.cos_sin, positions), out_cache_loc
         if len(qkv) <= _TOKENS:
             return _norm_rope_store(heads, *caches, *tensors)
         parts = zip(*(torch.split(tensor, _TOKENS) for tensor in tensors), strict=True)
@@ -85,7 +85,7 @@ class CpuOps(TorchOps):
 
 
 def _norm_rope_store(
-    heads: Heads, keys: Tensor, values: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, kv_slots: Tensor
+    heads: Heads, keys: Tensor, values: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, out_cache_loc: Tensor
 ) -> Tensor:
     """As Ops.norm_rope_store, with caches of [slots, kv_heads, head_dim] and the factors of CpuOps._rotation."""
     num_q, num_rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
@@ -97,8 +97,8 @@ def _norm_rope_store(
         wide[:, num_q:].mul_(heads.k_norm.weight)
     swapped = wide.roll(wide.shape[-1] // 2, -1)
     rotated = wide.mul_(cos).addcmul_(swapped, sin).to(qkv.dtype)
-    store(keys, kv_slots, rotated[:, num_q:])
-    store(values, kv_slots, rows[:, num_rotated:])
+    store(keys, out_cache_loc, rotated[:, num_q:])
+    store(values, out_cache_loc, rows[:, num_rotated:])
     return rotated[:, :num_q]
 
 

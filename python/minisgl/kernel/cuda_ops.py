@@ -129,11 +129,11 @@ class CudaOps:
         return out
 
     def norm_rope_store(
-        self, qkv: Tensor, heads: Heads, positions: Tensor, kv_slots: Tensor, k_cache: Tensor, v_cache: Tensor
+        self, qkv: Tensor, heads: Heads, positions: Tensor, out_cache_loc: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         tokens, head_dim = len(qkv), k_cache.shape[-1]
         if head_dim not in (64, 128, 256) or not qkv.is_contiguous():
-            return self._torch.norm_rope_store(qkv, heads, positions, kv_slots, k_cache, v_cache)
+            return self._torch.norm_rope_store(qkv, heads, positions, out_cache_loc, k_cache, v_cache)
         q = qkv.new_empty((tokens, heads.num_heads, head_dim))
         heads_of_warp = 64 * _VECTOR_BYTES // (head_dim * qkv.itemsize)
         units = tokens * -(-(heads.num_heads + 2 * heads.num_kv_heads) // heads_of_warp)
@@ -145,7 +145,7 @@ class CudaOps:
             qkv.data_ptr(),
             positions.data_ptr(),
             heads.cos_sin.data_ptr(),
-            kv_slots.data_ptr(),
+            out_cache_loc.data_ptr(),
             q.data_ptr(),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
@@ -172,7 +172,7 @@ class CudaOps:
         self, slots: Tensor, tokens: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, *, pages: bool
     ) -> DecodeInputs:
         rows, width = len(slots), page_table.shape[1]
-        input_ids, positions, kv_slots = (torch.empty_like(slots) for _ in range(3))
+        input_ids, positions, out_cache_loc = (torch.empty_like(slots) for _ in range(3))
         kv_lens = lengths.new_empty(rows)
         table = page_table.new_empty((rows, width if pages else 0))
         kernel = self._input_kernels(torch.float32)[0]
@@ -188,12 +188,12 @@ class CudaOps:
             np.int32(page_size),
             input_ids.data_ptr(),
             positions.data_ptr(),
-            kv_slots.data_ptr(),
+            out_cache_loc.data_ptr(),
             kv_lens.data_ptr(),
             table.data_ptr() if pages else 0,
             np.int32(width),
         )
-        return DecodeInputs(input_ids, positions, kv_slots, kv_lens, table)
+        return DecodeInputs(input_ids, positions, out_cache_loc, kv_lens, table)
 
     def moe(self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, routing: Routing) -> Tensor:
         if not self._moe.takes(w13, w2, routing.top_k):

@@ -42,9 +42,9 @@ class TorchOps:
     ) -> DecodeInputs:
         kv_lens = lengths[slots]
         positions = kv_lens.long() - 1
-        kv_slots = page_table[slots, positions // page_size].long() * page_size + positions % page_size
+        out_cache_loc = page_table[slots, positions // page_size].long() * page_size + positions % page_size
         table = page_table[slots] if pages else page_table[:0]
-        return DecodeInputs(tokens[slots, positions].long(), positions, kv_slots, kv_lens, table)
+        return DecodeInputs(tokens[slots, positions].long(), positions, out_cache_loc, kv_lens, table)
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         return F.embedding(ids, weight)
@@ -55,7 +55,7 @@ class TorchOps:
         return (x32 * scale).to(norm.weight.dtype).mul_(norm.weight).to(x.dtype)
 
     def norm_rope_store(
-        self, qkv: Tensor, heads: Heads, positions: Tensor, kv_slots: Tensor, k_cache: Tensor, v_cache: Tensor
+        self, qkv: Tensor, heads: Heads, positions: Tensor, out_cache_loc: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         parts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
         q, k, v = torch.split(qkv.view(len(qkv), sum(parts), -1), parts, dim=1)
@@ -64,8 +64,8 @@ class TorchOps:
         if heads.k_norm is not None:
             k = self.rms_norm(k, heads.k_norm)
         cos, sin = heads.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-        store(k_cache.flatten(0, 1), kv_slots, _rotate(k, cos, sin))
-        store(v_cache.flatten(0, 1), kv_slots, v)
+        store(k_cache.flatten(0, 1), out_cache_loc, _rotate(k, cos, sin))
+        store(v_cache.flatten(0, 1), out_cache_loc, v)
         return _rotate(q, cos, sin)
 
     def moe(self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, routing: Routing) -> Tensor:
@@ -105,17 +105,17 @@ def route(router_logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return weights.to(router_logits.dtype), experts
 
 
-def store(cache: Tensor, kv_slots: Tensor, x: Tensor) -> None:
+def store(cache: Tensor, out_cache_loc: Tensor, x: Tensor) -> None:
     """Write x [T, kv_heads, head_dim] to rows of the cache [slots, kv_heads, head_dim], rounded to its dtype.
 
     What is too large for 8 bits becomes the largest value that they have.
     """
     if cache.dtype == x.dtype:
-        cache.index_copy_(0, kv_slots, x)
+        cache.index_copy_(0, out_cache_loc, x)
         return
     largest = torch.finfo(cache.dtype).max
     rounded = x.clamp(-largest, largest).to(cache.dtype)
-    cache.view(torch.uint8).index_copy_(0, kv_slots, rounded.view(torch.uint8))  # torch moves no float8 by index
+    cache.view(torch.uint8).index_copy_(0, out_cache_loc, rounded.view(torch.uint8))  # torch moves no float8 by index
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

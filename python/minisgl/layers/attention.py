@@ -69,7 +69,7 @@ class Attention(nn.Module):
         if ctx.fused is not None:
             attended = ctx.fused.forward(qkv, heads, keys, values, self.window)
         else:
-            q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.kv_slots, keys, values)
+            q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.out_cache_loc, keys, values)
             attended = ctx.attention.forward(self.layer, q, ctx.kv, ctx.plan, self.window)
         y: Tensor = self.o_proj(attended.flatten(1), ctx, residual)
         return y

@@ -22,7 +22,7 @@ from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParam
 from minisgl.engine.engine import Engine
 from minisgl.engine.ranks import join_ranks
 from minisgl.llm.ranks import RankProcesses
-from minisgl.message.to_api import Piece
+from minisgl.message.to_api import OutputDelta
 from minisgl.message.types import PositionLogprobs, TextOptions, unpack_ids
 from minisgl.models.config.generation_config import load_sampling_defaults
 from minisgl.models.config.load_config import load_model_config
@@ -130,7 +130,7 @@ class LLM:
             followers = self._ranks.outboxes(self._engine.limits)
             self._open = True
             self._lock = threading.Lock()  # calls from several threads are served one after another
-            self._sequences = 0  # of the call that runs: they are numbered from 0
+            self._num_seqs = 0  # of the call that runs: they are numbered from 0
             self.loop = make_loop(scheduling, self._engine, model_config, followers, grammars)
         except BaseException:
             self._ranks.close()
@@ -248,7 +248,7 @@ class LLM:
         with self._lock:
             self._require_open()
             self._come_to_rest()  # a second Ctrl-C may have cut short what the first began
-            self._sequences = len(prompts)
+            self._num_seqs = len(prompts)
             try:
                 return self._answer(prompts, params, use_tqdm, continues=continues)
             except BaseException:
@@ -262,22 +262,22 @@ class LLM:
 
     def _come_to_rest(self) -> None:
         """End what a call that was interrupted has left. RuntimeError if its steps cannot be completed any more."""
-        for sequence in range(self._sequences):
-            self.loop.scheduler.end(sequence, "abort")
+        for seq_id in range(self._num_seqs):
+            self.loop.scheduler.end(seq_id, "abort")
         for _ in range(_STEPS_TO_REST):
             if self.loop.has_work:
                 self.loop.step()
         if self.loop.has_work:
             raise RuntimeError("an earlier call was interrupted in the middle of a step: close this LLM, make another")
-        self._sequences = 0
+        self._num_seqs = 0
 
     def _answer(
         self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool, *, continues: bool
     ) -> list[Completion]:
         scheduler, detokenizer = self.loop.scheduler, Detokenizer(self._decoder)
-        for sequence, (ids, one) in enumerate(zip(prompts, params, strict=True)):
+        for seq_id, (ids, one) in enumerate(zip(prompts, params, strict=True)):
             seed = choice_seed(random_seed() if one.seed is None else one.seed, 0)
-            scheduler.add(sequence, ids, one, seed)
+            scheduler.add(seq_id, ids, one, seed)
 
         answers = [_Answer(one) for one in params]
         with progress_bar("Generating", len(prompts), unit="request", leave=True, shown=use_tqdm) as bar:
@@ -285,13 +285,13 @@ class LLM:
                 report = self.loop.step()
                 if not report:
                     continue
-                texts = [TextOptions(params[one.sequence].stop, continues=continues) for one in report.entered]
+                texts = [TextOptions(params[one.seq_id].stop, continues=continues) for one in report.entered]
                 pieces, stopped = detokenizer.apply(step_output(report, texts))
                 for piece in pieces:
-                    answers[piece.sequence].take(piece)
+                    answers[piece.seq_id].take(piece)
                     bar.update(piece.finish is not None)
                 for message in stopped:
-                    scheduler.end(message.sequence, "stop")
+                    scheduler.end(message.seq_id, "stop")
         return [answer.completion for answer in answers]
 
 
@@ -337,7 +337,7 @@ class _Answer:
         self._logprobs: list[PositionLogprobs] = []
         self._prompt_logprobs: list[PositionLogprobs] = []
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: OutputDelta) -> None:
         self._texts.append(piece.text)
         self._ids.append(piece.ids)
         self._logprobs += piece.logprobs

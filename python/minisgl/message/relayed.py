@@ -13,7 +13,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     The client left, gave up, or asked for it. Sequences that have ended already are passed over.
     """
 
-    sequences: list[int]
+    seq_ids: list[int]
 
 
 class FlushCache(msgspec.Struct, frozen=True, tag=True):
@@ -29,8 +29,15 @@ class Flushed(msgspec.Struct, frozen=True, tag=True):
     pages: int
 
 
+class StatsRequest(msgspec.Struct, frozen=True, tag=True):
+    """API server -> tokenizer worker -> scheduler: collect the counts of all on the way, who each add theirs."""
+
+    query: int
+    counts: list[ProcessCounts] = []
+
+
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """Scheduler -> detokenizer -> API server, to Query: the counts of the processes on the way; each adds its own."""
+    """Scheduler -> detokenizer -> API server, to StatsRequest: the counts of the processes on the way."""
 
     query: int
     counts: list[ProcessCounts]

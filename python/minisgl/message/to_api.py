@@ -23,7 +23,7 @@ class Echo(msgspec.Struct, frozen=True, array_like=True):
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     """The prompt of these sequences is tokenized, valid and on its way to the scheduler."""
 
-    sequences: list[int]
+    seq_ids: list[int]
     prompt_ids: PackedIds
     echo: Echo | None = None
     prompt_end: str = ""  # of a conversation: its last tokens as text, which say where the answer begins
@@ -36,17 +36,17 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     too much at the moment. 500 is an error of ours, which is in the log.
     """
 
-    sequences: list[int]
+    seq_ids: list[int]
     field: str = ""
     message: str = ""
     code: str | None = None  # OpenAI's name of the error, where it has one
     status: RefusalStatus = 400
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class OutputDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Ids and text that one sequence got in a step. Ids are sent even while their text is held back."""
 
-    sequence: int
+    seq_id: int
     ids: PackedIds
     text: str
     finish: FinishReason | None = None  # set in exactly one piece, the last
@@ -57,10 +57,10 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     excluded: bool = False  # in the last piece: the error is that no allowed token could follow the grammar
 
 
-class Pieces(msgspec.Struct, frozen=True, tag=True):
+class OutputDeltas(msgspec.Struct, frozen=True, tag=True):
     """All that a step brought."""
 
-    pieces: list[Piece]
+    deltas: list[OutputDelta]
 
 
 class Encoded(msgspec.Struct, frozen=True, tag=True):
@@ -95,4 +95,4 @@ class Unanswered(msgspec.Struct, frozen=True, tag=True):
 
 
 Reply: TypeAlias = Encoded | Decoded | Described | Flushed | Unanswered
-ToApi: TypeAlias = Accepted | Refused | Pieces | Report | Reply
+ToApi: TypeAlias = Accepted | Refused | OutputDeltas | Report | Reply

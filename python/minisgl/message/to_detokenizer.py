@@ -14,7 +14,7 @@ from minisgl.message.types import LogprobRows, PackedIds, TextOptions
 class Open(msgspec.Struct, frozen=True, array_like=True):
     """A sequence begins: exactly one Open comes before its tokens and exactly one End after them."""
 
-    sequence: int
+    seq_id: int
     text: TextOptions
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     min_tokens: int = 0  # no stop string ends the text before so many tokens
@@ -23,7 +23,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
 class End(msgspec.Struct, frozen=True, array_like=True):
     """A sequence has ended, whoever ended it; no token of it follows."""
 
-    sequence: int
+    seq_id: int
     reason: FinishReason
     stop_token: int | None = None  # the token that ended it: not part of the text
     excluded: bool = False  # an error: its `allowed_token_ids` left nothing that its grammar allows
@@ -33,7 +33,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
     """Outcome of a step, applied in this order: opened, tokens, ended."""
 
     opened: list[Open]
-    sequences: list[int]  # those that got a token
+    seq_ids: list[int]  # those that got a token
     tokens: PackedIds  # one each
     ended: list[End]
     logprobs: LogprobRows | None = None  # of the tokens, for those sequences that ask

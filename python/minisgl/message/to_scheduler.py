@@ -7,14 +7,14 @@ from typing import TypeAlias
 import msgspec
 
 from minisgl.core import SamplingParams
-from minisgl.message.relayed import Abort, FlushCache
-from minisgl.message.types import PackedIds, ProcessCounts, TextOptions
+from minisgl.message.relayed import Abort, FlushCache, StatsRequest
+from minisgl.message.types import PackedIds, TextOptions
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
     """A validated sequence to generate; `sampling.max_tokens` is resolved and fits the context."""
 
-    sequence: int
+    seq_id: int
     prompt_ids: PackedIds
     sampling: SamplingParams
     seed: int
@@ -26,14 +26,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 class Stopped(msgspec.Struct, frozen=True, tag=True):
     """The detokenizer found a stop string in this sequence's text."""
 
-    sequence: int
+    seq_id: int
 
 
-class Query(msgspec.Struct, frozen=True, tag=True):
-    """Add this process's counts and pass them on."""
-
-    query: int
-    counts: list[ProcessCounts]
-
-
-ToScheduler: TypeAlias = Add | Abort | Stopped | Query | FlushCache
+ToScheduler: TypeAlias = Add | Abort | Stopped | StatsRequest | FlushCache

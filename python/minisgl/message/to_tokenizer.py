@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from minisgl.core import SamplingParams
-from minisgl.message.relayed import Abort, FlushCache
+from minisgl.message.relayed import Abort, FlushCache, StatsRequest
 from minisgl.message.types import PackedIds, TextOptions
 
 
@@ -35,9 +35,9 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
-    """One prompt, answered once for each of `sequences` (n choices)."""
+    """One prompt, answered once for each of `seq_ids` (n choices)."""
 
-    sequences: list[int]
+    seq_ids: list[int]
     seeds: list[int]  # one per sequence
     prompt: TextPrompt | IdsPrompt | ChatPrompt
     sampling: SamplingParams
@@ -47,12 +47,6 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     echo: bool = False  # answer with the prompt's text as well
     cache_salt: str = ""  # prefixes are shared between requests of the same salt only
     client: str = ""  # who asks, in no words that open anything: clients take turns where work is expensive
-
-
-class Query(msgspec.Struct, frozen=True, tag=True):
-    """Collect the counts of every process on the request's route."""
-
-    query: int
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True):
@@ -77,4 +71,4 @@ class Describe(msgspec.Struct, frozen=True, tag=True):
 
 
 Question: TypeAlias = Encode | Decode | Describe | FlushCache  # each gets one answer, which names its query
-ToTokenizer: TypeAlias = Generate | Abort | Query | Question
+ToTokenizer: TypeAlias = Generate | Abort | StatsRequest | Question

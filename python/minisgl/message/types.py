@@ -1,4 +1,4 @@
-"""Pieces that messages of several hops share."""
+"""Parts that messages of several hops share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at n positions with m alternatives in all, packed sequence by sequence."""
 
-    sequences: list[int]
+    seq_ids: list[int]
     lengths: list[int]  # positions of each sequence
     tops: list[int]  # alternatives at each position of a sequence
     tokens: PackedIds  # [n]

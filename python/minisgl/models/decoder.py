@@ -62,7 +62,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """[T] token ids -> [R, hidden_size]: the states of `ctx.read_rows` (None: of all T tokens), before `norm`."""
+    """[T] token ids -> [R, hidden_size]: the states of `ctx.logits_indices` (None: of all T tokens), before `norm`."""
 
     def __init__(self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Decoder(nn.Module):
             x.mul_(self._scale(x))
         for layer in self.layers:
             x = layer(x, ctx)
-        return x if ctx.read_rows is None else x[ctx.read_rows]
+        return x if ctx.logits_indices is None else x[ctx.logits_indices]
 
     def _scale(self, x: Tensor) -> float:
         """The scale rounded to x's dtype, as the families that have one were trained (Gemma)."""

@@ -37,7 +37,7 @@ def rows_of(logprobs: Logprobs[AnyArray], rows: slice | BoolArray, top: int) -> 
 
 
 def pack_logprobs(
-    sequences: list[int], lengths: list[int], tops: list[int], tokens: Int32Array, parts: Sequence[Logprobs[AnyArray]]
+    seq_ids: list[int], lengths: list[int], tops: list[int], tokens: Int32Array, parts: Sequence[Logprobs[AnyArray]]
 ) -> LogprobRows:
     """Pack the log-probabilities of tokens [n], which the parts have together, in the order of the sequences.
 
@@ -49,7 +49,7 @@ def pack_logprobs(
     widths = np.minimum(tops, width)
     kept = np.arange(width) < np.repeat(widths, lengths)[:, None]
     return LogprobRows(
-        sequences,
+        seq_ids,
         lengths,
         widths.tolist(),
         pack_ids(tokens),

@@ -110,7 +110,7 @@ class StepLoop:
             return self._engine.sample(batch)
         while self._in_flight:
             self._complete_oldest()
-        bitmask = self._engine.bitmask[: int(batch.samples.sum())]
+        bitmask = self._engine.bitmask[: int(batch.needs_sample.sum())]
         self.scheduler.fill(bitmask, batch)
         return self._engine.sample(batch, bitmask)
 

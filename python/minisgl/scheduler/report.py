@@ -15,21 +15,21 @@ from minisgl.message.types import LogprobRows
 class Entered:
     """A request has entered a slot, or ends without ever having done so: its tokens may come from now on."""
 
-    sequence: int
+    seq_id: int
     cached_tokens: int  # of its prompt, found in the cache
     min_tokens: int  # no stop string ends it before
 
 
 @dataclass(slots=True)
 class StepReport:
-    """Events since the last report, at most one step's end among them: one new token each for `sequences`."""
+    """Events since the last report, at most one step's end among them: one new token each for `seq_ids`."""
 
     entered: list[Entered] = field(default_factory=list)
-    sequences: list[int] = field(default_factory=list)
+    seq_ids: list[int] = field(default_factory=list)
     tokens: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     ended: list[End] = field(default_factory=list)
     logprobs: LogprobRows | None = None  # of the tokens, for those sequences that ask
     prompt_logprobs: list[LogprobRows] = field(default_factory=list)  # of a prompt each, all its positions at once
 
     def __bool__(self) -> bool:
-        return bool(self.entered or self.sequences or self.ended)
+        return bool(self.entered or self.seq_ids or self.ended)

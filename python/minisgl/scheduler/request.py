@@ -32,7 +32,7 @@ class RequestState(Enum):
 class Request:
     """One sequence. While it has a slot, its lengths and tokens live in the SlotTable's row."""
 
-    sequence: int
+    seq_id: int
     token_ids: Int32Array  # the prompt; after a retraction, the output so far as well
     sampling: SamplingParams  # max_tokens is resolved
     seed: int

@@ -16,11 +16,11 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import (
     AnyArray,
     Batch,
-    EnteringRow,
     FinishReason,
     IndexArray,
     Int32Array,
     LogprobPlan,
+    NewRow,
     SamplingParams,
     StepLogprobs,
     pages_for,
@@ -28,8 +28,8 @@ from minisgl.core import (
 from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.kvcache.pages import PagePool
 from minisgl.message.to_detokenizer import End
+from minisgl.scheduler.batch_policy import BATCH_POLICIES, longest_first
 from minisgl.scheduler.logprobs import pack_logprobs, plan_logprobs, rows_of
-from minisgl.scheduler.policy import BATCH_POLICIES, longest_first
 from minisgl.scheduler.report import Entered, StepReport
 from minisgl.scheduler.request import Request, RequestState
 from minisgl.scheduler.step_limits import StepLimits, is_small
@@ -74,7 +74,7 @@ class Scheduler:
         self._running: list[int] = []  # slots, oldest admission first
         self._running_array: IndexArray = np.empty(0, dtype=np.intp)  # the same, rebuilt when it changes
         self._retiring: list[int] = []  # slots of ended requests that a step in flight may still name
-        self._by_sequence: dict[int, Request] = {}
+        self._by_seq_id: dict[int, Request] = {}
         self._reserved_pages = 0  # promised to running requests and not yet allocated
         self._arrivals = 0
         self._next_step = 0
@@ -89,7 +89,7 @@ class Scheduler:
 
     def add(
         self,
-        sequence: int,
+        seq_id: int,
         prompt_ids: Int32Array,
         sampling: SamplingParams,
         seed: int,
@@ -100,19 +100,19 @@ class Scheduler:
         assert sampling.max_tokens is not None, "max_tokens is resolved where the request is validated"
         max_len = len(prompt_ids) + sampling.max_tokens
         prompt_len = len(prompt_ids)
-        request = Request(sequence, prompt_ids, sampling, seed, max_len, self._arrivals, prompt_len, priority, salt)
+        request = Request(seq_id, prompt_ids, sampling, seed, max_len, self._arrivals, prompt_len, priority, salt)
         request.prompt_scored = sampling.prompt_logprobs is None or len(prompt_ids) == 1
         if sampling.grammar is not None:
             request.matcher = self._grammars.start(sampling)
         self._arrivals += 1
-        self._by_sequence[sequence] = request
+        self._by_seq_id[seq_id] = request
         self._waiting.add(request)
         if request.prompt_scored and sampling.max_tokens == 0:
             self._end(request, "length")  # there is nothing to compute
 
-    def end(self, sequence: int, reason: FinishReason) -> None:
+    def end(self, seq_id: int, reason: FinishReason) -> None:
         """End a request from outside (abort, stop string). One that has ended already is passed over."""
-        request = self._by_sequence.get(sequence)
+        request = self._by_seq_id.get(seq_id)
         if request is not None:
             self._end(request, reason)
 
@@ -133,36 +133,36 @@ class Scheduler:
         self._retire()
         if not self._make_room():
             return None
-        entering = self._admit()
+        new_rows = self._admit()
         running, table = self._running_array, self._table
-        lengths = self._batch_policy(table.remaining(running), self._limits.prefill_tokens)
-        chosen = lengths > 0
+        query_lens = self._batch_policy(table.remaining(running), self._limits.prefill_tokens)
+        chosen = query_lens > 0
         if not chosen.any():
             return None
-        slots, lengths = running[chosen], lengths[chosen]
-        if int(lengths.max()) == 1:
+        slots, query_lens = running[chosen], query_lens[chosen]
+        if int(query_lens.max()) == 1:
             slots = longest_first(slots, table.cached_len[slots])
         step = self._next_step
         self._next_step += 1
 
-        starts = table.cached_len[slots]
-        new_len = starts + lengths
+        start_pos = table.cached_len[slots]
+        new_len = start_pos + query_lens
         new_pages = self._allocate(slots, self._missing_pages(slots, new_len))
-        samples = new_len == table.device_len[slots]
-        sampling_slots = slots[samples]
+        needs_sample = new_len == table.device_len[slots]
+        sampling_slots = slots[needs_sample]
         asked = table.asked(sampling_slots)
         batch = Batch(
             step=step,
             slots=slots.astype(np.int32),
-            starts=starts,
-            lengths=lengths,
-            samples=samples,
+            start_pos=start_pos,
+            query_lens=query_lens,
+            needs_sample=needs_sample,
             new_pages=new_pages,
-            entering=entering,
+            new_rows=new_rows,
             greedy=Asks.SAMPLED not in asked,
             filtered=Asks.FILTERED in asked,
             processed=Asks.PROCESSED in asked,
-            logprobs=plan_logprobs(table, slots, starts, new_len, sampling_slots),
+            logprobs=plan_logprobs(table, slots, start_pos, new_len, sampling_slots),
             constrained=Asks.CONSTRAINED in asked,
         )
         table.cached_len[slots] = new_len
@@ -173,23 +173,23 @@ class Scheduler:
 
     def fill(self, mask: Int32Array, batch: Batch) -> None:
         """Write the tokens that a constrained plan's sampling rows may choose; all steps before it are complete."""
-        slots = batch.slots[batch.samples].astype(np.intp)
+        slots = batch.slots[batch.needs_sample].astype(np.intp)
         constrained = self._table.live[slots] & self._table.constrained(slots)
         rows = zip(slots.tolist(), constrained.tolist(), strict=True)
         self._grammars.fill(mask, [self._request(slot).matcher if wanted else None for slot, wanted in rows])
 
     # --- admission --------------------------------------------------------------------------------------------
 
-    def _admit(self) -> list[EnteringRow]:
+    def _admit(self) -> list[NewRow]:
         """Move waiting requests to slots while a step's prefill budget and the pages last."""
         table = self._table
-        entering: list[EnteringRow] = []
+        new_rows: list[NewRow] = []
         if not self._waiting or not table.num_free:
-            return entering
+            return new_rows
         remaining = table.remaining(self._running_array)
         budget = self._limits.prefill_tokens - int(remaining[remaining > 1].sum())
         if budget <= 0 or len(self._running) >= self._limits.running:
-            return entering
+            return new_rows
         for request in self._waiting.candidates(
             lambda request: not _is_compiling(request), lambda request: self._match(request).cached_len
         ):
@@ -202,11 +202,11 @@ class Scheduler:
             if needed + self._headroom() > self._pages.available - self._reserved_pages:
                 self._cache.unlock(prefix)
                 break
-            entering.append(self._enter(request, prefix, needed))
+            new_rows.append(self._enter(request, prefix, needed))
             budget -= len(request.token_ids) - prefix.cached_len
             if not table.num_free or budget <= 0 or len(self._running) >= self._limits.running:
                 break
-        return entering
+        return new_rows
 
     def _match(self, request: Request) -> CacheHandle:
         # At least the last known token is computed, because its logits choose the next one; every token is, where its
@@ -235,9 +235,9 @@ class Scheduler:
                 return True
         return False
 
-    def _enter(self, request: Request, prefix: CacheHandle, needed: int) -> EnteringRow:
+    def _enter(self, request: Request, prefix: CacheHandle, needed: int) -> NewRow:
         if request.state is RequestState.WAITING:
-            self._report.entered.append(Entered(request.sequence, prefix.cached_len, request.sampling.min_tokens))
+            self._report.entered.append(Entered(request.seq_id, prefix.cached_len, request.sampling.min_tokens))
             self._prefix_tokens_queried += len(request.token_ids)
             self._prefix_tokens_hit += prefix.cached_len
         self._waiting.admitted(request)
@@ -251,15 +251,15 @@ class Scheduler:
         stop_ids: tuple[int, ...] = ()
         if sampling.min_tokens:
             stop_ids = sampling.stop_token_ids + (() if sampling.ignore_eos else tuple(self._eos.tolist()))
-        return EnteringRow(
+        return NewRow(
             request.slot, request.token_ids, prefix.pages, sampling, request.seed, request.prompt_len, stop_ids
         )
 
     # --- pages ------------------------------------------------------------------------------------------------
 
-    def _missing_pages(self, slots: IndexArray, lengths: Int32Array) -> Int32Array:
+    def _missing_pages(self, slots: IndexArray, new_len: Int32Array) -> Int32Array:
         """Count the pages that each row lacks for this many tokens."""
-        missing: Int32Array = -(-lengths // self._page_size) - self._table.num_pages[slots]
+        missing: Int32Array = -(-new_len // self._page_size) - self._table.num_pages[slots]
         return missing
 
     def _allocate(self, slots: IndexArray, counts: Int32Array) -> Int32Array:
@@ -327,14 +327,14 @@ class Scheduler:
     def complete(self, batch: Batch, tokens: Int32Array, logprobs: StepLogprobs[AnyArray] | None = None) -> None:
         """Take the tokens that a step sampled, one for each row that samples, in row order; and what its plan asked."""
         table = self._table
-        slots = batch.slots[batch.samples].astype(np.intp)
+        slots = batch.slots[batch.needs_sample].astype(np.intp)
         if batch.logprobs is not None and logprobs is not None:
             self._take_logprobs(batch, slots, tokens, batch.logprobs, logprobs)
         live = table.live[slots]  # the others ended while the step ran: their tokens are dropped
         slots, tokens = slots[live], tokens[live]
         table.tokens[slots, table.known_len[slots]] = tokens
         table.known_len[slots] += 1
-        self._report.sequences = table.sequence[slots].tolist()
+        self._report.seq_ids = table.seq_id[slots].tolist()
         self._report.tokens = tokens
 
         stop = (tokens[:, None] == self._eos).any(axis=1) & table.stops_at_eos[slots]
@@ -353,7 +353,7 @@ class Scheduler:
                 self._end(request, "stop")
             else:
                 self._end(request, "length")
-        if not batch.samples.all():
+        if not batch.needs_sample.all():
             self._end_unsampled(batch)
         self._completed_step = batch.step
         self._limits.completed()
@@ -375,9 +375,9 @@ class Scheduler:
             *(len(failed.slots), failed.num_tokens, self._limits.running, self._limits.prefill_tokens),
         )
         for batch in reversed(batches):
-            table.cached_len[batch.slots] = batch.starts
+            table.cached_len[batch.slots] = batch.start_pos
         named = {slot for batch in batches for slot in batch.slots.tolist()}
-        named |= {row.slot for batch in batches for row in batch.entering}
+        named |= {row.slot for batch in batches for row in batch.new_rows}
         requests = [request for slot in sorted(named) if (request := table.requests[slot]) is not None]
         # A prompt's pages are the cache's from the launch of its last chunk on. Those that were never written go back
         # to it like the others, and are then forgotten. Whoever had found them there entered in one of these steps.
@@ -401,7 +401,7 @@ class Scheduler:
         if alone is not None and alone.state is RequestState.RETRACTED:
             alone.failures += 1
             if alone.failures == MAX_FAILURES:
-                logger.error("the device has too little memory for request %d, which is alone", alone.sequence)
+                logger.error("the device has too little memory for request %d, which is alone", alone.seq_id)
                 self._end(alone, "error")
 
     def _advance(self, slots: IndexArray, tokens: Int32Array) -> dict[int, Progress]:
@@ -416,7 +416,7 @@ class Scheduler:
         """End the requests that get no token (max_tokens = 0) and whose last chunk this was."""
         table, slots = self._table, batch.slots.astype(np.intp)
         done = table.live[slots] & (table.known_len[slots] == table.max_len[slots])
-        done &= batch.starts + batch.lengths == table.max_len[slots] - 1
+        done &= batch.start_pos + batch.query_lens == table.max_len[slots] - 1
         for slot in slots[done].tolist():
             request = self._request(slot)
             if request.prompt_scores:
@@ -432,7 +432,7 @@ class Scheduler:
         if live.any():
             rows = plan.rows[live]
             self._report.logprobs = pack_logprobs(
-                table.sequence[slots[rows]].tolist(),
+                table.seq_id[slots[rows]].tolist(),
                 [1] * len(rows),
                 table.top_logprobs[slots[rows]].tolist(),
                 tokens[rows],
@@ -456,7 +456,7 @@ class Scheduler:
         tokens = request.token_ids[1 : request.prompt_len]
         top = int(self._table.top_prompt_logprobs[request.slot])
         self._report.prompt_logprobs.append(
-            pack_logprobs([request.sequence], [len(tokens)], [top], tokens, request.prompt_scores)
+            pack_logprobs([request.seq_id], [len(tokens)], [top], tokens, request.prompt_scores)
         )
         request.prompt_scores.clear()
         request.prompt_scored = True
@@ -473,15 +473,15 @@ class Scheduler:
         self, request: Request, reason: FinishReason, stop_token: int | None = None, *, excluded: bool = False
     ) -> None:
         """Mark the request as ended. What it holds is given back by `_retire`."""
-        del self._by_sequence[request.sequence]
-        self._report.ended.append(End(request.sequence, reason, stop_token, excluded))
+        del self._by_seq_id[request.seq_id]
+        self._report.ended.append(End(request.seq_id, reason, stop_token, excluded))
         if request.state is RequestState.RUNNING:
             self._stop_running(request.slot)
             self._retiring.append(request.slot)
         else:
             self._waiting.remove(request)
             if request.state is RequestState.WAITING:
-                self._report.entered.append(Entered(request.sequence, 0, request.sampling.min_tokens))
+                self._report.entered.append(Entered(request.seq_id, 0, request.sampling.min_tokens))
         request.state = RequestState.FINISHED
 
     def _stop_running(self, slot: int) -> None:
@@ -527,7 +527,7 @@ class Scheduler:
             "requests_waiting": len(self._waiting),
             "requests_running": len(self._running),
             "requests_retiring": len(self._retiring),
-            "sequences": len(self._by_sequence),
+            "sequences": len(self._by_seq_id),
             "retractions": self.retractions,
             "failed_steps": self.failed_steps,
             "prefix_tokens_queried": self._prefix_tokens_queried,
@@ -548,7 +548,7 @@ class Scheduler:
         """Raise if anything is held although nothing runs: free + cached pages must be all pages."""
         self._cache.check()
         self._pages.check_idle()
-        if self._by_sequence or self._reserved_pages or self._cache.locked_pages:
+        if self._by_seq_id or self._reserved_pages or self._cache.locked_pages:
             raise RuntimeError(f"held at idle: {self.counts()}")
 
     def _request(self, slot: int) -> Request:

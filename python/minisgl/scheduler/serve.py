@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minisgl.message.relayed import Abort, FlushCache, Flushed, Report
+from minisgl.message.relayed import Abort, FlushCache, Flushed, Report, StatsRequest
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import Open, StepOutput, ToDetokenizer
-from minisgl.message.to_scheduler import Add, Query, Stopped, ToScheduler
+from minisgl.message.to_scheduler import Add, Stopped, ToScheduler
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.report import StepReport
@@ -16,12 +16,12 @@ from minisgl.scheduler.report import StepReport
 def step_output(report: StepReport, texts: Sequence[TextOptions]) -> StepOutput:
     """A step's report for the detokenizer, with the text options of those who entered."""
     opened = [
-        Open(entered.sequence, text, entered.cached_tokens, entered.min_tokens)
+        Open(entered.seq_id, text, entered.cached_tokens, entered.min_tokens)
         for entered, text in zip(report.entered, texts, strict=True)
     ]
     return StepOutput(
         opened,
-        report.sequences,
+        report.seq_ids,
         pack_ids(report.tokens),
         report.ended,
         report.logprobs,
@@ -48,23 +48,23 @@ class SchedulerServer:
                 self._handle(message)
             report = self._loop.step()
             if report:
-                texts = [self._texts.pop(entered.sequence) for entered in report.entered]
+                texts = [self._texts.pop(entered.seq_id) for entered in report.entered]
                 self._detokenizer.send(step_output(report, texts))
 
     def _handle(self, message: ToScheduler) -> None:
         match message:
             case Add():
-                self._texts[message.sequence] = message.text
+                self._texts[message.seq_id] = message.text
                 prompt_ids = unpack_ids(message.prompt_ids).copy()
                 self._scheduler.add(
-                    message.sequence, prompt_ids, message.sampling, message.seed, message.priority, message.cache_salt
+                    message.seq_id, prompt_ids, message.sampling, message.seed, message.priority, message.cache_salt
                 )
             case Abort():
-                for sequence in message.sequences:
-                    self._scheduler.end(sequence, "abort")
+                for seq_id in message.seq_ids:
+                    self._scheduler.end(seq_id, "abort")
             case Stopped():
-                self._scheduler.end(message.sequence, "stop")
-            case Query():
+                self._scheduler.end(message.seq_id, "stop")
+            case StatsRequest():
                 counts = ProcessCounts("scheduler-0", self._scheduler.counts())
                 self._detokenizer.send(Report(message.query, [*message.counts, counts]))
             case FlushCache():

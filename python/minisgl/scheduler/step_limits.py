@@ -26,7 +26,7 @@ class StepLimits:
 
     def lower(self, batch: Batch) -> None:
         """Make the next steps smaller than this one, which failed."""
-        prefill_tokens = int(batch.lengths[batch.lengths > 1].sum())
+        prefill_tokens = int(batch.query_lens[batch.query_lens > 1].sum())
         if prefill_tokens > SMALL_STEP:
             self.prefill_tokens = max(prefill_tokens // 2, SMALL_STEP)
         else:

@@ -57,7 +57,7 @@ class SlotTable:
         self.entry_len = np.zeros(num_slots, dtype=np.int32)  # known tokens when it entered
         self.max_len = np.zeros(num_slots, dtype=np.int32)
         self.last_step = np.full(num_slots, -1, dtype=np.int64)  # the last step that names the slot
-        self.sequence = np.full(num_slots, -1, dtype=np.int64)
+        self.seq_id = np.full(num_slots, -1, dtype=np.int64)
         self.live = np.zeros(num_slots, dtype=np.bool_)  # running, not ended
         self._asks = np.zeros(num_slots, dtype=np.uint8)  # Asks
         self.stops_at_eos = np.zeros(num_slots, dtype=np.bool_)
@@ -83,7 +83,7 @@ class SlotTable:
         self.cached_len[slot] = len(cached_pages) * self.page_size
         self.max_len[slot] = request.max_len
         self.last_step[slot] = -1
-        self.sequence[slot] = request.sequence
+        self.seq_id[slot] = request.seq_id
         self.live[slot] = True
         sampling = request.sampling
         self._asks[slot] = Asks.of(request)
@@ -100,7 +100,7 @@ class SlotTable:
     def leave(self, slot: int) -> None:
         """Take the slot back. No step in flight may name it."""
         self.requests[slot] = None
-        self.sequence[slot] = -1
+        self.seq_id[slot] = -1
         self._free.append(slot)
 
     def remaining(self, slots: IndexArray) -> Int32Array:

@@ -46,11 +46,11 @@ class WaitingQueue:
         head = list(islice(filter(is_ready, self._requests), LOOKED_AT))
         if self._policy == "fcfs" or len(head) < 2:
             return head
-        cached = {request.sequence: cached_tokens(request) for request in head}
+        cached = {request.seq_id: cached_tokens(request) for request in head}
 
         def preference(request: Request) -> tuple[int, bool, int, int]:
             overdue = self.is_overdue(request)
-            return -request.priority, not overdue, 0 if overdue else -cached[request.sequence], request.arrival
+            return -request.priority, not overdue, 0 if overdue else -cached[request.seq_id], request.arrival
 
         return sorted(head, key=preference)
 

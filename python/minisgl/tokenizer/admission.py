@@ -47,10 +47,10 @@ class Admission:
             try:
                 grammar = self.check.result(self.field)
             except InvalidRequest as error:
-                return Admission(Refused(self.answer.sequences, error.field, error.message, error.code), [])
+                return Admission(Refused(self.answer.seq_ids, error.field, error.message, error.code), [])
             except Exception:
-                logger.exception("the grammar of sequences %s could not be checked", self.answer.sequences)
-                return Admission(Refused(self.answer.sequences, status=500), [])
+                logger.exception("the grammar of sequences %s could not be checked", self.answer.seq_ids)
+                return Admission(Refused(self.answer.seq_ids, status=500), [])
             return Admission(self.answer, [_with_grammar(add, grammar) for add in self.adds])
         return Admission(self.answer, self.adds)
 
@@ -79,21 +79,21 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars:
             check = grammars.check(grammars.fit(sampling.grammar, request.prompt, end), request.client)
     except InvalidRequest as error:
         named = field if error.field == "prompt" else error.field
-        return Admission(Refused(request.sequences, named, error.message, error.code), [])
+        return Admission(Refused(request.seq_ids, named, error.message, error.code), [])
     except QueueFull as error:
-        return Admission(Refused(request.sequences, message=str(error), status=503), [])
+        return Admission(Refused(request.seq_ids, message=str(error), status=503), [])
     except Exception:
-        logger.exception("the prompt of sequences %s could not be encoded", request.sequences)
-        return Admission(Refused(request.sequences, status=500), [])
+        logger.exception("the prompt of sequences %s could not be encoded", request.seq_ids)
+        return Admission(Refused(request.seq_ids, status=500), [])
     packed = pack_ids(ids)
     # A digest, because what the cache makes of it relies on their equal lengths.
     salt = hashlib.blake2b(request.cache_salt.encode(), digest_size=16).digest() if request.cache_salt else b""
     adds = [
-        Add(sequence, packed, sampling, seed, request.text, request.priority, salt)
-        for sequence, seed in zip(request.sequences, request.seeds, strict=True)
+        Add(seq_id, packed, sampling, seed, request.text, request.priority, salt)
+        for seq_id, seed in zip(request.seq_ids, request.seeds, strict=True)
     ]
     echo = echo_of(request, ids, tokenizer) if request.echo else None
-    return Admission(Accepted(request.sequences, packed, echo, end), adds, check, grammar_field)
+    return Admission(Accepted(request.seq_ids, packed, echo, end), adds, check, grammar_field)
 
 
 def prompt_field(prompt: TextPrompt | IdsPrompt | ChatPrompt) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from minisgl.message.to_api import Piece
+from minisgl.message.to_api import OutputDelta
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Stopped
 from minisgl.message.types import ID_BYTES, unpack_ids
@@ -34,64 +34,64 @@ class Detokenizer:
         """Opened and not yet ended."""
         return len(self._running) + len(self._stopped)
 
-    def apply(self, step: StepOutput) -> tuple[list[Piece], list[Stopped]]:
+    def apply(self, step: StepOutput) -> tuple[list[OutputDelta], list[Stopped]]:
         """Apply a step; return a piece for each sequence that got something, and those the scheduler must stop."""
         running = self._running
         for opened in step.opened:
-            running[opened.sequence] = _Sequence(self._decoder, opened)
+            running[opened.seq_id] = _Sequence(self._decoder, opened)
 
-        pieces: dict[int, Piece] = {}
+        pieces: dict[int, OutputDelta] = {}
         packed = step.tokens
         ids_of_each = [packed[at : at + ID_BYTES] for at in range(0, len(packed), ID_BYTES)]
-        for sequence, ids, token in zip(step.sequences, ids_of_each, self._tokens_with_text(step), strict=True):
-            state = running.get(sequence)
+        for seq_id, ids, token in zip(step.seq_ids, ids_of_each, self._tokens_with_text(step), strict=True):
+            state = running.get(seq_id)
             if state is None:
-                self.dropped_tokens += sequence not in self._stopped
+                self.dropped_tokens += seq_id not in self._stopped
                 continue
             text = state.feed(token)
             stop = None
             if state.matcher is not None:
                 text, stop = state.match(text)
-            if sequence in pieces:  # its second token in this step
-                ids = pieces[sequence].ids + ids
-                text = pieces[sequence].text + text
+            if seq_id in pieces:  # its second token in this step
+                ids = pieces[seq_id].ids + ids
+                text = pieces[seq_id].text + text
             if stop is None:
-                pieces[sequence] = Piece(sequence, ids, text)
+                pieces[seq_id] = OutputDelta(seq_id, ids, text)
             else:
-                pieces[sequence] = Piece(sequence, ids, text, "stop", state.cached_tokens, stop)
-                del running[sequence]
-                self._stopped.add(sequence)
+                pieces[seq_id] = OutputDelta(seq_id, ids, text, "stop", state.cached_tokens, stop)
+                del running[seq_id]
+                self._stopped.add(seq_id)
 
         for end in step.ended:
-            ending = running.pop(end.sequence, None)
+            ending = running.pop(end.seq_id, None)
             if ending is not None:
-                pieces[end.sequence] = ending.finish(end, pieces.get(end.sequence))
-            self._stopped.discard(end.sequence)
-        stopped = [Stopped(sequence) for sequence in pieces if sequence in self._stopped] if self._stopped else []
+                pieces[end.seq_id] = ending.finish(end, pieces.get(end.seq_id))
+            self._stopped.discard(end.seq_id)
+        stopped = [Stopped(seq_id) for seq_id in pieces if seq_id in self._stopped] if self._stopped else []
         self._add_logprobs(pieces, step)
         return list(pieces.values()), stopped
 
     def _tokens_with_text(self, step: StepOutput) -> list[int]:
         """The step's token ids. Where a sequence ended by its last token, that token becomes text only if asked for."""
         tokens: list[int] = unpack_ids(step.tokens).tolist()
-        ended_by_token = {end.sequence for end in step.ended if end.stop_token is not None}
+        ended_by_token = {end.seq_id for end in step.ended if end.stop_token is not None}
         if ended_by_token:
-            last = {sequence: index for index, sequence in enumerate(step.sequences)}
-            for sequence in ended_by_token & last.keys() & self._running.keys():
-                if not self._running[sequence].include_stop:
-                    tokens[last[sequence]] = NO_TEXT_ID
+            last = {seq_id: index for index, seq_id in enumerate(step.seq_ids)}
+            for seq_id in ended_by_token & last.keys() & self._running.keys():
+                if not self._running[seq_id].include_stop:
+                    tokens[last[seq_id]] = NO_TEXT_ID
         return tokens
 
-    def _add_logprobs(self, pieces: dict[int, Piece], step: StepOutput) -> None:
+    def _add_logprobs(self, pieces: dict[int, OutputDelta], step: StepOutput) -> None:
         """Add log-probabilities to the pieces of those who asked: of their tokens, and of the prompt to the first."""
         if step.logprobs is not None:
-            for sequence, positions in unpack_logprobs(step.logprobs, self._decoder).items():
-                if sequence in pieces:
-                    pieces[sequence] = msgspec.structs.replace(pieces[sequence], logprobs=positions)
+            for seq_id, positions in unpack_logprobs(step.logprobs, self._decoder).items():
+                if seq_id in pieces:
+                    pieces[seq_id] = msgspec.structs.replace(pieces[seq_id], logprobs=positions)
         for rows in step.prompt_logprobs:
-            for sequence in pieces.keys() & set(rows.sequences):
-                positions = unpack_logprobs(rows, self._decoder)[sequence]
-                pieces[sequence] = msgspec.structs.replace(pieces[sequence], prompt_logprobs=positions)
+            for seq_id in pieces.keys() & set(rows.seq_ids):
+                positions = unpack_logprobs(rows, self._decoder)[seq_id]
+                pieces[seq_id] = msgspec.structs.replace(pieces[seq_id], prompt_logprobs=positions)
 
 
 class _Sequence:
@@ -127,7 +127,7 @@ class _Sequence:
         text, stop = self.matcher.feed(text)
         return (text + stop if stop is not None and self.include_stop else text), stop
 
-    def finish(self, end: End, piece: Piece | None) -> Piece:
+    def finish(self, end: End, piece: OutputDelta | None) -> OutputDelta:
         """The last piece: what this step brought, and what was held back. That may still have a stop string."""
         ids, shown = (b"", "") if piece is None else (piece.ids, piece.text)
         text, stop = self._flush(), None
@@ -135,6 +135,6 @@ class _Sequence:
             text, stop = self.match(text)
             text += self.matcher.flush()
         if stop is not None:
-            return Piece(end.sequence, ids, shown + text, "stop", self.cached_tokens, stop)
+            return OutputDelta(end.seq_id, ids, shown + text, "stop", self.cached_tokens, stop)
         text = shown + text
-        return Piece(end.sequence, ids, text, end.reason, self.cached_tokens, end.stop_token, excluded=end.excluded)
+        return OutputDelta(end.seq_id, ids, text, end.reason, self.cached_tokens, end.stop_token, excluded=end.excluded)

@@ -6,7 +6,7 @@ import zmq
 
 from minisgl.message.relayed import Flushed, Report
 from minisgl.message.socket import Inbox, Outbox
-from minisgl.message.to_api import Pieces, ToApi
+from minisgl.message.to_api import OutputDeltas, ToApi
 from minisgl.message.to_detokenizer import StepOutput, ToDetokenizer
 from minisgl.message.to_scheduler import ToScheduler
 from minisgl.message.types import ProcessCounts
@@ -33,7 +33,7 @@ def run(worker: Worker) -> None:
         if isinstance(message, StepOutput):
             pieces, stopped = detokenizer.apply(message)
             if pieces:
-                api.send(Pieces(pieces))
+                api.send(OutputDeltas(pieces))
             for stop in stopped:
                 scheduler.send(stop)
         elif isinstance(message, Flushed):

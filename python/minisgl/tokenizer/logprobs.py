@@ -25,8 +25,8 @@ def unpack_logprobs(rows: LogprobRows, vocabulary: Vocabulary) -> dict[int, list
     ranked = zip(chosen, unpack_ids(rows.ranks).tolist(), strict=True)
     found: dict[int, list[PositionLogprobs]] = {}
     at = 0
-    for sequence, length, width in zip(rows.sequences, rows.lengths, rows.tops, strict=True):
-        positions = found.setdefault(sequence, [])
+    for seq_id, length, width in zip(rows.seq_ids, rows.lengths, rows.tops, strict=True):
+        positions = found.setdefault(seq_id, [])
         for token, rank in islice(ranked, length):
             special = vocabulary.is_special(token.token)
             positions.append(PositionLogprobs(token, rank, top[at : at + width], special))

@@ -15,12 +15,11 @@ import zmq
 
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
-from minisgl.message import to_scheduler
-from minisgl.message.relayed import Abort, FlushCache
+from minisgl.message.relayed import Abort, FlushCache, StatsRequest
 from minisgl.message.socket import Inbox, Outbox, Sender
 from minisgl.message.to_api import Decoded, Described, Encoded, Reply, ToApi, Unanswered
 from minisgl.message.to_scheduler import ToScheduler
-from minisgl.message.to_tokenizer import Decode, Describe, Encode, Generate, Query, ToTokenizer
+from minisgl.message.to_tokenizer import Decode, Describe, Encode, Generate, ToTokenizer
 from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
 from minisgl.process.worker import Worker
 from minisgl.structured_output.compiler import named_tokens
@@ -62,12 +61,12 @@ def run(worker: Worker) -> None:
                 pass
             case Generate():
                 gate.enter(admit(message, tokenizer, limits, grammars))
-            case Abort(sequences):
-                gate.drop(sequences)
+            case Abort(seq_ids):
+                gate.drop(seq_ids)
                 scheduler.send(message)
-            case Query(query):
+            case StatsRequest(query):
                 counts = ProcessCounts(f"tokenizer-{worker.index}", {"sequences": gate.num_waiting})
-                scheduler.send(to_scheduler.Query(query, [counts]))
+                scheduler.send(StatsRequest(query, [counts]))
             case FlushCache():
                 scheduler.send(message)
             case Encode() | Decode():
@@ -87,7 +86,7 @@ class Gate:
     @property
     def num_waiting(self) -> int:
         """Number of sequences that wait."""
-        return sum(len(admission.answer.sequences) for admission in self._waiting)
+        return sum(len(admission.answer.seq_ids) for admission in self._waiting)
 
     def enter(self, admission: Admission) -> None:
         """Send it on its way, now or when it is settled."""
@@ -106,11 +105,11 @@ class Gate:
             else:
                 self._waiting.append(admission)
 
-    def drop(self, sequences: Sequence[int]) -> None:
+    def drop(self, seq_ids: Sequence[int]) -> None:
         """Their request has been aborted."""
         waiting, self._waiting = self._waiting, []
         for admission in waiting:
-            if set(sequences).intersection(admission.answer.sequences):
+            if set(seq_ids).intersection(admission.answer.seq_ids):
                 admission.abandon()
             else:
                 self._waiting.append(admission)

@@ -18,7 +18,7 @@ from minisgl.core import Batch, SamplingParams
 from minisgl.distributed.group import SingleRank
 from minisgl.engine.decode_graphs import DecodeGraphs
 from minisgl.engine.engine import Engine
-from minisgl.engine.forward import Forwarded
+from minisgl.engine.forward import ForwardOutput
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.scheduler.build import make_loop
 from minisgl.verify.compare import Run, common_length, compare_rows
@@ -36,7 +36,7 @@ class ObservedEngine(Engine):
     def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:
         return super()._graphs_for(batch) if self.observer is None else None
 
-    def _forward(self, batch: Batch) -> Forwarded:
+    def _forward(self, batch: Batch) -> ForwardOutput:
         if self.observer is None:
             return super()._forward(batch)
         runner, observer = self._runner, self.observer
@@ -44,7 +44,7 @@ class ObservedEngine(Engine):
         model = runner.model
 
         def show(_last_layer: nn.Module, inputs: tuple[Tensor, ForwardContext], states: Tensor) -> None:
-            ends = (batch.starts + batch.lengths).tolist()
+            ends = (batch.start_pos + batch.query_lens).tolist()
             known = [
                 runner.state.tokens[slot, :end].tolist() for slot, end in zip(batch.slots.tolist(), ends, strict=True)
             ]
@@ -129,9 +129,9 @@ class _Passes:
         while self._loop.has_work:
             report = self._loop.step()
             for entered in report.entered:
-                runs[entered.sequence - first].cached_tokens = entered.cached_tokens
-            for sequence, token in zip(report.sequences, report.tokens.tolist(), strict=True):
-                runs[sequence - first].tokens.append(token)
+                runs[entered.seq_id - first].cached_tokens = entered.cached_tokens
+            for seq_id, token in zip(report.seq_ids, report.tokens.tolist(), strict=True):
+                runs[seq_id - first].tokens.append(token)
         self._engine.observer = None
         return runs
 
@@ -141,11 +141,11 @@ def _comparing(expected: Sequence[Expected], runs: Sequence[Run]) -> Observer:
     prompt_of: dict[int, int] = {}  # by slot
 
     def observe(batch: Batch, known: Sequence[list[int]], logits: Tensor) -> None:
-        prompt_of.update({row.slot: row.seed for row in batch.entering})
+        prompt_of.update({row.slot: row.seed for row in batch.new_rows})
         host: Float32Array = logits.float().cpu().numpy()
         at = 0
         for slot, start, length, tokens in zip(
-            batch.slots.tolist(), batch.starts.tolist(), batch.lengths.tolist(), known, strict=True
+            batch.slots.tolist(), batch.start_pos.tolist(), batch.query_lens.tolist(), known, strict=True
         ):
             theirs, run = expected[prompt_of[slot]], runs[prompt_of[slot]]
             same = min(common_length(tokens, theirs.tokens), start + length, len(theirs.logits))

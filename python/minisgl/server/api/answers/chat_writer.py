@@ -132,7 +132,7 @@ class ChatWriter:
     def begin(self, request: OpenRequest) -> None:
         self._request = request
         end = request.prompt_ends[0]
-        self._choices = [Choice(self._options, self._options.parser(end)) for _ in request.sequences]
+        self._choices = [Choice(self._options, self._options.parser(end)) for _ in request.seq_ids]
 
     # A stream.
 

@@ -3,8 +3,8 @@
 `EngineClient` owns every open request. The map from sequence to request is the truth: a sequence is in it from before
 its Generate is sent until its last piece arrives, it is refused, or it is aborted. Whoever takes it out of the map
 does the one thing that belongs to that, so each sequence ends exactly once, and what comes after is dropped and
-counted. Prompts that wait for the tokenizer have a map of their own, because Accepted and Pieces come from different
-processes and nothing orders them. Everything here runs on the event loop's thread.
+counted. Prompts that wait for the tokenizer have a map of their own, because Accepted and OutputDeltas come from
+different processes and nothing orders them. Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 from minisgl.core import InvalidRequest
 from minisgl.message.relayed import Abort
 from minisgl.message.socket import Sender
-from minisgl.message.to_api import Accepted, Piece, Pieces, Refused, Reply, ToApi
+from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused, Reply, ToApi
 from minisgl.message.to_tokenizer import Generate, Question, ToTokenizer
 from minisgl.message.types import ProcessCounts
 from minisgl.seeds import choice_seed, random_seed
@@ -41,9 +41,9 @@ class EngineClient:
     def __init__(self, tokenizers: Sequence[Sender[ToTokenizer]], max_sequences: int) -> None:
         self._tokenizers = tokenizers
         self._max_sequences = max_sequences
-        self._next_sequence = 1
+        self._next_seq_id = 1
         self._round_robin = itertools.cycle(range(len(tokenizers)))
-        self._sequences: dict[int, OpenRequest] = {}  # that have not ended
+        self._by_seq_id: dict[int, OpenRequest] = {}  # that have not ended
         self._prompts: dict[int, OpenRequest] = {}  # neither accepted nor refused yet, by their first sequence
         self._open: set[OpenRequest] = set()
         self._num_admitted = 0  # choices of open requests: also those that have ended but wait for a slow client
@@ -62,8 +62,8 @@ class EngineClient:
         `names` are the ids by which `abort` finds it.
         """
         prompts_a_turn = self._admit(job)
-        request = OpenRequest(job, self._next_sequence, next(self._round_robin), self.metrics)
-        self._next_sequence += job.num_choices
+        request = OpenRequest(job, self._next_seq_id, next(self._round_robin), self.metrics)
+        self._next_seq_id += job.num_choices
         self._num_admitted += job.num_choices
         self._open.add(request)
         for name in set(names):
@@ -108,15 +108,15 @@ class EngineClient:
         job, outbox = request.job, self._tokenizers[request.tokenizer]
         end = min(first + prompts_a_turn, len(job.prompts))
         for index in range(first, end):
-            start = request.sequences.start + index * job.n
-            sequences = list(range(start, start + job.n))
-            self._sequences.update(dict.fromkeys(sequences, request))
+            start = request.seq_ids.start + index * job.n
+            seq_ids = list(range(start, start + job.n))
+            self._by_seq_id.update(dict.fromkeys(seq_ids, request))
             self._prompts[start] = request
             seed = random_seed() if job.sampling.seed is None else job.sampling.seed
             seeds = [choice_seed(seed, choice) for choice in range(job.n)]
             outbox.send(
                 Generate(
-                    sequences,
+                    seq_ids,
                     seeds,
                     job.prompts[index],
                     job.sampling,
@@ -133,11 +133,11 @@ class EngineClient:
 
     def _release(self, request: OpenRequest) -> None:
         """Abort what has not ended. Harmless when repeated."""
-        for start in request.sequences[:: request.job.n]:
+        for start in request.seq_ids[:: request.job.n]:
             self._prompts.pop(start, None)
-        unfinished = [sequence for sequence in request.sequences if self._sequences.pop(sequence, None) is not None]
-        for sequence in unfinished:
-            request.aborted(sequence)
+        unfinished = [seq_id for seq_id in request.seq_ids if self._by_seq_id.pop(seq_id, None) is not None]
+        for seq_id in unfinished:
+            request.aborted(seq_id)
         if unfinished:
             self._tokenizers[request.tokenizer].send(Abort(unfinished))
 
@@ -177,10 +177,10 @@ class EngineClient:
 
     def _dispatch(self, message: ToApi) -> None:
         match message:
-            case Pieces(pieces):
-                self._dispatch_pieces(pieces)
-            case Accepted(sequences):
-                request = self._prompts.pop(sequences[0], None)
+            case OutputDeltas(deltas):
+                self._dispatch_deltas(deltas)
+            case Accepted(seq_ids):
+                request = self._prompts.pop(seq_ids[0], None)
                 if request is not None:
                     request.accept(message)
                     self._reached.add(request)
@@ -189,26 +189,26 @@ class EngineClient:
             case _:
                 self._questions.answer(message)
 
-    def _dispatch_pieces(self, pieces: list[Piece]) -> None:
-        sequences, reached = self._sequences, self._reached
+    def _dispatch_deltas(self, deltas: list[OutputDelta]) -> None:
+        by_seq_id, reached = self._by_seq_id, self._reached
         now = time.perf_counter()
-        for piece in pieces:
-            request = sequences.get(piece.sequence)
+        for delta in deltas:
+            request = by_seq_id.get(delta.seq_id)
             if request is None:  # a step or two after an abort
                 self._dropped_pieces += 1
                 continue
-            if piece.finish is not None:
-                del sequences[piece.sequence]
-            request.put(piece, now)
+            if delta.finish is not None:
+                del by_seq_id[delta.seq_id]
+            request.put(delta, now)
             reached.add(request)
 
     def _dispatch_refused(self, message: Refused) -> None:
-        self._prompts.pop(message.sequences[0], None)
+        self._prompts.pop(message.seq_ids[0], None)
         error = InvalidRequest(message.field, message.message, message.code)
-        for sequence in message.sequences:
-            request = self._sequences.pop(sequence, None)
+        for seq_id in message.seq_ids:
+            request = self._by_seq_id.pop(seq_id, None)
             if request is not None:
-                request.fail(refused(message.status, error, request.field_names(sequence)))
+                request.fail(refused(message.status, error, request.field_names(seq_id)))
 
     def shut_down(self, reason: str | None) -> None:
         """End every open request with an error and admit no other."""
@@ -223,7 +223,7 @@ class EngineClient:
             "api",
             {
                 "open_requests": len(self._open),
-                "open_sequences": len(self._sequences),
+                "open_sequences": len(self._by_seq_id),
                 "open_prompts": len(self._prompts),
                 "open_queries": len(self._questions),
                 "dropped_pieces": self._dropped_pieces,

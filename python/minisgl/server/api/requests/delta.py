@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from minisgl.core import FinishReason
-from minisgl.message.to_api import Piece
+from minisgl.message.to_api import OutputDelta
 from minisgl.message.types import PackedIds, PositionLogprobs, num_ids, unpack_ids
 
 
@@ -25,7 +25,7 @@ class Delta:
         self._texts: list[str] = []
         self._ids: list[PackedIds] = []
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: OutputDelta) -> None:
         self._texts.append(piece.text)
         self._ids.append(piece.ids)
         if piece.logprobs:

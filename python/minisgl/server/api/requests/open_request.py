@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from minisgl.core import SamplingParams
-from minisgl.message.to_api import Accepted, Echo, Piece
+from minisgl.message.to_api import Accepted, Echo, OutputDelta
 from minisgl.message.to_tokenizer import ChatPrompt, IdsPrompt, TextPrompt
 from minisgl.message.types import PackedIds, TextOptions, num_ids
 from minisgl.server.api.http.errors import generation_failed, no_allowed_token
@@ -65,9 +65,9 @@ class Sink(Protocol):
 class OpenRequest:
     """One HTTP request, from its admission to its answer: what has arrived for it, and the way to wait for more."""
 
-    def __init__(self, job: Job, first_sequence: int, tokenizer: int, metrics: RequestMetrics) -> None:
+    def __init__(self, job: Job, first_seq_id: int, tokenizer: int, metrics: RequestMetrics) -> None:
         self.job = job
-        self.sequences = range(first_sequence, first_sequence + job.num_choices)
+        self.seq_ids = range(first_seq_id, first_seq_id + job.num_choices)
         self.tokenizer = tokenizer  # all its messages go to this one, in order
         self.prompt_tokens = 0
         self.completion_tokens = 0
@@ -76,7 +76,7 @@ class OpenRequest:
         self.prompt_ends: dict[int, str] = {}  # by prompt: how a conversation's prompt ends
         self.echoes: dict[int, Echo] = {}  # by prompt, of those who asked
         now = time.perf_counter()
-        self._clocks = [SequenceClock(metrics, now) for _ in self.sequences]
+        self._clocks = [SequenceClock(metrics, now) for _ in self.seq_ids]
         self._num_accepted = 0
         self._num_finished = 0
         self._cached_tokens: dict[int, int] = {}  # by prompt; n choices share what was found for the first of them
@@ -123,7 +123,7 @@ class OpenRequest:
 
     def accept(self, accepted: Accepted) -> None:
         """One prompt is accepted."""
-        prompt = self._prompt_of(accepted.sequences[0])
+        prompt = self._prompt_of(accepted.seq_ids[0])
         self.prompt_ids[prompt] = accepted.prompt_ids
         self.prompt_ends[prompt] = accepted.prompt_end
         if accepted.echo is not None:
@@ -133,16 +133,16 @@ class OpenRequest:
         self._metrics.prompt(num_tokens)
         self._num_accepted += 1
 
-    def put(self, piece: Piece, now: float) -> None:
+    def put(self, piece: OutputDelta, now: float) -> None:
         """A choice has got something, at this time of `perf_counter`."""
-        index = piece.sequence - self.sequences.start
+        index = piece.seq_id - self.seq_ids.start
         clock = self._clocks[index]
         if piece.ids:
             clock.tokens(num_ids(piece.ids), now)
         if piece.finish is not None:
             clock.end(piece.finish, now)
             if piece.finish in ("abort", "error"):
-                names = self.field_names(piece.sequence)
+                names = self.field_names(piece.seq_id)
                 self.fail(no_allowed_token(names) if piece.excluded else generation_failed())
                 return
         delta = self._pending.get(index)
@@ -169,19 +169,19 @@ class OpenRequest:
             self._failure = failure
         self._wake()
 
-    def aborted(self, sequence: int) -> None:
+    def aborted(self, seq_id: int) -> None:
         """A choice has been given up."""
-        self._clocks[sequence - self.sequences.start].end("abort", time.perf_counter())
+        self._clocks[seq_id - self.seq_ids.start].end("abort", time.perf_counter())
 
-    def field_names(self, sequence: int) -> dict[str, str]:
+    def field_names(self, seq_id: int) -> dict[str, str]:
         """Our name of a field -> the client's, in what is told of this sequence."""
         names = dict(self.job.field_names)
         if len(self.job.prompts) > 1:
-            names["prompt"] = f"prompt.{self._prompt_of(sequence)}"
+            names["prompt"] = f"prompt.{self._prompt_of(seq_id)}"
         return names
 
-    def _prompt_of(self, sequence: int) -> int:
-        return (sequence - self.sequences.start) // self.job.n
+    def _prompt_of(self, seq_id: int) -> int:
+        return (seq_id - self.seq_ids.start) // self.job.n
 
     def _is_accepted(self) -> bool:
         return self._num_accepted == len(self.job.prompts)
@@ -190,7 +190,7 @@ class OpenRequest:
         return bool(self._pending) or self._is_complete()
 
     def _is_complete(self) -> bool:
-        return self._num_finished == len(self.sequences) and self._is_accepted()
+        return self._num_finished == len(self.seq_ids) and self._is_accepted()
 
     def _give_to(self, sink: Sink) -> None:
         pending, self._pending = self._pending, {}

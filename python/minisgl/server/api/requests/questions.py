@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from minisgl.core import InvalidRequest
-from minisgl.message.relayed import Report
+from minisgl.message.relayed import Report, StatsRequest
 from minisgl.message.socket import Sender
 from minisgl.message.to_api import Reply, Unanswered
-from minisgl.message.to_tokenizer import Query, Question, ToTokenizer
+from minisgl.message.to_tokenizer import Question, ToTokenizer
 from minisgl.message.types import ProcessCounts
 from minisgl.server.api.http.errors import ApiError, no_answer, refused
 
@@ -56,7 +56,7 @@ class Questions:
         for outbox in self._tokenizers:
             number = next(self._numbers)
             reports[number] = self._reports[number] = loop.create_future()
-            outbox.send(Query(number))
+            outbox.send(StatsRequest(number))
         try:
             done, missing = await asyncio.wait(reports.values(), timeout=timeout_seconds)
         finally:

@@ -20,8 +20,8 @@ BatchPolicy: TypeAlias = Callable[[Int32Array, int], Int32Array]
 def chunk_lengths(remaining: Int32Array, budget: int) -> Int32Array:
     """Share a budget of tokens among prompts in order: each gets all it needs while the budget lasts."""
     before = np.cumsum(remaining) - remaining
-    lengths: Int32Array = np.clip(budget - before, 0, remaining).astype(np.int32)
-    return lengths
+    query_lens: Int32Array = np.clip(budget - before, 0, remaining).astype(np.int32)
+    return query_lens
 
 
 def prefill_first(remaining: Int32Array, budget: int) -> Int32Array:
@@ -36,16 +36,16 @@ def mixed(remaining: Int32Array, budget: int) -> Int32Array:
     """All decodes in every step, and the rest of the budget in chunks of prompts: even times between tokens."""
     prompts = np.where(remaining > 1, remaining, 0).astype(np.int32)
     decodes = np.where(remaining == 1, remaining, 0).astype(np.int32)
-    lengths: Int32Array = decodes + chunk_lengths(prompts, max(budget - int(decodes.sum()), 1))
-    return lengths
+    query_lens: Int32Array = decodes + chunk_lengths(prompts, max(budget - int(decodes.sum()), 1))
+    return query_lens
 
 
-def longest_first(slots: IndexArray, lengths: Int32Array) -> IndexArray:
+def longest_first(slots: IndexArray, kv_lens: Int32Array) -> IndexArray:
     """A decode's rows in order. Attention begins with rows as they come, and what it begins last should be short.
 
     All rows of a decode grow by one token a step, so their order stays until a request comes or goes.
     """
-    ordered: IndexArray = slots[np.argsort(-lengths, kind="stable")]
+    ordered: IndexArray = slots[np.argsort(-kv_lens, kind="stable")]
     return ordered
 
 
