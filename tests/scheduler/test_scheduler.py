@@ -1,4 +1,4 @@
-"""The scheduler against a simulated device: exact answers, nothing lost, nothing corrupted, and mistakes that other engines made."""
+"""The scheduler against a simulated device: exact answers, nothing lost or corrupted, and other engines' mistakes."""
 
 from __future__ import annotations
 
