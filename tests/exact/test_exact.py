@@ -28,7 +28,17 @@ MAIN_COLUMNS = {
     "overlap": (True, False),
 }
 ALL_COLUMNS = {
-    "kind": (*MAIN_KINDS, "qwen2-window", "mistral-window", "qwen3-moe", "llama-linear", "llama-yarn", "gemma3"),
+    "kind": (
+        *MAIN_KINDS,
+        "qwen2-window",
+        "mistral-window",
+        "qwen3-moe",
+        "llama-linear",
+        "llama-yarn",
+        "gemma3",
+        "olmo2",
+        "phi3-partial",
+    ),
     "page_size": (1, 4, 16),
     "chunk": (7, 64, WHOLE),
     "cache": ("radix", "naive"),

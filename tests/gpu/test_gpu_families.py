@@ -118,12 +118,41 @@ GEMMA_3_12B: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": True,
 }
+OLMO_2_7B: dict[str, Any] = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "model_type": "olmo2",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+PHI_4_MINI: dict[str, Any] = {  # with plain frequencies
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "sliding_window": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
 WINDOWED = ("mistral-window", "gemma3")
 SHAPES = {
     "gemma3": GEMMA_3_12B,
     "llama": LLAMA_3_1_8B,
     "mistral": MISTRAL_7B,
     "mistral-window": MISTRAL_7B | {"sliding_window": 100},
+    "olmo2": OLMO_2_7B,
+    "phi4-mini": PHI_4_MINI,
     "qwen2": QWEN2_5_7B,
     "qwen3-0.6b": QWEN3_06B,
     "qwen3-14b": QWEN3_14B,

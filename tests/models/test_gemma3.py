@@ -46,13 +46,13 @@ def test_a_published_config() -> None:
     assert window.rope == RopeConfig(10_000.0)
     assert full.rope == RopeConfig(1_000_000.0, LinearScaling(8.0))
     assert (full.num_heads, full.num_kv_heads, full.head_dim, full.scale) == (8, 4, 256, 1 / 16)
-    assert full.qk_norm
+    assert full.qk_norm == "head"
     assert config.layers[0].mlp == MLPConfig(10240, activation="gelu_tanh")
     assert config.layers[0].norms == NormNames(
         "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
     )
     assert config.tie_word_embeddings
-    assert config.unit_offset_norms
+    assert config.norm.unit_offset
     assert config.embedding_scale == 2560**0.5
     assert config.eos_token_ids == (1, 106)
 

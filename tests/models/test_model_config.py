@@ -20,6 +20,8 @@ from minisgl.layers.layer_config import (
     Llama3Scaling,
     MLPConfig,
     MoEConfig,
+    NormConfig,
+    NormNames,
     RopeConfig,
     YarnScaling,
 )
@@ -207,6 +209,58 @@ QWEN3_8B = {
     "num_hidden_layers": 36,
 }
 QWEN3_32B = {**QWEN3_14B, "intermediate_size": 25600, "num_attention_heads": 64, "num_hidden_layers": 64}
+OLMO_2_7B: dict[str, Any] = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "use_cache": False,
+    "vocab_size": 100352,
+}
+PHI_3_MINI_4K: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+    "bos_token_id": 1,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32064,
+}
 PUBLISHED = {
     "Llama-2-7B": LLAMA_2_7B,
     "Llama-3.2-1B": LLAMA_3_2_1B,
@@ -220,6 +274,8 @@ PUBLISHED = {
     "Mistral-7B-v0.3": MISTRAL_7B_V3,
     "Qwen2.5-7B": QWEN2_5_7B,
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "OLMo-2-7B": OLMO_2_7B,
+    "Phi-3-mini-4k": PHI_3_MINI_4K,
 }
 
 
@@ -242,7 +298,7 @@ def test_llama_3_2() -> None:
         vocab_size=128256,
         hidden_size=2048,
         layers=(LayerConfig(attention, MLPConfig(8192)),) * 16,
-        rms_norm_eps=1e-5,
+        norm=NormConfig(1e-5),
         max_position_embeddings=131072,
         tie_word_embeddings=True,
         dtype="bfloat16",
@@ -389,6 +445,44 @@ def test_refused_by_name(change: dict[str, Any], message: str) -> None:
 )
 def test_what_changes_nothing_is_ignored(change: dict[str, Any]) -> None:
     assert parse_config({**QWEN3_0_6B, **change}) == parse_config(QWEN3_0_6B)
+
+
+def test_olmo_2_norms_outputs_alone() -> None:
+    config = parse_config(OLMO_2_7B)
+    layer = config.layers[0]
+    assert layer.norms == NormNames(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
+    assert layer.attention.qk_norm == "projection"
+    assert config.norm == NormConfig(1e-6, float32=True)
+
+
+def test_phi_3() -> None:
+    config = parse_config(PHI_3_MINI_4K)
+    assert config.windows == (2047,) * 32
+    assert (config.attention.head_dim, config.attention.rope) == (96, RopeConfig(10000.0))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"partial_rotary_factor": 0.75},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
+    ],
+    ids=["transformers 4", "transformers 5"],
+)
+def test_phi_rotates_a_part_of_each_head(change: dict[str, Any]) -> None:
+    rope = parse_config({**PHI_3_MINI_4K, **change}).attention.rope
+    assert rope == RopeConfig(10000.0, partial_factor=0.75)
+    assert rope.rotary_dim(96) == 72
+
+
+def test_a_part_of_a_head_that_cannot_be_rotated() -> None:
+    for factor, message in (
+        (0.0525, "rotates 5 of 96"),
+        (2.0, "rotates 192 of 96"),
+        (-1, "must be a positive number"),
+    ):
+        with pytest.raises(UnsupportedModel, match=message):
+            parse_config({**PHI_3_MINI_4K, "partial_rotary_factor": factor})
 
 
 def test_a_window_that_llama_asks_for_is_refused() -> None:

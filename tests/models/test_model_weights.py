@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -99,6 +100,22 @@ def test_experts_stacked_as_transformers_holds_them(saved: Saved, tmp_path: Path
     assert "model.layers.0.mlp.experts.0.up_proj.weight" not in names
     for tp in (SingleRank(), Rank(0, 3), Rank(2, 3)):
         assert_same(load(tmp_path, tp=tp), load(folder, tp=tp))
+
+
+def test_matrices_merged_in_the_file(saved: Saved, changed: Callable[..., Path]) -> None:
+    """q, k and v, or gate and up, as one matrix, on every rank; Phi-3's are, and any family's may be."""
+    _, folder = saved("llama-bias")
+    file = load_file(folder / "model.safetensors")
+    changes: dict[str, torch.Tensor | None] = {}
+    for prefix, names in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+        for layer, kind in itertools.product(range(2), ("weight", "bias")):
+            path = f"model.layers.{layer}.{prefix.partition('.')[0]}"
+            parts = [f"{path}.{name}_proj.{kind}" for name in names]
+            changes |= dict.fromkeys(parts)
+            changes[f"model.layers.{layer}.{prefix}.{kind}"] = torch.cat([file[part] for part in parts])
+    merged = changed("llama-bias", changes)
+    for rank, size in ((0, 1), (0, 2), (1, 2), (2, 3)):
+        assert_same(load(merged, tp=Rank(rank, size)), load(folder, tp=Rank(rank, size)))
 
 
 def test_a_missing_expert(changed: Callable[..., Path]) -> None:

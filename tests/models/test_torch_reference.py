@@ -17,7 +17,7 @@ from minisgl.kernel.options import Routing
 from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
 from minisgl.kvcache.pool import KVLayout, KVPool
 from minisgl.layers.layer_config import RopeConfig
-from minisgl.layers.rotary import cos_sin_table
+from minisgl.layers.rotary import cos_sin_table, paired_rows
 from minisgl.models.config.load_config import parse_config
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -77,6 +77,19 @@ def test_rotary_table_is_that_of_transformers(
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), tail.unsqueeze(0))
     want = torch.cat((cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]), dim=-1)
     torch.testing.assert_close(cos_sin_table(head_dim, positions, rope)[tail], want, rtol=0, atol=1e-6)
+
+
+def test_heads_that_are_rotated_in_part() -> None:
+    """Whatever is not rotated is paired with its like and turned by 0."""
+    rope = RopeConfig(10000.0, partial_factor=0.5)
+    rows = [row for kept in paired_rows([range(8, 24)], 8, rope) for row in kept]
+    assert rows == [8, 9, 12, 13, 10, 11, 14, 15, 16, 17, 20, 21, 18, 19, 22, 23]
+    cos, sin = cos_sin_table(8, 5, rope).chunk(2, dim=1)
+    whole = cos_sin_table(4, 5, RopeConfig(10000.0))
+    assert torch.equal(torch.cat((cos[:, :2], sin[:, :2]), dim=1), whole)
+    assert torch.equal(cos[:, 2:], torch.ones(5, 2))
+    assert torch.equal(sin[:, 2:], torch.zeros(5, 2))
+    assert paired_rows([range(8, 24)], 8, RopeConfig(10000.0)) == [range(8, 24)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

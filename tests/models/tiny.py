@@ -77,6 +77,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
     "qwen3-moe": ("Qwen3Moe", EXPERTS),
     "gemma3": ("Gemma3", GEMMA3),
+    "olmo2": ("Olmo2", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    "phi3": ("Phi3", {"sliding_window": WINDOW, "pad_token_id": 0}),
+    "phi3-partial": (
+        "Phi3",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}, "pad_token_id": 0},
+    ),
 }
 FAMILIES = tuple(KINDS)
 

@@ -259,7 +259,7 @@ def _attention_shape(
         scale=model.attention.scale,
         page_size=page_size,
         dtype=dtype,
-        norm_dtype=torch.float32 if model.unit_offset_norms else None,
+        norm_dtype=torch.float32 if model.norm.float32 else None,
         windowed=any(window is not None for window in model.windows),
         fp8_kv=config.kv_cache_dtype == "fp8_e4m3",
     )

@@ -102,13 +102,16 @@ class Ops(Protocol):
         ...
 
     def norm_linear(
-        self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+        self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """linear(rms_norm(x)): what begins each half of a decoder layer. `out` is where it goes, if given."""
+        """linear(rms_norm(x)), which begins each half of a decoder layer; without a norm linear(x).
+
+        The result is written to `out`, if given.
+        """
         ...
 
     def norm_gated_linear(
-        self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, *, activation: Activation
+        self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None = None, *, activation: Activation
     ) -> Tensor:
         """activation(gate) * up of norm_linear(x), whose weight [2 * I, in] has the gate first: [T, I]."""
         ...

@@ -83,32 +83,39 @@ class CudaOps:
         return y if residual is None else y.add_(residual)
 
     def norm_linear(
-        self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+        self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         # Of those that are small enough for these, nearly all are of q, k and v.
         if self._few_rows.takes(x, weight):
             x, late = self._norm_for_few_rows(x, norm)
             return self._few_rows.product(x, late, weight, bias, before_attention=True, out=out)
+        x = self._normed(x, norm)
         if self._many_rows.takes(x, weight):
-            return self._many_rows.product(self.rms_norm(x, norm), weight, bias, before_attention=True, out=out)
+            return self._many_rows.product(x, weight, bias, before_attention=True, out=out)
         if out is not None and bias is None:
-            return torch.mm(self.rms_norm(x, norm), weight.t(), out=out)
-        y = F.linear(self.rms_norm(x, norm), weight, bias)
+            return torch.mm(x, weight.t(), out=out)
+        y = F.linear(x, weight, bias)
         return y if out is None else out.copy_(y)
 
-    def _norm_for_few_rows(self, x: Tensor, norm: Norm) -> tuple[Tensor, Norm | None]:
+    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        return x if norm is None else self.rms_norm(x, norm)
+
+    def _norm_for_few_rows(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
         """x and the norm it lacks."""
-        return (x, norm) if _norms_late(x.dtype, norm.weight.dtype) else (self.rms_norm(x, norm), None)
+        if norm is not None and _norms_late(x.dtype, norm.weight.dtype):
+            return x, norm
+        return self._normed(x, norm), None
 
     def norm_gated_linear(
-        self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, *, activation: Activation
+        self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None = None, *, activation: Activation
     ) -> Tensor:
         if self._few_rows.takes(x, weight) and len(weight) % 16 == 0:
             x, late = self._norm_for_few_rows(x, norm)
             return self._few_rows.product(x, late, weight, bias, gate=activation)
+        x = self._normed(x, norm)
         if self._many_rows.takes(x, weight) and len(weight) % 16 == 0:
-            return self._many_rows.product(self.rms_norm(x, norm), weight, bias, gate=activation)
-        return self.activate_and_mul(F.linear(self.rms_norm(x, norm), weight, bias), activation)
+            return self._many_rows.product(x, weight, bias, gate=activation)
+        return self.activate_and_mul(F.linear(x, weight, bias), activation)
 
     def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """[T, 2 * I] -> [T, I]: activation of the first half times the second."""

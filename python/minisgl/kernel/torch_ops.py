@@ -24,13 +24,13 @@ class TorchOps:
         return y if residual is None else y.add_(residual)
 
     def norm_linear(
-        self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+        self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        y = self._product(self.rms_norm(x, norm), weight, bias)
+        y = self._product(x if norm is None else self.rms_norm(x, norm), weight, bias)
         return y if out is None else out.copy_(y)
 
     def norm_gated_linear(
-        self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None, *, activation: Activation
+        self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None = None, *, activation: Activation
     ) -> Tensor:
         return activate_and_mul(self.norm_linear(x, norm, weight, bias), activation)
 

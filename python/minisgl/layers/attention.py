@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
 from minisgl.kernel.base import Heads
-from minisgl.layers.layer_config import AttentionConfig
+from minisgl.layers.layer_config import AttentionConfig, NormConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
-from minisgl.layers.norm import RMSNorm
-from minisgl.layers.rotary import Rotary
+from minisgl.layers.norm import ProjectionNorm, RMSNorm, params_of
+from minisgl.layers.rotary import Rotary, paired_rows
 
 
 class Attention(nn.Module):
@@ -28,7 +26,7 @@ class Attention(nn.Module):
         layer: int,
         hidden_size: int,
         rotary: Rotary,
-        make_norm: Callable[[int], RMSNorm],
+        norm: NormConfig,
         *,
         tp: TPGroup,
         dtype: torch.dtype,
@@ -40,32 +38,39 @@ class Attention(nn.Module):
         self.num_heads = config.heads_per_rank(tp.size)
         self.num_kv_heads = config.kv_heads_per_rank(tp.size)
         dim = config.head_dim
-        kept = [range(head * dim, (head + 1) * dim) for head in config.kv_heads_of(tp.rank, tp.size)]
-        self.qkv_proj = ColumnParallelLinear(
-            hidden_size,
-            [
-                Part.even("q_proj", config.num_heads * dim, tp),
-                Part("k_proj", config.num_kv_heads * dim, kept),
-                Part("v_proj", config.num_kv_heads * dim, kept),
-            ],
-            bias=config.qkv_bias,
-            dtype=dtype,
-        )
-        self.q_norm = make_norm(dim) if config.qk_norm else None
-        self.k_norm = make_norm(dim) if config.qk_norm else None
+        q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
+        share = self.num_heads * dim
+        q_kept = paired_rows([range(tp.rank * share, (tp.rank + 1) * share)], dim, config.rope)
+        v_kept = [range(head * dim, (head + 1) * dim) for head in config.kv_heads_of(tp.rank, tp.size)]
+        k_kept = paired_rows(v_kept, dim, config.rope)
+        parts = [Part("q_proj", q_rows, q_kept), Part("k_proj", kv_rows, k_kept), Part("v_proj", kv_rows, v_kept)]
+        self.qkv_proj = ColumnParallelLinear(hidden_size, parts, bias=config.qkv_bias, dtype=dtype)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm == "head":
+            kept = paired_rows([range(dim)], dim, config.rope)
+            self.q_norm, self.k_norm = (RMSNorm(dim, norm, dtype=dtype, kept=kept) for _ in "qk")
+        elif config.qk_norm == "projection":
+            self.q_norm = ProjectionNorm(q_rows, norm, dtype=dtype, kept=q_kept, tp=tp)
+            self.k_norm = ProjectionNorm(kv_rows, norm, dtype=dtype, kept=k_kept, tp=tp)
         self.o_proj = RowParallelLinear(config.num_heads * dim, hidden_size, bias=config.out_bias, tp=tp, dtype=dtype)
 
-    def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
         """Attend to norm(x), plus `residual`."""
+        qkv = self.qkv_proj(x, norm, ctx)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if isinstance(q_norm, ProjectionNorm) and isinstance(k_norm, ProjectionNorm):  # the fused norms are by head
+            q, k, v = qkv.split([len(q_norm.weight), len(k_norm.weight), len(k_norm.weight)], dim=-1)
+            qkv = torch.cat((q_norm(q, ctx), k_norm(k, ctx), v), dim=-1)
+            q_norm = k_norm = None
         heads = Heads(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             cos_sin=self.rotary.cos_sin,
-            q_norm=self.q_norm.params if self.q_norm else None,
-            k_norm=self.k_norm.params if self.k_norm else None,
+            q_norm=params_of(q_norm),
+            k_norm=params_of(k_norm),
         )
         keys, values = ctx.kv.keys(self.layer), ctx.kv.values(self.layer)
-        qkv = self.qkv_proj(x, norm, ctx)
         if ctx.fused is not None:
             attended = ctx.fused.forward(qkv, heads, keys, values, self.window)
         else:

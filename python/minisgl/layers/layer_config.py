@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from minisgl.kernel.options import Activation, Routing
 
@@ -40,15 +40,21 @@ class YarnScaling:
     original_max_positions: int
 
 
+QKNorm = Literal["none", "head", "projection"]
 RopeScaling: TypeAlias = Llama3Scaling | LinearScaling | YarnScaling
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al., 2021) over all dimensions of a head."""
+    """Rotary position embedding (Su et al., 2021) over the first dimensions of a head, mostly all of them."""
 
     theta: float
     scaling: RopeScaling | None = None
+    partial_factor: float = 1.0  # share of the dimensions that are rotated
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Number of a head's dimensions that are rotated."""
+        return int(head_dim * self.partial_factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class AttentionConfig:
     rope: RopeConfig
     scale: float  # factor of q @ k before the softmax
     window: int | None = None  # positions that a query attends to, its own included; None: all before it
-    qk_norm: bool = False  # each head of q and k is normed before its rotation
+    qk_norm: QKNorm = "none"  # of q and k before their rotation: each head by itself, or all heads together
     qkv_bias: bool = False
     out_bias: bool = False
 
@@ -99,11 +105,20 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class NormNames:
-    """Checkpoint names of a layer's RMSNorms: in front of attention and MLP, and behind each (None: there is none)."""
+class NormConfig:
+    """RMSNorm of all layers of a model."""
 
-    attention: str = "input_layernorm"
-    mlp: str = "post_attention_layernorm"
+    eps: float
+    float32: bool = False  # its weights are kept in float32, so that only the result is rounded
+    unit_offset: bool = False  # the checkpoint holds w - 1 of each weight w
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """Checkpoint names of a layer's RMSNorms: in front of attention and MLP, and behind each. None: there is none."""
+
+    attention: str | None = "input_layernorm"
+    mlp: str | None = "post_attention_layernorm"
     attention_post: str | None = None
     mlp_post: str | None = None
 

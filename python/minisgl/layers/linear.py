@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
 from minisgl.kernel.base import Ops
-from minisgl.layers.norm import RMSNorm
-from minisgl.layers.weight_slice import WeightSlice, whole
+from minisgl.layers.norm import RMSNorm, params_of
+from minisgl.layers.weight_slice import WeightSlice, row_slices, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class ColumnParallelLinear(PackableWeight):
     """Matrices that share their input, merged into one product; each rank has some output rows of each.
 
     norm(x) of [T, in_features] -> [T, rows kept], in the order of the parts. The parts stand in the checkpoint beside
-    this module: `mlp.gate_up_proj` with a part `gate_proj` is filled from `mlp.gate_proj.weight`.
+    this module: `mlp.gate_up_proj` with a part `gate_proj` is filled from `mlp.gate_proj.weight`, or, where all parts
+    are one matrix (Phi-3), from `mlp.gate_up_proj.weight`.
     """
 
     def __init__(self, in_features: int, parts: Sequence[Part], *, bias: bool, dtype: torch.dtype) -> None:
@@ -67,21 +69,27 @@ class ColumnParallelLinear(PackableWeight):
         self.weight = empty(rows, in_features, dtype=dtype)
         self.bias = zeros(rows, dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext) -> Tensor:
-        return ctx.ops.norm_linear(x, norm.params, self.weight, self.bias)
+    def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext) -> Tensor:
+        return ctx.ops.norm_linear(x, params_of(norm), self.weight, self.bias)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         beside = name.rpartition(".")[0]
-        at = 0
-        for part in self.parts:
-            for kept in part.kept:
-                here, rows = slice(at, at + len(kept)), slice(kept.start, kept.stop)
-                for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
-                    if tensor is not None:
-                        shape = (part.rows, *tensor.shape[1:])
-                        source = (rows, *[slice(None)] * (tensor.ndim - 1))
-                        yield WeightSlice(f"{beside}.{part.name}.{kind}", shape, source, tensor[here])
-                at += len(kept)
+        return self._slices([(f"{beside}.{part.name}", 0, part.rows) for part in self.parts])
+
+    def stacked_slices(self, name: str) -> Iterator[WeightSlice]:
+        """Everything this layer keeps of a checkpoint that holds the parts as one matrix of this layer's name."""
+        *starts, total = accumulate((part.rows for part in self.parts), initial=0)
+        return self._slices([(name, start, total) for start in starts])
+
+    def _slices(self, sources: Iterable[tuple[str, int, int]]) -> Iterator[WeightSlice]:
+        """Slices of each part's source: the matrix's name, the part's first row in it, and all its rows."""
+        for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
+            at = 0
+            for part, (name, start, total) in zip(self.parts, sources, strict=True):
+                kept = [range(start + rows.start, start + rows.stop) for rows in part.kept]
+                if tensor is not None:
+                    yield from row_slices(f"{name}.{kind}", total, kept, tensor[at : at + sum(map(len, kept))])
+                at += sum(map(len, kept))
 
 
 class RowParallelLinear(PackableWeight):

@@ -9,7 +9,7 @@ from minisgl.context import ForwardContext
 from minisgl.distributed.group import TPGroup
 from minisgl.layers.layer_config import MLPConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
-from minisgl.layers.norm import RMSNorm
+from minisgl.layers.norm import RMSNorm, params_of
 
 
 class GatedMLP(nn.Module):
@@ -23,9 +23,9 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, bias=bias, dtype=dtype)
         self.down_proj = RowParallelLinear(size, hidden_size, bias=bias, tp=tp, dtype=dtype)
 
-    def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
         """Feed norm(x) forward, plus `residual`."""
         gate_up = self.gate_up_proj
-        hidden = ctx.ops.norm_gated_linear(x, norm.params, gate_up.weight, gate_up.bias, activation=self.activation)
+        hidden = ctx.ops.norm_gated_linear(x, params_of(norm), gate_up.weight, gate_up.bias, activation=self.activation)
         y: Tensor = self.down_proj(hidden, ctx, residual)
         return y

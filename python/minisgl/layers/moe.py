@@ -29,9 +29,9 @@ class SparseMLP(nn.Module):
         self.router = Router(config, hidden_size, dtype=dtype)
         self.experts = Experts(config, hidden_size, tp=tp, dtype=dtype)
 
-    def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
         """Send each token of norm(x) to its experts, plus `residual`."""
-        normed = norm(x, ctx)
+        normed = x if norm is None else norm(x, ctx)
         router_logits = ctx.ops.linear(normed, self.router.weight)
         y = self.tp.all_reduce(ctx.ops.moe(normed, router_logits, self.experts.w13, self.experts.w2, self.routing))
         return y if residual is None else y.add_(residual)

@@ -2,50 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
+from minisgl.distributed.group import TPGroup
 from minisgl.kernel.base import Norm
-from minisgl.layers.weight_slice import WeightSlice, whole
+from minisgl.layers.layer_config import NormConfig
+from minisgl.layers.weight_slice import WeightSlice, row_slices
 
 
 class RMSNorm(nn.Module):
-    """Root mean square layer normalization (Zhang and Sennrich, 2019).
+    """Root mean square layer normalization (Zhang and Sennrich, 2019): [..., n] -> [..., n].
 
-    `unit_offset`: the checkpoint holds w - 1 (Gemma); w is kept in float32, since 16 bits would round away most of a
-    small w - 1. `checkpoint_name`: name in the checkpoint, beside this module, where it is not the module's.
+    `kept`: ranges of the checkpoint's `size` weights that are here, one after another; else all n = size.
+    `checkpoint_name`: name in the checkpoint, beside this module, where it is not the module's.
     """
 
     def __init__(
         self,
         size: int,
-        eps: float,
+        config: NormConfig,
         *,
         dtype: torch.dtype,
-        unit_offset: bool = False,
+        kept: Sequence[range] | None = None,
         checkpoint_name: str | None = None,
     ) -> None:
         super().__init__()
-        self.eps = eps
-        self.unit_offset = unit_offset
+        self.config = config
+        self.size = size
+        self.kept = kept or [range(size)]
         self.checkpoint_name = checkpoint_name
-        weight = torch.ones(size, dtype=torch.float32 if unit_offset else dtype)
+        weight = torch.ones(sum(map(len, self.kept)), dtype=torch.float32 if config.float32 else dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     @property
     def params(self) -> Norm:
-        """For the operations that begin with this norm."""
-        return Norm(self.weight, self.eps)
+        """Parameters for the operations that begin with this norm."""
+        return Norm(self.weight, self.config.eps)
 
     def forward(self, x: Tensor, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
-        """[T, size] -> [T, size], plus `residual` [T, size]."""
+        """[T, n] -> [T, n], plus `residual` [T, n]."""
         y = ctx.ops.rms_norm(x, self.params)
         return y if residual is None else y.add_(residual)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         if self.checkpoint_name is not None:
             name = f"{name.rpartition('.')[0]}.{self.checkpoint_name}"
-        yield whole(f"{name}.weight", self.weight, offset=1.0 if self.unit_offset else 0.0)
+        offset = 1.0 if self.config.unit_offset else 0.0
+        yield from row_slices(f"{name}.weight", self.size, self.kept, self.weight, offset=offset)
+
+
+def params_of(norm: RMSNorm | None) -> Norm | None:
+    """Return the parameters of a norm that a family may not have."""
+    return None if norm is None else norm.params
+
+
+class ProjectionNorm(RMSNorm):
+    """RMSNorm over all heads of a projection, of which a rank has some (OLMo 2).
+
+    The mean square is that of all ranks: equal shares, in which a KV head that is replicated counts as often as others.
+    """
+
+    def __init__(
+        self, size: int, config: NormConfig, *, dtype: torch.dtype, kept: Sequence[range], tp: TPGroup
+    ) -> None:
+        super().__init__(size, config, dtype=dtype, kept=kept)
+        self.tp = tp
+
+    def forward(self, x: Tensor, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
+        if self.tp.size == 1:
+            return super().forward(x.contiguous(), ctx, residual)
+        x32 = x.float()
+        mean_square = self.tp.all_reduce(x32.square().mean(-1, keepdim=True)).div_(self.tp.size)
+        normed = (x32 * torch.rsqrt(mean_square + self.config.eps)).to(self.weight.dtype)
+        y = normed.mul_(self.weight).to(x.dtype)
+        return y if residual is None else y.add_(residual)

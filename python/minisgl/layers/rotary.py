@@ -6,8 +6,10 @@ The table is made on the CPU in float32, in the same order of operations as tran
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl.layers.layer_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
@@ -27,14 +29,32 @@ class Rotary(nn.Module):
 def cos_sin_table(head_dim: int, max_positions: int, rope: RopeConfig) -> Tensor:
     """[max_positions, head_dim] float32 on the CPU: cosines in the first half of a row, sines in the second."""
     positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
-    angles = torch.outer(positions, frequencies(head_dim, rope))
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    return table * rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else table
+    rotary_dim = rope.rotary_dim(head_dim)
+    angles = torch.outer(positions, frequencies(rotary_dim, rope))
+    factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+    still = (0, (head_dim - rotary_dim) // 2)  # pairs of a head that are not rotated, see `paired_rows`
+    return torch.cat((F.pad(angles.cos() * factor, still, value=1.0), F.pad(angles.sin() * factor, still)), dim=-1)
 
 
-def frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
-    """[head_dim / 2] float32 on the CPU: radians per position."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+def paired_rows(kept: Sequence[range], head_dim: int, rope: RopeConfig) -> Sequence[range]:
+    """Reorder the rows of whole heads of q or k so that the rotation's pairs are i and i + head_dim / 2.
+
+    Only a partly rotated head (Phi) changes: with head_dim 8, of which 4 are rotated as pairs (0, 2) and (1, 3), the
+    rows 0 1 2 3 4 5 6 7 come as 0 1 4 5 2 3 6 7, and the pairs (4, 6) and (5, 7) are turned by 0. A product q @ k does
+    not depend on the order.
+    """
+    rotary_dim = rope.rotary_dim(head_dim)
+    if rotary_dim == head_dim:
+        return kept
+    half, rest = rotary_dim // 2, (head_dim - rotary_dim) // 2
+    cuts = ((0, half), (rotary_dim, rest), (half, half), (rotary_dim + rest, rest))
+    heads = [first for rows in kept for first in range(rows.start, rows.stop, head_dim)]
+    return [range(head + start, head + start + count) for head in heads for start, count in cuts]
+
+
+def frequencies(rotary_dim: int, rope: RopeConfig) -> Tensor:
+    """[rotary_dim / 2] float32 on the CPU: radians per position."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
     waves = rope.theta**exponents
     plain = 1.0 / waves
     match rope.scaling:
@@ -60,18 +80,18 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(waves: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
-    """From `waves`, the inverses of the plain frequencies; a ramp leads from those kept to those divided."""
-    head_dim = 2 * len(waves)
+    """Frequencies from `waves`, the inverses of the plain ones: a ramp leads from those kept to those divided."""
+    rotary_dim = 2 * len(waves)
 
     def dimension(turns: float) -> float:
-        """Where a frequency turns this often in the original context."""
+        """Dimension whose frequency turns this often in the original context."""
         length = scaling.original_max_positions / (turns * 2 * math.pi)
-        return head_dim * math.log(length) / (2 * math.log(theta))
+        return rotary_dim * math.log(length) / (2 * math.log(theta))
 
     first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
     steps = torch.arange(len(waves), dtype=torch.float32, device="cpu") - first
     ramp = (steps / (last - first if last != first else 0.001)).clamp(0, 1)
     keep = 1 - ramp

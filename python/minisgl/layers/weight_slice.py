@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -42,6 +42,17 @@ class Stackable(Protocol):
         ...
 
 
-def whole(name: str, target: Tensor, offset: float = 0.0) -> WeightSlice:
+def row_slices(
+    name: str, rows: int, kept: Sequence[range], target: Tensor, *, offset: float = 0.0
+) -> Iterator[WeightSlice]:
+    """Ranges of a tensor's `rows` rows, one after another in the target."""
+    at = 0
+    for part in kept:
+        source = (slice(part.start, part.stop), *[slice(None)] * (target.ndim - 1))
+        yield WeightSlice(name, (rows, *target.shape[1:]), source, target[at : at + len(part)], offset=offset)
+        at += len(part)
+
+
+def whole(name: str, target: Tensor) -> WeightSlice:
     """A tensor that every rank keeps as it is."""
-    return WeightSlice(name, tuple(target.shape), (slice(None),) * target.ndim, target, offset=offset)
+    return WeightSlice(name, tuple(target.shape), (slice(None),) * target.ndim, target)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -22,25 +20,25 @@ from minisgl.models.config.model_config import ModelConfig
 
 
 class DecoderLayer(nn.Module):
-    """x = x + attention(norm(x)), then x = x + mlp(norm(x)), each block's output normed where a family does so.
+    """x = x + attention(norm(x)), then x = x + mlp(norm(x)).
 
-    Norms and additions are seldom launches of their own: the norm in front of a block begins the block's first product
-    (`Ops.norm_linear`, `Ops.norm_gated_linear`), and `residual` is added by its last one (`Ops.linear`), unless a norm
-    of the output stands between.
+    Some families norm each block's output too (Gemma 3), or that alone (OLMo 2). Norms and additions are seldom
+    launches of their own: the norm in front of a block begins the block's first product (`Ops.norm_linear`,
+    `Ops.norm_gated_linear`), and `residual` is added by its last one (`Ops.linear`), unless a norm of the output
+    stands between.
     """
 
     def __init__(self, config: ModelConfig, index: int, rotary: Rotary, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
         layer, hidden_size = config.layers[index], config.hidden_size
-        make_norm = partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype, unit_offset=config.unit_offset_norms)
 
-        def norm(checkpoint_name: str | None) -> RMSNorm | None:
-            return None if checkpoint_name is None else make_norm(hidden_size, checkpoint_name=checkpoint_name)
+        def norm(name: str | None) -> RMSNorm | None:
+            return None if name is None else RMSNorm(hidden_size, config.norm, dtype=dtype, checkpoint_name=name)
 
-        self.attention_norm = make_norm(hidden_size, checkpoint_name=layer.norms.attention)
-        self.self_attn = Attention(layer.attention, index, hidden_size, rotary, make_norm, tp=tp, dtype=dtype)
+        self.attention_norm = norm(layer.norms.attention)
+        self.self_attn = Attention(layer.attention, index, hidden_size, rotary, config.norm, tp=tp, dtype=dtype)
         self.attention_post_norm = norm(layer.norms.attention_post)
-        self.mlp_norm = make_norm(hidden_size, checkpoint_name=layer.norms.mlp)
+        self.mlp_norm = norm(layer.norms.mlp)
         self.mlp: nn.Module
         if isinstance(layer.mlp, MoEConfig):
             self.mlp = SparseMLP(layer.mlp, hidden_size, tp=tp, dtype=dtype)
@@ -78,7 +76,7 @@ class Decoder(nn.Module):
             DecoderLayer(config, index, rotaries[layer.attention.rope], tp=tp, dtype=dtype)
             for index, layer in enumerate(config.layers)
         )
-        self.norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype, unit_offset=config.unit_offset_norms)
+        self.norm = RMSNorm(size, config.norm, dtype=dtype)
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         x: Tensor = self.embed_tokens(ctx.input_ids, ctx)
@@ -111,15 +109,18 @@ class CausalLM(nn.Module):
 
     def kernel_needs(self, kv_dtype: torch.dtype) -> KernelNeeds:
         """The kernels that steps over a KV pool of this dtype will ask for."""
-        gates = {id(mlp.gate_up_proj): mlp.activation for mlp in self.modules() if isinstance(mlp, GatedMLP)}
-        products, experts = set(), set()
-        for module in self.modules():
-            if isinstance(module, ColumnParallelLinear | LMHead | RowParallelLinear | Router):
-                width, size = module.weight.shape
-                norm = isinstance(module, ColumnParallelLinear | LMHead)
-                products.add(Product(width, size, norm, gates.get(id(module))))
-            elif isinstance(module, SparseMLP):
-                experts.add((len(module.experts.w13), module.routing.top_k))
+        width, size = self.lm_head.weight.shape
+        products, experts = {Product(width, size, norm=True, gate=None)}, set()
+        for layer in (module for module in self.modules() if isinstance(module, DecoderLayer)):
+            for block, norm in ((layer.self_attn, layer.attention_norm), (layer.mlp, layer.mlp_norm)):
+                gate = block.activation if isinstance(block, GatedMLP) else None
+                for module in block.children():
+                    if isinstance(module, ColumnParallelLinear | RowParallelLinear | Router):
+                        width, size = module.weight.shape
+                        begins = isinstance(module, ColumnParallelLinear)
+                        products.add(Product(width, size, begins and norm is not None, gate if begins else None))
+                if isinstance(block, SparseMLP):
+                    experts.add((len(block.experts.w13), block.routing.top_k))
         return KernelNeeds(
             dtype=self.dtype,
             kv_dtype=kv_dtype,

@@ -63,16 +63,17 @@ def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
     full = dataclasses.replace(
         read_attention(reader, full_rope),
         scale=reader.number("query_pre_attn_scalar") ** -0.5,
-        qk_norm=True,
+        qk_norm="head",
         qkv_bias=has_bias,
         out_bias=has_bias,
     )
     sliding = dataclasses.replace(full, rope=window_rope, window=window if window < context_len else None)
     mlp = MLPConfig(reader.count("intermediate_size"), activation="gelu_tanh")
     layers = [LayerConfig(sliding if slides else full, mlp, _NORMS) for slides in windowed]
+    model = read_model(architecture, reader, layers, context_len)
     return dataclasses.replace(
-        read_model(architecture, reader, layers, context_len),
-        unit_offset_norms=True,
+        model,
+        norm=dataclasses.replace(model.norm, float32=True, unit_offset=True),
         embedding_scale=reader.count("hidden_size") ** 0.5,
         checkpoint=_CHECKPOINT if architecture == _WITH_VISION else CheckpointNames(),
     )

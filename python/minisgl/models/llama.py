@@ -1,7 +1,7 @@
 """Llama and the families that differ from it by a few words.
 
 Llama 2 and 3 (Touvron et al., 2023; Llama team, 2024), Mistral (Jiang et al., 2023), Qwen2 and Qwen2.5 (Qwen team,
-2024), Qwen3 and Qwen3-MoE (Qwen team, 2025).
+2024), Qwen3 and Qwen3-MoE (Qwen team, 2025), OLMo 2 (OLMo team, 2025), Phi-3 and Phi-4 (Abdin et al., 2024).
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from minisgl.kernel.options import Routing
-from minisgl.layers.layer_config import LayerConfig, MLPConfig, MoEConfig
+from minisgl.layers.layer_config import LayerConfig, MLPConfig, MoEConfig, NormNames, QKNorm
 from minisgl.models.config.common_fields import read_attention, read_layer_types, read_model
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
 from minisgl.models.config.rope_config import read_context_len, read_rope
+
+_PRE_NORMS = NormNames()
+_POST_NORMS = NormNames(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +28,17 @@ class Variant:
 
     `defaults`: values that transformers takes for keys a config.json leaves out. `bias`: of the attention's products,
     as attention_bias says, of q, k and v alone, or none. `windows`: layers that sliding_window is for; "by layer" are
-    those that layer_types names or, without it, those from max_window_layers on.
+    those that layer_types names or, without it, those from max_window_layers on. `float32_norms`: a norm's result is
+    rounded once, after its weight. `partial_rotary`: partial_rotary_factor may leave the end of each head unrotated.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     bias: Literal["attention_bias", "qkv", "none"] = "attention_bias"
     mlp_bias: bool = False  # the MLP has biases where the key mlp_bias says so
-    qk_norm: bool = False
+    qk_norm: QKNorm = "none"
+    norms: NormNames = _PRE_NORMS
+    float32_norms: bool = False
+    partial_rotary: bool = False
     windows: Literal["none", "all", "by layer"] = "none"
     experts: bool = False  # some layers have experts in place of the dense MLP
 
@@ -44,8 +51,10 @@ VARIANTS: Mapping[str, Variant] = {
     "LlamaForCausalLM": Variant(mlp_bias=True),
     "MistralForCausalLM": Variant({"num_key_value_heads": 8, "sliding_window": 4096}, bias="none", windows="all"),
     "Qwen2ForCausalLM": Variant(_QWEN_WINDOWS, bias="qkv", windows="by layer"),
-    "Qwen3ForCausalLM": Variant({"head_dim": 128, **_QWEN_WINDOWS}, qk_norm=True, windows="by layer"),
-    "Qwen3MoeForCausalLM": Variant(_QWEN_WINDOW, qk_norm=True, windows="all", experts=True),
+    "Qwen3ForCausalLM": Variant({"head_dim": 128, **_QWEN_WINDOWS}, qk_norm="head", windows="by layer"),
+    "Qwen3MoeForCausalLM": Variant(_QWEN_WINDOW, qk_norm="head", windows="all", experts=True),
+    "Olmo2ForCausalLM": Variant({"rms_norm_eps": 1e-5}, qk_norm="projection", norms=_POST_NORMS, float32_norms=True),
+    "Phi3ForCausalLM": Variant({"rms_norm_eps": 1e-5}, bias="none", windows="all", partial_rotary=True),
 }
 
 
@@ -53,7 +62,7 @@ def read_llama(architecture: str, reader: ConfigReader) -> ModelConfig:
     """Read a config.json of an architecture in VARIANTS. Raises UnsupportedModel."""
     variant = VARIANTS[architecture]
     reader = reader.with_defaults(variant.defaults)
-    rope = read_rope(reader)
+    rope = read_rope(reader, partial=variant.partial_rotary)
     context_len = read_context_len(reader, rope)
     num_layers = reader.count("num_hidden_layers")
     has_bias = variant.bias == "attention_bias" and reader.flag("attention_bias")
@@ -67,10 +76,11 @@ def read_llama(architecture: str, reader: ConfigReader) -> ModelConfig:
     experts = _read_experts(reader, num_layers) if variant.experts else {}
     windows = _read_windows(reader, variant, num_layers, context_len)
     layers = [
-        LayerConfig(dataclasses.replace(attention, window=window), experts.get(index, dense))
+        LayerConfig(dataclasses.replace(attention, window=window), experts.get(index, dense), variant.norms)
         for index, window in enumerate(windows)
     ]
-    return read_model(architecture, reader, layers, context_len)
+    model = read_model(architecture, reader, layers, context_len)
+    return dataclasses.replace(model, norm=dataclasses.replace(model.norm, float32=variant.float32_norms))
 
 
 def _read_windows(reader: ConfigReader, variant: Variant, num_layers: int, context_len: int) -> list[int | None]:

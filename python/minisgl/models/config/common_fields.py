@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minisgl.layers.layer_config import AttentionConfig, LayerConfig, RopeConfig
+from minisgl.layers.layer_config import AttentionConfig, LayerConfig, NormConfig, RopeConfig
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
 
@@ -22,6 +22,10 @@ def read_attention(reader: ConfigReader, rope: RopeConfig) -> AttentionConfig:
     head_dim = reader.count("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise UnsupportedModel(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+    if (rotary_dim := rope.rotary_dim(head_dim)) % 2 or not 0 < rotary_dim <= head_dim:
+        raise UnsupportedModel(
+            f"partial_rotary_factor {rope.partial_factor} rotates {rotary_dim} of {head_dim} dimensions"
+        )
     return AttentionConfig(num_heads, num_kv_heads, head_dim, rope, scale=head_dim**-0.5)
 
 
@@ -47,7 +51,7 @@ def read_model(architecture: str, reader: ConfigReader, layers: Sequence[LayerCo
         vocab_size=reader.count("vocab_size"),
         hidden_size=reader.count("hidden_size"),
         layers=tuple(layers),
-        rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
+        norm=NormConfig(reader.number("rms_norm_eps", 1e-6)),
         max_position_embeddings=context_len,
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
         dtype=reader.dtype(),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from minisgl.config import ConfigError
-from minisgl.layers.layer_config import AttentionConfig, LayerConfig, MoEConfig
+from minisgl.layers.layer_config import AttentionConfig, LayerConfig, MoEConfig, NormConfig
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -48,13 +48,12 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerConfig, ...]
-    rms_norm_eps: float
+    norm: NormConfig
     max_position_embeddings: int  # the context length: with YaRN, config.json may have less
     tie_word_embeddings: bool
     dtype: DTypeName
     initializer_range: float
     eos_token_ids: tuple[int, ...] = ()
-    unit_offset_norms: bool = False  # the checkpoint holds w - 1 of every RMSNorm's weight w
     embedding_scale: float = 1.0  # factor of the input embeddings
     checkpoint: CheckpointNames = CheckpointNames()
 

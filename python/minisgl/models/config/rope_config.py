@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,12 +12,16 @@ from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import UnsupportedModel
 
 
-def read_rope(reader: ConfigReader) -> RopeConfig:
-    """Rope parameters that all layers share."""
+def read_rope(reader: ConfigReader, *, partial: bool = False) -> RopeConfig:
+    """Rope parameters that all layers share; `partial`: of families that may rotate a part of each head."""
     rope = rope_parameters(reader)
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedModel(f"rope parameters by layer type ({', '.join(rope)}) are not supported")
-    return parse_rope(reader, rope)
+    if not partial:
+        return parse_rope(reader, rope)
+    factor = reader.number("partial_rotary_factor", 1.0)
+    factor = ConfigReader(rope).number("partial_rotary_factor", factor)
+    return dataclasses.replace(parse_rope(reader, {**rope, "partial_rotary_factor": None}), partial_factor=factor)
 
 
 def rope_parameters(reader: ConfigReader) -> Mapping[str, Any]:
