@@ -1,4 +1,4 @@
-"""The scheduler against a simulated device: exact answers, nothing lost or corrupted, and other engines' mistakes."""
+"""Scheduler on a simulated device: exact answers, nothing lost, nothing corrupted."""
 
 from __future__ import annotations
 
