@@ -15,8 +15,7 @@ from minisgl.message.types import ProcessCounts, TextOptions, pack_ids
 from minisgl.seeds import choice_seed
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests.client import MAX_OPTION_BYTES, PROMPTS_A_TURN, EngineClient
-from minisgl.server.api.requests.delta import Delta
-from minisgl.server.api.requests.open_request import ClientGone, Job
+from minisgl.server.api.requests.open_request import ClientGone, Delta, Job
 
 
 class Outbox:

@@ -112,7 +112,7 @@ def test_bad_tokenize(server: RunningServer, body: dict[str, Any], status: int, 
 
 
 def test_a_tokenizer_that_is_silent(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl.server.api.routes.tokens.TIMEOUT", 0.1)
+    monkeypatch.setattr("minisgl.server.api.routes.models.TIMEOUT", 0.1)
     response = server.post("/tokenize", json={"prompt": "silent"})
     assert response.status_code == 503
     assert response.headers["retry-after"]
@@ -170,7 +170,7 @@ def test_health_generate_really_generates(server: RunningServer, monkeypatch: py
     assert isinstance(generate.prompt, IdsPrompt)
     assert generate.sampling.max_tokens == 1
     assert generate.priority > 1000, "ahead of whatever clients may send"
-    monkeypatch.setattr("minisgl.server.api.routes.status.GENERATE_TIMEOUT", 0.1)
+    monkeypatch.setattr("minisgl.server.api.routes.operations.GENERATE_TIMEOUT", 0.1)
     monkeypatch.setattr(server.engine, "generates", False)
     assert server.get("/health_generate").status_code == 503
     server.engine.wait_for(Abort)

@@ -341,7 +341,7 @@ def test_what_a_retry_cannot_help_is_not_retried(server: RunningServer, monkeypa
         calls.append(1)
         raise RuntimeError
 
-    monkeypatch.setattr("minisgl.server.api.service.read_fields", broken)
+    monkeypatch.setattr("minisgl.server.api.routes.endpoint.read_fields", broken)
     with pytest.raises(openai.InternalServerError):
         server.sdk.with_options(max_retries=3).completions.create(model=MODEL, prompt="x")
     assert len(calls) == 1
@@ -414,7 +414,7 @@ def test_internal_error_hides_internals(
     def broken(*_args: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("minisgl.server.api.service.read_fields", broken)
+    monkeypatch.setattr("minisgl.server.api.routes.endpoint.read_fields", broken)
     response = server.post(CHAT, json={"messages": HELLO})
     assert "secret" not in response.text
     assert check_error(response, 500, None)["type"] == "server_error"

@@ -370,7 +370,7 @@ def test_server_info_of_several_tokenizers(start_server: Callable[..., RunningSe
 
 
 def test_server_info_when_a_process_is_silent(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl.server.api.routes.status.SERVER_INFO_TIMEOUT", 0.1)
+    monkeypatch.setattr("minisgl.server.api.routes.operations.SERVER_INFO_TIMEOUT", 0.1)
     monkeypatch.setattr(server.engine, "answers_queries", False)
     info = server.get("/server_info").json()
     assert info["complete"] is False

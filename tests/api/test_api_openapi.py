@@ -29,7 +29,7 @@ from minisgl.server.api.bodies.schema import (
     TokenizeBody,
 )
 from minisgl.server.api.openapi import body_example, declaration_of, openapi_document
-from minisgl.server.api.service import Service
+from minisgl.server.api.routes.endpoint import Service
 
 OWN = {"/openapi.json", "/docs", "/redoc", "/docs/{file}"}  # what shows the document is not in it
 ROUTES: dict[type[Body], str] = {

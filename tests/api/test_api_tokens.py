@@ -10,7 +10,7 @@ from api_sse import parse_events
 from fake_engine import answer
 
 from minisgl.message.types import PositionLogprobs, TokenLogprob
-from minisgl.server.api.answers.logprobs import LOWEST, TextLogprobsWriter, chat_logprobs, mean_logprob, token_text
+from minisgl.server.api.answers.logprob_forms import LOWEST, TextLogprobsWriter, chat_logprobs, mean_logprob, token_text
 
 PATH = "/v1/completions"
 

@@ -17,21 +17,18 @@ from minisgl.config import ServerConfig
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import Parsers
+from minisgl.server.api.heartbeat import Heartbeat
 from minisgl.server.api.http.drain import Drain, DrainGate
 from minisgl.server.api.http.errors import ApiError, invalid_request
 from minisgl.server.api.http.gates import Gate, browser_check, key_check
 from minisgl.server.api.http.middleware import AccessLogMiddleware, BodyBudgetMiddleware, RequestIdMiddleware
 from minisgl.server.api.openapi import openapi_document
 from minisgl.server.api.requests.client import EngineClient
-from minisgl.server.api.routes.control import ControlRoutes
 from minisgl.server.api.routes.docs import DocsRoutes
-from minisgl.server.api.routes.endpoint import Endpoint, Topic
+from minisgl.server.api.routes.endpoint import Endpoint, Service, Topic
 from minisgl.server.api.routes.generation import GenerationRoutes
-from minisgl.server.api.routes.models import ModelRoutes
-from minisgl.server.api.routes.status import StatusRoutes
-from minisgl.server.api.routes.tokens import TokenRoutes
-from minisgl.server.api.service import Service
-from minisgl.server.api.status.heartbeat import Heartbeat
+from minisgl.server.api.routes.models import ModelRoutes, TokenRoutes
+from minisgl.server.api.routes.operations import ControlRoutes, StatusRoutes
 
 TOPICS: dict[str, Callable[[Service], Topic]] = {
     "generation": GenerationRoutes,

@@ -18,8 +18,7 @@ from minisgl.server.api.answers.responses import PromptTokensDetails, Usage
 from minisgl.server.api.http.connection import StreamBody, stream_body_of
 from minisgl.server.api.http.errors import ApiError, internal_error
 from minisgl.server.api.requests.client import EngineClient
-from minisgl.server.api.requests.delta import Delta
-from minisgl.server.api.requests.open_request import ClientGone, Job, OpenRequest
+from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, OpenRequest
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from minisgl.message.types import PositionLogprobs, unpack_ids
 from minisgl.parsers.parser_choice import OutputParser
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
 from minisgl.server.api.answers.answer import usage_of
-from minisgl.server.api.answers.logprobs import chat_logprobs, prompt_logprobs
+from minisgl.server.api.answers.logprob_forms import chat_logprobs, prompt_logprobs
 from minisgl.server.api.answers.responses import (
     CallDelta,
     ChatChoice,
@@ -35,8 +35,7 @@ from minisgl.server.api.answers.responses import (
     server_sent_event,
 )
 from minisgl.server.api.bodies.functions import function_delta, with_function_call
-from minisgl.server.api.requests.delta import Delta
-from minisgl.server.api.requests.open_request import OpenRequest
+from minisgl.server.api.requests.open_request import Delta, OpenRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

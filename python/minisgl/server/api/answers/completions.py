@@ -1,23 +1,91 @@
-"""POST /v1/completions: from its body to a job, and from what the engine gives to its answer."""
+"""POST /v1/completions, and /generate, Mini-SGLang's simple interface of one prompt and one answer.
+
+Each has a function from its body to a job and a writer of its answer; of a choice both tell the same.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
+from typing import NamedTuple
 
 from msgspec import UNSET, UnsetType
 from msgspec.json import encode
 
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
+from minisgl.message.types import unpack_ids
 from minisgl.server.api.answers.answer import usage_of
-from minisgl.server.api.answers.choice_text import NO_TEXT, ChoiceText
-from minisgl.server.api.answers.logprobs import mean_logprob
-from minisgl.server.api.answers.responses import TextChoice, TextCompletion, Usage, server_sent_event
-from minisgl.server.api.bodies.prompts import parse_prompts
-from minisgl.server.api.bodies.schema import CompletionBody
-from minisgl.server.api.requests.delta import Delta
-from minisgl.server.api.requests.open_request import Job, OpenRequest
+from minisgl.server.api.answers.logprob_forms import TextLogprobsWriter, mean_logprob, prompt_logprobs
+from minisgl.server.api.answers.responses import (
+    Generated,
+    PromptLogprob,
+    TextChoice,
+    TextCompletion,
+    TextLogprobs,
+    Usage,
+    server_sent_event,
+)
+from minisgl.server.api.bodies.prompts import parse_prompt, parse_prompts
+from minisgl.server.api.bodies.schema import CompletionBody, GenerateBody
+from minisgl.server.api.requests.open_request import Delta, Job, OpenRequest
+
+
+class Text(NamedTuple):
+    """In the order of the fields of the response objects."""
+
+    text: str
+    logprobs: TextLogprobs | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+NO_TEXT = Text("")
+
+
+class ChoiceText:
+    """One choice's way from deltas to what is told of them."""
+
+    def __init__(self, body: CompletionBody | GenerateBody, request: OpenRequest, index: int) -> None:
+        prompt = index // request.job.n
+        self._body = body
+        self._prompt_ids = request.prompt_ids[prompt]
+        self._echo = request.echoes.get(prompt)
+        self._logprobs = (
+            None
+            if body.logprobs is None
+            else TextLogprobsWriter(body.logprobs, skip_special_tokens=body.skip_special_tokens)
+        )
+        self._tells_prompt = self._echo is not None or body.prompt_logprobs is not None or body.return_token_ids
+        self._tells_tokens = self._logprobs is not None or body.return_token_ids
+
+    def take(self, delta: Delta) -> Text | None:
+        """What there is to tell, at first also of the prompt. None: nothing.
+
+        Tokens whose text is held back are told before it.
+        """
+        if self._tells_prompt:
+            self._tells_prompt = False
+            return self._first(delta)
+        if self._tells_tokens and (ids := delta.token_ids):
+            logprobs = None if self._logprobs is None else self._logprobs.write(delta.logprobs)
+            return Text(delta.text, logprobs, token_ids=ids if self._body.return_token_ids else UNSET)
+        return Text(text) if (text := delta.text) else None
+
+    def _first(self, delta: Delta) -> Text:
+        body, echo, writer = self._body, self._echo, self._logprobs
+        logprobs = None
+        if writer is not None:
+            parts = [] if echo is None else [writer.prompt(echo.first_token, echo.text, delta.prompt_logprobs)]
+            logprobs = TextLogprobs.join([*parts, writer.write(delta.logprobs)])
+        return Text(
+            delta.text if echo is None else echo.text + delta.text,
+            logprobs,
+            UNSET if body.prompt_logprobs is None else prompt_logprobs(delta.prompt_logprobs, body.prompt_logprobs),
+            delta.token_ids if body.return_token_ids else UNSET,
+            unpack_ids(self._prompt_ids).tolist() if body.return_token_ids else UNSET,
+        )
 
 
 def completion_job(body: CompletionBody, limits: Limits) -> Job:
@@ -96,3 +164,50 @@ class CompletionWriter:
             ranked = sorted(choices[start : start + made], key=lambda delta: -mean_logprob(delta.logprobs))
             best += ranked[:wanted]
         return best
+
+
+def generate_job(body: GenerateBody, limits: Limits) -> Job:
+    """What the body asks of the engine, or InvalidRequest."""
+    sampling = body.sampling(limits)
+    truncate = body.truncation(limits)
+    prompt = parse_prompt(body.prompt, limits, cut=truncate is not None)
+    return Job(
+        [prompt],
+        1,
+        sampling,
+        body.text_options(continues=True),
+        body.priority,
+        field_names=body.grammar_names,
+        truncate=truncate,
+        cache_salt=body.salt,
+    )
+
+
+class GenerateWriter:
+    """Writes `Generated` objects: the whole answer, or one event a chunk."""
+
+    def __init__(self, body: GenerateBody) -> None:
+        self._body = body
+        self.id = f"gen-{uuid.uuid4().hex}"
+        self._end: Delta | None = None
+
+    def begin(self, request: OpenRequest) -> None:
+        self._text = ChoiceText(self._body, request, 0)
+
+    def events(self, delta: Delta) -> bytes:
+        if delta.finish is not None:
+            self._end = delta
+        text = self._text.take(delta)
+        return b"" if text is None else server_sent_event(Generated(self.id, *text))
+
+    def last_events(self, usage: Usage) -> bytes:
+        assert self._end is not None
+        end = Generated(self.id, "", finish_reason=self._end.finish, stop_reason=self._end.stop_reason, usage=usage)
+        return server_sent_event(end)
+
+    def body(self, choices: list[Delta], usage: Usage) -> bytes:
+        (choice,) = choices
+        text = self._text.take(choice) or NO_TEXT
+        return encode(
+            Generated(self.id, *text, finish_reason=choice.finish, stop_reason=choice.stop_reason, usage=usage)
+        )

@@ -15,14 +15,13 @@ from msgspec.json import encode
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.message.types import PositionLogprobs, TokenLogprob, unpack_ids
-from minisgl.server.api.answers.generate import generate_job
-from minisgl.server.api.answers.logprobs import token_text, value
+from minisgl.server.api.answers.completions import generate_job
+from minisgl.server.api.answers.logprob_forms import token_text, value
 from minisgl.server.api.answers.responses import Usage, server_sent_event
 from minisgl.server.api.bodies.body import validate
 from minisgl.server.api.bodies.schema import GenerateBody, SglangBody
 from minisgl.server.api.http.errors import ApiError, clients_name, invalid, invalid_request
-from minisgl.server.api.requests.delta import Delta
-from minisgl.server.api.requests.open_request import Job, OpenRequest
+from minisgl.server.api.requests.open_request import Delta, Job, OpenRequest
 
 RENAMED = {  # sampling parameters that we call otherwise
     "max_new_tokens": "max_tokens",

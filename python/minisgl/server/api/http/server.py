@@ -20,7 +20,7 @@ from minisgl.config import HttpConfig
 from minisgl.server.api.http.connection import Connection
 from minisgl.server.api.http.drain import Drain
 from minisgl.server.api.http.errors import ApiError
-from minisgl.server.api.status.metrics import RequestMetrics
+from minisgl.server.api.metrics import RequestMetrics
 
 logger = logging.getLogger(__name__)
 

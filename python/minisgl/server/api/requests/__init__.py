@@ -1,3 +1,1 @@
-"""What is under way: `client` owns every `open_request` and takes what the engine sends, as a `delta` for each choice;
-`questions` are those that generate nothing.
-"""
+"""Requests under way: `client` owns each `open_request`, takes what the engine sends, and asks `questions`."""

@@ -25,10 +25,9 @@ from minisgl.message.to_tokenizer import Generate, Question, ToTokenizer
 from minisgl.message.types import ProcessCounts
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.server.api.http.errors import aborted, invalid, overloaded, refused, shutting_down
-from minisgl.server.api.requests.delta import Delta
-from minisgl.server.api.requests.open_request import ClientGone, Job, OpenRequest
+from minisgl.server.api.metrics import RequestMetrics
+from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, OpenRequest
 from minisgl.server.api.requests.questions import Questions
-from minisgl.server.api.status.metrics import RequestMetrics
 
 MAX_OPTION_BYTES = 64 * 1024 * 1024  # of all choices of a request: each carries the request's options to the scheduler
 PROMPTS_A_TURN = 64  # are sent of a request, which may have thousands, or as many as make

@@ -1,15 +1,27 @@
-"""A route and what the OpenAPI document says of it, in one declaration."""
+"""Declaration of a route, from which its entry in the OpenAPI document follows, and what all routes know."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
-from minisgl.server.api.bodies.schema import Body
+from minisgl.config import ServerConfig
+from minisgl.limits import Limits
+from minisgl.parsers.parser_choice import Parsers
+from minisgl.server.api.bodies.body import B, UnknownFields, check_numbers, read_body, read_fields, validate
+from minisgl.server.api.bodies.scan import MAX_ITEMS
+from minisgl.server.api.bodies.schema import Body, RequestBody
+from minisgl.server.api.heartbeat import Heartbeat
+from minisgl.server.api.http.errors import model_not_found
+from minisgl.server.api.requests.client import EngineClient
 
 Handler = Callable[[Request], Awaitable[Any]]  # of a Response or another ASGI application
 Json = dict[str, Any]
@@ -39,3 +51,50 @@ class Topic(Protocol):
     """A module's routes."""
 
     def endpoints(self) -> list[Endpoint]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    client: EngineClient
+    heartbeat: Heartbeat
+    config: ServerConfig
+    limits: Limits
+    parsers: Parsers
+    created: int = field(default_factory=lambda: int(time.time()))
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+
+    async def parse(self, request: Request, model: type[B]) -> B:
+        """The request's body, or ApiError."""
+        return await self.validate(await self.fields(request), model)
+
+    async def fields(self, request: Request) -> dict[str, Any]:
+        """What the request's body says, not yet validated; ApiError if it says nothing."""
+        http = self.config.http
+        max_items = max(MAX_ITEMS, self.limits.max_seq_len)  # a prompt of ids that fits the context is one
+        fields = read_fields(await read_body(request, http.max_body_bytes, max_items, http.receive_timeout))
+        await asyncio.sleep(0)  # each step of a large body takes a turn of its own
+        check_numbers(fields)
+        await asyncio.sleep(0)
+        return fields
+
+    async def validate(self, fields: dict[str, Any], model: type[B]) -> B:
+        """The body made of these fields, or ApiError."""
+        body = validate(self._defaults_of(model) | fields, model, self.limits)
+        self.unknown_fields.log(fields.keys() - model.known_fields())
+        if body.model is not None:
+            self.check_model(body.model)
+        await asyncio.sleep(0)
+        return body
+
+    def _defaults_of(self, model: type[Body]) -> dict[str, Any]:
+        """Values of the model's generation_config.json for what a body leaves out."""
+        return self.config.sampling_defaults.fields if issubclass(model, RequestBody) else {}
+
+    def check_model(self, name: str) -> None:
+        """ApiError if it is not one of the model's names."""
+        if name not in self.config.model_names:
+            raise model_not_found(name)
+
+
+def json_response(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

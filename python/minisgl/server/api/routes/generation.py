@@ -10,8 +10,7 @@ from starlette.requests import Request
 from minisgl.parsers.parser_choice import NONE
 from minisgl.server.api.answers.answer import Answer, Writer
 from minisgl.server.api.answers.chat import chat_answer
-from minisgl.server.api.answers.completions import CompletionWriter, completion_job
-from minisgl.server.api.answers.generate import GenerateWriter, generate_job
+from minisgl.server.api.answers.completions import CompletionWriter, GenerateWriter, completion_job, generate_job
 from minisgl.server.api.answers.responses import ChatChunk, ChatCompletion, Generated, TextCompletion
 from minisgl.server.api.answers.sglang import SglangAnswer, SglangWriter, is_sglang, sglang_job
 from minisgl.server.api.bodies.conversation import conversation_tools
@@ -20,8 +19,7 @@ from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.gates import client_of
 from minisgl.server.api.http.middleware import request_id_of
 from minisgl.server.api.requests.open_request import Job
-from minisgl.server.api.routes.endpoint import Endpoint
-from minisgl.server.api.service import Service
+from minisgl.server.api.routes.endpoint import Endpoint, Service
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,23 @@
-"""/v1/models: the served model, under each of its names."""
+"""The model and its tokenizer: /v1/models, /tokenize, /detokenize, /tokenizer_info.
+
+Bodies and answers of the tokenizer's routes have vLLM's form.
+"""
 
 from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from minisgl.server.api.answers.responses import ModelCard, ModelList
-from minisgl.server.api.routes.endpoint import Endpoint
-from minisgl.server.api.service import Service, json_response
+from minisgl.core import InvalidRequest
+from minisgl.message.to_api import Decoded, Described, Encoded
+from minisgl.message.to_tokenizer import ChatPrompt, Decode, Describe, Encode, TextPrompt
+from minisgl.message.types import pack_ids, unpack_ids
+from minisgl.server.api.answers.responses import Detokenized, ModelCard, ModelList, Tokenized
+from minisgl.server.api.bodies.conversation import conversation_prompt, conversation_tools
+from minisgl.server.api.bodies.messages import template_messages
+from minisgl.server.api.bodies.prompts import checked_ids
+from minisgl.server.api.bodies.schema import DetokenizeBody, TokenizeBody
+from minisgl.server.api.routes.endpoint import Endpoint, Service, json_response
 
 
 class ModelRoutes:
@@ -47,3 +57,53 @@ class ModelRoutes:
                 "max_model_len": self._service.limits.max_seq_len,
             }
         )
+
+
+TIMEOUT = 60.0  # seconds, for a tokenizer worker that has others to answer
+
+
+class TokenRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint("/tokenize", self.tokenize, ("POST",), (TokenizeBody,), (Tokenized,)),
+            Endpoint("/detokenize", self.detokenize, ("POST",), (DetokenizeBody,), (Detokenized,)),
+            Endpoint("/tokenizer_info", self.tokenizer_info),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        """Return the token ids of a text or a conversation."""
+        body = await self._service.parse(request, TokenizeBody)
+        prompt = tokenize_prompt(body)
+        reply = await self._service.client.ask(lambda query: Encode(query, prompt, body.return_token_strs), TIMEOUT)
+        assert isinstance(reply, Encoded)
+        ids = unpack_ids(reply.ids).tolist()
+        return json_response(Tokenized(len(ids), self._service.limits.max_seq_len, ids, reply.strings))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of token ids."""
+        body = await self._service.parse(request, DetokenizeBody)
+        ids = pack_ids(checked_ids(body.tokens, self._service.limits, "tokens"))
+        reply = await self._service.client.ask(lambda query: Decode(query, ids), TIMEOUT)
+        assert isinstance(reply, Decoded)
+        return json_response(Detokenized(reply.text))
+
+    async def tokenizer_info(self, _request: Request) -> Response:
+        """Return what the model folder says about its tokenizer, chat template included."""
+        reply = await self._service.client.ask(Describe, TIMEOUT)
+        assert isinstance(reply, Described)
+        return json_response(reply.config)
+
+
+def tokenize_prompt(body: TokenizeBody) -> TextPrompt | ChatPrompt:
+    """What is to be tokenized: a text or a conversation."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("prompt", "prompt or messages must be given, and not both")
+    if body.prompt is not None:
+        return TextPrompt(body.prompt, True if body.add_special_tokens is None else body.add_special_tokens)
+    if body.add_special_tokens:
+        raise InvalidRequest("add_special_tokens", "add_special_tokens: the chat template of messages writes them")
+    assert body.messages is not None
+    return conversation_prompt(body, conversation_tools(body), template_messages(body.messages))

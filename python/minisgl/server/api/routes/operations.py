@@ -1,4 +1,4 @@
-"""How the server is: health, versions, what its processes hold, metrics."""
+"""An operator's routes: health, versions, what the processes hold, metrics; /flush_cache and /abort."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl import __version__
-from minisgl.core import SamplingParams
+from minisgl.core import InvalidRequest, SamplingParams
+from minisgl.message.relayed import FlushCache, Flushed
 from minisgl.message.to_tokenizer import IdsPrompt
 from minisgl.message.types import TextOptions, pack_ids
+from minisgl.server.api.bodies.schema import AbortBody
 from minisgl.server.api.http.errors import no_answer, overloaded, shutting_down, unhealthy
+from minisgl.server.api.metrics import CONTENT_TYPE, Exposition
 from minisgl.server.api.requests.open_request import Job
-from minisgl.server.api.routes.endpoint import Endpoint
-from minisgl.server.api.service import Service, json_response
-from minisgl.server.api.status.prometheus import CONTENT_TYPE, Exposition
+from minisgl.server.api.routes.endpoint import Endpoint, Service, json_response
 
 SERVER_INFO_TIMEOUT = 2.0  # seconds, for the answers of all processes
 GENERATE_TIMEOUT = 30.0  # seconds, for one token
@@ -100,3 +101,35 @@ class StatusRoutes:
         scheduler = service.heartbeat.counts.get("scheduler-0", {})
         text = Exposition(service.config.model_name, service.client.metrics, scheduler).text()
         return Response(text, headers={"content-type": CONTENT_TYPE})
+
+
+FLUSH_TIMEOUT = 60.0  # seconds, for a scheduler in the middle of a step
+
+
+class ControlRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint("/flush_cache", self.flush_cache, ("GET", "POST")),
+            Endpoint("/reset_prefix_cache", self.flush_cache, ("POST",)),  # vLLM's
+            Endpoint("/abort", self.abort, ("POST",), (AbortBody,), (dict[str, int],)),
+            Endpoint("/abort_request", self.abort, ("POST",), (AbortBody,), (dict[str, int],)),  # SGLang's
+        ]
+
+    async def flush_cache(self, _request: Request) -> Response:
+        """Forget every cached prefix that no running request uses."""
+        reply = await self._service.client.ask(FlushCache, FLUSH_TIMEOUT)
+        assert isinstance(reply, Flushed)
+        return json_response({"success": True, "pages": reply.pages})
+
+    async def abort(self, request: Request) -> Response:
+        """End requests by id (the answer's, or its x-request-id), or all; return how many there were."""
+        body = await self._service.parse(request, AbortBody)
+        if body.all or body.abort_all:
+            return json_response({"aborted": self._service.client.abort_all()})
+        ids = [*body.request_ids, *filter(None, (body.request_id, body.rid))]
+        if not ids:
+            raise InvalidRequest("request_id", "request_id, request_ids or all must be given")
+        return json_response({"aborted": sum([self._service.client.abort(name) for name in ids])})
