@@ -1,4 +1,4 @@
-"""Imports between the package's folders point one way (docs/architecture.md)."""
+"""Imports between the package's folders point one way (docs/8-reference.md)."""
 
 from __future__ import annotations
 

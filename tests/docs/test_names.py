@@ -1,0 +1,117 @@
+"""Files, links and names that the documentation mentions exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "python" / "minisgl"
+DOCS = ROOT / "docs"
+# What was tried long ago is told with the names of its time.
+PAGES = sorted(
+    {*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"} - {DOCS / "log.md"}
+)
+TOUR = [*sorted(DOCS.glob("[0-9]-*.md")), DOCS / "architecture.md"]
+FOLDERS = "python", "csrc", "tests", "benchmark", "tools", "docs", "scripts", ".ci"
+
+LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+CODE = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"(?<![\w/.-])[\w-]+(?:/[\w.-]+)*\.(?:py|cu|cuh|md|png)\b(?!\.)")
+FOLDER = re.compile(r"[\w-]+(?:/[\w-]+)*/")
+MODULE = re.compile(r"\bminisgl(?:\.\w+)+")
+NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
+
+
+@cache
+def files() -> frozenset[str]:
+    """All files, and folders with a slash behind, as paths from the root."""
+    found = {path.name for path in ROOT.iterdir()}
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*"):
+            if "__pycache__" not in path.parts:
+                found.add(f"{path.relative_to(ROOT)}{'/' if path.is_dir() else ''}")
+        found.add(f"{folder}/")
+    return frozenset(found)
+
+
+def exists(path: str) -> bool:
+    """True for any path that ends so: pages say `kvcache/radix.py` for a module of the package."""
+    return any(file == path or file.endswith(f"/{path}") for file in files())
+
+
+@cache
+def sources() -> dict[Path, str]:
+    kinds = "*.py", "*.cu", "*.cuh"
+    found = [path for folder in FOLDERS for kind in kinds for path in (ROOT / folder).rglob(kind)]
+    return {path: path.read_text(encoding="utf-8") for path in found if path.parent != Path(__file__).parent}
+
+
+@cache
+def words() -> frozenset[str]:
+    return frozenset(word for text in sources().values() for word in re.findall(r"\w+", text))
+
+
+def prose(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Addresses of a page's headings, as the forge makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        file = page.parent / target if target else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+            yield f"{target}#{anchor}"
+
+
+def missing_files(page: Path) -> Iterator[str]:
+    text = re.sub(r"https?://\S+", "", page.read_text(encoding="utf-8"))
+    mentioned = set(FILE.findall(text))
+    mentioned |= {code for code in CODE.findall(prose(text)) if FOLDER.fullmatch(code)}
+    yield from sorted(path for path in mentioned - {"FILE.png"} if not exists(path))
+
+
+def missing_modules(page: Path) -> Iterator[str]:
+    for dotted in sorted(set(MODULE.findall(page.read_text(encoding="utf-8")))):
+        folder, *names = PACKAGE, *dotted.split(".")[1:]
+        while names and (folder / names[0]).is_dir():
+            folder /= names.pop(0)
+        module = folder / "__init__.py"
+        if names and (folder / f"{names[0]}.py").exists():
+            module = folder / f"{names.pop(0)}.py"
+        if any(re.search(rf"\b{name}\b", sources()[module]) is None for name in names):
+            yield dotted
+
+
+def unknown_names(page: Path) -> Iterator[str]:
+    for code in sorted(set(CODE.findall(prose(page.read_text(encoding="utf-8"))))):
+        call = code.partition("(")[0]
+        if not NAME.fullmatch(call) or call.startswith("minisgl.") or FILE.fullmatch(code):
+            continue
+        owner, _, attribute = call.partition(".")
+        if not words().issuperset(call.split(".")):
+            yield code
+        elif attribute and owner[0].isupper():
+            homes = [text for text in sources().values() if re.search(rf"^class {owner}\b", text, re.MULTILINE)]
+            if not any(re.search(rf"\b{attribute.split('.')[0]}\b", text) for text in homes):
+                yield code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_mentions_exists(page: Path) -> None:
+    found = {"links": [*broken_links(page)], "files": [*missing_files(page)], "modules": [*missing_modules(page)]}
+    assert found == {"links": [], "files": [], "modules": []}
+
+
+@pytest.mark.parametrize("page", TOUR, ids=lambda page: page.stem)
+def test_names_in_the_explanations_are_those_of_the_source(page: Path) -> None:
+    assert [*unknown_names(page)] == []
