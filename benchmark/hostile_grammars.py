@@ -148,7 +148,7 @@ def send_queue(num_hard: int, keys: list[str]) -> None:
             print(f"honest {number}: {status} after {seconds:6.2f} s {message:.80}", flush=True)
         statuses = [one.result()[0] for one in hard]
         print(f"hard: {statuses.count(400)} of {num_hard} refused after {time.perf_counter() - begin:.1f} s")
-        print(f"peak of the tokenizer worker: {server.peak_megabytes('minisgl.tokenizer.worker:run'):.0f} MB")
+        print(f"peak of the tokenizer worker: {server.peak_megabytes('minisgl.tokenizer.tokenizer_worker:run'):.0f} MB")
 
 
 def main() -> None:

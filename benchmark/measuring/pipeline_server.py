@@ -23,7 +23,7 @@ STEP_MS = "MINISGL_STEP_MS"
 PROFILE_DIR = "MINISGL_PROFILE_DIR"
 ENTRIES = {  # what each kind of worker runs here
     "scheduler": "measuring.instant_engine",
-    "tokenizer": "minisgl.tokenizer.worker",
+    "tokenizer": "minisgl.tokenizer.tokenizer_worker",
     "detokenizer": "minisgl.tokenizer.detokenizer_worker",
     "api": "minisgl.server.api.process",
 }

@@ -166,7 +166,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
             entries=(RequestField("Bad word.", min_length=1, max_length=1024),),
         ),
     ] = ()
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # bad words as token ids: `tokenizer.bad_words` resolves them
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # bad words as token ids: `tokenizer.admission` resolves them
     logprobs: Annotated[
         int | None,
         RequestField("Most likely alternatives to return with each output token; 0: none.", 2, ge=0, le="max_logprobs"),

@@ -10,7 +10,7 @@ from minisgl.core import Logprobs
 from minisgl.engine import logprobs
 from minisgl.engine.logprobs import compute_logprobs
 from minisgl.scheduler.logprobs import pack_logprobs
-from minisgl.tokenizer.logprobs import unpack_logprobs
+from minisgl.tokenizer.detokenizer import unpack_logprobs
 
 VOCAB = 301
 

@@ -21,7 +21,7 @@ from minisgl.scheduler.logprobs import pack_logprobs
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.structured_output.protocol import Matcher, Progress
-from minisgl.tokenizer.logprobs import unpack_logprobs
+from minisgl.tokenizer.detokenizer import unpack_logprobs
 
 VOCAB = 50
 EOS = 7

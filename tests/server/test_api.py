@@ -193,7 +193,7 @@ def test_abort_ends_the_engines_work(server: Server) -> None:
 
 def test_a_huge_prompt_delays_nobody(server: Server) -> None:
     """Megabytes of text took a tokenizer half a minute, and everybody behind it."""
-    tokenizer = worker_pids(server.process.pid)["minisgl.tokenizer.worker"]
+    tokenizer = worker_pids(server.process.pid)["minisgl.tokenizer.tokenizer_worker"]
     before = cpu_seconds(tokenizer)
     huge = "lorem ipsum " * 2_500_000
     with ThreadPoolExecutor() as pool:

@@ -29,7 +29,7 @@ from support.tiny_tokenizer import save_byte_tokenizer
 SCHEDULER = "minisgl.scheduler.process"
 WORKERS = [
     SCHEDULER,
-    "minisgl.tokenizer.worker",
+    "minisgl.tokenizer.tokenizer_worker",
     "minisgl.tokenizer.detokenizer_worker",
     "minisgl.server.api.process",
 ]

@@ -18,7 +18,7 @@ from minisgl.models.demo import demo_folder
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.folder import model_parsers
 from minisgl.tokenizer.text import TextTokenizer
-from minisgl.tokenizer.worker import describe
+from minisgl.tokenizer.tokenizer_worker import describe
 from tokenizer import small
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

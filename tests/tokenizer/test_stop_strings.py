@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from minisgl.core import MAX_STOP_STRING_CHARS
 from minisgl.limits import MAX_STOP_STRINGS
-from minisgl.tokenizer.stop import StopMatcher
+from minisgl.tokenizer.detokenizer import StopMatcher
 
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple)
 PIECES = st.lists(st.text("ab\nc", max_size=6), max_size=12)

@@ -255,7 +255,7 @@ def test_grammars_spell_a_converted_gguf(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "hello wé"
 
 
-@pytest.mark.parametrize("module", ["minisgl.tokenizer.worker", "minisgl.tokenizer.detokenizer_worker"])
+@pytest.mark.parametrize("module", ["minisgl.tokenizer.tokenizer_worker", "minisgl.tokenizer.detokenizer_worker"])
 def test_no_heavy_imports(qwen_path: Path, module: str) -> None:
     program = f"""
 import sys

@@ -45,10 +45,10 @@ from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, TextPr
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
 from minisgl.structured_output.validator import GrammarAdmission, GrammarValidator
 from minisgl.tokenizer import admission
-from minisgl.tokenizer.bad_words import resolve_bad_words
+from minisgl.tokenizer.admission import resolve_bad_words
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.text import TextTokenizer
-from minisgl.tokenizer.worker import reply_to
+from minisgl.tokenizer.tokenizer_worker import reply_to
 from tokenizer import small
 
 LIMITS = Limits(max_seq_len=32, vocab_size=330)
@@ -312,7 +312,7 @@ def server(model: Path) -> Iterator[Server]:
 
 
 def test_tokenizer_process(server: Server) -> None:
-    with server.worker("minisgl.tokenizer.worker:run", index=2) as phases:
+    with server.worker("minisgl.tokenizer.tokenizer_worker:run", index=2) as phases:
         assert phases == ["load tokenizer"]
         inbox: Outbox[to_tokenizer.ToTokenizer] = Outbox(server.context, server.addresses.tokenizer(2))
         inbox.send(request(TextPrompt("ab"), (1, 2), max_tokens=4))
@@ -334,7 +334,7 @@ def test_nobody_waits_for_the_check_of_anothers_grammar(server: Server) -> None:
         asked = request(TextPrompt("ab"), (seq_id,), max_tokens=4, grammar=grammar)
         return msgspec.structs.replace(asked, client="hostile")
 
-    with server.worker("minisgl.tokenizer.worker:run"):
+    with server.worker("minisgl.tokenizer.tokenizer_worker:run"):
         inbox: Outbox[to_tokenizer.ToTokenizer] = Outbox(server.context, server.addresses.tokenizer(0))
         start = time.perf_counter()
         inbox.send(hard(1, 1000))
@@ -359,7 +359,7 @@ def test_nobody_waits_for_the_check_of_anothers_grammar(server: Server) -> None:
 
 def test_questions_to_the_tokenizer(server: Server) -> None:
     ids = small.llama().encode("hello ab").ids
-    with server.worker("minisgl.tokenizer.worker:run"):
+    with server.worker("minisgl.tokenizer.tokenizer_worker:run"):
         inbox: Outbox[to_tokenizer.ToTokenizer] = Outbox(server.context, server.addresses.tokenizer(0))
         inbox.send(to_tokenizer.Encode(1, TextPrompt("hello ab"), strings=True))
         inbox.send(to_tokenizer.Encode(2, TextPrompt("hello ab", add_special_tokens=False)))
@@ -416,7 +416,9 @@ def test_detokenizer_process(server: Server) -> None:
         assert server.scheduler.receive() == Stopped(1)
 
 
-@pytest.mark.parametrize("entry", ["minisgl.tokenizer.worker:run", "minisgl.tokenizer.detokenizer_worker:run"])
+@pytest.mark.parametrize(
+    "entry", ["minisgl.tokenizer.tokenizer_worker:run", "minisgl.tokenizer.detokenizer_worker:run"]
+)
 def test_a_folder_without_tokenizer_fails_in_one_line(server: Server, entry: str, tmp_path: Path) -> None:
     server.model = tmp_path
     with pytest.raises(AssertionError, match="has no tokenizer"), server.worker(entry):

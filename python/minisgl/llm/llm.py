@@ -35,8 +35,7 @@ from minisgl.settings import declarations, take_keywords
 from minisgl.structured_output.compiler import named_tokens
 from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.structured_output.validator import GrammarValidator
-from minisgl.tokenizer.admission import check_vocabulary
-from minisgl.tokenizer.bad_words import resolve_bad_words
+from minisgl.tokenizer.admission import check_vocabulary, resolve_bad_words
 from minisgl.tokenizer.decoders import make_decoder
 from minisgl.tokenizer.detokenizer import Detokenizer
 from minisgl.tokenizer.text import TextTokenizer

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 ENTRIES: Mapping[str, str] = {  # what each kind of worker runs; only the worker imports it
     "scheduler": "minisgl.scheduler.process:run",
-    "tokenizer": "minisgl.tokenizer.worker:run",
+    "tokenizer": "minisgl.tokenizer.tokenizer_worker:run",
     "detokenizer": "minisgl.tokenizer.detokenizer_worker:run",
     "api": "minisgl.server.api.process:run",
 }

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from minisgl.core import Grammar, Int32Array, InvalidRequest, resolve_max_tokens
+from minisgl.core import (
+    MAX_BAD_WORD_TOKENS,
+    Grammar,
+    Int32Array,
+    InvalidRequest,
+    SamplingParams,
+    resolve_max_tokens,
+)
 from minisgl.limits import Limits
 from minisgl.message.to_api import Accepted, Echo, Refused
 from minisgl.message.to_scheduler import Add
@@ -17,7 +24,6 @@ from minisgl.message.types import pack_ids, unpack_ids
 from minisgl.structured_output.compile_queue import QueueFull
 from minisgl.structured_output.translate import field_of
 from minisgl.structured_output.validator import GrammarAdmission, PendingCheck
-from minisgl.tokenizer.bad_words import resolve_bad_words
 from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -65,7 +71,7 @@ def _with_grammar(add: Add, grammar: Grammar) -> Add:
 
 
 def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars: GrammarAdmission) -> Admission:
-    """Whatever goes wrong with the request is its refusal."""
+    """Admit a request, or refuse it for whatever goes wrong with it."""
     field = prompt_field(request.prompt)
     check, grammar_field = None, ""
     try:
@@ -112,7 +118,7 @@ def tokens_to_keep(request: Generate, limits: Limits) -> int | None:
 def encode_prompt(
     prompt: TextPrompt | IdsPrompt | ChatPrompt, tokenizer: TextTokenizer, limits: Limits, keep: int | None = None
 ) -> Int32Array:
-    """The prompt's ids, whichever way it was given: all, or the last `keep` of them."""
+    """Return the prompt's ids, whichever way it was given: all, or the last `keep` of them."""
     if isinstance(prompt, IdsPrompt):
         ids = unpack_ids(prompt.ids)
         return ids if keep is None else ids[-keep:]
@@ -124,7 +130,7 @@ def encode_prompt(
 
 
 def prompt_text(prompt: TextPrompt | ChatPrompt, tokenizer: TextTokenizer) -> tuple[str, bool]:
-    """The prompt as text, and whether special tokens are added to it: a chat template has written them all."""
+    """Return the prompt as text, and True if special tokens are to be added: a chat template has written them all."""
     if isinstance(prompt, TextPrompt):
         return prompt.text, prompt.add_special_tokens
     text = tokenizer.render_chat(
@@ -138,7 +144,7 @@ def prompt_text(prompt: TextPrompt | ChatPrompt, tokenizer: TextTokenizer) -> tu
 
 
 def echo_of(request: Generate, ids: Int32Array, tokenizer: TextTokenizer) -> Echo:
-    """The prompt's text: as it was sent, or else as the ids that are left of it read."""
+    """Return the prompt's text: as it was sent, or else as the ids that are left of it read."""
     if isinstance(request.prompt, TextPrompt) and request.truncate is None:
         text = request.prompt.text
     else:
@@ -161,3 +167,26 @@ def check_vocabulary(ids: Int32Array, limits: Limits) -> None:
         raise InvalidRequest(
             "prompt", f"token id {token} is outside the vocabulary: ids are 0 to {limits.vocab_size - 1}"
         )
+
+
+def resolve_bad_words(sampling: SamplingParams, tokenizer: TextTokenizer, vocab_size: int) -> SamplingParams:
+    """Return the parameters with `bad_words_ids`: a sampler knows token ids only.
+
+    A word is forbidden as it is spelt at the beginning of a text and as it is spelt after a space; another way to cut
+    its letters into tokens is not found. InvalidRequest if a word has too many tokens, or none. A spelling with a token
+    that the tokenizer alone has, and not the model, is never generated anyway.
+    """
+    if not sampling.bad_words:
+        return sampling
+    spellings = [spelling for word in sampling.bad_words for spelling in (word, f" {word.lstrip()}")]
+    found: dict[tuple[int, ...], None] = {}  # an ordered set
+    for spelling in spellings:
+        ids = tuple(tokenizer.encode(spelling, add_special_tokens=False, field="bad_words").tolist())
+        if not 0 < len(ids) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(
+                "bad_words",
+                f"bad_words: {spelling!r} has {len(ids)} tokens, but a bad word may have 1 to {MAX_BAD_WORD_TOKENS}",
+            )
+        if max(ids) < vocab_size:
+            found[ids] = None
+    return msgspec.structs.replace(sampling, bad_words_ids=tuple(found))

@@ -39,7 +39,7 @@ _END_TAG = "END-OF-FINAL-MESSAGE-f1b2c7 "  # marks where a message that is to be
 
 
 class ChatTemplates:
-    """A model's chat templates, by name. `variables` are what every template sees (bos_token and so on).
+    """Chat templates of a model, by name. `variables` are what every template sees (bos_token and so on).
 
     ConfigError if one of those that are used cannot be compiled.
     """
@@ -59,7 +59,7 @@ class ChatTemplates:
         add_generation_prompt: bool,
         continue_final_message: bool = False,
     ) -> str:
-        """The conversation as one text, special tokens written out. InvalidRequest("messages") if the template fails.
+        """Render the conversation as one text, special tokens written out; InvalidRequest if the template fails.
 
         With `continue_final_message` the text ends where the last message's content does.
         """
@@ -117,9 +117,9 @@ class Refusal(jinja2.TemplateError):
 
 
 def _normalize(message: Message, knows_developer: bool) -> Message:
-    """What transformers does to a message: templates expect absent keys, not None, and one name for reasoning.
+    """Prepare a message as transformers does: templates expect absent keys, not None, and one name for reasoning.
 
-    Beyond that: the newer name of the system's role is changed for templates that would drop it without a word, and
+    Beyond that, the newer name of the system's role is changed for templates that would drop it without a word, and
     arguments of tool calls, which OpenAI's API has as text, become what templates expect.
     """
     message = {key: value for key, value in message.items() if value is not None}
@@ -145,7 +145,7 @@ def _with_arguments(call: Any) -> Any:
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a call as most templates expect them, an object, which in a text reads as it was written.
+    """Arguments of a call as most templates expect them: an object, which in a text reads as it was written.
 
     Some templates join them to strings (DeepSeek's), so they must be both.
     """
@@ -173,7 +173,7 @@ def _cut_at_end_tag(text: str) -> str:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's part for training. Here it only is a scope."""
+    """Tag {% generation %}, which marks the assistant's part for training. Here it only is a scope."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by Jinja
 
@@ -184,7 +184,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The dialect that chat templates are written in, with a deadline and a limit on every value that it makes.
+    """Dialect that chat templates are written in, with a deadline and a limit on every value that it makes.
 
     Jinja has no endless loop, but loops nest and macros recurse: every call, look-up, filter and turn of a loop checks
     the clock. A single operation that Python would not return from ('a' * 10**10) is refused before it begins, and what
@@ -333,7 +333,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes for HTML, which no prompt wants."""
+    """Write JSON without the escapes for HTML of Jinja's own filter, which no prompt wants."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

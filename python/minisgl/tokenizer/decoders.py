@@ -1,5 +1,4 @@
-"""Choosing how the ids of a tokenizer are decoded in a stream: by the fast way that is right for its decoder, or by the
-general one."""
+"""Chooses how the ids of a tokenizer are decoded in a stream: by the fast way that is right for it, or the general."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def _description(tokenizer: Tokenizer) -> dict[str, Any] | None:
 
 
 def is_byte_level(description: dict[str, Any] | None, tokens: Collection[str]) -> bool:
-    """True if the decoder that tokenizer.json describes so maps these tokens to bytes, and does nothing else.
+    """Return True if the decoder that tokenizer.json describes so maps these tokens to bytes, and does nothing else.
 
     Steps before ByteLevel may have nothing to do. Fuse has not either, although `tokenizers` gives a text up as a whole
     if it is fused before and a single character in it is not of GPT-2's alphabet: here that token alone is plain text.
@@ -65,7 +64,7 @@ def is_byte_level(description: dict[str, Any] | None, tokens: Collection[str]) -
 
 
 def _is_idle(step: dict[str, Any], tokens: Collection[str], is_fused: bool) -> bool:
-    """True if a step changes none of these tokens, or, if they are fused, none of GPT-2's alphabet."""
+    """Return True if a step changes none of these tokens, or, if they are fused, none of GPT-2's alphabet."""
     match step:
         case {"type": "Fuse"}:
             return True
@@ -88,7 +87,7 @@ def _flatten(description: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _is_tokenwise(steps: list[dict[str, Any]]) -> bool:
-    """True if these steps map every token, or run of byte tokens, to text whatever its neighbours are."""
+    """Return True if these steps map every token, or run of byte tokens, to text whatever its neighbours are."""
     kinds = [step["type"] for step in steps]
     per_token = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     if "ByteFallback" in kinds and not all(map(_leaves_bytes, steps)):
@@ -100,7 +99,7 @@ _PER_TOKEN = ("Replace", "Metaspace", "WordPiece", "Strip", "ByteFallback")
 
 
 def _leaves_bytes(step: dict[str, Any]) -> bool:
-    """True if this step changes neither byte tokens nor the U+FFFD of invalid bytes."""
+    """Return True if this step changes neither byte tokens nor the U+FFFD of invalid bytes."""
     match step:
         case {"type": "ByteFallback" | "Fuse" | "Metaspace"}:
             return True
@@ -112,7 +111,7 @@ def _leaves_bytes(step: dict[str, Any]) -> bool:
 
 
 def _is_incremental(step: dict[str, Any]) -> bool:
-    """True if this step after Fuse, on the whole text, looks at single characters or at the start only."""
+    """Return True if this step after Fuse, on the whole text, looks at single characters or at the start only."""
     match step:
         case {"type": "Fuse"} | {"type": "Strip", "stop": 0}:
             return True

@@ -1,4 +1,4 @@
-"""The text state of all sequences in generation: token ids in, pieces of text out.
+"""Text state of all sequences in generation: token ids in, pieces of text out, stop strings found.
 
 A sequence's state is made by its Open and freed by its End, and by nothing else, so that a late token cannot bring it
 back. Each sequence gets exactly one finishing piece: at a stop string, or else at its End. Pure: the worker and the
@@ -7,21 +7,23 @@ offline LLM bring the messages.
 
 from __future__ import annotations
 
+from itertools import islice
+
 import msgspec
+import numpy as np
 
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Stopped
-from minisgl.message.types import ID_BYTES, unpack_ids
-from minisgl.tokenizer.incremental import TextDecoder
-from minisgl.tokenizer.logprobs import unpack_logprobs
-from minisgl.tokenizer.stop import StopMatcher
+from minisgl.message.types import ID_BYTES, LogprobRows, PackedIds, PositionLogprobs, TokenLogprob, unpack_ids
+from minisgl.parsers.streaming import possible_start
+from minisgl.tokenizer.incremental import TextDecoder, TokenTexts
 
 NO_TEXT_ID = 2**31 - 1  # an id that no vocabulary has: it decodes to nothing
 
 
 class Detokenizer:
-    """Holds the states, and counts the tokens that came for no open sequence."""
+    """Holds the states of all sequences, and counts the tokens that came for no open one."""
 
     def __init__(self, decoder: TextDecoder) -> None:
         self._decoder = decoder
@@ -31,7 +33,7 @@ class Detokenizer:
 
     @property
     def open_sequences(self) -> int:
-        """Opened and not yet ended."""
+        """Number of sequences that are opened and not yet ended."""
         return len(self._running) + len(self._stopped)
 
     def apply(self, step: StepOutput) -> tuple[list[OutputDelta], list[Stopped]]:
@@ -72,7 +74,7 @@ class Detokenizer:
         return list(pieces.values()), stopped
 
     def _tokens_with_text(self, step: StepOutput) -> list[int]:
-        """The step's token ids. Where a sequence ended by its last token, that token becomes text only if asked for."""
+        """Return the step's token ids. A token that ended its sequence becomes text only if that was asked for."""
         tokens: list[int] = unpack_ids(step.tokens).tolist()
         ended_by_token = {end.seq_id for end in step.ended if end.stop_token is not None}
         if ended_by_token:
@@ -95,7 +97,7 @@ class Detokenizer:
 
 
 class _Sequence:
-    """The state of one running sequence."""
+    """State of one running sequence."""
 
     __slots__ = ("_feed", "_flush", "_quiet", "_stop", "cached_tokens", "feed", "include_stop", "matcher")
 
@@ -128,7 +130,7 @@ class _Sequence:
         return (text + stop if stop is not None and self.include_stop else text), stop
 
     def finish(self, end: End, piece: OutputDelta | None) -> OutputDelta:
-        """The last piece: what this step brought, and what was held back. That may still have a stop string."""
+        """Return the last piece: what this step brought, and what was held back. That may still have a stop string."""
         ids, shown = (b"", "") if piece is None else (piece.ids, piece.text)
         text, stop = self._flush(), None
         if self.matcher is not None:
@@ -138,3 +140,71 @@ class _Sequence:
             return OutputDelta(end.seq_id, ids, shown + text, "stop", self.cached_tokens, stop)
         text = shown + text
         return OutputDelta(end.seq_id, ids, text, end.reason, self.cached_tokens, end.stop_token, excluded=end.excluded)
+
+
+class StopMatcher:
+    """Finds stop strings in the text of one sequence, which comes in pieces. After a match it is used up.
+
+    The match is the one that is complete first, and of those complete at the same character the longest; so the result
+    does not depend on how the text is cut into pieces, and generation can end with the token that completes it. Text
+    that may yet turn out to be a part of a stop string is held back, and no more than that.
+    """
+
+    __slots__ = ("_first_characters", "_held", "_stops")
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._first_characters = frozenset(stop[0] for stop in stops)
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Take more text; return what may be shown now, and the stop string if one is complete. That is not shown."""
+        if not self._held and self._first_characters.isdisjoint(text):
+            return text, None
+        text = self._held + text
+        found = self._find(text)
+        if found is not None:
+            start, stop = found
+            self._held = ""
+            return text[:start], stop
+        keep = possible_start(text, self._stops)
+        self._held = text[keep:]
+        return text[:keep], None
+
+    def flush(self) -> str:
+        """Return what was held back, when no text follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, text: str) -> tuple[int, str] | None:
+        """Find the stop string that is complete first: the place where it begins, and itself."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0:
+                candidate = (start + len(stop), start, stop)
+                if best is None or candidate < best:
+                    best = candidate
+        return None if best is None else best[1:]
+
+
+def unpack_logprobs(rows: LogprobRows, vocabulary: TokenTexts) -> dict[int, list[PositionLogprobs]]:
+    """Unpack log-probabilities for readers: the positions of each sequence, in order, likely alternatives first."""
+    chosen = _tokens(rows.tokens, rows.logprobs, vocabulary)
+    top = _tokens(rows.top_tokens, rows.top_logprobs, vocabulary)
+    ranked = zip(chosen, unpack_ids(rows.ranks).tolist(), strict=True)
+    found: dict[int, list[PositionLogprobs]] = {}
+    at = 0
+    for seq_id, length, width in zip(rows.seq_ids, rows.lengths, rows.tops, strict=True):
+        positions = found.setdefault(seq_id, [])
+        for token, rank in islice(ranked, length):
+            special = vocabulary.is_special(token.token)
+            positions.append(PositionLogprobs(token, rank, top[at : at + width], special))
+            at += width
+    return found
+
+
+def _tokens(packed: PackedIds, logprobs: bytes, vocabulary: TokenTexts) -> list[TokenLogprob]:
+    ids: list[int] = unpack_ids(packed).tolist()
+    values = np.frombuffer(logprobs, dtype="<f4").tolist()
+    return [TokenLogprob(token, vocabulary.token_bytes(token), value) for token, value in zip(ids, values, strict=True)]

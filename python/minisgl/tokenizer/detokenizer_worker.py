@@ -1,4 +1,4 @@
-"""The detokenizer worker: output ids from the scheduler, text to the API server, stop strings back."""
+"""Detokenizer worker: output ids from the scheduler, text to the API server, stop strings back."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ from minisgl.tokenizer.files import load_decoder
 
 
 def run(worker: Worker) -> None:
-    """The process: load, say ready, serve until the supervisor ends it."""
+    """Run the process: load, say ready, serve until the supervisor ends it."""
     with worker.phase("load detokenizer"):
         detokenizer = Detokenizer(load_decoder(worker.config.tokenizer_folder))
     context = zmq.Context()
-    inbox: Inbox[ToDetokenizer] = Inbox(
-        context,
-        worker.addresses.detokenizer,
-        ToDetokenizer,
-    )
+    inbox: Inbox[ToDetokenizer] = Inbox(context, worker.addresses.detokenizer, ToDetokenizer)
     api: Outbox[ToApi] = Outbox(context, worker.addresses.api)
     scheduler: Outbox[ToScheduler] = Outbox(context, worker.addresses.scheduler)
     worker.ready()

@@ -1,4 +1,4 @@
-"""A model folder's vocabulary: to encode with, to decode with.
+"""Loads the vocabulary of a model folder: the tokenizer to encode with, the decoder to decode with.
 
 A tokenizer.json is read by `tokenizers` alone. Other formats are converted by transformers, which is slow and large
 and imported only then.
@@ -15,9 +15,8 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from minisgl.config import ConfigError
-from minisgl.tokenizer.added import Added, changed_tokens
 from minisgl.tokenizer.decoders import is_byte_level, make_decoder, make_plain
-from minisgl.tokenizer.folder import load_tokenizer_config
+from minisgl.tokenizer.folder import Added, changed_tokens, load_tokenizer_config
 from minisgl.tokenizer.incremental import ByteLevelDecoder, TextDecoder
 
 CONVERTIBLE = (
@@ -33,7 +32,7 @@ SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The folder's tokenizer; ConfigError if it has none that works. It neither cuts nor pads what it encodes."""
+    """Load the folder's tokenizer, which neither cuts nor pads what it encodes; ConfigError if none works."""
     path = folder / "tokenizer.json"
     if path.is_file():
         try:
@@ -54,7 +53,7 @@ class _Model(msgspec.Struct):
 
 
 class _TokenizerJson(msgspec.Struct):
-    """The parts of tokenizer.json that decoding needs."""
+    """Parts of tokenizer.json that decoding needs."""
 
     model: _Model
     added_tokens: list[Added] = []
@@ -62,7 +61,7 @@ class _TokenizerJson(msgspec.Struct):
 
 
 def load_decoder(folder: Path) -> TextDecoder:
-    """The decoder of the folder's tokenizer; ConfigError if there is none that works.
+    """Load the decoder of the folder's tokenizer; ConfigError if there is none that works.
 
     A byte-level one is made from the vocabulary alone, which takes a third of the time and memory of the tokenizer.
     """
@@ -82,7 +81,7 @@ def load_decoder(folder: Path) -> TextDecoder:
 
 
 class _Known:
-    """The Vocabulary that tokenizer.json writes."""
+    """Vocabulary as tokenizer.json writes it."""
 
     def __init__(self, vocabulary: dict[str, int], own: list[Added]) -> None:
         self._vocabulary = vocabulary
@@ -141,7 +140,7 @@ def _convert(folder: Path) -> Tokenizer:
 
 
 def _is_sentencepiece(path: Path) -> bool:
-    """A serialized message that begins with its first field, where tiktoken has lines of text."""
+    """Tell a serialized message, which begins with its first field, from tiktoken's lines of text."""
     with path.open("rb") as file:
         return file.read(1) == b"\n"
 

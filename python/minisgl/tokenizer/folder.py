@@ -1,13 +1,19 @@
-"""What a model folder says about its tokenizer beside the vocabulary: special tokens and chat templates.
+"""Reads what a model folder says about its tokenizer beside the vocabulary: special tokens and chat templates.
 
-Small files, read without the tokenizer's libraries: the API server needs the templates too.
+The files are small, and read without the tokenizer's libraries: the API server needs the templates too.
+
+Added tokens are those of tokenizer.json, changed by what the configuration says, as in transformers: what
+added_tokens_decoder lists may differ from tokenizer.json; tokens that have a name (eos_token) and extra ones are
+special. Some folders write a vocabulary's token there and nowhere else: if it were not an added one, the text
+`<|im_end|>` in a prompt would be many tokens.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -18,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json; empty if there is none.
+    """Return the content of tokenizer_config.json; empty if there is none.
 
-    As in transformers, special_tokens_map.json goes over it, unless it is of the newer kind that lists added tokens.
+    Like transformers, let special_tokens_map.json go over it, unless it is of the newer kind that lists added tokens.
     """
     config = _load_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" in config:
@@ -30,7 +36,7 @@ def load_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The texts of bos_token, eos_token and so on, for those that the configuration sets."""
+    """Return the texts of bos_token, eos_token and so on, by name, as far as the configuration sets them."""
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     if isinstance(extra := config.get("extra_special_tokens"), dict):
         named |= extra
@@ -38,7 +44,7 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def extra_special_tokens(config: dict[str, Any]) -> list[str]:
-    """The texts of special tokens that have no name."""
+    """Return the texts of special tokens that have no name."""
     for key in ("extra_special_tokens", "additional_special_tokens"):
         if isinstance(values := config.get(key), list) and values:
             return [text for text in map(_text_of, values) if text is not None]
@@ -46,9 +52,81 @@ def extra_special_tokens(config: dict[str, Any]) -> list[str]:
 
 
 def _text_of(token: Any) -> str | None:
-    """Tokens are texts or objects."""
+    """Return the text of a token, which is written as a text or as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
+
+
+class Added(msgspec.Struct, frozen=True):
+    """One added token, as tokenizer.json writes it."""
+
+    id: int
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = True
+    special: bool = False
+
+
+class Vocabulary(Protocol):
+    """Tokens of a tokenizer, the added ones of tokenizer.json among them."""
+
+    def token_to_id(self, token: str) -> int | None: ...
+    def id_to_token(self, id: int) -> str | None: ...
+
+
+def changed_tokens(config: dict[str, Any], own: Iterable[Added], vocabulary: Vocabulary) -> list[Added]:
+    """Return the added tokens that `own`, those of tokenizer.json, lacks or has otherwise; most folders have none.
+
+    Tokens that the vocabulary lacks too come in the order of their ids, at which they must be added.
+    """
+    before = {token.content: token for token in own}
+    tokens = before.copy()
+    for listed in _listed(config):
+        if (found := vocabulary.token_to_id(listed.content)) is None and vocabulary.id_to_token(listed.id) is not None:
+            continue  # the id is another token's
+        is_special = listed.special or (listed.content in before and before[listed.content].special)
+        token_id = listed.id if found is None else found
+        tokens[listed.content] = msgspec.structs.replace(listed, id=token_id, special=is_special)
+    named = list(special_tokens(config).values())
+    for content in [*named, *(text for text in extra_special_tokens(config) if text not in tokens)]:
+        if (token := tokens.get(content)) is not None:
+            tokens[content] = msgspec.structs.replace(token, special=True)
+        elif content and (found := vocabulary.token_to_id(content)) is not None:
+            tokens[content] = Added(found, content, normalized=False, special=True)
+    return [token for token in tokens.values() if token != before.get(token.content)]
+
+
+class _Listed(msgspec.Struct):
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool | None = None
+    special: bool = False
+
+
+def _listed(config: dict[str, Any]) -> list[Added]:
+    try:
+        listed = msgspec.convert(
+            config.get("added_tokens_decoder") or {}, type=dict[int, _Listed], strict=True, str_keys=True
+        )
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"tokenizer_config.json has no valid added_tokens_decoder: {error}") from error
+    return [
+        Added(
+            token_id,
+            token.content,
+            token.single_word,
+            token.lstrip,
+            token.rstrip,
+            normalized=not token.special if token.normalized is None else token.normalized,
+            special=token.special,
+        )
+        for token_id, token in sorted(listed.items())
+        if token.content
+    ]
 
 
 def chat_templates(folder: Path, config: dict[str, Any], file: str | None = None) -> dict[str, str]:
@@ -79,7 +157,7 @@ class _NamedTemplate(msgspec.Struct):
 
 
 def _named_templates(configured: Any, path: Path) -> dict[str, str]:
-    """The value of chat_template: one text, texts by name, or a list of them with their names."""
+    """Read the value of chat_template: one text, texts by name, or a list of them with their names."""
     try:
         found = msgspec.convert(configured, type=str | dict[str, str] | list[_NamedTemplate])
     except msgspec.ValidationError as error:
@@ -99,7 +177,7 @@ def _read(path: Path) -> str:
 
 
 def model_parsers(config: ServerConfig) -> Parsers:
-    """How the model's answers are taken apart: as the flags say, or else as its chat templates show."""
+    """Choose how the model's answers are taken apart: as the flags say, or else as its chat templates show."""
     from minisgl.parsers.parser_choice import Parsers  # NumPy comes with it, which reading a config does without
 
     folder = config.tokenizer_folder

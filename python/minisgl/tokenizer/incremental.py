@@ -1,4 +1,4 @@
-"""Output ids to text, one token at a time.
+"""Turns output ids into text, one token at a time.
 
 The pieces that a stream gives, with its flush at the end, are together exactly what `tokenizers` decodes from all ids
 at once, whatever the ids (of a stream that continues other text: what they add to that); and each character comes with
@@ -24,30 +24,34 @@ AddedTokens = dict[int, tuple[str, bool]]  # id: (content, whether it is special
 
 
 class TextStream(Protocol):
-    """The decoding state of one sequence."""
+    """Decoding state of one sequence."""
 
     def feed(self, token: int) -> str:
-        """The text that is certain after one more token and was not before."""
+        """Return the text that is certain after one more token and was not before."""
 
     def flush(self) -> str:
-        """What is left when no token follows."""
+        """Return what is left when no token follows."""
 
 
-class TextDecoder(Protocol):
-    """What all sequences share."""
-
-    def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = (), *, continues: bool = False) -> TextStream:
-        """The state of a new sequence; special tokens of `keep` are not skipped. `continues`: it follows other text."""
+class TokenTexts(Protocol):
+    """Texts of single tokens."""
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token is anywhere but at the start of a text, in UTF-8; perhaps a part of a character."""
+        """Return the token's text anywhere but at the start, in UTF-8; perhaps a part of a character."""
 
     def is_special(self, token: int) -> bool:
-        """Whether `skip_special_tokens` leaves it out."""
+        """Return True if `skip_special_tokens` leaves the token out."""
+
+
+class TextDecoder(TokenTexts, Protocol):
+    """Decoder of a tokenizer, which all sequences share."""
+
+    def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = (), *, continues: bool = False) -> TextStream:
+        """Begin a sequence; special tokens of `keep` are not skipped. `continues`: it follows other text."""
 
 
 class TokenTable:
-    """The tokens of a tokenizer by id: which are special, and which stand for a byte (if `byte_fallback`)."""
+    """Tokens of a tokenizer by id: the special ones, and those that stand for a byte (if `byte_fallback`)."""
 
     def __init__(self, tokenizer: Tokenizer, *, byte_fallback: bool) -> None:
         added = {token_id: (t.content, t.special) for token_id, t in tokenizer.get_added_tokens_decoder().items()}
@@ -77,13 +81,13 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # as Rust reads 
 
 
 def special_ids(tokens: dict[int, str], added: AddedTokens) -> list[int]:
-    """The ids that skip_special_tokens leaves out: those whose token reads like a special one."""
+    """Return the ids that skip_special_tokens leaves out: those whose token reads like a special one."""
     special = {content for content, is_special in added.values() if is_special}
     return [token_id for token_id, token in tokens.items() if token in special]
 
 
 def _decode_certain(data: bytes, errors: Literal["strict", "replace"]) -> tuple[str, bytes]:
-    """The text that no further byte can change, and the bytes that may yet be the beginning of a character."""
+    """Return the text that no further byte can change, and the bytes that may yet begin a character."""
     text, used = codecs.utf_8_decode(data, errors, False)
     rest = data[used:]
     if rest[:1] == b"\xed" and rest[1:] >= b"\xa0":  # a surrogate, whose third byte Python would wait for
@@ -105,7 +109,7 @@ ALPHABET = _byte_of_character()  # character code: byte
 
 
 class ByteLevelDecoder:
-    """A table of what every token is: a string if it is whole characters (almost all are), otherwise bytes."""
+    """Maps every token to a string if it is whole characters (almost all are), otherwise to bytes."""
 
     def __init__(self, vocabulary: dict[str, int], added: AddedTokens) -> None:
         tokens = {token_id: token for token, token_id in vocabulary.items()}
@@ -216,7 +220,7 @@ class TokenwiseDecoder:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def text_of(self, unit: list[int]) -> str:
-        """The text that the unit adds anywhere but at the start."""
+        """Return the text that the unit adds anywhere but at the start."""
         if len(unit) > 1:
             return self._after_anchor(unit)
         text = self._texts.get(unit[0])
@@ -265,7 +269,7 @@ class _TokenwiseStream:
         return self._add(run) if run else ""
 
     def _add(self, unit: list[int]) -> str:
-        """The text of one more unit. What is special about the start is over as soon as there is text."""
+        """Return the text of one more unit. The start, which decodes otherwise, is over as soon as there is text."""
         if self._start is None:
             return self._decoder.text_of(unit)
         tokens = self._start + unit

@@ -1,4 +1,4 @@
-"""Decoding in a stream with any decoder that `tokenizers` has: the last tokens are decoded again with each new one.
+"""Decodes in a stream with any decoder that `tokenizers` has: the last tokens are decoded again with each new one.
 
 What is new at the end of the window's text is shown, but for what a later token may still change: the beginning of a
 character, a run of byte tokens, and as many characters as the decoder's steps on the joined text look ahead (`reach`).

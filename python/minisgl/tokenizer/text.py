@@ -1,4 +1,4 @@
-"""Prompts to token ids: plain text, and conversations through the model's chat template."""
+"""Turns prompts into token ids: plain text, and conversations through the model's chat template."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHARS_PER_TOKEN = 8
 
 
 class TextTokenizer:
-    """A model's tokenizer with its chat templates. What a client sent wrong raises InvalidRequest."""
+    """Tokenizer of a model with its chat templates. What a client sent wrong raises InvalidRequest."""
 
     def __init__(self, tokenizer: Tokenizer, templates: ChatTemplates) -> None:
         self.tokenizer = tokenizer
@@ -44,7 +44,7 @@ class TextTokenizer:
         return cls(load_tokenizer(folder), templates)
 
     def encode(self, text: str, add_special_tokens: bool = True, field: str = "prompt") -> Int32Array:
-        """The ids of a text, with the special tokens (BOS) that the model's tokenizer adds unless told not to."""
+        """Return the ids of a text, with the special tokens (BOS) that the tokenizer adds unless told not to."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -56,7 +56,7 @@ class TextTokenizer:
         return np.array(encoding.ids, dtype=np.int32)
 
     def encode_fitting(self, text: str, limits: Limits, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
-        """The ids of a text. InvalidRequest if it surely exceeds the context, without encoding it whole."""
+        """Return the ids of a text; InvalidRequest, without encoding it whole, if it surely exceeds the context."""
         max_tokens = limits.max_seq_len
         probe = max_tokens * CHARS_PER_TOKEN
         if len(text) > probe:
@@ -70,7 +70,7 @@ class TextTokenizer:
         return self.encode(text, add_special_tokens, field)
 
     def encode_last(self, text: str, num_tokens: int, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
-        """The last `num_tokens` ids of a text, among them the special tokens (BOS) that begin it."""
+        """Return the last `num_tokens` ids of a text, among them the special tokens (BOS) that begin it."""
         ids = np.empty(0, dtype=np.int32)
         for chars in (num_tokens * CHARS_PER_TOKEN, num_tokens * self._longest_token):
             tail = text[-chars:]
@@ -85,7 +85,7 @@ class TextTokenizer:
         return np.concatenate([ids[:kept], ids[len(ids) - num_tokens + kept :]])
 
     def first_token(self, ids: Int32Array) -> bytes:
-        """What the first token is at the start of a text, in UTF-8; perhaps a part of a character."""
+        """Return the first token's text at the start of a text, in UTF-8; perhaps a part of a character."""
         text = self.decode(ids[:1], skip_special_tokens=False)
         return self._decoder.token_bytes(int(ids[0])) if REPLACEMENT in text else text.encode()
 
@@ -95,16 +95,16 @@ class TextTokenizer:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters that one token can stand for."""
+        """Return the most characters that one token can stand for."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     @staticmethod
     def _outnumbers(found: int, num_tokens: int) -> bool:
-        """A part of a text has so many tokens that the whole has certainly more than `num_tokens`."""
+        """Return True if a part of a text has so many tokens that the whole certainly has more than `num_tokens`."""
         return found > num_tokens + num_tokens // 4 + 64
 
     def strings(self, ids: Int32Array) -> list[str]:
-        """Each token as the vocabulary writes it."""
+        """Return each token as the vocabulary writes it."""
         return [self.tokenizer.id_to_token(token) or "" for token in ids.tolist()]
 
     def encode_chat(
@@ -114,7 +114,7 @@ class TextTokenizer:
         template_kwargs: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> Int32Array:
-        """The ids of a conversation. No special token is added: the template has written them all."""
+        """Return the ids of a conversation. No special token is added: the template has written them all."""
         text = self.render_chat(messages, tools, template_kwargs, add_generation_prompt)
         return self.encode(text, add_special_tokens=False, field="messages")
 
@@ -126,11 +126,11 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """A conversation as the text that the model was trained on."""
+        """Render a conversation as the text that the model was trained on."""
         return self._templates.render(
             messages, tools, template_kwargs or {}, add_generation_prompt, continue_final_message
         )
 
     def decode(self, ids: Sequence[int] | Int32Array, skip_special_tokens: bool = True) -> str:
-        """The text of ids, all at once."""
+        """Return the text of ids, all at once."""
         return self.tokenizer.decode(np.asarray(ids, dtype=np.int32).tolist(), skip_special_tokens=skip_special_tokens)

@@ -1,4 +1,4 @@
-"""The tokenizer worker: prompts in, token ids out to the scheduler, refusals and prompt ids to the API server.
+"""Tokenizer worker: prompts in, token ids out to the scheduler, refusals and prompt ids to the API server.
 
 Messages are handled one after the other in the order they came, so an abort cannot overtake its request. Only a
 request with a grammar that nobody has sent before may wait here, for what a process finds about it: others pass.
@@ -43,11 +43,7 @@ def run(worker: Worker) -> None:
         form = model_parsers(worker.config).reasoning_format
         grammars = GrammarAdmission(names, form, GrammarValidator(names))
     context = zmq.Context()
-    inbox: Inbox[ToTokenizer] = Inbox(
-        context,
-        worker.addresses.tokenizer(worker.index),
-        ToTokenizer,
-    )
+    inbox: Inbox[ToTokenizer] = Inbox(context, worker.addresses.tokenizer(worker.index), ToTokenizer)
     api: Outbox[ToApi] = Outbox(context, worker.addresses.api)
     scheduler: Outbox[ToScheduler] = Outbox(context, worker.addresses.scheduler)
     gate = Gate(api, scheduler)
@@ -89,12 +85,12 @@ class Gate:
         return sum(len(admission.answer.seq_ids) for admission in self._waiting)
 
     def enter(self, admission: Admission) -> None:
-        """Send it on its way, now or when it is settled."""
+        """Send an admission on its way, now or when it is settled."""
         self._waiting.append(admission)
         self.release()
 
     def release(self) -> None:
-        """Send those on their way that are settled."""
+        """Send the admissions on their way that are settled."""
         waiting, self._waiting = self._waiting, []
         for admission in waiting:
             if admission.is_settled:
@@ -106,7 +102,7 @@ class Gate:
                 self._waiting.append(admission)
 
     def drop(self, seq_ids: Sequence[int]) -> None:
-        """Their request has been aborted."""
+        """Forget what waits of a request that has been aborted."""
         waiting, self._waiting = self._waiting, []
         for admission in waiting:
             if set(seq_ids).intersection(admission.answer.seq_ids):
@@ -116,7 +112,7 @@ class Gate:
 
 
 def reply_to(question: Encode | Decode, tokenizer: TextTokenizer, limits: Limits) -> Reply:
-    """The answer to a question about text and ids. A text may be longer than the context."""
+    """Answer a question about text and ids. A text may be longer than the context."""
     try:
         if isinstance(question, Encode):
             text, add_special_tokens = prompt_text(question.prompt, tokenizer)
