@@ -11,7 +11,7 @@ import difflib
 import logging
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,67 +25,58 @@ from minisgl.settings import add_flags, read_flags
 logger = logging.getLogger(__name__)
 
 
+def _by_flag(table: Mapping[str, str]) -> dict[str, str]:
+    """Return a table whose keys are several flags with each flag by itself."""
+    return {flag: text for flags, text in table.items() for flag in flags.split()}
+
+
 # Flags of vLLM, SGLang and Mini-SGLang that ask for what is done anyway.
-NO_EFFECT = {
-    "--disable-pynccl": "NCCL is used through torch",
-    "--trust-remote-code": "code that comes with a model is never run: a model that needs it is refused by name",
-    "--enable-auto-tool-choice": "tool calls are found wherever the chat template shows their form",
-    "--enable-chunked-prefill": "prompts longer than --max-prefill-length are always cut",
-    "--enable-expert-parallel": "experts are spread with --tp, like all layers",
-    "--async-scheduling": "overlap is on unless --disable-overlap says otherwise",
-    "--enable-metrics": "/metrics is always there",
-    "--enable-prompt-tokens-details": "usage always counts cached tokens",
-    "--enable-cache-report": "usage always counts cached tokens",
-    "--disable-log-requests": "requests' texts are never logged",
-    "--no-enable-log-requests": "requests' texts are never logged",
-    "--disable-log-stats": "statistics are at /metrics and not logged",
-}
+NO_EFFECT = _by_flag(
+    {
+        "--disable-pynccl": "NCCL is used through torch",
+        "--trust-remote-code": "code that comes with a model is never run: a model that needs it is refused by name",
+        "--enable-auto-tool-choice": "tool calls are found wherever the chat template shows their form",
+        "--enable-chunked-prefill": "prompts longer than --max-prefill-length are always cut",
+        "--enable-expert-parallel": "experts are spread with --tp, like all layers",
+        "--async-scheduling": "overlap is on unless --disable-overlap says otherwise",
+        "--enable-metrics": "/metrics is always there",
+        "--enable-prompt-tokens-details --enable-cache-report": "usage always counts cached tokens",
+        "--disable-log-requests --no-enable-log-requests": "requests' texts are never logged",
+        "--disable-log-stats": "statistics are at /metrics and not logged",
+    }
+)
 # Flags of vLLM and SGLang that have another form here, or none: what their users can do.
-NO_SUCH_FLAG = {
-    "--max-total-tokens": "give --num-pages: the KV cache has as many pages of --page-size tokens",
-    "--kv-cache-memory-bytes": "give --num-pages or --memory-ratio",
-    "--max-prefill-tokens": "a step's budget is --max-prefill-length, to which longer prompts are cut",
-    "--no-enable-chunked-prefill": "prompts longer than --max-prefill-length are always cut",
-    "--prefill-attention-backend": "give --attn PREFILL,DECODE",
-    "--decode-attention-backend": "give --attn PREFILL,DECODE",
-    "--cuda-graph-bs": "give --cuda-graph-max-bs: the sizes up to it follow",
-    "--cuda-graph-sizes": "give --cuda-graph-max-bs: the sizes up to it follow",
-    "--compilation-config": "give --cuda-graph-max-bs: there is no other compilation to configure",
-    "--enable-torch-compile": "there is no torch.compile here: kernels are compiled at the first start",
-    "--scheduling-policy": "give --schedule-policy; requests' priorities are always obeyed",
-    "--pipeline-parallel-size": "a model is spread with --tp alone",
-    "--pp-size": "a model is spread with --tp alone",
-    "--data-parallel-size": "start a server for each replica, behind a proxy",
-    "--dp-size": "start a server for each replica, behind a proxy",
-    "--dp": "start a server for each replica, behind a proxy",
-    "--nnodes": "a server runs on one host",
-    "--distributed-executor-backend": "each rank is a process of one host",
-    "--quantization": "weights are computed in --dtype; quantized checkpoints are not supported",
-    "--enable-lora": "LoRA adapters are not supported: merge them into the weights",
-    "--lora-modules": "LoRA adapters are not supported: merge them into the weights",
-    "--lora-paths": "LoRA adapters are not supported: merge them into the weights",
-    "--speculative-config": "there is no speculative decoding",
-    "--speculative-algorithm": "there is no speculative decoding",
-    "--swap-space": "a request that loses its pages computes them again; nothing is swapped",
-    "--cpu-offload-gb": "weights stay on the device: spread them with --tp",
-    "--seed": "send seed with a request: the random numbers of its tokens then depend on nothing else of the server",
-    "--random-seed": "send seed with a request: the random numbers of its tokens then depend on nothing else of the server",
-    "--tokenizer-revision": "give --tokenizer as a folder, or leave both out",
-    "--tokenizer-mode": "the tokenizer is always the fast one (tokenizer.json)",
-    "--hf-overrides": "change config.json in a folder of your own",
-    "--json-model-override-args": "change config.json in a folder of your own",
-    "--rope-scaling": "change config.json in a folder of your own",
-    "--is-embedding": "only generation is supported",
-    "--task": "only generation is supported",
-    "--runner": "only generation is supported",
-    "--grammar-backend": "grammars are always llguidance's",
-    "--guided-decoding-backend": "grammars are always llguidance's",
-    "--structured-outputs-config": "grammars are always llguidance's",
-    "--chat-template-content-format": "content is given to the template as its form asks",
-    "--log-requests": "requests' texts are never logged; --access-log has a line for each",
-    "--enable-log-requests": "requests' texts are never logged; --access-log has a line for each",
-    "--watchdog-timeout": "/health fails after --health-timeout without a heartbeat",
-}
+NO_SUCH_FLAG = _by_flag(
+    {
+        "--max-total-tokens": "give --num-pages: the KV cache has as many pages of --page-size tokens",
+        "--kv-cache-memory-bytes": "give --num-pages or --memory-ratio",
+        "--max-prefill-tokens": "a step's budget is --max-prefill-length, to which longer prompts are cut",
+        "--no-enable-chunked-prefill": "prompts longer than --max-prefill-length are always cut",
+        "--prefill-attention-backend --decode-attention-backend": "give --attn PREFILL,DECODE",
+        "--cuda-graph-bs --cuda-graph-sizes": "give --cuda-graph-max-bs: the sizes up to it follow",
+        "--compilation-config": "give --cuda-graph-max-bs: there is no other compilation to configure",
+        "--enable-torch-compile": "there is no torch.compile here: kernels are compiled at the first start",
+        "--scheduling-policy": "give --schedule-policy; requests' priorities are always obeyed",
+        "--pipeline-parallel-size --pp-size": "a model is spread with --tp alone",
+        "--data-parallel-size --dp-size --dp": "start a server for each replica, behind a proxy",
+        "--nnodes": "a server runs on one host",
+        "--distributed-executor-backend": "each rank is a process of one host",
+        "--quantization": "weights are computed in --dtype; quantized checkpoints are not supported",
+        "--enable-lora --lora-modules --lora-paths": "LoRA adapters are not supported: merge them into the weights",
+        "--speculative-config --speculative-algorithm": "there is no speculative decoding",
+        "--swap-space": "a request that loses its pages computes them again; nothing is swapped",
+        "--cpu-offload-gb": "weights stay on the device: spread them with --tp",
+        "--seed --random-seed": "send seed with a request: its tokens' random numbers then depend on nothing else here",
+        "--tokenizer-revision": "give --tokenizer as a folder, or leave both out",
+        "--tokenizer-mode": "the tokenizer is always the fast one (tokenizer.json)",
+        "--hf-overrides --json-model-override-args --rope-scaling": "change config.json in a folder of your own",
+        "--is-embedding --task --runner": "only generation is supported",
+        "--grammar-backend --guided-decoding-backend --structured-outputs-config": "grammars are always llguidance's",
+        "--chat-template-content-format": "content is given to the template as its form asks",
+        "--log-requests --enable-log-requests": "requests' texts are never logged; --access-log has a line for each",
+        "--watchdog-timeout": "/health fails after --health-timeout without a heartbeat",
+    }
+)
 
 
 class _HelpFormatter(argparse.HelpFormatter):

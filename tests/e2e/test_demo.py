@@ -141,7 +141,7 @@ def test_transformers_gives_the_same_tokens_in_float32(cases: list[Case]) -> Non
     from transformers import AutoModelForCausalLM
 
     from minisgl import LLM, SamplingParams
-    from minisgl.models.demo import demo_folder
+    from minisgl.models.hub import demo_folder
 
     some = [case for case in cases if case.prompt is None][:: max(1, len(cases) // 12)]
     with LLM("demo", dtype="float32") as llm:

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from measuring.shapes import make_shape
-from minisgl.distributed.group import SingleRank
+from minisgl.distributed import SingleRank
 from minisgl.engine.decode_graphs import decode_graph_sizes
 from minisgl.engine.prefill_graphs import prefill_graph_sizes
 from minisgl.kernel.options import Routing
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
-from minisgl.models.build import build_model
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.decoder import CausalLM
+from minisgl.models.loading import build_model
 
 META = torch.device("meta")
 

@@ -14,7 +14,7 @@ import torch
 from minisgl.config import ConfigError
 from minisgl.core import Grammar, Int32Array, InvalidRequest, StepLogprobs, StepResult
 from minisgl.llm import LLM, SamplingParams
-from minisgl.models.demo import demo_folder
+from minisgl.models.hub import demo_folder
 from support.server import is_alive
 
 QUESTION = [{"role": "user", "content": "What is Minisgl?"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.distributed.group import SingleRank
+from minisgl.distributed import SingleRank
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kernel.cpu_ops import CpuOps, multiplies_bfloat16
 from minisgl.kernel.torch_ops import TorchOps

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minisgl.distributed.group import SingleRank
+from minisgl.distributed import SingleRank
 from minisgl.layers.layer_config import LinearScaling, MLPConfig, NormNames, RopeConfig
-from minisgl.models.build import load_model
 from minisgl.models.config.load_config import load_model_config, parse_config
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
+from minisgl.models.loading import load_model
 from models.harness import Harness
 
 # The text part of gemma-3-4b-it as it is published: what it leaves out are transformers' defaults.

@@ -630,7 +630,7 @@ def test_tensor_parallel_sizes_that_do_not_divide() -> None:
 
 def test_importing_configs_loads_no_torch() -> None:
     code = (
-        "import sys, minisgl.models, minisgl.models.config.load_config, minisgl.models.hub, minisgl.models.registry\n"
+        "import sys, minisgl.models, minisgl.models.config.load_config, minisgl.models.hub\n"
         "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run(

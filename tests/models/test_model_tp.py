@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minisgl.distributed.group import ProcessGroupTP, SingleRank, TPGroup
-from minisgl.models import weights
-from minisgl.models.build import build_model, load_model
+from minisgl.distributed import ProcessGroupTP, SingleRank, TPGroup
+from minisgl.models import loading
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel
+from minisgl.models.loading import build_model, load_model
 from models.harness import Harness
 from models.tiny import VOCAB
 
@@ -99,7 +99,7 @@ def test_a_rank_reads_only_what_it_keeps(
 ) -> None:
     _, folder = saved(kind)
     config = load_model_config(folder)
-    read = weights._read
+    read = loading._read
     seen: list[int] = []
 
     def counted(*args: Any) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_a_rank_reads_only_what_it_keeps(
         seen.append(tensor.numel())
         return tensor
 
-    monkeypatch.setattr(weights, "_read", counted)
+    monkeypatch.setattr(loading, "_read", counted)
     sizes = []
     for tp in (SingleRank(), Rank(1, 2)):
         seen.clear()

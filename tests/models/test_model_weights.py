@@ -18,14 +18,12 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from minisgl.config import SourceConfig
-from minisgl.distributed.group import SingleRank
-from minisgl.models.build import build_model, load_model
+from minisgl.distributed import SingleRank
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.models.decoder import CausalLM
-from minisgl.models.demo import demo_folder
-from minisgl.models.hub import find_model, model_folder
-from minisgl.models.weights import model_slices
+from minisgl.models.hub import demo_folder, find_model, model_folder
+from minisgl.models.loading import build_model, load_model, model_slices
 from minisgl.progress import LineBar
 from models.test_model_tp import Rank
 from models.tiny import FAMILIES, make_model

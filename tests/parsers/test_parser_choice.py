@@ -6,7 +6,7 @@ import pytest
 
 from minisgl.cli import parse_args
 from minisgl.config import ConfigError, EngineConfig, ServerConfig
-from minisgl.models.demo import demo_folder
+from minisgl.models.hub import demo_folder
 from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS, Parsers, long_id, short_id
 from minisgl.tokenizer.folder import model_parsers
 

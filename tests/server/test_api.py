@@ -11,7 +11,7 @@ import pytest
 from openai import AuthenticationError, BadRequestError
 from prometheus_client.parser import text_string_to_metric_families
 
-from minisgl.models.demo import demo_folder
+from minisgl.models.hub import demo_folder
 from minisgl.tokenizer.text import TextTokenizer
 from support.server import PATIENCE, Server, cpu_seconds, wait_until, worker_pids
 

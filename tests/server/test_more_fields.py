@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from minisgl.models.demo import demo_folder
+from minisgl.models.hub import demo_folder
 from minisgl.tokenizer.text import TextTokenizer
 from support.server import Server, wait_until
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from minisgl.llm import LLM, SamplingParams
-from minisgl.models.demo import demo_folder
+from minisgl.models.hub import demo_folder
 from support.server import Server
 
 VALUES = {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.3, "max_new_tokens": 6}

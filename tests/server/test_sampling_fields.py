@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from minisgl.models.config.load_config import load_model_config
-from minisgl.models.demo import demo_folder
+from minisgl.models.hub import demo_folder
 from minisgl.tokenizer.text import TextTokenizer
 from support.server import Server
 

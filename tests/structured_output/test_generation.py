@@ -15,7 +15,7 @@ import torch
 from minisgl.core import Grammar, InvalidRequest, SamplingParams
 from minisgl.llm import LLM
 from minisgl.llm.llm import Completion
-from minisgl.models.demo import demo_folder
+from minisgl.models.hub import demo_folder
 from models.tiny import make_model
 from structured_output.schemas import own_schemas
 from structured_output.test_json_schema import check, grammar_of

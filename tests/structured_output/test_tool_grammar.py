@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from minisgl.core import Grammar, InvalidRequest, SamplingParams
 from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import ChatPrompt, TextPrompt
-from minisgl.models.demo import demo_folder
+from minisgl.models.hub import demo_folder
 from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS
 from minisgl.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.parsers.streaming import CallArguments, CallStart, Content

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 import minisgl.tokenizer.chat_template as chat_template
 from minisgl.config import ConfigError, EngineConfig, ServerConfig, SourceConfig
 from minisgl.core import InvalidRequest
-from minisgl.models.demo import demo_folder
+from minisgl.models.hub import demo_folder
 from minisgl.tokenizer.chat_template import ChatTemplates
 from minisgl.tokenizer.folder import model_parsers
 from minisgl.tokenizer.text import TextTokenizer

@@ -18,7 +18,7 @@ from minisgl.attention.base import AttentionShape
 from minisgl.attention.select import ChosenAttention, make_attention
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import Batch, Int32Array, StepResult, pages_for
-from minisgl.distributed.group import TPGroup
+from minisgl.distributed import TPGroup
 from minisgl.engine.cpu_libraries import bound_primitive_caches
 from minisgl.engine.decode_graphs import DecodeGraphs, decode_graph_sizes
 from minisgl.engine.device import resolve_device, resolve_dtype
@@ -35,9 +35,9 @@ from minisgl.kernel.select import has_kernels, make_ops
 from minisgl.kvcache.pool import KVLayout, KVPool
 from minisgl.layers.linear import pack_weights
 from minisgl.limits import Limits
-from minisgl.models.build import build_model, load_model
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.decoder import CausalLM
+from minisgl.models.loading import build_model, load_model
 from minisgl.progress import progress_bar
 
 logger = logging.getLogger(__name__)

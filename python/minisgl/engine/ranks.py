@@ -7,7 +7,7 @@ import os
 import torch
 
 from minisgl.config import EngineConfig
-from minisgl.distributed.group import ProcessGroupTP, SingleRank, TPGroup
+from minisgl.distributed import ProcessGroupTP, SingleRank, TPGroup
 from minisgl.engine.device import resolve_device
 from minisgl.message.socket import Addresses
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
-from minisgl.distributed.group import TPGroup
+from minisgl.distributed import TPGroup
 from minisgl.kernel.base import Heads
 from minisgl.layers.layer_config import AttentionConfig, NormConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear

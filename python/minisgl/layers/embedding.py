@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
-from minisgl.distributed.group import TPGroup
+from minisgl.distributed import TPGroup
 from minisgl.layers.linear import PackableWeight, empty
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.weight_slice import WeightSlice

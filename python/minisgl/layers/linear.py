@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
-from minisgl.distributed.group import TPGroup
+from minisgl.distributed import TPGroup
 from minisgl.kernel.base import Ops
 from minisgl.layers.norm import RMSNorm, params_of
 from minisgl.layers.weight_slice import WeightSlice, row_slices, whole

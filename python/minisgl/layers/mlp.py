@@ -1,15 +1,22 @@
-"""The gated feed-forward block (Shazeer, 2020)."""
+"""Feed-forward blocks: a gated one (Shazeer, 2020), and sparse ones of many gated experts (Shazeer et al., 2017).
+
+Every rank has all experts, and of each an even share of its intermediate size, as of a dense block.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
-from minisgl.distributed.group import TPGroup
-from minisgl.layers.layer_config import MLPConfig
-from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from minisgl.distributed import TPGroup
+from minisgl.kernel.base import Ops
+from minisgl.layers.layer_config import MLPConfig, MoEConfig
+from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, empty
 from minisgl.layers.norm import RMSNorm, params_of
+from minisgl.layers.weight_slice import WeightSlice, whole
 
 
 class GatedMLP(nn.Module):
@@ -29,3 +36,75 @@ class GatedMLP(nn.Module):
         hidden = ctx.ops.norm_gated_linear(x, params_of(norm), gate_up.weight, gate_up.bias, activation=self.activation)
         y: Tensor = self.down_proj(hidden, ctx, residual)
         return y
+
+
+class SparseMLP(nn.Module):
+    """experts(norm(x)): [T, hidden_size] -> [T, hidden_size]. Every rank has the router."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.tp = tp
+        self.routing = config.routing
+        self.router = Router(config, hidden_size, dtype=dtype)
+        self.experts = Experts(config, hidden_size, tp=tp, dtype=dtype)
+
+    def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
+        """Send each token of norm(x) to its experts, plus `residual`."""
+        normed = x if norm is None else norm(x, ctx)
+        router_logits = ctx.ops.linear(normed, self.router.weight)
+        y = self.tp.all_reduce(ctx.ops.moe(normed, router_logits, self.experts.w13, self.experts.w2, self.routing))
+        return y if residual is None else y.add_(residual)
+
+    @property
+    def idle_weights(self) -> int:
+        """Of the experts that a token is not sent to."""
+        chosen = self.routing.top_k / len(self.experts.w13)
+        return int((self.experts.w13.numel() + self.experts.w2.numel()) * (1 - chosen))
+
+    def graph_safe(self, ops: Ops) -> bool:
+        """Whether its work is the same whatever the data."""
+        return ops.moe_graph_safe(self.experts.w13, self.experts.w2, self.routing)
+
+
+class Router(nn.Module):
+    """The scores of the experts: weight [experts, hidden_size], in the checkpoint `gate` beside this module."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty(config.num_experts, hidden_size, dtype=dtype)
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        yield whole(f"{name.rpartition('.')[0]}.gate.weight", self.weight)
+
+
+class Experts(nn.Module):
+    """All experts' matrices: w13 [experts, 2 * I / size, H] with the gate first, w2 [experts, H, I / size]."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.intermediate_size = config.intermediate_size
+        self.share = config.intermediate_size // tp.size
+        self.start = tp.rank * self.share
+        self.w13 = empty(config.num_experts, 2 * self.share, hidden_size, dtype=dtype)
+        self.w2 = empty(config.num_experts, hidden_size, self.share, dtype=dtype)
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        """Three matrices an expert: `experts.0.gate_proj.weight`."""
+        hidden, size = self.hidden_size, self.intermediate_size
+        kept, every = slice(self.start, self.start + self.share), slice(None)
+        for expert, (w13, w2) in enumerate(zip(self.w13, self.w2, strict=True)):
+            gate, up = w13.chunk(2)
+            yield WeightSlice(f"{name}.{expert}.gate_proj.weight", (size, hidden), (kept, every), gate)
+            yield WeightSlice(f"{name}.{expert}.up_proj.weight", (size, hidden), (kept, every), up)
+            yield WeightSlice(f"{name}.{expert}.down_proj.weight", (hidden, size), (every, kept), w2)
+
+    def stacked_slices(self, name: str) -> Iterator[WeightSlice]:
+        """As transformers 5 holds them in memory, and saves them if told so: `experts.gate_up_proj`."""
+        count, hidden, size = len(self.w13), self.hidden_size, self.intermediate_size
+        every = slice(None)
+        for target, begin in zip(self.w13.chunk(2, dim=1), (self.start, size + self.start), strict=True):
+            kept = slice(begin, begin + self.share)
+            yield WeightSlice(f"{name}.gate_up_proj", (count, 2 * size, hidden), (every, kept, every), target)
+        kept = slice(self.start, self.start + self.share)
+        yield WeightSlice(f"{name}.down_proj", (count, hidden, size), (every, every, kept), self.w2)

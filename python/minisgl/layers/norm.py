@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
-from minisgl.distributed.group import TPGroup
+from minisgl.distributed import TPGroup
 from minisgl.kernel.base import Norm
 from minisgl.layers.layer_config import NormConfig
 from minisgl.layers.weight_slice import WeightSlice, row_slices

@@ -21,7 +21,7 @@ from minisgl.config import EngineConfig, SamplingDefaults, SchedulerConfig, Serv
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParams, room_for_output
 from minisgl.engine.engine import Engine
 from minisgl.engine.ranks import join_ranks
-from minisgl.llm.ranks import RankProcesses
+from minisgl.llm.rank_processes import RankProcesses
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.types import PositionLogprobs, TextOptions, unpack_ids
 from minisgl.models.config.generation_config import load_sampling_defaults

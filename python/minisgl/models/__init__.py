@@ -1,4 +1,4 @@
-"""Model families: config, registry (no torch), one file per family, building and loading.
+"""Model families, one file each, their configs, the decoder and its weights.
 
-Importing this package or `config`, `registry` and `hub` loads no torch.
+Importing this package, the families, `config` or `hub` loads no torch.
 """

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
-from minisgl.distributed.group import TPGroup
+from minisgl.distributed import TPGroup
 from minisgl.kernel.base import KernelNeeds, Ops, Product
 from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import LMHead, VocabEmbedding
 from minisgl.layers.layer_config import MoEConfig, RopeConfig
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
-from minisgl.layers.mlp import GatedMLP
-from minisgl.layers.moe import Router, SparseMLP
+from minisgl.layers.mlp import GatedMLP, Router, SparseMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary
 from minisgl.models.config.model_config import ModelConfig

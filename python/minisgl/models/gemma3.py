@@ -10,10 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from minisgl.layers.layer_config import LayerConfig, MLPConfig, NormNames, RopeConfig
-from minisgl.models.config.common_fields import read_attention, read_layer_types, read_model
+from minisgl.models.config.common_fields import (
+    parse_rope,
+    read_attention,
+    read_layer_types,
+    read_model,
+    rope_parameters,
+)
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import CheckpointNames, ModelConfig, UnsupportedModel
-from minisgl.models.config.rope_config import parse_rope, rope_parameters
 
 _TEXT, _WITH_VISION = "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"
 ARCHITECTURES = (_TEXT, _WITH_VISION)

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import minisgl
 from minisgl.config import DEMO_MODEL, ModelSource, SourceConfig
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
-from minisgl.models.demo import demo_folder
 from minisgl.progress import line_bar
 
 INDEX = "model.safetensors.index.json"
@@ -29,6 +29,11 @@ class ModelFolders(NamedTuple):
 
     model: Path
     tokenizer: Path
+
+
+def demo_folder() -> Path:
+    """Return the folder of the model that comes with the package."""
+    return Path(minisgl.__file__).parent / "demo"
 
 
 def find_model(source: SourceConfig, *, weights: bool = True) -> ModelFolders:

@@ -13,10 +13,15 @@ from typing import Any, Literal
 
 from minisgl.kernel.options import Routing
 from minisgl.layers.layer_config import LayerConfig, MLPConfig, MoEConfig, NormNames, QKNorm
-from minisgl.models.config.common_fields import read_attention, read_layer_types, read_model
+from minisgl.models.config.common_fields import (
+    read_attention,
+    read_context_len,
+    read_layer_types,
+    read_model,
+    read_rope,
+)
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
-from minisgl.models.config.rope_config import read_context_len, read_rope
 
 _PRE_NORMS = NormNames()
 _POST_NORMS = NormNames(None, None, "post_attention_layernorm", "post_feedforward_layernorm")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from minisgl.config import EngineConfig, SchedulerConfig
 from minisgl.context import ForwardContext
 from minisgl.core import Batch, SamplingParams
-from minisgl.distributed.group import SingleRank
+from minisgl.distributed import SingleRank
 from minisgl.engine.decode_graphs import DecodeGraphs
 from minisgl.engine.engine import Engine
 from minisgl.engine.forward import ForwardOutput

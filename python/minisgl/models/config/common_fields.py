@@ -1,10 +1,21 @@
-"""Keys of a config.json that families read alike."""
+"""Parts of a config.json that families read alike: ropes in the forms of transformers 4 and 5, attention, the model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from minisgl.layers.layer_config import AttentionConfig, LayerConfig, NormConfig, RopeConfig
+from minisgl.layers.layer_config import (
+    AttentionConfig,
+    LayerConfig,
+    LinearScaling,
+    Llama3Scaling,
+    NormConfig,
+    RopeConfig,
+    YarnScaling,
+)
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
 
@@ -59,3 +70,107 @@ def read_model(architecture: str, reader: ConfigReader, layers: Sequence[LayerCo
     )
     reader.refuse_unread()
     return model
+
+
+def read_rope(reader: ConfigReader, *, partial: bool = False) -> RopeConfig:
+    """Rope parameters that all layers share; `partial`: of families that may rotate a part of each head."""
+    rope = rope_parameters(reader)
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UnsupportedModel(f"rope parameters by layer type ({', '.join(rope)}) are not supported")
+    if not partial:
+        return parse_rope(reader, rope)
+    factor = reader.number("partial_rotary_factor", 1.0)
+    factor = ConfigReader(rope).number("partial_rotary_factor", factor)
+    return dataclasses.replace(parse_rope(reader, {**rope, "partial_rotary_factor": None}), partial_factor=factor)
+
+
+def rope_parameters(reader: ConfigReader) -> Mapping[str, Any]:
+    """The object that describes the rope: transformers 5 has all in rope_parameters; before, rope_theta stood outside
+    and rope_scaling could be null.
+    """
+    rope = reader.get("rope_scaling") or reader.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise UnsupportedModel(f"rope_scaling must be an object, not {brief(rope)}")
+    return rope
+
+
+def parse_rope(reader: ConfigReader, parameters: Mapping[str, Any]) -> RopeConfig:
+    """One kind of layer's rope, whose `parameters` may leave the theta and the original length to the outer object."""
+    rope, max_positions = ConfigReader(parameters), reader.count("max_position_embeddings")
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise UnsupportedModel(f"partial_rotary_factor {brief(rope.get('partial_rotary_factor'))} is not supported")
+    theta = rope.number("rope_theta", reader.number("rope_theta", 10000.0))
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    original = rope.count("original_max_position_embeddings", max_positions)
+    original = reader.count("original_max_position_embeddings", original)
+    match kind:
+        case "default":
+            return RopeConfig(theta)
+        case "linear":
+            return RopeConfig(theta, LinearScaling(rope.number("factor")))
+        case "llama3":
+            return RopeConfig(theta, _llama3(rope, original))
+        case "yarn":
+            return RopeConfig(theta, _yarn(rope, "factor" in parameters, original, max_positions))
+        case "dynamic" if original >= max_positions:
+            return RopeConfig(theta)  # nothing changes up to the original length, and no more is served
+        case "dynamic":
+            raise UnsupportedModel(
+                f'rope type "dynamic" is not supported beyond the original length: max_position_embeddings is '
+                f"{max_positions}, original_max_position_embeddings {original}"
+            )
+    raise UnsupportedModel(
+        f"rope type {brief(kind)} is not supported; known are default, linear, llama3, yarn, dynamic"
+    )
+
+
+def read_context_len(reader: ConfigReader, rope: RopeConfig) -> int:
+    """Context length. YaRN as Qwen's model cards have it added leaves max_position_embeddings what it was without."""
+    max_positions = reader.count("max_position_embeddings")
+    named = reader.get("original_max_position_embeddings") or rope_parameters(reader).get(
+        "original_max_position_embeddings"
+    )
+    if isinstance(rope.scaling, YarnScaling) and named:
+        return max(max_positions, int(rope.scaling.factor * rope.scaling.original_max_positions))
+    return max_positions
+
+
+def _llama3(rope: ConfigReader, original: int) -> Llama3Scaling:
+    scaling = Llama3Scaling(
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_positions=original,
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise UnsupportedModel(
+            f"rope type llama3 needs high_freq_factor ({scaling.high_freq_factor}) above "
+            f"low_freq_factor ({scaling.low_freq_factor})"
+        )
+    return scaling
+
+
+def _yarn(rope: ConfigReader, has_factor: bool, original: int, max_positions: int) -> YarnScaling:
+    # A factor of null (but not one left out) is what the two lengths say.
+    factor = rope.number("factor", max_positions / original if has_factor else None)
+
+    def attention(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        derived = attention(rope.number("mscale")) / attention(rope.number("mscale_all_dim"))
+    else:
+        derived = attention(1)
+    scaling = YarnScaling(
+        factor=factor,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=rope.number("attention_factor", derived),
+        truncate=rope.flag("truncate", default=True),
+        original_max_positions=original,
+    )
+    if scaling.beta_fast < scaling.beta_slow:
+        raise UnsupportedModel(
+            f"rope type yarn needs beta_fast ({scaling.beta_fast}) not below beta_slow ({scaling.beta_slow})"
+        )
+    return scaling

@@ -1,4 +1,4 @@
-"""Reads a model's folder: config.json, and what the files beside it add.
+"""Reads a model's folder: config.json, and what the files beside it add. No torch.
 
 What a config asks for and its family does not know is refused by name. Keys that do not change the result are ignored.
 """
@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from minisgl.models import beside
+from minisgl.models import gemma3, llama
+from minisgl.models.config.checkpoint_metadata import checkpoint_dtype, tokenizer_eos
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
-from minisgl.models.registry import FAMILIES
+
+# Architecture -> the function that reads its config.json. A family is one file in `models/`, and one line here.
+FAMILIES: Mapping[str, Callable[[str, ConfigReader], ModelConfig]] = {
+    **dict.fromkeys(llama.VARIANTS, llama.read_llama),
+    **dict.fromkeys(gemma3.ARCHITECTURES, gemma3.read_gemma3),
+}
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -25,18 +31,18 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise UnsupportedModel(f"{folder} has no config.json")
     raw = _read_json(folder / "config.json")
     if not (raw.get("dtype") or raw.get("torch_dtype")):
-        raw = {**raw, "dtype": beside.checkpoint_dtype(folder)}
+        raw = {**raw, "dtype": checkpoint_dtype(folder)}
     generation = folder / "generation_config.json"
-    return parse_config(raw, _read_json(generation) if generation.is_file() else {}, beside.tokenizer_eos(folder))
+    return parse_config(raw, _read_json(generation) if generation.is_file() else {}, tokenizer_eos(folder))
 
 
 def parse_config(
-    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, tokenizer_eos: int | None = None
+    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, eos_of_tokenizer: int | None = None
 ) -> ModelConfig:
-    """Make the same of the two files' contents and the tokenizer's eos_token; takes keys of transformers 4 and of 5."""
+    """Read the two files' contents and the tokenizer's eos_token; takes keys of transformers 4 and of 5."""
     architecture = _architecture(raw)
     config = FAMILIES[architecture](architecture, ConfigReader(raw))
-    eos = _eos_token_ids(raw, generation or {}, tokenizer_eos)
+    eos = _eos_token_ids(raw, generation or {}, eos_of_tokenizer)
     # Ids beyond the vocabulary, which some tokenizers have, are never generated; -1 means that there is none.
     known = dict.fromkeys(token for token in eos if 0 <= token < config.vocab_size)
     return dataclasses.replace(config, eos_token_ids=tuple(known))
@@ -53,10 +59,10 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     raise UnsupportedModel(f"architecture {', '.join(map(str, names))} is not supported; known are {known}")
 
 
-def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], tokenizer_eos: int | None) -> list[int]:
+def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], eos_of_tokenizer: int | None) -> list[int]:
     """Whatever ends an answer in any of the files, as vLLM and SGLang have it."""
     ids: list[int] = []
-    for source in (raw, raw.get("text_config"), generation, {"eos_token_id": tokenizer_eos}):
+    for source in (raw, raw.get("text_config"), generation, {"eos_token_id": eos_of_tokenizer}):
         value = source.get("eos_token_id") if isinstance(source, Mapping) else None
         for item in value if isinstance(value, list) else [value]:
             if item is None:

@@ -1,6 +1,7 @@
-"""Fills a model from safetensors, tensor by tensor; a rank reads only the rows and columns that it keeps.
+"""Makes a model on its device and fills it from safetensors, tensor by tensor, or with random weights.
 
-Layers know what goes where (`Loadable.weight_slices`). Every parameter must be filled and every tensor used.
+A rank reads only the rows and columns that it keeps. Layers know what goes where (`Loadable.weight_slices`). Every
+parameter must be filled and every tensor used.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from minisgl.config import LoadFormat
+from minisgl.distributed import TPGroup
 from minisgl.layers.weight_slice import Loadable, Stackable, WeightSlice
-from minisgl.models.config.model_config import CheckpointNames, WeightError
+from minisgl.models.config.model_config import CheckpointNames, ModelConfig, WeightError
+from minisgl.models.decoder import CausalLM
 from minisgl.models.hub import checkpoint_files, some
 from minisgl.progress import progress_bar
 
@@ -118,3 +122,30 @@ def _read(file: Any, name: str, part: WeightSlice) -> Tensor:
     else:
         tensor = file.get_slice(name)[part.source]
     return tensor
+
+
+def build_model(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """One rank's model with unfilled weights, made where it stays; on the meta device it takes no memory."""
+    config.check_tp(tp.size)
+    with torch.device(device):
+        return CausalLM(config, tp=tp, dtype=dtype).eval()
+
+
+def load_model(
+    config: ModelConfig,
+    folder: Path,
+    *,
+    tp: TPGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat = "safetensors",
+    progress: bool = False,
+    seed: int = 0,
+) -> CausalLM:
+    """One rank's model, filled from the folder or ("dummy") with random weights. Raises ModelError."""
+    model = build_model(config, tp=tp, dtype=dtype, device=device)
+    if load_format == "dummy":
+        fill_random(model, config.initializer_range, seed=seed + tp.rank)
+    else:
+        load_weights(model, folder, config.checkpoint, progress=progress)
+    return model

@@ -1,4 +1,4 @@
-"""What a model's other files say where config.json is silent. Neither torch nor the tokenizer's libraries.
+"""Metadata of a checkpoint and its tokenizer, for what config.json leaves out. No torch, no tokenizer's libraries.
 
 A file that is not there or cannot be read says nothing here; what needs it will name it.
 """

@@ -1,1 +1,0 @@
-"""Tensor parallelism: the group of ranks that share one model."""
