@@ -15,19 +15,21 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import torch
 
 from kernel_times import DEVICE, Case, copy_speed, microseconds
 from measuring.report import table
-from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionShape
+from minisgl.attention.backend_choice import CANDIDATES, make_backend
+from minisgl.attention.base import AttentionInputs, AttentionPlan, AttentionSpec
 from minisgl.attention.fused import FusedDecode, FusedRows
-from minisgl.attention.select import CANDIDATES, make_backend
+from minisgl.attention.self_test import ROLES
 from minisgl.config import KVCacheDtype
 from minisgl.core import Int32Array
 from minisgl.kernel.base import Heads, Norm
+from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
 
 DECODES = [
@@ -38,23 +40,24 @@ HEADS = [(16, 8), (32, 8), (40, 8)]
 PREFILLS = [(1, 8192, 0), (8, 1024, 0), (1, 2048, 16384), (64, 128, 900)]  # rows, new tokens, cached tokens
 
 
-def names(shape: AttentionShape) -> list[str]:
+def names(spec: AttentionSpec) -> list[str]:
     """Return the backends that run here without compiling anything."""
     capability = torch.cuda.get_device_capability(DEVICE)
     return [
         name
         for name in ("fa", "fi", "fused")
-        if CANDIDATES[name].missing(shape, capability) is None
-        and all(CANDIDATES[name].ready(shape, capability, role) for role in ("prefill", "decode"))
+        if CANDIDATES[name].unsupported(spec, capability) is None
+        and all(CANDIDATES[name].ready(spec, capability, role) for role in ROLES)
     ]
 
 
-def make_pool(shape: AttentionShape, rows: int, context: int, layers: int) -> tuple[KVPool, torch.Tensor]:
+def make_pool(spec: AttentionSpec, rows: int, context: int, layers: int) -> tuple[KVPool, torch.Tensor]:
     """Return random keys and values, and page tables [rows, pages] that are all over the pool."""
-    width = -(-context // shape.page_size)
-    layout = shape.kv_layout(layers, widened=shape.dtype if shape.fp8_kv else None)
+    width = -(-context // spec.page_size)
+    upcast = spec.kv_stores(spec.dtype) if spec.fp8_kv else ()
+    layout = KVLayout(spec.page_size, (spec.kv_stores(),) * layers, upcast)
     pool = KVPool(layout, rows * width, DEVICE)
-    random = torch.empty_like(pool.keys(0), dtype=shape.dtype)
+    random = torch.empty_like(pool.keys(0), dtype=spec.dtype)
     for layer in range(layers):
         pool.keys(layer).copy_(random.normal_())
         pool.values(layer).copy_(random.normal_())
@@ -68,12 +71,12 @@ def lengths_of(text: str) -> Int32Array:
     return np.random.default_rng(0).integers(int(low), int(high) + 1, int(rows)).astype(np.int32)
 
 
-def decodes(shape: AttentionShape, text: str) -> Iterator[Case]:
+def decodes(spec: AttentionSpec, text: str) -> Iterator[Case]:
     lengths = lengths_of(text)
-    rows, context, head_dim = len(lengths), int(lengths.max()), shape.head_dim
-    kv_bytes = int(lengths.sum()) * shape.num_kv_heads * head_dim * 2 * shape.kv_dtype.itemsize
+    rows, context, head_dim = len(lengths), int(lengths.max()), spec.head_dim
+    kv_bytes = int(lengths.sum()) * spec.num_kv_heads * head_dim * 2 * spec.kv_dtype.itemsize
     layers = min(max(-(-(300 << 20) // kv_bytes), 1), 32)
-    pool, page_table = make_pool(shape, rows, context, layers)
+    pool, page_table = make_pool(spec, rows, context, layers)
     inputs = AttentionInputs(
         query_lens=np.ones(rows, dtype=np.int32),
         kv_lens=lengths,
@@ -81,39 +84,39 @@ def decodes(shape: AttentionShape, text: str) -> Iterator[Case]:
         kv_lens_device=torch.from_numpy(lengths).to(DEVICE),
         page_table=page_table,
     )
-    qkv = torch.randn(rows, (shape.num_heads + 2 * shape.num_kv_heads) * head_dim, device=DEVICE).to(shape.dtype)
-    q = qkv[:, : shape.num_heads * head_dim].reshape(rows, shape.num_heads, head_dim).contiguous()
-    for name in names(shape):
+    qkv = torch.randn(rows, (spec.num_heads + 2 * spec.num_kv_heads) * head_dim, device=DEVICE).to(spec.dtype)
+    q = qkv[:, : spec.num_heads * head_dim].reshape(rows, spec.num_heads, head_dim).contiguous()
+    for name in names(spec):
         run: Callable[[int], object]
         if name == "fused":
-            norm = Norm(torch.ones(head_dim, dtype=shape.dtype, device=DEVICE), 1e-6)
+            norm = Norm(torch.ones(head_dim, dtype=spec.dtype, device=DEVICE), 1e-6)
             angles = torch.rand(context + 1, head_dim // 2, device=DEVICE)
             cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-            heads = Heads(shape.num_heads, shape.num_kv_heads, cos_sin, norm, norm)
+            heads = Heads(spec.num_heads, spec.num_kv_heads, cos_sin, norm, norm)
             slots = torch.arange(rows, device=DEVICE)
-            fused = FusedDecode(shape, DEVICE).rows(slots, inputs.kv_lens_device, page_table)
+            fused = FusedDecode(spec, DEVICE).rows(slots, inputs.kv_lens_device, page_table, None)
 
             def run(index: int, fused: FusedRows = fused, heads: Heads = heads) -> object:
                 layer = index % layers
-                return fused.forward(qkv, heads, pool.keys(layer), pool.values(layer), None)
+                return fused.forward(qkv, heads, pool.keys(layer), pool.values(layer))
 
         else:
-            backend = make_backend(name, shape, DEVICE)
+            backend = make_backend(name, spec, DEVICE)
             graphed = backend.graphed_decode(rows)
-            graphed.prepare(lengths - 1)
-            plan = graphed.plan(inputs)
-            run = partial(_forward, backend, plan, q, pool, layers)
+            if graphed is not None:
+                graphed.prepare(lengths - 1)
+            run = partial(_forward, (graphed or backend).plan(inputs), q, pool, layers)
 
         yield Case(name, text, run, kv_bytes)
 
 
-def _forward(backend: AttentionBackend, plan: Any, q: torch.Tensor, pool: KVPool, layers: int, index: int) -> object:
-    return backend.forward(index % layers, q, pool, plan)
+def _forward(plan: AttentionPlan, q: torch.Tensor, pool: KVPool, layers: int, index: int) -> object:
+    return plan.forward(index % layers, q, pool)
 
 
-def prefills(shape: AttentionShape, rows: int, new: int, cached: int) -> Iterator[tuple[str, float]]:
+def prefills(spec: AttentionSpec, rows: int, new: int, cached: int) -> Iterator[tuple[str, float]]:
     """Yield name and TFLOP/s of each backend; a causal query counts the keys that it sees."""
-    pool, page_table = make_pool(shape, rows, new + cached, 1)
+    pool, page_table = make_pool(spec, rows, new + cached, 1)
     inputs = AttentionInputs(
         query_lens=np.full(rows, new, dtype=np.int32),
         kv_lens=np.full(rows, new + cached, dtype=np.int32),
@@ -121,24 +124,25 @@ def prefills(shape: AttentionShape, rows: int, new: int, cached: int) -> Iterato
         kv_lens_device=torch.full((rows,), new + cached, dtype=torch.int32, device=DEVICE),
         page_table=page_table,
     )
-    q = torch.randn(rows * new, shape.num_heads, shape.head_dim, device=DEVICE).to(shape.dtype)
-    operations = 4.0 * rows * shape.num_heads * shape.head_dim * (new * cached + new * (new + 1) / 2)
-    for name in names(shape):
+    q = torch.randn(rows * new, spec.num_heads, spec.head_dim, device=DEVICE).to(spec.dtype)
+    operations = 4.0 * rows * spec.num_heads * spec.head_dim * (new * cached + new * (new + 1) / 2)
+    for name in names(spec):
         if name != "fused":
-            backend = make_backend(name, shape, DEVICE)
-            plan = backend.plan(inputs)
-            case = Case(name, "", partial(_forward, backend, plan, q, pool, 1), 0, captured=False)
+            plan = make_backend(name, spec, DEVICE).plan(inputs)
+            case = Case(name, "", partial(_forward, plan, q, pool, 1), 0, captured=False)
             yield name, operations / microseconds(case, 20) / 1e6
 
 
-def planning(shape: AttentionShape, rows: int, context: int) -> tuple[float, float]:
+def planning(spec: AttentionSpec, rows: int, context: int) -> tuple[float, float]:
     """Return host microseconds of FlashInfer's `prepare` for a replay, with a new plan and with a kept one.
 
     Nothing is replayed: a plan must fit the lengths on the device.
     """
-    pool, page_table = make_pool(shape, rows, context + 200, 1)
-    backend = make_backend("fi", shape, DEVICE)
+    pool, page_table = make_pool(spec, rows, context + 200, 1)
+    backend = make_backend("fi", spec, DEVICE)
     graphed = backend.graphed_decode(rows)
+    if graphed is None:
+        raise ValueError("FlashInfer plans captured decodes on the host")
     lengths = np.full(rows, context, dtype=np.int32)
     graphed.prepare(lengths - 1)
     inputs = AttentionInputs(
@@ -148,8 +152,8 @@ def planning(shape: AttentionShape, rows: int, context: int) -> tuple[float, flo
         kv_lens_device=torch.from_numpy(lengths).to(DEVICE),
         page_table=page_table,
     )
-    q = torch.randn(rows, shape.num_heads, shape.head_dim, device=DEVICE).to(shape.dtype)
-    backend.forward(0, q, pool, graphed.plan(inputs))
+    q = torch.randn(rows, spec.num_heads, spec.head_dim, device=DEVICE).to(spec.dtype)
+    graphed.plan(inputs).forward(0, q, pool)
     torch.cuda.synchronize()
     rng = np.random.default_rng(0)
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -175,48 +179,48 @@ def main() -> None:
     speed = copy_speed()
     print(f"{torch.cuda.get_device_name()}: a copy moves {speed / 1e6:.2f} TB/s")
     print(f"pages of {args.page_size} tokens, KV cache {args.kv_cache_dtype}")
-    shapes = []
+    specs = []
     for text in args.heads:
         heads, kv_heads = (int(part) for part in text.split(","))
         fp8 = args.kv_cache_dtype == "fp8_e4m3"
-        shapes.append(AttentionShape(heads, kv_heads, args.head_dim, args.page_size, torch.bfloat16, fp8_kv=fp8))
+        specs.append(AttentionSpec(heads, kv_heads, args.head_dim, args.page_size, torch.bfloat16, fp8_kv=fp8))
     with torch.inference_mode():
         if args.only in (None, "decode"):
-            print_decodes(shapes, args.decode, speed)
+            print_decodes(specs, args.decode, speed)
         if args.only in (None, "prefill"):
-            print_prefills(shapes)
+            print_prefills(specs)
         if args.only in (None, "planning"):
-            print_planning(shapes)
+            print_planning(specs)
 
 
-def print_decodes(shapes: list[AttentionShape], decodes_of: list[str], speed: float) -> None:
+def print_decodes(specs: list[AttentionSpec], decodes_of: list[str], speed: float) -> None:
     lines = []
-    for shape in shapes:
+    for spec in specs:
         for text in decodes_of:
-            for case in decodes(shape, text):
+            for case in decodes(spec, text):
                 took = microseconds(case, 32)
                 figures = [f"{took:.1f}", f"{case.bytes / took / 1e6:.2f}", f"{case.bytes / took / speed:.0%}"]
-                lines.append([f"{shape.num_heads}/{shape.num_kv_heads} {case.shape}", case.kernel, *figures])
+                lines.append([f"{spec.num_heads}/{spec.num_kv_heads} {case.shape}", case.kernel, *figures])
     print(table(["decode", "backend", "us", "TB/s", "of a copy"], lines), flush=True)
 
 
-def print_prefills(shapes: list[AttentionShape]) -> None:
+def print_prefills(specs: list[AttentionSpec]) -> None:
     lines = []
-    for shape in shapes:
+    for spec in specs:
         for rows, new, cached in PREFILLS:
-            for name, speed_of in prefills(shape, rows, new, cached):
-                what = f"{shape.num_heads}/{shape.num_kv_heads} {rows} x {new}, {cached} cached"
+            for name, speed_of in prefills(spec, rows, new, cached):
+                what = f"{spec.num_heads}/{spec.num_kv_heads} {rows} x {new}, {cached} cached"
                 lines.append([what, name, f"{speed_of:.0f}"])
     print(table(["prefill", "backend", "TFLOP/s"], lines), flush=True)
 
 
-def print_planning(shapes: list[AttentionShape]) -> None:
+def print_planning(specs: list[AttentionSpec]) -> None:
     lines = []
-    for shape in shapes:
-        if "fi" in names(shape):
+    for spec in specs:
+        if "fi" in names(spec):
             for rows in (1, 64, 256):
-                planned, kept = planning(shape, rows, 840)
-                what = f"{shape.num_heads}/{shape.num_kv_heads} {rows} rows"
+                planned, kept = planning(spec, rows, 840)
+                what = f"{spec.num_heads}/{spec.num_kv_heads} {rows} rows"
                 lines.append([what, f"{planned:.0f}", f"{kept:.0f}"])
     print(table(["FlashInfer's prepare, host", "us, new lengths", "us, plan kept"], lines), flush=True)
 

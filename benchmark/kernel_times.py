@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from measuring.report import table
-from minisgl.attention.base import AttentionShape
-from minisgl.attention.flatten import flatten_pages, make_flattener
-from minisgl.attention.widen import SeenPages, Widener
+from minisgl.attention.base import AttentionSpec
+from minisgl.attention.page_kernels import PageUpcaster, SeenPages, flatten_pages, make_flattener
 from minisgl.engine.cuda_sampler import CudaSampler
 from minisgl.engine.sampler import SampleKind, Sampler, TorchSampler
 from minisgl.engine.state import SlotState
@@ -27,6 +26,7 @@ from minisgl.kernel.base import Heads, Norm, Ops
 from minisgl.kernel.cuda_ops import CudaOps
 from minisgl.kernel.options import Routing
 from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
+from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
 
 DEVICE = torch.device("cuda", 0)
@@ -215,16 +215,16 @@ def between() -> Iterator[Case]:
     models = {"Qwen3-0.6B": (1024, 16, 3072), "Qwen3-14B": (5120, 40, 17408)}
     context, vocab = 4096, 151936
     for model, (hidden, num_heads, intermediate) in models.items():
-        shape = AttentionShape(num_heads, 8, 128, 64, torch.bfloat16)
-        pool = KVPool(shape.kv_layout(1), 256, DEVICE)
-        norm, head_norm = (Norm(torch.ones(n, device=DEVICE).to(shape.dtype), 1e-6) for n in (hidden, shape.head_dim))
-        cos_sin = torch.rand(context, shape.head_dim, device=DEVICE)
-        heads = Heads(num_heads, shape.num_kv_heads, cos_sin, head_norm, head_norm)
-        embedding = torch.randn(vocab, hidden, device=DEVICE).to(shape.dtype)
+        spec = AttentionSpec(num_heads, 8, 128, 64, torch.bfloat16)
+        pool = KVPool(KVLayout(spec.page_size, (spec.kv_stores(),)), 256, DEVICE)
+        norm, head_norm = (Norm(torch.ones(n, device=DEVICE).to(spec.dtype), 1e-6) for n in (hidden, spec.head_dim))
+        cos_sin = torch.rand(context, spec.head_dim, device=DEVICE)
+        heads = Heads(num_heads, spec.num_kv_heads, cos_sin, head_norm, head_norm)
+        embedding = torch.randn(vocab, hidden, device=DEVICE).to(spec.dtype)
         for tokens in (1, 64, 256, 8192):
             x, qkv, gate_up = (
-                torch.randn(tokens, width, device=DEVICE).to(shape.dtype)
-                for width in (hidden, (num_heads + 2 * shape.num_kv_heads) * shape.head_dim, 2 * intermediate)
+                torch.randn(tokens, width, device=DEVICE).to(spec.dtype)
+                for width in (hidden, (num_heads + 2 * spec.num_kv_heads) * spec.head_dim, 2 * intermediate)
             )
             ids = torch.randint(vocab, (tokens,), device=DEVICE)
             positions = torch.randint(context, (tokens,), device=DEVICE)
@@ -247,27 +247,28 @@ def pages() -> Iterator[Case]:
         "csrc": (CudaOps(DEVICE), make_flattener(DEVICE)),
         "torch": (TorchOps(), flatten_pages),
     }
-    shape = AttentionShape(16, 8, 128, 64, torch.bfloat16, fp8_kv=True)
+    spec = AttentionSpec(16, 8, 128, 64, torch.bfloat16, fp8_kv=True)
     context = 2048
     for rows in (1, 64, 256):
-        state = SlotState(num_slots=rows, max_seq_len=context, page_size=shape.page_size, scratch_page=0, device=DEVICE)
+        state = SlotState(num_slots=rows, max_seq_len=context, page_size=spec.page_size, scratch_page=0, device=DEVICE)
         state.lengths[:] = context
         slots, table, kv_lens = torch.arange(rows, device=DEVICE), state.page_table[:rows], state.lengths[:rows]
-        inputs = slots, state.tokens, state.lengths, state.page_table, shape.page_size
+        inputs = slots, state.tokens, state.lengths, state.page_table, spec.page_size
         lists = table.new_empty(rows + 1), table.new_empty(rows), table.new_empty(table.numel() + 1)
         in_rows = 4 * slots.nbytes + 2 * kv_lens.nbytes  # slots, ids, positions, places; tokens and lengths
         for name, (which, flatten) in all_ops.items():
             run = same_each_time(which.decode_inputs, *inputs, pages=True)
             yield Case(f"decode inputs ({name})", f"{rows} rows", run, 2 * table.nbytes + in_rows)
-            run = same_each_time(flatten, table, kv_lens, shape.page_size, *lists)
+            run = same_each_time(flatten, table, kv_lens, spec.page_size, *lists)
             yield Case(f"pages as a list ({name})", f"{rows} rows", run, 2 * table.nbytes)
-    pool = KVPool(shape.kv_layout(1, widened=shape.dtype), 128, DEVICE)
-    widener = Widener(shape, DEVICE)
+    layout = KVLayout(spec.page_size, (spec.kv_stores(),), spec.kv_stores(spec.dtype))
+    pool = KVPool(layout, 128, DEVICE)
+    upcaster = PageUpcaster(spec, DEVICE)
     for count in (16, 128):
         seen = SeenPages(torch.arange(count, device=DEVICE).int(), torch.tensor([count], device=DEVICE).int())
-        moved = 2 * count * pool.keys(0)[0].numel() * (shape.kv_dtype.itemsize + shape.dtype.itemsize)
-        run = same_each_time(widener.widen, 0, pool, seen)
-        yield Case("pages made wide (csrc)", f"{count} pages of {shape.page_size} tokens, 8 KV heads", run, moved)
+        moved = 2 * count * pool.keys(0)[0].numel() * (spec.kv_dtype.itemsize + spec.dtype.itemsize)
+        run = same_each_time(upcaster.upcast, 0, pool, seen)
+        yield Case("pages upcast (csrc)", f"{count} pages of {spec.page_size} tokens, 8 KV heads", run, moved)
 
 
 SUITES: dict[str, Callable[[], Iterator[Case]]] = {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from minisgl.attention.base import AttentionBackend, AttentionPlan
+    from minisgl.attention.base import AttentionPlan
     from minisgl.attention.fused import FusedRows
     from minisgl.kernel.base import Ops
     from minisgl.kvcache.pool import KVPool
@@ -24,7 +25,6 @@ class ForwardContext:
     logits_indices: Tensor | None  # [R] int64: the tokens whose final states are read; None: of all T
     kv: KVPool
     ops: Ops
-    attention: AttentionBackend
-    plan: AttentionPlan
-    fused: FusedRows | None = None  # attends in place of norm_rope_store and the backend
+    attention: Mapping[int, AttentionPlan]  # by layer, but for those in `fused`
+    fused: Mapping[int, FusedRows] = field(default_factory=dict)  # by layer, in place of norm_rope_store and a plan
     logits: Tensor | None = None  # [S, vocab_size]: where the model leaves them; None: in a new tensor

@@ -10,21 +10,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl.attention.base import AttentionShape
-from minisgl.attention.flatten import flatten_pages
-from minisgl.attention.select import (
-    CANDIDATES,
-    Candidate,
-    choose,
-    make_attention,
-)
+from minisgl.attention import backend_choice
+from minisgl.attention.backend_choice import CANDIDATES, Candidate, Notices, make_attention
+from minisgl.attention.base import AttentionSpec
+from minisgl.attention.page_kernels import flatten_pages
+from minisgl.attention.self_test import Role
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ConfigError, attention_names
 from minisgl.kernel.select import driver_missing, import_error
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
-SMALL = AttentionShape(num_heads=16, num_kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16)
+SMALL = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16)
 LARGE = replace(SMALL, num_heads=40)
+
+
+def choose(
+    asked: str, role: Role, spec: AttentionSpec, capability: tuple[int, int], candidates: Mapping[str, Candidate]
+) -> str:
+    return backend_choice.choose(asked, role, spec, capability, candidates, Notices())
 
 
 def candidates(missing: Mapping[str, str] = {}, unready: tuple[str, ...] = ()) -> dict[str, Candidate]:
@@ -32,7 +35,7 @@ def candidates(missing: Mapping[str, str] = {}, unready: tuple[str, ...] = ()) -
     return {
         name: replace(
             candidate,
-            missing=lambda *_, name=name: missing.get(name),
+            unsupported=lambda *_, name=name: missing.get(name),
             ready=lambda *_, name=name: name not in unready,
         )
         for name, candidate in CANDIDATES.items()
@@ -40,16 +43,16 @@ def candidates(missing: Mapping[str, str] = {}, unready: tuple[str, ...] = ()) -
 
 
 @pytest.mark.parametrize(
-    ("shape", "capability", "prefill", "decode"),
+    ("spec", "capability", "prefill", "decode"),
     [
         (SMALL, HOPPER, "fa", "fused"),
         (LARGE, HOPPER, "fa", "fused"),
         (LARGE, BLACKWELL, "fi", "fused"),
     ],
 )
-def test_auto_picks_the_fastest(shape: AttentionShape, capability: tuple[int, int], prefill: str, decode: str) -> None:
-    assert choose("auto", "prefill", shape, capability, candidates()) == prefill
-    assert choose("auto", "decode", shape, capability, candidates()) == decode
+def test_auto_picks_the_fastest(spec: AttentionSpec, capability: tuple[int, int], prefill: str, decode: str) -> None:
+    assert choose("auto", "prefill", spec, capability, candidates()) == prefill
+    assert choose("auto", "decode", spec, capability, candidates()) == decode
 
 
 def test_without_the_fused_kernel() -> None:
@@ -86,33 +89,33 @@ def test_blackwell_prefills_without_a_toolkit() -> None:
 
 
 def test_flash_attention_3_is_not_trusted_with_windows_on_8x() -> None:
-    windowed = replace(SMALL, windowed=True)
-    assert "window" in (CANDIDATES["fa"].missing(windowed, AMPERE) or "")
-    assert "window" in (CANDIDATES["fa"].missing(windowed, (8, 9)) or "")
-    assert "window" not in (CANDIDATES["fa"].missing(windowed, HOPPER) or "")
-    assert "window" not in (CANDIDATES["fa"].missing(SMALL, AMPERE) or "")
+    windowed = replace(SMALL, window=4096)
+    assert "window" in (CANDIDATES["fa"].unsupported(windowed, AMPERE) or "")
+    assert "window" in (CANDIDATES["fa"].unsupported(windowed, (8, 9)) or "")
+    assert "window" not in (CANDIDATES["fa"].unsupported(windowed, HOPPER) or "")
+    assert "window" not in (CANDIDATES["fa"].unsupported(SMALL, AMPERE) or "")
 
 
 def test_what_a_backend_has_no_kernels_for() -> None:
     fa, fi = CANDIDATES["fa"], CANDIDATES["fi"]
-    assert "not 10.0" in (fa.missing(SMALL, BLACKWELL) or "")
-    assert "float32" in (fa.missing(replace(SMALL, dtype=torch.float32), HOPPER) or "")
-    assert "heads of 96" in (fi.missing(replace(SMALL, head_dim=96), HOPPER) or "")
-    assert "8.0" in (fi.missing(SMALL, (7, 5)) or "")
+    assert "not 10.0" in (fa.unsupported(SMALL, BLACKWELL) or "")
+    assert "float32" in (fa.unsupported(replace(SMALL, dtype=torch.float32), HOPPER) or "")
+    assert "heads of 96" in (fi.unsupported(replace(SMALL, head_dim=96), HOPPER) or "")
+    assert "8.0" in (fi.unsupported(SMALL, (7, 5)) or "")
     varlen = CANDIDATES["varlen"]
-    assert varlen.missing(replace(SMALL, fp8_kv=True, windowed=True, page_size=7), (12, 0)) is None
-    assert "float32" in (varlen.missing(replace(SMALL, dtype=torch.float32), HOPPER) or "")
-    assert "8.0" in (varlen.missing(SMALL, (7, 5)) or "")
+    assert varlen.unsupported(replace(SMALL, fp8_kv=True, window=100, page_size=7), (12, 0)) is None
+    assert "float32" in (varlen.unsupported(replace(SMALL, dtype=torch.float32), HOPPER) or "")
+    assert "8.0" in (varlen.unsupported(SMALL, (7, 5)) or "")
     narrow = replace(SMALL, head_dim=24)
-    assert "heads of 24" not in (fa.missing(narrow, HOPPER) or "")
-    assert "heads of 24" in (fa.missing(replace(narrow, fp8_kv=True), HOPPER) or "")
-    assert "in 8 bits" in (fi.missing(replace(SMALL, fp8_kv=True), HOPPER) or "")
+    assert "heads of 24" not in (fa.unsupported(narrow, HOPPER) or "")
+    assert "heads of 24" in (fa.unsupported(replace(narrow, fp8_kv=True), HOPPER) or "")
+    assert "in 8 bits" in (fi.unsupported(replace(SMALL, fp8_kv=True), HOPPER) or "")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without the packages")
 @pytest.mark.parametrize("name", ["fa", "fi", "fused"])
 def test_real_candidates_say_which_package_is_missing(name: str) -> None:
-    assert "is not installed (pip install 'minisgl[" in (CANDIDATES[name].missing(SMALL, HOPPER) or "")
+    assert "is not installed (pip install 'minisgl[" in (CANDIDATES[name].unsupported(SMALL, HOPPER) or "")
 
 
 def test_packages_that_are_absent_or_do_not_load() -> None:
@@ -153,9 +156,9 @@ def test_a_driver_too_old_for_what_is_compiled(
 
 
 def test_on_the_cpu_attention_runs_in_torch() -> None:
-    chosen = make_attention("fa,fi", SMALL, torch.device("cpu"))
-    assert isinstance(chosen.backend, TorchAttention)
-    assert not chosen.graph_safe
+    attention = make_attention("fa,fi", [SMALL, SMALL], torch.device("cpu"))
+    assert all(isinstance(layer.prefill, TorchAttention) for layer in attention.layers)
+    assert not attention.graph_safe
 
 
 def test_the_flag() -> None:

@@ -9,38 +9,39 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.attention.base import AttentionInputs, AttentionShape
+from minisgl.attention.backend_choice import CANDIDATES, make_attention
+from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.cpu_backend import CpuAttention
-from minisgl.attention.select import CANDIDATES, make_attention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ConfigError
 from minisgl.kernel.base import Heads, Ops
 from minisgl.kernel.cpu_ops import CpuOps
 from minisgl.kernel.torch_ops import TorchOps
-from minisgl.kvcache.pool import KVLayout, KVPool
+from minisgl.kvcache.layout import KVLayout
+from minisgl.kvcache.pool import KVPool
 from minisgl.layers.layer_config import RopeConfig
 from minisgl.layers.rotary import cos_sin_table
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
-SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, page_size=4, dtype=torch.bfloat16, fp8_kv=True)
+SPEC = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=16, page_size=4, dtype=torch.bfloat16, fp8_kv=True)
 OPS = [TorchOps(), CpuOps(bfloat16_products=False)]
 
 
-def make_layout(dtype: torch.dtype, widened: torch.dtype | None = None) -> KVLayout:
-    return replace(SHAPE.kv_layout(3, widened), dtype=dtype)
+def make_layout(dtype: torch.dtype, upcast: torch.dtype | None = None) -> KVLayout:
+    return KVLayout(SPEC.page_size, (SPEC.kv_stores(dtype),) * 3, SPEC.kv_stores(upcast) if upcast else ())
 
 
 def make_pool(dtype: torch.dtype) -> KVPool:
     return KVPool(make_layout(dtype), 50, CPU)
 
 
-@pytest.mark.parametrize(("dtype", "widened"), [(torch.bfloat16, None), (FP8, None), (FP8, torch.bfloat16)])
-def test_a_page_takes_what_is_reckoned_for_it(dtype: torch.dtype, widened: torch.dtype | None) -> None:
-    layout = make_layout(dtype, widened)
+@pytest.mark.parametrize(("dtype", "upcast"), [(torch.bfloat16, None), (FP8, None), (FP8, torch.bfloat16)])
+def test_a_page_takes_what_is_reckoned_for_it(dtype: torch.dtype, upcast: torch.dtype | None) -> None:
+    layout = make_layout(dtype, upcast)
     pool = KVPool(layout, 50, CPU)
     tensors = [half(layer) for half in (pool.keys, pool.values) for layer in range(3)]
-    taken = sum(tensor.nbytes for tensor in tensors) + (0 if pool.wide is None else pool.wide.nbytes)
+    taken = sum(tensor.nbytes for tensor in tensors) + sum(half.nbytes for half in pool.upcast_buffer or ())
     assert taken == 51 * layout.page_bytes
     assert {tensor.dtype for tensor in tensors} == {dtype}
 
@@ -70,10 +71,10 @@ def test_the_nearest_value_is_stored_and_what_is_too_large_saturates(ops: Ops, d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("query_lens", [[1], [1, 1, 1, 1], [1, 7, 1, 30]], ids=str)
-@pytest.mark.parametrize("make_backend", [lambda size, _: TorchAttention(size), CpuAttention])
+@pytest.mark.parametrize("make_backend", [TorchAttention, CpuAttention])
 @pytest.mark.parametrize("window", [None, 20])
 def test_attention_is_that_over_the_stored_values(
-    make_backend: Callable[[int, torch.dtype], TorchAttention],
+    make_backend: Callable[[AttentionSpec], TorchAttention],
     query_lens: list[int],
     dtype: torch.dtype,
     window: int | None,
@@ -92,19 +93,19 @@ def test_attention_is_that_over_the_stored_values(
         kv_lens_device=torch.from_numpy(kv_lens),
         page_table=torch.randperm(50).int()[: rows * 12].view(rows, 12),
     )
-    q = torch.randn(sum(query_lens), SHAPE.num_heads, SHAPE.head_dim).to(dtype)
-    backend = make_backend(SHAPE.page_size, dtype)
-    have, want = (backend.forward(2, q, pool, backend.plan(inputs), window) for pool in (stored, wide))
+    q = torch.randn(sum(query_lens), SPEC.num_heads, SPEC.head_dim).to(dtype)
+    backend = make_backend(replace(SPEC, dtype=dtype, window=window))
+    have, want = (backend.plan(inputs).forward(2, q, pool) for pool in (stored, wide))
     assert torch.equal(have, want)
 
 
 def test_who_cannot_read_it_says_so() -> None:
-    capable = replace(SHAPE, num_heads=16, num_kv_heads=8, head_dim=128)
-    assert "--kv-cache-dtype fp8_e4m3" in (CANDIDATES["fi"].missing(capable, (9, 0)) or "")
-    assert CANDIDATES["torch"].missing(capable, (9, 0)) is None
+    capable = replace(SPEC, num_heads=16, num_kv_heads=8, head_dim=128)
+    assert "--kv-cache-dtype fp8_e4m3" in (CANDIDATES["fi"].unsupported(capable, (9, 0)) or "")
+    assert CANDIDATES["torch"].unsupported(capable, (9, 0)) is None
 
 
 def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8_e4m3 needs .* 8\.9 or later, not 8\.6"):
-        make_attention("auto", SHAPE, torch.device("cuda", 0))
+        make_attention("auto", [SPEC], torch.device("cuda", 0))

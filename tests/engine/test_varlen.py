@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from minisgl.attention import varlen
-from minisgl.attention.base import AttentionInputs, AttentionShape
+from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.varlen import VarlenAttention, VarlenGroup
 from minisgl.core import Int32Array
+from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
 
 CPU = torch.device("cpu")
@@ -26,8 +28,8 @@ class World:
         rng = torch.Generator().manual_seed(0)
         self.query_lens, self.kv_lens = (np.array(lens, dtype=np.int32) for lens in (query_lens, kv_lens))
         width = -(-int(self.kv_lens.max()) // page_size) + 1
-        shape = AttentionShape(6, 2, 16, page_size, torch.float32)
-        self.pool = KVPool(shape.kv_layout(1), len(kv_lens) * width, CPU)
+        self.spec = AttentionSpec(6, 2, 16, page_size, torch.float32)
+        self.pool = KVPool(KVLayout(page_size, (self.spec.kv_stores(),)), len(kv_lens) * width, CPU)
         for stored in (self.pool.keys(0), self.pool.values(0)):
             stored.copy_(torch.randn(stored.shape, generator=rng))
         table = torch.randperm(len(kv_lens) * width, generator=rng).int().view(-1, width)
@@ -47,7 +49,7 @@ def _starts(lengths: Int32Array) -> Int32Array:
     return np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | None, scale: float | None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | None, scale: float) -> Tensor:
     """Compute row by row what torch's kernel gives for a group."""
     out = torch.empty_like(q)
     for row in range(len(group.query_starts) - 1):
@@ -56,7 +58,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | No
         keys, values = (x[seen].repeat_interleave(3, dim=1) for x in (k, v))
         behind = torch.arange(seen.stop - seen.start) - (seen.stop - seen.start)
         ahead = behind - (torch.arange(queries.stop - queries.start) - (queries.stop - queries.start)).unsqueeze(1)
-        scores = torch.einsum("qhd,khd->hqk", q[queries], keys) * (scale or 16**-0.5)
+        scores = torch.einsum("qhd,khd->hqk", q[queries], keys) * scale
         hidden = (ahead > 0) if window is None else (ahead > 0) | (ahead <= -window)
         out[queries] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
     return out
@@ -74,9 +76,11 @@ def test_each_group_holds_the_keys_that_its_rows_see(
     world = World(page_size, query_lens, kv_lens)
     monkeypatch.setattr(varlen, "_MAX_KEYS", 64)
     monkeypatch.setattr(varlen, "_attend", attend)  # of the CPU, which torch's kernel does not run on
-    backend, oracle = VarlenAttention(page_size), TorchAttention(page_size)
-    have = backend.forward(0, world.q, world.pool, backend.plan(world.inputs), window)
-    want = oracle.forward(0, world.q, world.pool, oracle.plan(world.inputs), window)
+    spec = replace(world.spec, window=window)
+    have, want = (
+        backend.plan(world.inputs).forward(0, world.q, world.pool)
+        for backend in (VarlenAttention(spec), TorchAttention(spec))
+    )
     torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
 
 
@@ -84,17 +88,17 @@ def test_what_is_copied_at_a_time_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(varlen, "_MAX_KEYS", 100)
     kv_lens = [40, 40, 40, 300, 5, 5, 60, 60]
     world = World(4, [1] * 8, kv_lens)
-    groups = list(VarlenAttention(4).groups(world.inputs, None))
+    groups = VarlenAttention(world.spec).plan(world.inputs).groups
     assert [len(group.places) for group in groups] == [80, 40, 300, 70, 60]  # one row alone may be longer
     assert [group.tokens for group in groups] == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 7), slice(7, 8)]
-    windowed = list(VarlenAttention(4).groups(world.inputs, 10))
+    windowed = VarlenAttention(replace(world.spec, window=10)).plan(world.inputs).groups
     assert [len(group.places) for group in windowed] == [70], "no more than the window is copied"
 
 
 def test_decodes_stand_apart_from_prefills() -> None:
     """The kernel's launch is as large as its rows times the longest query."""
     world = World(4, [1, 1, 50, 60, 1], [9, 9, 50, 90, 9])
-    groups = list(VarlenAttention(4).groups(world.inputs, None))
+    groups = VarlenAttention(world.spec).plan(world.inputs).groups
     assert [(group.tokens.start, group.max_query_len) for group in groups] == [(0, 1), (2, 60), (112, 1)]
 
 
@@ -104,7 +108,7 @@ def test_torch_attends_in_pieces_that_store_few_scores(
     query_lens: list[int], kv_lens: list[int], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(4, query_lens, kv_lens)
-    whole, pieces = TorchAttention(4), TorchAttention(4, max_scores=120)
+    spec = replace(world.spec, window=window)
     largest = 0
     plain = torch.nn.functional.scaled_dot_product_attention
 
@@ -114,8 +118,8 @@ def test_torch_attends_in_pieces_that_store_few_scores(
         return plain(q, k, v, **options)
 
     have_functional = SimpleNamespace(scaled_dot_product_attention=counted)
-    want = whole.forward(0, world.q, world.pool, whole.plan(world.inputs), window)
+    want = TorchAttention(spec).plan(world.inputs).forward(0, world.q, world.pool)
     monkeypatch.setattr("minisgl.attention.torch_backend.F", have_functional)
-    have = pieces.forward(0, world.q, world.pool, pieces.plan(world.inputs), window)
+    have = TorchAttention(spec, max_scores=120).plan(world.inputs).forward(0, world.q, world.pool)
     torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
     assert largest <= 120

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionShape
-from minisgl.attention.pair import PairAttention
-from minisgl.attention.select import CANDIDATES, make_backend
+from minisgl.attention.backend_choice import CANDIDATES, make_backend
+from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionSpec
+from minisgl.attention.model_attention import LayerAttention, ModelAttention
+from minisgl.attention.self_test import ROLES, Role, self_test_error
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.attention.trial import Role, trial_error
 from minisgl.core import Int32Array
+from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
 
 pytestmark = pytest.mark.gpu
@@ -38,18 +40,17 @@ class World:
         page_size: int,
         rows: int,
         *,
-        windowed: bool = False,
+        window: int | None = None,
         head_dim: int = 128,
         dtype: torch.dtype = BF16,
     ) -> None:
-        self.shape = AttentionShape(heads[0], heads[1], head_dim, page_size, dtype, windowed)
+        self.spec = AttentionSpec(heads[0], heads[1], head_dim, page_size, dtype, window)
         self.generator = torch.Generator(DEVICE).manual_seed(rows * 1000 + page_size)
         self.random = np.random.default_rng(rows * 1000 + page_size)
         width = -(-LONGEST // page_size)
         pages = 2 * max(rows * width // 4, width)
-        layout = self.shape.kv_layout(num_layers=2)
-        self.pool = KVPool(layout, pages, DEVICE)
-        self.exact = KVPool(dataclasses.replace(layout, dtype=torch.float32), pages, DEVICE)
+        self.pool = KVPool(KVLayout(page_size, (self.spec.kv_stores(),) * 2), pages, DEVICE)
+        self.exact = KVPool(KVLayout(page_size, (self.spec.kv_stores(torch.float32),) * 2), pages, DEVICE)
         for half in (self.pool.keys, self.pool.values):
             half(1).normal_(generator=self.generator)
         self.exact.keys(1).copy_(self.pool.keys(1))
@@ -59,7 +60,7 @@ class World:
 
     def inputs(self, query_lens: Int32Array, kv_lens: Int32Array) -> AttentionInputs:
         rows = len(query_lens)
-        width = -(-int(kv_lens.max()) // self.shape.page_size)
+        width = -(-int(kv_lens.max()) // self.spec.page_size)
         return AttentionInputs(
             query_lens=query_lens,
             kv_lens=kv_lens,
@@ -69,28 +70,35 @@ class World:
         )
 
     def queries(self, tokens: int) -> Tensor:
-        shape = (tokens, self.shape.num_heads, self.shape.head_dim)
-        return torch.randn(shape, device=DEVICE, generator=self.generator).to(self.shape.dtype)
+        shape = (tokens, self.spec.num_heads, self.spec.head_dim)
+        return torch.randn(shape, device=DEVICE, generator=self.generator).to(self.spec.dtype)
 
-    def check(self, have: Tensor, q: Tensor, inputs: AttentionInputs, window: int | None) -> None:
-        oracle = TorchAttention(self.shape.page_size)
-        want = oracle.forward(1, q.float(), self.exact, oracle.plan(inputs), window)
+    def check(self, have: Tensor, q: Tensor, inputs: AttentionInputs) -> None:
+        want = TorchAttention(self.spec).plan(inputs).forward(1, q.float(), self.exact)
         assert have.shape == want.shape
         worst = ((have.float() - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)).max()
         assert worst < TOLERANCE, f"relative error {worst:.1e}"
 
 
-def make(name: str, shape: AttentionShape) -> AttentionBackend:
-    """The backend; skips what cannot run here or would first be compiled for a minute."""
-    if name == "fa,fi":
-        return PairAttention(make("fa", shape), make("fi", shape))
+def make(name: str, spec: AttentionSpec) -> AttentionBackend:
+    """Make the backend; skip what cannot run here or would first be compiled for a minute."""
     candidate, capability = CANDIDATES[name], torch.cuda.get_device_capability(DEVICE)
-    why = candidate.missing(shape, capability)
+    why = candidate.unsupported(spec, capability)
     if why:
         pytest.skip(why)
-    if not all(candidate.ready(shape, capability, role) for role in ("prefill", "decode")):
+    if not all(candidate.ready(spec, capability, role) for role in ROLES):
         pytest.skip(f"{name}: kernels for this shape are not compiled")
-    return make_backend(name, shape, DEVICE)
+    return make_backend(name, spec, DEVICE)
+
+
+def attention(name: str, spec: AttentionSpec) -> ModelAttention:
+    """Return a layer without the window and one with it; a name with a comma is that of prefills and of decodes."""
+    prefill, _, decode = name.partition(",")
+    layers = {}
+    for each in (replace(spec, window=None), spec):
+        backend = make(prefill, each)
+        layers[each] = LayerAttention(name, each, backend, make(decode, each) if decode else backend)
+    return ModelAttention([layers[replace(spec, window=None)], layers[spec]])
 
 
 BACKENDS = ["fa", "fi", "fa,fi", "varlen", "torch"]
@@ -101,7 +109,7 @@ BACKENDS = ["fa", "fi", "fa,fi", "varlen", "torch"]
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("window", [None, 100])
 def test_steps(name: str, heads: tuple[int, int], page_size: int, window: int | None) -> None:
-    check_steps(World(heads, page_size, rows=40, windowed=window is not None), name, window)
+    check_steps(World(heads, page_size, rows=40, window=window), name)
 
 
 @pytest.mark.parametrize("name", ["fa", "varlen"])
@@ -112,16 +120,16 @@ def test_three_query_heads_a_kv_head_of_64_dimensions(
     name: str, page_size: int, window: int | None, dtype: torch.dtype
 ) -> None:
     """SmolLM2's attention."""
-    check_steps(World((9, 3), page_size, 40, windowed=window is not None, head_dim=64, dtype=dtype), name, window)
+    check_steps(World((9, 3), page_size, 40, window=window, head_dim=64, dtype=dtype), name)
 
 
 @pytest.mark.parametrize("name", ["varlen", "torch"])
 def test_a_long_prefix_costs_no_scores(name: str) -> None:
     """A chunk behind 30,000 cached tokens takes a small part of what its scores would, 2 bytes each."""
     page_size, cached, queries = 64, 30_000, 2_048
-    shape = AttentionShape(32, 8, 128, page_size, BF16)
+    spec = AttentionSpec(32, 8, 128, page_size, BF16)
     pages = -(-(cached + queries) // page_size)
-    pool = KVPool(shape.kv_layout(num_layers=1), pages, DEVICE)
+    pool = KVPool(KVLayout(page_size, (spec.kv_stores(),)), pages, DEVICE)
     inputs = AttentionInputs(
         query_lens=np.array([queries], dtype=np.int32),
         kv_lens=np.array([cached + queries], dtype=np.int32),
@@ -129,13 +137,13 @@ def test_a_long_prefix_costs_no_scores(name: str) -> None:
         kv_lens_device=torch.tensor([cached + queries], dtype=torch.int32, device=DEVICE),
         page_table=torch.randperm(pages, device=DEVICE).int().unsqueeze(0),
     )
-    backend = make_backend(name, shape, DEVICE)
+    backend = make_backend(name, spec, DEVICE)
     q = torch.randn(queries, 32, 128, device=DEVICE, dtype=BF16)
-    backend.forward(0, q, pool, backend.plan(inputs))
+    backend.plan(inputs).forward(0, q, pool)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    backend.forward(0, q, pool, backend.plan(inputs))
+    backend.plan(inputs).forward(0, q, pool)
     torch.cuda.synchronize()
     scores = 2 * 32 * queries * (cached + queries)
     assert torch.cuda.max_memory_allocated() - before < scores // 3
@@ -143,14 +151,14 @@ def test_a_long_prefix_costs_no_scores(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fa", "fi", "varlen"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_the_trial_at_start_passes_what_works(name: str, role: Role) -> None:
-    shapes = AttentionShape(16, 8, 128, 64, BF16), AttentionShape(16, 8, 128, 1, BF16, windowed=True)
-    for shape in shapes if name != "varlen" else (*shapes, AttentionShape(9, 3, 64, 16, F16, fp8_kv=True)):
-        assert trial_error(make(name, shape), shape, DEVICE, role) is None
+def test_the_self_test_passes_what_works(name: str, role: Role) -> None:
+    specs = AttentionSpec(16, 8, 128, 64, BF16), AttentionSpec(16, 8, 128, 1, BF16, window=100)
+    for spec in specs if name != "varlen" else (*specs, AttentionSpec(9, 3, 64, 16, F16, fp8_kv=True)):
+        assert self_test_error(partial(make, name), spec, DEVICE, role) is None
 
 
-def check_steps(world: World, name: str, window: int | None) -> None:
-    backend = make(name, world.shape)
+def check_steps(world: World, name: str) -> None:
+    layers = attention(name, world.spec)
     rng = world.random
     for rows, longest_query in [(1, 1), (40, 1), (1, 700), (5, 300), (40, 30), (40, 200), (33, 2)]:
         query_lens = rng.integers(1, longest_query + 1, rows).astype(np.int32)
@@ -158,9 +166,9 @@ def check_steps(world: World, name: str, window: int | None) -> None:
         kv_lens[::3] = query_lens[::3]  # nothing cached
         inputs = world.inputs(query_lens, kv_lens)
         q = world.queries(int(query_lens.sum()))
-        plan = backend.plan(inputs)
-        backend.forward(0, q, world.pool, plan)
-        world.check(backend.forward(1, q, world.pool, plan, window), q, inputs, window)
+        plans = layers.plan(inputs)
+        plans[0].forward(0, q, world.pool)
+        world.check(plans[1].forward(1, q, world.pool), q, inputs)
 
 
 @contextmanager
@@ -175,12 +183,11 @@ def side_stream() -> Iterator[None]:
 class Graph:
     """A captured decode, as the engine captures it: lengths and pages come from the device alone."""
 
-    def __init__(self, world: World, backend: AttentionBackend, rows: int, window: int | None) -> None:
+    def __init__(self, world: World, layers: ModelAttention, rows: int) -> None:
         self.rows = rows
         self.lengths = torch.ones(rows, dtype=torch.int32, device=DEVICE)
         self.q = world.queries(rows)
-        self.attention = backend.graphed_decode(rows)
-        self.attention.prepare(np.zeros(rows, dtype=np.int32))
+        self.attention = layers.capture_decode(rows)
         inputs = AttentionInputs(
             query_lens=np.ones(rows, dtype=np.int32),
             kv_lens=np.full(rows, LONGEST, dtype=np.int32),
@@ -190,9 +197,9 @@ class Graph:
         )
 
         def run() -> Tensor:
-            self.plan = self.attention.plan(inputs)
-            backend.forward(0, self.q, world.pool, self.plan)
-            return backend.forward(1, self.q, world.pool, self.plan, window)
+            self.plans = self.attention.plan(inputs)
+            self.plans[0].forward(0, self.q, world.pool)
+            return self.plans[1].forward(1, self.q, world.pool)
 
         run()
         self.graph = torch.cuda.CUDAGraph()
@@ -215,11 +222,11 @@ class Graph:
 @pytest.mark.parametrize("heads", [(16, 8), (40, 8), (16, 2)])
 @pytest.mark.parametrize("window", [None, 100])
 def test_replays_with_other_lengths(name: str, heads: tuple[int, int], page_size: int, window: int | None) -> None:
-    world = World(heads, page_size, rows=300, windowed=window is not None)
-    backend = make(name, world.shape)
+    world = World(heads, page_size, rows=300, window=window)
+    layers = attention(name, world.spec)
     rng = world.random
     with side_stream():
-        graphs = [Graph(world, backend, rows, window) for rows in (300, 24, 1)]
+        graphs = [Graph(world, layers, rows) for rows in (300, 24, 1)]
         for graph in graphs:
             rows = graph.rows
             lengths = rng.integers(1, LONGEST // 2, rows).astype(np.int32)
@@ -227,7 +234,7 @@ def test_replays_with_other_lengths(name: str, heads: tuple[int, int], page_size
                 live = lengths[: max(1, rows - step % 3)]
                 q = world.queries(len(live))
                 have = graph.replay(q, live).clone()
-                world.check(have, q, world.inputs(np.ones_like(live), live), window)
+                world.check(have, q, world.inputs(np.ones_like(live), live))
                 # Most rows grow by a token, some are others now.
                 lengths = np.minimum(lengths + 1, LONGEST).astype(np.int32)
                 changed = rng.random(rows) < 0.1
@@ -236,7 +243,7 @@ def test_replays_with_other_lengths(name: str, heads: tuple[int, int], page_size
 
 def test_plans_are_redone_only_when_rows_gain_or_lose_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World((16, 8), 64, rows=4)
-    backend = make("fi", world.shape)
+    layers = attention("fi", world.spec)
     import minisgl.attention.fi as fi
 
     plans = 0
@@ -249,7 +256,7 @@ def test_plans_are_redone_only_when_rows_gain_or_lose_a_chunk(monkeypatch: pytes
 
     monkeypatch.setattr(fi, "fast_decode_plan", counted)
     with side_stream():
-        graph = Graph(world, backend, 4, None)
+        graph = Graph(world, layers, 4)
         plans = 0
         for length in range(600, 600 + 256):
             graph.replay(graph.q, np.full(4, length, dtype=np.int32))
@@ -259,10 +266,10 @@ def test_plans_are_redone_only_when_rows_gain_or_lose_a_chunk(monkeypatch: pytes
 def test_two_plans_in_flight_do_not_mix() -> None:
     """The host runs ahead: a plan written for the next replay must not reach the one before it."""
     world = World((16, 8), 16, rows=8)
-    backend = make("fi", world.shape)
+    layers = attention("fi", world.spec)
     rng = world.random
     with side_stream():
-        graph = Graph(world, backend, 8, None)
+        graph = Graph(world, layers, 8)
         steps = [rng.integers(1, LONGEST + 1, 8).astype(np.int32) for _ in range(20)]
         q = world.queries(8)
         busy = torch.randn(4096, 4096, device=DEVICE)
@@ -272,4 +279,4 @@ def test_two_plans_in_flight_do_not_mix() -> None:
             busy /= busy.norm()
             outs.append(graph.replay(q, lengths).clone())
         for lengths, out in zip(steps, outs, strict=True):
-            world.check(out, q, world.inputs(np.ones(8, dtype=np.int32), lengths), None)
+            world.check(out, q, world.inputs(np.ones(8, dtype=np.int32), lengths))

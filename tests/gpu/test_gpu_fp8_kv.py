@@ -4,7 +4,6 @@ whose cache rounds likewise.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ from torch import Tensor
 
 from gpu.test_gpu_fused_decode import Step, make_step
 from minisgl import LLM, SamplingParams
-from minisgl.attention.base import AttentionInputs, AttentionShape
-from minisgl.attention.select import CANDIDATES, make_backend
+from minisgl.attention.backend_choice import CANDIDATES, make_backend
+from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kernel.torch_ops import TorchOps
+from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
 from support.small_models import save_qwen3
 
@@ -30,8 +30,9 @@ FP8 = torch.float8_e4m3fn
 BF16, F16 = torch.bfloat16, torch.float16
 
 
-def make_pool(shape: AttentionShape, pages: int, dtype: torch.dtype, widened: torch.dtype | None = None) -> KVPool:
-    return KVPool(dataclasses.replace(shape.kv_layout(2, widened), dtype=dtype), pages, DEVICE)
+def make_pool(spec: AttentionSpec, pages: int, dtype: torch.dtype, upcast: torch.dtype | None = None) -> KVPool:
+    layers = (spec.kv_stores(dtype),) * 2
+    return KVPool(KVLayout(spec.page_size, layers, spec.kv_stores(upcast) if upcast else ()), pages, DEVICE)
 
 
 def check_stored(have: Tensor, want: Tensor) -> None:
@@ -49,7 +50,7 @@ def test_norm_rope_store(dtype: torch.dtype, head_dim: int, normed: bool) -> Non
     from minisgl.kernel.cuda_ops import CudaOps
 
     torch.manual_seed(0)
-    tokens, shape = 300, AttentionShape(6, 2, head_dim, 16, dtype, fp8_kv=True)
+    tokens, spec = 300, AttentionSpec(6, 2, head_dim, 16, dtype, fp8_kv=True)
     qkv = torch.randn(tokens, 10 * head_dim, device=DEVICE)
     qkv[::7, -head_dim:] *= 1000  # values that saturate
     qkv = qkv.to(dtype)
@@ -58,7 +59,7 @@ def test_norm_rope_store(dtype: torch.dtype, head_dim: int, normed: bool) -> Non
     heads = Heads(6, 2, torch.cat([angles.cos(), angles.sin()], dim=1).to(DEVICE), *norms)
     positions = torch.randperm(400, device=DEVICE)[:tokens]
     slots = torch.randperm(800, device=DEVICE)[:tokens]
-    have, want = (make_pool(shape, 50, FP8) for _ in range(2))
+    have, want = (make_pool(spec, 50, FP8) for _ in range(2))
     q, want_q = (
         ops.norm_rope_store(qkv, heads, positions, slots, pool.keys(1), pool.values(1))
         for ops, pool in ((CudaOps(DEVICE), have), (TorchOps(), want))
@@ -72,15 +73,15 @@ def test_norm_rope_store(dtype: torch.dtype, head_dim: int, normed: bool) -> Non
 
 def attend(step: Step, q: Tensor, window: int | None) -> Tensor:
     """[rows, heads, head_dim] float64 over what is in the caches, the new token included."""
-    shape = step.shape
+    spec = step.spec
     rows = []
     for row, length in enumerate(step.lengths):
-        pages = step.page_table[step.slots[row], : -(-length // shape.page_size)].long()
+        pages = step.page_table[step.slots[row], : -(-length // spec.page_size)].long()
         k, v = (cache.view(torch.uint8)[pages].view(FP8).flatten(0, 1)[:length].double() for cache in step.caches)
         if window is not None:
             k, v = k[-window:], v[-window:]
-        k, v = (x.repeat_interleave(shape.group, dim=1) for x in (k, v))
-        scores = torch.einsum("hd,nhd->hn", q[row].double(), k) * shape.head_dim**-0.5
+        k, v = (x.repeat_interleave(spec.group, dim=1) for x in (k, v))
+        scores = torch.einsum("hd,nhd->hn", q[row].double(), k) * spec.head_dim**-0.5
         rows.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), v))
     return torch.stack(rows)
 
@@ -121,8 +122,8 @@ def test_fused_decode(
     norm: bool,
     dtype: torch.dtype,
 ) -> None:
-    shape = AttentionShape(heads, kv_heads, head_dim, page_size, dtype, window is not None, fp8_kv=True)
-    step = make_step(shape, lengths, norm=norm)
+    spec = AttentionSpec(heads, kv_heads, head_dim, page_size, dtype, fp8_kv=True)
+    step = make_step(spec, lengths, norm=norm)
     made = step.inputs()
     reference = [cache.clone() for cache in step.caches]
     q = TorchOps().norm_rope_store(step.qkv, step.heads, made.positions, made.out_cache_loc, *reference)
@@ -138,8 +139,8 @@ def test_fused_decode(
 
 def test_the_new_token_counts_as_it_is_stored() -> None:
     """A decode of one token gives its value as the cache has it: rounded, at most 448."""
-    shape = AttentionShape(16, 8, 128, 64, BF16, fp8_kv=True)
-    step = make_step(shape, [1, 1])
+    spec = AttentionSpec(16, 8, 128, 64, BF16, fp8_kv=True)
+    step = make_step(spec, [1, 1])
     step.qkv[:, -8 * 128 :] *= 200
     have = step.forward().view(2, 8, 2, 128)
     values = step.caches[1].float()[step.page_table[step.slots, 0].long(), 0]
@@ -152,16 +153,16 @@ def test_the_new_token_counts_as_it_is_stored() -> None:
 @pytest.mark.parametrize("heads", [(16, 8), (40, 8), (16, 2)])
 @pytest.mark.parametrize("window", [None, 100])
 def test_steps(name: str, heads: tuple[int, int], page_size: int, window: int | None) -> None:
-    shape = AttentionShape(heads[0], heads[1], 128, page_size, BF16, window is not None, fp8_kv=True)
-    why = CANDIDATES[name].missing(shape, torch.cuda.get_device_capability(DEVICE))
+    spec = AttentionSpec(heads[0], heads[1], 128, page_size, BF16, window, fp8_kv=True)
+    why = CANDIDATES[name].unsupported(spec, torch.cuda.get_device_capability(DEVICE))
     if why:
         pytest.skip(why)
-    backend = make_backend(name, shape, DEVICE)
+    backend = make_backend(name, spec, DEVICE)
     torch.manual_seed(0)
     rng, longest = np.random.default_rng(0), 1500
     pages = 20 * longest // page_size
-    pool = make_pool(shape, pages, FP8, BF16 if backend.widens else None)
-    exact = make_pool(shape, pages, torch.float32)
+    pool = make_pool(spec, pages, FP8, BF16 if backend.upcasts else None)
+    exact = make_pool(spec, pages, torch.float32)
     for half in (KVPool.keys, KVPool.values):
         half(exact, 1).normal_()
         half(pool, 1).copy_(half(exact, 1))
@@ -179,10 +180,9 @@ def test_steps(name: str, heads: tuple[int, int], page_size: int, window: int | 
         )
         q = torch.randn(int(query_lens.sum()), heads[0], 128, device=DEVICE).to(BF16)
         plan = backend.plan(inputs)
-        backend.forward(0, q, pool, plan)  # another layer leaves nothing behind
-        have = backend.forward(1, q, pool, plan, window)
-        oracle = TorchAttention(page_size)
-        want = oracle.forward(1, q.float(), exact, oracle.plan(inputs), window)
+        plan.forward(0, q, pool)  # another layer leaves nothing behind
+        have = plan.forward(1, q, pool)
+        want = TorchAttention(spec).plan(inputs).forward(1, q.float(), exact)
         worst = ((have.float() - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)).max()
         assert worst < 6e-3, f"relative error {worst:.1e}"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionShape
+from minisgl.attention.base import AttentionSpec
 from minisgl.kernel.base import DecodeInputs, Heads, Norm
 from minisgl.kernel.torch_ops import TorchOps
 
@@ -23,17 +23,17 @@ DEVICE = torch.device("cuda", 0)
 
 
 @lru_cache
-def fused_decode(shape: AttentionShape) -> FusedDecode:
+def fused_decode(spec: AttentionSpec) -> FusedDecode:
     from minisgl.attention.fused import FusedDecode
 
-    return FusedDecode(shape, DEVICE)
+    return FusedDecode(spec, DEVICE)
 
 
 @dataclass(frozen=True)
 class Step:
     """What a decode step finds on the device: rows of `lengths` tokens, the last of which is new."""
 
-    shape: AttentionShape
+    spec: AttentionSpec
     lengths: list[int]
     slots: Tensor
     all_lengths: Tensor  # [slots]
@@ -46,33 +46,34 @@ class Step:
         """Where the new tokens stand, for those who store and attend by themselves."""
         tokens = self.all_lengths.unsqueeze(1).expand(-1, max(self.lengths))  # any will do
         return TorchOps().decode_inputs(
-            self.slots, tokens, self.all_lengths, self.page_table, self.shape.page_size, pages=True
+            self.slots, tokens, self.all_lengths, self.page_table, self.spec.page_size, pages=True
         )
 
     def forward(self, window: int | None = None) -> Tensor:
         """With the new K and V stored in `caches`."""
-        rows = fused_decode(self.shape).rows(self.slots, self.all_lengths[self.slots], self.page_table)
-        return rows.forward(self.qkv, self.heads, self.caches[0], self.caches[1], window)
+        kv_lens = self.all_lengths[self.slots]
+        rows = fused_decode(self.spec).rows(self.slots, kv_lens, self.page_table, window)
+        return rows.forward(self.qkv, self.heads, self.caches[0], self.caches[1])
 
 
-def make_step(shape: AttentionShape, lengths: list[int], *, norm: bool = True) -> Step:
+def make_step(spec: AttentionSpec, lengths: list[int], *, norm: bool = True) -> Step:
     torch.manual_seed(0)
-    rows, slots_in_all, width = len(lengths), len(lengths) + 3, -(-max(lengths) // shape.page_size)
+    rows, slots_in_all, width = len(lengths), len(lengths) + 3, -(-max(lengths) // spec.page_size)
     pages = torch.randperm(rows * width, device=DEVICE).int().view(rows, width)
     slots = torch.randperm(slots_in_all, device=DEVICE)[:rows]
     page_table = torch.zeros((slots_in_all, width), dtype=torch.int32, device=DEVICE)
     page_table[slots] = pages
     all_lengths = torch.ones(slots_in_all, dtype=torch.int32, device=DEVICE)
     all_lengths[slots] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    cache = (rows * width, shape.page_size, shape.num_kv_heads, shape.head_dim)
-    caches = [torch.randn(cache, device=DEVICE, dtype=shape.dtype).to(shape.kv_dtype) for _ in range(2)]
-    qkv = torch.randn(rows, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, device=DEVICE)
-    angles = torch.outer(torch.arange(max(lengths)), torch.rand(shape.head_dim // 2))
+    cache = (rows * width, spec.page_size, spec.num_kv_heads, spec.head_dim)
+    caches = [torch.randn(cache, device=DEVICE, dtype=spec.dtype).to(spec.kv_dtype) for _ in range(2)]
+    qkv = torch.randn(rows, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, device=DEVICE)
+    angles = torch.outer(torch.arange(max(lengths)), torch.rand(spec.head_dim // 2))
     table = torch.cat([angles.cos(), angles.sin()], dim=1).to(DEVICE)
-    norm_dtype = shape.norm_dtype or shape.dtype
-    norms = [Norm(torch.randn(shape.head_dim, device=DEVICE).to(norm_dtype), 1e-6) if norm else None for _ in "qk"]
-    heads = Heads(shape.num_heads, shape.num_kv_heads, table, *norms)
-    return Step(shape, lengths, slots, all_lengths, page_table, caches, qkv.to(shape.dtype), heads)
+    norm_dtype = spec.norm_dtype or spec.dtype
+    norms = [Norm(torch.randn(spec.head_dim, device=DEVICE).to(norm_dtype), 1e-6) if norm else None for _ in "qk"]
+    heads = Heads(spec.num_heads, spec.num_kv_heads, table, *norms)
+    return Step(spec, lengths, slots, all_lengths, page_table, caches, qkv.to(spec.dtype), heads)
 
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -135,21 +136,21 @@ def test_fused_decode(
     norm: bool,
     dtype: torch.dtype,
 ) -> None:
-    shape = AttentionShape(heads, kv_heads, head_dim, page_size, dtype, window is not None)
-    compare(make_step(shape, lengths, norm=norm), window)
+    spec = AttentionSpec(heads, kv_heads, head_dim, page_size, dtype)
+    compare(make_step(spec, lengths, norm=norm), window)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_norms_in_float32_and_another_scale(head_dim: int) -> None:
     """Gemma's: a scale that is not that of the head's size, and norms whose weights are wider than q and k."""
-    shape = AttentionShape(32, 16, head_dim, 64, BF16, scale=168**-0.5, norm_dtype=torch.float32)
-    compare(make_step(shape, [640, 7, 9000]), None)
+    spec = AttentionSpec(32, 16, head_dim, 64, BF16, scale=168**-0.5, norm_dtype=torch.float32)
+    compare(make_step(spec, [640, 7, 9000]), None)
 
 
 def compare(step: Step, window: int | None) -> None:
     """Run a step, and the same by itself in float64."""
-    shape, lengths, made = step.shape, step.lengths, step.inputs()
-    heads, kv_heads, head_dim, page_size = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size
+    spec, lengths, made = step.spec, step.lengths, step.inputs()
+    heads, kv_heads, head_dim, page_size = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.page_size
     reference_caches = [cache.clone() for cache in step.caches]
     q = TorchOps().norm_rope_store(step.qkv, step.heads, made.positions, made.out_cache_loc, *reference_caches)
     want = torch.empty(len(lengths), heads, head_dim, dtype=torch.float64, device=DEVICE)
@@ -159,7 +160,7 @@ def compare(step: Step, window: int | None) -> None:
         if window is not None:
             k, v = k[-window:], v[-window:]
         k, v = (x.double().repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
-        scores = torch.einsum("hd,nhd->hn", q[row].double(), k) * shape.softmax_scale
+        scores = torch.einsum("hd,nhd->hn", q[row].double(), k) * spec.softmax_scale
         want[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
 
     have = step.forward(window)
@@ -167,7 +168,7 @@ def compare(step: Step, window: int | None) -> None:
         error = (cache.double() - reference.double()).norm() / reference.double().norm()
         assert error < 1e-4, f"stored with a relative error of {error:.2e}"
     error = (have.double() - want).norm() / want.norm()
-    assert error < (6e-3 if shape.dtype == BF16 else 1e-3), f"relative error {error:.2e}"
+    assert error < (6e-3 if spec.dtype == BF16 else 1e-3), f"relative error {error:.2e}"
     worst = (have.double() - want).abs().max()
     assert worst < 0.1, f"a value is {worst:.2e} off"
 
@@ -175,8 +176,8 @@ def compare(step: Step, window: int | None) -> None:
 @pytest.mark.parametrize("rows", [1, 4, 8, 16, 20, 28, 40, 60, 256])
 def test_a_row_depends_on_no_other(rows: int) -> None:
     """The same bits whatever the others' lengths, and again."""
-    shape = AttentionShape(16, 8, 128, 64, BF16)
-    step = make_step(shape, [12345, *[640] * (rows - 1)])
+    spec = AttentionSpec(16, 8, 128, 64, BF16)
+    step = make_step(spec, [12345, *[640] * (rows - 1)])
     first = step.forward()
     assert torch.equal(step.forward(), first)
     for lengths in ([1] * (rows - 1), [12345, *[100] * (rows - 2)] if rows > 1 else []):

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl.attention.base import AttentionInputs
+from minisgl.attention.base import AttentionInputs, AttentionSpec
+from minisgl.attention.model_attention import LayerAttention, ModelAttention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.context import ForwardContext
 from minisgl.kernel.torch_ops import TorchOps
-from minisgl.kvcache.pool import KVLayout, KVPool
+from minisgl.kvcache.pool import KVPool
 from minisgl.models.decoder import CausalLM
 
 
@@ -33,14 +34,17 @@ class Harness:
         self.model = model
         self.page_size = page_size
         self.device = device
-        kv_heads = config.attention.kv_heads_per_rank(model.tp.size)
-        layout = KVLayout(config.num_layers, page_size, kv_heads, config.attention.head_dim, model.dtype)
-        self.pool = KVPool(layout, num_pages, device)
+        specs = [
+            AttentionSpec.of(layer.attention, tp_size=model.tp.size, page_size=page_size, dtype=model.dtype)
+            for layer in config.layers
+        ]
+        backends = {spec: TorchAttention(spec) for spec in specs}
+        self.attention = ModelAttention([LayerAttention("", spec, backends[spec], backends[spec]) for spec in specs])
+        self.pool = KVPool(self.attention.kv_layout, num_pages, device)
         # What nobody wrote must not matter: NaN would spread through a masked product, so large but finite.
         self.pool.keys(0).fill_(50.0)
         self.pool.values(0).fill_(50.0)
         self.free = np.random.default_rng(seed).permutation(num_pages).tolist()
-        self.attention = TorchAttention(page_size, scale=config.attention.scale)
 
     def add(self, tokens: Sequence[int]) -> Tracked:
         return Tracked(list(tokens))
@@ -89,8 +93,7 @@ class Harness:
             logits_indices=None if every_row_samples else self._tensor(ends - 1),
             kv=self.pool,
             ops=TorchOps(),
-            attention=self.attention,
-            plan=self.attention.plan(inputs),
+            attention=self.attention.plan(inputs),
         )
         logits: torch.Tensor = self.model(ctx)
         return logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,8 @@ def test_a_window_changes_the_answer(saved: Saved, kind: str) -> None:
     theirs, folder = saved(kind)
     model = load(folder)
     tokens = prompt(60)
-    for layer in model.model.layers:
-        layer.self_attn.window = None
+    layers = tuple(replace(layer, attention=replace(layer.attention, window=None)) for layer in model.config.layers)
+    model.config = replace(model.config, layers=layers)
     harness = Harness(model)
     logits = harness.step([(harness.add(tokens), 60)], every_token=True)
     want = oracle(theirs, tokens)

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.attention.base import AttentionInputs
+from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.cpu_backend import CpuAttention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kernel.options import Routing
 from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
-from minisgl.kvcache.pool import KVLayout, KVPool
+from minisgl.kvcache.layout import KVLayout, paged_kv
+from minisgl.kvcache.pool import KVPool
 from minisgl.layers.layer_config import RopeConfig
 from minisgl.layers.rotary import cos_sin_table, paired_rows
 from minisgl.models.config.load_config import parse_config
@@ -156,9 +157,9 @@ def test_norm_rope_store(dtype: torch.dtype, norms: bool) -> None:
     ],
 )
 @pytest.mark.parametrize("window", [None, 1, 5, 40, 1000])
-@pytest.mark.parametrize("make_backend", [lambda size, _: TorchAttention(size), CpuAttention])
+@pytest.mark.parametrize("make_backend", [TorchAttention, CpuAttention])
 def test_attention_is_the_formula(
-    make_backend: Callable[[int, torch.dtype], TorchAttention],
+    make_backend: Callable[[AttentionSpec], TorchAttention],
     dtype: torch.dtype,
     query_lens: list[int],
     kv_lens: list[int],
@@ -166,7 +167,7 @@ def test_attention_is_the_formula(
 ) -> None:
     heads, kv_heads, dim, page_size = 6, 2, 16, 4
     generator = torch.Generator().manual_seed(1)
-    pool = KVPool(KVLayout(2, page_size, kv_heads, dim, dtype), 200, torch.device("cpu"))
+    pool = KVPool(KVLayout(page_size, (paged_kv(kv_heads, dim, dtype),) * 2), 200, torch.device("cpu"))
     pool.keys(1).normal_(generator=generator)
     pool.values(1).normal_(generator=generator)
     pages = torch.randperm(200, generator=generator).int()[: len(kv_lens) * 25].view(len(kv_lens), 25)
@@ -178,10 +179,9 @@ def test_attention_is_the_formula(
         kv_lens_device=torch.tensor(kv_lens, dtype=torch.int32),
         page_table=pages,
     )
-    backend = make_backend(page_size, dtype)
-    plan = backend.plan(inputs)
-    backend.forward(0, q, pool, plan)  # a layer without the window before it
-    have = backend.forward(1, q, pool, plan, window)
+    plan = make_backend(AttentionSpec(heads, kv_heads, dim, page_size, dtype, window)).plan(inputs)
+    plan.forward(0, q, pool)  # another layer leaves nothing behind
+    have = plan.forward(1, q, pool)
 
     want = []
     at = 0
@@ -206,7 +206,7 @@ def test_attention_in_place_is_that_of_gathered_pages(heads: int, query_lens: li
     """Rows whose pages follow one another, in order and not, shared and scattered."""
     page_size, kv_lens = 16, [630, 640, 600, 90, 400]
     device = torch.device("cpu")
-    pool = KVPool(KVLayout(1, page_size, 2, 16, torch.float32), 200, device)
+    pool = KVPool(KVLayout(page_size, (paged_kv(2, 16, torch.float32),)), 200, device)
     pool.keys(0).normal_()
     pool.values(0).normal_()
     in_order = torch.arange(40, dtype=torch.int32)
@@ -222,8 +222,8 @@ def test_attention_in_place_is_that_of_gathered_pages(heads: int, query_lens: li
     )
     q = torch.randn(sum(query_lens), heads, 16)
     have, want = (
-        backend.forward(0, q, pool, backend.plan(inputs), window)
-        for backend in (CpuAttention(page_size, torch.float32), TorchAttention(page_size))
+        make_backend(AttentionSpec(heads, 2, 16, page_size, torch.float32, window)).plan(inputs).forward(0, q, pool)
+        for make_backend in (CpuAttention, TorchAttention)
     )
     torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
 

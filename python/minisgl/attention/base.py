@@ -1,4 +1,4 @@
-"""What an attention backend promises. A new one is a file with these two classes, named in `select` and `config`."""
+"""Interface of attention backends. A new one is a file with these classes, named in `backend_choice` and `config`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,52 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Int32Array
-from minisgl.kvcache.pool import KVLayout, KVPool
+from minisgl.kvcache.layout import Store, paged_kv
+from minisgl.kvcache.pool import KVPool
+from minisgl.layers.layer_config import AttentionConfig
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What a backend must know of the model, as one rank has it, and of its pool."""
+class AttentionSpec:
+    """Attention of one layer as one rank computes it, and the pages that it reads.
+
+    Backends are chosen by it. A cap on scores, attention sinks and a size of value heads become fields here with the
+    first model that has them; a sink's weights then go to `AttentionPlan.forward`.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     page_size: int
-    dtype: torch.dtype
-    windowed: bool = False  # some layer has a sliding window
-    fp8_kv: bool = False  # K and V are stored in 8 bits
+    dtype: torch.dtype  # of q and of the result
+    window: int | None = None  # positions that a query attends to, its own included; None: all before it
+    fp8_kv: bool = False  # K and V are stored as float8_e4m3fn
     norm_dtype: torch.dtype | None = None  # of the weights of norms of q and k, if there are any; None: dtype
     scale: float | None = None  # factor of q @ k; None: head_dim ** -0.5
+
+    @classmethod
+    def of(
+        cls,
+        config: AttentionConfig,
+        *,
+        tp_size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        norm_dtype: torch.dtype | None = None,
+        fp8_kv: bool = False,
+    ) -> AttentionSpec:
+        """Return the spec of a layer on each of `tp_size` ranks."""
+        return cls(
+            num_heads=config.heads_per_rank(tp_size),
+            num_kv_heads=config.kv_heads_per_rank(tp_size),
+            head_dim=config.head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            window=config.window,
+            fp8_kv=fp8_kv,
+            norm_dtype=norm_dtype,
+            scale=config.scale,
+        )
 
     @property
     def group(self) -> int:
@@ -38,17 +68,17 @@ class AttentionShape:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Of the pool."""
+        """Element type of the pool."""
         return torch.float8_e4m3fn if self.fp8_kv else self.dtype
 
-    def kv_layout(self, num_layers: int, widened: torch.dtype | None = None) -> KVLayout:
-        """What a page of such a pool holds; `widened` as in KVLayout."""
-        return KVLayout(num_layers, self.page_size, self.num_kv_heads, self.head_dim, self.kv_dtype, widened)
+    def kv_stores(self, dtype: torch.dtype | None = None) -> tuple[Store, Store]:
+        """Return what the layer keeps of a token, in `kv_dtype` or another: K and V."""
+        return paged_kv(self.num_kv_heads, self.head_dim, dtype or self.kv_dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """The rows of one step as attention sees them: row i's queries are its last `query_lens[i]` positions.
+    """Rows of one step as attention sees them: row i's queries are its last `query_lens[i]` positions.
 
     `query_lens` and `kv_lens` are the host's copies of what the tensors hold, so that planning needs no sync.
     """
@@ -61,20 +91,29 @@ class AttentionInputs:
 
 
 class AttentionPlan(Protocol):
-    """Made by a backend's `plan`, read by its `forward` in every layer; opaque to everyone else."""
+    """One step's attention in the layers of one spec, made by their backend's `plan`."""
+
+    def forward(self, layer: int, q: Tensor, kv: KVPool) -> Tensor:
+        """Attend with q [T, heads, head_dim] to the layer's pages and return [T, heads, head_dim].
+
+        A query at position i attends to the positions j <= i, of them to j > i - window where the spec has a window.
+        K and V of the step's own tokens are stored already.
+        """
+        ...
 
 
 class GraphedDecode(Protocol):
-    """A backend's share in one captured decode of a fixed number of rows, and in its replays."""
+    """A backend's part in one captured decode of a fixed number of rows, and in its replays."""
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
-        """Like `AttentionBackend.plan`, but called once before the capture and once during it. Nothing on the host may
-        depend on the lengths: a replay finds others in the tensors.
+        """Plan as `AttentionBackend.plan` does, once before the capture and once during it.
+
+        Nothing on the host may depend on the lengths: a replay finds others in the tensors.
         """
         ...
 
     def prepare(self, positions: Int32Array) -> None:
-        """The host's work for the next replay: [rows or fewer] the position of each row's query.
+        """Do the host's work for the next replay: [rows or fewer] the position of each row's query.
 
         Rows that are missing at the end are padding, of one token.
         """
@@ -82,59 +121,40 @@ class GraphedDecode(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of new queries over the paged KV pool (K and V of the step are already stored there)."""
+    """Causal attention of new queries over the paged KV pool, for the layers of one spec."""
 
     @property
     def graph_safe(self) -> bool:
-        """Whether a decode does the same work whatever the lengths, so that a CUDA graph may hold it."""
+        """True if a decode does the same work whatever the lengths, so that a CUDA graph may hold it."""
         ...
 
     @property
     def prefill_graph_safe(self) -> bool:
-        """The same of any step, rows of no query among its rows: its plan is made in the graph."""
+        """True if a CUDA graph may hold any step, rows without a query among its rows, and its plan too."""
         ...
 
     @property
-    def widens(self) -> bool:
-        """Whether it reads a pool of 8 bits by way of `KVPool.wide`."""
+    def upcasts(self) -> bool:
+        """True if FP8 pages must be upcast to `KVPool.upcast_buffer` before attention."""
         ...
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
-        """Host-side preparation of a step, once for all layers."""
+        """Prepare a step, once for all layers of the spec."""
         ...
 
-    def graphed_decode(self, rows: int) -> GraphedDecode:
-        """To capture decodes of this many rows with. Asked for the largest number first."""
-        ...
+    def graphed_decode(self, rows: int) -> GraphedDecode | None:
+        """Return what captures decodes of this many rows; None if `plan` itself may be captured.
 
-    def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
-        """q [T, heads, head_dim] -> [T, heads, head_dim].
-
-        A query at position i attends to the positions j <= i, of them to j > i - window where a window is given.
+        The largest number is asked for first.
         """
         ...
-
-
-class Unprepared:
-    """The GraphedDecode of a backend whose plans cost the host nothing."""
-
-    def __init__(self, backend: AttentionBackend) -> None:
-        self.plan = backend.plan
-
-    def prepare(self, positions: Int32Array) -> None:
-        pass
-
-
-class Unplanned:
-    """The GraphedDecode of decodes that no backend takes part in."""
-
-    def plan(self, inputs: AttentionInputs) -> AttentionPlan:  # noqa: ARG002
-        return None
-
-    def prepare(self, positions: Int32Array) -> None:
-        pass
 
 
 def window_left(window: int | None) -> int:
     """Positions that a query sees to its left, itself not counted; -1: all."""
     return -1 if window is None else window - 1
+
+
+def shorter_window(window: int | None, inputs: AttentionInputs) -> int | None:
+    """Return the window, or None where no row of the step is longer."""
+    return None if window is None or window >= int(inputs.kv_lens.max()) else window

@@ -34,7 +34,7 @@ class LoneDecode:
     pages: slice
     positions: slice  # of those in the pages
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         k, v = (pool[self.pages].flatten(0, 1)[self.positions].to(q.dtype).transpose(0, 1) for pool in (keys, values))
         y = F.scaled_dot_product_attention(
             _queries(q, len(k)), k.unsqueeze(0), v.unsqueeze(0), scale=scale, enable_gqa=True
@@ -61,7 +61,7 @@ class PagedDecode:
     blocks_of: Tensor  # [R, most pages of a row] int64
     absent: Tensor  # [R, most pages of a row, 1, 1] bool: true where a row has fewer pages
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         queries = _queries(q, keys.shape[2])[self.owners]
         parts = [self._attend_run(run, queries, keys, values, scale) for run in self.runs]
         outs, sums = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
@@ -70,9 +70,9 @@ class PagedDecode:
         return mean.to(q.dtype).view(q.shape)
 
     def _attend_run(
-        self, run: PageRun, queries: Tensor, keys: Tensor, values: Tensor, scale: float | None
+        self, run: PageRun, queries: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Of n blocks: results as _queries gives queries, and log(sum(exp(scores))) of each, float32."""
+        """Return results of n blocks, shaped as _queries gives queries, and log(sum(exp(scores))) of each, float32."""
         if isinstance(run.pages, slice):
             k, v = keys[run.pages], values[run.pages]
         else:
@@ -91,16 +91,12 @@ class PagedDecode:
 class CpuAttention(TorchAttention):
     """Implements attention.base.AttentionBackend on a CPU, for any page size (the larger, the fewer calls inside)."""
 
-    def __init__(self, page_size: int, dtype: torch.dtype, scale: float | None = None) -> None:
-        super().__init__(page_size, scale=scale)
-        self._dtype = dtype
-
     def _decodes(
         self, inputs: AttentionInputs, first: Int32Array, rows: Int32Array, window: int | None
     ) -> list[Decode]:
         if len(rows) == 0:
             return []
-        size = self.page_size
+        size = self.spec.page_size
         lengths = inputs.kv_lens[rows]
         starts = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
         counts = -(-lengths // size) - starts // size
@@ -116,7 +112,7 @@ class CpuAttention(TorchAttention):
         owners, columns = owners[order], columns[order]
         positions = columns[:, None] * size + np.arange(size)
         seen = (positions < lengths[owners, None]) & (positions >= starts[owners, None])
-        mask = torch.zeros(seen.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
+        mask = torch.zeros(seen.shape, dtype=self.spec.dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
         absent = np.arange(counts.max()) >= counts[:, None]
         blocks_of = np.zeros(absent.shape, dtype=np.int64)
         blocks_of[~absent] = np.argsort(order)
@@ -133,7 +129,7 @@ class CpuAttention(TorchAttention):
 
 
 def _queries(q: Tensor, kv_heads: int) -> Tensor:
-    """q [R, heads, d] -> [R, kv_heads, group, d]: the heads that share a KV head stand as so many queries of it.
+    """Return q [R, heads, d] as [R, kv_heads, group, d]: heads that share a KV head stand as so many queries of it.
 
     A group of one or two is [R, heads, 1, d] instead: products of a vector do not copy K and V into blocks first.
     """
@@ -142,7 +138,7 @@ def _queries(q: Tensor, kv_heads: int) -> Tensor:
 
 
 def _runs(pages: Int32Array, shortest: int) -> tuple[Int64Array, list[PageRun]]:
-    """An order for pages [B], and its runs: those of at least `shortest` pages, then all others gathered as one.
+    """Return an order for pages [B], and its runs: those of at least `shortest` pages, then all others gathered as one.
 
     The second, third ... times that a page is there come after the first times of all, or they would end every run.
     """

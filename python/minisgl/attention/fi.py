@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from flashinfer.jit import get_batch_decode_uri, get_batch_prefill_uri
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
-from minisgl.attention.base import AttentionInputs, AttentionPlan, AttentionShape, window_left
-from minisgl.attention.flatten import make_flattener
+from minisgl.attention.base import AttentionInputs, AttentionSpec, window_left
+from minisgl.attention.page_kernels import make_flattener
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
 
@@ -35,97 +35,59 @@ _GRAPH_INT_BYTES = 256 << 10  # a decode's plan is a few words a row and a multi
 
 
 class FlashInfer:
-    """Implements attention.base.AttentionBackend. Wrappers, one for each window, keep a plan between layers."""
+    """Implements attention.base.AttentionBackend. Its wrappers, of decodes and of prefills, keep a step's plan."""
 
     graph_safe = True
     prefill_graph_safe = False  # it plans prefills on the host
-    widens = False
+    upcasts = False
 
-    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
-        self.shape = shape
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        self.spec = spec
         self.device = device
-        self.plain_decode = shape.group in PLAIN_DECODE_GROUPS
+        self.plain_decode = spec.group in PLAIN_DECODE_GROUPS
         self.flatten = make_flattener(device)
         self.staging = Staging()
+        self.arguments = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.page_size
+        self.options = {
+            "window_left": window_left(spec.window),
+            "sm_scale": spec.softmax_scale,
+            "q_data_type": spec.dtype,
+            "kv_data_type": spec.dtype,
+        }
         self._prefill_kernels = prefill_kernels(torch.cuda.get_device_capability(device))
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._workspace = torch.zeros(0, dtype=torch.uint8, device=device)
-        self._prefill: dict[int | None, Any] = {}
-        self._decode: dict[int | None, Any] = {}
+        self._prefill: Any = None
+        self._decode: Any = None
         self._tables: PageList | None = None
 
-    def plan(self, inputs: AttentionInputs) -> EagerPlan:
-        pages = -(-inputs.kv_lens // self.shape.page_size)
+    def plan(self, inputs: AttentionInputs) -> FlashInferPlan:
+        """Plan a step that is launched operation by operation."""
+        page_size = self.spec.page_size
+        pages = -(-inputs.kv_lens // page_size)
         table = PageList.empty(len(inputs.page_table), inputs.page_table.shape[1], self.device)
         self.flatten(
-            inputs.page_table,
-            inputs.kv_lens_device,
-            self.shape.page_size,
-            table.starts,
-            table.last_page_lens,
-            table.pages,
+            inputs.page_table, inputs.kv_lens_device, page_size, table.starts, table.last_page_lens, table.pages
         )
-        return EagerPlan(
-            decode=int(inputs.query_lens.max()) == 1,
-            query_starts=_starts(inputs.query_lens),
-            page_starts=_starts(pages),
-            last_page_lens=torch.from_numpy(inputs.kv_lens - (pages - 1) * self.shape.page_size),
-            pages=table.pages[: int(pages.sum())],
+        page_lists = (
+            _starts(pages),
+            table.pages[: int(pages.sum())],
+            torch.from_numpy(inputs.kv_lens - (pages - 1) * page_size),
         )
+        if int(inputs.query_lens.max()) == 1:
+            if self._decode is None:
+                self._decode = self._decode_wrapper()
+            with self.staging.lent_to(self._decode):
+                self._decode.plan(*page_lists, *self.arguments, **self.options)
+            return FlashInferPlan(self._decode)
+        if self._prefill is None:
+            self._prefill = self._prefill_wrapper()
+        with self.staging.lent_to(self._prefill):
+            self._prefill.plan(_starts(inputs.query_lens), *page_lists, *self.arguments, causal=True, **self.options)
+        return FlashInferPlan(self._prefill)
 
     def graphed_decode(self, rows: int) -> GraphedFlashInfer:
         return GraphedFlashInfer(self, rows)
-
-    def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
-        caches = kv.keys(layer), kv.values(layer)
-        if isinstance(plan, GraphedPlan):
-            wrapper = plan.decode.wrapper(window)
-        else:
-            assert isinstance(plan, EagerPlan)
-            if window not in plan.wrappers:
-                plan.wrappers[window] = self._planned(plan, window)
-            wrapper = plan.wrappers[window]
-        out: Tensor = wrapper.run(q, caches)
-        return out
-
-    def _planned(self, plan: EagerPlan, window: int | None) -> Any:
-        shape = self.shape
-        wrappers = self._decode if plan.decode else self._prefill
-        if window not in wrappers:
-            wrappers[window] = self._decode_wrapper() if plan.decode else self._prefill_wrapper()
-        wrapper = wrappers[window]
-        common = {
-            "window_left": window_left(window),
-            "sm_scale": shape.scale,
-            "q_data_type": shape.dtype,
-            "kv_data_type": shape.dtype,
-        }
-        with self.staging.lent_to(wrapper):
-            if plan.decode:
-                wrapper.plan(
-                    plan.page_starts,
-                    plan.pages,
-                    plan.last_page_lens,
-                    shape.num_heads,
-                    shape.num_kv_heads,
-                    shape.head_dim,
-                    shape.page_size,
-                    **common,
-                )
-            else:
-                wrapper.plan(
-                    plan.query_starts,
-                    plan.page_starts,
-                    plan.pages,
-                    plan.last_page_lens,
-                    shape.num_heads,
-                    shape.num_kv_heads,
-                    shape.head_dim,
-                    shape.page_size,
-                    causal=True,
-                    **common,
-                )
-        return wrapper
 
     def _decode_wrapper(self) -> Any:
         return BatchDecodeWithPagedKVCacheWrapper(
@@ -137,10 +99,10 @@ class FlashInfer:
 
     def workspace(self, rows: int) -> Tensor:
         """Room for the partial results of any prefill and of graphed decodes of so many rows, shared by all."""
-        shape, tiles = self.shape, 2 * self._multiprocessors // self.shape.num_kv_heads
-        tile = 16 if shape.group <= 16 else 128  # query rows of a decode's tiles; of a prefill's at most 128
-        graphed_tiles = max(tiles, -(-rows * shape.group // tile) + rows)
-        floats = shape.num_heads * max(tiles * 128, graphed_tiles * tile) * (shape.head_dim + 1)
+        spec, tiles = self.spec, 2 * self._multiprocessors // self.spec.num_kv_heads
+        tile = 16 if spec.group <= 16 else 128  # query rows of a decode's tiles; of a prefill's at most 128
+        graphed_tiles = max(tiles, -(-rows * spec.group // tile) + rows)
+        floats = spec.num_heads * max(tiles * 128, graphed_tiles * tile) * (spec.head_dim + 1)
         if self._workspace.numel() < 4 * floats + (1 << 20):
             self._workspace = torch.zeros(4 * floats + (1 << 20), dtype=torch.uint8, device=self.device)
         return self._workspace
@@ -153,8 +115,19 @@ class FlashInfer:
 
 
 @dataclass(frozen=True, slots=True)
+class FlashInferPlan:
+    """Implements attention.base.AttentionPlan: FlashInfer's wrapper, planned for the step."""
+
+    wrapper: Any
+
+    def forward(self, layer: int, q: Tensor, kv: KVPool) -> Tensor:
+        out: Tensor = self.wrapper.run(q, (kv.keys(layer), kv.values(layer)))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
 class PageList:
-    """What `flatten` writes."""
+    """Output of `flatten`."""
 
     starts: Tensor  # [rows + 1] int32
     last_page_lens: Tensor  # [rows] int32
@@ -166,72 +139,46 @@ class PageList:
         return cls(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
 
 
-@dataclass(frozen=True, slots=True)
-class EagerPlan:
-    """A step launched operation by operation; its wrappers are planned when the first layer of their window asks."""
-
-    decode: bool
-    query_starts: Tensor  # [rows + 1] int32, host
-    page_starts: Tensor  # [rows + 1] int32, host
-    last_page_lens: Tensor  # [rows] int32, host
-    pages: Tensor  # [page_starts[-1]] int32
-    wrappers: dict[int | None, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphedPlan:
-    decode: GraphedFlashInfer
-
-
 class GraphedFlashInfer:
-    """Implements attention.base.GraphedDecode: fixed buffers that the graph reads, and plans that go there."""
+    """Implements attention.base.GraphedDecode: fixed buffers that the graph reads, and plans that go there.
+
+    The wrapper is in FlashInfer's CUDA graph mode, and is planned again when its plan no longer fits.
+    """
 
     def __init__(self, backend: FlashInfer, rows: int) -> None:
         self._backend = backend
-        self._rows = rows
         self._pages: Int32Array = np.ones(rows, dtype=np.int32)
+        self._ones = torch.ones(rows, dtype=torch.int32)
         self._list: PageList | None = None
-        self._wrappers: dict[int | None, ReplannedDecode] = {}
+        self._wrapper: Any = None
 
-    def plan(self, inputs: AttentionInputs) -> GraphedPlan:
+    def plan(self, inputs: AttentionInputs) -> FlashInferPlan:
         rows, width = inputs.page_table.shape
-        page_size = self._backend.shape.page_size
         if self._list is None:
             tables = self._backend.tables(rows, width)
             self._list = PageList(tables.starts[: rows + 1], tables.last_page_lens[:rows], tables.pages)
         self._backend.flatten(
             inputs.page_table,
             inputs.kv_lens_device,
-            page_size,
+            self._backend.spec.page_size,
             self._list.starts,
             self._list.last_page_lens,
             self._list.pages,
         )
-        return GraphedPlan(self)
+        if self._wrapper is None:  # in the run before the capture: planning cannot be captured
+            self._wrapper = self._planned_wrapper(self._list)
+        return FlashInferPlan(self._wrapper)
 
     def prepare(self, positions: Int32Array) -> None:
-        pages = np.ones(self._rows, dtype=np.int32)
-        pages[: len(positions)] += positions // self._backend.shape.page_size
-        self._pages = pages
-        for wrapper in self._wrappers.values():
-            wrapper.replan(pages)
+        self._pages = np.ones(len(self._ones), dtype=np.int32)
+        self._pages[: len(positions)] += positions // self._backend.spec.page_size
+        if self._wrapper is not None:
+            self._replan()
 
-    def wrapper(self, window: int | None) -> Any:
-        """Made by the run before the capture: planning cannot be captured."""
-        if window not in self._wrappers:
-            assert self._list is not None
-            self._wrappers[window] = ReplannedDecode(self._backend, self._list, window, self._pages)
-        return self._wrappers[window].wrapper
-
-
-class ReplannedDecode:
-    """A FlashInfer decode in CUDA graph mode that is planned again when its plan no longer fits."""
-
-    def __init__(self, backend: FlashInfer, table: PageList, window: int | None, pages: Int32Array) -> None:
-        rows = len(pages)
-        shape = backend.shape
-        workspace = backend.workspace(rows)
-        self.wrapper = BatchDecodeWithPagedKVCacheWrapper(
+    def _planned_wrapper(self, table: PageList) -> Any:
+        backend = self._backend
+        workspace = backend.workspace(len(self._ones))
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             "NHD",
             use_cuda_graph=True,
@@ -241,50 +188,41 @@ class ReplannedDecode:
             paged_kv_last_page_len_buffer=table.last_page_lens,
             backend="fa2",
         )
-        self.wrapper.reset_workspace_buffer(
+        wrapper.reset_workspace_buffer(
             workspace, torch.zeros(_GRAPH_INT_BYTES, dtype=torch.uint8, device=backend.device)
         )
-        self._plain = backend.plain_decode
-        self._window = window
-        self._staging = backend.staging
-        self._ones = torch.ones(rows, dtype=torch.int32)
-        self._arguments = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size
-        self._options = {
-            "window_left": window_left(window),
-            "sm_scale": shape.scale,
-            "q_data_type": shape.dtype,
-            "kv_data_type": shape.dtype,
-        }
-        self._page_size = shape.page_size
-        with self._staging.lent_to(self.wrapper):
-            self.wrapper.plan(_starts(pages), table.pages[:0], self._ones, *self._arguments, **self._options)
-            self._remember(pages)
+        with backend.staging.lent_to(wrapper):
+            wrapper.plan(_starts(self._pages), table.pages[:0], self._ones, *backend.arguments, **backend.options)
+            self._remember(wrapper)
+        return wrapper
 
-    def replan(self, pages: Int32Array) -> None:
-        """Make the plan fit rows of so many pages."""
-        if not self._split or (self._window is None and np.array_equal(-(-pages // self._chunk), self._chunks)):
+    def _replan(self) -> None:
+        """Make the plan fit rows of `_pages` pages."""
+        backend, wrapper = self._backend, self._wrapper
+        unwindowed = backend.spec.window is None
+        if not self._split or (unwindowed and np.array_equal(-(-self._pages // self._chunk), self._chunks)):
             return
-        starts = _starts(pages)
-        with self._staging.lent_to(self.wrapper):
+        starts = _starts(self._pages)
+        with backend.staging.lent_to(wrapper):
             # It reads host arrays only, and touches no buffer but the plan's.
             fast_decode_plan(
-                self.wrapper,
+                wrapper,
                 starts,
-                self.wrapper._paged_kv_indices_buf,
+                wrapper._paged_kv_indices_buf,
                 self._ones,
-                *self._arguments,
-                **self._options,
+                *backend.arguments,
+                **backend.options,
                 global_override_indptr_cpu=starts,
             )
-            self._remember(pages)
+            self._remember(wrapper)
 
-    def _remember(self, pages: Int32Array) -> None:
+    def _remember(self, wrapper: Any) -> None:
         """Keep what the plan rests on: whether rows are split at all, into chunks of how many pages, and how many."""
-        plan = [int(value) for value in self.wrapper._plan_info]
-        at, self._split = (plan[7], bool(plan[9])) if self._plain else (plan[9], bool(plan[14]))
-        tokens = int(self._staging.current[at : at + 4].view(torch.int32).item())
-        self._chunk = max(tokens // self._page_size, 1)
-        self._chunks = -(-pages // self._chunk)
+        backend, plan = self._backend, [int(value) for value in wrapper._plan_info]
+        at, self._split = (plan[7], bool(plan[9])) if backend.plain_decode else (plan[9], bool(plan[14]))
+        tokens = int(backend.staging.current[at : at + 4].view(torch.int32).item())
+        self._chunk = max(tokens // backend.spec.page_size, 1)
+        self._chunks = -(-self._pages // self._chunk)
 
 
 class Staging:
@@ -303,7 +241,7 @@ class Staging:
 
     @contextmanager
     def lent_to(self, wrapper: Any) -> Iterator[None]:
-        """A context in which the wrapper may plan."""
+        """Lend a buffer to the wrapper, which may plan in this context."""
         self._turn = (self._turn + 1) % len(self._buffers)
         self._copied[self._turn].synchronize()
         wrapper._pin_memory_int_workspace_buffer = self.current
@@ -312,30 +250,26 @@ class Staging:
 
 
 def prefill_kernels(capability: tuple[int, int]) -> str:
+    """Return the name of FlashInfer's prefill kernels for this GPU."""
     return "fa3" if capability[0] == 9 else "fa2"
 
 
-def modules(shape: AttentionShape, capability: tuple[int, int], *, decode: bool) -> list[Path]:
-    """The compiled modules that decodes, or all other steps, need; those that do not exist would first be compiled."""
-    dtype = shape.dtype
-    types = dtype, dtype, dtype, torch.int32, shape.head_dim, shape.head_dim, 0
-    paths = []
-    for windowed in [False, True] if shape.windowed else [False]:
-        if decode and shape.group in PLAIN_DECODE_GROUPS:
-            name = get_batch_decode_uri(*types, windowed, False)
-        else:
-            name = get_batch_prefill_uri(
-                "fa2" if decode else prefill_kernels(capability), *types, windowed, False, False
-            )
-        shipped, compiled = (
-            folder / name / f"{name}.so" for folder in (jit_env.FLASHINFER_AOT_DIR, jit_env.FLASHINFER_JIT_DIR)
-        )
-        paths.append(shipped if shipped.exists() else compiled)
-    return paths
+def module_path(spec: AttentionSpec, capability: tuple[int, int], *, decode: bool) -> Path:
+    """Return the compiled module that decodes, or all other steps, need; if absent it would first be compiled."""
+    windowed = spec.window is not None
+    types = spec.dtype, spec.dtype, spec.dtype, torch.int32, spec.head_dim, spec.head_dim, 0
+    if decode and spec.group in PLAIN_DECODE_GROUPS:
+        name = get_batch_decode_uri(*types, windowed, False)
+    else:
+        name = get_batch_prefill_uri("fa2" if decode else prefill_kernels(capability), *types, windowed, False, False)
+    shipped, compiled = (
+        Path(folder, name, f"{name}.so") for folder in (jit_env.FLASHINFER_AOT_DIR, jit_env.FLASHINFER_JIT_DIR)
+    )
+    return shipped if shipped.exists() else compiled
 
 
 def _starts(lengths: Int32Array) -> Tensor:
-    """[rows] -> [rows + 1] int32: prefix sums, on the host."""
+    """Return the prefix sums of [rows] lengths, [rows + 1] int32 on the host."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=starts[1:])
     return torch.from_numpy(starts)

@@ -7,14 +7,15 @@ tokens and the number of rows of the step (of its graph), not on the other rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionShape
-from minisgl.attention.division import Division, divide
+from minisgl.attention.base import AttentionSpec
+from minisgl.attention.decode_splits import DecodeSplits, decode_splits
 from minisgl.kernel.base import Heads
 from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 from minisgl.kernel.many_rows import MAX_ROWS
@@ -22,47 +23,61 @@ from minisgl.kernel.many_rows import MAX_ROWS
 _MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
 _TILE = 16  # tokens
 _FAST_MEMORY = 30e9  # bytes a second, for each multiprocessor
-_MAX_CHUNKS = 64  # of a row: one cluster merges them
-_RECORDS = 1 << 14  # of chunks, of all rows and KV heads
+_MAX_SPLITS = 64  # of a row: one cluster merges them
+_RECORDS = 1 << 14  # of splits, of all rows and KV heads
 
 
 class FusedDecode:
-    """Compiles the kernels for one model; `rows` binds them to the rows of a step. For one stream."""
+    """Compiles the kernels for layers that differ in their windows alone; `rows` binds them to a step.
 
-    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+    For one stream.
+    """
+
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self._compiler = Compiler(device)
-        self._shape = shape
+        self._spec = spec
         self._kernels: dict[tuple[int, int, int], Kernel] = {}
         about = torch.cuda.get_device_properties(device)
         self._num_sms = about.multi_processor_count
         # Two transfers a cycle; in kHz and bits. 25 GB/s for each multiprocessor of an H100, 37 of an H200.
         bytes_per_second = 2 * about.memory_clock_rate * 1000 * about.memory_bus_width / 8
         self._slow_memory = bytes_per_second / self._num_sms < _FAST_MEMORY
-        floats = shape.group * (shape.head_dim + 2 * _MAX_CLUSTER)
+        floats = spec.group * (spec.head_dim + 2 * _MAX_CLUSTER)
         self._records = torch.empty(_RECORDS, floats, dtype=torch.float32, device=device)
         self._counters = torch.zeros(2 * _RECORDS, dtype=torch.int32, device=device)
 
     def begin_compiling(self, max_rows: int) -> None:
-        """In threads, the kernels of steps of up to so many rows; otherwise each is compiled when it is needed."""
-        expected = {self._divide(rows).compiled_for for rows in range(1, max_rows + 1)}
+        """Compile the kernels of steps of up to so many rows in threads; any other is compiled when it is needed."""
+        expected = {self._splits_of(rows).compiled_for for rows in range(1, max_rows + 1)}
         self._compiler.begin("decode_attention.cu", map(self._macros, expected))
 
-    def rows(self, slots: Tensor, kv_lens: Tensor, page_table: Tensor) -> FusedRows:
-        """slots [B] int64 and kv_lens [B] int32 of the rows; page_table [slots, pages] int32 of the slots."""
-        division = self._divide(len(slots))
-        kernel = self._kernel(division.compiled_for)
-        scale = self._shape.softmax_scale
-        return FusedRows(kernel, division, scale, self._records, self._counters, slots, kv_lens, page_table)
+    def rows(self, slots: Tensor, kv_lens: Tensor, page_table: Tensor, window: int | None) -> FusedRows:
+        """Bind the kernel to rows: slots [B] int64 and kv_lens [B] int32, page_table [slots, pages] int32 of all slots.
 
-    def _divide(self, rows: int) -> Division:
-        shape = self._shape
-        spills = not shape.fp8_kv and (shape.page_size < _TILE or shape.group == 1)
-        return divide(
-            rows * shape.num_kv_heads,
+        `window` as in AttentionSpec.
+        """
+        splits = self._splits_of(len(slots))
+        return FusedRows(
+            kernel=self._kernel(splits.compiled_for),
+            splits=splits,
+            scale=self._spec.softmax_scale,
+            window=window,
+            records=self._records,
+            counters=self._counters,
+            slots=slots,
+            kv_lens=kv_lens,
+            page_table=page_table,
+        )
+
+    def _splits_of(self, rows: int) -> DecodeSplits:
+        spec = self._spec
+        spills = not spec.fp8_kv and (spec.page_size < _TILE or spec.group == 1)
+        return decode_splits(
+            rows * spec.num_kv_heads,
             self._num_sms,
-            shape.head_dim,
+            spec.head_dim,
             spills=spills,
-            fp8=shape.fp8_kv,
+            fp8=spec.fp8_kv,
             slow_memory=self._slow_memory,
         )
 
@@ -74,59 +89,50 @@ class FusedDecode:
         return self._kernels[key]
 
     def _macros(self, key: tuple[int, int, int]) -> dict[str, Any]:
-        shape, (cluster, warps, blocks_of_sm) = self._shape, key
+        spec, (cluster, warps, blocks_of_sm) = self._spec, key
         return {
-            "SCALAR": SCALAR_NAMES[shape.dtype],
-            "CACHE": SCALAR_NAMES[shape.kv_dtype],
-            "NORM_SCALAR": SCALAR_NAMES[shape.norm_dtype or shape.dtype],
-            "HEAD_DIM": shape.head_dim,
-            "GROUP": shape.group,
-            "PAGE_SIZE": shape.page_size,
+            "SCALAR": SCALAR_NAMES[spec.dtype],
+            "CACHE": SCALAR_NAMES[spec.kv_dtype],
+            "NORM_SCALAR": SCALAR_NAMES[spec.norm_dtype or spec.dtype],
+            "HEAD_DIM": spec.head_dim,
+            "GROUP": spec.group,
+            "PAGE_SIZE": spec.page_size,
             "CLUSTER": cluster,
             "WARPS": warps,
             "BLOCKS_OF_SM": blocks_of_sm,
         }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class FusedRows:
-    """The fused attention of one step's rows."""
+    """Fused attention of one step's rows, in the layers of one window."""
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        division: Division,
-        scale: float,
-        records: Tensor,
-        counters: Tensor,
-        slots: Tensor,
-        kv_lens: Tensor,
-        page_table: Tensor,
-    ) -> None:
-        self._kernel = kernel
-        self._division = division
-        self._scale = scale
-        self._records = records
-        self._counters = counters
-        self._slots = slots
-        self._kv_lens = kv_lens
-        self._page_table = page_table
+    kernel: Kernel
+    splits: DecodeSplits
+    scale: float
+    window: int | None
+    records: Tensor
+    counters: Tensor
+    slots: Tensor  # [B] int64
+    kv_lens: Tensor  # [B] int32
+    page_table: Tensor  # [slots, pages] int32
 
-    def forward(self, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, window: int | None) -> Tensor:
-        """qkv [B, (heads + 2 * kv_heads) * head_dim] -> [B, heads, head_dim]; the new k and v are in the caches."""
-        division, rows = self._division, len(qkv)
+    def forward(self, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Store k and v of qkv [B, (heads + 2 * kv_heads) * head_dim], and attend: [B, heads, head_dim]."""
+        splits, rows = self.splits, len(qkv)
         out = qkv.new_empty((rows, heads.num_heads, k_cache.shape[-1]))
         units = rows * heads.num_kv_heads
-        max_chunks = max(1, min(_RECORDS // units, _MAX_CHUNKS))
-        cuts = max_chunks > 1
-        helpers = max(division.helpers // heads.num_kv_heads, 1) if cuts else 0  # of each KV head
-        self._kernel(
-            (1, heads.num_kv_heads, rows + helpers),
-            division.warps * 32,
+        max_splits = max(1, min(_RECORDS // units, _MAX_SPLITS))
+        cuts = max_splits > 1
+        spare = max(splits.spare_clusters // heads.num_kv_heads, 1) if cuts else 0  # of each KV head
+        self.kernel(
+            (1, heads.num_kv_heads, rows + spare),
+            splits.warps * 32,
             qkv.data_ptr(),
-            self._slots.data_ptr(),
-            self._kv_lens.data_ptr(),
-            self._page_table.data_ptr(),
-            np.int64(self._page_table.stride(0)),
+            self.slots.data_ptr(),
+            self.kv_lens.data_ptr(),
+            self.page_table.data_ptr(),
+            np.int64(self.page_table.stride(0)),
             np.int32(rows),
             heads.cos_sin.data_ptr(),
             0 if heads.q_norm is None else heads.q_norm.weight.data_ptr(),
@@ -135,15 +141,15 @@ class FusedRows:
             k_cache.data_ptr(),
             v_cache.data_ptr(),
             out.data_ptr(),
-            np.float32(self._scale),
-            np.int32(window or 0),
-            np.int32(division.shares),
-            np.int32(division.least if cuts else np.iinfo(np.int32).max // 2),
-            np.int32(division.most),
-            np.int32(max_chunks),
-            self._records.data_ptr(),
-            self._counters.data_ptr(),
-            cluster=division.cluster,
+            np.float32(self.scale),
+            np.int32(self.window or 0),
+            np.int32(splits.num_kv_splits),
+            np.int32(splits.min_tiles if cuts else np.iinfo(np.int32).max // 2),
+            np.int32(splits.max_tiles),
+            np.int32(max_splits),
+            self.records.data_ptr(),
+            self.counters.data_ptr(),
+            cluster=splits.cluster,
             early=rows <= MAX_ROWS,
         )
         return out

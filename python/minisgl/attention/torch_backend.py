@@ -1,13 +1,13 @@
 """Attention in plain torch on any device: the oracle of the other backends.
 
 Rows of one query are gathered from their pages and attend together, those of similar length in one call; rows of
-more queries (prefill chunks) attend one by one. K and V of 8 bits are computed with in the queries' dtype.
+more queries (prefill chunks) attend one by one. FP8 K and V are upcast to the queries' dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import AttentionInputs, AttentionPlan, Unprepared
+from minisgl.attention.base import AttentionInputs, AttentionSpec, shorter_window
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
 
@@ -25,13 +25,11 @@ class Decode(Protocol):
 
     @property
     def tokens(self) -> Tensor | None:
-        """[R] int64: where their queries stand in the step; None if they are the whole step."""
+        """Places of their queries in the step, [R] int64; None if they are the whole step."""
         ...
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-        """q [R, heads, d] over keys and values [pages, page_size, kv_heads, d] -> [R, heads, d]. `scale` of q @ k, as
-        in AttentionShape.
-        """
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Attend with q [R, heads, d] to keys and values [pages, page_size, kv_heads, d], and return [R, heads, d]."""
         ...
 
 
@@ -43,7 +41,7 @@ class PaddedDecode:
     pages: Tensor  # [R, pages] int32, those that a query sees
     mask: Tensor  # [R, 1, 1, L] bool: true where it sees a position
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         k = _gather(keys, self.pages).to(q.dtype).transpose(1, 2)
         v = _gather(values, self.pages).to(q.dtype).transpose(1, 2)
         # The query heads that share a KV head stand as so many queries of it: nothing is repeated.
@@ -62,20 +60,24 @@ class PrefillRow:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """A step as the layers of one window see it."""
+class TorchPlan:
+    """Implements attention.base.AttentionPlan."""
 
     decodes: Sequence[Decode]
-    prefills: list[PrefillRow]
+    prefills: Sequence[PrefillRow]
+    scale: float
 
-
-@dataclass(frozen=True, slots=True)
-class TorchPlan:
-    """Views are made when the first layer of their window asks."""
-
-    inputs: AttentionInputs
-    longest: int
-    views: dict[int | None, View] = field(default_factory=dict)
+    def forward(self, layer: int, q: Tensor, kv: KVPool) -> Tensor:
+        keys, values = kv.keys(layer), kv.values(layer)
+        if len(self.decodes) == 1 and self.decodes[0].tokens is None:
+            return self.decodes[0].attend(q, keys, values, self.scale)
+        out = torch.empty_like(q)
+        for decode in self.decodes:
+            assert decode.tokens is not None
+            out[decode.tokens] = decode.attend(q[decode.tokens], keys, values, self.scale)
+        for row in self.prefills:
+            out[row.tokens] = _attend(q[row.tokens], keys, values, row, self.scale)
+        return out
 
 
 class TorchAttention:
@@ -83,56 +85,31 @@ class TorchAttention:
 
     graph_safe = False  # it pads rows to the longest, which a graph would have to take for the longest possible
     prefill_graph_safe = False
-    widens = False
+    upcasts = False
 
-    def __init__(self, page_size: int, max_scores: int | None = None, scale: float | None = None) -> None:
-        """`max_scores`: queries x keys of a head, at most, of which the scores may be stored at a time; None: any.
-        `scale` of q @ k, as in AttentionShape.
-        """
-        self.page_size = page_size
-        self._scale = scale
+    def __init__(self, spec: AttentionSpec, max_scores: int | None = None) -> None:
+        """`max_scores`: queries x keys of a head, at most, of which the scores may be stored at a time; None: any."""
+        self.spec = spec
         self._max_scores = max_scores
 
     def plan(self, inputs: AttentionInputs) -> TorchPlan:
-        return TorchPlan(inputs, int(inputs.kv_lens.max()))
+        window = shorter_window(self.spec.window, inputs)
+        first = np.cumsum(inputs.query_lens) - inputs.query_lens
+        decode = np.flatnonzero(inputs.query_lens == 1).astype(np.int32)
+        prefill = np.flatnonzero(inputs.query_lens > 1)
+        return TorchPlan(
+            decodes=self._decodes(inputs, first, decode, window),
+            prefills=[part for row in prefill for part in self._prefill(inputs, int(first[row]), int(row), window)],
+            scale=self.spec.softmax_scale,
+        )
 
-    def graphed_decode(self, rows: int) -> Unprepared:  # noqa: ARG002
-        return Unprepared(self)
-
-    def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
-        assert isinstance(plan, TorchPlan)
-        view = self._view(plan, window)
-        keys, values = kv.keys(layer), kv.values(layer)
-        if len(view.decodes) == 1 and view.decodes[0].tokens is None:
-            return view.decodes[0].attend(q, keys, values, self._scale)
-        out = torch.empty_like(q)
-        for decode in view.decodes:
-            assert decode.tokens is not None
-            out[decode.tokens] = decode.attend(q[decode.tokens], keys, values, self._scale)
-        for row in view.prefills:
-            out[row.tokens] = _attend(q[row.tokens], keys, values, row, self._scale)
-        return out
-
-    def _view(self, plan: TorchPlan, window: int | None) -> View:
-        if window is not None and window >= plan.longest:
-            window = None
-        if window not in plan.views:
-            inputs = plan.inputs
-            first = np.cumsum(inputs.query_lens) - inputs.query_lens
-            decode = np.flatnonzero(inputs.query_lens == 1).astype(np.int32)
-            prefill = np.flatnonzero(inputs.query_lens > 1)
-            plan.views[window] = View(
-                decodes=self._decodes(inputs, first, decode, window),
-                prefills=[
-                    piece for row in prefill for piece in self._prefill(inputs, int(first[row]), int(row), window)
-                ],
-            )
-        return plan.views[window]
+    def graphed_decode(self, rows: int) -> None:  # noqa: ARG002
+        return None
 
     def _decodes(
         self, inputs: AttentionInputs, first: Int32Array, rows: Int32Array, window: int | None
     ) -> Sequence[Decode]:
-        """Of the step's rows of one query, `rows`; `first` is where each of all rows' queries begin."""
+        """Group the step's `rows` of one query; `first` is where the queries of each row of the step begin."""
         seen = inputs.kv_lens[rows] if window is None else np.minimum(inputs.kv_lens[rows], window)
         return [self._padded(inputs, first, similar, window) for similar in _similar_lengths(rows, seen)]
 
@@ -143,7 +120,7 @@ class TorchAttention:
             picked = torch.from_numpy(rows).to(device)
             table, lengths = table[picked], lengths[picked]
             tokens = torch.from_numpy(first[rows]).to(device)
-        size, host_lens = self.page_size, inputs.kv_lens[rows]
+        size, host_lens = self.spec.page_size, inputs.kv_lens[rows]
         host_starts = np.zeros_like(host_lens) if window is None else np.maximum(host_lens - window, 0)
         count = int((-(-host_lens // size) - host_starts // size).max())
         starts = torch.zeros_like(lengths) if window is None else (lengths - window).clamp_(min=0)
@@ -155,7 +132,7 @@ class TorchAttention:
         return PaddedDecode(tokens, pages, mask[:, None, None, :])
 
     def _prefill(self, inputs: AttentionInputs, first: int, row: int, window: int | None) -> Iterator[PrefillRow]:
-        device, size = inputs.page_table.device, self.page_size
+        device, size = inputs.page_table.device, self.spec.page_size
         queries, length = int(inputs.query_lens[row]), int(inputs.kv_lens[row])
         piece = queries if self._max_scores is None else max(self._max_scores // length, 1)
         for begin in range(0, queries, piece):
@@ -185,13 +162,13 @@ def _similar_lengths(rows: Int32Array, lengths: Int32Array) -> Iterator[Int32Arr
 
 
 def read_pages(pool: Tensor, pages: Tensor) -> Tensor:
-    """pool [pages, ...] and pages [n] -> [n, ...], a copy."""
+    """Copy pages [n] of a pool [pages, ...]."""
     moved = torch.uint8 if pool.itemsize == 1 else pool.dtype  # on a GPU torch moves no float8 by index
     return pool.view(moved).index_select(0, pages).view(pool.dtype)
 
 
 def _gather(pool: Tensor, pages: Tensor) -> Tensor:
-    """pool [pages, page_size, kv_heads, d] at [..., n] -> [..., n * page_size, kv_heads, d].
+    """Copy pages [..., n] of a pool [pages, page_size, kv_heads, d] to [..., n * page_size, kv_heads, d].
 
     Whole pages, because a CPU copies few long pieces many times faster than many short ones.
     """
@@ -199,8 +176,8 @@ def _gather(pool: Tensor, pages: Tensor) -> Tensor:
     return found.view(*pages.shape[:-1], pages.shape[-1] * pool.shape[1], *pool.shape[2:])
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float | None) -> Tensor:
-    """q [queries, heads, d] -> [queries, heads, d]."""
+def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float) -> Tensor:
+    """Attend with the queries [queries, heads, d] of one row."""
     k = _gather(keys, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
     v = _gather(values, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
     y = F.scaled_dot_product_attention(

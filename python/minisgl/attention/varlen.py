@@ -10,14 +10,14 @@ Block tables, which torch has from 2.13 on, would save it, but FlashAttention 2 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import AttentionInputs, AttentionPlan, Unprepared, window_left
+from minisgl.attention.base import AttentionInputs, AttentionSpec, shorter_window, window_left
 from minisgl.attention.torch_backend import read_pages
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
@@ -39,46 +39,41 @@ class VarlenGroup:
 
 @dataclass(frozen=True, slots=True)
 class VarlenPlan:
-    """Groups are made when the first layer of their window asks."""
+    """Implements attention.base.AttentionPlan; copies are in the queries' dtype."""
 
-    inputs: AttentionInputs
-    longest: int
-    groups: dict[int | None, list[VarlenGroup]] = field(default_factory=dict)
+    groups: list[VarlenGroup]
+    window: int | None
+    scale: float
+
+    def forward(self, layer: int, q: Tensor, kv: KVPool) -> Tensor:
+        keys, values = kv.keys(layer).flatten(0, 1), kv.values(layer).flatten(0, 1)
+        parts = []
+        for group in self.groups:
+            k, v = (read_pages(pool, group.places).to(q.dtype) for pool in (keys, values))
+            parts.append(_attend(q[group.tokens], k, v, group, self.window, self.scale))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 class VarlenAttention:
-    """Implements attention.base.AttentionBackend for any page size; copies are in the queries' dtype."""
+    """Implements attention.base.AttentionBackend for any page size."""
 
     graph_safe = False  # how much is copied depends on the lengths
     prefill_graph_safe = False
-    widens = False
+    upcasts = False
 
-    def __init__(self, page_size: int, scale: float | None = None) -> None:
-        self.page_size = page_size
-        self._scale = scale
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
 
     def plan(self, inputs: AttentionInputs) -> VarlenPlan:
-        return VarlenPlan(inputs, int(inputs.kv_lens.max()))
+        window = shorter_window(self._spec.window, inputs)
+        return VarlenPlan(list(self._groups(inputs, window)), window, self._spec.softmax_scale)
 
-    def graphed_decode(self, rows: int) -> Unprepared:  # noqa: ARG002
-        return Unprepared(self)
+    def graphed_decode(self, rows: int) -> None:  # noqa: ARG002
+        return None
 
-    def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
-        assert isinstance(plan, VarlenPlan)
-        if window is not None and window >= plan.longest:
-            window = None
-        if window not in plan.groups:
-            plan.groups[window] = list(self.groups(plan.inputs, window))
-        keys, values = kv.keys(layer).flatten(0, 1), kv.values(layer).flatten(0, 1)
-        parts = []
-        for group in plan.groups[window]:
-            k, v = (read_pages(pool, group.places).to(q.dtype) for pool in (keys, values))
-            parts.append(_attend(q[group.tokens], k, v, group, window, self._scale))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def groups(self, inputs: AttentionInputs, window: int | None) -> Iterator[VarlenGroup]:
-        """The step's rows in groups; of a row, the keys that any of its queries sees."""
-        query_lens, kv_lens = inputs.query_lens, inputs.kv_lens
+    def _groups(self, inputs: AttentionInputs, window: int | None) -> Iterator[VarlenGroup]:
+        """Yield the step's rows in groups; of a row, the keys that any of its queries sees."""
+        query_lens, kv_lens, page_size = inputs.query_lens, inputs.kv_lens, self._spec.page_size
         key_lens = kv_lens if window is None else np.minimum(kv_lens, query_lens + (window - 1))
         ends = np.cumsum(query_lens)
         for rows in _split(query_lens, key_lens):
@@ -89,20 +84,21 @@ class VarlenAttention:
             total = int(key_lens[rows].sum())
             row = torch.repeat_interleave(torch.arange(len(seen), device=seen.device), seen, output_size=total)
             positions = torch.arange(total, dtype=torch.int32, device=seen.device) + (kv_ends - key_ends)[row]
-            pages = inputs.page_table[rows][row, positions // self.page_size]
+            pages = inputs.page_table[rows][row, positions // page_size]
             yield VarlenGroup(
                 tokens=slice(int(ends[rows.start] - query_lens[rows.start]), int(ends[rows.stop - 1])),
                 query_starts=query_starts - query_starts[0],
                 key_starts=F.pad(key_ends, (1, 0)),
                 max_query_len=int(query_lens[rows].max()),
                 max_key_len=int(key_lens[rows].max()),
-                places=pages * self.page_size + positions % self.page_size,
+                places=pages * page_size + positions % page_size,
             )
 
 
 def _split(query_lens: Int32Array, key_lens: Int32Array) -> Iterator[slice]:
-    """Rows in order, in groups of up to `_MAX_KEYS` keys. Decodes stand apart from prefills: the kernel's launch is as
-    large as the group's rows times its longest query.
+    """Yield rows in order, in groups of up to `_MAX_KEYS` keys.
+
+    Decodes stand apart from prefills: the kernel's launch is as large as the group's rows times its longest query.
     """
     first = keys = 0
     for row, (queries, length) in enumerate(zip(query_lens.tolist(), key_lens.tolist(), strict=True)):
@@ -113,8 +109,8 @@ def _split(query_lens: Int32Array, key_lens: Int32Array) -> Iterator[slice]:
     yield slice(first, len(query_lens))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | None, scale: float | None) -> Tensor:
-    """q [T, heads, d] over k and v [K, kv_heads, d] -> [T, heads, d]. A row's last query sees its last key.
+def _attend(q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | None, scale: float) -> Tensor:
+    """Attend with q [T, heads, d] to k and v [K, kv_heads, d]; a row's last query sees its last key.
 
     torch.nn.attention.varlen is a wrapper of this operation whose arguments differ between torch 2.11 and 2.13.
     """

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionShape
-from minisgl.attention.select import CANDIDATES, TESTED, make_backend, preferences
-from minisgl.attention.trial import AttentionTrial
+from minisgl.attention.backend_choice import CANDIDATES, TESTED, make_backend, preferences
+from minisgl.attention.base import AttentionSpec
+from minisgl.attention.self_test import ROLES, AttentionTest
 from minisgl.engine.sampler import SampleKind, TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Heads, Norm
@@ -92,7 +92,7 @@ def gpus() -> list[str]:
 def examine(device: torch.device) -> Iterator[Finding]:
     """All parts that could serve a model of the usual shape on this device."""
     dtype = torch.bfloat16
-    shape = AttentionShape(num_heads=16, num_kv_heads=8, head_dim=128, page_size=16, dtype=dtype)
+    shape = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, page_size=16, dtype=dtype)
     if device.type == "cuda":
         missing = kernels_missing(device)
         if missing is None:
@@ -125,20 +125,20 @@ def verdict(findings: list[Finding], device: torch.device) -> str | None:
     return None
 
 
-def _attention(shape: AttentionShape, device: torch.device) -> Iterator[Finding]:
+def _attention(shape: AttentionSpec, device: torch.device) -> Iterator[Finding]:
     capability = torch.cuda.get_device_capability(device)
     first = preferences("prefill", shape, capability)[0], preferences("decode", shape, capability)[0]
     for name in ("fa", "fi", "varlen", "fused"):
         candidate, part = CANDIDATES[name], f"attention: {name}"
-        why = candidate.missing(shape, capability)
-        if why is None and not all(candidate.ready(shape, capability, role) for role in ("prefill", "decode")):
+        why = candidate.unsupported(shape, capability)
+        if why is None and not all(candidate.ready(shape, capability, role) for role in ROLES):
             why = "its kernels are not compiled; the first use would do that, in a minute or more"
         if why is not None:
             yield Finding(part, State.ABSENT, why)
             continue
         run = _run_fused if name == "fused" else _run_attention
         found = _tried(part, lambda run=run, name=name: run(name, shape, device))  # type: ignore[misc]
-        preferred = [role for role, best in zip(("prefill", "decode"), first, strict=True) if best == name]
+        preferred = [role for role, best in zip(ROLES, first, strict=True) if best == name]
         remark = f"first choice for {' and '.join(preferred)}" if preferred and not found.remark else found.remark
         yield Finding(part, found.state, remark, found.seconds)
 
@@ -190,21 +190,21 @@ def _run_sampler(device: torch.device) -> tuple[Tensor, Tensor]:
     return sampled[0], sampled[1]
 
 
-def _run_attention(name: str, shape: AttentionShape, device: torch.device) -> tuple[Tensor, Tensor]:
-    trial = AttentionTrial(shape, device)
+def _run_attention(name: str, shape: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    trial = AttentionTest(shape, device)
     return trial.run(make_backend(name, shape, device)), trial.right(trial.q)
 
 
-def _run_fused(_: str, shape: AttentionShape, device: torch.device) -> tuple[Tensor, Tensor]:
+def _run_fused(_: str, shape: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
     from minisgl.attention.fused import FusedDecode
 
-    trial = AttentionTrial(shape, device)
+    trial = AttentionTest(shape, device)
     angles = torch.outer(torch.arange(64.0), torch.rand(shape.head_dim // 2))
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
     heads = Heads(shape.num_heads, shape.num_kv_heads, cos_sin, None, None)
     slots, table = torch.arange(3, device=device), trial.inputs.page_table
-    rows = FusedDecode(shape, device).rows(slots, trial.inputs.kv_lens_device, table)
-    have = rows.forward(trial.qkv, heads, trial.pool.keys(0), trial.pool.values(0), None)
+    rows = FusedDecode(shape, device).rows(slots, trial.inputs.kv_lens_device, table, shape.window)
+    have = rows.forward(trial.qkv, heads, trial.pool.keys(0), trial.pool.values(0))
     positions = trial.inputs.kv_lens_device.long() - 1
     places = table.gather(1, (positions // shape.page_size).unsqueeze(1)).squeeze(1) * shape.page_size
     q = TorchOps().norm_rope_store(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import GraphedDecode, Unplanned
+from minisgl.attention.model_attention import CapturedDecode
 from minisgl.core import Batch
 from minisgl.engine.capture import GraphMemory
 from minisgl.engine.forward import ForwardOutput, StepRunner
@@ -27,7 +27,7 @@ from minisgl.engine.upload import upload
 class _Captured:
     """A batch size's graphs and what they read or write."""
 
-    attention: GraphedDecode
+    attention: CapturedDecode
     forward: torch.cuda.CUDAGraph
     sample: dict[SampleKind, tuple[torch.cuda.CUDAGraph, Tensor]]
     keep: object
@@ -69,8 +69,7 @@ class DecodeGraphs:
     def _capture(self, size: int, memory: GraphMemory) -> _Captured:
         runner, slots, logits = self._runner, self._slots[:size], self._logits[:size]
         kv_lens = np.full(size, self._max_seq_len, dtype=np.int32)
-        attention: GraphedDecode = Unplanned() if runner.fused else runner.attention.graphed_decode(size)
-        attention.prepare(np.zeros(size, dtype=np.int32))
+        attention = runner.attention.capture_decode(size)
 
         def forward() -> object:
             context = runner.decode_context(slots, kv_lens, attention, logits)

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionShape
-from minisgl.attention.select import ChosenAttention, make_attention
+from minisgl.attention.backend_choice import make_attention
+from minisgl.attention.base import AttentionSpec
+from minisgl.attention.model_attention import ModelAttention
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import Batch, Int32Array, StepResult, pages_for
 from minisgl.distributed import TPGroup
@@ -32,7 +33,7 @@ from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
 from minisgl.kernel.select import has_kernels, make_ops
-from minisgl.kvcache.pool import KVLayout, KVPool
+from minisgl.kvcache.pool import KVPool
 from minisgl.layers.linear import pack_weights
 from minisgl.limits import Limits
 from minisgl.models.config.model_config import ModelConfig
@@ -66,7 +67,7 @@ class Engine:
         self._judges_processed = config.logprobs_mode == "processed_logprobs"
         self._tp = tp
         context_len = _context_len(config, model)
-        shape = _attention_shape(config, model, tp, self.page_size, self.dtype)
+        specs = _attention_specs(config, model, tp, self.dtype)
         if self.device.type == "cpu":
             bound_primitive_caches()
         with phase("load kernels"):  # first: threads go on compiling them while weights are loaded
@@ -75,14 +76,13 @@ class Engine:
             sampler = _make_sampler(self.device, self.dtype)
             if self.device.type == "cuda":
                 on_paper = build_model(model, tp=tp, dtype=self.dtype, device=torch.device("meta"))
-                ops.begin_compiling(on_paper.kernel_needs(shape.kv_dtype))
-            attention = self._queue.call(lambda: make_attention(config.attention, shape, self.device))
-            if attention.fused is not None:
-                attention.fused.begin_compiling(self.num_slots)
+                ops.begin_compiling(on_paper.kernel_needs(specs[0].kv_dtype))
+            attention = self._queue.call(lambda: make_attention(config.attention, specs, self.device))
+            attention.begin_compiling(self.num_slots)
         with phase("load weights"):
             weights = self._queue.call(lambda: _load(config, model, tp, self.dtype, self.device, progress=progress))
             self._queue.call(lambda: pack_weights(weights, ops))
-        parts = _Parts(weights, shape, self.num_slots, attention, ops, sampler, self.device)
+        parts = _Parts(weights, self.num_slots, attention, ops, sampler, self.device)
         sizes = _graph_sizes(config, parts, max_prefill_tokens)
         needs = Needs()
         if self.device.type == "cuda":
@@ -91,11 +91,12 @@ class Engine:
         with phase("allocate the KV cache"):
             useful_sequences = self.num_slots if self.device.type == "cuda" else min(self.num_slots, CPU_SEQUENCES)
             room = room_for_pool(self.device, config.memory_ratio, tp.size, needs)
+            state_bytes = parts.attention.kv_layout.state_bytes(self.num_slots)
             self.num_pages = pool_pages(
                 config,
-                page_bytes=parts.layout.page_bytes,
+                page_bytes=parts.attention.kv_layout.page_bytes,
                 useful_pages=useful_sequences * pages_for(context_len, self.page_size),
-                room=dataclasses.replace(room, pool=tp.smallest(room.pool)),
+                room=dataclasses.replace(room, pool=tp.smallest(room.pool) - state_bytes),
             )
             # A sequence must fit into the pool alone.
             max_seq_len = min(context_len, self.num_pages * self.page_size)
@@ -182,15 +183,14 @@ class _Parts:
     """What a runner is made of, whatever the size of its pool."""
 
     model: CausalLM
-    shape: AttentionShape
     num_slots: int
-    attention: ChosenAttention
+    attention: ModelAttention
     ops: Ops
     sampler: Sampler
     device: torch.device
 
     def runner(self, num_pages: int, max_seq_len: int) -> StepRunner:
-        kv = KVPool(self.layout, num_pages, self.device)
+        kv = KVPool(self.attention.kv_layout, num_pages, self.device)
         state = SlotState(
             num_slots=self.num_slots,
             max_seq_len=max_seq_len,
@@ -202,15 +202,10 @@ class _Parts:
             self.model,
             kv,
             state,
-            self.attention.backend,
+            self.attention,
             self.ops,
             self.sampler,
-            self.attention.fused,
         )
-
-    @property
-    def layout(self) -> KVLayout:
-        return self.shape.kv_layout(self.model.config.num_layers, self.attention.widened(self.shape))
 
 
 def _load(
@@ -249,20 +244,19 @@ def _measure(parts: _Parts, sizes: GraphSizes | None, context_len: int, max_pref
     return Needs(steps, graphs)
 
 
-def _attention_shape(
-    config: EngineConfig, model: ModelConfig, tp: TPGroup, page_size: int, dtype: torch.dtype
-) -> AttentionShape:
-    return AttentionShape(
-        num_heads=model.attention.heads_per_rank(tp.size),
-        num_kv_heads=model.attention.kv_heads_per_rank(tp.size),
-        head_dim=model.attention.head_dim,
-        scale=model.attention.scale,
-        page_size=page_size,
-        dtype=dtype,
-        norm_dtype=torch.float32 if model.norm.float32 else None,
-        windowed=any(window is not None for window in model.windows),
-        fp8_kv=config.kv_cache_dtype == "fp8_e4m3",
-    )
+def _attention_specs(config: EngineConfig, model: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> list[AttentionSpec]:
+    """Return what each layer's attention is on a rank."""
+    return [
+        AttentionSpec.of(
+            layer.attention,
+            tp_size=tp.size,
+            page_size=config.page_size,
+            dtype=dtype,
+            norm_dtype=torch.float32 if model.norm.float32 else None,
+            fp8_kv=config.kv_cache_dtype == "fp8_e4m3",
+        )
+        for layer in model.layers
+    ]
 
 
 def _graph_sizes(config: EngineConfig, parts: _Parts, max_prefill_tokens: int) -> GraphSizes | None:
@@ -283,7 +277,7 @@ def _graph_sizes(config: EngineConfig, parts: _Parts, max_prefill_tokens: int) -
         logger.warning("steps run without CUDA graphs, which cannot hold this %s", unsafe)
         return None
     prefill = []
-    if parts.attention.backend.prefill_graph_safe:
+    if parts.attention.prefill_graph_safe:
         prefill = prefill_graph_sizes(max_prefill_tokens, parts.model.layer_weights)
     return GraphSizes(decode_graph_sizes(max_bs), prefill)
 

@@ -7,13 +7,13 @@ Any batch runs this way. Decodes, and prefills that are not large, replay the sa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, AttentionInputs, GraphedDecode
+from minisgl.attention.base import AttentionInputs
+from minisgl.attention.model_attention import CapturedDecode, ModelAttention
 from minisgl.context import ForwardContext
 from minisgl.core import Batch, Int32Array, Logprobs, StepLogprobs, pages_for
 from minisgl.engine.inputs import HostRows, LogitsIndices, RowInputs, split_like
@@ -25,9 +25,6 @@ from minisgl.engine.upload import upload
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.decoder import CausalLM
-
-if TYPE_CHECKING:
-    from minisgl.attention.fused import FusedDecode
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +52,9 @@ class StepRunner:
         model: CausalLM,
         kv: KVPool,
         state: SlotState,
-        attention: AttentionBackend,
+        attention: ModelAttention,
         ops: Ops,
         sampler: Sampler,
-        fused: FusedDecode | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -66,7 +62,6 @@ class StepRunner:
         self.attention = attention
         self.ops = ops
         self.sampler = sampler
-        self.fused = fused  # attends in the backend's place in captured decodes
         self._row_numbers = torch.arange(len(state.lengths) + 1, dtype=torch.int32, device=state.device)
 
     def forward(self, batch: Batch) -> ForwardOutput:
@@ -101,8 +96,7 @@ class StepRunner:
             logits_indices=logits_indices,
             kv=self.kv,
             ops=self.ops,
-            attention=self.attention,
-            plan=self.attention.plan(attended),
+            attention=self.attention.plan(attended),
         )
 
     def read(
@@ -168,7 +162,7 @@ class StepRunner:
         return StepLogprobs(output, forwarded.prompt_logprobs or no_logprobs(self.state.device))
 
     def decode_context(
-        self, slots: Tensor, kv_lens: Int32Array, attention: GraphedDecode, logits: Tensor
+        self, slots: Tensor, kv_lens: Int32Array, attention: CapturedDecode, logits: Tensor
     ) -> ForwardContext:
         """The context of a decode of `slots` [rows] int64, made from device state alone so that a graph can hold it.
 
@@ -177,7 +171,7 @@ class StepRunner:
         """
         state, rows = self.state, len(slots)
         made = self.ops.decode_inputs(
-            slots, state.tokens, state.lengths, state.page_table, state.page_size, pages=self.fused is None
+            slots, state.tokens, state.lengths, state.page_table, state.page_size, pages=attention.reads_page_table
         )
         inputs = AttentionInputs(
             query_lens=np.ones(rows, dtype=np.int32),
@@ -193,8 +187,7 @@ class StepRunner:
             logits_indices=None,
             kv=self.kv,
             ops=self.ops,
-            attention=self.attention,
-            plan=attention.plan(inputs),
-            fused=self.fused.rows(slots, made.kv_lens, state.page_table) if self.fused else None,
+            attention=attention.plan(inputs),
+            fused=attention.fused_rows(slots, made.kv_lens, state.page_table),
             logits=logits,
         )

@@ -1,53 +1,48 @@
-"""The KV pool: the tensors that pages are places in. The only module of this folder that imports torch."""
+"""The KV pool: tensors that pages are places in."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
 
 import numpy as np
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """What a page holds, of one rank's KV heads."""
-
-    num_layers: int
-    page_size: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    # In which there is also room for one layer, page for page, for a backend that cannot read `dtype`.
-    widened: torch.dtype | None = None
-
-    @property
-    def page_bytes(self) -> int:
-        of_value = self.num_layers * self.dtype.itemsize + (0 if self.widened is None else self.widened.itemsize)
-        return 2 * self.page_size * self.num_kv_heads * self.head_dim * of_value
+from minisgl.kvcache.layout import KVLayout, Store
 
 
 class KVPool:
-    """K and V of every layer as [pages, page_size, kv_heads, head_dim]; of one layer at a time in `wide`, if asked for.
+    """K and V of every layer as [pages, page_size, kv_heads, head_dim].
 
     One page more than `num_pages` is allocated: the last is a scratch page that nobody owns. Padding rows of a
-    captured graph write there.
+    captured graph write there. Stores by slot get their tensors here with the first model that has any.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
+        if layout.state_bytes(0):
+            raise ValueError("the pool holds stores by token only")
         self.num_pages = num_pages
         self.page_size = layout.page_size
         self.scratch_page = num_pages
-        layer = (num_pages + 1, layout.page_size, layout.num_kv_heads, layout.head_dim)
-        self._data = _zeros((2, layout.num_layers, *layer), layout.dtype, device)
-        self.wide = None if layout.widened is None else _zeros((2, *layer), layout.widened, device)
+        # One allocation for all stores that are alike: the sum of many would be rounded up by torch.
+        counts = Counter(store for layer in layout.layers for store in layer)
+        tensors = {store: self._allocate(store, count, device) for store, count in counts.items()}
+        self._layers = [tuple(tensors[store].pop(0) for store in layer) for layer in layout.layers]
+        self.upcast_buffer: tuple[Tensor, Tensor] | None = None  # K and V of one layer at a time
+        if layout.upcast:
+            keys, values = (self._allocate(store, 1, device)[0] for store in layout.upcast)
+            self.upcast_buffer = keys, values
 
     def keys(self, layer: int) -> Tensor:
-        return self._data[0, layer]
+        return self._layers[layer][0]
 
     def values(self, layer: int) -> Tensor:
-        return self._data[1, layer]
+        return self._layers[layer][1]
+
+    def _allocate(self, store: Store, count: int, device: torch.device) -> list[Tensor]:
+        shape = (count, self.num_pages + 1, self.page_size, *store.shape)
+        return list(_zeros(shape, store.dtype, device))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -34,7 +34,6 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.rotary = rotary
-        self.window = config.window
         self.num_heads = config.heads_per_rank(tp.size)
         self.num_kv_heads = config.kv_heads_per_rank(tp.size)
         dim = config.head_dim
@@ -71,10 +70,11 @@ class Attention(nn.Module):
             k_norm=params_of(k_norm),
         )
         keys, values = ctx.kv.keys(self.layer), ctx.kv.values(self.layer)
-        if ctx.fused is not None:
-            attended = ctx.fused.forward(qkv, heads, keys, values, self.window)
+        fused = ctx.fused.get(self.layer)
+        if fused is not None:
+            attended = fused.forward(qkv, heads, keys, values)
         else:
             q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.out_cache_loc, keys, values)
-            attended = ctx.attention.forward(self.layer, q, ctx.kv, ctx.plan, self.window)
+            attended = ctx.attention[self.layer].forward(self.layer, q, ctx.kv)
         y: Tensor = self.o_proj(attended.flatten(1), ctx, residual)
         return y

@@ -8,50 +8,48 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from minisgl.attention import select
-from minisgl.attention.base import AttentionPlan, AttentionShape
-from minisgl.attention.toolkit import arrange_wheels, find_cuda_home, find_wheels
-from minisgl.attention.torch_backend import TorchAttention
-from minisgl.attention.trial import trial_error
-from minisgl.kvcache.pool import KVPool
+from minisgl.attention import backend_choice
+from minisgl.attention.backend_choice import Notices
+from minisgl.attention.base import AttentionInputs, AttentionSpec
+from minisgl.attention.cuda_home import arrange_wheels, find_cuda_home, find_wheels
+from minisgl.attention.self_test import Role, self_test_error
+from minisgl.attention.torch_backend import TorchAttention, TorchPlan
 
 CPU = torch.device("cpu")
-SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=32, page_size=16, dtype=torch.bfloat16)
-WINDOWED = replace(SHAPE, windowed=True)
+SPEC = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=32, page_size=16, dtype=torch.bfloat16)
+WINDOWED = replace(SPEC, window=1000)
 
 
 class BlindToWindows(TorchAttention):
     """FlashAttention 3 was reported to attend to other keys than the window's on 8.x."""
 
-    def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
-        return super().forward(layer, q, kv, plan, None)
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(replace(spec, window=None))
 
 
 class Trimmed(TorchAttention):
     """A package without a kernel for this head size."""
 
-    def forward(self, layer: int, q: Tensor, kv: KVPool, plan: AttentionPlan, window: int | None = None) -> Tensor:
+    def plan(self, inputs: AttentionInputs) -> TorchPlan:
         raise RuntimeError("CUDA error: device kernel image is invalid\nmore lines")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_a_backend_that_is_right_passes(role: select.Role, page_size: int) -> None:
-    for shape in (SHAPE, WINDOWED, replace(SHAPE, fp8_kv=True), replace(SHAPE, num_heads=2)):
-        shape = replace(shape, page_size=page_size)
-        assert trial_error(TorchAttention(page_size), shape, CPU, role) is None
+def test_a_backend_that_is_right_passes(role: Role, page_size: int) -> None:
+    for spec in (SPEC, WINDOWED, replace(SPEC, fp8_kv=True), replace(SPEC, num_heads=2)):
+        assert self_test_error(TorchAttention, replace(spec, page_size=page_size), CPU, role) is None
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_wrong_keys_under_a_window_are_found(role: select.Role) -> None:
-    assert trial_error(BlindToWindows(16), SHAPE, CPU, role) is None, "without windows it is right"
-    assert "else here with a sliding window" in (trial_error(BlindToWindows(16), WINDOWED, CPU, role) or "")
+def test_wrong_keys_under_a_window_are_found(role: Role) -> None:
+    assert self_test_error(BlindToWindows, SPEC, CPU, role) is None, "without windows it is right"
+    assert "else here with a sliding window" in (self_test_error(BlindToWindows, WINDOWED, CPU, role) or "")
 
 
 def test_a_missing_kernel_is_found_in_one_line() -> None:
-    why = trial_error(Trimmed(16), SHAPE, CPU, "prefill")
+    why = self_test_error(Trimmed, SPEC, CPU, "prefill")
     assert why == "it does not run here: RuntimeError: CUDA error: device kernel image is invalid"
 
 
@@ -59,18 +57,19 @@ def test_the_next_best_takes_the_place_of_one_that_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     always = {
-        name: replace(each, missing=lambda *_: None, ready=lambda *_: True) for name, each in select.CANDIDATES.items()
+        name: replace(each, unsupported=lambda *_: None, ready=lambda *_: True)
+        for name, each in backend_choice.CANDIDATES.items()
     }
-    monkeypatch.setattr(select, "CANDIDATES", always)
-    made = {"fa": Trimmed(16), "fi": BlindToWindows(16), "varlen": TorchAttention(16)}
-    monkeypatch.setattr(select, "make_backend", lambda name, *_: made[name])
+    monkeypatch.setattr(backend_choice, "CANDIDATES", always)
+    made = {"fa": Trimmed, "fi": BlindToWindows, "varlen": TorchAttention}
+    monkeypatch.setattr(backend_choice, "make_backend", lambda name, spec, **_: made[name](spec))
     with caplog.at_level(logging.INFO):
-        name, backend = select._choose_working("auto", "prefill", WINDOWED, CPU, (9, 0))
-    assert (name, backend) == ("varlen", made["varlen"])
+        name = backend_choice.choose_working("auto", "prefill", WINDOWED, CPU, (9, 0), Notices())
+    assert name == "varlen"
     assert "prefill attention would be faster with FlashAttention 3 (fa): it does not run here" in caplog.text
     assert "prefill attention would be faster with FlashInfer (fi): it computes something else" in caplog.text
     caplog.clear()
-    assert select._choose_working("fa", "prefill", WINDOWED, CPU, (9, 0))[0] == "varlen"
+    assert backend_choice.choose_working("fa", "prefill", WINDOWED, CPU, (9, 0), Notices()) == "varlen"
     assert "--attn fa cannot be used: it does not run here" in caplog.text
 
 

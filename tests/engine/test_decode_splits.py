@@ -1,4 +1,4 @@
-"""How fused decodes are divided: what the kernel relies on, and for which models it is."""
+"""Splits of fused decodes: what the kernel relies on, and which layers it supports."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minisgl.attention.base import AttentionShape
-from minisgl.attention.division import divide, fused_decode_missing
+from minisgl.attention.base import AttentionSpec
+from minisgl.attention.decode_splits import decode_splits, fused_decode_unsupported
 
-SHAPE = AttentionShape(num_heads=16, num_kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16)
+SPEC = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16)
 HOPPER = (9, 0)
 
 
@@ -21,20 +21,20 @@ HOPPER = (9, 0)
 @pytest.mark.parametrize("slow_memory", [False, True])
 def test_any_number_of_rows_is_divided(num_sms: int, spills: bool, fp8: bool, head_dim: int, slow_memory: bool) -> None:
     for units in range(1, 1 << 13):
-        division = divide(units, num_sms, head_dim, spills=spills, fp8=fp8, slow_memory=slow_memory)
-        assert division.cluster in (1, 2, 4, 8), units
-        assert division.warps >= 2, "the new key and value have a warp each"
-        threads = division.warps * 32 * division.blocks_of_sm
+        splits = decode_splits(units, num_sms, head_dim, spills=spills, fp8=fp8, slow_memory=slow_memory)
+        assert splits.cluster in (1, 2, 4, 8), units
+        assert splits.warps >= 2, "the new key and value have a warp each"
+        threads = splits.warps * 32 * splits.blocks_of_sm
         assert threads <= (1024 + 512 if head_dim <= 128 else 256), "no registers are left for more"
-        assert division.helpers > 0, "who is cut must be helped"
-        assert division.shares >= 1
-        assert 1 <= division.least <= division.most
+        assert splits.spare_clusters > 0, "who is cut must be helped"
+        assert splits.num_kv_splits >= 1
+        assert 1 <= splits.min_tiles <= splits.max_tiles
 
 
 @pytest.mark.parametrize("num_sms", [108, 132])
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_few_rows_have_more_blocks_each_than_many(num_sms: int, head_dim: int) -> None:
-    clusters = [divide(units, num_sms, head_dim, spills=False, fp8=False).cluster for units in range(1, 2000)]
+    clusters = [decode_splits(units, num_sms, head_dim, spills=False, fp8=False).cluster for units in range(1, 2000)]
     assert clusters == sorted(clusters, reverse=True)
     assert (clusters[0], clusters[-1]) == (8, 1)
 
@@ -43,8 +43,8 @@ def test_an_h100_begins_no_more_clusters_than_it_holds() -> None:
     """It holds 30 of eight large blocks and 62 of four: more begin when others have ended, which took up to 1.3 us."""
     held = {8: 30, 4: 62}
     for units in range(1, 50):
-        division = divide(units, 132, 128, spills=False, fp8=False, slow_memory=True)
-        assert units + division.helpers <= held[division.cluster], units
+        splits = decode_splits(units, 132, 128, spills=False, fp8=False, slow_memory=True)
+        assert units + splits.spare_clusters <= held[splits.cluster], units
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_an_h100_begins_no_more_clusters_than_it_holds() -> None:
         ({"num_heads": 72}, HOPPER, "8 query heads a KV head, not 9"),
         ({"num_heads": 20}, HOPPER, "query heads a KV head"),
         ({"page_size": 24}, HOPPER, "power of two, not 24"),
-        ({"fp8_kv": True, "windowed": True, "page_size": 1}, HOPPER, None),
+        ({"fp8_kv": True, "window": 100, "page_size": 1}, HOPPER, None),
     ],
 )
 def test_which_models_it_is_for(changed: dict[str, object], capability: tuple[int, int], why: str | None) -> None:
-    missing = fused_decode_missing(replace(SHAPE, **changed), capability)  # type: ignore[arg-type]
-    assert missing is None if why is None else why in (missing or "")
+    unsupported = fused_decode_unsupported(replace(SPEC, **changed), capability)  # type: ignore[arg-type]
+    assert unsupported is None if why is None else why in (unsupported or "")

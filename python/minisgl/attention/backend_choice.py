@@ -1,0 +1,262 @@
+"""Choice of each layer's attention backends: one for decodes, one for everything else, often the same.
+
+A `Candidate` says by a layer's spec whether a backend can run it on a GPU. `preferences` is the order in which `auto`
+tries them, by what docs/performance.md shows; what is not measured there goes by the hardware's capability.
+The choice must then compute a small step rightly (`self_test`). One rule holds everywhere: what a backend does not
+support runs on the next best, and the log says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from minisgl.attention.base import AttentionBackend, AttentionSpec
+from minisgl.attention.cpu_backend import CpuAttention
+from minisgl.attention.cuda_home import provide_cuda_home
+from minisgl.attention.decode_splits import fused_decode_unsupported
+from minisgl.attention.model_attention import LayerAttention, ModelAttention
+from minisgl.attention.self_test import ROLES, Role, self_test_error
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.attention.varlen import VarlenAttention
+from minisgl.config import ConfigError, attention_names
+from minisgl.kernel.select import import_error
+
+if TYPE_CHECKING:
+    from minisgl.attention.fused import FusedDecode
+
+logger = logging.getLogger(__name__)
+
+Capability = tuple[int, int]
+
+SIXTEEN_BITS = torch.bfloat16, torch.float16
+TESTED: tuple[Capability, ...] = ((9, 0),)
+FP8: Capability = (8, 9)  # from here on GPUs convert 8 bits
+MAX_SCORES = 1 << 22  # a head's, that torch may store at a time on a GPU: 0.5 GiB of 32 heads in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A backend that may be chosen for a layer."""
+
+    title: str
+    unsupported: Callable[[AttentionSpec, Capability], str | None]  # why it cannot run the layer here; None: it can
+    ready: Callable[[AttentionSpec, Capability, Role], bool]  # without compiling anything for minutes
+
+
+class Notices:
+    """Logs each line once, though several specs may be cause for it."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def log(self, level: int, line: str) -> None:
+        if line not in self._logged:
+            self._logged.add(line)
+            logger.log(level, "%s", line)
+
+
+def preferences(role: Role, spec: AttentionSpec, capability: Capability) -> tuple[str, ...]:
+    """Return the backends' names, the fastest first."""
+    if capability[0] >= 10:
+        return ("fused", "fi", "varlen", "torch") if role == "decode" else ("fi", "varlen", "torch")
+    if role == "prefill":
+        return "fa", "fi", "varlen", "torch"
+    return ("fused", *(("fi", "fa") if spec.group <= 2 else ("fa", "fi")), "varlen", "torch")
+
+
+def make_attention(name: str, layers: Sequence[AttentionSpec], device: torch.device) -> ModelAttention:
+    """Return the layers' backends, those that --attn names if they support a layer, else the next best.
+
+    Raises ConfigError where the GPU cannot read the pool.
+    """
+    if device.type == "cpu":
+        if name not in ("auto", "torch"):
+            logger.info("--attn %s is for GPUs; on the CPU attention runs in torch", name)
+        on_cpu = {spec: CpuAttention(spec) for spec in layers}
+        return ModelAttention([LayerAttention("torch", spec, on_cpu[spec], on_cpu[spec]) for spec in layers])
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8 and any(spec.fp8_kv for spec in layers):
+        raise ConfigError(
+            f"--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability {FP8[0]}.{FP8[1]} or later, "
+            f"not {capability[0]}.{capability[1]}"
+        )
+    chooser = _Chooser(attention_names(name), device, capability)
+    chosen = {spec: chooser.choose(spec) for spec in dict.fromkeys(layers)}
+    if capability not in TESTED:
+        logger.warning("attention is not tested on GPUs of compute capability %d.%d", *capability)
+    titles = Counter(chosen[spec].title for spec in layers)
+    for title, count in titles.items():
+        logger.info("attention%s: %s", f" of {count} layers" if len(titles) > 1 else "", title)
+    return ModelAttention([chosen[spec] for spec in layers])
+
+
+class _Chooser:
+    """Chooses and makes the backends of one model's layers."""
+
+    def __init__(self, asked: tuple[str, str], device: torch.device, capability: Capability) -> None:
+        self._asked = asked
+        self._device = device
+        self._capability = capability
+        self._notices = Notices()
+        self._fused: dict[AttentionSpec, FusedDecode] = {}
+
+    def choose(self, spec: AttentionSpec) -> LayerAttention:
+        """Return the attention of the layers of a spec."""
+        prefill, decode = (
+            choose_working(asked, role, spec, self._device, self._capability, self._notices)
+            for asked, role in zip(self._asked, ROLES, strict=True)
+        )
+        title = prefill if prefill == decode else f"{prefill} for prefill, {decode} for decode"
+        backend = make_backend(prefill, spec, self._device)
+        if decode == "fused":
+            return LayerAttention(title, spec, backend, backend, self._fused_decode(spec))
+        same = decode == prefill
+        return LayerAttention(title, spec, backend, backend if same else make_backend(decode, spec, self._device))
+
+    def _fused_decode(self, spec: AttentionSpec) -> FusedDecode:
+        """Return the kernels of a spec; layers that differ in their windows alone share them and their memory."""
+        from minisgl.attention.fused import FusedDecode
+
+        shared = replace(spec, window=None)
+        if shared not in self._fused:
+            self._fused[shared] = FusedDecode(shared, self._device)
+        return self._fused[shared]
+
+
+def choose_working(
+    asked: str, role: Role, spec: AttentionSpec, device: torch.device, capability: Capability, notices: Notices
+) -> str:
+    """Return the name of the first choice that computes a small step rightly; `fused` and `torch` are not tried."""
+    candidates = dict(CANDIDATES)
+    while True:
+        name = choose(asked, role, spec, capability, candidates, notices)
+        if name in ("torch", "fused"):
+            return name
+        why = self_test_error(partial(make_backend, name, device=device), spec, device, role)
+        if why is None:
+            return name
+        candidates[name] = replace(candidates[name], unsupported=lambda *_, why=why: why)
+
+
+def make_backend(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBackend:
+    """Return a backend that can run here."""
+    match name:
+        case "fa":
+            from minisgl.attention.fa import FlashAttention3
+
+            return FlashAttention3(spec, device)
+        case "fi":
+            from minisgl.attention.fi import FlashInfer
+
+            capability = torch.cuda.get_device_capability(device)
+            if not all(_fi_ready(spec, capability, role) for role in ROLES):
+                logger.info("FlashInfer compiles its kernels at their first use: up to a minute each, once")
+            return FlashInfer(spec, device)
+        case "varlen":
+            return VarlenAttention(spec)
+        case _:
+            return TorchAttention(spec, MAX_SCORES)
+
+
+def choose(
+    asked: str,
+    role: Role,
+    spec: AttentionSpec,
+    capability: Capability,
+    candidates: Mapping[str, Candidate],
+    notices: Notices,
+) -> str:
+    """Return the backend for this role: the one asked for, or by `preferences` the first that supports the spec.
+
+    With `auto` it must also be ready.
+    """
+    order = tuple(name for name in preferences(role, spec, capability) if name in candidates)
+    if asked != "auto":
+        why = candidates[asked].unsupported(spec, capability)
+        if why is None:
+            return asked
+        order = tuple(name for name in order if name != asked)
+        notices.log(logging.WARNING, f"--attn {asked} cannot be used: {why}")
+    for name in order:
+        candidate = candidates[name]
+        why = candidate.unsupported(spec, capability)
+        if why is None and not candidate.ready(spec, capability, role):
+            why = f"it would first be compiled, which takes a minute or more: --attn {name} does that"
+        if why is None:
+            if name == "torch":
+                notices.log(logging.WARNING, "attention runs in torch, which is slow")
+            return name
+        notices.log(logging.INFO, f"{role} attention would be faster with {candidate.title}: {why}")
+    raise ValueError("torch must be among the candidates: it supports every layer")
+
+
+def _fa_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
+    if capability[0] not in (8, 9):
+        return f"it is built for compute capability 8.x and 9.0, not {capability[0]}.{capability[1]}"
+    if capability[0] == 8 and spec.window is not None:  # github.com/sgl-project/sgl-flash-attn, pull request 50
+        return "on compute capability 8.x it was seen to read wrong keys where a window slides (sgl-flash-attn#50)"
+    why = _unsupported(spec, head_dims=range(16, 257, 16) if spec.fp8_kv else range(8, 257, 8))
+    if why is None and spec.fp8_kv:  # whose pages a kernel of ours upcasts
+        why = import_error("cuda.core", "cuda-core", "cuda")
+    return why or import_error("sgl_kernel.flash_attn", "sglang-kernel", "cuda")
+
+
+def _fi_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, not {capability[0]}.{capability[1]}"
+    if spec.fp8_kv:
+        return "it does not read a KV cache in 8 bits (--kv-cache-dtype fp8_e4m3)"
+    why = _unsupported(spec, head_dims=(64, 128, 256))
+    if why is not None:
+        return why
+    toolkit = provide_cuda_home()
+    why = import_error("flashinfer.decode", "flashinfer-python", "cuda")
+    if why is None and toolkit is None and not all(_fi_ready(spec, capability, role) for role in ROLES):
+        return (
+            "its kernels are not compiled, and there is no CUDA toolkit (nvcc) to do it (pip install nvidia-cuda-nvcc)"
+        )
+    return why
+
+
+def _varlen_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, not {capability[0]}.{capability[1]}"
+    return _unsupported(spec, head_dims=range(8, 257, 8))
+
+
+def _unsupported(spec: AttentionSpec, head_dims: range | tuple[int, ...]) -> str | None:
+    if spec.dtype not in SIXTEEN_BITS:
+        return f"it is for bfloat16 and float16, not {str(spec.dtype).removeprefix('torch.')}"
+    if spec.head_dim not in head_dims:
+        return f"it has no kernels for heads of {spec.head_dim}"
+    return None
+
+
+def _fi_ready(spec: AttentionSpec, capability: Capability, role: Role) -> bool:
+    from minisgl.attention.fi import module_path
+
+    return module_path(spec, capability, decode=role == "decode").exists()
+
+
+def _fused_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
+    return import_error("cuda.core", "cuda-core", "cuda") or fused_decode_unsupported(spec, capability)
+
+
+def _always(*_: object) -> bool:
+    return True
+
+
+CANDIDATES: Mapping[str, Candidate] = {
+    "fused": Candidate("the fused decode kernel (fused)", _fused_unsupported, _always),
+    "fa": Candidate("FlashAttention 3 (fa)", _fa_unsupported, _always),
+    "fi": Candidate("FlashInfer (fi)", _fi_unsupported, _fi_ready),
+    "varlen": Candidate("torch's FlashAttention 2 (varlen)", _varlen_unsupported, _always),
+    "torch": Candidate("torch", lambda *_: None, _always),
+}

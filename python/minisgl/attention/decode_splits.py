@@ -1,0 +1,97 @@
+"""Split-KV of fused decodes: the share of a row that each block of csrc/decode_attention.cu reads, by step size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minisgl.attention.base import AttentionSpec
+
+_MAX_GROUP = 8  # query heads of a KV head: rows of a tensor-core instruction
+
+
+def fused_decode_unsupported(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
+    """Return why the kernel cannot run a layer on this GPU, or None."""
+    if capability < (9, 0):
+        return "it needs thread block clusters (compute capability 9.0)"
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return "it is for bfloat16 and float16"
+    if spec.head_dim not in (64, 128, 256):
+        return f"it is for heads of 64, 128 or 256 dimensions, not {spec.head_dim}"
+    if spec.num_heads % spec.num_kv_heads or spec.group > _MAX_GROUP:
+        return f"it is for up to {_MAX_GROUP} query heads a KV head, not {spec.group}"
+    if spec.page_size & (spec.page_size - 1):
+        return f"it is for pages of a power of two, not {spec.page_size}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSplits:
+    """Launch parameters of a fused decode: clusters of blocks, and how long rows are cut into splits of tiles."""
+
+    cluster: int  # blocks that share a KV head of a row
+    warps: int  # of a block
+    blocks_of_sm: int
+    spare_clusters: int  # clusters besides one for each row and KV head, which take what is cut off
+    num_kv_splits: int = 1  # of a row of more than twice `min_tiles`; more or fewer where the bounds demand it
+    min_tiles: int = 256  # of a split
+    max_tiles: int = 256
+
+    @property
+    def compiled_for(self) -> tuple[int, int, int]:
+        """Parameters that the kernel's code depends on."""
+        return self.cluster, self.warps, self.blocks_of_sm
+
+
+def decode_splits(
+    units: int, num_sms: int, head_dim: int, *, spills: bool, fp8: bool, slow_memory: bool = False
+) -> DecodeSplits:
+    """Return the parameters for `units` rows times KV heads that were fastest on 132 multiprocessors of an H200, or of
+    an H100 (`slow_memory`), whose many rows want the same, but whose few rows want fewer and smaller clusters
+    (docs/log.md).
+
+    Few rows share the multiprocessors by clusters. Otherwise rows of up to 8,192 tokens stay whole, for equal rows
+    are best left alone; and there are enough spare clusters to keep the memory busy with what the others leave.
+    `spills`: the kernel does not fit into 128 registers. `fp8`: K and V have 8 bits, of which a block has half the
+    bytes under way.
+    """
+    if head_dim > 128:  # of which a thread takes 255 registers: a multiprocessor holds eight warps
+        cluster = next((c for c in (8, 4, 2) if c * units <= 2 * num_sms), 1)
+        return DecodeSplits(cluster, 4, 2, spare_clusters=max(2 * num_sms // cluster - units, 64))
+    at_once = num_sms // 5  # clusters of eight large blocks: some groups of multiprocessors have room for three
+    if 16 * units <= num_sms:
+        return DecodeSplits(
+            8, 6, 2, spare_clusters=at_once - units, num_kv_splits=at_once // units, min_tiles=80, max_tiles=1 << 20
+        )
+    if slow_memory and 8 * units <= 3 * num_sms:
+        # Clusters that the device cannot hold beside the others would begin when these have ended.
+        if 8 * units <= num_sms:
+            return DecodeSplits(8, 6, 2, spare_clusters=2 * num_sms // 9 - units, min_tiles=512, max_tiles=512)
+        return DecodeSplits(4, 6, 2, spare_clusters=15 * num_sms // 32 - units, min_tiles=512, max_tiles=512)
+    if units <= at_once:
+        return DecodeSplits(8, 6, 2, spare_clusters=16, min_tiles=512, max_tiles=512)
+    if 4 * units <= num_sms:
+        return DecodeSplits(8, 4, 3, spare_clusters=32)
+    if 2 * units <= num_sms:
+        return DecodeSplits(4, 4, 3, spare_clusters=128)
+    if units <= num_sms:
+        return DecodeSplits(2, 6, 2, spare_clusters=64, max_tiles=512)
+    if fp8:
+        if 2 * units <= 5 * num_sms:
+            return DecodeSplits(2, 4, 4, spare_clusters=128)
+        warps, blocks_of_sm = (2, 8) if units > 10 * num_sms else (4, 4)
+        return DecodeSplits(1, warps, blocks_of_sm, spare_clusters=256)
+    if 2 * units <= 3 * num_sms:
+        return DecodeSplits(2, 4, 3, spare_clusters=128)
+    if spills:
+        return DecodeSplits(1, 4, 3, spare_clusters=256)
+    if slow_memory and 2 * num_sms < units <= 3 * num_sms:
+        return DecodeSplits(2, 4, 3, spare_clusters=128)  # 6% slower for equal rows, 8% faster for others
+    if units <= 2 * num_sms or 3 * num_sms < units <= 4 * num_sms:  # all at once, or in two waves
+        return DecodeSplits(1, 8, 2, spare_clusters=256)
+    if units > 10 * num_sms:  # so many waves that the last counts for little
+        return DecodeSplits(1, 4, 4, spare_clusters=256)
+    # So many that the last of the waves in which they work leaves the fewest places empty.
+    blocks = min((3, 4), key=lambda blocks: -(-units // (blocks * num_sms)) * blocks)
+    return DecodeSplits(1, 4, blocks, spare_clusters=256)

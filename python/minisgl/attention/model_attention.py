@@ -1,0 +1,107 @@
+"""Attention of a whole model: the backends of each layer, which its spec decides, planned together once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionPlan, AttentionSpec
+from minisgl.core import Int32Array
+from minisgl.kvcache.layout import KVLayout, Store
+
+if TYPE_CHECKING:
+    from minisgl.attention.fused import FusedDecode, FusedRows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerAttention:
+    """Backends of a layer; layers of one spec share them."""
+
+    title: str  # for the log
+    spec: AttentionSpec
+    prefill: AttentionBackend  # any step
+    decode: AttentionBackend  # steps that are decodes throughout
+    fused: FusedDecode | None = None  # captured decodes, in the place of `decode`
+
+    @property
+    def upcast_stores(self) -> tuple[Store, ...]:
+        """Stores of the copy that a backend reads in the place of FP8 pages, if it does."""
+        return self.spec.kv_stores(self.spec.dtype) if self.prefill.upcasts or self.decode.upcasts else ()
+
+
+class ModelAttention:
+    """Plans a step for all layers."""
+
+    def __init__(self, layers: Sequence[LayerAttention]) -> None:
+        self.layers = tuple(layers)
+
+    @property
+    def graph_safe(self) -> bool:
+        """True if a CUDA graph may hold any decode."""
+        return all(layer.fused is not None or layer.decode.graph_safe for layer in self.layers)
+
+    @property
+    def prefill_graph_safe(self) -> bool:
+        """True if a CUDA graph may hold any step."""
+        return all(layer.prefill.prefill_graph_safe for layer in self.layers)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """Layout of the pool that these layers attend to."""
+        return KVLayout(
+            page_size=self.layers[0].spec.page_size,
+            layers=tuple(layer.spec.kv_stores() for layer in self.layers),
+            upcast=next((layer.upcast_stores for layer in self.layers if layer.upcast_stores), ()),
+        )
+
+    def begin_compiling(self, max_rows: int) -> None:
+        """Compile the kernels of fused decodes of up to `max_rows` rows, in threads."""
+        for fused in {layer.fused for layer in self.layers if layer.fused is not None}:
+            fused.begin_compiling(max_rows)
+
+    def plan(self, inputs: AttentionInputs) -> Mapping[int, AttentionPlan]:
+        """Return each layer's plan for a step that is launched operation by operation, or for a graph of any step."""
+        decode = int(inputs.query_lens.max()) == 1
+        backends = [layer.decode if decode else layer.prefill for layer in self.layers]
+        plans = {backend: backend.plan(inputs) for backend in dict.fromkeys(backends)}
+        return {layer: plans[backend] for layer, backend in enumerate(backends)}
+
+    def capture_decode(self, rows: int) -> CapturedDecode:
+        """Return the attention of a captured decode of so many rows. The largest number is asked for first."""
+        return CapturedDecode(self.layers, rows)
+
+
+class CapturedDecode:
+    """Attention of one captured decode, in its capture and in its replays."""
+
+    def __init__(self, layers: Sequence[LayerAttention], rows: int) -> None:
+        self._layers = layers
+        backends = dict.fromkeys(layer.decode for layer in layers if layer.fused is None)
+        self._graphed = {backend: backend.graphed_decode(rows) for backend in backends}
+        self.prepare(np.zeros(rows, dtype=np.int32))
+
+    @property
+    def reads_page_table(self) -> bool:
+        """True if some layer reads `AttentionInputs.page_table`; fused ones read that of all slots."""
+        return bool(self._graphed)
+
+    def plan(self, inputs: AttentionInputs) -> Mapping[int, AttentionPlan]:
+        """Return the plan of each layer that is not fused, as `GraphedDecode.plan` makes it."""
+        plans = {backend: (graphed or backend).plan(inputs) for backend, graphed in self._graphed.items()}
+        return {index: plans[layer.decode] for index, layer in enumerate(self._layers) if layer.fused is None}
+
+    def fused_rows(self, slots: Tensor, kv_lens: Tensor, page_table: Tensor) -> Mapping[int, FusedRows]:
+        """Return the attention of each layer that is fused; arguments as in `FusedDecode.rows`."""
+        specs = {layer.spec: layer.fused for layer in self._layers if layer.fused is not None}
+        rows = {spec: fused.rows(slots, kv_lens, page_table, spec.window) for spec, fused in specs.items()}
+        return {index: rows[layer.spec] for index, layer in enumerate(self._layers) if layer.fused is not None}
+
+    def prepare(self, positions: Int32Array) -> None:
+        """Do the host's work for the next replay, as in `GraphedDecode.prepare`."""
+        for graphed in self._graphed.values():
+            if graphed is not None:
+                graphed.prepare(positions)
