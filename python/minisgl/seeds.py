@@ -2,8 +2,8 @@
 
 The seed of choice i is output i of SplitMix64 (Steele, Lea and Flood, 2014) started at the request's seed, without
 the sign bit, so that it fits a signed 64-bit integer on any device. It depends on nothing else: a seeded request
-gets the same noise in any company. Choices are counted within their prompt, so a prompt in a list gets what it gets
-alone.
+gets the same random numbers in any batch. Choices are counted within their prompt, so a prompt in a list gets what it
+gets alone.
 """
 
 from __future__ import annotations

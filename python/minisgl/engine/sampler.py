@@ -2,7 +2,8 @@
 
 The choice depends on nothing but the row's logits, its parameters, its seed and the position of the token: one
 uniform number from a counter-based generator, and the inverse of the filtered distribution's cumulative sum taken in
-vocabulary order. So a request gets the same tokens in any company and after any restart.
+vocabulary order. So equal logits give a request equal tokens in any batch and after any restart; 16-bit logits move by
+rounding with the batch.
 
 The generator is the finalizer of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
 OOPSLA 2014) applied to seed and position.
