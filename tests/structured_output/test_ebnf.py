@@ -11,9 +11,9 @@ import pytest
 from llguidance import LLMatcher
 
 from minisgl.core import Grammar, SamplingParams
-from minisgl.structured_output.compiler import byte_vocabulary
 from minisgl.structured_output.ebnf import EbnfError, ebnf_to_lark
 from minisgl.structured_output.translate import to_llguidance
+from minisgl.structured_output.trial_process import byte_vocabulary
 from minisgl.structured_output.validator import GrammarValidator
 from structured_output.drawing import Drawer
 

@@ -14,8 +14,8 @@ import pytest
 from llguidance import LLMatcher
 
 from minisgl.core import Grammar, InvalidRequest
-from minisgl.structured_output.compiler import byte_vocabulary
 from minisgl.structured_output.translate import to_llguidance
+from minisgl.structured_output.trial_process import byte_vocabulary
 from minisgl.structured_output.validator import GrammarValidator
 from structured_output.drawing import Drawer
 from structured_output.schemas import own_schemas

@@ -20,10 +20,9 @@ from minisgl.models.hub import demo_folder
 from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS
 from minisgl.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.parsers.streaming import CallArguments, CallStart, Content
-from minisgl.structured_output.compiler import named_tokens
 from minisgl.structured_output.tool_grammar import calls_grammar, check_strict, either, free_grammar, schemas_to_enforce
-from minisgl.structured_output.translate import complete_template, field_of, to_llguidance
-from minisgl.structured_output.validator import GrammarAdmission, GrammarValidator
+from minisgl.structured_output.translate import complete_template, field_of, named_tokens, to_llguidance
+from minisgl.structured_output.validator import GrammarValidator
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -76,9 +75,8 @@ def matcher(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> Callable[..., LLMa
     return make
 
 
-def fitter_for(tokenizer: Tokenizer, form: ReasoningFormat | None) -> GrammarAdmission:
-    names = named_tokens(tokenizer)
-    return GrammarAdmission(names, form, GrammarValidator(names, time_limit=10.0))
+def fitter_for(tokenizer: Tokenizer, form: ReasoningFormat | None) -> GrammarValidator:
+    return GrammarValidator(named_tokens(tokenizer), form, time_limit=10.0)
 
 
 def allows(matcher: LLMatcher, tokenizer: Tokenizer, text: str) -> bool:

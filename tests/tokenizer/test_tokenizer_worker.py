@@ -43,7 +43,7 @@ from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Add, Stopped, ToScheduler
 from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, TextPrompt
 from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
-from minisgl.structured_output.validator import GrammarAdmission, GrammarValidator
+from minisgl.structured_output.validator import GrammarValidator
 from minisgl.tokenizer import admission
 from minisgl.tokenizer.admission import resolve_bad_words
 from minisgl.tokenizer.chat_template import ChatTemplates
@@ -52,7 +52,7 @@ from minisgl.tokenizer.tokenizer_worker import reply_to
 from tokenizer import small
 
 LIMITS = Limits(max_seq_len=32, vocab_size=330)
-GRAMMARS = GrammarAdmission({}, None, GrammarValidator({}, time_limit=10.0))
+GRAMMARS = GrammarValidator({}, time_limit=10.0)
 TEMPLATE = "{{ bos_token }}{{ messages[0].content }}{% if messages[0].bad %}"
 TEMPLATE += "{{ raise_exception('no') if messages[0].bad == 'refuse' else 1 / 0 }}{% endif %}"
 USER = {"role": "user", "content": "ab"}
@@ -189,7 +189,7 @@ def test_an_error_of_ours_is_one_requests_500_and_its_text_is_in_the_log_alone(
 
 
 def test_a_client_whose_grammars_fill_the_queue_is_told_so(tokenizer: TextTokenizer) -> None:
-    grammars = GrammarAdmission({}, None, GrammarValidator({}, time_limit=10.0))
+    grammars = GrammarValidator({}, time_limit=10.0)
     refused = None
     for number in range(64):
         grammar = Grammar("choice", '["' + "x" * 250_000 + f'{number}"]')

@@ -32,8 +32,8 @@ from minisgl.scheduler.build import make_loop
 from minisgl.scheduler.serve import step_output
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.settings import declarations, take_keywords
-from minisgl.structured_output.compiler import named_tokens
 from minisgl.structured_output.matcher import GrammarMatchers
+from minisgl.structured_output.translate import named_tokens
 from minisgl.structured_output.validator import GrammarValidator
 from minisgl.tokenizer.admission import check_vocabulary, resolve_bad_words
 from minisgl.tokenizer.decoders import make_decoder

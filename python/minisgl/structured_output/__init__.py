@@ -8,7 +8,7 @@ A `core.Grammar` passes through these modules in order:
   `compile_queue`, by `trial_process`. `translate` turns every kind into llguidance's notation, by way of `ebnf` and
   `json_schema`.
 - `matcher` (scheduler of rank 0): follows it, token by token, and fills the grammar bitmask. The scheduler knows
-  matchers by their `protocol` only. `compiler` holds what llguidance needs for both.
+  matchers by their `protocol` only.
 
 The modules of the API process import no llguidance, and none imports torch.
 """

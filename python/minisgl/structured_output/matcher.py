@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -22,9 +23,15 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from minisgl.core import Grammar, Int32Array, SamplingParams
-from minisgl.structured_output.compiler import PARSER_LIMITS, compiler_threads, model_vocabulary, named_tokens
 from minisgl.structured_output.protocol import Matcher, Progress
-from minisgl.structured_output.translate import names_any, to_llguidance, unforced
+from minisgl.structured_output.translate import (
+    PARSER_LIMITS,
+    STACK_BYTES,
+    named_tokens,
+    names_any,
+    to_llguidance,
+    unforced,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +262,30 @@ class GrammarMatchers:
     def _compile(self, grammar: Grammar) -> Automaton:
         vocabulary = self.prepare()
         return Automaton(self._submit(lambda: _compiled(grammar, vocabulary)))
+
+
+def model_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
+    """Vocabulary of a model with logits for `vocab_size` ids; ids that no token has are never allowed.
+
+    Takes a second for 150,000 tokens, during which no other Python thread runs. ValueError if llguidance cannot tell
+    from the tokenizer what its tokens spell.
+    """
+    n_vocab = max(vocab_size, tokenizer.get_vocab_size())
+    return LLTokenizer(tokenizer.to_str(), n_vocab=n_vocab, eos_token=sorted(eos_token_ids) or None)
+
+
+def compiler_threads(count: int) -> ThreadPoolExecutor:
+    """Start a pool of `count` threads with large stacks."""
+    pool = ThreadPoolExecutor(max_workers=count, thread_name_prefix="grammar")
+    started = threading.Barrier(count + 1)
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        for _ in range(count):
+            pool.submit(started.wait)
+        started.wait()
+    finally:
+        threading.stack_size(usual)
+    return pool
 
 
 def _compiled(grammar: Grammar, vocabulary: Future[_Vocabulary | None]) -> LLMatcher | None:

@@ -1,4 +1,4 @@
-"""Grammars of every kind in llguidance's notation."""
+"""Writes grammars of every kind in llguidance's notation, within the limits of its compiler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 from minisgl.core import Grammar, InvalidRequest
 from minisgl.structured_output.ebnf import EbnfError, ebnf_to_lark
@@ -17,8 +17,14 @@ from minisgl.structured_output.json_schema import prepared_schema
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
+    from tokenizers import Tokenizer
 
 MAX_CHOICES = 10_000
+# Cost of one bitmask, and size of an automaton. llguidance calls what goes beyond them too complex.
+PARSER_LIMITS = LLParserLimits(precompute_large_lexemes=False, verbose_errors=False)
+# Address space of a compiling thread, which follows chains of rules by recursion: enough for every grammar of
+# core.MAX_GRAMMAR_CHARS.
+STACK_BYTES = 256 * 2**20
 NOT_COMPLETE = "a template is no grammar before it is completed"
 FIELDS = {"json_object": "response_format", "json_schema": "response_format"}  # where most clients write it
 
@@ -34,6 +40,11 @@ SCHEMA_OPTIONS: JsonCompileOptions = {
 
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|\\x\{([0-9a-fA-F]{1,5})\}")  # of JSON, of expressions
 _NOTATION = re.compile(r"[\\\"'/()\[\]{}|?*+\s]")
+
+
+def named_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the tokens that grammars may name, by id."""
+    return {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
 
 
 def field_of(grammar: Grammar) -> str:

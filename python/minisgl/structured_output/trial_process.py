@@ -29,13 +29,18 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from msgspec.json import decode, encode
 
 from minisgl.core import Grammar, InvalidRequest
 from minisgl.process.child import leave_signals_to_parent, start_module
-from minisgl.structured_output.compiler import PARSER_LIMITS, STACK_BYTES, byte_vocabulary
-from minisgl.structured_output.translate import complete_template, ebnf_as_lark, to_llguidance
+from minisgl.structured_output.translate import (
+    PARSER_LIMITS,
+    STACK_BYTES,
+    complete_template,
+    ebnf_as_lark,
+    to_llguidance,
+)
 
 WAIT_FACTOR = 5  # seconds of waiting for one of processor time, on a machine that has much else to do
 MAX_BYTES = 2 * 2**30  # that a grammar may take
@@ -318,6 +323,31 @@ def _try(grammar: Grammar, vocabulary: LLTokenizer) -> str:
         if matcher.is_error():
             return _in_short(matcher.get_error())
     return ""
+
+
+class _Bytes:
+    """A tokenizer with a token for each byte, and a model's special tokens where the model has them."""
+
+    def __init__(self, special_tokens: Mapping[int, str]) -> None:
+        free = (index for index in range(len(special_tokens) + 257) if index not in special_tokens)
+        self._ids = [next(free) for _ in range(256)]
+        self.bos_token_id = None
+        self.eos_token_id = next(free)
+        self.special_token_ids = [*special_tokens, self.eos_token_id]
+        self.tokens = [b""] * (max([*self._ids, *self.special_token_ids]) + 1)
+        for byte, index in enumerate(self._ids):
+            self.tokens[index] = bytes([byte])
+        for index, text in special_tokens.items():
+            self.tokens[index] = text.encode()
+        self.tokens[self.eos_token_id] = b"<|end of sequence|>"
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [self._ids[byte] for byte in text]
+
+
+def byte_vocabulary(special_tokens: Mapping[int, str]) -> LLTokenizer:
+    """Vocabulary to check grammars with: it is made in no time, and knows the special tokens that they may name."""
+    return LLTokenizer(TokenizerWrapper(_Bytes(special_tokens)), slices=[])
 
 
 def _in_short(message: str) -> str:

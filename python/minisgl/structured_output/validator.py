@@ -70,13 +70,21 @@ class PendingCheck:
 
 
 class GrammarValidator:
-    """Finds what is wrong with grammars. `named_tokens`: tokens that grammars may name, by id.
+    """Finds what is wrong with the grammars of requests to one model.
 
-    It may be called from several threads. Checks go on while it is polled.
+    `named_tokens`: tokens that grammars may name, by id; `reasoning`: how the model writes thoughts, None if it writes
+    none. It may be called from several threads. Checks go on while it is polled.
     """
 
-    def __init__(self, named_tokens: Mapping[int, str], *, time_limit: float = TIME_LIMIT) -> None:
+    def __init__(
+        self,
+        named_tokens: Mapping[int, str],
+        reasoning: ReasoningFormat | None = None,
+        *,
+        time_limit: float = TIME_LIMIT,
+    ) -> None:
         self._named_tokens = named_tokens
+        self._reasoning = reasoning
         self._time_limit = time_limit
         self._process: TrialProcess | None = None  # started when it is needed
         self._queue: CompileQueue[Grammar] = CompileQueue()
@@ -87,14 +95,25 @@ class GrammarValidator:
         self._heard = 0.0  # from the process, or to it while nothing was under way: a time of `monotonic`
         self._lock = threading.RLock()
 
+    def fit(self, grammar: Grammar, prompt: TextPrompt | IdsPrompt | ChatPrompt, prompt_end: str) -> Grammar:
+        """Return the grammar as the model is to follow it after this prompt: a thought may come first."""
+        if self._reasoning is None or not isinstance(prompt, ChatPrompt):
+            return grammar
+        continued = prompt.messages[-1].get("content", "") if prompt.continue_final_message else ""
+        start = start_of_answer(self._reasoning, prompt_end, continued)
+        if start is Place.OUTSIDE:
+            return grammar
+        tokens = frozenset(self._named_tokens.values())
+        return after_thought(grammar, self._reasoning, tokens, is_open=start is Place.INSIDE)
+
     def validate(self, grammar: Grammar, field: str | None = None) -> Grammar:
         """Wait for a grammar's check; return the grammar to follow. InvalidRequest names `field` if it cannot be."""
         return self.check(grammar).result(field)
 
     def check(self, grammar: Grammar, client: str = "") -> PendingCheck:
-        """Begin to check the grammar of a client, unless that has been done.
+        """Begin to check the grammar of a client, unless that has been done; QueueFull if too many wait already.
 
-        QueueFull if too many wait already.
+        A template is completed by its trial.
         """
         pending = PendingCheck(grammar, self)
         if grammar.kind != "template":  # those are our own
@@ -188,38 +207,6 @@ class GrammarValidator:
         self._done[_digest(pending.grammar)] = pending
         if len(self._done) > MAX_RESULTS:
             self._done.popitem(last=False)
-
-
-class GrammarAdmission:
-    """Prepares and checks the grammars of requests to one model.
-
-    `named_tokens`: tokens that grammars may name, by id; `form`: how the model writes thoughts, None if it writes none.
-    """
-
-    def __init__(
-        self, named_tokens: Mapping[int, str], form: ReasoningFormat | None, validator: GrammarValidator
-    ) -> None:
-        self._tokens = frozenset(named_tokens.values())
-        self._form = form
-        self._validator = validator
-
-    def fit(self, grammar: Grammar, prompt: TextPrompt | IdsPrompt | ChatPrompt, prompt_end: str) -> Grammar:
-        """Return the grammar as the model is to follow it after this prompt; a template is completed by its trial."""
-        if self._form is None or not isinstance(prompt, ChatPrompt):
-            return grammar
-        continued = prompt.messages[-1].get("content", "") if prompt.continue_final_message else ""
-        start = start_of_answer(self._form, prompt_end, continued)
-        if start is Place.OUTSIDE:
-            return grammar
-        return after_thought(grammar, self._form, self._tokens, is_open=start is Place.INSIDE)
-
-    def check(self, fitted: Grammar, client: str = "") -> PendingCheck:
-        """Begin to check a grammar that `fit` has returned, as `GrammarValidator.check` does."""
-        return self._validator.check(fitted, client)
-
-    def poll(self) -> None:
-        """Take in checks that have ended, and go on with those that wait."""
-        self._validator.poll()
 
 
 def _digest(grammar: Grammar) -> bytes:

@@ -23,7 +23,7 @@ from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, TextPr
 from minisgl.message.types import pack_ids, unpack_ids
 from minisgl.structured_output.compile_queue import QueueFull
 from minisgl.structured_output.translate import field_of
-from minisgl.structured_output.validator import GrammarAdmission, PendingCheck
+from minisgl.structured_output.validator import GrammarValidator, PendingCheck
 from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def _with_grammar(add: Add, grammar: Grammar) -> Add:
     return msgspec.structs.replace(add, sampling=msgspec.structs.replace(add.sampling, grammar=grammar))
 
 
-def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars: GrammarAdmission) -> Admission:
+def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars: GrammarValidator) -> Admission:
     """Admit a request, or refuse it for whatever goes wrong with it."""
     field = prompt_field(request.prompt)
     check, grammar_field = None, ""

@@ -22,8 +22,8 @@ from minisgl.message.to_scheduler import ToScheduler
 from minisgl.message.to_tokenizer import Decode, Describe, Encode, Generate, ToTokenizer
 from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
 from minisgl.process.worker import Worker
-from minisgl.structured_output.compiler import named_tokens
-from minisgl.structured_output.validator import GrammarAdmission, GrammarValidator
+from minisgl.structured_output.translate import named_tokens
+from minisgl.structured_output.validator import GrammarValidator
 from minisgl.tokenizer.admission import Admission, admit, check_vocabulary, prompt_field, prompt_text
 from minisgl.tokenizer.folder import chat_templates, load_tokenizer_config, model_parsers, special_tokens
 from minisgl.tokenizer.text import TextTokenizer
@@ -39,9 +39,8 @@ def run(worker: Worker) -> None:
     folder = worker.config.tokenizer_folder
     with worker.phase("load tokenizer"):
         tokenizer = TextTokenizer.from_folder(folder, worker.config.source.chat_template)
-        names = named_tokens(tokenizer.tokenizer)
-        form = model_parsers(worker.config).reasoning_format
-        grammars = GrammarAdmission(names, form, GrammarValidator(names))
+        reasoning = model_parsers(worker.config).reasoning_format
+        grammars = GrammarValidator(named_tokens(tokenizer.tokenizer), reasoning)
     context = zmq.Context()
     inbox: Inbox[ToTokenizer] = Inbox(context, worker.addresses.tokenizer(worker.index), ToTokenizer)
     api: Outbox[ToApi] = Outbox(context, worker.addresses.api)
