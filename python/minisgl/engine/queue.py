@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import AnyArray, DeviceOutOfMemory, Int32Array, StepLogprobs, StepResult
+from minisgl.engine.cpu_threads import StepThreads
 from minisgl.engine.landing import OutputBuffer, make_token_copy
 
 T = TypeVar("T")
@@ -85,10 +86,11 @@ class CpuQueue:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cpu-device")
+        self._step_threads = StepThreads()
 
     def submit(self, step: Callable[[], StepTensors]) -> _CpuTokens:
         def run() -> tuple[Int32Array, StepLogprobs[AnyArray] | None]:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._step_threads:
                 result = run_step(step)
                 array: Int32Array = result.tokens.numpy()
                 return array, _as_arrays(result.logprobs)
@@ -97,7 +99,7 @@ class CpuQueue:
 
     def launch(self, function: Callable[[], T]) -> Callable[[], T]:
         def run() -> T:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._step_threads:
                 return run_step(function)
 
         return self._thread.submit(run).result

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Loops of an OpenMP thread before it sleeps. libgomp's own 300,000 are some 10 ms, taken from whoever has work: where
-# other processes want the cores, a step's threads would wait for one another most of the time.
-SPIN_COUNT = 10_000
+# Loops of an OpenMP thread before it sleeps. libgomp's own 300,000 are some 10 ms, taken from whoever has work; fewer
+# than 50,000 slow down steps on a quiet machine. Where the cores are wanted, `engine.cpu_threads` uses one thread.
+SPIN_COUNT = 50_000
 # Products that oneDNN keeps compiled, one a matrix and number of tokens: some 0.5 MB each. Its own bound is 1024.
 CACHED_PRIMITIVES = 128
 
