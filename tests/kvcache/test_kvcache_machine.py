@@ -17,9 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from minisgl.core import Int32Array, pages_for
 from minisgl.kvcache import make_cache
-from minisgl.kvcache.allocator import OutOfPages
 from minisgl.kvcache.base import CacheHandle
-from minisgl.kvcache.pages import PagePool
+from minisgl.kvcache.pages import OutOfPages, PagePool
 
 Prefix = tuple[int, ...]
 

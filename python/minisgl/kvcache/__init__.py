@@ -1,8 +1,8 @@
 """The KV cache: who owns which page, and which prefixes are worth keeping.
 
-Three owners share the pages: the free list (`allocator`), the cache of finished prefixes (`radix`, or `naive` that
-keeps none), and the requests themselves; `pages` joins the first two. This is policy on page numbers: NumPy only. The
-tensors that the numbers stand for live in `pool`, the one module here that imports torch.
+Three owners share the pages: the free list (in `pages`), the cache of finished prefixes (`radix`, or `naive` that keeps
+none), and the requests themselves; `pages` joins the first two. This is policy on page numbers: NumPy only. The tensors
+that the numbers stand for live in `pool`, as `layout` says: these two alone import torch.
 """
 
 from __future__ import annotations
@@ -14,4 +14,5 @@ from minisgl.kvcache.radix import RadixCache
 
 
 def make_cache(kind: CacheType, page_size: int) -> CacheManager:
+    """Return the cache that --cache names."""
     return RadixCache(page_size) if kind == "radix" else NaiveCache(page_size)

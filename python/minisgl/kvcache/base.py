@@ -1,4 +1,4 @@
-"""What a cache of prefixes promises the scheduler.
+"""Contract between a cache of prefixes and the scheduler.
 
 A cache maps token prefixes to the pages that hold their keys and values, a whole page at a time. Every page it
 holds is its own: nobody frees such a page, and it comes back only from `evict` or `reset`. A request uses it so:
@@ -29,7 +29,7 @@ class BrokenInvariant(AssertionError):
 
 
 def require(condition: bool, message: str) -> None:
-    """`assert` that `python -O` keeps."""
+    """Raise BrokenInvariant unless the condition holds: an `assert` that `python -O` keeps."""
     if not condition:
         raise BrokenInvariant(message)
 
@@ -60,14 +60,14 @@ class CacheManager(Protocol):
 
     @property
     def locked_pages(self) -> int:
-        """Of these, the pages of prefixes that somebody has locked."""
+        """Cached pages of prefixes that somebody has locked."""
 
     @property
     def evictable_pages(self) -> int:
         """Cached pages that are not locked."""
 
     def match(self, tokens: Int32Array, salt: bytes = b"") -> CacheHandle:
-        """The longest cached prefix of these tokens; it becomes the most recently used.
+        """Return the longest cached prefix of these tokens; it becomes the most recently used.
 
         What was inserted with another salt is never found.
         """
@@ -103,10 +103,10 @@ class CacheManager(Protocol):
         """Forget all that is not locked; the pages returned belong to the caller."""
 
     def owned_pages(self) -> Int32Array:
-        """All cached pages, in no particular order; for checks, slow."""
+        """Return all cached pages, in no particular order; for checks, slow."""
 
     def check(self) -> None:
-        """BrokenInvariant if the books do not add up; for tests, slow."""
+        """Raise BrokenInvariant if the books do not add up; for tests, slow."""
 
 
 def empty_pages() -> Int32Array:

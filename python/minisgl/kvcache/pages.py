@@ -1,16 +1,90 @@
-"""Pages for requests: from the free list, and when that is short, from the cache."""
+"""Pages for requests: the free list, a stack in an array, and behind it the pages that the cache can give up."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from minisgl.core import Int32Array
-from minisgl.kvcache.allocator import OutOfPages, PageAllocator
 from minisgl.kvcache.base import CacheManager, require
+
+_ALLOCATED = -1
+
+
+class OutOfPages(Exception):
+    """More pages were asked for than there are."""
+
+    def __init__(self, wanted: int, available: int) -> None:
+        super().__init__(f"{wanted} pages were asked for, {available} are available")
+        self.wanted = wanted
+        self.available = available
+
+
+class PageAllocator:
+    """Hands out the pages 0 .. num_pages - 1. Whoever is given a page owns it until it is freed.
+
+    Each free page knows its place on the stack, so that freeing a page twice, or one that does not exist, is
+    noticed at once and changes nothing.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"there must be at least 1 page, not {num_pages}")
+        self.num_pages = num_pages
+        self._stack = np.arange(num_pages, dtype=np.int32)[::-1].copy()  # page 0 is on top
+        self._place = self._stack.copy()  # by page: its index on the stack, or _ALLOCATED
+        self._num_free = num_pages
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def allocate(self, num_pages: int) -> Int32Array:
+        """Give pages to the caller; OutOfPages if there are too few, ValueError for a negative number."""
+        if num_pages < 0:
+            raise ValueError(f"{num_pages} pages were asked for")
+        if num_pages > self._num_free:
+            raise OutOfPages(num_pages, self._num_free)
+        self._num_free -= num_pages
+        pages = self._stack[self._num_free : self._num_free + num_pages][::-1].copy()
+        self._place[pages] = _ALLOCATED
+        return pages
+
+    def free(self, pages: Int32Array) -> None:
+        """Take pages back from their owner; ValueError if one of them is free, foreign or given twice."""
+        if len(pages) == 0:
+            return
+        if pages.min() < 0 or pages.max() >= self.num_pages:
+            raise ValueError(f"pages to free must be between 0 and {self.num_pages - 1}: {pages}")
+        if (self._place[pages] != _ALLOCATED).any():
+            raise ValueError(f"some of these pages are free already: {pages}")
+        places = np.arange(self._num_free, self._num_free + len(pages), dtype=np.int32)
+        self._place[pages] = places
+        if (self._place[pages] != places).any():  # a page has one place only: the second overwrote the first
+            self._place[pages] = _ALLOCATED
+            raise ValueError(f"a page is freed twice: {pages}")
+        self._stack[self._num_free : self._num_free + len(pages)] = pages
+        self._num_free += len(pages)
+
+    def free_pages(self) -> Int32Array:
+        """Return all free pages, the next to be allocated last; for checks."""
+        return self._stack[: self._num_free].copy()
+
+    def check(self) -> None:
+        """Raise BrokenInvariant if the stack and the pages' places on it do not agree."""
+        places = np.arange(self._num_free)
+        require(bool((self._place[self.free_pages()] == places).all()), "a free page is not in its place")
+        free = int((self._place != _ALLOCATED).sum())
+        require(free == self._num_free, f"{self._num_free} free pages are counted, {free} are marked")
 
 
 class PagePool:
-    """All pages of an engine. Each is free, cached, or owned by one request."""
+    """All pages of an engine. Each is free, cached, or owned by one request.
+
+    A page that goes into the cache is available too, as soon as nobody locks it: available = free + evictable. Say a
+    request holds 4 of 12 pages; 3 of them are full, and the first 2 are in the cache and locked. So 8 are free, none is
+    evictable, 8 are available. The request ends: its third page goes into the cache, the last is freed, and the lock is
+    taken back. Now 9 are free, 3 evictable, 12 available.
+    """
 
     def __init__(self, num_pages: int, cache: CacheManager) -> None:
         self.allocator = PageAllocator(num_pages)
@@ -26,7 +100,10 @@ class PagePool:
         return self.allocator.num_free + self.cache.evictable_pages
 
     def allocate(self, num_pages: int) -> Int32Array:
-        """Pages for the caller to own, evicting what is missing; OutOfPages, with nothing evicted, if too many."""
+        """Give pages to the caller, evicting what the free list lacks.
+
+        OutOfPages, with nothing evicted, if there are too few.
+        """
         if num_pages > self.available:
             raise OutOfPages(num_pages, self.available)
         missing = num_pages - self.allocator.num_free
@@ -35,10 +112,11 @@ class PagePool:
         return self.allocator.allocate(num_pages)
 
     def free(self, pages: Int32Array) -> None:
+        """Take pages back from their owner, as `PageAllocator.free`."""
         self.allocator.free(pages)
 
     def flush_cache(self) -> int:
-        """Forget every prefix that is not locked; how many pages that freed."""
+        """Forget every prefix that is not locked, and return how many pages that freed."""
         pages = self.cache.reset()
         self.allocator.free(pages)
         return len(pages)

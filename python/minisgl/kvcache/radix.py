@@ -55,6 +55,17 @@ class _Node:
 
 
 class RadixCache:
+    """Implements kvcache.base.CacheManager. An example with pages of 4 tokens:
+
+        first = cache.insert(A, [0, 1])     # A: tokens 1 2 3 4 5 6 7 8; one node with pages 0 and 1
+        second = cache.insert(B, [0, 3])    # B: tokens 1 2 3 4 5 6 70 80; a split behind page 0, and a leaf with page 3
+
+    A and B share 6 tokens, of which only one page is whole: B's request was lent page 0 by `match`, and computed tokens
+    5 and 6 again, into page 3. `second.duplicates` is empty. Had B come with a page 2 of its own for tokens 1 to 4, the
+    tree would have kept page 0 and left page 2 to the caller, as a duplicate. With nothing locked, `evict(3)` returns
+    pages 1, 3 and 0: A's leaf, used before B's, then B's, then the node above, which has no child left.
+    """
+
     def __init__(self, page_size: int) -> None:
         require_page_size(page_size)
         self.page_size = page_size
@@ -84,6 +95,7 @@ class RadixCache:
         return CacheHandle(node.end, pages, node)
 
     def insert(self, tokens: Int32Array, pages: Int32Array, salt: bytes = b"") -> InsertResult:
+        # For B above: the walk finds page 0 and splits behind it, page 3 becomes a leaf below the new node.
         require_one_page_each(tokens, pages, self.page_size)
         whole = self._whole_pages(tokens)
         node, found = self._walk(whole, salt)
@@ -95,7 +107,7 @@ class RadixCache:
         return InsertResult(handle, duplicates=given[given != found])
 
     def _walk(self, tokens: bytes, salt: bytes) -> tuple[_Node, Int32Array]:
-        """The node where the longest cached prefix ends, made by a split if need be, and the pages on the way."""
+        """Return the node where the longest cached prefix ends, after a split if need be, and the pages on the way."""
         node, at, runs = self._root, 0, [empty_pages()]
         key = salt + self._first_page(tokens)
         while child := node.children.get(key):
@@ -114,7 +126,11 @@ class RadixCache:
         return leaf
 
     def _split(self, node: _Node, num_pages: int) -> _Node:
-        """Give the first pages of a run to a new node above it. All that hold the lower part hold the upper."""
+        """Give the first pages of a run to a new node above it. All that hold the lower part hold the upper.
+
+        A's node of pages 0 and 1, split behind 1 page, becomes a new node with page 0 (end 4) and below it the old one
+        with page 1, whose end is still 8. So a handle of A stays valid, and both nodes have the locks that the one had.
+        """
         assert node.parent is not None
         first, rest = node.pages[:num_pages].copy(), node.pages[num_pages:].copy()  # a view would keep the whole run
         cut = num_pages * self._page_bytes
@@ -255,12 +271,12 @@ class RadixCache:
         require(node.end == parent.end + len(node.pages) * self.page_size, "a node does not end where its path does")
 
     def _nodes(self) -> Iterator[_Node]:
-        """All nodes but the root."""
+        """Yield all nodes but the root."""
         for child in list(self._root.children.values()):
             yield from self._subtree(child)
 
     def _subtree(self, top: _Node) -> Iterator[_Node]:
-        """A node and all below it, parents first. A stack, no recursion: a long conversation is a deep tree."""
+        """Yield a node and all below it, parents first. A stack, no recursion: a long conversation is a deep tree."""
         stack = [top]
         while stack:
             node = stack.pop()
