@@ -16,7 +16,7 @@ from typing import Any
 from minisgl.limits import Limits
 from minisgl.request_fields import TOKEN_ID, Bound, RequestField
 from minisgl.server.api.bodies import schema as bodies
-from minisgl.server.api.bodies.schema import Body, RequestBody
+from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.openapi import body_components, declaration_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"

@@ -19,8 +19,7 @@ from pydantic_core import from_json
 
 from minisgl.config import HttpConfig
 from minisgl.message.to_tokenizer import Generate
-from minisgl.server.api.bodies.body import check_numbers
-from minisgl.server.api.bodies.scan import MAX_ITEMS, MAX_VALUES, BodyScan
+from minisgl.server.api.bodies.body import MAX_ITEMS, MAX_VALUES, BodyScan, check_numbers
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.process import COLLECT_AFTER
 

@@ -17,14 +17,13 @@ from api_tables import PAGE, write_tables
 from minisgl.message.to_tokenizer import Generate
 from minisgl.server.api.app import TOPICS
 from minisgl.server.api.bodies.body import validate
+from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.bodies.schema import (
     AbortBody,
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
-    RequestBody,
     SglangBody,
     TokenizeBody,
 )

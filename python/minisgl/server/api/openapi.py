@@ -17,7 +17,7 @@ from minisgl.config import ServerConfig
 from minisgl.core import SamplingParams
 from minisgl.limits import Limits
 from minisgl.request_fields import RequestField, request_fields
-from minisgl.server.api.bodies.schema import Body, RequestBody
+from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.http.errors import ErrorBody
 from minisgl.server.api.http.gates import CONTROL_ROUTES, OPEN_ROUTES
 from minisgl.server.api.routes.endpoint import Endpoint

@@ -11,9 +11,9 @@ from minisgl.core import Grammar, InvalidRequest
 from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import NONE, OutputParser, Parsers
 from minisgl.server.api.answers.chat_writer import ChatOptions, ChatWriter
-from minisgl.server.api.bodies.conversation import conversation_prompt
 from minisgl.server.api.bodies.messages import Message, template_messages
-from minisgl.server.api.bodies.schema import GRAMMAR_FIELDS, ChatBody
+from minisgl.server.api.bodies.request_body import GRAMMAR_FIELDS
+from minisgl.server.api.bodies.schema import ChatBody
 from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import invalid_request
 from minisgl.server.api.requests.open_request import Job
@@ -57,7 +57,7 @@ def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, message
         field_names |= dict.fromkeys(GRAMMAR_FIELDS, "functions" if body.functions else "tools")
     keep = parsers.markers(tools=bool(use.schemas), reasoning=body.separate_reasoning)
     return Job(
-        [conversation_prompt(body, use, messages)],
+        [body.chat_prompt(use, messages)],
         body.n,
         sampling,
         msgspec.structs.replace(body.text_options(continues=body.continue_final_message), keep=keep),

@@ -34,7 +34,6 @@ from minisgl.server.api.answers.responses import (
     Usage,
     server_sent_event,
 )
-from minisgl.server.api.bodies.functions import function_delta, with_function_call
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
 
 
@@ -145,7 +144,10 @@ class ChatWriter:
                 data += self._event(ChatChunkChoice(index, ChatDelta(content=options.echo)), delta)
         for event in choice.take(delta):
             written = ChatChunkChoice(
-                index, self._delta_of(event), logprobs=choice.take_logprobs(), token_ids=choice.take_token_ids()
+                index,
+                delta_of(event, options),
+                logprobs=choice.take_logprobs(),
+                token_ids=choice.take_token_ids(),
             )
             data += self._event(written, delta)
         if delta.finish is not None:
@@ -159,13 +161,6 @@ class ChatWriter:
             )
             data += self._event(last, delta)
         return data
-
-    def _delta_of(self, event: Event) -> ChatDelta:
-        match event:
-            case CallStart() | CallArguments() if self._options.functions:
-                return function_delta(event)
-            case _:
-                return delta_of(event)
 
     def _event(self, choice: ChatChunkChoice, delta: Delta) -> bytes:
         usage: Usage | UnsetType | None = None if self._options.include_usage else UNSET
@@ -191,12 +186,9 @@ class ChatWriter:
 
     def _whole(self, delta: Delta) -> ChatChoice:
         choice = self._choices[delta.index]
-        message = message_of(choice.take(delta), self._options)
-        if self._options.functions:
-            message = with_function_call(message)
         return ChatChoice(
             delta.index,
-            message,
+            message_of(choice.take(delta), self._options),
             choice.finish_reason(delta),
             delta.stop_reason,
             choice.take_logprobs() or (ChatLogprobs([]) if self._options.logprobs else None),
@@ -257,12 +249,17 @@ def _close(result: list[Event], texts: list[str]) -> None:
     texts.clear()
 
 
-def delta_of(event: Event) -> ChatDelta:
+def delta_of(event: Event, options: ChatOptions) -> ChatDelta:
+    """Return what an event adds to the message."""
     match event:
         case Content(text):
             return ChatDelta(content=text)
         case Reasoning(text):
             return ChatDelta(reasoning_content=text, reasoning=text)
+        case CallStart(_, _, name) if options.functions:
+            return ChatDelta(function_call=FunctionDelta("", name))
+        case CallArguments(_, text) if options.functions:
+            return ChatDelta(function_call=FunctionDelta(text))
         case CallStart(index, id, name):
             return ChatDelta(tool_calls=[CallDelta(index, FunctionDelta("", name), id, "function")])
         case CallArguments(index, text):
@@ -270,7 +267,7 @@ def delta_of(event: Event) -> ChatDelta:
 
 
 def message_of(events: Iterable[Event], options: ChatOptions) -> ChatMessage:
-    """The message that all events of a choice make."""
+    """Return the message that all events of a choice make."""
     content, reasoning = options.echo, ""
     calls: list[ToolCall] = []
     for event in events:
@@ -288,5 +285,6 @@ def message_of(events: Iterable[Event], options: ChatOptions) -> ChatMessage:
         options.role,
         reasoning_content=reasoning or UNSET,
         reasoning=reasoning or UNSET,
-        tool_calls=calls or UNSET,
+        tool_calls=UNSET if options.functions else calls or UNSET,
+        function_call=calls[0].function if options.functions and calls else UNSET,
     )

@@ -1,1 +1,1 @@
-"""What is asked: `body` reads the JSON, `schema` has all bodies and their fields; the others take fields apart."""
+"""Request bodies: `body` reads the JSON, `request_body` and `schema` declare fields, the others take them apart."""

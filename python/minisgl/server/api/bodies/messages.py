@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 from minisgl.core import InvalidRequest
-from minisgl.server.api.bodies.functions import with_tool_calls
+from minisgl.server.api.bodies.tools import member, optional_member
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
@@ -15,38 +16,60 @@ Message = dict[str, Any]
 
 
 def template_messages(messages: list[Message]) -> list[Message]:
-    """All messages, or InvalidRequest naming the first field that is wrong."""
+    """Return all messages for the template; InvalidRequest naming the first field that is wrong."""
     return [template_message(message, f"messages.{index}") for index, message in enumerate(messages)]
 
 
 def template_message(message: Message, path: str) -> Message:
-    """A message as chat templates know it: one string of content, and nothing that is null or empty."""
+    """Return a message as chat templates know it: one string of content, and nothing that is null or empty."""
     message = with_tool_calls(message, path)
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequest(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}")
     changed: Message = {"tool_calls": None}
+    strings = ["name"]
     if role == "assistant":
-        _check_assistant(message, path)
-        if calls := message.get("tool_calls"):
-            changed["tool_calls"] = _template_calls(calls, f"{path}.tool_calls")
+        strings += [*REASONING_NAMES, "refusal"]
+        if message.get("audio") is not None:
+            raise InvalidRequest(f"{path}.audio", f"{path}.audio is not supported: send its text as content")
+        if message.get("tool_calls"):
+            calls = member(message, "tool_calls", list, path)
+            changed["tool_calls"] = [
+                _template_call(call, f"{path}.tool_calls.{index}") for index, call in enumerate(calls)
+            ]
     elif role == "tool":
-        _check_string(message, "tool_call_id", path)
-    _check_string(message, "name", path)
+        strings.append("tool_call_id")
+    for name in strings:
+        optional_member(message, name, str, path)
     changed["content"] = _content(message, path)
     return {key: value for key, value in (message | changed).items() if value is not None}
 
 
-def _check_assistant(message: Message, path: str) -> None:
-    for name in (*REASONING_NAMES, "refusal"):
-        _check_string(message, name, path)
-    if message.get("audio") is not None:
-        raise InvalidRequest(f"{path}.audio", f"{path}.audio is not supported: send its text as content")
+def with_tool_calls(message: Message, path: str) -> Message:
+    """Return a message of OpenAI's older form, with a function's call or result, in today's; others as they are."""
+    if message.get("role") == "function":
+        return {**message, "role": "tool", "tool_call_id": _call_id(member(message, "name", str, path))}
+    call = message.get("function_call")
+    if call is None or message.get("role") != "assistant":
+        return message
+    path = f"{path}.function_call"
+    if message.get("tool_calls"):
+        raise InvalidRequest(path, f"{path} and tool_calls cannot be given together")
+    call_id = _call_id(member(call if isinstance(call, dict) else {}, "name", str, path))
+    optional_member(call, "arguments", str, path)
+    return {
+        **message,
+        "function_call": None,
+        "tool_calls": [{"id": call_id, "type": "function", "function": call}],
+    }
 
 
-def _check_string(message: Message, name: str, path: str) -> None:
-    if not isinstance(message.get(name), (str, type(None))):
-        raise InvalidRequest(f"{path}.{name}", f"{path}.{name} must be a string")
+def _call_id(name: str) -> str:
+    """Return what ties a result to its call, of which it tells only the name.
+
+    Some templates take nothing but nine digits.
+    """
+    return f"{zlib.crc32(name.encode()) % 10**9:09}"
 
 
 def _content(message: Message, path: str) -> str:
@@ -69,17 +92,7 @@ def _text_of_part(part: Any, path: str) -> str:
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise InvalidRequest(f"{path}.type", f"{path}.type: only text parts are supported, not {kind!r:.80}")
-    name = TEXT_PARTS[kind]
-    text = part.get(name)
-    if not isinstance(text, str):
-        raise InvalidRequest(f"{path}.{name}", f"{path}.{name} must be a string")
-    return text
-
-
-def _template_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise InvalidRequest(path, f"{path} must be a list")
-    return [_template_call(call, f"{path}.{index}") for index, call in enumerate(calls)]
+    return member(part, TEXT_PARTS[kind], str, path)
 
 
 def _template_call(call: Any, path: str) -> dict[str, Any]:
@@ -87,12 +100,9 @@ def _template_call(call: Any, path: str) -> dict[str, Any]:
         raise InvalidRequest(path, f"{path} must be an object")
     if call.get("type", "function") != "function":
         raise InvalidRequest(f"{path}.type", f"{path}.type must be 'function'")
-    _check_string(call, "id", path)
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise InvalidRequest(f"{path}.function", f"{path}.function must be an object")
-    if not isinstance(function.get("name"), str):
-        raise InvalidRequest(f"{path}.function.name", f"{path}.function.name must be a string")
+    optional_member(call, "id", str, path)
+    function = member(call, "function", dict, path)
+    member(function, "name", str, f"{path}.function")
     arguments = function.get("arguments")
     if not isinstance(arguments, (str, dict, type(None))):
         raise InvalidRequest(f"{path}.function.arguments", f"{path}.function.arguments must be a string of JSON")

@@ -1,23 +1,45 @@
-"""The tools of a chat request, and which of them the answer may or must call."""
+"""The tools of a chat request, and which of them the answer may or must call.
+
+`functions` and `function_call` are OpenAI's older form: a request in it becomes one with `tools`, of which at most one
+is called, and its answer is written in that form.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from minisgl.core import InvalidRequest
 
 Tool = dict[str, Any]
+T = TypeVar("T")
 
 _NAME = re.compile(r"[\w.:/-]{1,256}", re.ASCII)
 _CHOICES = "'none', 'auto', 'required' or an object that names a function"
+_NOUNS: dict[type, str] = {str: "a string", dict: "an object", list: "a list", bool: "true or false"}
+
+
+def optional_member(owner: Mapping[str, Any], name: str, kind: type[T], path: str) -> T | None:
+    """Return a member of the object at `path`, or None; InvalidRequest naming it if it is of another type."""
+    value = owner.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise InvalidRequest(f"{path}.{name}", f"{path}.{name} must be {_NOUNS[kind]}")
+    return value
+
+
+def member(owner: Mapping[str, Any], name: str, kind: type[T], path: str) -> T:
+    """Return a member that must be there, as `optional_member`."""
+    value = optional_member(owner, name, kind, path)
+    if value is None:
+        raise InvalidRequest(f"{path}.{name}", f"{path}.{name} must be {_NOUNS[kind]}")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What the model is told of tools, and what it must do with them."""
+    """Tools that the model is told of, and what it must do with them."""
 
     shown: list[Tool] | None = None  # to the chat template
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameters, by the tool's name
@@ -28,8 +50,13 @@ class ToolUse:
 
 
 def tool_use(tools: list[Tool] | None, choice: Any, parallel: bool) -> ToolUse:
-    """The meaning of `tools`, `tool_choice` and `parallel_tool_calls`, or InvalidRequest naming the field."""
-    schemas = {tool["function"]["name"]: schema_of(tool) for tool in template_tools(tools or [])}
+    """Return the meaning of `tools`, `tool_choice` and `parallel_tool_calls`; InvalidRequest naming the field."""
+    for index, tool in enumerate(tools or []):
+        if tool.get("type") != "function":
+            path = f"tools.{index}.type"
+            raise InvalidRequest(path, f"{path} must be 'function', not {tool.get('type')!r:.80}")
+        check_function(member(tool, "function", dict, f"tools.{index}"), f"tools.{index}.function")
+    schemas = {tool["function"]["name"]: schema_of(tool) for tool in tools or []}
     strict = frozenset(tool["function"]["name"] for tool in tools or [] if tool["function"].get("strict"))
     if choice == "none":
         return ToolUse()
@@ -47,11 +74,26 @@ def tool_use(tools: list[Tool] | None, choice: Any, parallel: bool) -> ToolUse:
     raise InvalidRequest("tool_choice", f"tool_choice must be {_CHOICES}")
 
 
+def function_use(functions: list[dict[str, Any]], choice: Any) -> ToolUse:
+    """Return the meaning of `functions` and `function_call`; InvalidRequest naming the field."""
+    for index, function in enumerate(functions):
+        check_function(function, f"functions.{index}")
+    tools: list[Tool] = [{"type": "function", "function": function} for function in functions]
+    if choice in (None, "none", "auto"):
+        return tool_use(tools, choice or "auto", parallel=False)
+    name = choice.get("name") if isinstance(choice, dict) else None
+    if not isinstance(name, str):
+        raise InvalidRequest("function_call", "function_call must be 'none', 'auto' or an object with a name")
+    if name not in [function["name"] for function in functions]:
+        raise InvalidRequest(
+            "function_call.name", f"function_call: there is no function {name!r:.80} among the functions"
+        )
+    return tool_use(tools, {"type": "function", "function": {"name": name}}, parallel=False)
+
+
 def _chosen(choice: dict[str, Any], path: str, schemas: Mapping[str, Any]) -> str:
     function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise InvalidRequest(f"{path}.function.name", f"{path}.function.name must be a string")
+    name = member(function if isinstance(function, dict) else {}, "name", str, f"{path}.function")
     if name not in schemas:
         raise InvalidRequest(f"{path}.function.name", f"{path}: there is no function {name!r:.80} among the tools")
     return name
@@ -64,7 +106,7 @@ def _allowed(
     strict: frozenset[str],
     parallel: bool,
 ) -> ToolUse:
-    """OpenAI's allowed_tools: a choice among some of the tools."""
+    """Return the meaning of OpenAI's allowed_tools: a choice among some of the tools."""
     path = "tool_choice.allowed_tools"
     if not isinstance(allowed, dict) or not isinstance(chosen := allowed.get("tools"), list) or not chosen:
         raise InvalidRequest(f"{path}.tools", f"{path}.tools must be a list of tools")
@@ -86,51 +128,28 @@ def _allowed(
     )
 
 
-def template_tools(tools: list[Tool]) -> list[Tool]:
-    """The tools, each a named function with a schema of its parameters; InvalidRequest naming what is wrong."""
-    for index, tool in enumerate(tools):
-        path = f"tools.{index}"
-        if tool.get("type") != "function":
-            raise InvalidRequest(f"{path}.type", f"{path}.type must be 'function', not {tool.get('type')!r:.80}")
-        function = tool.get("function")
-        if not isinstance(function, dict):
-            raise InvalidRequest(f"{path}.function", f"{path}.function must be an object")
-        check_function(function, f"{path}.function")
-    return tools
-
-
 def check_function(function: dict[str, Any], path: str) -> None:
-    """InvalidRequest if it is not a name with a schema of its parameters."""
-    name = function.get("name")
-    if not isinstance(name, str):
-        raise InvalidRequest(f"{path}.name", f"{path}.name must be a string")
+    """Raise InvalidRequest if it is not a name with a schema of its parameters."""
+    name = member(function, "name", str, path)
     if not _NAME.fullmatch(name):
         text = f"{path}.name must have 1 to 256 letters, digits or any of _.:/- and nothing else, not {name!r:.80}"
         raise InvalidRequest(f"{path}.name", text)
-    if not isinstance(function.get("description"), (str, type(None))):
-        raise InvalidRequest(f"{path}.description", f"{path}.description must be a string")
-    if not isinstance(function.get("strict"), (bool, type(None))):
-        raise InvalidRequest(f"{path}.strict", f"{path}.strict must be true or false")
-    schema = function.get("parameters")
-    path = f"{path}.parameters"
+    optional_member(function, "description", str, path)
+    optional_member(function, "strict", bool, path)
+    schema = optional_member(function, "parameters", dict, path)
     if schema is None:
         return
-    if not isinstance(schema, dict):
-        raise InvalidRequest(path, f"{path} must be a JSON schema")
+    path = f"{path}.parameters"
     if schema.get("type", "object") != "object":
         raise InvalidRequest(f"{path}.type", f"{path}.type must be 'object': arguments have names")
-    properties = schema.get("properties")
-    if not isinstance(properties, (dict, type(None))):
-        raise InvalidRequest(f"{path}.properties", f"{path}.properties must be an object")
-    for key, value in (properties or {}).items():
+    for key, value in (optional_member(schema, "properties", dict, path) or {}).items():
         if not isinstance(value, (dict, bool)):
             raise InvalidRequest(f"{path}.properties.{key}", f"{path}.properties.{key} must be a JSON schema")
-    required = schema.get("required")
-    if required is not None and not (isinstance(required, list) and all(isinstance(key, str) for key in required)):
+    if not all(isinstance(key, str) for key in optional_member(schema, "required", list, path) or []):
         raise InvalidRequest(f"{path}.required", f"{path}.required must be a list of strings")
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """The JSON schema of a tool's arguments: always an object."""
+    """Return the JSON schema of a tool's arguments: always an object."""
     schema: dict[str, Any] = tool["function"].get("parameters") or {}
     return {"type": "object", **schema}

@@ -16,9 +16,8 @@ from starlette.responses import Response
 from minisgl.config import ServerConfig
 from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import Parsers
-from minisgl.server.api.bodies.body import B, UnknownFields, check_numbers, read_body, read_fields, validate
-from minisgl.server.api.bodies.scan import MAX_ITEMS
-from minisgl.server.api.bodies.schema import Body, RequestBody
+from minisgl.server.api.bodies.body import MAX_ITEMS, B, UnknownFields, check_numbers, read_body, read_fields, validate
+from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.heartbeat import Heartbeat
 from minisgl.server.api.http.errors import model_not_found
 from minisgl.server.api.requests.client import EngineClient

@@ -13,7 +13,6 @@ from minisgl.server.api.answers.chat import chat_answer
 from minisgl.server.api.answers.completions import CompletionWriter, GenerateWriter, completion_job, generate_job
 from minisgl.server.api.answers.responses import ChatChunk, ChatCompletion, Generated, TextCompletion
 from minisgl.server.api.answers.sglang import SglangAnswer, SglangWriter, is_sglang, sglang_job
-from minisgl.server.api.bodies.conversation import conversation_tools
 from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
 from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.gates import client_of
@@ -66,7 +65,7 @@ class GenerationRoutes:
         """Answer a conversation, as OpenAI does."""
         body = await self._service.parse(request, ChatBody)
         service = self._service
-        use = conversation_tools(body)
+        use = body.tool_use()
         self._log_if_ignored(use)
         job, writer = chat_answer(body, use, service.limits, service.parsers, service.config.model_name)
         return self._answer(request, job, writer, stream=body.stream, names=body.own_names)

@@ -13,7 +13,6 @@ from minisgl.message.to_api import Decoded, Described, Encoded
 from minisgl.message.to_tokenizer import ChatPrompt, Decode, Describe, Encode, TextPrompt
 from minisgl.message.types import pack_ids, unpack_ids
 from minisgl.server.api.answers.responses import Detokenized, ModelCard, ModelList, Tokenized
-from minisgl.server.api.bodies.conversation import conversation_prompt, conversation_tools
 from minisgl.server.api.bodies.messages import template_messages
 from minisgl.server.api.bodies.prompts import checked_ids
 from minisgl.server.api.bodies.schema import DetokenizeBody, TokenizeBody
@@ -99,11 +98,10 @@ class TokenRoutes:
 
 def tokenize_prompt(body: TokenizeBody) -> TextPrompt | ChatPrompt:
     """What is to be tokenized: a text or a conversation."""
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("prompt", "prompt or messages must be given, and not both")
-    if body.prompt is not None:
+    if body.prompt is not None and body.messages is None:
         return TextPrompt(body.prompt, True if body.add_special_tokens is None else body.add_special_tokens)
+    if body.messages is None or body.prompt is not None:
+        raise InvalidRequest("prompt", "prompt or messages must be given, and not both")
     if body.add_special_tokens:
         raise InvalidRequest("add_special_tokens", "add_special_tokens: the chat template of messages writes them")
-    assert body.messages is not None
-    return conversation_prompt(body, conversation_tools(body), template_messages(body.messages))
+    return body.chat_prompt(body.tool_use(), template_messages(body.messages))
