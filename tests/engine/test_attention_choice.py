@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl.attention import backend_choice
-from minisgl.attention.backend_choice import CANDIDATES, Candidate, Notices, make_attention
+from minisgl.attention.backend_choice import CANDIDATES, Candidate, Chooser, make_attention
 from minisgl.attention.base import AttentionSpec
 from minisgl.attention.page_kernels import flatten_pages
 from minisgl.attention.self_test import Role
@@ -27,7 +26,7 @@ LARGE = replace(SMALL, num_heads=40)
 def choose(
     asked: str, role: Role, spec: AttentionSpec, capability: tuple[int, int], candidates: Mapping[str, Candidate]
 ) -> str:
-    return backend_choice.choose(asked, role, spec, capability, candidates, Notices())
+    return Chooser(candidates, capability).choose(asked, role, spec)
 
 
 def candidates(missing: Mapping[str, str] = {}, unready: tuple[str, ...] = ()) -> dict[str, Candidate]:

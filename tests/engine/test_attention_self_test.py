@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minisgl.attention import backend_choice
-from minisgl.attention.backend_choice import Notices
+from minisgl.attention.backend_choice import Candidate, Chooser
 from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.cuda_home import arrange_wheels, find_cuda_home, find_wheels
 from minisgl.attention.self_test import Role, self_test_error
@@ -56,20 +56,18 @@ def test_a_missing_kernel_is_found_in_one_line() -> None:
 def test_the_next_best_takes_the_place_of_one_that_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    made = {"fa": Trimmed, "fi": BlindToWindows, "varlen": TorchAttention}
     always = {
-        name: replace(each, unsupported=lambda *_: None, ready=lambda *_: True)
-        for name, each in backend_choice.CANDIDATES.items()
+        name: Candidate(backend_choice.CANDIDATES[name].title, lambda *_: None, lambda spec, _, make=make: make(spec))
+        for name, make in made.items()
     }
     monkeypatch.setattr(backend_choice, "CANDIDATES", always)
-    made = {"fa": Trimmed, "fi": BlindToWindows, "varlen": TorchAttention}
-    monkeypatch.setattr(backend_choice, "make_backend", lambda name, spec, **_: made[name](spec))
     with caplog.at_level(logging.INFO):
-        name = backend_choice.choose_working("auto", "prefill", WINDOWED, CPU, (9, 0), Notices())
-    assert name == "varlen"
+        assert Chooser(always, (9, 0)).choose_working("auto", "prefill", WINDOWED, CPU) == "varlen"
     assert "prefill attention would be faster with FlashAttention 3 (fa): it does not run here" in caplog.text
     assert "prefill attention would be faster with FlashInfer (fi): it computes something else" in caplog.text
     caplog.clear()
-    assert backend_choice.choose_working("fa", "prefill", WINDOWED, CPU, (9, 0), Notices()) == "varlen"
+    assert Chooser(always, (9, 0)).choose_working("fa", "prefill", WINDOWED, CPU) == "varlen"
     assert "--attn fa cannot be used: it does not run here" in caplog.text
 
 

@@ -38,10 +38,12 @@ class Named(TorchAttention):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine on which all packages are installed and nothing has to be compiled; without clusters, so no `fused`."""
-    ready = {name: replace(each, ready=lambda *_: True) for name, each in CANDIDATES.items()}
-    monkeypatch.setattr(backend_choice, "CANDIDATES", ready)
+    installed = {
+        name: replace(each, ready=lambda *_: True, make=lambda spec, _, name=name: Named(name, spec))
+        for name, each in CANDIDATES.items()
+    }
+    monkeypatch.setattr(backend_choice, "CANDIDATES", installed)
     monkeypatch.setattr(backend_choice, "import_error", lambda *_: None)
-    monkeypatch.setattr(backend_choice, "make_backend", lambda name, spec, *_, **__: Named(name, spec))
     monkeypatch.setattr(backend_choice, "self_test_error", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     return monkeypatch

@@ -47,19 +47,8 @@ class Candidate:
 
     title: str
     unsupported: Callable[[AttentionSpec, Capability], str | None]  # why it cannot run the layer here; None: it can
-    ready: Callable[[AttentionSpec, Capability, Role], bool]  # without compiling anything for minutes
-
-
-class Notices:
-    """Logs each line once, though several specs may be cause for it."""
-
-    def __init__(self) -> None:
-        self._logged: set[str] = set()
-
-    def log(self, level: int, line: str) -> None:
-        if line not in self._logged:
-            self._logged.add(line)
-            logger.log(level, "%s", line)
+    make: Callable[[AttentionSpec, torch.device], AttentionBackend] | None  # None: fused decode, which is no backend
+    ready: Callable[[AttentionSpec, Capability, Role], bool] = lambda *_: True  # without compiling for minutes
 
 
 def preferences(role: Role, spec: AttentionSpec, capability: Capability) -> tuple[str, ...]:
@@ -72,23 +61,40 @@ def preferences(role: Role, spec: AttentionSpec, capability: Capability) -> tupl
 
 
 def make_attention(name: str, layers: Sequence[AttentionSpec], device: torch.device) -> ModelAttention:
-    """Return the layers' backends, those that --attn names if they support a layer, else the next best.
+    """Return the layers' backends: those that --attn names where they support a layer, else the next best.
 
     Raises ConfigError where the GPU cannot read the pool.
     """
+    chosen: dict[AttentionSpec, LayerAttention] = {}
     if device.type == "cpu":
         if name not in ("auto", "torch"):
             logger.info("--attn %s is for GPUs; on the CPU attention runs in torch", name)
-        on_cpu = {spec: CpuAttention(spec) for spec in layers}
-        return ModelAttention([LayerAttention("torch", spec, on_cpu[spec], on_cpu[spec]) for spec in layers])
+        for spec in layers:
+            backend: AttentionBackend = CpuAttention(spec)
+            chosen.setdefault(spec, LayerAttention("torch", spec, backend, backend))
+        return ModelAttention([chosen[spec] for spec in layers])
     capability = torch.cuda.get_device_capability(device)
     if capability < FP8 and any(spec.fp8_kv for spec in layers):
         raise ConfigError(
             f"--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability {FP8[0]}.{FP8[1]} or later, "
             f"not {capability[0]}.{capability[1]}"
         )
-    chooser = _Chooser(attention_names(name), device, capability)
-    chosen = {spec: chooser.choose(spec) for spec in dict.fromkeys(layers)}
+    chooser = Chooser(CANDIDATES, capability)
+    all_fused: dict[AttentionSpec, FusedDecode] = {}  # by spec without its window: for all windows, in one memory
+    for spec in dict.fromkeys(layers):
+        prefill, decode = (
+            chooser.choose_working(asked, role, spec, device)
+            for asked, role in zip(attention_names(name), ROLES, strict=True)
+        )
+        title = prefill if prefill == decode else f"{prefill} for prefill, {decode} for decode"
+        backend, fused = make_backend(prefill, spec, device), None
+        if decode == "fused":
+            any_window = replace(spec, window=None)
+            fused = all_fused[any_window] = all_fused.get(any_window) or _make_fused(any_window, device)
+        other = decode not in (prefill, "fused")
+        chosen[spec] = LayerAttention(
+            title, spec, backend, make_backend(decode, spec, device) if other else backend, fused
+        )
     if capability not in TESTED:
         logger.warning("attention is not tested on GPUs of compute capability %d.%d", *capability)
     titles = Counter(chosen[spec].title for spec in layers)
@@ -97,104 +103,65 @@ def make_attention(name: str, layers: Sequence[AttentionSpec], device: torch.dev
     return ModelAttention([chosen[spec] for spec in layers])
 
 
-class _Chooser:
-    """Chooses and makes the backends of one model's layers."""
-
-    def __init__(self, asked: tuple[str, str], device: torch.device, capability: Capability) -> None:
-        self._asked = asked
-        self._device = device
-        self._capability = capability
-        self._notices = Notices()
-        self._fused: dict[AttentionSpec, FusedDecode] = {}
-
-    def choose(self, spec: AttentionSpec) -> LayerAttention:
-        """Return the attention of the layers of a spec."""
-        prefill, decode = (
-            choose_working(asked, role, spec, self._device, self._capability, self._notices)
-            for asked, role in zip(self._asked, ROLES, strict=True)
-        )
-        title = prefill if prefill == decode else f"{prefill} for prefill, {decode} for decode"
-        backend = make_backend(prefill, spec, self._device)
-        if decode == "fused":
-            return LayerAttention(title, spec, backend, backend, self._fused_decode(spec))
-        same = decode == prefill
-        return LayerAttention(title, spec, backend, backend if same else make_backend(decode, spec, self._device))
-
-    def _fused_decode(self, spec: AttentionSpec) -> FusedDecode:
-        """Return the kernels of a spec; layers that differ in their windows alone share them and their memory."""
-        from minisgl.attention.fused import FusedDecode
-
-        shared = replace(spec, window=None)
-        if shared not in self._fused:
-            self._fused[shared] = FusedDecode(shared, self._device)
-        return self._fused[shared]
-
-
-def choose_working(
-    asked: str, role: Role, spec: AttentionSpec, device: torch.device, capability: Capability, notices: Notices
-) -> str:
-    """Return the name of the first choice that computes a small step rightly; `fused` and `torch` are not tried."""
-    candidates = dict(CANDIDATES)
-    while True:
-        name = choose(asked, role, spec, capability, candidates, notices)
-        if name in ("torch", "fused"):
-            return name
-        why = self_test_error(partial(make_backend, name, device=device), spec, device, role)
-        if why is None:
-            return name
-        candidates[name] = replace(candidates[name], unsupported=lambda *_, why=why: why)
-
-
 def make_backend(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBackend:
-    """Return a backend that can run here."""
-    match name:
-        case "fa":
-            from minisgl.attention.fa import FlashAttention3
-
-            return FlashAttention3(spec, device)
-        case "fi":
-            from minisgl.attention.fi import FlashInfer
-
-            capability = torch.cuda.get_device_capability(device)
-            if not all(_fi_ready(spec, capability, role) for role in ROLES):
-                logger.info("FlashInfer compiles its kernels at their first use: up to a minute each, once")
-            return FlashInfer(spec, device)
-        case "varlen":
-            return VarlenAttention(spec)
-        case _:
-            return TorchAttention(spec, MAX_SCORES)
+    """Return a backend that can run here; ValueError for `fused`, which is none."""
+    make = CANDIDATES[name].make
+    if make is None:
+        raise ValueError(f"{name} is not a backend")
+    return make(spec, device)
 
 
-def choose(
-    asked: str,
-    role: Role,
-    spec: AttentionSpec,
-    capability: Capability,
-    candidates: Mapping[str, Candidate],
-    notices: Notices,
-) -> str:
-    """Return the backend for this role: the one asked for, or by `preferences` the first that supports the spec.
+class Chooser:
+    """Chooses backends on one GPU; logs each reason once, though several specs may give it."""
 
-    With `auto` it must also be ready.
-    """
-    order = tuple(name for name in preferences(role, spec, capability) if name in candidates)
-    if asked != "auto":
-        why = candidates[asked].unsupported(spec, capability)
-        if why is None:
-            return asked
-        order = tuple(name for name in order if name != asked)
-        notices.log(logging.WARNING, f"--attn {asked} cannot be used: {why}")
-    for name in order:
-        candidate = candidates[name]
-        why = candidate.unsupported(spec, capability)
-        if why is None and not candidate.ready(spec, capability, role):
-            why = f"it would first be compiled, which takes a minute or more: --attn {name} does that"
-        if why is None:
-            if name == "torch":
-                notices.log(logging.WARNING, "attention runs in torch, which is slow")
-            return name
-        notices.log(logging.INFO, f"{role} attention would be faster with {candidate.title}: {why}")
-    raise ValueError("torch must be among the candidates: it supports every layer")
+    def __init__(self, candidates: Mapping[str, Candidate], capability: Capability) -> None:
+        self._candidates = candidates
+        self._capability = capability
+        self._logged: set[str] = set()
+
+    def choose_working(self, asked: str, role: Role, spec: AttentionSpec, device: torch.device) -> str:
+        """Return the first choice that computes a small step rightly; `fused` and `torch` are not tested."""
+        failed: dict[str, str] = {}
+        while True:
+            name = self.choose(asked, role, spec, failed)
+            if name in ("torch", "fused"):
+                return name
+            why = self_test_error(partial(make_backend, name, device=device), spec, device, role)
+            if why is None:
+                return name
+            failed[name] = why
+
+    def choose(self, asked: str, role: Role, spec: AttentionSpec, failed: Mapping[str, str] = {}) -> str:
+        """Return the backend for this role: the one asked for, or by `preferences` the first that supports the spec.
+
+        With `auto` it must also be ready. `failed`: backends that failed their self-test, and why.
+        """
+        order = preferences(role, spec, self._capability)
+        if asked != "auto":
+            why = self._unsupported(asked, spec, failed)
+            if why is None:
+                return asked
+            order = tuple(name for name in order if name != asked)
+            self._log(logging.WARNING, f"--attn {asked} cannot be used: {why}")
+        for name in order:
+            candidate = self._candidates[name]
+            why = self._unsupported(name, spec, failed)
+            if why is None and not candidate.ready(spec, self._capability, role):
+                why = f"it would first be compiled, which takes a minute or more: --attn {name} does that"
+            if why is None:
+                if name == "torch":
+                    self._log(logging.WARNING, "attention runs in torch, which is slow")
+                return name
+            self._log(logging.INFO, f"{role} attention would be faster with {candidate.title}: {why}")
+        raise ValueError("torch must be the last preference: it supports every layer")
+
+    def _unsupported(self, name: str, spec: AttentionSpec, failed: Mapping[str, str]) -> str | None:
+        return failed.get(name) or self._candidates[name].unsupported(spec, self._capability)
+
+    def _log(self, level: int, line: str) -> None:
+        if line not in self._logged:
+            self._logged.add(line)
+            logger.log(level, "%s", line)
 
 
 def _fa_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
@@ -249,14 +216,33 @@ def _fused_unsupported(spec: AttentionSpec, capability: Capability) -> str | Non
     return import_error("cuda.core", "cuda-core", "cuda") or fused_decode_unsupported(spec, capability)
 
 
-def _always(*_: object) -> bool:
-    return True
+def _make_fa(spec: AttentionSpec, device: torch.device) -> AttentionBackend:
+    from minisgl.attention.fa import FlashAttention3
+
+    return FlashAttention3(spec, device)
+
+
+def _make_fi(spec: AttentionSpec, device: torch.device) -> AttentionBackend:
+    from minisgl.attention.fi import FlashInfer
+
+    capability = torch.cuda.get_device_capability(device)
+    if not all(_fi_ready(spec, capability, role) for role in ROLES):
+        logger.info("FlashInfer compiles its kernels at their first use: up to a minute each, once")
+    return FlashInfer(spec, device)
+
+
+def _make_fused(spec: AttentionSpec, device: torch.device) -> FusedDecode:
+    from minisgl.attention.fused import FusedDecode
+
+    return FusedDecode(spec, device)
 
 
 CANDIDATES: Mapping[str, Candidate] = {
-    "fused": Candidate("the fused decode kernel (fused)", _fused_unsupported, _always),
-    "fa": Candidate("FlashAttention 3 (fa)", _fa_unsupported, _always),
-    "fi": Candidate("FlashInfer (fi)", _fi_unsupported, _fi_ready),
-    "varlen": Candidate("torch's FlashAttention 2 (varlen)", _varlen_unsupported, _always),
-    "torch": Candidate("torch", lambda *_: None, _always),
+    "fa": Candidate("FlashAttention 3 (fa)", _fa_unsupported, _make_fa),
+    "fi": Candidate("FlashInfer (fi)", _fi_unsupported, _make_fi, _fi_ready),
+    "varlen": Candidate(
+        "torch's FlashAttention 2 (varlen)", _varlen_unsupported, lambda spec, _: VarlenAttention(spec)
+    ),
+    "fused": Candidate("the fused decode kernel (fused)", _fused_unsupported, make=None),
+    "torch": Candidate("torch", lambda *_: None, lambda spec, _: TorchAttention(spec, MAX_SCORES)),
 }

@@ -128,8 +128,10 @@ def verdict(findings: list[Finding], device: torch.device) -> str | None:
 def _attention(shape: AttentionSpec, device: torch.device) -> Iterator[Finding]:
     capability = torch.cuda.get_device_capability(device)
     first = preferences("prefill", shape, capability)[0], preferences("decode", shape, capability)[0]
-    for name in ("fa", "fi", "varlen", "fused"):
-        candidate, part = CANDIDATES[name], f"attention: {name}"
+    for name, candidate in CANDIDATES.items():
+        if name == "torch":
+            continue  # on any device
+        part = f"attention: {name}"
         why = candidate.unsupported(shape, capability)
         if why is None and not all(candidate.ready(shape, capability, role) for role in ROLES):
             why = "its kernels are not compiled; the first use would do that, in a minute or more"
