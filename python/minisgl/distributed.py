@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 # torch 2.13 renamed it and warns of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_POLL = 0.02  # seconds between looks at who has come
 
 
 class TPGroup(Protocol):
@@ -34,6 +39,10 @@ class TPGroup(Protocol):
         """The smallest of the ranks' values; waits for all of them."""
         ...
 
+    def abort(self) -> None:
+        """End the collectives that wait for a rank which is gone; from any thread. None can be called afterwards."""
+        ...
+
     def close(self) -> None:
         """Leave the group, whatever the other ranks do. CUDA graphs that have its collectives must be gone."""
         ...
@@ -54,6 +63,9 @@ class SingleRank:
     def smallest(self, value: int) -> int:
         return value
 
+    def abort(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -66,16 +78,33 @@ class ProcessGroupTP:
         self.size = group.size()
         self._device = device or torch.device("cpu")  # where its collectives run
         self._group = group
+        self._aborted = False
 
     @classmethod
     def connect(
-        cls, *, rank: int, size: int, init_method: str, device: torch.device, timeout_s: float = 300.0
+        cls,
+        *,
+        rank: int,
+        size: int,
+        init_method: str,
+        device: torch.device,
+        timeout_s: float = 300.0,
+        check: Callable[[], None] = lambda: None,
     ) -> ProcessGroupTP:
-        """Meet the other ranks at `init_method` (such as file:///path) and make this process's default group."""
+        """Meet the other ranks at `init_method` (such as file:///path) and make this process's default group.
+
+        `check` is called while some rank has not come yet, and may end the wait by raising.
+        """
         cuda = device.type == "cuda"
+        store, _, _ = next(rendezvous(init_method, rank, size))
+        store.set(f"rank {rank}", b"")
+        deadline = time.monotonic() + timeout_s
+        while not store.check([f"rank {other}" for other in range(size)]) and time.monotonic() < deadline:
+            check()
+            time.sleep(_POLL)
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            init_method=init_method,
+            store=store,
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout_s),
@@ -84,9 +113,13 @@ class ProcessGroupTP:
         assert dist.group.WORLD is not None
         return cls(dist.group.WORLD, device)
 
+    def abort(self) -> None:
+        if self._device.type == "cuda" and not self._aborted:  # gloo notices by itself
+            self._aborted = True
+            self._group.abort()
+
     def close(self) -> None:
-        if self._device.type == "cuda":
-            self._group.abort()  # destroying alone waits until every rank does it
+        self.abort()  # destroying alone waits until every rank does it
         dist.destroy_process_group(self._group)
 
     def all_reduce(self, x: Tensor) -> Tensor:

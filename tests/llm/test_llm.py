@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +17,9 @@ import torch
 
 from minisgl.config import ConfigError
 from minisgl.core import Grammar, Int32Array, InvalidRequest, StepLogprobs, StepResult
-from minisgl.llm import LLM, SamplingParams
+from minisgl.llm import LLM, SamplingParams, rank_processes
 from minisgl.models.hub import demo_folder
+from minisgl.process.launch import Child, start_worker
 from support.server import is_alive
 
 QUESTION = [{"role": "user", "content": "What is Minisgl?"}]
@@ -206,6 +211,32 @@ def test_prompts_that_are_none(llm: LLM, prompt: object) -> None:
 def test_closing_twice_is_closing_once(tp_size: int) -> None:
     with LLM("demo", max_running_req=2, tp_size=tp_size) as llm:
         llm.close()
+
+
+def test_a_rank_that_dies_ends_the_call_that_needs_it() -> None:
+    with LLM("demo", max_running_req=2, tp_size=2) as llm:
+        (child,) = llm._ranks._children
+        threading.Timer(0.3, child.process.kill).start()
+        params = SamplingParams(max_tokens=2000, ignore_eos=True)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="scheduler-1: it died"):
+                llm.generate(["abc"] * 50, params)
+
+
+def test_a_rank_that_dies_before_it_joins_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rendezvous alone would wait for 300 seconds, and so beyond this test's limit."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_and_kill(*args: Any) -> Child:
+        child = start_worker(*args)
+        child.process.kill()
+        started.append(child.process)
+        return child
+
+    monkeypatch.setattr(rank_processes, "start_worker", start_and_kill)
+    with pytest.raises(ConfigError, match="scheduler-1: it died"):
+        LLM("demo", max_running_req=2, tp_size=2)
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
 
 
 def test_calls_from_several_threads_are_served_one_after_another(llm: LLM) -> None:

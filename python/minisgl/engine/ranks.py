@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -12,11 +13,15 @@ from minisgl.engine.device import resolve_device
 from minisgl.message.socket import Addresses
 
 
-def join_ranks(config: EngineConfig, rank: int, addresses: Addresses) -> TPGroup:
-    """This rank's tensor-parallel group, once all ranks are there."""
+def join_ranks(
+    config: EngineConfig, rank: int, addresses: Addresses, check: Callable[[], None] = lambda: None
+) -> TPGroup:
+    """Return this rank's tensor-parallel group, once all ranks are there; `check` may end the wait by raising."""
     if config.tp_size == 1:
         return SingleRank()
     device = resolve_device(config, rank)
     if device.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tp_size))
-    return ProcessGroupTP.connect(rank=rank, size=config.tp_size, init_method=addresses.rendezvous, device=device)
+    return ProcessGroupTP.connect(
+        rank=rank, size=config.tp_size, init_method=addresses.rendezvous, device=device, check=check
+    )

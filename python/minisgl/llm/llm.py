@@ -21,7 +21,7 @@ from minisgl.config import EngineConfig, SamplingDefaults, SchedulerConfig, Serv
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParams, room_for_output
 from minisgl.engine.engine import Engine
 from minisgl.engine.ranks import join_ranks
-from minisgl.llm.rank_processes import RankProcesses
+from minisgl.llm.rank_processes import RankLost, RankProcesses
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.types import PositionLogprobs, TextOptions, unpack_ids
 from minisgl.models.config.generation_config import load_sampling_defaults
@@ -113,24 +113,27 @@ class LLM:
             self._validator = GrammarValidator(named_tokens(self.tokenizer.tokenizer))
         self._ranks = RankProcesses(server)
         try:
-            self._engine = Engine(
-                config,
-                model_config,
-                tp=join_ranks(config, 0, self._ranks.addresses),
-                phase=self._phase,
-                progress=config.load_format != "dummy",
-                max_prefill_tokens=scheduling.max_prefill_tokens,
-            )
-            grammars = GrammarMatchers(
-                lambda: self.tokenizer.tokenizer,
-                vocab_size=model_config.vocab_size,
-                eos_token_ids=model_config.eos_token_ids,
-            )
-            followers = self._ranks.outboxes(self._engine.limits)
-            self._open = True
-            self._lock = threading.Lock()  # calls from several threads are served one after another
-            self._num_seqs = 0  # of the call that runs: they are numbered from 0
-            self.loop = make_loop(scheduling, self._engine, model_config, followers, grammars)
+            with self._ranks.guard():
+                tp = join_ranks(config, 0, self._ranks.addresses, self._ranks.check)
+                self._ranks.watch(tp)
+                self._engine = Engine(
+                    config,
+                    model_config,
+                    tp=tp,
+                    phase=self._phase,
+                    progress=config.load_format != "dummy",
+                    max_prefill_tokens=scheduling.max_prefill_tokens,
+                )
+                grammars = GrammarMatchers(
+                    lambda: self.tokenizer.tokenizer,
+                    vocab_size=model_config.vocab_size,
+                    eos_token_ids=model_config.eos_token_ids,
+                )
+                followers = self._ranks.outboxes(self._engine.limits)
+                self._open = True
+                self._lock = threading.Lock()  # calls from several threads are served one after another
+                self._num_seqs = 0  # of the call that runs: they are numbered from 0
+                self.loop = make_loop(scheduling, self._engine, model_config, followers, grammars)
         except BaseException:
             self._ranks.close()
             raise
@@ -246,10 +249,14 @@ class LLM:
         """`continues`: the answers' texts go on from the prompts'."""
         with self._lock:
             self._require_open()
+            self._ranks.check()
             self._come_to_rest()  # a second Ctrl-C may have cut short what the first began
             self._num_seqs = len(prompts)
             try:
-                return self._answer(prompts, params, use_tqdm, continues=continues)
+                with self._ranks.guard():
+                    return self._answer(prompts, params, use_tqdm, continues=continues)
+            except RankLost:
+                raise
             except BaseException:
                 with suppress(Exception):
                     self._come_to_rest()
@@ -282,6 +289,7 @@ class LLM:
         with progress_bar("Generating", len(prompts), unit="request", leave=True, shown=use_tqdm) as bar:
             while self.loop.has_work:
                 report = self.loop.step()
+                self._ranks.check()
                 if not report:
                     continue
                 texts = [TextOptions(params[one.seq_id].stop, continues=continues) for one in report.entered]
