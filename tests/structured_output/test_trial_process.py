@@ -52,16 +52,21 @@ def test_a_grammar_ends_no_process_but_its_own() -> None:
     assert children(pid) == []
 
 
-def test_a_grammar_that_fells_its_process_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [(signal.SIGSEGV, "the compiler fails"), (signal.SIGALRM, "it takes longer than 30 s to compile")],
+    ids=["crash", "wait"],
+)
+def test_a_grammar_that_fells_its_process_is_refused(end: signal.Signals, message: str) -> None:
     trials = TrialProcess({})
     trials.start(Trial(1, ENDLESS, 30.0))
     outcomes: list[Outcome] = []
     while not (found := children(trials.pid)):
         assert not trials.poll(0.01)
-    os.kill(found[0], signal.SIGSEGV)
+    os.kill(found[0], end)
     while not outcomes:
         outcomes = trials.poll(1.0)
-    assert outcomes[0].check.message == "the compiler fails"
+    assert outcomes[0].check.message == message
 
 
 def test_a_grammar_gets_no_more_memory_than_its_share() -> None:

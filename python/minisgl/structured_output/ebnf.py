@@ -13,7 +13,7 @@ regular expression, which is exact. Between terminals of a recursive rule greed 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeAlias
@@ -23,7 +23,7 @@ MAX_NESTING = 100  # groups within groups
 
 
 class EbnfError(ValueError):
-    """The grammar is wrong; the message says how and where."""
+    """Error in a grammar; the message says what is wrong and where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,34 +76,25 @@ _TOKEN = re.compile(
     |(?P<mark>[()|*+?.])""",
     re.VERBOSE,
 )
-_KINDS = ("space", "rule", "ref", "literal", "class", "bounds", "mark")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "a": "\a", "0": "\0"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-
-
-@dataclass(frozen=True, slots=True)
-class _Token:
-    kind: str
-    match: re.Match[str]
-    at: int
 
 
 class _Parser:
     def __init__(self, text: str) -> None:
         self._text = text
-        self._tokens = list(self._read(text))
+        self._tokens = self._read(text)
         self._next = 0
         self._nesting = 0
 
-    def _read(self, text: str) -> list[_Token]:
+    def _read(self, text: str) -> list[re.Match[str]]:
         tokens, at = [], 0
         while at < len(text):
             match = _TOKEN.match(text, at)
             if match is None:
                 raise self._error(at, f"unexpected {text[at : at + 20]!r}")
-            kind = next(one for one in _KINDS if match[one])
-            if kind != "space":
-                tokens.append(_Token(match[0] if kind == "mark" else kind, match, at))
+            if match.lastgroup != "space":
+                tokens.append(match)
             at = match.end()
         return tokens
 
@@ -113,9 +104,13 @@ class _Parser:
 
     @property
     def _kind(self) -> str:
-        return self._tokens[self._next].kind if self._next < len(self._tokens) else "end"
+        """Kind of the next token: a group's name, or the mark itself."""
+        if self._next == len(self._tokens):
+            return "end"
+        token = self._tokens[self._next]
+        return token["mark"] or str(token.lastgroup)
 
-    def _take(self) -> _Token:
+    def _take(self) -> re.Match[str]:
         token = self._tokens[self._next]
         self._next += 1
         return token
@@ -124,25 +119,20 @@ class _Parser:
         if self._next == len(self._tokens):
             return self._error(len(self._text), "unexpected end of the grammar")
         token = self._tokens[self._next]
-        return self._error(token.at, f"unexpected {token.match[0]!r}")
+        return self._error(token.start(), f"unexpected {token[0]!r}")
 
     def grammar(self) -> dict[str, _Node]:
         rules: dict[str, _Node] = {}
-        references: dict[str, int] = {}
         while self._kind != "end":
             if self._kind != "rule":
                 raise self._unexpected()
             token = self._take()
-            if token.match["name"] in rules:
-                raise self._error(token.at, f"a second rule {token.match['name']!r}")
-            begin = self._next
-            rules[token.match["name"]] = self._choice()
-            for one in self._tokens[begin : self._next]:
-                if one.kind == "ref":
-                    references.setdefault(one.match[0], one.at)
-        for name, at in references.items():
-            if name not in rules:
-                raise self._error(at, f"there is no rule {name!r}")
+            if token["name"] in rules:
+                raise self._error(token.start(), f"a second rule {token['name']!r}")
+            rules[token["name"]] = self._choice()
+        for token in self._tokens:
+            if token["ref"] and token["ref"] not in rules:
+                raise self._error(token.start(), f"there is no rule {token['ref']!r}")
         if "root" not in rules:
             raise EbnfError("there is no rule 'root'")
         return rules
@@ -161,10 +151,10 @@ class _Parser:
         return items[0] if len(items) == 1 else _Sequence(tuple(items))
 
     def _item(self) -> _Node:
-        token = self._take()
-        match token.kind:
+        kind, token = self._kind, self._take()
+        match kind:
             case "ref":
-                return _Ref(token.match[0])
+                return _Ref(token[0])
             case "literal":
                 return _Chars("".join(_quoted(char) for char in self._characters(token)))
             case "class":
@@ -174,7 +164,7 @@ class _Parser:
             case _:
                 self._nesting += 1
                 if self._nesting > MAX_NESTING:
-                    raise self._error(token.at, f"groups are nested deeper than {MAX_NESTING} levels")
+                    raise self._error(token.start(), f"groups are nested deeper than {MAX_NESTING} levels")
                 inner = self._choice()
                 if self._kind != ")":
                     raise self._unexpected()
@@ -184,24 +174,32 @@ class _Parser:
 
     def _repeated(self, item: _Node) -> _Node:
         for _ in range(MAX_NESTING):
-            if self._kind not in ("*", "+", "?", "bounds"):
-                break
-            token = self._take()
-            least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(token.kind, (0, None))
-            if token.kind == "bounds":
-                least = int(token.match["least"])
-                most = least if token.match["comma"] is None else int(token.match["most"] or -1)
-                most = None if most == -1 else most
-                if max(least, most or 0) > MAX_REPETITION:
-                    raise self._error(token.at, f"at most {MAX_REPETITION} repetitions are supported")
-                if most is not None and most < least:
-                    raise self._error(token.at, f"{token.match[0]} allows no number of repetitions")
-            item = _Repeat(item, least, most)
+            match self._kind:
+                case "*":
+                    item = _Repeat(item, 0, None)
+                case "+":
+                    item = _Repeat(item, 1, None)
+                case "?":
+                    item = _Repeat(item, 0, 1)
+                case "bounds":
+                    item = _Repeat(item, *self._bounds(self._tokens[self._next]))
+                case _:
+                    break
+            self._take()
         return item
 
-    def _characters(self, token: _Token) -> list[str]:
+    def _bounds(self, token: re.Match[str]) -> tuple[int, int | None]:
+        least = int(token["least"])
+        most = least if token["comma"] is None else int(token["most"]) if token["most"] else None
+        if max(least, most or 0) > MAX_REPETITION:
+            raise self._error(token.start(), f"at most {MAX_REPETITION} repetitions are supported")
+        if most is not None and most < least:
+            raise self._error(token.start(), f"{token[0]} allows no number of repetitions")
+        return least, most
+
+    def _characters(self, token: re.Match[str]) -> list[str]:
         """Return the characters between the token's quotes or brackets, with escapes resolved."""
-        text = token.match[0][1:-1]
+        text = token[0][1:-1]
         characters, at = [], 0
         while at < len(text):
             if text[at] != "\\":
@@ -212,19 +210,19 @@ class _Parser:
             digits = _HEX_DIGITS.get(escape)
             if digits is None:
                 if escape.isalnum() and escape not in _ESCAPES:
-                    raise self._error(token.at, f"unknown escape \\{escape}")
+                    raise self._error(token.start(), f"unknown escape \\{escape}")
                 # A character that an escape makes is no range or negation.
                 characters.append(_ESCAPES.get(escape, "\\" + escape))
                 at += 2
                 continue
             code = text[at + 2 : at + 2 + digits]
             if not re.fullmatch(f"[0-9A-Fa-f]{{{digits}}}", code) or not _is_character(int(code, 16)):
-                raise self._error(token.at, f"\\{escape}{code} is no character")
+                raise self._error(token.start(), f"\\{escape}{code} is no character")
             characters.append("\\" + chr(int(code, 16)))
             at += 2 + digits
         return characters
 
-    def _class(self, token: _Token) -> str:
+    def _class(self, token: re.Match[str]) -> str:
         characters = self._characters(token)
         negated = characters[:1] == ["^"]
         ranges, at = [], int(negated)
@@ -233,12 +231,12 @@ class _Parser:
             if at + 2 < len(characters) and characters[at + 1] == "-":
                 last = characters[at + 2][-1]
                 if last < first:
-                    raise self._error(token.at, f"{first}-{last} is no range")
+                    raise self._error(token.start(), f"{first}-{last} is no range")
                 at += 2
             ranges.append(_quoted(first) if first == last else f"{_quoted(first)}-{_quoted(last)}")
             at += 1
         if not ranges:
-            raise self._error(token.at, "an empty class matches nothing")
+            raise self._error(token.start(), "an empty class matches nothing")
         return f"[{'^' if negated else ''}{''.join(ranges)}]"
 
 
@@ -288,22 +286,17 @@ class _Printer:
             case _Ref(name):
                 return self.nonterminals.setdefault(name, f"rule_{len(self.nonterminals)}")
             case _Sequence(items):
-                return " ".join(
-                    self._rule(_Sequence(part)) if len(part) > 1 else self._rule(part[0]) for part in self._parts(items)
-                )
-            case _Choice(options):
-                return f"({' | '.join(map(self._rule, options))})"
-            case _Repeat(item, least, most):
-                return f"({self._rule(item)}){_bounds(least, most)}"
-            case _Chars():
-                raise AssertionError("characters are regular")
+                return " ".join(map(self._rule, self._joined(items)))
+            case _:
+                return _written(node, self._rule)
 
-    def _parts(self, items: tuple[_Node, ...]) -> list[tuple[_Node, ...]]:
-        parts: list[tuple[_Node, ...]] = []
+    def _joined(self, items: tuple[_Node, ...]) -> list[_Node]:
+        """Join neighbours that need no recursion."""
+        joined: list[_Node] = []
         for is_regular, group in groupby(items, self._is_regular):
             neighbours = tuple(group)
-            parts += [neighbours] if is_regular else [(item,) for item in neighbours]
-        return parts
+            joined += [_Sequence(neighbours)] if is_regular and len(neighbours) > 1 else neighbours
+        return joined
 
     def _new_terminal(self, node: _Node) -> str:
         if isinstance(node, _Ref):
@@ -315,25 +308,28 @@ class _Printer:
 
     def _terminal(self, node: _Node) -> str:
         """Write a part of a terminal."""
-        match node:
-            case _Chars(expression):
-                return f"/{expression}/" if expression else '""'
-            case _Ref(name):
-                if name not in self.terminals:
-                    printed = self._terminal(self.rules[name])
-                    self.terminals[name] = f"TERMINAL_{len(self.terminals)}"
-                    self.lines.append(f"{self.terminals[name]}: {printed}")
-                return self.terminals[name]
-            case _Sequence(items):
-                return f"({' '.join(map(self._terminal, items))})" if items else '""'
-            case _Choice(options):
-                return f"({' | '.join(map(self._terminal, options))})"
-            case _Repeat(item, least, most):
-                return f"({self._terminal(item)}){_bounds(least, most)}"
+        if not isinstance(node, _Ref):
+            return _written(node, self._terminal)
+        if node.name not in self.terminals:
+            printed = self._terminal(self.rules[node.name])
+            self.terminals[node.name] = f"TERMINAL_{len(self.terminals)}"
+            self.lines.append(f"{self.terminals[node.name]}: {printed}")
+        return self.terminals[node.name]
 
 
-def _bounds(least: int, most: int | None) -> str:
-    return f"{{{least},{'' if most is None else most}}}"
+def _written(node: _Node, written: Callable[[_Node], str]) -> str:
+    """Write a node of Lark; `written` writes the nodes within it."""
+    match node:
+        case _Chars(expression):
+            return f"/{expression}/" if expression else '""'
+        case _Ref(name):
+            return name
+        case _Sequence(items):
+            return f"({' '.join(map(written, items))})" if items else '""'
+        case _Choice(options):
+            return f"({' | '.join(map(written, options))})"
+        case _Repeat(item, least, most):
+            return f"({written(item)}){{{least},{'' if most is None else most}}}"
 
 
 def _references(node: _Node) -> set[str]:

@@ -1,12 +1,12 @@
 """Tries grammars, in processes of their own: `python -m minisgl.structured_output.trial_process`.
 
 A short grammar can take any time and memory to compile, and might bring its process down. So each is compiled in a
-process that has nothing else to do. That one is forked from another, which has loaded all that it needs, so that it is
-there in a millisecond and nobody waits when it is ended: it has so much processor time, on a busy machine as on a
-quiet one, and so much memory.
+process that has nothing else to do. It is forked from another, which has loaded all that it needs, so it starts in a
+millisecond and nobody waits when it is killed. The kernel does that when its processor time (the same on a busy machine
+as on a quiet one) or its memory is used up.
 
-The first line that comes in are the special tokens that grammars may name, by id; each of the others is a Trial. An
-Outcome goes out for each, in the order that they end. All are JSON.
+The first line of input lists the special tokens that grammars may name, by id; each further line is a Trial. An Outcome
+goes out for each, in the order that they end. All are JSON.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -160,29 +160,25 @@ def main() -> None:
     _Forks(sys.stdin.fileno(), sys.stdout.fileno()).run()
 
 
+@dataclass(slots=True)
 class _Fork:
     """A process that tries one grammar."""
 
-    def __init__(self, trial: Trial, pid: int, pipe: int) -> None:
-        self.trial = trial
-        self.pid = pid
-        self.pipe = pipe  # from which its GrammarCheck comes
-        self.deadline = time.monotonic() + WAIT_FACTOR * trial.seconds
-        self.said = b""
-        self.is_overdue = False
+    trial: Trial
+    pid: int
+    said: bytes = b""  # through its pipe: a GrammarCheck
 
     def outcome(self) -> Outcome:
         """Reap the fork, when its pipe is closed, and say how its trial ended."""
-        os.close(self.pipe)
         _, status, usage = os.wait4(self.pid, 0)
-        seconds = usage.ru_utime + usage.ru_stime
-        if not os.WIFSIGNALED(status) and self.said:
+        end = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if not end and self.said:
             check = decode(self.said, type=GrammarCheck)
-        elif self.is_overdue or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
+        elif end in (signal.SIGPROF, signal.SIGALRM):
             check = GrammarCheck(f"it takes longer than {self.trial.seconds:g} s to compile")
         else:
             check = GrammarCheck("the compiler fails")
-        return Outcome(self.trial.number, check, seconds)
+        return Outcome(self.trial.number, check, usage.ru_utime + usage.ru_stime)
 
 
 class _Forks:
@@ -191,29 +187,20 @@ class _Forks:
     def __init__(self, source: int, sink: int) -> None:
         self._source = source
         self._sink = sink
-        self._unread = bytearray()
+        self._unread = b""
+        self._vocabulary: LLTokenizer | None = None
+        self._by_text: dict[str, int] = {}  # ids of the tokens that grammars may name
         self._forks: dict[int, _Fork] = {}  # by pipe
         self._poll = select.poll()
 
     def run(self) -> None:
-        tokens: dict[int, str] = decode(self._first_line(), type=dict[int, str])
-        vocabulary = byte_vocabulary(tokens)
-        self._by_text = {text: index for index, text in tokens.items()}
-        gc.collect()
-        gc.freeze()  # or collecting in a fork would copy it all
         self._poll.register(self._source, select.POLLIN)
         while True:
-            for line in self._lines():
-                self._fork(decode(line, type=Trial), vocabulary)
-            for descriptor, _ in self._poll.poll(self._poll_timeout()):
+            for descriptor, _ in self._poll.poll():
                 if descriptor == self._source:
                     self._read()
                 else:
                     self._hear(descriptor)
-            for fork in self._forks.values():
-                if fork.deadline < time.monotonic():
-                    fork.is_overdue = True
-                    os.kill(fork.pid, signal.SIGKILL)  # its pipe closes with it
 
     def _read(self) -> None:
         data = os.read(self._source, _CHUNK)
@@ -221,24 +208,20 @@ class _Forks:
             for fork in self._forks.values():
                 os.kill(fork.pid, signal.SIGKILL)
             os._exit(0)
-        self._unread += data
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            if self._vocabulary is None:
+                self._vocabulary = self._load(line)
+            else:
+                self._fork(decode(line, type=Trial), self._vocabulary)
 
-    def _lines(self) -> list[bytes]:
-        *lines, rest = self._unread.split(b"\n")
-        self._unread = rest
-        return [bytes(line) for line in lines]
-
-    def _first_line(self) -> bytes:
-        while b"\n" not in self._unread:
-            self._read()
-        line, _, self._unread = self._unread.partition(b"\n")
-        return bytes(line)
-
-    def _poll_timeout(self) -> float | None:
-        """Milliseconds to the next deadline; None if nothing is under way."""
-        if not self._forks:
-            return None
-        return max(min(fork.deadline for fork in self._forks.values()) - time.monotonic(), 0.0) * 1000 + 1
+    def _load(self, line: bytes) -> LLTokenizer:
+        tokens = decode(line, type=dict[int, str])
+        self._by_text = {text: index for index, text in tokens.items()}
+        vocabulary = byte_vocabulary(tokens)
+        gc.collect()
+        gc.freeze()  # or collecting in a fork would copy it all
+        return vocabulary
 
     def _fork(self, trial: Trial, vocabulary: LLTokenizer) -> None:
         ours, theirs = os.pipe()
@@ -246,19 +229,21 @@ class _Forks:
         if pid == 0:
             _try_and_exit(trial, vocabulary, self._by_text, theirs)
         os.close(theirs)
-        self._forks[ours] = _Fork(trial, pid, ours)
+        self._forks[ours] = _Fork(trial, pid)
         self._poll.register(ours, select.POLLIN)
 
     def _hear(self, pipe: int) -> None:
-        fork = self._forks[pipe]
         if data := os.read(pipe, _CHUNK):
-            fork.said += data
+            self._forks[pipe].said += data
             return
         self._poll.unregister(pipe)
-        del self._forks[pipe]
-        line = encode(fork.outcome()) + b"\n"
-        while line:
-            line = line[os.write(self._sink, line) :]
+        os.close(pipe)
+        _write(self._sink, encode(self._forks.pop(pipe).outcome()) + b"\n")
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def _try_and_exit(trial: Trial, vocabulary: LLTokenizer, tokens: Mapping[str, int], pipe: int) -> None:
@@ -266,7 +251,8 @@ def _try_and_exit(trial: Trial, vocabulary: LLTokenizer, tokens: Mapping[str, in
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + STACK_BYTES + trial.max_bytes,) * 2)
-    signal.setitimer(signal.ITIMER_PROF, trial.seconds)  # at whose end the process ends
+    signal.setitimer(signal.ITIMER_PROF, trial.seconds)  # at the end of either the process ends
+    signal.setitimer(signal.ITIMER_REAL, WAIT_FACTOR * trial.seconds)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):  # the process outside waits for the end of these; and compilers complain before theirs
         os.dup2(nothing, descriptor)
@@ -278,8 +264,7 @@ def _try_and_exit(trial: Trial, vocabulary: LLTokenizer, tokens: Mapping[str, in
             os._exit(1)
         except Exception:
             check = encode(GrammarCheck(failure=traceback.format_exc()))
-        while check:
-            check = check[os.write(pipe, check) :]
+        _write(pipe, check)
         os._exit(0)
 
     threading.stack_size(STACK_BYTES)
