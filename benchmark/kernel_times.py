@@ -19,8 +19,9 @@ import torch
 from measuring.report import table
 from minisgl.attention.base import AttentionSpec
 from minisgl.attention.page_kernels import PageUpcaster, SeenPages, flatten_pages, make_flattener
+from minisgl.core import SamplingFlags, SamplingParams
 from minisgl.engine.cuda_sampler import CudaSampler
-from minisgl.engine.sampler import SampleKind, Sampler, TorchSampler
+from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Heads, Norm, Ops
 from minisgl.kernel.cuda_ops import CudaOps
@@ -113,7 +114,8 @@ def sampling() -> Iterator[Case]:
                     state.temperature[:], state.top_k[:], state.top_p[:] = temperature, top_k, top_p
                     state.lengths[:] = 1000
                     state.processing.presence_penalty[:] = 0.5
-                    asked = SampleKind(temperature == 0, top_k > 0 or top_p < 1, kind == "penalties")
+                    penalty = 0.5 if kind == "penalties" else 0.0
+                    params = SamplingParams(temperature, top_k, top_p, presence_penalty=penalty)
                     mask = None
                     if kind == "masked":
                         mask = torch.randint(-(2**31), 2**31, (rows, vocab // 32), device=DEVICE).int()
@@ -121,13 +123,13 @@ def sampling() -> Iterator[Case]:
                     def run(
                         _: int,
                         sampler: Sampler = sampler,
-                        asked: SampleKind = asked,
+                        flags: SamplingFlags = params.flags,
                         logits: torch.Tensor = logits,
                         slots: torch.Tensor = slots,
                         state: SlotState = state,
                         mask: torch.Tensor | None = mask,
                     ) -> object:
-                        return sampler.sample(logits, slots, state, asked, mask)
+                        return sampler.sample(logits, slots, state, flags, mask)
 
                     yield Case(f"sample ({name})", f"{rows} rows, {kind}, {spread}", run, logits.numel() * 2)
 

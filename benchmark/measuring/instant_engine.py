@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import string
 import time
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer
 
 from measuring.pipeline_server import STEP_MS
 from minisgl.config import ConfigError
-from minisgl.core import Batch, Int32Array, pages_for
+from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, StepResult, pages_for
 from minisgl.limits import Limits
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
@@ -31,21 +32,12 @@ from minisgl.scheduler.serve import SchedulerServer
 LETTERS = 4096  # how many are drawn before they repeat
 
 
-class _Step:
-    """A step that is done at a time."""
-
-    def __init__(self, tokens: Int32Array, done_at: float) -> None:
-        self._tokens = tokens
-        self._done_at = done_at
-
-    def tokens(self) -> Int32Array:
-        delay = self._done_at - time.monotonic()
-        if delay > 0:
-            time.sleep(delay)
-        return self._tokens
-
-    def logprobs(self) -> None:
-        """Return None: without a model there are no probabilities."""
+def _result_at(tokens: Int32Array, done_at: float) -> StepResult[AnyArray]:
+    """Wait until then; without a model there are no log-probabilities."""
+    delay = done_at - time.monotonic()
+    if delay > 0:
+        time.sleep(delay)
+    return StepResult(tokens)
 
 
 class InstantEngine:
@@ -69,10 +61,10 @@ class InstantEngine:
     def forward(self, batch: Batch) -> None:
         """There is no model."""
 
-    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> _Step:  # noqa: ARG002
+    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> PendingStep:  # noqa: ARG002
         rows = np.flatnonzero(batch.needs_sample)
         self._free_at = max(self._free_at, time.monotonic()) + self._step_seconds
-        return _Step(self._letters[(batch.step * 7 + rows) % LETTERS], self._free_at)
+        return partial(_result_at, self._letters[(batch.step * 7 + rows) % LETTERS], self._free_at)
 
 
 def letter_ids(folder: Path) -> Int32Array:

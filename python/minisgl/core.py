@@ -1,4 +1,4 @@
-"""Types that every part speaks about: sampling parameters, a request's limits, and the plan of a step.
+"""Types that every part speaks about: sampling parameters, the plan of a step, and its result.
 
 Pure: no torch, no I/O. Token ids are NumPy int32 arrays; lengths and positions count tokens.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+from enum import IntFlag
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -73,6 +74,16 @@ class Grammar(msgspec.Struct, frozen=True):
         """InvalidRequest if it is too long; `field` is what the request calls it."""
         if len(self.text) > MAX_GRAMMAR_CHARS:
             raise InvalidRequest(field, f"a grammar may have {MAX_GRAMMAR_CHARS} characters, not {len(self.text)}")
+
+
+class SamplingFlags(IntFlag):
+    """Work that a request asks of the sampling of its tokens, besides the choice of the likeliest."""
+
+    SAMPLED = 1  # not greedy
+    FILTERED = 2  # top-k, top-p or min-p, of a row that is not greedy
+    PROCESSED = 4  # penalties, biases, or ids that it must not choose: SamplingParams.processed
+    CONSTRAINED = 8  # a grammar
+    LOGPROBS = 16  # log-probabilities of its output or of its prompt
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -216,6 +227,16 @@ class SamplingParams(msgspec.Struct, frozen=True):
             or self.bad_words_ids
         )
 
+    @property
+    def flags(self) -> SamplingFlags:
+        """Work that these parameters ask of the sampling; grammars and log-probabilities apart."""
+        flags = SamplingFlags.PROCESSED if self.processed else SamplingFlags(0)
+        if not self.greedy:
+            flags |= SamplingFlags.SAMPLED
+            if self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0:
+                flags |= SamplingFlags.FILTERED
+        return flags
+
 
 def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits) -> int:
     """Return the tokens that a prompt of this length may be given; InvalidRequest if `max_tokens` do not fit.
@@ -259,12 +280,12 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     stop_ids: tuple[int, ...] = ()  # what would end it, eos among them: forbidden before sampling.min_tokens
 
 
-class LogprobPlan(msgspec.Struct, frozen=True, array_like=True):
+class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of which a step returns log-probabilities."""
 
     rows: Int32Array  # [n]: sampling rows whose new token's log-probability is wanted
     top: int  # with so many alternatives
-    prompt_lengths: Int32Array  # [rows]: how many of a row's tokens, from its first, score the token that follows
+    prompt_lens: Int32Array  # [rows]: how many of a row's tokens, from its first, score the token that follows
     prompt_top: int  # with so many alternatives
 
 
@@ -286,27 +307,25 @@ class Logprobs(Generic[A]):
 
 
 @dataclass(frozen=True, slots=True)
-class StepLogprobs(Generic[A]):
-    """Log-probabilities that a step's LogprobPlan asks for, in its order."""
+class StepResult(Generic[A]):
+    """Outcome of a step, on the device and then on the host. Its Batch says which log-probabilities there are."""
 
-    output: Logprobs[A]
-    prompt: Logprobs[A]
+    tokens: A  # int32[S]: sampled, in the order of the rows that sample
+    logprobs: Logprobs[A] | None = None  # of the tokens of `ScoredTokens.rows`
+    prompt_logprobs: Logprobs[A] | None = None  # of `ScoredTokens.prompt_lens`, row after row
 
-    def map(self, convert: Callable[[A], B]) -> StepLogprobs[B]:
+    def map(self, convert: Callable[[A], B]) -> StepResult[B]:
         """Convert each array."""
-        return StepLogprobs(self.output.map(convert), self.prompt.map(convert))
+        output, prompt = self.logprobs, self.prompt_logprobs
+        return StepResult(
+            convert(self.tokens),
+            None if output is None else output.map(convert),
+            None if prompt is None else prompt.map(convert),
+        )
 
 
-class StepResult(Protocol):
-    """A step under way."""
-
-    def tokens(self) -> Int32Array:
-        """Wait for the step; the tokens that its sampling rows chose, in row order."""
-        ...
-
-    def logprobs(self) -> StepLogprobs[AnyArray] | None:
-        """Wait for the step; the log-probabilities that its plan asks for."""
-        ...
+PendingStep: TypeAlias = Callable[[], StepResult[AnyArray]]
+"""Waits for a launched step and returns its result on the host; DeviceOutOfMemory if there was too little for it."""
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -324,16 +343,18 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     needs_sample: BoolArray  # [rows]
     new_pages: Int32Array  # [k, 3]: (slot, index in its page-table row, page)
     new_rows: list[NewRow] = []
-    greedy: bool = True  # every sampling row is greedy
-    filtered: bool = False  # some sampling row that is not greedy has top-k, top-p or min-p
-    processed: bool = False  # some sampling row has penalties, biases, or ids that it must not choose
-    logprobs: LogprobPlan | None = None  # None: nobody asked
-    constrained: bool = False  # some sampling row has a grammar: the sampling waits for the mask of its tokens
+    flags: SamplingFlags = SamplingFlags(0)  # of all rows that sample, together
+    logprobs: ScoredTokens | None = None  # None: nobody asked
 
     @property
     def is_decode(self) -> bool:
         """Every row extends by one token and samples."""
         return bool(self.needs_sample.all()) and int(self.query_lens.max()) == 1
+
+    @property
+    def constrained(self) -> bool:
+        """Some row that samples has a grammar: the sampling waits for its bitmask."""
+        return SamplingFlags.CONSTRAINED in self.flags
 
     @property
     def num_tokens(self) -> int:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.core import DeviceOutOfMemory
-from minisgl.engine.queue import CpuQueue, StepTensors
+from minisgl.core import DeviceOutOfMemory, StepResult
+from minisgl.engine.queue import CpuQueue
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ def llm() -> Iterator[LLM]:
 def test_the_allocators_refusal_is_known_and_nothing_else() -> None:
     queue = CpuQueue()
     with pytest.raises(DeviceOutOfMemory, match="can't allocate memory"):
-        queue.submit(lambda: StepTensors(too_much())).tokens()
+        queue.submit(lambda: StepResult(too_much()))()
     with pytest.raises(DeviceOutOfMemory):
         queue.launch(too_much)()
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.core import Batch, LogprobPlan
-from minisgl.engine.inputs import HostRows, LogitsIndices, split_like
+from minisgl.core import Batch, ScoredTokens
+from minisgl.engine.forward import pad_inputs, step_inputs, views_like
 
 SCRATCH = 99
 MAX_SEQ_LEN = 50
@@ -25,7 +25,7 @@ def batch_of(rows: list[tuple[int, int, bool]], scored: list[int] | None = None)
         query_lens=query_lens.astype(np.int32),
         needs_sample=needs_sample,
         new_pages=np.zeros((0, 3), dtype=np.int32),
-        logprobs=None if scored is None else LogprobPlan(nobody, 0, np.array(scored, dtype=np.int32), 0),
+        logprobs=None if scored is None else ScoredTokens(nobody, 0, np.array(scored, dtype=np.int32), 0),
     )
 
 
@@ -33,8 +33,7 @@ def batch_of(rows: list[tuple[int, int, bool]], scored: list[int] | None = None)
 def test_rows_and_reads(rows: list[tuple[int, int, bool]], data: st.DataObject) -> None:
     scored = [data.draw(st.integers(0, length)) for _, length, _ in rows]
     batch = batch_of(rows, scored)
-    host = HostRows.of(batch)
-    reads = LogitsIndices.of(batch, host.query_starts)
+    host = step_inputs(batch)
     tokens = [
         (slot, start + i) for slot, (start, length, _) in zip(batch.slots, rows, strict=True) for i in range(length)
     ]
@@ -49,21 +48,20 @@ def test_rows_and_reads(rows: list[tuple[int, int, bool]], data: st.DataObject) 
         for row, count in enumerate(scored)
         for place in range(host.query_starts[row], host.query_starts[row] + count)
     ]
-    assert reads.rows.tolist() == [ends[row] - 1 for row in sampling] + firsts
-    assert reads.slots.tolist() == [batch.slots[row] for row in sampling]
-    arrays = [*host.arrays, *reads.arrays]
-    assert all(array.dtype == np.int32 for array in arrays)
-    packed = torch.from_numpy(np.concatenate([*arrays, np.full(3, -1, dtype=np.int32)]))
-    for view, array in zip(split_like(packed, arrays), arrays, strict=True):
+    assert host.logits_indices.tolist() == [ends[row] - 1 for row in sampling] + firsts
+    assert host.sampling_slots.tolist() == [batch.slots[row] for row in sampling]
+    assert all(array.dtype == np.int32 for array in host)
+    packed = torch.from_numpy(np.concatenate([*host, np.full(3, -1, dtype=np.int32)]))
+    for view, array in zip(views_like(packed, host), host, strict=True):
         assert view.tolist() == array.tolist()
 
 
 @given(ROWS, st.integers(0, 70), st.integers(0, 5))
 def test_padding(rows: list[tuple[int, int, bool]], more_tokens: int, more_rows: int) -> None:
-    host = HostRows.of(batch_of(rows))
+    host = step_inputs(batch_of(rows))
     tokens, count = len(host.token_slots), len(rows)
-    padded = host.padded(tokens + more_tokens, count + more_rows, SCRATCH, MAX_SEQ_LEN)
-    for ours, before in zip(padded.arrays, host.arrays, strict=True):
+    padded = pad_inputs(host, tokens + more_tokens, count + more_rows, SCRATCH, MAX_SEQ_LEN)
+    for ours, before in zip(padded, host, strict=True):
         assert ours.dtype == np.int32
         assert ours[: len(before)].tolist() == before.tolist()
     assert padded.token_slots[tokens:].tolist() == [SCRATCH] * more_tokens

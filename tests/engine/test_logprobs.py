@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from minisgl.core import Logprobs
-from minisgl.engine import logprobs
-from minisgl.engine.logprobs import compute_logprobs
+from minisgl.engine import sampler
+from minisgl.engine.sampler import compute_logprobs
 from minisgl.scheduler.logprobs import pack_logprobs
 from minisgl.tokenizer.detokenizer import unpack_logprobs
 
@@ -18,7 +18,7 @@ VOCAB = 301
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("piece_rows", [1, 7, 100])
 def test_pieces_make_the_whole(dtype: torch.dtype, piece_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_PIECE_ELEMENTS", piece_rows * VOCAB + 5)
+    monkeypatch.setattr(sampler, "_SCORED_ELEMENTS", piece_rows * VOCAB + 5)
     torch.manual_seed(0)
     logits = (torch.randn(40, VOCAB) * 4).to(dtype)  # in bfloat16 with many ties
     tokens = torch.randint(VOCAB, (40,))

@@ -6,12 +6,10 @@ import os
 
 import pytest
 import torch
-from torch import Tensor
 
 from minisgl import LLM
 from minisgl.attention.base import AttentionInputs, AttentionPlan
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.core import StepLogprobs
 from minisgl.engine.measure import largest_step, longest_step, run_trial
 from minisgl.engine.memory import CPU_POOL_LIMIT, Needs, Room, pool_pages, room_for_pool
 from minisgl.limits import MAX_LOGPROBS
@@ -84,7 +82,7 @@ def test_the_longest_step_stands_behind_a_prefix_and_is_judged(slots: int, longe
     assert batch.start_pos[0] + batch.query_lens[0] == longest - 1
     assert batch.query_lens[0] == min(max(tokens - slots + 1, 1), longest - 1)
     assert batch.logprobs is not None
-    assert (batch.logprobs.prompt_lengths == batch.query_lens).all()
+    assert (batch.logprobs.prompt_lens == batch.query_lens).all()
     assert batch.logprobs.top == batch.logprobs.prompt_top == MAX_LOGPROBS
 
 
@@ -93,7 +91,7 @@ def test_the_memory_trial_runs_attention_behind_a_prefix_and_scores_every_token(
     with LLM("demo", device="cpu", max_running_req=3, max_seq_len_override=200, num_page_override=16) as llm:
         runner = llm._engine._runner
         seen: list[tuple[int, int]] = []
-        plan, compute = runner.attention.plan, runner.logprobs
+        plan = runner.attention.plan
 
         def spy(inputs: AttentionInputs) -> AttentionPlan:
             seen.append((int(inputs.query_lens.max()), int(inputs.kv_lens.max())))
@@ -101,10 +99,9 @@ def test_the_memory_trial_runs_attention_behind_a_prefix_and_scores_every_token(
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(runner.attention, "plan", spy)
-            patch.setattr(runner, "logprobs", lambda *args: scored.append(compute(*args)))
-            scored: list[StepLogprobs[Tensor] | None] = []
-            llm._engine._queue.call(lambda: run_trial(runner, longest_step(3, 200, 64)))
+            result = llm._engine._queue.call(lambda: run_trial(runner, longest_step(3, 200, 64)))
         assert seen == [(62, 199)]
-        assert scored[0] is not None
-        assert scored[0].output.top.shape == (3, MAX_LOGPROBS)
-        assert scored[0].prompt.top.shape == (64, MAX_LOGPROBS)
+        assert result.logprobs is not None
+        assert result.logprobs.top.shape == (3, MAX_LOGPROBS)
+        assert result.prompt_logprobs is not None
+        assert result.prompt_logprobs.top.shape == (64, MAX_LOGPROBS)

@@ -10,14 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.core import NewRow, SamplingParams
+from minisgl.core import NewRow, SamplingFlags, SamplingParams
 from minisgl.engine.processing import AVOIDED, EXCLUDED, process_logits, unpack_bits
-from minisgl.engine.sampler import SampleKind, TorchSampler
+from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
 
 VOCAB = 70  # not a multiple of 32
 MAX_LEN = 24
 SLOTS = 4
+DRAWN = SamplingFlags.SAMPLED | SamplingFlags.FILTERED
 
 ids = st.integers(0, VOCAB - 1)
 few_ids = st.integers(0, 5)  # so that penalties and beginnings of bad words meet their tokens
@@ -146,10 +147,10 @@ def test_rows_that_ask_for_nothing_get_what_they_get_alone() -> None:
     logits = torch.randn(6, VOCAB)
     plain, asking = SamplingParams(temperature=0.8, top_k=9), SamplingParams(temperature=0.8, frequency_penalty=2.0)
     state = make_state(plain, asking, plain, asking, plain, plain, prompt=[1, 2], output=[3, 3])
-    together = TorchSampler().sample(logits, torch.arange(6), state, SampleKind(False, True, True))
+    together = TorchSampler().sample(logits, torch.arange(6), state, DRAWN | SamplingFlags.PROCESSED)
     state = make_state(plain, asking, plain, asking, plain, plain, prompt=[1, 2], output=[3, 3])
     for slot in (0, 2, 4, 5):
-        alone = TorchSampler().sample(logits[[slot]], torch.tensor([slot]), state, SampleKind(False, True))
+        alone = TorchSampler().sample(logits[[slot]], torch.tensor([slot]), state, DRAWN)
         assert alone[0] == together[slot]
 
 
@@ -158,7 +159,12 @@ def test_a_row_of_which_nothing_is_left_still_chooses_within_the_hard_limits(gre
     """min_tokens forbids the only id that is allowed: the allowed ids win."""
     sampling = SamplingParams(temperature=0.0 if greedy else 1.0, allowed_token_ids=(40, 41), min_tokens=5)
     state = make_state(sampling, prompt=[1], output=[], stop_ids=(40, 41))
-    chosen = TorchSampler().sample(torch.randn(1, VOCAB), torch.tensor([0]), state, SampleKind(greedy, False, True))
+    chosen = TorchSampler().sample(
+        torch.randn(1, VOCAB),
+        torch.tensor([0]),
+        state,
+        SamplingFlags.PROCESSED if greedy else SamplingFlags.SAMPLED | SamplingFlags.PROCESSED,
+    )
     assert int(chosen[0]) in (40, 41)
 
 
@@ -169,6 +175,6 @@ def test_a_mask_alone_and_beside_other_wishes() -> None:
     masks: list[list[bool] | None] = [[token != best[0] for token in range(VOCAB)], None]
     for processed in (False, True):
         state = make_state(SamplingParams(), SamplingParams(), prompt=[1], output=[])
-        kind = SampleKind(True, False, processed)
-        chosen = TorchSampler().sample(logits, torch.tensor([0, 1]), state, kind, pack(masks))
+        flags = SamplingFlags.PROCESSED if processed else SamplingFlags(0)
+        chosen = TorchSampler().sample(logits, torch.tensor([0, 1]), state, flags, pack(masks))
         assert chosen.tolist() == [int(logits[0].topk(2).indices[1]), best[1]]

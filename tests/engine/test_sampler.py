@@ -9,10 +9,12 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from exact.oracle import reference_uniform
-from minisgl.engine.sampler import SampleKind, TorchSampler, filter_threshold, uniform
+from minisgl.core import SamplingFlags
+from minisgl.engine.sampler import TorchSampler, filter_threshold, uniform
 from minisgl.engine.state import SlotState
 
 VOCAB = 300
+DRAWN = SamplingFlags.SAMPLED | SamplingFlags.FILTERED
 
 
 def make_state(rows: int, **params: float) -> SlotState:
@@ -26,7 +28,8 @@ def make_state(rows: int, **params: float) -> SlotState:
 
 
 def sample(logits: torch.Tensor, state: SlotState, *, greedy: bool = False, filtered: bool = True) -> torch.Tensor:
-    return TorchSampler().sample(logits, torch.arange(len(logits)), state, SampleKind(greedy, filtered))
+    flags = SamplingFlags.SAMPLED | (SamplingFlags.FILTERED if filtered else SamplingFlags(0))
+    return TorchSampler().sample(logits, torch.arange(len(logits)), state, SamplingFlags(0) if greedy else flags)
 
 
 def test_uniform_is_the_documented_generator() -> None:
@@ -100,7 +103,9 @@ def test_a_row_does_not_depend_on_its_company() -> None:
     together = sample(logits, make_state(64, top_p=0.8))
     for index in range(0, 64, 7):
         state = make_state(64, top_p=0.8)
-        alone = TorchSampler().sample(logits[[index]], torch.tensor([index]), state, SampleKind(False, True))
+        alone = TorchSampler().sample(
+            logits[[index]], torch.tensor([index]), state, SamplingFlags.SAMPLED | SamplingFlags.FILTERED
+        )
         assert alone[0] == together[index]
 
 
@@ -134,6 +139,6 @@ def test_the_sampled_token_is_appended_to_the_slot() -> None:
     logits[:, 5] = 9.0
     state = make_state(3)
     state.lengths[:] = torch.tensor([4, 7, 1, 1])
-    TorchSampler().sample(logits, torch.tensor([1, 0, 3]), state, SampleKind(greedy=True, filtered=False))
+    TorchSampler().sample(logits, torch.tensor([1, 0, 3]), state, SamplingFlags(0))
     assert state.lengths.tolist() == [5, 8, 1, 1]  # the last is the scratch slot
     assert state.tokens[1, 7] == state.tokens[0, 4] == 5

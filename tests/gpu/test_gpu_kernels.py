@@ -183,13 +183,13 @@ def test_decode_inputs_and_embedding(ops: Ops) -> None:
 @pytest.mark.parametrize("count", [0, 1, 255, 257, 1000])
 def test_tokens_land_behind_what_makes_them(count: int) -> None:
     """Pinned memory has them when the stream has come so far, and nothing beside them."""
-    from minisgl.engine.landing import make_token_copy
+    from minisgl.engine.queue import token_copier
 
     memory = torch.full((1024,), -1, dtype=torch.int32, pin_memory=True)
     tokens = torch.zeros(count, dtype=torch.int32, device="cuda")
     torch.cuda._sleep(10_000_000)  # some milliseconds
     tokens.copy_(torch.arange(count, device="cuda"))
-    make_token_copy(tokens.device)(tokens, memory)
+    token_copier(tokens.device)(tokens, memory)
     torch.cuda.synchronize()
     assert memory[:count].tolist() == list(range(count))
     assert bool((memory[count:] == -1).all())

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.core import NewRow, SamplingParams
+from minisgl.core import NewRow, SamplingFlags, SamplingParams
 from minisgl.engine.processing import process_logits
-from minisgl.engine.sampler import SampleKind, Sampler, TorchSampler, filter_threshold, uniform
+from minisgl.engine.sampler import Sampler, TorchSampler, filter_threshold, uniform
 from minisgl.engine.state import SlotState
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-PLAIN = SampleKind(greedy=False, filtered=False)
-FILTERED = SampleKind(greedy=False, filtered=True)
+PLAIN = SamplingFlags.SAMPLED
+FILTERED = SamplingFlags.SAMPLED | SamplingFlags.FILTERED
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +175,8 @@ def test_frequencies_follow_the_distribution(sampler: Sampler, filtered: bool) -
         state.top_k[:] = 10
         expected = torch.where(expected >= expected.topk(10).values[-1], expected, 0)
         expected /= expected.sum()
-    kind = FILTERED if filtered else PLAIN
-    sampled = sampler.sample(logits, torch.arange(rows, device="cuda"), state, kind)
+    flags = FILTERED if filtered else PLAIN
+    sampled = sampler.sample(logits, torch.arange(rows, device="cuda"), state, flags)
     assert (torch.bincount(sampled, minlength=50) / rows - expected).abs().max() < 0.015
 
 
@@ -227,9 +227,9 @@ def test_masked_ids_are_never_chosen(sampler: Sampler, dtype: torch.dtype, vocab
             for state in states:
                 state.top_k[:] = 30
                 state.top_p[:] = 0.9
-        kind = FILTERED if filtered else PLAIN
-        ours = sampler.sample(logits, slots, states[0], kind, mask)
-        reference = TorchSampler().sample(logits, slots, states[1], kind, mask)
+        flags = FILTERED if filtered else PLAIN
+        ours = sampler.sample(logits, slots, states[0], flags, mask)
+        reference = TorchSampler().sample(logits, slots, states[1], flags, mask)
         words = mask.gather(1, ours.unsqueeze(1) // 32).squeeze(1)
         assert ((words >> (ours % 32).int()) & 1).all()
         assert ours[-1] == 3 * 32 + 5
@@ -299,9 +299,9 @@ def test_processed_rows_are_sampled_as_in_torch(sampler: Sampler) -> None:
     states = asking_state(rows, vocab), asking_state(rows, vocab)
     slots = torch.randperm(rows, device="cuda")
     logits = torch.randn(rows, vocab, device="cuda").to(torch.bfloat16)
-    kind = SampleKind(greedy=False, filtered=True, processed=True)
-    ours = sampler.sample(logits, slots, states[0], kind)
-    assert (ours != TorchSampler().sample(logits, slots, states[1], kind)).float().mean() < 0.05
+    flags = FILTERED | SamplingFlags.PROCESSED
+    ours = sampler.sample(logits, slots, states[0], flags)
+    assert (ours != TorchSampler().sample(logits, slots, states[1], flags)).float().mean() < 0.05
     assert torch.equal(states[0].lengths, states[1].lengths)
 
 
@@ -314,7 +314,7 @@ def test_rows_do_not_notice_processed_company(sampler: Sampler) -> None:
     for state in states:
         spread_filters(state, vocab)
     plain = sampler.sample(logits, slots, states[0], FILTERED)
-    processed = sampler.sample(logits, slots, states[1], SampleKind(False, True, processed=True))
+    processed = sampler.sample(logits, slots, states[1], FILTERED | SamplingFlags.PROCESSED)
     assert (plain != processed).float().mean() < 0.01  # sums are taken in another order
 
 
@@ -331,5 +331,5 @@ def test_scratch_slot_never_grows(sampler: Sampler) -> None:
     state = make_state(4)
     slots = torch.tensor([0, 4, 4, 4], device="cuda")
     logits = torch.randn(4, 1000, device="cuda")
-    sampler.sample(logits, slots, state, SampleKind(greedy=True, filtered=False))
+    sampler.sample(logits, slots, state, SamplingFlags(0))
     assert state.lengths[state.scratch_slot] == 1

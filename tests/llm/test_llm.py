@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from minisgl.config import ConfigError
-from minisgl.core import Grammar, Int32Array, InvalidRequest, StepLogprobs, StepResult
+from minisgl.core import Grammar, InvalidRequest, PendingStep, StepResult
 from minisgl.llm import LLM, SamplingParams, rank_processes
 from minisgl.models.hub import demo_folder
 from minisgl.process.launch import Child, start_worker
@@ -130,24 +131,17 @@ def test_a_tokenizer_and_a_chat_template_of_their_own(llm: LLM, tmp_path: Path) 
 def test_after_ctrl_c_the_next_call_works(llm: LLM, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """Nearly all of a call's time the host waits for a step's tokens, so that is where it comes."""
 
-    class Interrupted:
-        def __init__(self, result: StepResult) -> None:
-            self._result = result
-
-        def tokens(self) -> Int32Array:
-            nonlocal steps
-            steps -= 1
-            if steps == -1:
-                raise KeyboardInterrupt
-            return self._result.tokens()
-
-        def logprobs(self) -> StepLogprobs | None:
-            return self._result.logprobs()
+    def interrupted(pending: PendingStep) -> StepResult:
+        nonlocal steps
+        steps -= 1
+        if steps == -1:
+            raise KeyboardInterrupt
+        return pending()
 
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     plain = llm.generate(["abc"] * 6, params)
     sample = llm.loop._engine.sample
-    monkeypatch.setattr(llm.loop._engine, "sample", lambda batch: Interrupted(sample(batch)))
+    monkeypatch.setattr(llm.loop._engine, "sample", lambda batch: partial(interrupted, sample(batch)))
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["abc", "xyz"] * 3, params)
     monkeypatch.undo()
@@ -156,7 +150,7 @@ def test_after_ctrl_c_the_next_call_works(llm: LLM, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_plan_that_was_lost_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(batch: object) -> StepResult:
+    def fails(batch: object) -> PendingStep:
         raise MemoryError
 
     with LLM("demo", num_page_override=50) as other:

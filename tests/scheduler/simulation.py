@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, LogprobPlan, Logprobs, SamplingParams, StepLogprobs
+from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, Logprobs, SamplingParams, StepResult
 from minisgl.kvcache import make_cache
-from minisgl.message.types import LogprobRows, PositionLogprobs
+from minisgl.message.types import LogprobRows, PositionLogprobs, unpack_ids
 from minisgl.scheduler.logprobs import pack_logprobs
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
@@ -201,7 +201,7 @@ class SimulatedDevice:
                 continue
             assert launched.sampled
             assert launched.batch.constrained == (launched.bitmask is not None)
-            launched.result, launched.scores = self._run(launched.batch, launched.bitmask)
+            launched.result = self._run(launched.batch, launched.bitmask)
 
     def _spoil(self, batch: Batch) -> None:
         """Leave of a step what could be worst: the rows it names lost, garbage in all pages that it may write."""
@@ -215,7 +215,7 @@ class SimulatedDevice:
         for slot in {*batch.slots.tolist(), *(row.slot for row in batch.new_rows)}:
             self.tokens[slot] = []  # pages stay: those behind it in the queue write to them
 
-    def _run(self, batch: Batch, bitmask: Int32Array | None) -> tuple[Int32Array, StepLogprobs | None]:
+    def _run(self, batch: Batch, bitmask: Int32Array | None) -> StepResult:
         for row in batch.new_rows:
             self.tokens[row.slot] = row.token_ids.tolist()
             self.pages[row.slot] = dict(enumerate(row.pages.tolist()))
@@ -225,7 +225,7 @@ class SimulatedDevice:
         sampled: list[int] = []
         prefixes: list[int] = []  # of the sampled tokens
         scored: list[tuple[int, int]] = []  # of prompts
-        wanted = np.zeros_like(batch.query_lens) if batch.logprobs is None else batch.logprobs.prompt_lengths
+        wanted = np.zeros_like(batch.query_lens) if batch.logprobs is None else batch.logprobs.prompt_lens
         rows = zip(batch.slots, batch.start_pos, batch.query_lens, batch.needs_sample, wanted, strict=True)
         for slot, start, length, samples, asked in (
             (int(a), int(b), int(c), bool(d), int(e)) for a, b, c, d, e in rows
@@ -248,37 +248,28 @@ class SimulatedDevice:
                 sampled.append(next_token(prefix, allowed))
                 prefixes.append(prefix)
                 tokens.append(sampled[-1])
-        return np.array(sampled, dtype=np.int32), _scores(batch.logprobs, prefixes, sampled, scored)
-
-
-def _scores(
-    plan: LogprobPlan | None, prefixes: list[int], sampled: list[int], scored: list[tuple[int, int]]
-) -> StepLogprobs | None:
-    if plan is None:
-        return None
-    output = [(prefixes[row], sampled[row]) for row in plan.rows.tolist()]
-    return StepLogprobs(logprobs_after(output, plan.top), logprobs_after(scored, plan.prompt_top))
+        tokens = np.array(sampled, dtype=np.int32)
+        if batch.logprobs is None:
+            return StepResult(tokens)
+        output = [(prefixes[row], sampled[row]) for row in batch.logprobs.rows.tolist()]
+        prompt_logprobs = logprobs_after(scored, batch.logprobs.prompt_top) if scored else None
+        return StepResult(tokens, logprobs_after(output, batch.logprobs.top), prompt_logprobs)
 
 
 @dataclass(slots=True, eq=False)
 class _Launched:
     device: SimulatedDevice
     batch: Batch
-    result: Int32Array | None = None
-    scores: StepLogprobs | None = None
+    result: StepResult | None = None
     sampled: bool = False
     bitmask: Int32Array | None = None
     fails: bool = False
     failed: bool = False
 
-    def tokens(self) -> Int32Array:
+    def __call__(self) -> StepResult:
         self.device.run_until(self)
         assert self.result is not None
         return self.result
-
-    def logprobs(self) -> StepLogprobs | None:
-        self.device.run_until(self)
-        return self.scores
 
 
 @dataclass
@@ -329,9 +320,9 @@ class World:
 
     def step(self) -> None:
         report = self.loop.step()
-        self.entered += [entered.seq_id for entered in report.entered]
-        self.cached.update((entered.seq_id, entered.cached_tokens) for entered in report.entered)
-        for seq_id, token in zip(report.seq_ids, report.tokens.tolist(), strict=True):
+        self.entered += [opened.seq_id for opened in report.opened]
+        self.cached.update((opened.seq_id, opened.cached_tokens) for opened in report.opened)
+        for seq_id, token in zip(report.seq_ids, unpack_ids(report.tokens).tolist(), strict=True):
             assert seq_id not in self.ends, "a token after the end"
             self.answers[seq_id].append(token)
         ended = {end.seq_id for end in report.ended}

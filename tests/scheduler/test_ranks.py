@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zmq
 
-from minisgl.core import Batch, Int32Array, LogprobPlan, NewRow, SamplingParams
+from minisgl.core import Batch, Int32Array, NewRow, SamplingFlags, SamplingParams, ScoredTokens
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_rank import Bitmask, ToRank
 from minisgl.scheduler.ranks import MAX_IN_FLIGHT, follow
@@ -29,9 +29,8 @@ PLAN = Batch(
     needs_sample=np.array([False, True]),
     new_pages=ids(4, 0, 7, 1, 2, 8).reshape(2, 3),
     new_rows=[NewRow(4, ids(5, 6, 7, 8, 9), ids(), SamplingParams(stop=("x",)), -(2**63), 5, (2, 3))],
-    greedy=False,
-    logprobs=LogprobPlan(ids(0), 2, ids(4, 0), 1),
-    constrained=True,
+    flags=SamplingFlags.SAMPLED | SamplingFlags.CONSTRAINED,
+    logprobs=ScoredTokens(ids(0), 2, ids(4, 0), 1),
 )
 DECODE = Batch(0, ids(0), ids(5), ids(1), np.array([True]), np.zeros((0, 3), dtype=np.int32))
 BITMASK = Bitmask(np.array([[-1, 2**31 - 1, 0], [0, 1, 2]], dtype=np.int32)[:, ::2])
@@ -109,7 +108,7 @@ class FollowedEngine:
             self.sampled.append((step, bitmask.words))
         self.in_flight.append(step)
         self.longest = max(self.longest, len(self.in_flight))
-        return SimpleNamespace(tokens=lambda: self.in_flight.remove(step))
+        return lambda: self.in_flight.remove(step)
 
 
 class GuardedBitmask:
@@ -131,7 +130,8 @@ def test_a_following_rank_waits_for_the_steps_that_read_the_bitmask_before_it_wr
     constrained = [0, 1, 3, 6, 7, 20]
     messages: list[ToRank] = []
     for step in range(21):
-        batch = msgspec.structs.replace(DECODE, step=step, constrained=step in constrained)
+        flags = SamplingFlags.CONSTRAINED if step in constrained else SamplingFlags(0)
+        batch = msgspec.structs.replace(DECODE, step=step, flags=flags)
         messages += [batch, Bitmask(ids(step))] if batch.constrained else [batch]
     incoming = iter(messages)
 

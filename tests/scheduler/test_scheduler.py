@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import Batch, SamplingParams
+from minisgl.message.types import TextOptions
 from minisgl.scheduler.batch_policy import chunk_lengths, mixed, prefill_first
 from minisgl.scheduler.request import Request
 from minisgl.scheduler.waiting import MAX_PASSED, WaitingQueue
@@ -97,7 +98,7 @@ def test_only_younger_ones_of_its_priority_pass_a_request_over() -> None:
 
     def waiting(arrival: int, priority: int) -> Request:
         ids = np.zeros(1, dtype=np.int32)
-        request = Request(arrival, ids, SamplingParams(), 0, 2, arrival, 1, priority)
+        request = Request(arrival, ids, SamplingParams(), 0, 2, arrival, 1, TextOptions(), priority)
         queue.add(request)
         return request
 

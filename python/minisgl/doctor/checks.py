@@ -18,7 +18,8 @@ from torch import Tensor
 from minisgl.attention.backend_choice import CANDIDATES, TESTED, make_backend, preferences
 from minisgl.attention.base import AttentionSpec
 from minisgl.attention.self_test import ROLES, AttentionTest
-from minisgl.engine.sampler import SampleKind, TorchSampler
+from minisgl.core import SamplingFlags
+from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kernel.select import kernels_missing, make_ops, one_line
@@ -188,7 +189,7 @@ def _run_sampler(device: torch.device) -> tuple[Tensor, Tensor]:
     sampled = []
     for sampler in (CudaSampler(device), TorchSampler()):
         state = SlotState(num_slots=5, max_seq_len=8, page_size=1, scratch_page=0, device=device)
-        sampled.append(sampler.sample(logits, slots, state, SampleKind(greedy=True, filtered=False)))
+        sampled.append(sampler.sample(logits, slots, state, SamplingFlags(0)))
     return sampled[0], sampled[1]
 
 

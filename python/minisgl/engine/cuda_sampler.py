@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import MAX_BAD_WORD_TOKENS
-from minisgl.engine.sampler import SampleKind, TorchSampler
+from minisgl.core import MAX_BAD_WORD_TOKENS, SamplingFlags
+from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel, address
 
@@ -28,7 +28,7 @@ _PROCESS_THREADS = 256
 class CudaSampler:
     """Implements engine.sampler.Sampler. Rows without filters read their logits once, greedy ones too."""
 
-    kinds = (SampleKind(False, True),)
+    graph_flags = (SamplingFlags.SAMPLED | SamplingFlags.FILTERED,)
 
     def __init__(self, device: torch.device) -> None:
         self._compiler = Compiler(device)
@@ -48,16 +48,16 @@ class CudaSampler:
         self._compiler.begin("process.cu", [_processing_macros(dtype)])
 
     def sample(
-        self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind, mask: Tensor | None = None
+        self, logits: Tensor, slots: Tensor, state: SlotState, flags: SamplingFlags, bitmask: Tensor | None = None
     ) -> Tensor:
         rows, vocab = logits.shape
         groups = -(-vocab // _GROUP)
         if logits.stride(1) != 1 or groups > _MAX_GROUPS:
-            return self._torch.sample(logits, slots, state, kind, mask)
-        if mask is not None:
-            mask = mask.contiguous()
-        if kind.processed:
-            logits, mask = self.process(logits, slots, state, mask), None
+            return self._torch.sample(logits, slots, state, flags, bitmask)
+        if bitmask is not None:
+            bitmask = bitmask.contiguous()
+        if SamplingFlags.PROCESSED in flags:
+            logits, bitmask = self.process(logits, slots, state, bitmask), None
         partials = torch.empty(rows * groups * _PARTIAL_BYTES, dtype=torch.uint8, device=logits.device)
         sampled = torch.empty(rows, dtype=torch.int32, device=logits.device)
         # Twice as many rows fit on the device at a time with half the threads each.
@@ -66,7 +66,7 @@ class CudaSampler:
         shared = (
             logits.data_ptr(),
             np.int64(logits.stride(0)),
-            address(mask),
+            address(bitmask),
             slots.data_ptr(),
             state.temperature.data_ptr(),
         )
@@ -97,7 +97,7 @@ class CudaSampler:
         )
         return sampled
 
-    def process(self, logits: Tensor, slots: Tensor, state: SlotState, mask: Tensor | None) -> Tensor:
+    def process(self, logits: Tensor, slots: Tensor, state: SlotState, bitmask: Tensor | None) -> Tensor:
         """engine.processing.process_logits of logits whose rows are contiguous."""
         rows, vocab = logits.shape
         asked = state.processing
@@ -107,7 +107,7 @@ class CudaSampler:
             _PROCESS_THREADS,
             logits.data_ptr(),
             np.int64(logits.stride(0)),
-            address(mask),
+            address(bitmask),
             slots.data_ptr(),
             state.tokens.data_ptr(),
             np.int64(state.tokens.stride(0)),

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.model_attention import CapturedDecode
-from minisgl.core import Batch
+from minisgl.core import Batch, SamplingFlags
 from minisgl.engine.capture import GraphMemory
+from minisgl.engine.device import upload
 from minisgl.engine.forward import ForwardOutput, StepRunner
-from minisgl.engine.sampler import SampleKind
-from minisgl.engine.upload import upload
+
+_DRAWN = SamplingFlags.SAMPLED | SamplingFlags.FILTERED
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class _Captured:
 
     attention: CapturedDecode
     forward: torch.cuda.CUDAGraph
-    sample: dict[SampleKind, tuple[torch.cuda.CUDAGraph, Tensor]]
+    sample: dict[SamplingFlags, tuple[torch.cuda.CUDAGraph, Tensor]]
     keep: object
 
 
@@ -76,11 +77,11 @@ class DecodeGraphs:
             runner.model(context)
             return context
 
-        def choose(kind: SampleKind) -> Tensor:
-            return runner.sampler.sample(logits, slots, runner.state, kind)
+        def choose(flags: SamplingFlags) -> Tensor:
+            return runner.sampler.sample(logits, slots, runner.state, flags)
 
         forward_graph, context = memory.capture(forward)
-        samples = {kind: memory.capture(partial(choose, kind)) for kind in runner.sampler.kinds}
+        samples = {flags: memory.capture(partial(choose, flags)) for flags in runner.sampler.graph_flags}
         return _Captured(attention, forward_graph, samples, context)
 
     def fits(self, batch: Batch) -> bool:
@@ -106,8 +107,8 @@ class DecodeGraphs:
         Not for plans whose rows are `processed`: the tables for that grow, so no graph may hold them.
         """
         graphs = self._captured[self._size_for(batch)].sample
-        kind = SampleKind.of(batch)
-        graph, sampled = graphs[kind if kind in graphs else self._runner.sampler.kinds[-1]]
+        flags = batch.flags & _DRAWN
+        graph, sampled = graphs[flags if flags in graphs else self._runner.sampler.graph_flags[-1]]
         graph.replay()
         return sampled[: len(batch.slots)]
 

@@ -1,16 +1,25 @@
-"""Which device and dtype an engine uses."""
+"""The device of an engine: which it is, its dtype and libraries, the other ranks', and copies to it."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from minisgl.config import ConfigError, EngineConfig
+from minisgl.distributed import ProcessGroupTP, SingleRank, TPGroup
+from minisgl.message.socket import Addresses
+from minisgl.process.cpu_environment import PRIMITIVE_CACHES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def resolve_device(config: EngineConfig, rank: int = 0) -> torch.device:
-    """The rank's GPU if there are any, unless the configuration says otherwise. ConfigError if it has none."""
+    """Return the rank's GPU if there are any, unless the configuration says otherwise. ConfigError if it has none."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device")
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
@@ -22,8 +31,47 @@ def resolve_device(config: EngineConfig, rank: int = 0) -> torch.device:
 
 
 def resolve_dtype(config: EngineConfig, checkpoint: str) -> torch.dtype:
-    """--dtype, or the checkpoint's."""
+    """Return --dtype, or the checkpoint's. ConfigError if it is unknown."""
     name = checkpoint if config.dtype == "auto" else config.dtype
     if name not in DTYPES:
         raise ConfigError(f"--dtype must be auto or one of {', '.join(DTYPES)}, not {name}")
     return DTYPES[name]
+
+
+def join_ranks(
+    config: EngineConfig, rank: int, addresses: Addresses, check: Callable[[], None] = lambda: None
+) -> TPGroup:
+    """Return this rank's tensor-parallel group, once all ranks are there; `check` may end the wait by raising."""
+    if config.tp_size == 1:
+        return SingleRank()
+    device = resolve_device(config, rank)
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tp_size))
+    return ProcessGroupTP.connect(
+        rank=rank, size=config.tp_size, init_method=addresses.rendezvous, device=device, check=check
+    )
+
+
+def bound_primitive_caches() -> None:
+    """Set the environment variables of oneDNN's caches that the user has not set.
+
+    Worker processes get theirs at their start (`process.cpu_environment`). A process that imported torch before it
+    makes an engine can still set oneDNN's here, which are read at its first use; libgomp has read GOMP_SPINCOUNT.
+    """
+    for name, value in PRIMITIVE_CACHES.items():
+        os.environ.setdefault(name, value)
+
+
+def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """Copy a host array to the device in stream order, without waiting."""
+    return pinned(array).to(device, non_blocking=True) if device.type == "cuda" else torch.from_numpy(array)
+
+
+def pinned(array: NDArray[np.generic]) -> Tensor:
+    """Return a copy that the device may read while the host goes on.
+
+    Torch keeps its memory until copies from it are done.
+    """
+    tensor = torch.empty_like(torch.from_numpy(array), pin_memory=True)
+    np.copyto(tensor.numpy(), array)  # torch's copy of a large array would wake all its threads
+    return tensor

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,17 +19,16 @@ from minisgl.attention.backend_choice import make_attention
 from minisgl.attention.base import AttentionSpec
 from minisgl.attention.model_attention import ModelAttention
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.core import Batch, Int32Array, StepResult, pages_for
+from minisgl.core import Batch, Int32Array, PendingStep, SamplingFlags, StepResult, pages_for
 from minisgl.distributed import TPGroup
-from minisgl.engine.cpu_libraries import bound_primitive_caches
 from minisgl.engine.decode_graphs import DecodeGraphs, decode_graph_sizes
-from minisgl.engine.device import resolve_device, resolve_dtype
+from minisgl.engine.device import bound_primitive_caches, resolve_device, resolve_dtype
 from minisgl.engine.forward import ForwardOutput, StepRunner
 from minisgl.engine.graphs import Graphs, GraphSizes
 from minisgl.engine.measure import graphs_bytes, steps_bytes
 from minisgl.engine.memory import CPU_SEQUENCES, GIB, Needs, pool_pages, room_for_pool
 from minisgl.engine.prefill_graphs import prefill_graph_sizes
-from minisgl.engine.queue import StepTensors, make_queue
+from minisgl.engine.queue import make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
@@ -64,7 +64,7 @@ class Engine:
         self.page_size = config.page_size
         self.num_slots = config.max_running_requests
         self._kv_format = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
-        self._judges_processed = config.logprobs_mode == "processed_logprobs"
+        self._processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self._tp = tp
         context_len = _context_len(config, model)
         specs = _attention_specs(config, model, tp, self.dtype)
@@ -124,7 +124,7 @@ class Engine:
         """Launch a step's forward behind what was launched before, and return at once."""
         self._forwarded = self._queue.launch(lambda: self._forward(batch))
 
-    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> StepResult:
+    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> PendingStep:
         """Launch the sampling of the step whose forward was launched last, and return at once.
 
         `bitmask`: the beginning of `self.bitmask`, a row for each that samples.
@@ -134,7 +134,7 @@ class Engine:
             raise RuntimeError("a step's sampling is launched once, behind its forward")
         words = None if bitmask is None else self._bitmask[: len(bitmask)]
 
-        def sample() -> StepTensors:
+        def sample() -> StepResult[Tensor]:
             on_device = None if words is None else words.to(self.device, non_blocking=True)
             return self._sample(batch, forwarded(), on_device)
 
@@ -148,14 +148,16 @@ class Engine:
         prefill = None if self._graphs is None else self._graphs.prefill(batch)
         return self._runner.forward(batch) if prefill is None else prefill.forward(batch)
 
-    def _sample(self, batch: Batch, forwarded: ForwardOutput, bitmask: Tensor | None) -> StepTensors:
-        logprob_inputs = self._runner.logprob_inputs(batch, forwarded, bitmask, processed=self._judges_processed)
+    def _sample(self, batch: Batch, forwarded: ForwardOutput, bitmask: Tensor | None) -> StepResult[Tensor]:
         graphs = self._graphs_for(batch)
-        if graphs is None or batch.processed or bitmask is not None:
-            sampled = self._runner.sample(batch, forwarded, bitmask)
-        else:
-            sampled = graphs.sample(batch)
-        return StepTensors(sampled, self._runner.logprobs(batch, forwarded, logprob_inputs, sampled))
+        eager = graphs is None or bitmask is not None or SamplingFlags.PROCESSED in batch.flags
+        return self._runner.sample(
+            batch,
+            forwarded,
+            bitmask,
+            replay=None if graphs is None or eager else partial(graphs.sample, batch),
+            processed_logprobs=self._processed_logprobs,
+        )
 
     def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:
         return None if self._graphs is None else self._graphs.decode(batch)

@@ -6,7 +6,9 @@ Any batch runs this way. Decodes, and prefills that are not large, replay the sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, NamedTuple
 
 import numpy as np
 import torch
@@ -15,33 +17,89 @@ from torch import Tensor
 from minisgl.attention.base import AttentionInputs
 from minisgl.attention.model_attention import CapturedDecode, ModelAttention
 from minisgl.context import ForwardContext
-from minisgl.core import Batch, Int32Array, Logprobs, StepLogprobs, pages_for
-from minisgl.engine.inputs import HostRows, LogitsIndices, RowInputs, split_like
-from minisgl.engine.logprobs import compute_logprobs, no_logprobs
+from minisgl.core import A, Batch, Int32Array, Logprobs, StepResult, pages_for
+from minisgl.engine.device import upload
 from minisgl.engine.processing import process_logits
-from minisgl.engine.sampler import SampleKind, Sampler
+from minisgl.engine.sampler import Sampler, compute_logprobs
 from minisgl.engine.state import SlotState
-from minisgl.engine.upload import upload
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.decoder import CausalLM
 
 
+class StepInputs(NamedTuple, Generic[A]):
+    """The T tokens of a step and the rows they belong to, all int32: on the host, then in one copy on the device."""
+
+    token_slots: A  # [T]: slot of each token
+    positions: A  # [T]: its place in its sequence
+    slots: A  # [rows]
+    kv_lens: A  # [rows]: tokens of each row in the cache after this step's are written
+    query_starts: A  # [rows + 1]: prefix sums of the rows' new tokens
+    logits_indices: A  # [S + P]: of the T tokens, those that sample, then those scored for prompt_logprobs
+    sampling_slots: A  # [S]
+
+
+def step_inputs(batch: Batch) -> StepInputs[Int32Array]:
+    """Return what a step reads, from its plan."""
+    query_starts = np.zeros(len(batch.query_lens) + 1, dtype=np.int32)
+    np.cumsum(batch.query_lens, out=query_starts[1:])
+    places = np.arange(query_starts[-1], dtype=np.int32)
+    sampling = query_starts[1:][batch.needs_sample] - 1
+    return StepInputs(
+        token_slots=np.repeat(batch.slots, batch.query_lens),
+        positions=places - np.repeat(query_starts[:-1] - batch.start_pos, batch.query_lens),
+        slots=batch.slots,
+        kv_lens=batch.start_pos + batch.query_lens,
+        query_starts=query_starts,
+        logits_indices=np.concatenate([sampling, _scored_tokens(batch, query_starts)]),
+        sampling_slots=batch.slots[batch.needs_sample],
+    )
+
+
+def _scored_tokens(batch: Batch, query_starts: Int32Array) -> Int32Array:
+    """Return which of the step's tokens score their successor in the prompt."""
+    if batch.logprobs is None:
+        return np.empty(0, dtype=np.int32)
+    counts = batch.logprobs.prompt_lens
+    before = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum()), dtype=np.int32) + np.repeat(query_starts[:-1] - before, counts).astype(np.int32)
+
+
+def pad_inputs(
+    host: StepInputs[Int32Array], tokens: int, rows: int, scratch_slot: int, max_seq_len: int
+) -> StepInputs[Int32Array]:
+    """Pad to `tokens` in `rows` + 1 rows, for a graph of that size.
+
+    A graph computes all its tokens, so those of padding need something finite to attend to: all stand at position 0 of
+    the scratch slot, in one row behind the others. Rows between the step's own and that one have no token.
+    """
+    missing, empty = tokens - len(host.token_slots), rows - len(host.slots)
+    return host._replace(
+        token_slots=_extended(host.token_slots, missing, scratch_slot),
+        positions=_extended(host.positions, missing, 0),
+        slots=_extended(host.slots, empty + 1, scratch_slot),
+        kv_lens=_extended(_extended(host.kv_lens, empty, 0), 1, min(missing, max_seq_len)),
+        query_starts=_extended(_extended(host.query_starts, empty, len(host.token_slots)), 1, tokens),
+    )
+
+
+def _extended(array: Int32Array, count: int, value: int) -> Int32Array:
+    return np.concatenate([array, np.full(count, value, dtype=np.int32)])
+
+
+def views_like(packed: Tensor, host: StepInputs[Int32Array]) -> StepInputs[Tensor]:
+    """Return views of a tensor that begins with these arrays, one after another."""
+    lengths = [len(array) for array in host]
+    return StepInputs(*torch.split(packed[: sum(lengths)], lengths))
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """What the forward of a step brings."""
+    """Logits that the forward of a step leaves for its sampling."""
 
     logits: Tensor  # [S, vocab_size] of the rows that sample
     slots: Tensor  # [S] int64
     prompt_logprobs: Logprobs[Tensor] | None = None  # if the plan asks for some
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobInputs:
-    """Of which sampling rows log-probabilities are wanted."""
-
-    rows: Tensor  # [n] int64
-    logits: Tensor  # [n, vocab_size]: what they are the log-softmax of
 
 
 class StepRunner:
@@ -65,20 +123,22 @@ class StepRunner:
         self._row_numbers = torch.arange(len(state.lengths) + 1, dtype=torch.int32, device=state.device)
 
     def forward(self, batch: Batch) -> ForwardOutput:
-        """The model's work."""
-        host = HostRows.of(batch)
-        reads = LogitsIndices.of(batch, host.query_starts)
-        arrays = [*host.arrays, *reads.arrays]
-        *tensors, rows, slots = split_like(upload(np.concatenate(arrays), self.state.device), arrays)
-        inputs = RowInputs(*tensors)
-        rows = rows.long()
-        ctx = self.context(inputs, batch.query_lens, host.kv_lens, logits_indices=rows)
-        return self.read(batch, self.model.model(ctx), rows, slots.long(), inputs, ctx)
+        """Run the model, and the head of the tokens whose logits are wanted."""
+        host = step_inputs(batch)
+        inputs = views_like(upload(np.concatenate(host), self.state.device), host)
+        logits_indices = inputs.logits_indices.long()
+        ctx = self.context(inputs, batch.query_lens, host.kv_lens, logits_indices=logits_indices)
+        return self.read(batch, self.model.model(ctx), logits_indices, inputs.sampling_slots.long(), inputs, ctx)
 
     def context(
-        self, inputs: RowInputs, query_lens: Int32Array, kv_lens: Int32Array, *, logits_indices: Tensor | None
+        self,
+        inputs: StepInputs[Tensor],
+        query_lens: Int32Array,
+        kv_lens: Int32Array,
+        *,
+        logits_indices: Tensor | None,
     ) -> ForwardContext:
-        """The context of a step of any rows. The lengths are the host's idea of them: in a graph, the longest."""
+        """Return the context of a step of any rows. In a graph, the host's lengths are the longest possible."""
         state = self.state
         token_slots, positions, slots = inputs.token_slots.long(), inputs.positions.long(), inputs.slots.long()
         width = pages_for(int(kv_lens.max()), state.page_size)
@@ -100,15 +160,22 @@ class StepRunner:
         )
 
     def read(
-        self, batch: Batch, states: Tensor, rows: Tensor, slots: Tensor, inputs: RowInputs, ctx: ForwardContext
+        self,
+        batch: Batch,
+        states: Tensor,
+        logits_indices: Tensor,
+        slots: Tensor,
+        inputs: StepInputs[Tensor],
+        ctx: ForwardContext,
     ) -> ForwardOutput:
-        """Return the logits of the tokens `rows` [S + P] int64, in the order of LogitsIndices, and
-        the slots [S] int64 of those that sample.
+        """Return the logits of a step, from the states of the tokens `logits_indices` [S + P] int64.
+
+        The first S of them are the last tokens of the rows that sample, in the slots [S] int64.
         """
         logits = self.model.logits(states[: len(slots)], ctx)
-        if batch.logprobs is None or len(rows) == len(slots):
+        if batch.logprobs is None or len(logits_indices) == len(slots):
             return ForwardOutput(logits, slots)
-        scored, tokens = states[len(slots) :], rows[len(slots) :]
+        scored, tokens = states[len(slots) :], logits_indices[len(slots) :]
         return ForwardOutput(
             logits,
             slots,
@@ -120,51 +187,48 @@ class StepRunner:
             ),
         )
 
-    def sample(self, batch: Batch, forwarded: ForwardOutput, mask: Tensor | None = None) -> Tensor:
-        """The sampled tokens [S] int32; the slots have been advanced by them. `mask` as in Sampler.sample."""
-        logits, slots = forwarded.logits, forwarded.slots
-        if len(slots) == 0:
-            return slots.int()
-        return self.sampler.sample(logits, slots, self.state, SampleKind.of(batch), mask)
+    def sample(
+        self,
+        batch: Batch,
+        forwarded: ForwardOutput,
+        bitmask: Tensor | None = None,
+        *,
+        replay: Callable[[], Tensor] | None = None,
+        processed_logprobs: bool = False,
+    ) -> StepResult[Tensor]:
+        """Choose the tokens and append them to their slots; score them, if the plan says so.
 
-    def logprob_inputs(
-        self, batch: Batch, forwarded: ForwardOutput, mask: Tensor | None, *, processed: bool
-    ) -> LogprobInputs | None:
-        """The logits that the sampled tokens' log-probabilities are computed from; None if nobody asks.
-
-        `processed`: the logits as they are before the filters, else as the model gave them. Comes before `sample`,
-        which makes the slots longer.
+        `bitmask` as in Sampler.sample; `replay` chooses in its place. `processed_logprobs`: of the logits as they are
+        before the filters, else as the model gave them.
         """
-        if batch.logprobs is None:
-            return None
-        rows = upload(batch.logprobs.rows.astype(np.int64), self.state.device)
-        logits = forwarded.logits[rows]
-        if processed and len(batch.logprobs.rows) > 0:
-            slots = forwarded.slots[rows]
-            logits = process_logits(logits, slots, self.state, None if mask is None else mask[rows])
-            temperature = self.state.temperature[slots].unsqueeze(1)
-            logits /= torch.where(temperature == 0.0, 1.0, temperature)
-        return LogprobInputs(rows, logits)
+        plan, logits, slots = batch.logprobs, forwarded.logits, forwarded.slots
+        if plan is not None:
+            rows = upload(plan.rows.astype(np.int64), self.state.device)
+            scored = logits[rows]
+            if processed_logprobs and len(plan.rows) > 0:  # before the sampling, which makes the slots longer
+                scored = self._processed(scored, slots[rows], None if bitmask is None else bitmask[rows])
+        if replay is not None:
+            tokens = replay()
+        elif len(slots) == 0:
+            tokens = slots.int()
+        else:
+            tokens = self.sampler.sample(logits, slots, self.state, batch.flags, bitmask)
+        if plan is None:
+            return StepResult(tokens)
+        output = compute_logprobs(scored.__getitem__, tokens[rows].long(), scored.shape[1], plan.top)
+        return StepResult(tokens, output, forwarded.prompt_logprobs)
 
-    def logprobs(
-        self, batch: Batch, forwarded: ForwardOutput, logprob_inputs: LogprobInputs | None, sampled: Tensor
-    ) -> StepLogprobs[Tensor] | None:
-        """Return the log-probabilities that the plan asks for, of the sampled tokens and of prompts."""
-        plan = batch.logprobs
-        if plan is None or logprob_inputs is None:
-            return None
-        output = compute_logprobs(
-            logprob_inputs.logits.__getitem__,
-            sampled[logprob_inputs.rows].long(),
-            logprob_inputs.logits.shape[1],
-            plan.top,
-        )
-        return StepLogprobs(output, forwarded.prompt_logprobs or no_logprobs(self.state.device))
+    def _processed(self, logits: Tensor, slots: Tensor, bitmask: Tensor | None) -> Tensor:
+        """Return logits [n, V] as they are after the temperature and before the filters."""
+        logits = process_logits(logits, slots, self.state, bitmask)
+        temperature = self.state.temperature[slots].unsqueeze(1)
+        logits /= torch.where(temperature == 0.0, 1.0, temperature)
+        return logits
 
     def decode_context(
         self, slots: Tensor, kv_lens: Int32Array, attention: CapturedDecode, logits: Tensor
     ) -> ForwardContext:
-        """The context of a decode of `slots` [rows] int64, made from device state alone so that a graph can hold it.
+        """Return the context of a decode of `slots` [rows] int64, from device state alone so that a graph can hold it.
 
         `kv_lens` is the host's idea of the lengths: at capture, the longest possible. `logits` [rows, vocab_size] is
         where they go.

@@ -10,13 +10,17 @@ import gc
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minisgl.config import ConfigError
-from minisgl.core import Batch, LogprobPlan
+from minisgl.core import Batch, SamplingFlags, ScoredTokens, StepResult
 from minisgl.engine.forward import StepRunner
 from minisgl.engine.graphs import Graphs, GraphSizes
 from minisgl.engine.memory import GIB
 from minisgl.limits import MAX_LOGPROBS
+
+# Processed logits are a float32 copy.
+_MOST_WORK = SamplingFlags.SAMPLED | SamplingFlags.FILTERED | SamplingFlags.PROCESSED
 
 
 def largest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
@@ -37,9 +41,7 @@ def largest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
         query_lens=query_lens,
         needs_sample=np.ones(rows, dtype=np.bool_),
         new_pages=np.zeros((0, 3), dtype=np.int32),
-        greedy=False,
-        filtered=True,
-        processed=True,  # in a float32 copy of the logits
+        flags=_MOST_WORK,
     )
 
 
@@ -60,19 +62,14 @@ def longest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
         query_lens=query_lens,
         needs_sample=np.ones(rows, dtype=np.bool_),
         new_pages=np.zeros((0, 3), dtype=np.int32),
-        greedy=False,
-        filtered=True,
-        processed=True,
-        logprobs=LogprobPlan(np.arange(rows, dtype=np.int32), MAX_LOGPROBS, query_lens, MAX_LOGPROBS),
+        flags=_MOST_WORK,
+        logprobs=ScoredTokens(np.arange(rows, dtype=np.int32), MAX_LOGPROBS, query_lens, MAX_LOGPROBS),
     )
 
 
-def run_trial(runner: StepRunner, batch: Batch) -> None:
+def run_trial(runner: StepRunner, batch: Batch) -> StepResult[Tensor]:
     """Launch all that a step can consist of."""
-    forwarded = runner.forward(batch)
-    logprob_inputs = runner.logprob_inputs(batch, forwarded, None, processed=True)
-    sampled = runner.sample(batch, forwarded)
-    runner.logprobs(batch, forwarded, logprob_inputs, sampled)
+    return runner.sample(batch, runner.forward(batch), processed_logprobs=True)
 
 
 def steps_bytes(runner: StepRunner, before: int, max_seq_len: int, max_tokens: int) -> int:

@@ -19,9 +19,8 @@ from torch import Tensor
 from minisgl.context import ForwardContext
 from minisgl.core import Batch
 from minisgl.engine.capture import GraphMemory
-from minisgl.engine.forward import ForwardOutput, StepRunner
-from minisgl.engine.inputs import HostRows, LogitsIndices, RowInputs, split_like
-from minisgl.engine.upload import pinned
+from minisgl.engine.device import pinned
+from minisgl.engine.forward import ForwardOutput, StepInputs, StepRunner, pad_inputs, step_inputs, views_like
 
 SIZES = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))  # tokens
 # Tokens x weights of a layer whose products take a fast GPU as long as the layer's launches take the host.
@@ -40,7 +39,7 @@ class _Captured:
 
     rows: int  # without the row of the padding
     packed: Tensor  # int32: the inputs, then the reads of a step, which the graph does not touch
-    inputs: RowInputs  # views of it
+    inputs: StepInputs[Tensor]  # views of it
     context: ForwardContext
     graph: torch.cuda.CUDAGraph
 
@@ -75,12 +74,12 @@ class PrefillGraphs:
         runner, device = self._runner, self._runner.state.device
         rows = min(runner.state.scratch_slot, size)
         empty = np.empty(0, dtype=np.int32)
-        padding = HostRows(empty, empty, empty, empty, np.zeros(1, dtype=np.int32))
-        padding = padding.padded(size, rows, runner.state.scratch_slot, self._max_seq_len)
-        inputs_len = sum(map(len, padding.arrays))
+        nothing = StepInputs(empty, empty, empty, empty, np.zeros(1, dtype=np.int32), empty, empty)
+        padding = pad_inputs(nothing, size, rows, runner.state.scratch_slot, self._max_seq_len)
+        inputs_len = sum(map(len, padding))
         packed = torch.zeros(inputs_len + size + 2 * rows, dtype=torch.int32, device=device)
-        packed[:inputs_len] = torch.from_numpy(np.concatenate(padding.arrays)).to(device)
-        inputs = RowInputs(*split_like(packed, padding.arrays))
+        packed[:inputs_len] = torch.from_numpy(np.concatenate(padding)).to(device)
+        inputs = views_like(packed, padding)
         query_lens = np.full(rows + 1, size, dtype=np.int32)
         kv_lens = np.full(rows + 1, self._max_seq_len, dtype=np.int32)
 
@@ -98,15 +97,15 @@ class PrefillGraphs:
 
     def forward(self, batch: Batch) -> ForwardOutput:
         """Replay a plan that fits."""
-        runner, host = self._runner, HostRows.of(batch)
-        reads = LogitsIndices.of(batch, host.query_starts)
+        runner = self._runner
         size = self._sizes[bisect_left(self._sizes, batch.num_tokens)]
         captured = self._captured[size]
-        padded = host.padded(size, captured.rows, runner.state.scratch_slot, self._max_seq_len)
-        arrays = [*padded.arrays, *reads.arrays]
-        packed = pinned(np.concatenate(arrays))
+        host = pad_inputs(step_inputs(batch), size, captured.rows, runner.state.scratch_slot, self._max_seq_len)
+        packed = pinned(np.concatenate(host))
         captured.packed[: len(packed)].copy_(packed, non_blocking=True)
         captured.graph.replay()
         # Copies, for what the sampling reads later must outlast the next step's inputs.
-        rows, slots = (view.long() for view in split_like(captured.packed, arrays)[-2:])
-        return runner.read(batch, self._states[rows], rows, slots, captured.inputs, captured.context)
+        views = views_like(captured.packed, host)
+        logits_indices, slots = views.logits_indices.long(), views.sampling_slots.long()
+        states = self._states[logits_indices]
+        return runner.read(batch, states, logits_indices, slots, captured.inputs, captured.context)

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import AnyArray, DeviceOutOfMemory, Int32Array, StepLogprobs, StepResult
+from minisgl.core import AnyArray, DeviceOutOfMemory, Int32Array, Logprobs, PendingStep, StepResult
 from minisgl.engine.cpu_threads import StepThreads
-from minisgl.engine.landing import OutputBuffer, make_token_copy
+from minisgl.kernel.select import kernels_missing
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
-class StepTensors:
-    """Outcome of a step, on its device."""
-
-    tokens: Tensor  # [S] int32: sampled
-    logprobs: StepLogprobs[Tensor] | None = None  # if asked for
-
-
 # How torch, cuBLAS and CUDA's driver word it. Not all of them raise torch.OutOfMemoryError.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY")
+_COPY_THREADS = 256
 
 
 def run_step(step: Callable[[], T]) -> T:
@@ -50,8 +43,8 @@ class DeviceQueue(Protocol):
     they return.
     """
 
-    def submit(self, step: Callable[[], StepTensors]) -> StepResult:
-        """Queue a step; return at once."""
+    def submit(self, step: Callable[[], StepResult[Tensor]]) -> PendingStep:
+        """Queue a step; return at once what waits for its result."""
         ...
 
     def launch(self, function: Callable[[], T]) -> Callable[[], T]:
@@ -65,20 +58,10 @@ class DeviceQueue(Protocol):
     def close(self) -> None: ...
 
 
-def _as_arrays(logprobs: StepLogprobs[Tensor] | None) -> StepLogprobs[AnyArray] | None:
-    """View tensors on the host as arrays that share their memory."""
-    return None if logprobs is None else logprobs.map(lambda tensor: tensor.numpy())
-
-
-class _CpuTokens:
-    def __init__(self, future: Future[tuple[Int32Array, StepLogprobs[AnyArray] | None]]) -> None:
-        self._future = future
-
-    def tokens(self) -> Int32Array:
-        return self._future.result()[0]
-
-    def logprobs(self) -> StepLogprobs[AnyArray] | None:
-        return self._future.result()[1]
+def _as_array(tensor: Tensor) -> AnyArray:
+    """View a tensor on the host as an array that shares its memory."""
+    array: AnyArray = tensor.numpy()
+    return array
 
 
 class CpuQueue:
@@ -88,14 +71,8 @@ class CpuQueue:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cpu-device")
         self._step_threads = StepThreads()
 
-    def submit(self, step: Callable[[], StepTensors]) -> _CpuTokens:
-        def run() -> tuple[Int32Array, StepLogprobs[AnyArray] | None]:
-            with torch.inference_mode(), self._step_threads:
-                result = run_step(step)
-                array: Int32Array = result.tokens.numpy()
-                return array, _as_arrays(result.logprobs)
-
-        return _CpuTokens(self._thread.submit(run))
+    def submit(self, step: Callable[[], StepResult[Tensor]]) -> PendingStep:
+        return self.launch(lambda: step().map(_as_array))
 
     def launch(self, function: Callable[[], T]) -> Callable[[], T]:
         def run() -> T:
@@ -115,14 +92,22 @@ class CpuQueue:
         self._thread.shutdown()
 
 
-class _CudaTokens:
-    """The host's copies. When the tokens have been read, the next step may land in their place."""
+@dataclass(frozen=True, slots=True)
+class OutputBuffer:
+    """Pinned memory for the tokens of one step, and the event behind their device-to-host copy."""
+
+    memory: Tensor  # [n] int32, pinned
+    done: torch.cuda.Event
+
+
+class _CudaStep:
+    """A step under way on a stream. When its tokens have been read, another step's may take their place."""
 
     def __init__(
         self,
         buffer: OutputBuffer,
         count: int,
-        logprobs: StepLogprobs[Tensor] | None,
+        logprobs: tuple[Logprobs[Tensor] | None, Logprobs[Tensor] | None],  # on the host when the event is done
         give_back: Callable[[OutputBuffer], None],
     ) -> None:
         self._buffer: OutputBuffer | None = buffer
@@ -130,30 +115,30 @@ class _CudaTokens:
         self._logprobs = logprobs
         self._give_back = give_back
 
-    def tokens(self) -> Int32Array:
+    def __call__(self) -> StepResult[AnyArray]:
         buffer = self._buffer
         if buffer is not None:
             buffer.done.synchronize()
             self._tokens = self._tokens.copy()
             self._buffer = None  # first: Ctrl-C must not let it be given back twice
             self._give_back(buffer)
-        return self._tokens
-
-    def logprobs(self) -> StepLogprobs[AnyArray] | None:
-        self.tokens()
-        return _as_arrays(self._logprobs)
+        return StepResult(self._tokens, *(None if one is None else one.map(_as_array) for one in self._logprobs))
 
 
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, there when the stream has come so far."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+def _copy_to_host(logprobs: Logprobs[Tensor] | None) -> Logprobs[Tensor] | None:
+    """Return copies in pinned memory, there when the stream has come so far."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    return None if logprobs is None else logprobs.map(copy)
 
 
 class CudaQueue:
     """A stream of its own, which makes itself the current one in a fraction of the time of `torch.cuda.stream`.
 
-    Tokens land in pinned memory behind the step; waiting for an event reads them.
+    Behind each step its tokens are copied to a pinned output buffer; waiting for an event reads them.
     """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
@@ -161,19 +146,19 @@ class CudaQueue:
         self._num_slots = num_slots  # of which a step samples
         self._free: list[OutputBuffer] = []
         self._buffers: list[OutputBuffer] = []  # all: a kernel may yet write to one that nobody waits for any more
-        self._copy_tokens = make_token_copy(device)
+        self._copy_tokens = token_copier(device)
 
-    def submit(self, step: Callable[[], StepTensors]) -> _CudaTokens:
+    def submit(self, step: Callable[[], StepResult[Tensor]]) -> PendingStep:
         with torch.inference_mode(), self._stream:
             return run_step(lambda: self._launch_step(step))
 
-    def _launch_step(self, step: Callable[[], StepTensors]) -> _CudaTokens:
+    def _launch_step(self, step: Callable[[], StepResult[Tensor]]) -> _CudaStep:
         result = step()
-        logprobs = None if result.logprobs is None else result.logprobs.map(_copy_to_host)
+        logprobs = _copy_to_host(result.logprobs), _copy_to_host(result.prompt_logprobs)
         buffer = self._free.pop() if self._free else self._make_buffer()  # behind all that may find no memory
         self._copy_tokens(result.tokens, buffer.memory)
         buffer.done.record(self._stream)
-        return _CudaTokens(buffer, len(result.tokens), logprobs, self._free.append)
+        return _CudaStep(buffer, len(result.tokens), logprobs, self._free.append)
 
     def _make_buffer(self) -> OutputBuffer:
         memory = torch.empty(self._num_slots, dtype=torch.int32, pin_memory=True)
@@ -196,6 +181,22 @@ class CudaQueue:
         self._stream.synchronize()
 
 
+def token_copier(device: torch.device) -> Callable[[Tensor, Tensor], object]:
+    """Return what copies tokens [n] int32 of the device to the beginning of pinned memory, in stream order."""
+    if kernels_missing(device) is not None:
+        return lambda tokens, memory: memory[: len(tokens)].copy_(tokens, non_blocking=True)
+    from minisgl.kernel.compile import Compiler
+
+    (kernel,) = Compiler(device).compile("land.cu", ("land",))
+
+    def copy(tokens: Tensor, memory: Tensor) -> None:
+        if count := len(tokens):
+            blocks = -(-count // _COPY_THREADS)
+            kernel((blocks,), _COPY_THREADS, tokens.data_ptr(), memory.data_ptr(), np.int32(count))
+
+    return copy
+
+
 def make_queue(device: torch.device, num_slots: int) -> DeviceQueue:
-    """`num_slots`: rows that a step samples, at most."""
+    """Return the device's queue of steps, each of which samples in at most `num_slots` rows."""
     return CudaQueue(device, num_slots) if device.type == "cuda" else CpuQueue()

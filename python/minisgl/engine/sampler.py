@@ -1,9 +1,12 @@
-"""Choosing the next token of every sampling row in one batched pass.
+"""The choice of the next token of every sampling row in one batched pass, and log-probabilities of tokens.
 
 The choice depends on nothing but the row's logits, its parameters, its seed and the position of the token: one
 uniform number from a counter-based generator, and the inverse of the filtered distribution's cumulative sum taken in
 vocabulary order. So equal logits give a request equal tokens in any batch and after any restart; 16-bit logits move by
 rounding with the batch.
+
+Log-probabilities are the float32 log-softmax of logits, worked on in pieces of rows, so that a long prompt takes no
+more memory than a short one.
 
 The generator is the finalizer of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
 OOPSLA 2014) applied to seed and position.
@@ -11,13 +14,13 @@ OOPSLA 2014) applied to seed and position.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from minisgl.core import Batch
+from minisgl.core import Logprobs, SamplingFlags
 from minisgl.engine.processing import mask_logits, process_logits
 from minisgl.engine.state import SlotState
 
@@ -68,33 +71,24 @@ def filter_threshold(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor)
     return ordered.gather(1, last)
 
 
-@dataclass(frozen=True, slots=True)
-class SampleKind:
-    """What the rows of a step ask of the sampler; the flags only save work."""
-
-    greedy: bool  # every row is greedy
-    filtered: bool  # some row has top-k, top-p or min-p
-    processed: bool = False  # some row has penalties, biases, or ids that it must not choose
-
-    @classmethod
-    def of(cls, batch: Batch) -> SampleKind:
-        return cls(batch.greedy, batch.filtered, batch.processed)
+_GREEDY, _SAMPLED, _FILTERED = SamplingFlags(0), SamplingFlags.SAMPLED, SamplingFlags.SAMPLED | SamplingFlags.FILTERED
 
 
 class Sampler(Protocol):
     """Chooses a token for each row, and appends it to the row's slot for the next step to read."""
 
     @property
-    def kinds(self) -> tuple[SampleKind, ...]:
-        """Those of unprocessed rows that it launches different work for. The last is right for the others too."""
+    def graph_flags(self) -> tuple[SamplingFlags, ...]:
+        """Flags of unprocessed rows that it launches different work for. The last is right for the others too."""
         ...
 
     def sample(
-        self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind, mask: Tensor | None = None
+        self, logits: Tensor, slots: Tensor, state: SlotState, flags: SamplingFlags, bitmask: Tensor | None = None
     ) -> Tensor:
         """logits [S, V] of the rows in `slots` [S] int64 -> tokens [S] int32. The logits are left as they are.
 
-        `mask` [S, ceil(V / 32)] int32 allows id 32 w + i where bit i of word w is set; None allows all.
+        `flags` of all rows together: they save work. `bitmask` [S, ceil(V / 32)] int32 allows id 32 w + i where bit i
+        of word w is set; None allows all.
         """
         ...
 
@@ -102,17 +96,19 @@ class Sampler(Protocol):
 class TorchSampler:
     """The reference, in plain torch on any device."""
 
-    kinds = SampleKind(True, False), SampleKind(False, False), SampleKind(False, True)
+    graph_flags = _GREEDY, _SAMPLED, _FILTERED
 
     def sample(
-        self, logits: Tensor, slots: Tensor, state: SlotState, kind: SampleKind, mask: Tensor | None = None
+        self, logits: Tensor, slots: Tensor, state: SlotState, flags: SamplingFlags, bitmask: Tensor | None = None
     ) -> Tensor:
-        if kind.processed:
-            logits = process_logits(logits, slots, state, mask)
-        elif mask is not None:
-            logits = mask_logits(logits, mask)
-        sampled = logits.argmax(dim=1) if kind.greedy else _draw(logits, slots, state, filtered=kind.filtered)
-        sampled = sampled.int()
+        if SamplingFlags.PROCESSED in flags:
+            logits = process_logits(logits, slots, state, bitmask)
+        elif bitmask is not None:
+            logits = mask_logits(logits, bitmask)
+        if SamplingFlags.SAMPLED in flags:
+            sampled = _draw(logits, slots, state, filtered=SamplingFlags.FILTERED in flags).int()
+        else:
+            sampled = logits.argmax(dim=1).int()
         state.advance(slots, sampled)
         return sampled
 
@@ -132,3 +128,48 @@ def _draw(logits: Tensor, slots: Tensor, state: SlotState, *, filtered: bool) ->
     chosen = torch.searchsorted(cdf, target, right=True).squeeze(1)
     chosen.clamp_(max=logits.shape[1] - 1)  # what a model that yields no numbers gets is at least a token
     return torch.where(is_greedy.squeeze(1), logits.argmax(dim=1), chosen)
+
+
+_SCORED_ELEMENTS = 2**24  # of the logits that are scored at a time: 64 MiB in float32
+
+
+def no_logprobs(device: torch.device) -> Logprobs[Tensor]:
+    """Return the log-probabilities of no position."""
+    ids = torch.empty((0, 0), dtype=torch.int32, device=device)
+    values = torch.empty((0, 0), dtype=torch.float32, device=device)
+    return Logprobs(values.flatten(), ids.flatten(), ids, values)
+
+
+def compute_logprobs(logits: Callable[[slice], Tensor], tokens: Tensor, vocab: int, top: int) -> Logprobs[Tensor]:
+    """Score tokens int64[n], with `top` alternatives each. `logits` makes the logits [rows, vocab] of a slice of them.
+
+    The chosen token's value is read from the same row as the alternatives': where it is one of them, the same bits.
+    """
+    if len(tokens) == 0:
+        return no_logprobs(tokens.device)
+    rows = max(_SCORED_ELEMENTS // vocab, 1)
+    pieces = [
+        _score(logits(slice(begin, begin + rows)), tokens[begin : begin + rows], min(top, vocab))
+        for begin in range(0, len(tokens), rows)
+    ]
+    return Logprobs(*(torch.cat(columns) for columns in zip(*pieces, strict=True)))
+
+
+def _score(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logprobs = torch.log_softmax(logits.float(), dim=1)
+    chosen = logprobs.gather(1, tokens.unsqueeze(1))
+    ranks = (logprobs > chosen).sum(dim=1) + 1
+    best = logprobs.topk(top, dim=1)
+    ids = best.indices if top == 0 else _first_among_equals(best.indices, tokens, ranks)
+    return chosen.squeeze(1), ranks.int(), ids.int(), best.values
+
+
+def _first_among_equals(ids: Tensor, tokens: Tensor, ranks: Tensor) -> Tensor:
+    """Alternatives [n, k] in which the chosen token comes before those as likely: 16-bit logits are often equal.
+
+    Without it, a greedy token need not be the first of its alternatives, nor one of them at all.
+    """
+    token, place = tokens.unsqueeze(1), ranks.unsqueeze(1) - 1
+    at = place.clamp(max=ids.shape[1] - 1)
+    swapped = torch.where(ids == token, ids.gather(1, at), ids).scatter(1, at, token)
+    return torch.where(place == at, swapped, ids)

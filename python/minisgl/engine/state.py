@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Batch, Int32Array, NewRow, pages_for
-from minisgl.engine.processing_state import ProcessingState
-from minisgl.engine.upload import upload
+from minisgl.engine.device import upload
+from minisgl.engine.processing import ProcessingState
 
 
 class SlotState:
@@ -48,11 +48,11 @@ class SlotState:
 
     def _enter(self, rows: Sequence[NewRow]) -> None:
         """All rows at once: each operation takes the host as long as the next."""
-        asked = [row.sampling for row in rows]
+        params = [row.sampling for row in rows]
         integers = [
             [row.slot for row in rows],
             [len(row.token_ids) for row in rows],
-            [max(one.top_k, 0) for one in asked],
+            [max(one.top_k, 0) for one in params],
             [row.seed for row in rows],
         ]
         slots, lengths, top_k, seeds = upload(np.array(integers, dtype=np.int64), self.device)
@@ -60,9 +60,9 @@ class SlotState:
         self.top_k[slots] = top_k.int()
         self.seed[slots] = seeds
         floats = [
-            [0.0 if one.greedy else one.temperature for one in asked],
-            [one.top_p for one in asked],
-            [one.min_p for one in asked],
+            [0.0 if one.greedy else one.temperature for one in params],
+            [one.top_p for one in params],
+            [one.min_p for one in params],
         ]
         temperature, top_p, min_p = upload(np.array(floats, dtype=np.float32), self.device)
         self.temperature[slots] = temperature

@@ -19,8 +19,8 @@ import torch
 
 from minisgl.config import EngineConfig, SamplingDefaults, SchedulerConfig, ServerConfig, SourceConfig
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParams, room_for_output
+from minisgl.engine.device import join_ranks
 from minisgl.engine.engine import Engine
-from minisgl.engine.ranks import join_ranks
 from minisgl.llm.rank_processes import RankLost, RankProcesses
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.types import PositionLogprobs, TextOptions, unpack_ids
@@ -29,7 +29,6 @@ from minisgl.models.config.load_config import load_model_config
 from minisgl.models.hub import find_model
 from minisgl.progress import progress_bar
 from minisgl.scheduler.build import make_loop
-from minisgl.scheduler.serve import step_output
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.settings import declarations, take_keywords
 from minisgl.structured_output.matcher import GrammarMatchers
@@ -283,7 +282,7 @@ class LLM:
         scheduler, detokenizer = self.loop.scheduler, Detokenizer(self._decoder)
         for seq_id, (ids, one) in enumerate(zip(prompts, params, strict=True)):
             seed = choice_seed(random_seed() if one.seed is None else one.seed, 0)
-            scheduler.add(seq_id, ids, one, seed)
+            scheduler.add(seq_id, ids, one, seed, text=TextOptions(one.stop, continues=continues))
 
         answers = [_Answer(one) for one in params]
         with progress_bar("Generating", len(prompts), unit="request", leave=True, shown=use_tqdm) as bar:
@@ -292,8 +291,7 @@ class LLM:
                 self._ranks.check()
                 if not report:
                     continue
-                texts = [TextOptions(params[one.seq_id].stop, continues=continues) for one in report.entered]
-                pieces, stopped = detokenizer.apply(step_output(report, texts))
+                pieces, stopped = detokenizer.apply(report)
                 for piece in pieces:
                     answers[piece.seq_id].take(piece)
                     bar.update(piece.finish is not None)

@@ -29,15 +29,18 @@ class End(msgspec.Struct, frozen=True, array_like=True):
     excluded: bool = False  # an error: its `allowed_token_ids` left nothing that its grammar allows
 
 
-class StepOutput(msgspec.Struct, frozen=True, tag=True):
-    """Outcome of a step, applied in this order: opened, tokens, ended."""
+class StepOutput(msgspec.Struct, tag=True):
+    """Outcome of a step, applied in this order: opened, tokens, ended. The scheduler fills it while it plans."""
 
-    opened: list[Open]
-    seq_ids: list[int]  # those that got a token
-    tokens: PackedIds  # one each
-    ended: list[End]
+    opened: list[Open] = []
+    seq_ids: list[int] = []  # those that got a token
+    tokens: PackedIds = b""  # one each
+    ended: list[End] = []
     logprobs: LogprobRows | None = None  # of the tokens, for those sequences that ask
     prompt_logprobs: list[LogprobRows] = []  # of whole prompts but their first tokens
+
+    def __bool__(self) -> bool:
+        return bool(self.opened or self.seq_ids or self.ended)
 
 
 ToDetokenizer: TypeAlias = StepOutput | Report | Flushed

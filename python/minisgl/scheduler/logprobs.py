@@ -6,27 +6,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minisgl.core import AnyArray, BoolArray, IndexArray, Int32Array, LogprobPlan, Logprobs
+from minisgl.core import AnyArray, BoolArray, IndexArray, Int32Array, Logprobs, SamplingFlags, ScoredTokens
 from minisgl.message.types import LogprobRows, pack_ids
-from minisgl.scheduler.table import Asks, SlotTable
+from minisgl.scheduler.table import SlotTable
 
 
-def plan_logprobs(
+def scored_tokens(
     table: SlotTable, slots: IndexArray, starts: Int32Array, ends: Int32Array, sampling_slots: IndexArray
-) -> LogprobPlan | None:
+) -> ScoredTokens | None:
     """Plan what the requests of a step ask for; its rows extend `slots` from `starts` to `ends`."""
-    if Asks.LOGPROBS not in table.asked(slots):
+    if SamplingFlags.LOGPROBS not in table.flags(slots):
         return None
     tops, prompt_tops = table.top_logprobs[sampling_slots], table.top_prompt_logprobs[slots]
     asks, prompt_asks = tops >= 0, prompt_tops >= 0
     if not asks.any() and not prompt_asks.any():
         return None
     # The last token of a prompt has no successor there.
-    prompt_lengths = np.minimum(ends, table.prompt_len[slots] - 1) - starts
-    return LogprobPlan(
+    prompt_lens = np.minimum(ends, table.prompt_len[slots] - 1) - starts
+    return ScoredTokens(
         rows=np.flatnonzero(asks).astype(np.int32),
         top=int(tops.max(initial=0)),
-        prompt_lengths=np.where(prompt_asks, np.maximum(prompt_lengths, 0), 0).astype(np.int32),
+        prompt_lens=np.where(prompt_asks, np.maximum(prompt_lens, 0), 0).astype(np.int32),
         prompt_top=int(prompt_tops.max(initial=0)),
     )
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 from time import sleep
 from typing import Protocol
 
-from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, StepResult
-from minisgl.scheduler.report import StepReport
+from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, PendingStep
+from minisgl.message.to_detokenizer import StepOutput
 from minisgl.scheduler.scheduler import Scheduler
 
 
@@ -35,7 +35,7 @@ class StepEngine(Protocol):
         """Launch a step's forward behind what was launched before, and return at once."""
         ...
 
-    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> StepResult:
+    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> PendingStep:
         """Launch the sampling of the step whose forward was launched last, and return at once.
 
         `bitmask`: the beginning of `self.bitmask`, a row for each that samples, if the step is constrained.
@@ -59,14 +59,14 @@ class StepLoop:
         self._depth = 1 if overlap else 0
         self._retries = retries
         self._launching: Batch | None = None
-        self._in_flight: deque[tuple[Batch, StepResult]] = deque()
+        self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
         self._failure: DeviceOutOfMemory | None = None  # of a step that cannot be taken back
 
     @property
     def has_work(self) -> bool:
         return bool(self._in_flight) or self.scheduler.has_work
 
-    def step(self) -> StepReport:
+    def step(self) -> StepOutput:
         """Launch a step if one can be planned, then finish the oldest beyond the depth of the overlap.
 
         DeviceOutOfMemory if a step failed and is not to be retried; every later call raises it again.
@@ -104,7 +104,7 @@ class StepLoop:
             self._launching = None
         self.scheduler.take_back(failed)
 
-    def _launch(self, batch: Batch) -> StepResult:
+    def _launch(self, batch: Batch) -> PendingStep:
         self._engine.forward(batch)
         if not batch.constrained:
             return self._engine.sample(batch)
@@ -115,7 +115,7 @@ class StepLoop:
         return self._engine.sample(batch, bitmask)
 
     def _complete_oldest(self) -> None:
-        oldest, result = self._in_flight[0]
-        tokens, logprobs = result.tokens(), result.logprobs()
+        oldest, pending = self._in_flight[0]
+        result = pending()
         self._in_flight.popleft()  # not before: Ctrl-C may end the wait
-        self.scheduler.complete(oldest, tokens, logprobs)
+        self.scheduler.complete(oldest, result)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import zmq
 
+from minisgl.engine.device import join_ranks
 from minisgl.engine.engine import Engine
-from minisgl.engine.ranks import join_ranks
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_rank import ToRank

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
-from minisgl.core import Batch, Int32Array, StepResult
+from minisgl.core import Batch, Int32Array, PendingStep
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_rank import Bitmask, ToRank
 from minisgl.scheduler.loop import StepEngine
@@ -35,7 +35,7 @@ class LeadingEngine:
         self._send(batch)
         self._engine.forward(batch)
 
-    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> StepResult:
+    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> PendingStep:
         if bitmask is not None:
             self._send(Bitmask(bitmask))
         return self._engine.sample(batch, bitmask)
@@ -47,7 +47,7 @@ class LeadingEngine:
 
 def follow(engine: StepEngine, inbox: Inbox[ToRank]) -> None:
     """Execute plans for ever."""
-    in_flight: deque[StepResult] = deque()
+    in_flight: deque[PendingStep] = deque()
     while True:
         batch = _expect(Batch, inbox.receive())
         engine.forward(batch)
@@ -56,12 +56,12 @@ def follow(engine: StepEngine, inbox: Inbox[ToRank]) -> None:
             words = _expect(Bitmask, inbox.receive()).words
             # Memory for the bitmask is free when the steps before are complete.
             while in_flight:
-                in_flight.popleft().tokens()
+                in_flight.popleft()()
             bitmask = engine.bitmask[: len(words)]
             bitmask[:] = words
         in_flight.append(engine.sample(batch, bitmask))
         if len(in_flight) > MAX_IN_FLIGHT:
-            in_flight.popleft().tokens()
+            in_flight.popleft()()
 
 
 def _expect(kind: type[T], message: ToRank) -> T:

@@ -18,6 +18,7 @@ from enum import Enum, auto
 
 from minisgl.core import AnyArray, Int32Array, Logprobs, SamplingParams
 from minisgl.kvcache.base import CacheHandle
+from minisgl.message.types import TextOptions
 from minisgl.structured_output.protocol import Matcher
 
 
@@ -39,6 +40,7 @@ class Request:
     max_len: int  # tokens at which it must stop
     arrival: int  # a number that grows: who came first
     prompt_len: int
+    text: TextOptions  # for the detokenizer, when it enters
     priority: int = 0  # larger goes first
     salt: bytes = b""  # shares prefixes with requests of the same salt only
     passed_over: int = 0  # times that a younger request of its priority was admitted before it

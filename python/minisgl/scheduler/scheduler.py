@@ -19,21 +19,21 @@ from minisgl.core import (
     FinishReason,
     IndexArray,
     Int32Array,
-    LogprobPlan,
     NewRow,
     SamplingParams,
-    StepLogprobs,
+    ScoredTokens,
+    StepResult,
     pages_for,
 )
 from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.kvcache.pages import PagePool
-from minisgl.message.to_detokenizer import End
+from minisgl.message.to_detokenizer import End, Open, StepOutput
+from minisgl.message.types import TextOptions, pack_ids
 from minisgl.scheduler.batch_policy import BATCH_POLICIES, longest_first
-from minisgl.scheduler.logprobs import pack_logprobs, plan_logprobs, rows_of
-from minisgl.scheduler.report import Entered, StepReport
+from minisgl.scheduler.logprobs import pack_logprobs, rows_of, scored_tokens
 from minisgl.scheduler.request import Request, RequestState
 from minisgl.scheduler.step_limits import StepLimits, is_small
-from minisgl.scheduler.table import Asks, SlotTable
+from minisgl.scheduler.table import SlotTable
 from minisgl.scheduler.waiting import WaitingQueue
 from minisgl.structured_output.protocol import Grammars, NoGrammars, Progress
 
@@ -83,7 +83,7 @@ class Scheduler:
         self.failed_steps = 0  # for which the device had too little memory
         self._prefix_tokens_queried = 0  # of all requests that entered
         self._prefix_tokens_hit = 0  # of these, found in the cache
-        self._report = StepReport()  # the next
+        self._report = StepOutput()  # the next
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
@@ -95,12 +95,22 @@ class Scheduler:
         seed: int,
         priority: int = 0,
         salt: bytes = b"",
+        text: TextOptions | None = None,
     ) -> None:
         """Queue a validated request: prompt and max_tokens fit the context."""
         assert sampling.max_tokens is not None, "max_tokens is resolved where the request is validated"
-        max_len = len(prompt_ids) + sampling.max_tokens
-        prompt_len = len(prompt_ids)
-        request = Request(seq_id, prompt_ids, sampling, seed, max_len, self._arrivals, prompt_len, priority, salt)
+        request = Request(
+            seq_id,
+            prompt_ids,
+            sampling,
+            seed,
+            max_len=len(prompt_ids) + sampling.max_tokens,
+            arrival=self._arrivals,
+            prompt_len=len(prompt_ids),
+            text=text or TextOptions(),
+            priority=priority,
+            salt=salt,
+        )
         request.prompt_scored = sampling.prompt_logprobs is None or len(prompt_ids) == 1
         if sampling.grammar is not None:
             request.matcher = self._grammars.start(sampling)
@@ -150,7 +160,6 @@ class Scheduler:
         new_pages = self._allocate(slots, self._missing_pages(slots, new_len))
         needs_sample = new_len == table.device_len[slots]
         sampling_slots = slots[needs_sample]
-        asked = table.asked(sampling_slots)
         batch = Batch(
             step=step,
             slots=slots.astype(np.int32),
@@ -159,11 +168,8 @@ class Scheduler:
             needs_sample=needs_sample,
             new_pages=new_pages,
             new_rows=new_rows,
-            greedy=Asks.SAMPLED not in asked,
-            filtered=Asks.FILTERED in asked,
-            processed=Asks.PROCESSED in asked,
-            logprobs=plan_logprobs(table, slots, start_pos, new_len, sampling_slots),
-            constrained=Asks.CONSTRAINED in asked,
+            flags=table.flags(sampling_slots),
+            logprobs=scored_tokens(table, slots, start_pos, new_len, sampling_slots),
         )
         table.cached_len[slots] = new_len
         table.device_len[sampling_slots] += 1
@@ -237,7 +243,7 @@ class Scheduler:
 
     def _enter(self, request: Request, prefix: CacheHandle, needed: int) -> NewRow:
         if request.state is RequestState.WAITING:
-            self._report.entered.append(Entered(request.seq_id, prefix.cached_len, request.sampling.min_tokens))
+            self._report_open(request, prefix.cached_len)
             self._prefix_tokens_queried += len(request.token_ids)
             self._prefix_tokens_hit += prefix.cached_len
         self._waiting.admitted(request)
@@ -324,18 +330,18 @@ class Scheduler:
 
     # --- a step is complete -----------------------------------------------------------------------------------
 
-    def complete(self, batch: Batch, tokens: Int32Array, logprobs: StepLogprobs[AnyArray] | None = None) -> None:
+    def complete(self, batch: Batch, result: StepResult[AnyArray]) -> None:
         """Take the tokens that a step sampled, one for each row that samples, in row order; and what its plan asked."""
-        table = self._table
+        table, tokens = self._table, result.tokens
         slots = batch.slots[batch.needs_sample].astype(np.intp)
-        if batch.logprobs is not None and logprobs is not None:
-            self._take_logprobs(batch, slots, tokens, batch.logprobs, logprobs)
+        if batch.logprobs is not None:
+            self._take_logprobs(batch, slots, batch.logprobs, result)
         live = table.live[slots]  # the others ended while the step ran: their tokens are dropped
         slots, tokens = slots[live], tokens[live]
         table.tokens[slots, table.known_len[slots]] = tokens
         table.known_len[slots] += 1
         self._report.seq_ids = table.seq_id[slots].tolist()
-        self._report.tokens = tokens
+        self._report.tokens = pack_ids(tokens)
 
         stop = (tokens[:, None] == self._eos).any(axis=1) & table.stops_at_eos[slots]
         for row in np.flatnonzero(table.own_stop_ids[slots]).tolist():
@@ -423,29 +429,27 @@ class Scheduler:
                 self._report_prompt(request)
             self._end(request, "length")
 
-    def _take_logprobs(
-        self, batch: Batch, slots: IndexArray, tokens: Int32Array, plan: LogprobPlan, logprobs: StepLogprobs[AnyArray]
-    ) -> None:
-        """Keep for the report what a step that sampled `tokens` in `slots` found."""
+    def _take_logprobs(self, batch: Batch, slots: IndexArray, plan: ScoredTokens, result: StepResult[AnyArray]) -> None:
+        """Keep for the report the log-probabilities of a step that sampled in `slots`."""
         table = self._table
         live = table.live[slots[plan.rows]]
-        if live.any():
+        if result.logprobs is not None and live.any():
             rows = plan.rows[live]
             self._report.logprobs = pack_logprobs(
                 table.seq_id[slots[rows]].tolist(),
                 [1] * len(rows),
                 table.top_logprobs[slots[rows]].tolist(),
-                tokens[rows],
-                [rows_of(logprobs.output, live, plan.top)],
+                result.tokens[rows],
+                [rows_of(result.logprobs, live, plan.top)],
             )
-        ends = np.cumsum(plan.prompt_lengths)
-        for row in np.flatnonzero(plan.prompt_lengths).tolist():
+        ends = np.cumsum(plan.prompt_lens)
+        for row in np.flatnonzero(plan.prompt_lens).tolist():
             slot, end = int(batch.slots[row]), int(ends[row])
-            if table.live[slot]:
-                begin = end - int(plan.prompt_lengths[row])
+            if result.prompt_logprobs is not None and table.live[slot]:
+                begin = end - int(plan.prompt_lens[row])
                 request = self._request(slot)
                 request.prompt_scores.append(
-                    rows_of(logprobs.prompt, slice(begin, end), int(table.top_prompt_logprobs[slot]))
+                    rows_of(result.prompt_logprobs, slice(begin, end), int(table.top_prompt_logprobs[slot]))
                 )
         # The last tokens of a prompt may need one step more than their log-probabilities.
         for slot in slots[table.live[slots] & (table.top_prompt_logprobs[slots] >= 0)].tolist():
@@ -462,9 +466,13 @@ class Scheduler:
         request.prompt_scored = True
         self._table.top_prompt_logprobs[request.slot] = -1
 
-    def report(self) -> StepReport:
-        """Return the events since the last report."""
-        report, self._report = self._report, StepReport()
+    def _report_open(self, request: Request, cached_tokens: int) -> None:
+        opened = Open(request.seq_id, request.text, cached_tokens, request.sampling.min_tokens)
+        self._report.opened.append(opened)
+
+    def report(self) -> StepOutput:
+        """Return the events since the last report, at most one step's tokens among them."""
+        report, self._report = self._report, StepOutput()
         return report
 
     # --- a request ends ---------------------------------------------------------------------------------------
@@ -481,7 +489,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
             if request.state is RequestState.WAITING:
-                self._report.entered.append(Entered(request.seq_id, 0, request.sampling.min_tokens))
+                self._report_open(request, 0)
         request.state = RequestState.FINISHED
 
     def _stop_running(self, slot: int) -> None:

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from minisgl.message.relayed import Abort, FlushCache, Flushed, Report, StatsRequest
 from minisgl.message.socket import Inbox, Outbox
-from minisgl.message.to_detokenizer import Open, StepOutput, ToDetokenizer
+from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_scheduler import Add, Stopped, ToScheduler
-from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
+from minisgl.message.types import ProcessCounts, unpack_ids
 from minisgl.scheduler.loop import StepLoop
-from minisgl.scheduler.report import StepReport
-
-
-def step_output(report: StepReport, texts: Sequence[TextOptions]) -> StepOutput:
-    """A step's report for the detokenizer, with the text options of those who entered."""
-    opened = [
-        Open(entered.seq_id, text, entered.cached_tokens, entered.min_tokens)
-        for entered, text in zip(report.entered, texts, strict=True)
-    ]
-    return StepOutput(
-        opened,
-        report.seq_ids,
-        pack_ids(report.tokens),
-        report.ended,
-        report.logprobs,
-        report.prompt_logprobs,
-    )
 
 
 class SchedulerServer:
@@ -37,7 +18,6 @@ class SchedulerServer:
         self._scheduler = loop.scheduler
         self._inbox = inbox
         self._detokenizer = detokenizer
-        self._texts: dict[int, TextOptions] = {}  # of sequences that wait
 
     def run_forever(self) -> None:
         while True:
@@ -48,16 +28,19 @@ class SchedulerServer:
                 self._handle(message)
             report = self._loop.step()
             if report:
-                texts = [self._texts.pop(entered.seq_id) for entered in report.entered]
-                self._detokenizer.send(step_output(report, texts))
+                self._detokenizer.send(report)
 
     def _handle(self, message: ToScheduler) -> None:
         match message:
             case Add():
-                self._texts[message.seq_id] = message.text
-                prompt_ids = unpack_ids(message.prompt_ids).copy()
                 self._scheduler.add(
-                    message.seq_id, prompt_ids, message.sampling, message.seed, message.priority, message.cache_salt
+                    message.seq_id,
+                    unpack_ids(message.prompt_ids).copy(),
+                    message.sampling,
+                    message.seed,
+                    message.priority,
+                    message.cache_salt,
+                    message.text,
                 )
             case Abort():
                 for seq_id in message.seq_ids:

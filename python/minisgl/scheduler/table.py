@@ -9,38 +9,10 @@ the KV of the first `cached_len` is written or being written. cached_len <= devi
 
 from __future__ import annotations
 
-from enum import IntFlag
-
 import numpy as np
 
-from minisgl.core import BoolArray, IndexArray, Int32Array, pages_for
+from minisgl.core import BoolArray, IndexArray, Int32Array, SamplingFlags, pages_for
 from minisgl.scheduler.request import Request
-
-
-class Asks(IntFlag):
-    """What a running request asks of its steps besides the likeliest token."""
-
-    SAMPLED = 1  # not greedy
-    FILTERED = 2  # top-k, top-p or min-p
-    PROCESSED = 4  # SamplingParams.processed
-    CONSTRAINED = 8  # has a matcher
-    LOGPROBS = 16  # of its output, or of its prompt
-
-    @classmethod
-    def of(cls, request: Request) -> Asks:
-        """What one request asks."""
-        sampling, asks = request.sampling, cls(0)
-        if not sampling.greedy:
-            asks |= cls.SAMPLED
-            if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
-                asks |= cls.FILTERED
-        if sampling.processed:
-            asks |= cls.PROCESSED
-        if request.matcher is not None:
-            asks |= cls.CONSTRAINED
-        if sampling.logprobs is not None or not request.prompt_scored:
-            asks |= cls.LOGPROBS
-        return asks
 
 
 class SlotTable:
@@ -59,7 +31,7 @@ class SlotTable:
         self.last_step = np.full(num_slots, -1, dtype=np.int64)  # the last step that names the slot
         self.seq_id = np.full(num_slots, -1, dtype=np.int64)
         self.live = np.zeros(num_slots, dtype=np.bool_)  # running, not ended
-        self._asks = np.zeros(num_slots, dtype=np.uint8)  # Asks
+        self._flags = np.zeros(num_slots, dtype=np.uint8)  # SamplingFlags
         self.stops_at_eos = np.zeros(num_slots, dtype=np.bool_)
         self.own_stop_ids = np.zeros(num_slots, dtype=np.bool_)
         self.top_logprobs = np.full(num_slots, -1, dtype=np.int32)  # SamplingParams.logprobs; -1: None
@@ -86,7 +58,12 @@ class SlotTable:
         self.seq_id[slot] = request.seq_id
         self.live[slot] = True
         sampling = request.sampling
-        self._asks[slot] = Asks.of(request)
+        flags = sampling.flags
+        if request.matcher is not None:
+            flags |= SamplingFlags.CONSTRAINED
+        if sampling.logprobs is not None or not request.prompt_scored:
+            flags |= SamplingFlags.LOGPROBS
+        self._flags[slot] = flags
         self.stops_at_eos[slot] = not sampling.ignore_eos
         self.own_stop_ids[slot] = bool(sampling.stop_token_ids)
         self.top_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
@@ -108,13 +85,13 @@ class SlotTable:
         wanted = np.minimum(self.device_len[slots], self.max_len[slots] - 1)
         return wanted - self.cached_len[slots]
 
-    def asked(self, slots: IndexArray) -> Asks:
-        """All that the slots' requests ask for, together."""
-        return Asks(int(np.bitwise_or.reduce(self._asks[slots])))
+    def flags(self, slots: IndexArray) -> SamplingFlags:
+        """Return what the slots' requests ask for, together."""
+        return SamplingFlags(int(np.bitwise_or.reduce(self._flags[slots])))
 
     def constrained(self, slots: IndexArray) -> BoolArray:
-        """Which slots' requests have a matcher."""
-        have: BoolArray = (self._asks[slots] & Asks.CONSTRAINED) != 0
+        """Return a bool per slot: its request has a matcher."""
+        have: BoolArray = (self._flags[slots] & SamplingFlags.CONSTRAINED) != 0
         return have
 
     def row_pages(self, slot: int) -> Int32Array:

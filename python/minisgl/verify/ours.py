@@ -19,6 +19,7 @@ from minisgl.distributed import SingleRank
 from minisgl.engine.decode_graphs import DecodeGraphs
 from minisgl.engine.engine import Engine
 from minisgl.engine.forward import ForwardOutput
+from minisgl.message.types import unpack_ids
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.scheduler.build import make_loop
 from minisgl.verify.compare import Run, common_length, compare_rows
@@ -128,9 +129,9 @@ class _Passes:
             self._loop.scheduler.add(first + index, ids, params, seed=index)
         while self._loop.has_work:
             report = self._loop.step()
-            for entered in report.entered:
-                runs[entered.seq_id - first].cached_tokens = entered.cached_tokens
-            for seq_id, token in zip(report.seq_ids, report.tokens.tolist(), strict=True):
+            for opened in report.opened:
+                runs[opened.seq_id - first].cached_tokens = opened.cached_tokens
+            for seq_id, token in zip(report.seq_ids, unpack_ids(report.tokens).tolist(), strict=True):
                 runs[seq_id - first].tokens.append(token)
         self._engine.observer = None
         return runs
