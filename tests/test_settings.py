@@ -23,7 +23,7 @@ from minisgl.config import (
 from minisgl.llm import LLM
 from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS
 from minisgl.parsers.reasoning import REASONING_FORMATS
-from minisgl.settings import Declaration, Setting, check_settings, declarations, take_keywords
+from minisgl.settings import Declaration, Setting, Settings, declarations, take_keywords
 
 PARTS = {SourceConfig: "source", EngineConfig: "engine", SchedulerConfig: "scheduler", HttpConfig: "http"}
 STRUCTS: list[type[msgspec.Struct]] = [*PARTS, ServerConfig]
@@ -171,13 +171,13 @@ def test_processes_get_the_configuration_as_json() -> None:
     assert msgspec.json.decode(text, type=ServerConfig) == config
 
 
-class Example(msgspec.Struct, frozen=True):
+class Example(Settings, frozen=True, kw_only=True):
     plain: int = 3  # no setting
-    size: Annotated[int | None, Setting(help="a size", keyword="how_large", ge=1, le=8, unit="bytes")] = None
-    form: Annotated[Literal["round", "flat-out"], Setting(help="a form", values={"sphere": "round"})] = "round"
-    share: Annotated[float, Setting(help="a share", gt=0)] = 0.5
-    few: Annotated[int, Setting(help="few", le=3)] = 1
-    pair: Annotated[str, Setting(help="a pair", values={"one": "1"})] = ""
+    size: Annotated[int | None, Setting("a size", keyword="how_large", ge=1, le=8, unit="bytes")] = None
+    form: Annotated[Literal["round", "flat-out"], Setting("a form", values={"sphere": "round"})] = "round"
+    share: Annotated[float, Setting("a share", gt=0)] = 0.5
+    few: Annotated[int, Setting("few", le=3)] = 1
+    pair: Annotated[str, Setting("a pair", values={"one": "1"})] = ""
 
 
 def test_what_a_declaration_says() -> None:
@@ -195,7 +195,7 @@ def test_what_a_declaration_says() -> None:
         with pytest.raises(ConfigError, match=f"^{words}$"):
             declared.check(value)
     with pytest.raises(ConfigError, match="--size"):
-        check_settings(Example(size=0))
+        Example(size=0).validate()
 
 
 def test_keywords_are_taken_by_their_names() -> None:

@@ -7,7 +7,7 @@ in --help, the check of its bounds or choices and, in the structs of the model's
 its keyword of `LLM` follow from that (`minisgl.settings`). To add one, declare the field and read it where it is due:
 
     class HttpConfig(...):
-        max_choices: Annotated[int, Setting(help="choices of a prompt: n, best_of", metavar="N", ge=1)] = 64
+        max_choices: Annotated[int, Setting("choices of a prompt: n, best_of", metavar="N", ge=1)] = 64
 
 makes `--max-choices N`, refused below 1 by name and limit; the API server reads `config.http.max_choices`. A `Literal`
 type makes choices; `int | None` is optional, and None is what its help says; a bool's flag sets the opposite of its
@@ -23,7 +23,7 @@ import msgspec
 
 from minisgl.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS, Limits
 from minisgl.settings import ConfigError as ConfigError
-from minisgl.settings import Setting, check_settings
+from minisgl.settings import Setting, Settings
 
 DEMO_MODEL = "demo"  # name of the built-in model for --model and for clients
 DEFAULT_PORT = 1919
@@ -75,70 +75,65 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         return found
 
 
-class SourceConfig(msgspec.Struct, frozen=True, kw_only=True):
+class SourceConfig(Settings, frozen=True, kw_only=True):
     """Source of the model: its name, hub, revision, tokenizer and chat template."""
 
     model: Annotated[
         str,
         Setting(
-            help="folder or hub id of the model; demo: the built-in one",
-            flags=("--model", "--model-path"),
-            metavar="MODEL",
+            "folder or hub id of the model; demo: the built-in one", flags=("--model", "--model-path"), metavar="MODEL"
         ),
     ] = DEMO_MODEL
     model_source: Annotated[
-        ModelSource, Setting(help="hub of the ids of models and tokenizers; modelscope needs the extra of that name")
+        ModelSource, Setting("hub of the ids of models and tokenizers; modelscope needs the extra of that name")
     ] = "huggingface"
     revision: Annotated[
-        str | None, Setting(help="branch, tag or commit of the model on its hub; none: the newest", metavar="NAME")
+        str | None, Setting("branch, tag or commit of the model on its hub; none: the newest", metavar="NAME")
     ] = None
     tokenizer: Annotated[
         str | None,
         Setting(
-            help="folder or hub id of the tokenizer and its chat template; none: the model's",
+            "folder or hub id of the tokenizer and its chat template; none: the model's",
             aliases=("--tokenizer-path",),
             metavar="MODEL",
         ),
     ] = None
     chat_template: Annotated[
-        str | None, Setting(help="Jinja file of the chat template; none: the tokenizer's", metavar="FILE")
+        str | None, Setting("Jinja file of the chat template; none: the tokenizer's", metavar="FILE")
     ] = None
 
     generation_config: Annotated[
         str,
         Setting(
-            help="sampling defaults: auto: of the model's generation_config.json; vllm: none; or of a folder with such "
+            "sampling defaults: auto: of the model's generation_config.json; vllm: none; or of a folder with such "
             "a file",
             metavar="FOLDER",
         ),
     ] = "auto"
 
     def validate(self) -> None:
-        """Raise ConfigError for the first value outside its range."""
-        check_settings(self)
+        super().validate()
         if self.chat_template is not None and not Path(self.chat_template).is_file():
             raise ConfigError(f"--chat-template {self.chat_template}: there is no such file")
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine needs: the model, where it runs, and the memory it may use."""
+class EngineConfig(Settings, frozen=True, kw_only=True):
+    """The engine: its model, where it runs, and the memory it may use."""
 
     model_path: str  # a local folder
-    device: Annotated[Device, Setting(help="auto: cuda if there is one")] = "auto"
+    device: Annotated[Device, Setting("auto: cuda if there is one")] = "auto"
     dtype: Annotated[
         Dtype,
-        Setting(
-            help="of weights and computation; auto: the checkpoint's", values={"half": "float16", "float": "float32"}
-        ),
+        Setting("of weights and computation; auto: the checkpoint's", values={"half": "float16", "float": "float32"}),
     ] = "auto"
     load_format: Annotated[
         LoadFormat,
-        Setting(help="dummy: random weights", switches={"--dummy-weight": "dummy"}, values={"auto": "safetensors"}),
+        Setting("dummy: random weights", switches={"--dummy-weight": "dummy"}, values={"auto": "safetensors"}),
     ] = "safetensors"
     attention: Annotated[
         str,
         Setting(
-            help="attention: auto, fa, fi, varlen or torch, or two with a comma: for prefill (and mixed batches), for "
+            "attention: auto, fa, fi, varlen or torch, or two with a comma: for prefill (and mixed batches), for "
             "decode (there also fused)",
             flags=("--attn", "--attention-backend"),
             metavar="NAME",
@@ -157,18 +152,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: Annotated[
         KVCacheDtype,
         Setting(
-            help="type of the stored K and V; auto: the model's dtype; fp8_e4m3: 8 bits, so twice as many fit",
+            "type of the stored K and V; auto: the model's dtype; fp8_e4m3: 8 bits, so twice as many fit",
             values={"fp8": "fp8_e4m3"},
         ),
     ] = "auto"
     page_size: Annotated[
-        int,
-        Setting(help="tokens of a page of the KV cache", aliases=("--block-size",), metavar="TOKENS", ge=1),
+        int, Setting("tokens of a page of the KV cache", aliases=("--block-size",), metavar="TOKENS", ge=1)
     ] = DEFAULT_PAGE_SIZE
     num_pages: Annotated[
         int | None,
         Setting(
-            help="pages in the KV cache; none: as memory allows",
+            "pages in the KV cache; none: as memory allows",
             aliases=("--num-gpu-blocks-override",),
             metavar="PAGES",
             keyword="num_page_override",
@@ -178,7 +172,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory_ratio: Annotated[
         float,
         Setting(
-            help="share of the GPU's memory for weights and KV cache; on the CPU, of the free memory for the KV cache, "
+            "share of the GPU's memory for weights and KV cache; on the CPU, of the free memory for the KV cache, "
             "at most 8 GiB, and for 16 sequences of full length",
             aliases=("--gpu-memory-utilization", "--mem-fraction-static"),
             metavar="RATIO",
@@ -189,7 +183,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: Annotated[
         int,
         Setting(
-            help="requests that run at the same time",
+            "requests that run at the same time",
             aliases=("--max-num-seqs",),
             metavar="N",
             keyword="max_running_req",
@@ -200,7 +194,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_seq_len: Annotated[
         int | None,
         Setting(
-            help="context length; none: the model's",
+            "context length; none: the model's",
             flags=("--max-seq-len-override",),
             aliases=("--max-model-len", "--context-length"),
             metavar="TOKENS",
@@ -211,7 +205,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graph_max_bs: Annotated[
         int | None,
         Setting(
-            help="largest decode batch in a CUDA graph; 0: no graphs; none: --max-running-requests",
+            "largest decode batch in a CUDA graph; 0: no graphs; none: --max-running-requests",
             flags=("--cuda-graph-max-bs", "--graph"),
             aliases=("--max-cudagraph-capture-size",),
             metavar="ROWS",
@@ -221,12 +215,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     logprobs_mode: Annotated[
         LogprobsMode,
-        Setting(help="log-probabilities of the model's logits, or after penalties, biases, masks and temperature"),
+        Setting("log-probabilities of the model's logits, or after penalties, biases, masks and temperature"),
     ] = "raw_logprobs"
     tp_size: Annotated[
         int,
         Setting(
-            help="GPUs, or processes on the CPU, that hold the model together",
+            "GPUs, or processes on the CPU, that hold the model together",
             flags=("--tp", "--tp-size", "--tensor-parallel-size"),
             aliases=("-tp",),
             metavar="N",
@@ -236,18 +230,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1
 
     def validate(self) -> None:
-        """Raise ConfigError for the first value outside its range."""
-        check_settings(self)
+        super().validate()
         attention_names(self.attention)
 
 
-class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler decides by."""
+class SchedulerConfig(Settings, frozen=True, kw_only=True):
+    """The scheduler: its cache, its policies and the size of its steps."""
 
     cache: Annotated[
         CacheType,
         Setting(
-            help="radix: reuse shared prefixes",
+            "radix: reuse shared prefixes",
             flags=("--cache", "--cache-type"),
             keyword="cache_type",
             switches={
@@ -260,7 +253,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_prefill_tokens: Annotated[
         int,
         Setting(
-            help="prompt tokens computed in one step; longer prompts are cut into chunks",
+            "prompt tokens computed in one step; longer prompts are cut into chunks",
             flags=("--max-prefill-length", "--max-extend-length"),
             aliases=("--max-num-batched-tokens", "--chunked-prefill-size"),
             metavar="TOKENS",
@@ -271,35 +264,31 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_policy: Annotated[
         BatchPolicyName,
         Setting(
-            help="prefill-first: prompts before decodes; mixed: every decode in every step, prompts in what is left of "
+            "prefill-first: prompts before decodes; mixed: every decode in every step, prompts in what is left of "
             "--max-prefill-length",
             switches={"--enable-mixed-chunk": "mixed"},
         ),
     ] = "prefill-first"
     schedule_policy: Annotated[
-        SchedulePolicy, Setting(help="who enters first: fcfs: who came first; lpm: longest cached prefix")
+        SchedulePolicy, Setting("who enters first: fcfs: who came first; lpm: longest cached prefix")
     ] = "fcfs"
     overlap: Annotated[
         bool,
         Setting(
-            help="read each step's tokens before launching the next step",
+            "read each step's tokens before launching the next step",
             flags=("--disable-overlap",),
             aliases=("--disable-overlap-schedule", "--no-async-scheduling"),
         ),
     ] = True
 
-    def validate(self) -> None:
-        """Raise ConfigError for the first value outside its range."""
-        check_settings(self)
 
-
-class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
+class HttpConfig(Settings, frozen=True, kw_only=True):
     """Who may call the API server and how."""
 
     api_keys: Annotated[
         tuple[str, ...],
         Setting(
-            help="clients must send one of these as bearer token; none: all routes are open; better in MINISGL_API_KEY "
+            "clients must send one of these as bearer token; none: all routes are open; better in MINISGL_API_KEY "
             "or a file: others see flags",
             flags=("--api-key",),
             metavar="KEY",
@@ -308,7 +297,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     admin_api_key: Annotated[
         str | None,
         Setting(
-            help="key that /flush_cache, /abort and their like want instead of --api-key; better in "
+            "key that /flush_cache, /abort and their like want instead of --api-key; better in "
             "MINISGL_ADMIN_API_KEY; none: what opens the other routes opens these",
             metavar="KEY",
         ),
@@ -316,45 +305,41 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: Annotated[
         tuple[str, ...],
         Setting(
-            help="names of the server in clients' Host headers, besides localhost and addresses; * for any; none: any, "
+            "names of the server in clients' Host headers, besides localhost and addresses; * for any; none: any, "
             "unless --host is a loopback address",
             metavar="NAME",
         ),
     ] = ()
     allowed_origins: Annotated[
         tuple[str, ...],
-        Setting(
-            help="web pages of other origins that may call (CORS); * for all; none: they are refused", metavar="ORIGIN"
-        ),
+        Setting("web pages of other origins that may call (CORS); * for all; none: they are refused", metavar="ORIGIN"),
     ] = ()
-    allowed_methods: Annotated[tuple[str, ...], Setting(help="that such pages may use", metavar="METHOD")] = ("*",)
-    allowed_headers: Annotated[tuple[str, ...], Setting(help="that such pages may send", metavar="HEADER")] = ("*",)
-    allow_credentials: Annotated[bool, Setting(help="such pages may send cookies")] = False
+    allowed_methods: Annotated[tuple[str, ...], Setting("that such pages may use", metavar="METHOD")] = ("*",)
+    allowed_headers: Annotated[tuple[str, ...], Setting("that such pages may send", metavar="HEADER")] = ("*",)
+    allow_credentials: Annotated[bool, Setting("such pages may send cookies")] = False
     root_path: Annotated[
-        str,
-        Setting(help="that a reverse proxy puts before every route", aliases=("--fastapi-root-path",), metavar="PATH"),
+        str, Setting("that a reverse proxy puts before every route", aliases=("--fastapi-root-path",), metavar="PATH")
     ] = ""
-    ssl_keyfile: Annotated[str | None, Setting(help="private key, for https", metavar="FILE")] = None
-    ssl_certfile: Annotated[str | None, Setting(help="certificate, for https", metavar="FILE")] = None
-    max_body_bytes: Annotated[int, Setting(help="largest body of a request", metavar="BYTES", ge=1)] = 8 * 1024 * 1024
+    ssl_keyfile: Annotated[str | None, Setting("private key, for https", metavar="FILE")] = None
+    ssl_certfile: Annotated[str | None, Setting("certificate, for https", metavar="FILE")] = None
+    max_body_bytes: Annotated[int, Setting("largest body of a request", metavar="BYTES", ge=1)] = 8 * 1024 * 1024
     max_queued_requests: Annotated[
-        int,
-        Setting(help="sequences (each choice is one) running or waiting; further requests get 503", metavar="N", ge=1),
+        int, Setting("sequences (each choice is one) running or waiting; further requests get 503", metavar="N", ge=1)
     ] = 8192
-    max_choices: Annotated[int, Setting(help="choices of a prompt: n, best_of", metavar="N", ge=1)] = MAX_CHOICES
-    max_stop_strings: Annotated[
-        int, Setting(help="stop strings of a request", metavar="N", ge=0, le=MAX_STOP_STRINGS)
-    ] = MAX_STOP_STRINGS
+    max_choices: Annotated[int, Setting("choices of a prompt: n, best_of", metavar="N", ge=1)] = MAX_CHOICES
+    max_stop_strings: Annotated[int, Setting("stop strings of a request", metavar="N", ge=0, le=MAX_STOP_STRINGS)] = (
+        MAX_STOP_STRINGS
+    )
     max_logprobs: Annotated[
-        int, Setting(help="alternatives per token that a request may ask for", metavar="N", ge=0, le=MAX_LOGPROBS)
+        int, Setting("alternatives per token that a request may ask for", metavar="N", ge=0, le=MAX_LOGPROBS)
     ] = MAX_LOGPROBS
     receive_timeout: Annotated[
-        float, Setting(help="for a request to arrive whole", metavar="SECONDS", gt=0, le=MAX_SECONDS, unit="seconds")
+        float, Setting("for a request to arrive whole", metavar="SECONDS", gt=0, le=MAX_SECONDS, unit="seconds")
     ] = 60.0
     send_timeout: Annotated[
         float,
         Setting(
-            help="after which a client that accepts no data is disconnected",
+            "after which a client that accepts no data is disconnected",
             metavar="SECONDS",
             gt=0,
             le=MAX_SECONDS,
@@ -364,7 +349,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     health_timeout: Annotated[
         float,
         Setting(
-            help="without a heartbeat through all processes after which /health fails",
+            "without a heartbeat through all processes after which /health fails",
             metavar="SECONDS",
             gt=0,
             le=MAX_SECONDS,
@@ -375,15 +360,11 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     def limits(self, engine: Limits) -> Limits:
         """Return the engine's limits, with what one request may ask for."""
         return msgspec.structs.replace(
-            engine,
-            max_choices=self.max_choices,
-            max_stop_strings=self.max_stop_strings,
-            max_logprobs=self.max_logprobs,
+            engine, max_choices=self.max_choices, max_stop_strings=self.max_stop_strings, max_logprobs=self.max_logprobs
         )
 
     def validate(self) -> None:
-        """Raise ConfigError for the first value outside its range."""
-        check_settings(self)
+        super().validate()
         admin_keys = () if self.admin_api_key is None else (self.admin_api_key,)
         for flag, keys in {"--api-key": self.api_keys, "--admin-api-key": admin_keys}.items():
             if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in keys):
@@ -410,7 +391,7 @@ def _check_certificate(keyfile: str, certfile: str) -> None:
         raise ConfigError(f"--ssl-certfile {certfile} and its --ssl-keyfile cannot be used: {error}") from None
 
 
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ServerConfig(Settings, frozen=True, kw_only=True):
     """The whole server."""
 
     source: SourceConfig = SourceConfig()
@@ -422,17 +403,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_names: Annotated[
         tuple[str, ...],
         Setting(
-            help="what clients call the model; the first name is in the answers; none: the hub id, or the folder",
+            "what clients call the model; the first name is in the answers; none: the hub id, or the folder",
             flags=("--served-model-name",),
             metavar="NAME",
         ),
     ] = ()
-    host: Annotated[str, Setting(help="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Setting(help="TCP port to listen on; 0: any free one", ge=0, le=65535)] = DEFAULT_PORT
+    host: Annotated[str, Setting("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Setting("TCP port to listen on; 0: any free one", ge=0, le=65535)] = DEFAULT_PORT
     num_tokenizers: Annotated[
         int,
         Setting(
-            help="tokenizer processes; 0 is understood as 1",
+            "tokenizer processes; 0 is understood as 1",
             flags=("--num-tokenizer", "--tokenizer-count"),
             metavar="N",
             ge=0,
@@ -442,7 +423,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: Annotated[
         ToolCallParserName,
         Setting(
-            help="form of the model's tool calls; auto: as its chat template shows",
+            "form of the model's tool calls; auto: as its chat template shows",
             values={  # of vLLM and SGLang
                 "qwen": "hermes",
                 "qwen25": "hermes",
@@ -453,12 +434,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     reasoning_parser: Annotated[
-        ReasoningParserName, Setting(help="form of the model's thoughts; auto: as its chat template shows")
+        ReasoningParserName, Setting("form of the model's thoughts; auto: as its chat template shows")
     ] = "auto"
     shutdown_timeout: Annotated[
         float,
         Setting(
-            help="from SIGTERM to the server's end, in which running requests may finish; below what follows SIGTERM "
+            "from SIGTERM to the server's end, in which running requests may finish; below what follows SIGTERM "
             "with SIGKILL (Kubernetes 30, Docker 10); 0: end at once",
             metavar="SECONDS",
             ge=0,
@@ -466,13 +447,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             unit="seconds",
         ),
     ] = 25.0
-    log_level: Annotated[
-        LogLevel, Setting(help="log what is at least this important", aliases=("--uvicorn-log-level",))
-    ] = "info"
+    log_level: Annotated[LogLevel, Setting("log what is at least this important", aliases=("--uvicorn-log-level",))] = (
+        "info"
+    )
     access_log: Annotated[
         bool,
         Setting(
-            help="no line for each request with its method, path, status and milliseconds; probes of /health, /ready, "
+            "no line for each request with its method, path, status and milliseconds; probes of /health, /ready, "
             "/ping and /metrics have theirs at --log-level debug alone",
             flags=("--disable-access-log",),
             aliases=("--no-access-log", "--disable-uvicorn-access-log"),
@@ -480,8 +461,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = True
     shell: Annotated[
-        bool,
-        Setting(help="chat in the terminal; the server ends with it", flags=("--shell", "--shell-mode")),
+        bool, Setting("chat in the terminal; the server ends with it", flags=("--shell", "--shell-mode"))
     ] = False
 
     @property
@@ -502,8 +482,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, engine=engine, source=source, tokenizer_path=str(tokenizer.resolve()))
 
     def validate(self) -> None:
-        """Raise ConfigError for the first value outside its range."""
-        check_settings(self)
+        super().validate()
         for part in (self.source, self.engine, self.scheduler, self.http):
             part.validate()
         if self.shell and self.http.ssl_certfile is not None:

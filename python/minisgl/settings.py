@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -22,7 +22,7 @@ class ConfigError(ValueError):
     """A configuration that cannot be served. One line that says what to change."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Setting:
     """Declaration of a setting beside its name, type and default.
 
@@ -30,6 +30,7 @@ class Setting:
     """
 
     help: str  # one sentence, without the default
+    _: KW_ONLY
     flags: tuple[str, ...] = ()  # shown in --help, ours first; () stands for the field's name with dashes
     aliases: tuple[str, ...] = ()  # flags of vLLM and SGLang with the same meaning
     metavar: str | None = None  # what a value is called in --help
@@ -122,10 +123,13 @@ def declarations(struct: type[msgspec.Struct]) -> tuple[Declaration, ...]:
     return tuple(found)
 
 
-def check_settings(config: msgspec.Struct) -> None:
-    """Raise ConfigError for the first value that its declaration does not allow."""
-    for declared in declarations(type(config)):
-        declared.check(getattr(config, declared.name))
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the configuration structs."""
+
+    def validate(self) -> None:
+        """Raise ConfigError for the first value that its declaration does not allow, or that another one excludes."""
+        for declared in declarations(type(self)):
+            declared.check(getattr(self, declared.name))
 
 
 def take_keywords(struct: type[T], keywords: dict[str, Any]) -> dict[str, Any]:

@@ -57,12 +57,12 @@ class SparseMLP(nn.Module):
 
     @property
     def idle_weights(self) -> int:
-        """Of the experts that a token is not sent to."""
+        """Number of weights of the experts that a token is not sent to."""
         chosen = self.routing.top_k / len(self.experts.w13)
         return int((self.experts.w13.numel() + self.experts.w2.numel()) * (1 - chosen))
 
     def graph_safe(self, ops: Ops) -> bool:
-        """Whether its work is the same whatever the data."""
+        """True if its work is the same whatever the data."""
         return ops.moe_graph_safe(self.experts.w13, self.experts.w2, self.routing)
 
 
@@ -100,7 +100,7 @@ class Experts(nn.Module):
             yield WeightSlice(f"{name}.{expert}.down_proj.weight", (hidden, size), (every, kept), w2)
 
     def stacked_slices(self, name: str) -> Iterator[WeightSlice]:
-        """As transformers 5 holds them in memory, and saves them if told so: `experts.gate_up_proj`."""
+        """Slices of stacked experts, `experts.gate_up_proj`: transformers 5 has them so in memory and may save them."""
         count, hidden, size = len(self.w13), self.hidden_size, self.intermediate_size
         every = slice(None)
         for target, begin in zip(self.w13.chunk(2, dim=1), (self.start, size + self.start), strict=True):

@@ -1,4 +1,4 @@
-"""How a layer says what it takes from a checkpoint, so that loading knows nothing of layers."""
+"""Slices of a checkpoint by which a layer says what it takes, so that loading knows nothing of layers."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class LLM:
 
     @property
     def retractions(self) -> int:
-        """How often a running request had to give its pages back and wait again."""
+        """Number of times that a running request had to give its pages back and wait again."""
         return self.loop.scheduler.retractions
 
     def check_idle(self) -> None:
@@ -211,14 +211,14 @@ class LLM:
         return self._known(ids).astype(np.int32)
 
     def _known(self, ids: Int32Array) -> Int32Array:
-        """InvalidRequest for an id that the model does not have; a tokenizer may have more."""
+        """Return the ids. InvalidRequest for one that the model does not have; a tokenizer may have more."""
         check_vocabulary(ids, self._engine.limits)
         return ids
 
     def _params_for(
         self, prompts: list[Int32Array], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
-        """One validated SamplingParams a prompt, with max_tokens resolved."""
+        """Return one validated SamplingParams a prompt, with max_tokens resolved."""
         self._require_open()
         if params is None or isinstance(params, SamplingParams):
             params = [params or self._default_params] * len(prompts)
@@ -245,7 +245,7 @@ class LLM:
     def _run(
         self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool, *, continues: bool
     ) -> list[Completion]:
-        """`continues`: the answers' texts go on from the prompts'."""
+        """Answer the prompts alone; `continues`: the answers' texts go on from the prompts'."""
         with self._lock:
             self._require_open()
             self._ranks.check()
@@ -318,7 +318,7 @@ def _default_params(defaults: SamplingDefaults) -> SamplingParams:
 
 
 def _with_tuples(params: SamplingParams) -> SamplingParams:
-    """Lists become the tuples that they stand for."""
+    """Return the parameters with tuples in place of the lists that stand for them."""
     given = {name: getattr(params, name) for name in _TUPLES}
     for name, value in given.items():
         if isinstance(value, str):

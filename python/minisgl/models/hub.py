@@ -1,4 +1,4 @@
-"""From the name that a user gives to a folder on disk. No torch."""
+"""Finds a model: from the name that a user gives to a folder on disk. No torch."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _download_from_hugging_face(name: str, revision: str | None, patterns: list[
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder. Raises WeightError if there are none or one is missing."""
+    """Return the safetensors files of a model folder. Raises WeightError if there are none or one is missing."""
     if (folder / SINGLE).is_file():  # before an index, as transformers does: models saved anew leave the old one there
         return [folder / SINGLE]
     index = folder / INDEX
@@ -146,10 +146,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _is_inside(path: Path) -> bool:
-    """Whether a relative path stays in its folder. What lies there may be a link: in the hub's cache all files are."""
+    """True if a relative path stays in its folder. The file there may be a link: in the hub's cache all are."""
     return not path.is_absolute() and ".." not in path.parts
 
 
 def some(names: list[str]) -> str:
-    """The first of these and how many more, for an error."""
+    """Return the first of these and how many more, for an error."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

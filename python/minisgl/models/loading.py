@@ -28,7 +28,7 @@ _DERIVED = ("rotary_emb.inv_freq",)
 
 
 def model_slices(model: nn.Module, found: Container[str] = ()) -> Iterator[WeightSlice]:
-    """What the model keeps of a checkpoint with the tensors `found`, in the order of its modules."""
+    """Slices that the model keeps of a checkpoint with the tensors `found`, in the order of its modules."""
     for name, module in model.named_modules():
         stacked = list(module.stacked_slices(name)) if isinstance(module, Stackable) else []
         if stacked and stacked[0].name in found:
@@ -39,7 +39,7 @@ def model_slices(model: nn.Module, found: Container[str] = ()) -> Iterator[Weigh
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: Path, names: CheckpointNames, *, progress: bool = False) -> None:
-    """Raises WeightError, naming tensor and shapes, before anything is read if the checkpoint does not fit."""
+    """Fill the model. If the checkpoint does not fit, WeightError names tensor and shapes before anything is read."""
     wanted: dict[str, list[WeightSlice]] = defaultdict(list)
     files = checkpoint_files(folder)
     found = _shapes(files, names)
@@ -75,7 +75,7 @@ def load_weights(model: nn.Module, folder: Path, names: CheckpointNames, *, prog
 
 @torch.no_grad()
 def fill_random(model: nn.Module, std: float, *, seed: int) -> None:
-    """Matrices from normal(0, std) made on their device; norms stay 1, biases and padding stay 0."""
+    """Fill matrices from normal(0, std) on their device; norms stay 1, biases and padding stay 0."""
     generator: torch.Generator | None = None
     for part in model_slices(model):
         if part.tied or part.target.ndim < 2:
@@ -99,7 +99,7 @@ def _check(wanted: dict[str, list[WeightSlice]], found: dict[str, tuple[int, ...
 
 
 def _shapes(files: list[Path], names: CheckpointNames) -> dict[str, tuple[int, ...]]:
-    """Shapes by the model's own names of all tensors but those that text does not need."""
+    """Return shapes by the model's own names of all tensors but those that text does not need."""
     shapes = {}
     for path in files:
         with _open(path) as file:
@@ -125,7 +125,7 @@ def _read(file: Any, name: str, part: WeightSlice) -> Tensor:
 
 
 def build_model(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """One rank's model with unfilled weights, made where it stays; on the meta device it takes no memory."""
+    """Return one rank's model with unfilled weights, made where it stays; on the meta device it takes no memory."""
     config.check_tp(tp.size)
     with torch.device(device):
         return CausalLM(config, tp=tp, dtype=dtype).eval()
@@ -142,7 +142,7 @@ def load_model(
     progress: bool = False,
     seed: int = 0,
 ) -> CausalLM:
-    """One rank's model, filled from the folder or ("dummy") with random weights. Raises ModelError."""
+    """Return one rank's model, filled from the folder or ("dummy") with random weights. Raises ModelError."""
     model = build_model(config, tp=tp, dtype=dtype, device=device)
     if load_format == "dummy":
         fill_random(model, config.initializer_range, seed=seed + tp.rank)

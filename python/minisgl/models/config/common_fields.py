@@ -21,7 +21,7 @@ from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
 
 
 def read_attention(reader: ConfigReader, rope: RopeConfig) -> AttentionConfig:
-    """Heads and their sizes, scaled by head_dim ** -0.5."""
+    """Read heads and their sizes, scaled by head_dim ** -0.5."""
     num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
     if reader.get("head_dim") is None and hidden_size % num_heads:
         raise UnsupportedModel(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
@@ -56,7 +56,7 @@ def read_layer_types(reader: ConfigReader, num_layers: int) -> list[bool] | None
 
 
 def read_model(architecture: str, reader: ConfigReader, layers: Sequence[LayerConfig], context_len: int) -> ModelConfig:
-    """A decoder of these layers. UnsupportedModel for a key that changes the result and has not been read."""
+    """Return a decoder of these layers. UnsupportedModel for a key that changes the result and has not been read."""
     model = ModelConfig(
         architecture=architecture,
         vocab_size=reader.count("vocab_size"),
@@ -73,7 +73,7 @@ def read_model(architecture: str, reader: ConfigReader, layers: Sequence[LayerCo
 
 
 def read_rope(reader: ConfigReader, *, partial: bool = False) -> RopeConfig:
-    """Rope parameters that all layers share; `partial`: of families that may rotate a part of each head."""
+    """Read the rope that all layers share; `partial`: of families that may rotate a part of each head."""
     rope = rope_parameters(reader)
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedModel(f"rope parameters by layer type ({', '.join(rope)}) are not supported")
@@ -85,8 +85,9 @@ def read_rope(reader: ConfigReader, *, partial: bool = False) -> RopeConfig:
 
 
 def rope_parameters(reader: ConfigReader) -> Mapping[str, Any]:
-    """The object that describes the rope: transformers 5 has all in rope_parameters; before, rope_theta stood outside
-    and rope_scaling could be null.
+    """Return the object that describes the rope.
+
+    Transformers 5 has all in rope_parameters; before, rope_theta stood outside and rope_scaling could be null.
     """
     rope = reader.get("rope_scaling") or reader.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -95,7 +96,7 @@ def rope_parameters(reader: ConfigReader) -> Mapping[str, Any]:
 
 
 def parse_rope(reader: ConfigReader, parameters: Mapping[str, Any]) -> RopeConfig:
-    """One kind of layer's rope, whose `parameters` may leave the theta and the original length to the outer object."""
+    """Read one kind of layer's rope; its `parameters` may leave theta and original length to the outer object."""
     rope, max_positions = ConfigReader(parameters), reader.count("max_position_embeddings")
     if rope.get("partial_rotary_factor") not in (None, 1):
         raise UnsupportedModel(f"partial_rotary_factor {brief(rope.get('partial_rotary_factor'))} is not supported")

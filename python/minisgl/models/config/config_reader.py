@@ -109,7 +109,7 @@ class ConfigReader:
         return cast(DTypeName, name)
 
     def refuse_unread(self) -> None:
-        """UnsupportedModel for the first key that changes the result and that the family has not read."""
+        """Raise UnsupportedModel for the first key that changes the result and that the family has not read."""
         for key, neutral in _NEUTRAL.items():
             value = self._raw.get(key)
             if key not in self._read and value is not None and value != neutral:

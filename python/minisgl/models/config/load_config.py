@@ -60,7 +60,7 @@ def _architecture(raw: Mapping[str, Any]) -> str:
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], eos_of_tokenizer: int | None) -> list[int]:
-    """Whatever ends an answer in any of the files, as vLLM and SGLang have it."""
+    """Return all ids that end an answer in any of the files, as vLLM and SGLang have it."""
     ids: list[int] = []
     for source in (raw, raw.get("text_config"), generation, {"eos_token_id": eos_of_tokenizer}):
         value = source.get("eos_token_id") if isinstance(source, Mapping) else None

@@ -77,7 +77,7 @@ class ModelConfig:
         return max(layer.mlp.routing.top_k if isinstance(layer.mlp, MoEConfig) else 0 for layer in self.layers)
 
     def check_tp(self, size: int) -> None:
-        """UnsupportedModel if the layers cannot be divided among `size` ranks.
+        """Raise UnsupportedModel if the layers cannot be divided among `size` ranks.
 
         KV heads are replicated and the vocabulary is padded, so neither has to divide.
         """
