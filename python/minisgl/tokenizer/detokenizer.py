@@ -1,7 +1,7 @@
-"""Text state of all sequences in generation: token ids in, pieces of text out, stop strings found.
+"""Text state of all sequences in generation: token ids in, text deltas out, stop strings found.
 
 A sequence's state is made by its Open and freed by its End, and by nothing else, so that a late token cannot bring it
-back. Each sequence gets exactly one finishing piece: at a stop string, or else at its End. Pure: the worker and the
+back. Each sequence gets exactly one finishing delta: at a stop string, or else at its End. Pure: the worker and the
 offline LLM bring the messages.
 """
 
@@ -37,12 +37,12 @@ class Detokenizer:
         return len(self._running) + len(self._stopped)
 
     def apply(self, step: StepOutput) -> tuple[list[OutputDelta], list[Stopped]]:
-        """Apply a step; return a piece for each sequence that got something, and those the scheduler must stop."""
+        """Apply a step; return a delta for each sequence that got something, and those the scheduler must stop."""
         running = self._running
         for opened in step.opened:
             running[opened.seq_id] = _Sequence(self._decoder, opened)
 
-        pieces: dict[int, OutputDelta] = {}
+        deltas: dict[int, OutputDelta] = {}
         packed = step.tokens
         ids_of_each = [packed[at : at + ID_BYTES] for at in range(0, len(packed), ID_BYTES)]
         for seq_id, ids, token in zip(step.seq_ids, ids_of_each, self._tokens_with_text(step), strict=True):
@@ -54,24 +54,24 @@ class Detokenizer:
             stop = None
             if state.matcher is not None:
                 text, stop = state.match(text)
-            if seq_id in pieces:  # its second token in this step
-                ids = pieces[seq_id].ids + ids
-                text = pieces[seq_id].text + text
+            if seq_id in deltas:  # its second token in this step
+                ids = deltas[seq_id].ids + ids
+                text = deltas[seq_id].text + text
             if stop is None:
-                pieces[seq_id] = OutputDelta(seq_id, ids, text)
+                deltas[seq_id] = OutputDelta(seq_id, ids, text)
             else:
-                pieces[seq_id] = OutputDelta(seq_id, ids, text, "stop", state.cached_tokens, stop)
+                deltas[seq_id] = OutputDelta(seq_id, ids, text, "stop", state.cached_tokens, stop)
                 del running[seq_id]
                 self._stopped.add(seq_id)
 
         for end in step.ended:
             ending = running.pop(end.seq_id, None)
             if ending is not None:
-                pieces[end.seq_id] = ending.finish(end, pieces.get(end.seq_id))
+                deltas[end.seq_id] = ending.finish(end, deltas.get(end.seq_id))
             self._stopped.discard(end.seq_id)
-        stopped = [Stopped(seq_id) for seq_id in pieces if seq_id in self._stopped] if self._stopped else []
-        self._add_logprobs(pieces, step)
-        return list(pieces.values()), stopped
+        stopped = [Stopped(seq_id) for seq_id in deltas if seq_id in self._stopped] if self._stopped else []
+        self._add_logprobs(deltas, step)
+        return list(deltas.values()), stopped
 
     def _tokens_with_text(self, step: StepOutput) -> list[int]:
         """Return the step's token ids. A token that ended its sequence becomes text only if that was asked for."""
@@ -84,16 +84,16 @@ class Detokenizer:
                     tokens[last[seq_id]] = NO_TEXT_ID
         return tokens
 
-    def _add_logprobs(self, pieces: dict[int, OutputDelta], step: StepOutput) -> None:
-        """Add log-probabilities to the pieces of those who asked: of their tokens, and of the prompt to the first."""
+    def _add_logprobs(self, deltas: dict[int, OutputDelta], step: StepOutput) -> None:
+        """Add log-probabilities to the deltas of those who asked: of their tokens, and of the prompt to the first."""
         if step.logprobs is not None:
             for seq_id, positions in unpack_logprobs(step.logprobs, self._decoder).items():
-                if seq_id in pieces:
-                    pieces[seq_id] = msgspec.structs.replace(pieces[seq_id], logprobs=positions)
+                if seq_id in deltas:
+                    deltas[seq_id] = msgspec.structs.replace(deltas[seq_id], logprobs=positions)
         for rows in step.prompt_logprobs:
-            for seq_id in pieces.keys() & set(rows.seq_ids):
+            for seq_id in deltas.keys() & set(rows.seq_ids):
                 positions = unpack_logprobs(rows, self._decoder)[seq_id]
-                pieces[seq_id] = msgspec.structs.replace(pieces[seq_id], prompt_logprobs=positions)
+                deltas[seq_id] = msgspec.structs.replace(deltas[seq_id], prompt_logprobs=positions)
 
 
 class _Sequence:
@@ -129,9 +129,9 @@ class _Sequence:
         text, stop = self.matcher.feed(text)
         return (text + stop if stop is not None and self.include_stop else text), stop
 
-    def finish(self, end: End, piece: OutputDelta | None) -> OutputDelta:
-        """Return the last piece: what this step brought, and what was held back. That may still have a stop string."""
-        ids, shown = (b"", "") if piece is None else (piece.ids, piece.text)
+    def finish(self, end: End, delta: OutputDelta | None) -> OutputDelta:
+        """Return the last delta: what this step brought, and what was held back. That may still have a stop string."""
+        ids, shown = (b"", "") if delta is None else (delta.ids, delta.text)
         text, stop = self._flush(), None
         if self.matcher is not None:
             text, stop = self.match(text)

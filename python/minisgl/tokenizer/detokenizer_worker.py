@@ -27,9 +27,9 @@ def run(worker: Worker) -> None:
     while True:
         message = inbox.receive()
         if isinstance(message, StepOutput):
-            pieces, stopped = detokenizer.apply(message)
-            if pieces:
-                api.send(OutputDeltas(pieces))
+            deltas, stopped = detokenizer.apply(message)
+            if deltas:
+                api.send(OutputDeltas(deltas))
             for stop in stopped:
                 scheduler.send(stop)
         elif isinstance(message, Flushed):
