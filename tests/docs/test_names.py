@@ -23,6 +23,7 @@ LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 CODE = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"(?<![\w/.-])[\w-]+(?:/[\w.-]+)*\.(?:py|cu|cuh|md|png)\b(?!\.)")
 FOLDER = re.compile(r"[\w-]+(?:/[\w-]+)*/")
+TEST = re.compile(r"\btest_\w+")
 MODULE = re.compile(r"\bminisgl(?:\.\w+)+")
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
@@ -78,6 +79,7 @@ def missing_files(page: Path) -> Iterator[str]:
     mentioned = set(FILE.findall(text))
     mentioned |= {code for code in CODE.findall(prose(text)) if FOLDER.fullmatch(code)}
     yield from sorted(path for path in mentioned - {"FILE.png"} if not exists(path))
+    yield from sorted(name for name in TEST.findall(text) if name not in words() and not exists(f"{name}.py"))
 
 
 def missing_modules(page: Path) -> Iterator[str]:
