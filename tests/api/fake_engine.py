@@ -26,7 +26,6 @@ import zmq
 
 from minisgl.core import SamplingParams
 from minisgl.limits import Limits
-from minisgl.message.relayed import Abort, FlushCache, Flushed, Report, StatsRequest
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import (
     Accepted,
@@ -50,7 +49,18 @@ from minisgl.message.to_tokenizer import (
     TextPrompt,
     ToTokenizer,
 )
-from minisgl.message.types import PositionLogprobs, ProcessCounts, TokenLogprob, pack_ids, unpack_ids
+from minisgl.message.types import (
+    Abort,
+    FlushCache,
+    Flushed,
+    PositionLogprobs,
+    ProcessCounts,
+    Report,
+    StatsRequest,
+    TokenLogprob,
+    pack_ids,
+    unpack_ids,
+)
 
 LIMITS = Limits(max_seq_len=4096, vocab_size=1000)
 DEFAULT_TOKENS = 8

@@ -8,10 +8,9 @@ from collections.abc import Iterable
 import pytest
 
 from minisgl.core import SamplingParams
-from minisgl.message.relayed import Abort, Report, StatsRequest
 from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused
 from minisgl.message.to_tokenizer import Generate, TextPrompt, ToTokenizer
-from minisgl.message.types import ProcessCounts, TextOptions, pack_ids
+from minisgl.message.types import Abort, ProcessCounts, Report, StatsRequest, TextOptions, pack_ids
 from minisgl.seeds import choice_seed
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests.client import MAX_OPTION_BYTES, PROMPTS_A_TURN, EngineClient

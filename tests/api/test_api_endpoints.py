@@ -14,9 +14,8 @@ from api_sse import parse_events
 from fake_engine import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
-from minisgl.message.relayed import Abort, FlushCache, StatsRequest
 from minisgl.message.to_tokenizer import ChatPrompt, Encode, Generate, IdsPrompt, TextPrompt
-from minisgl.message.types import unpack_ids
+from minisgl.message.types import Abort, FlushCache, StatsRequest, unpack_ids
 from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
 
 CHAT = "/v1/chat/completions"

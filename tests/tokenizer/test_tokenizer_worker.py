@@ -25,7 +25,6 @@ from minisgl.core import Grammar, SamplingParams
 from minisgl.limits import Limits
 from minisgl.message import control, to_detokenizer, to_tokenizer
 from minisgl.message.control import ControlPipe, ToSupervisor
-from minisgl.message.relayed import Abort, FlushCache, Flushed, Report, StatsRequest
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_api import (
     Accepted,
@@ -42,7 +41,17 @@ from minisgl.message.to_api import (
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.to_scheduler import Add, Stopped, ToScheduler
 from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, TextPrompt
-from minisgl.message.types import ProcessCounts, TextOptions, pack_ids, unpack_ids
+from minisgl.message.types import (
+    Abort,
+    FlushCache,
+    Flushed,
+    ProcessCounts,
+    Report,
+    StatsRequest,
+    TextOptions,
+    pack_ids,
+    unpack_ids,
+)
 from minisgl.structured_output.validator import GrammarValidator
 from minisgl.tokenizer import admission
 from minisgl.tokenizer.admission import resolve_bad_words

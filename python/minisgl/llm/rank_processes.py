@@ -18,7 +18,7 @@ from minisgl.distributed import TPGroup
 from minisgl.limits import Limits
 from minisgl.message.control import Failed, Ready, Serve, Start, ToSupervisor
 from minisgl.message.socket import Addresses, Outbox
-from minisgl.message.to_rank import ToRank
+from minisgl.message.to_scheduler import ToRank
 from minisgl.process.cpu_environment import cpu_environment
 from minisgl.process.launch import Child, start_worker
 from minisgl.process.run_dir import make_run_dir

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 import zmq
-
-from minisgl.message.arrays import decode_array, encode_array
+from numpy.typing import NDArray
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -51,6 +51,23 @@ class Addresses:
 
     def tokenizer(self, index: int) -> str:
         return self._at(f"tokenizer-{index}")
+
+
+def encode_array(array: object) -> tuple[str, tuple[int, ...], bytes]:
+    """Return dtype, shape and bytes of an array: msgspec's encoder calls this for a type that it does not know.
+
+    The dtype travels with the array. A field's annotation cannot stand for it: what NumPy's aliases are at run time
+    changes from version to version.
+    """
+    if not isinstance(array, np.ndarray):
+        raise NotImplementedError(f"{type(array).__name__} does not go on the wire")
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def decode_array(_annotation: type, sent: Any) -> NDArray[Any]:
+    """Return the array that `encode_array` sent, read-only: it lies in the bytes that were received."""
+    dtype, shape, data = sent
+    return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape)
 
 
 class Inbox(Generic[T]):

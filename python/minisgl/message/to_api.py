@@ -7,8 +7,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from minisgl.core import FinishReason
-from minisgl.message.relayed import Flushed, Report
-from minisgl.message.types import PackedIds, PositionLogprobs
+from minisgl.message.types import Flushed, PackedIds, PositionLogprobs, Report
 
 RefusalStatus: TypeAlias = Literal[400, 500, 503]  # HTTP's
 

@@ -7,8 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from minisgl.core import FinishReason
-from minisgl.message.relayed import Flushed, Report
-from minisgl.message.types import LogprobRows, PackedIds, TextOptions
+from minisgl.message.types import Flushed, LogprobRows, PackedIds, Report, TextOptions
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):

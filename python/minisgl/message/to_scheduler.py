@@ -1,4 +1,4 @@
-"""Tokenizer workers and detokenizer -> scheduler of rank 0."""
+"""Tokenizer workers and detokenizer -> scheduler of rank 0, and from there the plans -> those of the other ranks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from minisgl.core import SamplingParams
-from minisgl.message.relayed import Abort, FlushCache, StatsRequest
-from minisgl.message.types import PackedIds, TextOptions
+from minisgl.core import Batch, Int32Array, SamplingParams
+from minisgl.message.types import Abort, FlushCache, PackedIds, StatsRequest, TextOptions
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -30,3 +29,12 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 
 
 ToScheduler: TypeAlias = Add | Abort | Stopped | StatsRequest | FlushCache
+
+
+class Bitmask(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Tokens that the sampling rows of the plan before may choose."""
+
+    words: Int32Array  # [rows, ceil(vocab_size / 32)]
+
+
+ToRank: TypeAlias = Batch | Bitmask  # the grammar bitmask of a plan that is `constrained` comes right behind it

@@ -7,8 +7,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from minisgl.core import SamplingParams
-from minisgl.message.relayed import Abort, FlushCache, StatsRequest
-from minisgl.message.types import PackedIds, TextOptions
+from minisgl.message.types import Abort, FlushCache, PackedIds, StatsRequest, TextOptions
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True):

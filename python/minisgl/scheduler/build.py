@@ -9,7 +9,7 @@ from minisgl.config import SchedulerConfig
 from minisgl.kvcache import make_cache
 from minisgl.limits import Limits
 from minisgl.message.socket import Outbox
-from minisgl.message.to_rank import ToRank
+from minisgl.message.to_scheduler import ToRank
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.scheduler.loop import StepEngine, StepLoop
 from minisgl.scheduler.ranks import LeadingEngine

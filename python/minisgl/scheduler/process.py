@@ -11,8 +11,7 @@ from minisgl.engine.device import join_ranks
 from minisgl.engine.engine import Engine
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
-from minisgl.message.to_rank import ToRank
-from minisgl.message.to_scheduler import ToScheduler
+from minisgl.message.to_scheduler import ToRank, ToScheduler
 from minisgl.models.config.load_config import load_model_config
 from minisgl.process.worker import Worker
 from minisgl.scheduler.build import make_loop

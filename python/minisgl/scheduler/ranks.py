@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from minisgl.core import Batch, Int32Array, PendingStep
 from minisgl.message.socket import Inbox, Outbox
-from minisgl.message.to_rank import Bitmask, ToRank
+from minisgl.message.to_scheduler import Bitmask, ToRank
 from minisgl.scheduler.loop import StepEngine
 
 T = TypeVar("T")

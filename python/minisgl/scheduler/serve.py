@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from minisgl.message.relayed import Abort, FlushCache, Flushed, Report, StatsRequest
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_scheduler import Add, Stopped, ToScheduler
-from minisgl.message.types import ProcessCounts, unpack_ids
+from minisgl.message.types import Abort, FlushCache, Flushed, ProcessCounts, Report, StatsRequest, unpack_ids
 from minisgl.scheduler.loop import StepLoop
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import zmq
 
-from minisgl.message.relayed import Flushed, Report
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_api import OutputDeltas, ToApi
 from minisgl.message.to_detokenizer import StepOutput, ToDetokenizer
 from minisgl.message.to_scheduler import ToScheduler
-from minisgl.message.types import ProcessCounts
+from minisgl.message.types import Flushed, ProcessCounts, Report
 from minisgl.process.worker import Worker
 from minisgl.tokenizer.detokenizer import Detokenizer
 from minisgl.tokenizer.files import load_decoder

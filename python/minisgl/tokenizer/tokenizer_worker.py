@@ -15,12 +15,11 @@ import zmq
 
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
-from minisgl.message.relayed import Abort, FlushCache, StatsRequest
 from minisgl.message.socket import Inbox, Outbox, Sender
 from minisgl.message.to_api import Decoded, Described, Encoded, Reply, ToApi, Unanswered
 from minisgl.message.to_scheduler import ToScheduler
 from minisgl.message.to_tokenizer import Decode, Describe, Encode, Generate, ToTokenizer
-from minisgl.message.types import ProcessCounts, pack_ids, unpack_ids
+from minisgl.message.types import Abort, FlushCache, ProcessCounts, StatsRequest, pack_ids, unpack_ids
 from minisgl.process.worker import Worker
 from minisgl.structured_output.translate import named_tokens
 from minisgl.structured_output.validator import GrammarValidator

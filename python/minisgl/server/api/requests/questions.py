@@ -10,11 +10,10 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from minisgl.core import InvalidRequest
-from minisgl.message.relayed import Report, StatsRequest
 from minisgl.message.socket import Sender
 from minisgl.message.to_api import Reply, Unanswered
 from minisgl.message.to_tokenizer import Question, ToTokenizer
-from minisgl.message.types import ProcessCounts
+from minisgl.message.types import ProcessCounts, Report, StatsRequest
 from minisgl.server.api.http.errors import ApiError, no_answer, refused
 
 

@@ -10,9 +10,8 @@ from starlette.responses import Response
 
 from minisgl import __version__
 from minisgl.core import InvalidRequest, SamplingParams
-from minisgl.message.relayed import FlushCache, Flushed
 from minisgl.message.to_tokenizer import IdsPrompt
-from minisgl.message.types import TextOptions, pack_ids
+from minisgl.message.types import FlushCache, Flushed, TextOptions, pack_ids
 from minisgl.server.api.bodies.schema import AbortBody
 from minisgl.server.api.http.errors import no_answer, overloaded, shutting_down, unhealthy
 from minisgl.server.api.metrics import CONTENT_TYPE, Exposition
