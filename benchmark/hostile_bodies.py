@@ -85,7 +85,7 @@ def main() -> None:
         ours, theirs = multiprocessing.Pipe()
         reader = multiprocessing.Process(target=read_stream, args=(server.base_url, theirs), daemon=True)
         reader.start()
-        api = server.pid("minisgl.server.api.process:run")
+        api = server.pid("minisgl.server.api.api_process:run")
 
         def stall() -> float:
             ours.send("say")

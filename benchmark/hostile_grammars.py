@@ -124,7 +124,7 @@ def send_schemas() -> None:
             for name, schema in schemas.items():
                 with server.watched() as pings:
                     status, seconds, message = server.chat(tools=tool(schema), tool_choice="required")
-                peak = server.peak_megabytes("minisgl.server.api.process:run")
+                peak = server.peak_megabytes("minisgl.server.api.api_process:run")
                 print(
                     f"{parser:12} {name:26} {status} after {seconds:6.2f} s, longest ping {max(pings):6.2f} s, "
                     f"peak {peak:5.0f} MB  {message:.90}",

@@ -44,10 +44,10 @@ def test_neither_the_api_process_nor_the_detokenizer_imports_torch_or_a_grammar_
     code = "import sys, minisgl.{}; print(*({{'torch', 'llguidance', 'tokenizers'}} & set(sys.modules)))"
     environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
     heavy = {}
-    for module in ("server.api.process", "tokenizer.detokenizer_worker", "structured_output.trial_process"):
+    for module in ("server.api.api_process", "tokenizer.detokenizer_worker", "structured_output.trial_process"):
         command = [sys.executable, "-c", code.format(module)]
         heavy[module] = set(subprocess.check_output(command, env=environment, text=True).split())
-    assert heavy["server.api.process"] == set()
+    assert heavy["server.api.api_process"] == set()
     assert heavy["tokenizer.detokenizer_worker"] <= {"tokenizers"}
     assert "llguidance" in heavy["structured_output.trial_process"]  # so that this would be seen
 

@@ -25,7 +25,7 @@ ENTRIES = {  # what each kind of worker runs here
     "scheduler": "measuring.instant_engine",
     "tokenizer": "minisgl.tokenizer.tokenizer_worker",
     "detokenizer": "minisgl.tokenizer.detokenizer_worker",
-    "api": "minisgl.server.api.process",
+    "api": "minisgl.server.api.api_process",
 }
 
 

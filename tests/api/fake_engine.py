@@ -77,12 +77,12 @@ def prompt_text(prompt: TextPrompt | IdsPrompt | ChatPrompt) -> str:
 
 
 def answer(text: str, choice: int, num_tokens: int) -> str:
-    """What the fake engine says in the end."""
+    """Return what the fake engine says in the end."""
     return "".join(f"{text[:12]}·{choice}·{i} " for i in range(num_tokens))
 
 
 def fake_logprobs(word: str, token: int, choice: int, top: int | None) -> list[PositionLogprobs]:
-    """Of one token: it is the second of five, and a choice is the likelier the higher its number."""
+    """Return log-probabilities of a token: the second of five; a choice is the likelier the higher its number."""
     if top is None:
         return []
     alternatives = [
@@ -96,7 +96,7 @@ def fake_logprobs(word: str, token: int, choice: int, top: int | None) -> list[P
 
 
 def fake_prompt_logprobs(text: str, top: int | None) -> list[PositionLogprobs]:
-    """Of all words but the first: the most likely ones."""
+    """Return those of all words but the first: the most likely ones."""
     if top is None:
         return []
     tokens = [TokenLogprob(i, f" {word}".encode(), -0.5) for i, word in enumerate(text.split())][1:]
@@ -104,7 +104,7 @@ def fake_prompt_logprobs(text: str, top: int | None) -> list[PositionLogprobs]:
 
 
 def prompt_end(message: Generate) -> str:
-    """As the chat template would have it; tests say what that is."""
+    """Return the end as the chat template would have it; tests say what that is."""
     return message.prompt.template_kwargs.get("prompt_end", "") if isinstance(message.prompt, ChatPrompt) else ""
 
 

@@ -279,7 +279,7 @@ def test_a_head_that_is_too_large(server: RunningServer) -> None:
 
 
 def test_an_offer_to_speak_http_2(server: RunningServer) -> None:
-    """As `curl --http2` and Java's client make it: the answer is in HTTP/1.1, and nothing of the body is lost."""
+    """`curl --http2` and Java's client make it: the answer is in HTTP/1.1, and nothing of the body is lost."""
     client = RawClient(server.port)
     data = json.dumps({"model": MODEL, "prompt": "a\r\n\r\nupgrade: b", "max_tokens": 2}).encode()
     client.socket.sendall(
@@ -360,7 +360,7 @@ def test_a_client_that_never_reads_and_never_leaves(start_server: Callable[..., 
 
 
 def test_a_slow_reader_is_not_cut(start_server: Callable[..., RunningServer]) -> None:
-    """As long as it takes something now and then."""
+    """It takes something now and then."""
     listener = bind("127.0.0.1", 0, send_timeout=2.0)
     server = start_server(listener=listener)
     slow = RawClient(server.port, receive_buffer=4096)

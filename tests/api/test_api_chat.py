@@ -25,7 +25,7 @@ def chat(text: str = "hello you", **fields: Any) -> dict[str, Any]:
 
 
 def sent(server: RunningServer, body: dict[str, Any]) -> Generate:
-    """What the engine gets for this body."""
+    """Return what the engine gets for this body."""
     before = len(server.engine.of_type(Generate))
     response = server.post(PATH, json=body)
     assert response.status_code == 200, response.text
@@ -226,7 +226,7 @@ def test_neutral_values_are_accepted(server: RunningServer, neutral: dict[str, A
 
 
 def test_seeds_of_choices(server: RunningServer) -> None:
-    """The same seed gives the same seeds, none gives fresh ones; choices differ."""
+    """A seed always gives the same seeds, none gives fresh ones; choices differ."""
     first, again, longer = (sent(server, chat(seed=42, n=n)).seeds for n in (2, 2, 3))
     assert first == again == longer[:2]
     assert len(set(longer)) == 3

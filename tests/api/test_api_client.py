@@ -13,7 +13,7 @@ from minisgl.message.to_tokenizer import Generate, TextPrompt, ToTokenizer
 from minisgl.message.types import Abort, ProcessCounts, Report, StatsRequest, TextOptions, pack_ids
 from minisgl.seeds import choice_seed
 from minisgl.server.api.http.errors import ApiError
-from minisgl.server.api.requests.client import MAX_OPTION_BYTES, PROMPTS_A_TURN, EngineClient
+from minisgl.server.api.requests.engine_client import MAX_OPTION_BYTES, PROMPTS_A_TURN, EngineClient
 from minisgl.server.api.requests.open_request import ClientGone, Delta, Job
 
 

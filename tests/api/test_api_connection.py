@@ -1,4 +1,4 @@
-"""What stands between the socket and the application: heads and bodies in packets of any cut."""
+"""The connection between socket and application: heads and bodies in packets of any cut."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Wire(asyncio.Transport):
 
 
 async def send_all(packets: list[bytes]) -> tuple[Requests, Wire]:
-    """What an application gets when these come, and what it writes."""
+    """Return what an application gets when these come, and the wire with what it writes."""
     requests: Requests = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -178,7 +178,7 @@ def test_the_largest_head(more: int) -> None:
 
 
 def test_chunks_have_no_limit_together() -> None:
-    """What is between them may come to more than a head may have."""
+    """Together, what is between them may be more than a head may have."""
     head = b"POST /1 HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
     assert requests_of([head, *[b"1\r\nx\r\n" * 1000] * 30, b"0\r\n\r\n"]) == [("/1", b"x" * 30_000)]
 

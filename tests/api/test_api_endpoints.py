@@ -268,7 +268,7 @@ def test_flush_cache(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_abort_by_id(server: RunningServer, stream: bool) -> None:
-    """By the id that the client chose, in the middle of the answer, under SGLang's name too."""
+    """A request ends by the id that the client chose, in the middle of the answer, under SGLang's name too."""
     for body in ({"request_id": "mine"}, {"request_ids": ["no", "mine"]}, {"rid": "mine"}):
         answers: list[Any] = []
 
@@ -348,7 +348,7 @@ def test_equal_ids_name_all_of_them(server: RunningServer) -> None:
 
 
 def test_ids_of_the_tokens(server: RunningServer) -> None:
-    """What goes out as ids comes in as ids."""
+    """Text goes out as ids and comes back from them."""
     tokens = server.post("/tokenize", json={"prompt": "a bb ccc"}).json()["tokens"]
     server.post("/v1/completions", json={"prompt": tokens})
     assert unpack_ids(server.engine.of_type(Generate)[-1].prompt.ids).tolist() == tokens

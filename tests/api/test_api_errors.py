@@ -302,7 +302,7 @@ def test_infinite_number(server: RunningServer) -> None:
 
 
 def test_deepest_json_that_is_taken(server: RunningServer) -> None:
-    """What passes must survive the way to the tokenizer."""
+    """A body that passes must survive the way to the tokenizer."""
     extra = b"[" * 190 + b"]" * 190
     body = b'{"messages": [{"role": "user", "content": "x", "extra": ' + extra + b"}]}"
     assert server.post(CHAT, content=body).status_code == 200

@@ -27,7 +27,7 @@ VLLMS_OPTIONS = {  # as its clients write all of them
 
 
 def sent(server: RunningServer, path: str, **fields: Any) -> Generate:
-    """What the engine gets for these fields."""
+    """Return what the engine gets for these fields."""
     before = len(server.engine.of_type(Generate))
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", **fields}
     del body["messages" if "chat" not in path else "prompt"]

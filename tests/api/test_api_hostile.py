@@ -19,9 +19,9 @@ from pydantic_core import from_json
 
 from minisgl.config import HttpConfig
 from minisgl.message.to_tokenizer import Generate
+from minisgl.server.api.api_process import COLLECT_AFTER
 from minisgl.server.api.bodies.body import MAX_ITEMS, MAX_VALUES, BodyScan, check_numbers
 from minisgl.server.api.http.errors import ApiError
-from minisgl.server.api.process import COLLECT_AFTER
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LARGEST = HttpConfig().max_body_bytes
@@ -46,7 +46,7 @@ class Turns:
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Turns]:
-    """With the garbage collector as the server's process has it."""
+    """Have the garbage collector as the server's process has it."""
     threshold = gc.get_threshold()
     gc.collect()
     gc.freeze()

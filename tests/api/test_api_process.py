@@ -33,7 +33,7 @@ from minisgl.message.control import (
 )
 from minisgl.message.to_tokenizer import Generate
 
-ENTRY = "minisgl.server.api.process:run"
+ENTRY = "minisgl.server.api.api_process:run"
 STREAM = {"prompt": "endless", "stream": True}
 
 
@@ -76,7 +76,7 @@ class Process:
         return self.popen.wait(120)
 
     def errors(self) -> str:
-        """What the ended process wrote to stderr."""
+        """Return what the ended process wrote to stderr."""
         assert self.popen.stderr is not None
         return self.popen.stderr.read().decode()
 
@@ -199,7 +199,7 @@ def test_no_torch_no_transformers() -> None:
     """A careless import would cost every API server seconds and hundreds of megabytes."""
     code = """
 import sys
-import minisgl.server.api.process
+import minisgl.server.api.api_process
 heavy = {"torch", "transformers", "tokenizers", "safetensors", "fastapi_offline"}
 print(sorted(heavy & sys.modules.keys()))
 """

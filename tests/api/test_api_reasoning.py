@@ -40,7 +40,7 @@ def message(server: RunningServer, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompt(server: RunningServer, body: dict[str, Any]) -> ChatPrompt:
-    """What the engine gets for this body."""
+    """Return what the engine gets for this body."""
     before = len(server.engine.of_type(Generate))
     answer(server, body)
     found = server.engine.wait_for(Generate, before + 1)[-1].prompt

@@ -1,4 +1,4 @@
-"""What completions and /generate tell besides text: log-probabilities, token ids, echoes, the best of several."""
+"""Answers of completions and /generate besides text: log-probabilities, token ids, echoes, the best of several."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_sdk_reads_logprobs(server: RunningServer) -> None:
 
 
 def test_streamed_logprobs_are_the_same(server: RunningServer) -> None:
-    """Also of tokens whose text is held back."""
+    """They include tokens whose text is held back."""
     whole = complete(server, logprobs=2, n=2, max_tokens=7)
     parts: dict[int, dict[str, list[Any]]] = {0: {}, 1: {}}
     texts = {0: "", 1: ""}
@@ -82,7 +82,7 @@ def test_streamed_logprobs_are_the_same(server: RunningServer) -> None:
 
 
 def test_echo_with_logprobs(server: RunningServer) -> None:
-    """As lm-eval reads it: the prompt's tokens stand before the answer's, and only the first has no values."""
+    """lm-eval reads it so: the prompt's tokens stand before the answer's, and only the first has no values."""
     (choice,) = complete(server, echo=True, logprobs=1, max_tokens=2)["choices"]
     logprobs = choice["logprobs"]
     assert choice["text"] == "one two" + answer("one two", 0, 2)
@@ -157,7 +157,7 @@ def test_generate_with_logprobs(server: RunningServer) -> None:
 
 
 def test_best_of(server: RunningServer) -> None:
-    """In the fake engine a choice is the likelier the higher its number."""
+    """A choice of the fake engine is the likelier the higher its number."""
     body = complete(server, prompt=["one", "two"], n=2, best_of=4)
     texts = [answer(prompt, choice, 4) for prompt in ("one", "two") for choice in (3, 2)]
     assert [choice["text"] for choice in body["choices"]] == texts
@@ -218,7 +218,7 @@ def test_special_tokens_take_the_place_that_they_have_in_the_text(skip: bool, of
 
 
 def test_an_echo_as_it_was_sent_has_the_special_tokens_that_were_written() -> None:
-    """Of the two the tokenizer added the first."""
+    """The tokenizer added the first of the two."""
     parts = [position(b" ab"), position(b"</s>", special=True), position(b"c")]
     assert TextLogprobsWriter(0).prompt(b"<s>", "ab</s>c", parts).text_offset == [0, 0, 2, 6]
 

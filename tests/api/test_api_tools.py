@@ -57,7 +57,7 @@ def answer(server: RunningServer, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def sent(server: RunningServer, body: dict[str, Any]) -> Generate:
-    """What the engine gets for this body."""
+    """Return what the engine gets for this body."""
     before = len(server.engine.of_type(Generate))
     answer(server, body)
     generate = server.engine.wait_for(Generate, before + 1)[-1]
@@ -395,7 +395,7 @@ def test_bad_messages(server: RunningServer, messages: list[dict[str, Any]], par
 
 
 def test_messages_of_a_conversation_with_calls(server: RunningServer) -> None:
-    """What assistants said comes back as it left: with null content, reasoning under either name, empty lists."""
+    """An assistant's words come back as they left: with null content, reasoning under either name, empty lists."""
     messages = [
         {"role": "user", "content": "x"},
         call_with(function={"name": "f"})[1],

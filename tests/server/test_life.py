@@ -31,7 +31,7 @@ WORKERS = [
     SCHEDULER,
     "minisgl.tokenizer.tokenizer_worker",
     "minisgl.tokenizer.detokenizer_worker",
-    "minisgl.server.api.process",
+    "minisgl.server.api.api_process",
 ]
 
 
@@ -211,7 +211,7 @@ def test_without_a_shutdown_timeout_sigterm_ends_at_once(folder: Path) -> None:
 def test_a_request_that_came_before_the_server_could_accept_it_is_answered_when_it_ends(folder: Path) -> None:
     """It waits in the kernel's backlog, which is reset when a listening socket is closed."""
     with Server("--model", str(folder)) as server:
-        api = worker_pids(server.process.pid)["minisgl.server.api.process"]
+        api = worker_pids(server.process.pid)["minisgl.server.api.api_process"]
         os.kill(api, signal.SIGSTOP)
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=300) as client:
             client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")

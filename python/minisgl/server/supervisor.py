@@ -38,7 +38,7 @@ ENTRIES: Mapping[str, str] = {  # what each kind of worker runs; only the worker
     "scheduler": "minisgl.scheduler.process:run",
     "tokenizer": "minisgl.tokenizer.tokenizer_worker:run",
     "detokenizer": "minisgl.tokenizer.detokenizer_worker:run",
-    "api": "minisgl.server.api.process:run",
+    "api": "minisgl.server.api.api_process:run",
 }
 GRACE_SECONDS = 0.9  # for the API server to tell its clients of an end at once
 EXIT_SECONDS = 0.1  # from the end of a worker's grace to the end of its process

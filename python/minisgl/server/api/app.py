@@ -23,7 +23,7 @@ from minisgl.server.api.http.errors import ApiError, invalid_request
 from minisgl.server.api.http.gates import Gate, browser_check, key_check
 from minisgl.server.api.http.middleware import AccessLogMiddleware, BodyBudgetMiddleware, RequestIdMiddleware
 from minisgl.server.api.openapi import openapi_document
-from minisgl.server.api.requests.client import EngineClient
+from minisgl.server.api.requests.engine_client import EngineClient
 from minisgl.server.api.routes.docs import DocsRoutes
 from minisgl.server.api.routes.endpoint import Endpoint, Service, Topic
 from minisgl.server.api.routes.generation import GenerationRoutes

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from minisgl.server.api.requests.client import EngineClient
+from minisgl.server.api.requests.engine_client import EngineClient
 
 INTERVAL = 1.0  # seconds between an answer and the next question
 PATIENCE = 30.0  # seconds to wait for an answer before asking again: a step of a slow device may take long

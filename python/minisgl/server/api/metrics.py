@@ -42,7 +42,7 @@ class Histogram:
 
 
 class RequestMetrics:
-    """All that has been seen since the start. Times are seconds."""
+    """Counts since the start. Times are seconds."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -56,13 +56,13 @@ class RequestMetrics:
         self.failed_accepts = 0  # of connections, because the process may open no more files
 
     def prompt(self, num_tokens: int) -> None:
-        """A prompt is accepted."""
+        """Count an accepted prompt."""
         self.prompt_tokens += num_tokens
         self.request_prompt_tokens.observe(num_tokens)
 
 
 class SequenceClock:
-    """When one sequence got its tokens."""
+    """Times at which one sequence got its tokens."""
 
     __slots__ = ("_last", "_metrics", "_start", "_tokens")
 
@@ -73,7 +73,7 @@ class SequenceClock:
         self._tokens = 0
 
     def tokens(self, count: int, now: float) -> None:
-        """So many tokens have come at once, one at least."""
+        """Count tokens that have come at once, one at least."""
         metrics = self._metrics
         if self._tokens:
             metrics.inter_token_latency.observe((now - self._last) / count, count)
@@ -84,7 +84,7 @@ class SequenceClock:
         metrics.generation_tokens += count
 
     def end(self, reason: FinishReason, now: float) -> None:
-        """The sequence has ended."""
+        """Count the sequence's end."""
         metrics = self._metrics
         metrics.finished[reason] += 1
         if reason == "stop" or reason == "length":
@@ -93,7 +93,7 @@ class SequenceClock:
 
 
 class Exposition:
-    """One look at all metrics, as a collector of the client library."""
+    """One look at all metrics, as a collector of the client library, which only writes the format."""
 
     def __init__(self, model: str, requests: RequestMetrics, scheduler: Mapping[str, int]) -> None:
         self._labels = {"model_name": model}
@@ -108,7 +108,7 @@ class Exposition:
         return generate_latest(registry)
 
     def describe(self) -> list[Metric]:
-        """Nothing to check names against: the registry lives for one answer."""
+        """Return nothing to check names against: the registry lives for one answer."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -177,7 +177,7 @@ class Exposition:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Cumulated, as the format wants them."""
+    """Return cumulated counts, as the format wants them."""
     total, buckets = 0, []
     for bound, count in zip([*histogram.bounds, float("inf")], histogram.counts, strict=True):
         total += count

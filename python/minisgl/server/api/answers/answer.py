@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from minisgl.server.api.answers.responses import PromptTokensDetails, Usage
 from minisgl.server.api.http.connection import StreamBody, stream_body_of
 from minisgl.server.api.http.errors import ApiError, internal_error
-from minisgl.server.api.requests.client import EngineClient
+from minisgl.server.api.requests.engine_client import EngineClient
 from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, OpenRequest
 
 logger = logging.getLogger(__name__)
@@ -31,24 +31,24 @@ STREAM_HEADERS = [
 
 
 class Writer(Protocol):
-    """How one route writes what the engine gave."""
+    """Writes what the engine gave, in the form of one route."""
 
     id: str  # of the answer
 
     def begin(self, request: OpenRequest) -> None:
-        """All prompts are accepted: what is known of them is there, for the calls that follow."""
+        """Take the request, whose prompts are all accepted, for the calls that follow."""
         ...
 
     def events(self, delta: Delta) -> bytes:
-        """The events of a delta; none when it brings no text."""
+        """Return the events of a delta; none when it brings no text."""
         ...
 
     def last_events(self, usage: Usage) -> bytes:
-        """What follows the last delta, before [DONE]."""
+        """Return what follows the last delta, before [DONE]."""
         ...
 
     def body(self, choices: list[Delta], usage: Usage) -> bytes:
-        """The whole answer, when it is not streamed."""
+        """Return the whole answer, when it is not streamed."""
         ...
 
 
@@ -58,7 +58,7 @@ def usage_of(request: OpenRequest) -> Usage:
 
 
 class EventStream:
-    """The sink that writes events."""
+    """Sink that writes events."""
 
     def __init__(self, writer: Writer, body: StreamBody) -> None:
         self._writer = writer

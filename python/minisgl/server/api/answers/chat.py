@@ -21,7 +21,7 @@ from minisgl.structured_output.tool_grammar import calls_grammar, check_strict, 
 
 
 def chat_answer(body: ChatBody, use: ToolUse, limits: Limits, parsers: Parsers, model: str) -> tuple[Job, ChatWriter]:
-    """What the body asks of the engine, and who writes it; InvalidRequest or ApiError if that is not possible."""
+    """Return the job of a body and the writer of its answer; InvalidRequest or ApiError if that is not possible."""
     include_usage = body.wants_usage()
     messages = template_messages(body.messages)
     if use.required:
@@ -69,7 +69,7 @@ def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, message
 
 
 def _calls_grammar(parsers: Parsers, use: ToolUse, content: Grammar | None) -> Grammar | None:
-    """What demands the calls that the client demands, or constrains those that the model is free to make."""
+    """Return the grammar of calls that the client demands, or of those that the model is free to make."""
     if not use.schemas or not (use.required or use.strict or content is not None):
         return None
     form = parsers.call_form
@@ -91,7 +91,7 @@ def _calls_grammar(parsers: Parsers, use: ToolUse, content: Grammar | None) -> G
 def _parser_maker(
     body: ChatBody, parsers: Parsers, use: ToolUse, messages: list[Message]
 ) -> Callable[[str], OutputParser | None]:
-    """Makes the parser of each choice, once the end of the prompt is known."""
+    """Return what makes the parser of each choice, once the end of the prompt is known."""
     continued = messages[-1]["content"] if body.continue_final_message else ""
 
     def make(prompt_end: str) -> OutputParser | None:
@@ -103,7 +103,7 @@ def _parser_maker(
 
 
 def _echo(body: ChatBody, messages: list[Message]) -> str:
-    """What the answer's content begins with: the message that it continues, if that is asked for."""
+    """Return the beginning of the answer's content: the message that it continues, if that is asked for."""
     last: dict[str, Any] = messages[-1]
     continues = body.continue_final_message or body.add_generation_prompt is False or last["role"] == "assistant"
     return last["content"] if body.echo and continues else ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -39,7 +40,7 @@ from minisgl.server.api.requests.open_request import Delta, OpenRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How an answer is written."""
+    """Form of an answer."""
 
     model: str
     parser: Callable[[str], OutputParser | None]  # of each choice; it gets the end of the prompt
@@ -72,7 +73,7 @@ class Choice:
         return 0 if self._parser is None else self._parser.reasoning_tokens
 
     def take(self, delta: Delta) -> list[Event]:
-        """What a delta brought, as few events as say it."""
+        """Return what a delta brought, as few events as say it."""
         if self._options.logprobs:
             self.logprobs += delta.logprobs
         if self._options.token_ids:
@@ -100,9 +101,9 @@ class Choice:
                 return True
 
     def finish_reason(self, delta: Delta) -> ChatFinishReason | None:
-        """OpenAI's: an answer that stopped after calls stopped because of them, unless they were asked for by name."""
+        """Return OpenAI's: what stopped after calls stopped because of them, unless they were asked for by name."""
         if delta.finish == "abort" or delta.finish == "error":
-            raise AssertionError("an answer that ended early is an error, and not written")
+            raise ValueError("an answer that ended early is an error, and not written")
         if delta.finish == "stop" and self._num_calls and not self._options.calls_are_asked_for:
             return "function_call" if self._options.functions else "tool_calls"
         return delta.finish
@@ -204,7 +205,7 @@ class ChatWriter:
     def _of_prompt(
         self, deltas: list[Delta]
     ) -> tuple[list[int] | UnsetType, list[dict[str, PromptLogprob] | None] | UnsetType]:
-        """The prompt's ids and log-probabilities, once, if they are wanted."""
+        """Return the prompt's ids and log-probabilities, once, if they are wanted."""
         if self._told_prompt:
             return UNSET, UNSET
         self._told_prompt = True
@@ -217,36 +218,17 @@ class ChatWriter:
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """The same, with texts that follow each other joined."""
+    """Return as few events as say the same: texts of one kind that follow each other are joined."""
     result: list[Event] = []
-    texts: list[str] = []  # of the last event, if there are more than one
-    for event in events:
-        last = result[-1] if result else None
-        match last, event:
-            case (Content(), Content(text)) | (Reasoning(), Reasoning(text)):
-                texts.append(text)
-            case CallArguments(index), CallArguments(same, text) if index == same:
-                texts.append(text)
-            case _:
-                _close(result, texts)
-                result.append(event)
-                if not isinstance(event, CallStart):
-                    texts.append(event.text)
-    _close(result, texts)
+    for _, group in groupby(events, key=lambda event: (type(event), getattr(event, "index", None))):
+        same = list(group)
+        texts = [event.text for event in same if not isinstance(event, CallStart)]
+        match same[0]:
+            case CallStart():
+                result += same
+            case first:
+                result.append(first if len(texts) == 1 else replace(first, text="".join(texts)))
     return result
-
-
-def _close(result: list[Event], texts: list[str]) -> None:
-    """Give the last event its whole text."""
-    if len(texts) > 1:
-        match result[-1]:
-            case Content():
-                result[-1] = Content("".join(texts))
-            case Reasoning():
-                result[-1] = Reasoning("".join(texts))
-            case CallArguments(index):
-                result[-1] = CallArguments(index, "".join(texts))
-    texts.clear()
 
 
 def delta_of(event: Event, options: ChatOptions) -> ChatDelta:

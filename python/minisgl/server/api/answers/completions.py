@@ -26,13 +26,13 @@ from minisgl.server.api.answers.responses import (
     Usage,
     server_sent_event,
 )
-from minisgl.server.api.bodies.prompts import parse_prompt, parse_prompts
+from minisgl.server.api.bodies.plain_prompts import parse_prompt, parse_prompts
 from minisgl.server.api.bodies.schema import CompletionBody, GenerateBody
 from minisgl.server.api.requests.open_request import Delta, Job, OpenRequest
 
 
 class Text(NamedTuple):
-    """In the order of the fields of the response objects."""
+    """Text of a choice and what goes with it, in the order of the response objects' fields."""
 
     text: str
     logprobs: TextLogprobs | None = None
@@ -61,7 +61,7 @@ class ChoiceText:
         self._tells_tokens = self._logprobs is not None or body.return_token_ids
 
     def take(self, delta: Delta) -> Text | None:
-        """What there is to tell, at first also of the prompt. None: nothing.
+        """Return what there is to tell, at first also of the prompt. None: nothing.
 
         Tokens whose text is held back are told before it.
         """
@@ -89,7 +89,7 @@ class ChoiceText:
 
 
 def completion_job(body: CompletionBody, limits: Limits) -> Job:
-    """What the body asks of the engine, or InvalidRequest."""
+    """Return the job of a body, or InvalidRequest."""
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise InvalidRequest("max_tokens", "max_tokens must be at least 1, unless echo is set")
     sampling = body.sampling(limits)
@@ -155,7 +155,7 @@ class CompletionWriter:
         return encode(TextCompletion(self.id, self._created, self._model, written, usage))
 
     def _best(self, choices: list[Delta]) -> list[Delta]:
-        """Of the answers to each prompt the n that are most likely, the best first; all, in order, if they are n."""
+        """Return the n most likely answers to each prompt, the best first; all, in order, if they are n."""
         made, wanted = self._body.num_choices, self._body.n
         if made == wanted:
             return choices
@@ -167,7 +167,7 @@ class CompletionWriter:
 
 
 def generate_job(body: GenerateBody, limits: Limits) -> Job:
-    """What the body asks of the engine, or InvalidRequest."""
+    """Return the job of a body, or InvalidRequest."""
     sampling = body.sampling(limits)
     truncate = body.truncation(limits)
     prompt = parse_prompt(body.prompt, limits, cut=truncate is not None)

@@ -15,7 +15,7 @@ LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
 
 def token_text(text: bytes) -> str:
-    """A token as text. One that is a part of a character is written as OpenAI does, in escaped bytes."""
+    """Return a token as text. One that is a part of a character is written as OpenAI does, in escaped bytes."""
     try:
         return text.decode()
     except UnicodeDecodeError:
@@ -27,7 +27,7 @@ def value(token: TokenLogprob) -> float:
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs]) -> ChatLogprobs:
-    """Chat's form, with as many alternatives as there are."""
+    """Return chat's form, with as many alternatives as there are."""
     return ChatLogprobs(
         [
             ChatLogprob(
@@ -42,7 +42,7 @@ def chat_logprobs(positions: Sequence[PositionLogprobs]) -> ChatLogprobs:
 
 
 def prompt_logprobs(positions: Sequence[PositionLogprobs], top: int) -> list[dict[str, PromptLogprob] | None]:
-    """vLLM's form: for every token of the prompt its own value and the alternatives by id; the first has none."""
+    """Return vLLM's form: for each token of the prompt its own value and the alternatives by id; the first has none."""
     found: list[dict[str, PromptLogprob] | None] = [None]
     for position in positions:
         ranked = [*enumerate(position.top[:top], start=1), (position.rank, position.chosen)]
@@ -61,7 +61,7 @@ class TextLogprobsWriter:
         self._length = _Length()  # of the text so far
 
     def prompt(self, first_token: bytes, text: str, positions: Sequence[PositionLogprobs]) -> TextLogprobs:
-        """The echo of a prompt: `text` as it is written, and the tokens; the first has no probability."""
+        """Return the echo of a prompt: `text` as it is written, and the tokens; the first has no probability."""
         first = TextLogprobs([token_text(first_token)], [None], [None], [0])
         if _begins(text, first_token):  # and not a special token in front of the text
             self._length.add(first_token)
@@ -70,7 +70,7 @@ class TextLogprobsWriter:
         return TextLogprobs.join([first, rest])
 
     def write(self, positions: Sequence[PositionLogprobs]) -> TextLogprobs:
-        """The tokens that follow."""
+        """Return the tokens that follow."""
         return self._write(positions, None)
 
     def _write(self, positions: Sequence[PositionLogprobs], prompt: str | None) -> TextLogprobs:
@@ -85,11 +85,11 @@ class TextLogprobsWriter:
         return result
 
     def _shown(self, position: PositionLogprobs) -> bytes:
-        """What the token is in the text of an answer."""
+        """Return what the token is in the text of an answer."""
         return b"" if position.special and self._skips_special else position.chosen.text
 
     def _shown_in(self, prompt: str, position: PositionLogprobs) -> bytes:
-        """What the token is in the prompt's text, which has only some of the special ones: those that were written."""
+        """Return what the token is in the prompt's text, which has only the special ones that were written."""
         text, at = position.chosen.text, self._length.characters
         if position.special and not prompt.startswith(text.decode(errors="replace"), at):
             return b""
@@ -98,7 +98,7 @@ class TextLogprobsWriter:
         return text
 
     def _alternatives(self, position: PositionLogprobs) -> dict[str, float]:
-        """The most likely, and the token itself. Of tokens that read alike the most likely counts."""
+        """Return the most likely tokens, and the token itself. Of tokens that read alike the most likely counts."""
         found: dict[str, float] = {}
         for token in (*position.top[: self._top], position.chosen):
             found.setdefault(token_text(token.text), value(token))
@@ -106,7 +106,7 @@ class TextLogprobsWriter:
 
 
 class _Length:
-    """How many characters the UTF-8 of a text's tokens reads as; what is no UTF-8 reads as U+FFFD."""
+    """Number of characters that the UTF-8 of a text's tokens reads as; what is no UTF-8 reads as U+FFFD."""
 
     def __init__(self, characters: int = 0) -> None:
         self._complete = characters
@@ -124,10 +124,10 @@ class _Length:
 
 
 def _begins(text: str, token: bytes) -> bool:
-    """Whether the text begins with this token, which may be a part of a character or of none."""
+    """Return True if the text begins with this token, which may be a part of a character or of none."""
     return text[: len(token)].encode().startswith(token) or text.startswith(token.decode(errors="replace"))
 
 
 def mean_logprob(positions: Sequence[PositionLogprobs]) -> float:
-    """How likely a text is, whatever its length: by which the best of several is chosen."""
+    """Return how likely a text is, whatever its length: the best of several is chosen by it."""
     return sum(value(position.chosen) for position in positions) / len(positions) if positions else LOWEST

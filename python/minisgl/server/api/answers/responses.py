@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's response objects as msgspec structs (`object` is the tag), encoded without detours."""
+"""Answers to clients: OpenAI's response objects as msgspec structs (`object` is the tag), encoded without detours."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TextLogprobs(msgspec.Struct, frozen=True):
 
     @classmethod
     def join(cls, parts: Sequence[TextLogprobs]) -> TextLogprobs:
-        """One after the other."""
+        """Return the parts one after the other."""
         return cls(
             [token for part in parts for token in part.tokens],
             [logprob for part in parts for logprob in part.token_logprobs],
@@ -219,5 +219,5 @@ class Detokenized(msgspec.Struct, frozen=True):
 
 
 def server_sent_event(data: msgspec.Struct) -> bytes:
-    """One event of a stream."""
+    """Return an event of a stream."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -135,7 +135,7 @@ class SglangWriter:
                 return {"type": reason, "matched": delta.ended_by}
 
     def _scored(self, meta: Meta) -> Meta:
-        """With log-probabilities, those of the prompt from `logprob_start_len` on."""
+        """Return it with log-probabilities, those of the prompt from `logprob_start_len` on."""
         start = self._body.logprob_start_len
         first: ScoredToken = (None, int(unpack_ids(self._request.prompt_ids[0])[0]), None)
         prompt = [first, *self._chosen(self._prompt_logprobs)][start:] if start >= 0 else []

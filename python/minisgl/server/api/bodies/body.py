@@ -78,7 +78,7 @@ class BodyScan:
 
 
 async def read_body(request: Request, max_bytes: int, max_items: int, timeout_seconds: float) -> bytearray:
-    """The whole body, unless it is no JSON, too slow, or too large in bytes, values or items."""
+    """Return the whole body; ApiError if it is no JSON, too slow, or too large in bytes, values or items."""
     check_content_type(request)
     try:
         async with asyncio.timeout(timeout_seconds):
@@ -88,7 +88,7 @@ async def read_body(request: Request, max_bytes: int, max_items: int, timeout_se
 
 
 def check_content_type(request: Request) -> None:
-    """ApiError if the body says that it is no JSON.
+    """Raise ApiError if the body says that it is no JSON.
 
     What a web page may send without asking first is text or a form. A body without a type passes: browsers name the
     origin of such a request, and others have no pages.
@@ -116,7 +116,7 @@ async def _read_body(request: Request, max_bytes: int, scan: BodyScan) -> bytear
 
 
 def read_fields(data: bytes | bytearray) -> dict[str, Any]:
-    """The fields of a JSON object, but for nulls; ApiError if it is none."""
+    """Return the fields of a JSON object, but for nulls; ApiError if it is none."""
     gc.disable()  # or it runs again and again over a large body's lists as they are made: three quarters of the time
     try:
         value = from_json(data, allow_inf_nan=False, cache_strings="none")  # the cache doubles the time of many names
@@ -130,7 +130,7 @@ def read_fields(data: bytes | bytearray) -> dict[str, Any]:
 
 
 def validate(fields: dict[str, Any], model: type[B], limits: Limits) -> B:
-    """The validated body; ApiError or InvalidRequest naming the field."""
+    """Return the validated body; ApiError or InvalidRequest naming the field."""
     for name, neutral in model.not_supported.items():
         if name in fields and fields[name] not in neutral:
             raise invalid(name, f"{name} is not supported yet")
@@ -174,7 +174,7 @@ def _floats_are_finite(items: Sequence[Any], kinds: Set[type]) -> bool:
 
 
 def _refuse_number(value: Mapping[str, Any] | list[Any], path: str) -> None:
-    """ApiError naming the first such number, if there is one, of the outermost list or object that has one."""
+    """Raise ApiError naming the first such number, if any, of the outermost list or object that has one."""
     pairs = list(enumerate(value) if isinstance(value, list) else value.items())
     items = [item for _, item in pairs]
     kinds = set(map(type, items))

@@ -20,7 +20,7 @@ WATCHING_ROUTES = frozenset(
 
 
 class Drain:
-    """The requests that are in, and whether others may come in."""
+    """Requests that are in, and the error of those that may not come in."""
 
     def __init__(self) -> None:
         self.error: ApiError | None = None  # of requests that may not come in, or were not answered in time
@@ -89,7 +89,7 @@ class DrainGate:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         drain, started = self._drain, False
         task: asyncio.Task[None] | None = asyncio.current_task()
-        assert task is not None, "uvicorn answers every request in a task of its own"
+        assert task is not None  # uvicorn answers every request in a task of its own
 
         async def send_answer(message: Message) -> None:
             nonlocal started
@@ -111,7 +111,7 @@ class DrainGate:
 
 
 def closing(send: Send) -> Send:
-    """The same, for an answer behind which the connection closes."""
+    """Return a `send` for an answer behind which the connection closes."""
 
     async def send_closing(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: always OpenAI's error object, never an internal text."""
+"""Errors as clients are told of them: always OpenAI's error object, never an internal text."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class ApiError(Exception):
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """The client sent something wrong in this field."""
+    """Return the error of a field in which the client sent something wrong."""
     return ApiError(400, message, param=param, code=code)
 
 
 def invalid_request(error: InvalidRequest, field_names: Mapping[str, str] | None = None) -> ApiError:
-    """The one error of `core`, under the name that the client used for the field."""
+    """Return the one error of `core`, under the name that the client used for the field."""
     name = clients_name(error.field, field_names or {})
     message = error.message
     if message.startswith(f"{error.field} "):
@@ -73,7 +73,7 @@ def refused(status: int, error: InvalidRequest, field_names: Mapping[str, str] |
 
 
 def clients_name(field: str, names: Mapping[str, str]) -> str:
-    """A dotted field under the name that the client used for it, or for what it is a part of."""
+    """Return a dotted field under the name that the client used for it, or for the field that it is a part of."""
     head, dot, rest = field.partition(".")
     return names.get(head, head) + dot + rest
 
@@ -96,7 +96,7 @@ def model_not_found(model: str) -> ApiError:
 
 
 def _unavailable(message: str, code: str) -> ApiError:
-    """It may go better soon."""
+    """Return an error after which it may go better soon."""
     headers = {"retry-after": str(RETRY_AFTER_SECONDS)}
     return ApiError(503, message, type="server_error", code=code, headers=headers)
 
@@ -106,7 +106,7 @@ def overloaded(limit: int) -> ApiError:
 
 
 def too_many_bytes(limit: int) -> ApiError:
-    """Large bodies together: one of them may come when others are answered."""
+    """Return the error of large bodies together: one of them may come when others are answered."""
     return _unavailable(f"the server holds {limit} bytes of requests, as many as it may; try again later", "overloaded")
 
 
@@ -135,7 +135,7 @@ def no_admin_key() -> ApiError:
 
 
 def foreign_origin(origin: str | None) -> ApiError:
-    """A web page asks, of another origin than the server's; None if the browser does not say which."""
+    """Return the error of a web page of another origin than the server's; None if the browser does not say which."""
     page = "another site" if origin is None else f"the origin {origin:.200}"
     message = f"web pages of {page} may not use this server; the operator can allow them with --allowed-origins"
     return ApiError(403, message, code="origin_not_allowed")
@@ -156,7 +156,7 @@ def too_slow(seconds: float) -> ApiError:
 
 
 def aborted() -> ApiError:
-    """Somebody asked for it, so the request must not come again by itself."""
+    """Return the error of an abort: somebody asked for it, so the request must not come again by itself."""
     return ApiError(499, "the request was aborted", type="server_error", code="request_aborted")
 
 
@@ -169,12 +169,12 @@ def unhealthy(seconds: float) -> ApiError:
 
 
 def generation_failed() -> ApiError:
-    """The engine gave a sequence up: not the client's fault."""
+    """Return the error of a sequence that the engine gave up: not the client's fault."""
     return ApiError(500, "the generation failed in the server", type="server_error", code="generation_error")
 
 
 def no_allowed_token(field_names: Mapping[str, str]) -> ApiError:
-    """The client's fields contradict each other, which shows only while the answer is generated."""
+    """Return the error of fields that contradict each other, which shows only while the answer is generated."""
     field = "allowed_token_ids"
     message = f"{field} have no token that can follow the grammar of the answer at this point"
     return invalid_request(InvalidRequest(field, message), field_names)

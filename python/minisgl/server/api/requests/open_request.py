@@ -21,7 +21,7 @@ from minisgl.server.api.metrics import RequestMetrics, SequenceClock
 
 
 class Delta:
-    """What one choice got since its reader last looked."""
+    """Output of one choice since its reader last looked."""
 
     __slots__ = ("_ids", "_stop_ids", "_texts", "ended_by", "finish", "index", "logprobs", "prompt_logprobs")
 
@@ -49,7 +49,7 @@ class Delta:
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The stop string or stop token that the request named and that ended it; nothing for the model's own end."""
+        """Stop string or token that the request named and that ended it; None for the model's own end."""
         asked = isinstance(self.ended_by, str) or self.ended_by in self._stop_ids
         return self.ended_by if asked else None
 
@@ -59,12 +59,12 @@ class Delta:
 
     @property
     def pieces(self) -> Iterator[tuple[str, int]]:
-        """The text as it came, piece by piece, each with its number of ids."""
+        """Text as it came, piece by piece, each with its number of ids."""
         return zip(self._texts, map(num_ids, self._ids), strict=True)
 
     @property
     def token_ids(self) -> list[int]:
-        """May be ahead of the text, of which some may be held back."""
+        """Ids so far; they may be ahead of the text, of which some may be held back."""
         ids: list[int] = unpack_ids(b"".join(self._ids)).tolist()
         return ids
 
@@ -75,7 +75,7 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one HTTP request asks for: each prompt, answered n times. Choice i answers prompt i // n."""
+    """Order of one HTTP request: each prompt, answered n times. Choice i answers prompt i // n."""
 
     prompts: Sequence[TextPrompt | IdsPrompt | ChatPrompt]
     n: int
@@ -98,7 +98,7 @@ class Sink(Protocol):
 
     @property
     def is_behind(self) -> bool:
-        """It should not be given more now."""
+        """True if it should not be given more now."""
         ...
 
     async def caught_up(self) -> None:
@@ -106,7 +106,7 @@ class Sink(Protocol):
         ...
 
     def take(self, deltas: Iterable[Delta]) -> None:
-        """At most one of each choice."""
+        """Take at most one delta of each choice."""
         ...
 
 
@@ -160,7 +160,7 @@ class OpenRequest:
 
     @property
     def has_failed(self) -> bool:
-        """It has ended without an answer."""
+        """True if it has ended without an answer."""
         return self._failure is not None
 
     @property
@@ -170,7 +170,7 @@ class OpenRequest:
     # What the client tells it.
 
     def accept(self, accepted: Accepted) -> None:
-        """One prompt is accepted."""
+        """Take note of an accepted prompt."""
         prompt = self._prompt_of(accepted.seq_ids[0])
         self.prompt_ids[prompt] = accepted.prompt_ids
         self.prompt_ends[prompt] = accepted.prompt_end
@@ -182,7 +182,7 @@ class OpenRequest:
         self._num_accepted += 1
 
     def put(self, piece: OutputDelta, now: float) -> None:
-        """A choice has got something, at this time of `perf_counter`."""
+        """Take output of a choice that came at this time of `perf_counter`."""
         index = piece.seq_id - self.seq_ids.start
         clock = self._clocks[index]
         if piece.ids:
@@ -212,17 +212,17 @@ class OpenRequest:
         self._wake()
 
     def fail(self, failure: Exception) -> None:
-        """The request as a whole has ended without an answer. The first failure counts."""
+        """End the request as a whole without an answer. The first failure counts."""
         if self._failure is None:
             self._failure = failure
         self._wake()
 
     def aborted(self, seq_id: int) -> None:
-        """A choice has been given up."""
+        """Count a choice that has been given up."""
         self._clocks[seq_id - self.seq_ids.start].end("abort", time.perf_counter())
 
     def field_names(self, seq_id: int) -> dict[str, str]:
-        """Our name of a field -> the client's, in what is told of this sequence."""
+        """Return our name of a field -> the client's, in what is told of this sequence."""
         names = dict(self.job.field_names)
         if len(self.job.prompts) > 1:
             names["prompt"] = f"prompt.{self._prompt_of(seq_id)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from minisgl.core import InvalidRequest
 from minisgl.message.socket import Sender
@@ -16,9 +17,11 @@ from minisgl.message.to_tokenizer import Question, ToTokenizer
 from minisgl.message.types import ProcessCounts, Report, StatsRequest
 from minisgl.server.api.http.errors import ApiError, no_answer, refused
 
+R = TypeVar("R", bound=Reply)
+
 
 class Questions:
-    """All that have not been answered. `tokenizers` are the outboxes to the tokenizer workers."""
+    """Questions that have not been answered. `tokenizers` are the outboxes to the tokenizer workers."""
 
     def __init__(self, tokenizers: Sequence[Sender[ToTokenizer]]) -> None:
         self._tokenizers = tokenizers
@@ -31,8 +34,11 @@ class Questions:
     def __len__(self) -> int:
         return len(self._replies) + len(self._reports)
 
-    async def ask(self, question: Callable[[int], Question], timeout_seconds: float) -> Reply:
-        """Ask one tokenizer worker and wait for the answer. `question` makes the message for a number."""
+    async def ask(self, question: Callable[[int], Question], answer_type: type[R], timeout_seconds: float) -> R:
+        """Ask one tokenizer worker and wait for the answer. `question` makes the message for a number.
+
+        ApiError if the worker gives none in time, or says what is wrong with the question.
+        """
         number = next(self._numbers)
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._replies[number] = reply
@@ -46,10 +52,12 @@ class Questions:
             self._replies.pop(number, None)
         if isinstance(answer, Unanswered):
             raise refused(answer.status, InvalidRequest(answer.field, answer.message))
+        if not isinstance(answer, answer_type):
+            raise TypeError(f"a worker answered with {type(answer).__name__}, not {answer_type.__name__}")
         return answer
 
     async def ask_counts(self, timeout_seconds: float) -> tuple[list[ProcessCounts], bool]:
-        """What every worker holds, by name, and whether all of them answered in time."""
+        """Return what every worker holds, by name, and True if all of them answered in time."""
         loop = asyncio.get_running_loop()
         reports: dict[int, asyncio.Future[list[ProcessCounts]]] = {}
         for outbox in self._tokenizers:
@@ -79,7 +87,7 @@ class Questions:
                 reply.set_result(answer)
 
     def fail(self, error: ApiError) -> None:
-        """There will be no more replies."""
+        """Fail all that wait: there will be no more replies."""
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(error)

@@ -20,7 +20,7 @@ from minisgl.server.api.bodies.body import MAX_ITEMS, B, UnknownFields, check_nu
 from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.heartbeat import Heartbeat
 from minisgl.server.api.http.errors import model_not_found
-from minisgl.server.api.requests.client import EngineClient
+from minisgl.server.api.requests.engine_client import EngineClient
 
 Handler = Callable[[Request], Awaitable[Any]]  # of a Response or another ASGI application
 Json = dict[str, Any]
@@ -63,11 +63,11 @@ class Service:
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
 
     async def parse(self, request: Request, model: type[B]) -> B:
-        """The request's body, or ApiError."""
+        """Return the request's body, or ApiError."""
         return await self.validate(await self.fields(request), model)
 
     async def fields(self, request: Request) -> dict[str, Any]:
-        """What the request's body says, not yet validated; ApiError if it says nothing."""
+        """Return the fields of the request's body, not yet validated; ApiError if it is no JSON object."""
         http = self.config.http
         max_items = max(MAX_ITEMS, self.limits.max_seq_len)  # a prompt of ids that fits the context is one
         fields = read_fields(await read_body(request, http.max_body_bytes, max_items, http.receive_timeout))
@@ -77,7 +77,7 @@ class Service:
         return fields
 
     async def validate(self, fields: dict[str, Any], model: type[B]) -> B:
-        """The body made of these fields, or ApiError."""
+        """Return the body made of these fields, or ApiError."""
         body = validate(self._defaults_of(model) | fields, model, self.limits)
         self.unknown_fields.log(fields.keys() - model.known_fields())
         if body.model is not None:
@@ -86,11 +86,11 @@ class Service:
         return body
 
     def _defaults_of(self, model: type[Body]) -> dict[str, Any]:
-        """Values of the model's generation_config.json for what a body leaves out."""
+        """Return the values of the model's generation_config.json for what a body leaves out."""
         return self.config.sampling_defaults.fields if issubclass(model, RequestBody) else {}
 
     def check_model(self, name: str) -> None:
-        """ApiError if it is not one of the model's names."""
+        """Raise ApiError if it is not one of the model's names."""
         if name not in self.config.model_names:
             raise model_not_found(name)
 

@@ -14,7 +14,7 @@ from minisgl.message.to_tokenizer import ChatPrompt, Decode, Describe, Encode, T
 from minisgl.message.types import pack_ids, unpack_ids
 from minisgl.server.api.answers.responses import Detokenized, ModelCard, ModelList, Tokenized
 from minisgl.server.api.bodies.messages import template_messages
-from minisgl.server.api.bodies.prompts import checked_ids
+from minisgl.server.api.bodies.plain_prompts import checked_ids
 from minisgl.server.api.bodies.schema import DetokenizeBody, TokenizeBody
 from minisgl.server.api.routes.endpoint import Endpoint, Service, json_response
 
@@ -76,8 +76,9 @@ class TokenRoutes:
         """Return the token ids of a text or a conversation."""
         body = await self._service.parse(request, TokenizeBody)
         prompt = tokenize_prompt(body)
-        reply = await self._service.client.ask(lambda query: Encode(query, prompt, body.return_token_strs), TIMEOUT)
-        assert isinstance(reply, Encoded)
+        reply = await self._service.client.ask(
+            lambda query: Encode(query, prompt, body.return_token_strs), Encoded, TIMEOUT
+        )
         ids = unpack_ids(reply.ids).tolist()
         return json_response(Tokenized(len(ids), self._service.limits.max_seq_len, ids, reply.strings))
 
@@ -85,19 +86,17 @@ class TokenRoutes:
         """Return the text of token ids."""
         body = await self._service.parse(request, DetokenizeBody)
         ids = pack_ids(checked_ids(body.tokens, self._service.limits, "tokens"))
-        reply = await self._service.client.ask(lambda query: Decode(query, ids), TIMEOUT)
-        assert isinstance(reply, Decoded)
+        reply = await self._service.client.ask(lambda query: Decode(query, ids), Decoded, TIMEOUT)
         return json_response(Detokenized(reply.text))
 
     async def tokenizer_info(self, _request: Request) -> Response:
         """Return what the model folder says about its tokenizer, chat template included."""
-        reply = await self._service.client.ask(Describe, TIMEOUT)
-        assert isinstance(reply, Described)
+        reply = await self._service.client.ask(Describe, Described, TIMEOUT)
         return json_response(reply.config)
 
 
 def tokenize_prompt(body: TokenizeBody) -> TextPrompt | ChatPrompt:
-    """What is to be tokenized: a text or a conversation."""
+    """Return what is to be tokenized: a text or a conversation."""
     if body.prompt is not None and body.messages is None:
         return TextPrompt(body.prompt, True if body.add_special_tokens is None else body.add_special_tokens)
     if body.messages is None or body.prompt is not None:

@@ -119,8 +119,7 @@ class ControlRoutes:
 
     async def flush_cache(self, _request: Request) -> Response:
         """Forget every cached prefix that no running request uses."""
-        reply = await self._service.client.ask(FlushCache, FLUSH_TIMEOUT)
-        assert isinstance(reply, Flushed)
+        reply = await self._service.client.ask(FlushCache, Flushed, FLUSH_TIMEOUT)
         return json_response({"success": True, "pages": reply.pages})
 
     async def abort(self, request: Request) -> Response:

@@ -22,7 +22,7 @@ from minisgl.server.api.heartbeat import Heartbeat
 from minisgl.server.api.http.drain import Drain
 from minisgl.server.api.http.errors import shutting_down
 from minisgl.server.api.http.server import Server
-from minisgl.server.api.requests.client import EngineClient
+from minisgl.server.api.requests.engine_client import EngineClient
 from minisgl.tokenizer.folder import model_parsers
 
 MESSAGES_A_TURN = 32  # taken from the inbox before requests get their turn
@@ -68,7 +68,7 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
         server.end(shutting_down(reason))
 
     def on_shutdown(shutdown: Shutdown) -> None:
-        """On the control thread, which has nothing left to do: it also sees to it that there is an end."""
+        """Run on the control thread, which has nothing left to do and sees to it that there is an end."""
         loop.call_soon_threadsafe(shut_down, shutdown.error)
         time.sleep(shutdown.grace)
         os._exit(0)

@@ -19,7 +19,7 @@ _KINDS = "a string, a list of strings, a list of token ids, or a list of lists o
 def parse_prompts(
     value: Any, limits: Limits, *, add_special_tokens: bool = True, cut: bool = False
 ) -> list[PlainPrompt]:
-    """The prompts of a completion request, in order. With `cut` they may be longer than the context."""
+    """Return the prompts of a completion request, in order. With `cut` they may be longer than the context."""
     if isinstance(value, str) or _is_ids(value):
         return [parse_prompt(value, limits, add_special_tokens=add_special_tokens, cut=cut)]
     if not isinstance(value, list):
@@ -41,7 +41,7 @@ def parse_prompts(
 def parse_prompt(
     value: Any, limits: Limits, param: str = "prompt", *, add_special_tokens: bool = True, cut: bool = False
 ) -> PlainPrompt:
-    """One prompt; `param` names it in errors."""
+    """Return one prompt; `param` names it in errors."""
     if isinstance(value, str):
         return TextPrompt(value, add_special_tokens)
     if isinstance(value, list):
@@ -63,7 +63,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def checked_ids(ids: Sequence[Any], limits: Limits, param: str) -> list[int]:
-    """Token ids, all inside the vocabulary."""
+    """Return the token ids; InvalidRequest if one is outside the vocabulary."""
     for index, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < limits.vocab_size:
             raise InvalidRequest(

@@ -19,14 +19,14 @@ import msgspec
 
 from minisgl.core import InvalidRequest
 from minisgl.message.socket import Sender
-from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused, Reply, ToApi
+from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused, ToApi
 from minisgl.message.to_tokenizer import Generate, Question, ToTokenizer
 from minisgl.message.types import Abort, ProcessCounts
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.server.api.http.errors import aborted, invalid, overloaded, refused, shutting_down
 from minisgl.server.api.metrics import RequestMetrics
 from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, OpenRequest
-from minisgl.server.api.requests.questions import Questions
+from minisgl.server.api.requests.questions import Questions, R
 
 MAX_OPTION_BYTES = 64 * 1024 * 1024  # of all choices of a request: each carries the request's options to the scheduler
 PROMPTS_A_TURN = 64  # are sent of a request, which may have thousands, or as many as make
@@ -90,9 +90,8 @@ class EngineClient:
             raise overloaded(self._max_sequences)
         if job.num_choices == 1:
             return 1
-        option_bytes = len(
-            msgspec.msgpack.encode((job.sampling, job.text))
-        )  # sent with each prompt, kept of each choice
+        # Options are sent with each prompt, and kept of each choice.
+        option_bytes = len(msgspec.msgpack.encode((job.sampling, job.text)))
         if job.num_choices * option_bytes > MAX_OPTION_BYTES:
             param = "n" if job.n > 1 else "prompt"
             text = f"{param}: {job.num_choices} answers with {option_bytes} bytes of grammar, ids and strings each"
@@ -140,18 +139,18 @@ class EngineClient:
             self._tokenizers[request.tokenizer].send(Abort(unfinished))
 
     async def run(self, job: Job, timeout_seconds: float) -> list[Delta]:
-        """A job's whole answer; TimeoutError, and the job aborted, if it is not there in time."""
+        """Return a job's whole answer; TimeoutError, and the job aborted, if it is not there in time."""
         with self.open(job) as request:
             async with asyncio.timeout(timeout_seconds):
                 return await request.complete()
 
     def abandon(self, request: OpenRequest) -> None:
-        """Its HTTP client has left: abort at once, without waiting for whoever is answering."""
+        """Abort a request whose HTTP client has left, at once, without waiting for whoever is answering."""
         self._release(request)
         request.fail(ClientGone())
 
     def abort(self, name: str) -> int:
-        """End the open requests of this id, which clients may give to several, with an error; how many there were."""
+        """End the open requests of this id, which clients may give to several, with an error; return their number."""
         requests = self._names.get(name, set())
         for request in requests:
             self._release(request)
@@ -159,7 +158,7 @@ class EngineClient:
         return len(requests)
 
     def abort_all(self) -> int:
-        """End every open request with an error; how many there were."""
+        """End every open request with an error; return their number."""
         for request in self._open:
             self._release(request)
             request.fail(aborted())
@@ -216,7 +215,7 @@ class EngineClient:
         self._questions.fail(shutting_down(reason))
 
     def counts(self) -> ProcessCounts:
-        """What this process holds."""
+        """Return what this process holds."""
         return ProcessCounts(
             "api",
             {
@@ -231,17 +230,17 @@ class EngineClient:
 
     @property
     def has_room(self) -> bool:
-        """Another sequence would be admitted."""
+        """True if another sequence would be admitted."""
         return self._num_admitted < self._max_sequences
 
-    async def ask(self, question: Callable[[int], Question], timeout_seconds: float) -> Reply:
-        """The answer of one tokenizer worker to a question, for whose number `question` makes the message."""
+    async def ask(self, question: Callable[[int], Question], answer_type: type[R], timeout_seconds: float) -> R:
+        """Return one tokenizer worker's answer to a question; `question` makes the message for its number."""
         if self.is_shut_down:
             raise shutting_down(self._shutdown_reason)
-        return await self._questions.ask(question, timeout_seconds)
+        return await self._questions.ask(question, answer_type, timeout_seconds)
 
     async def query_counts(self, timeout_seconds: float) -> tuple[list[ProcessCounts], bool]:
-        """What every process holds, and whether all of them answered in time."""
+        """Return what every process holds, and True if all of them answered in time."""
         own = self.counts()
         others, complete = await self._questions.ask_counts(timeout_seconds)
         return [own, *others], complete
