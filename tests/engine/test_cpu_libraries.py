@@ -38,10 +38,10 @@ def rss() -> float:
 torch.set_num_threads(1)
 ops = CpuOps(bfloat16_products=multiplies_bfloat16())
 with torch.inference_mode():
-    weight = ops.pack(torch.ones((64, 64), dtype=torch.bfloat16))
+    weight = ops.bind(torch.ones((64, 64), dtype=torch.bfloat16))
     found = []
     for tokens in range(1, 2 * int(sys.argv[1]) + 1):
-        ops.linear(torch.ones((tokens, 64), dtype=torch.bfloat16), weight)
+        weight.linear(torch.ones((tokens, 64), dtype=torch.bfloat16))
         if tokens in (1, int(sys.argv[1]), 2 * int(sys.argv[1])):
             found.append(rss())
 print(*found)

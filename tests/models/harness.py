@@ -15,6 +15,7 @@ from minisgl.attention.torch_backend import TorchAttention
 from minisgl.context import ForwardContext
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.kvcache.pool import KVPool
+from minisgl.layers.linear import bind_weights
 from minisgl.models.decoder import CausalLM
 
 
@@ -32,6 +33,8 @@ class Harness:
         config = model.config
         device = model.lm_head.weight.device
         self.model = model
+        self.ops = TorchOps()
+        bind_weights(model, self.ops)
         self.page_size = page_size
         self.device = device
         specs = [
@@ -92,7 +95,7 @@ class Harness:
             out_cache_loc=self._tensor(slots),
             logits_indices=None if every_row_samples else self._tensor(ends - 1),
             kv=self.pool,
-            ops=TorchOps(),
+            ops=self.ops,
             attention=self.attention.plan(inputs),
         )
         logits: torch.Tensor = self.model(ctx)

@@ -8,10 +8,10 @@ import torch
 from minisgl.distributed import SingleRank
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kernel.cpu_ops import CpuOps, multiplies_bfloat16
-from minisgl.kernel.torch_ops import TorchOps
+from minisgl.kernel.torch_ops import DenseWeight, TorchOps
 from minisgl.layers.embedding import LMHead, VocabEmbedding
 from minisgl.layers.layer_config import RopeConfig
-from minisgl.layers.linear import pack_weights
+from minisgl.layers.linear import bind_weights
 from minisgl.layers.rotary import cos_sin_table
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -64,13 +64,20 @@ def test_products(dtype: torch.dtype, bfloat16_products: bool, rows: int) -> Non
     x, weight, bias, residual = (torch.randn(shape) / 8 for shape in ((rows, 96), (80, 96), (80,), (rows, 80)))
     want = x.to(dtype).float() @ weight.to(dtype).float().T
     x, weight, bias, residual = (tensor.to(dtype) for tensor in (x, weight, bias, residual))
-    packed = ops.pack(weight)
-    assert packed.is_mkldnn == (bfloat16_products and dtype == torch.bfloat16)
-    for one in (weight, packed):
-        close(ops.linear(x, one), want.to(dtype))
-        close(ops.linear(x, one, bias), (want + bias.float()).to(dtype))
-        close(ops.linear(x, one, None, residual), (want + residual.float()).to(dtype))
-        close(ops.linear(x, one, bias, residual), (want + bias.float() + residual.float()).to(dtype))
+    bound = ops.bind(weight)
+    assert bound.tensor.is_mkldnn == (bfloat16_products and dtype == torch.bfloat16)
+    norm = Norm(torch.rand(96).to(dtype), 1e-6)
+    for one in (DenseWeight(ops, weight), bound):
+        close(one.linear(x), want.to(dtype))
+        close(one.linear(x, bias), (want + bias.float()).to(dtype))
+        close(one.linear(x, None, residual.clone()), (want + residual.float()).to(dtype))
+        close(one.linear(x, bias, residual.clone()), (want + bias.float() + residual.float()).to(dtype))
+        out = torch.empty((rows, 80), dtype=dtype)
+        assert one.norm_linear(x, norm, bias, out) is out
+        close(out, REFERENCE.norm_linear(x, norm, weight, bias))
+        close(one.norm_linear(x, None), REFERENCE.linear(x, weight))
+        gated = REFERENCE.norm_gated_linear(x, norm, weight, bias, activation="silu")
+        close(one.norm_gated_linear(x, norm, bias, activation="silu"), gated)
 
 
 @pytest.mark.skipif(not multiplies_bfloat16(), reason="no bfloat16 instructions")
@@ -78,6 +85,6 @@ def test_a_tied_head_is_packed_and_its_embedding_is_not() -> None:
     tp = SingleRank()
     embedding = VocabEmbedding(30, 16, tp=tp, dtype=torch.bfloat16)
     head = LMHead(30, 16, tied_to=embedding, tp=tp, dtype=torch.bfloat16)
-    pack_weights(torch.nn.ModuleList([embedding, head]), CpuOps(bfloat16_products=True))
+    bind_weights(torch.nn.ModuleList([embedding, head]), CpuOps(bfloat16_products=True))
     assert head.weight.is_mkldnn
     assert not embedding.weight.is_mkldnn

@@ -34,7 +34,7 @@ from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
 from minisgl.kernel.select import has_kernels, make_ops
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.linear import pack_weights
+from minisgl.layers.linear import bind_weights
 from minisgl.limits import Limits
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.decoder import CausalLM
@@ -81,7 +81,7 @@ class Engine:
             attention.begin_compiling(self.num_slots)
         with phase("load weights"):
             weights = self._queue.call(lambda: _load(config, model, tp, self.dtype, self.device, progress=progress))
-            self._queue.call(lambda: pack_weights(weights, ops))
+            self._queue.call(lambda: bind_weights(weights, ops))
         parts = _Parts(weights, self.num_slots, attention, ops, sampler, self.device)
         sizes = _graph_sizes(config, parts, max_prefill_tokens)
         needs = Needs()

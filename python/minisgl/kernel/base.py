@@ -64,6 +64,33 @@ class DecodeInputs(NamedTuple):
     page_table: Tensor  # [rows, max_pages] int32; beyond a row's length it may hold anything
 
 
+class Weight(Protocol):
+    """Matrix [out, in] of a linear layer in some format, with the products that read it: they are chosen once, when it
+    has been loaded (`Ops.bind`). A quantized format is another class, whose tensors are its scales too.
+    """
+
+    @property
+    def tensor(self) -> Tensor:
+        """The matrix as the products read it."""
+        ...
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """Compute `Ops.linear` with this weight."""
+        ...
+
+    def norm_linear(
+        self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Compute `Ops.norm_linear` with this weight."""
+        ...
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
+    ) -> Tensor:
+        """Compute `Ops.norm_gated_linear` with this weight."""
+        ...
+
+
 class Ops(Protocol):
     """What a layer computes besides attention. Results have the dtype of the input; sums are float32."""
 
@@ -83,8 +110,8 @@ class Ops(Protocol):
         """ids [T] int64, weight [vocab, H] -> weight[ids], [T, H]."""
         ...
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """weight [out, in] in the layout that the products below read fastest: they take either."""
+    def bind(self, weight: Tensor) -> Weight:
+        """Return a loaded weight [out, in] with its products, in the layout that they read fastest."""
         ...
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.base import Heads, Norm
-from minisgl.kernel.torch_ops import TorchOps, store
+from minisgl.kernel.base import Heads, Norm, Weight
+from minisgl.kernel.options import Activation
+from minisgl.kernel.torch_ops import DenseWeight, TorchOps, activate_and_mul, store
 
 # Without 16-bit products: from so many rows on, turning the weight into float32 costs less than it saves.
 _MANY_ROWS = 4
@@ -34,22 +35,12 @@ class CpuOps(TorchOps):
         self._bfloat16_products = bfloat16_products
         self._rotations: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
-    def pack(self, weight: Tensor) -> Tensor:
-        if not (self._bfloat16_products and weight.dtype == torch.bfloat16):
-            return weight
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
-        return packed
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        if residual is None or not weight.is_mkldnn:
-            return super().linear(x, weight, bias, residual)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
-        return y
+    def bind(self, weight: Tensor) -> Weight:
+        if self._bfloat16_products and weight.dtype == torch.bfloat16:
+            return PackedWeight(self, weight)
+        return DenseWeight(self, weight)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if weight.is_mkldnn:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-            return y
         if x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and self._bfloat16_products):
             return F.linear(x, weight, bias)
         if len(x) >= _MANY_ROWS:
@@ -82,6 +73,33 @@ class CpuOps(TorchOps):
             cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
             self._rotations = cos_sin, positions, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         return self._rotations[2], self._rotations[3]
+
+
+class PackedWeight:
+    """Implements kernel.base.Weight: bfloat16 in oneDNN's layout."""
+
+    def __init__(self, ops: CpuOps, weight: Tensor) -> None:
+        self._ops = ops
+        self.tensor: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        y: Tensor
+        if residual is None:
+            y = torch.ops.mkldnn._linear_pointwise(x, self.tensor, bias, "none", [], "")
+        else:
+            y = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.tensor, bias, "add")
+        return y
+
+    def norm_linear(
+        self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        y = self.linear(x if norm is None else self._ops.rms_norm(x, norm), bias)
+        return y if out is None else out.copy_(y)
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
+    ) -> Tensor:
+        return activate_and_mul(self.norm_linear(x, norm, bias), activation)
 
 
 def _norm_rope_store(

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.base import DecodeInputs, Heads, KernelNeeds, Norm
+from minisgl.kernel.base import DecodeInputs, Heads, KernelNeeds, Norm, Weight
 from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
 from minisgl.kernel.cuda_moe import CudaMoe
 from minisgl.kernel.few_rows import FewRows
 from minisgl.kernel.many_rows import MAX_ROWS, ManyRows
 from minisgl.kernel.options import Activation, Routing
-from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
+from minisgl.kernel.torch_ops import DenseWeight, TorchOps, activate_and_mul
 
 Macros: TypeAlias = dict[str, Any]
 
@@ -50,8 +50,8 @@ class CudaOps:
         for experts, top_k in needs.experts:
             self._moe.begin_compiling(dtype, experts, top_k)
 
-    def pack(self, weight: Tensor) -> Tensor:
-        return weight
+    def bind(self, weight: Tensor) -> Weight:
+        return DenseWeight(self, weight)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         size = x.shape[-1]

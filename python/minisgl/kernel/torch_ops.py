@@ -9,15 +9,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.base import DecodeInputs, Heads, Norm
+from minisgl.kernel.base import DecodeInputs, Heads, Norm, Ops, Weight
 from minisgl.kernel.options import Activation, Routing
+
+
+class DenseWeight:
+    """Implements kernel.base.Weight in the model's dtype, by the products of `ops`."""
+
+    def __init__(self, ops: Ops, tensor: Tensor) -> None:
+        self._ops = ops
+        self.tensor = tensor
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        return self._ops.linear(x, self.tensor, bias, residual)
+
+    def norm_linear(
+        self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        return self._ops.norm_linear(x, norm, self.tensor, bias, out)
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
+    ) -> Tensor:
+        return self._ops.norm_gated_linear(x, norm, self.tensor, bias, activation=activation)
 
 
 class TorchOps:
     """Implements kernel.base.Ops."""
 
-    def pack(self, weight: Tensor) -> Tensor:
-        return weight
+    def bind(self, weight: Tensor) -> Weight:
+        return DenseWeight(self, weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         y = self._product(x, weight, bias)

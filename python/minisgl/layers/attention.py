@@ -56,7 +56,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
         """Attend to norm(x), plus `residual`."""
-        qkv = self.qkv_proj(x, norm, ctx)
+        qkv = self.qkv_proj(x, norm)
         q_norm, k_norm = self.q_norm, self.k_norm
         if isinstance(q_norm, ProjectionNorm) and isinstance(k_norm, ProjectionNorm):  # the fused norms are by head
             q, k, v = qkv.split([len(q_norm.weight), len(k_norm.weight), len(k_norm.weight)], dim=-1)
@@ -76,5 +76,5 @@ class Attention(nn.Module):
         else:
             q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.out_cache_loc, keys, values)
             attended = ctx.attention[self.layer].forward(self.layer, q, ctx.kv)
-        y: Tensor = self.o_proj(attended.flatten(1), ctx, residual)
+        y: Tensor = self.o_proj(attended.flatten(1), residual)
         return y

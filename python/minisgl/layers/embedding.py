@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
-from minisgl.layers.linear import PackableWeight, empty
+from minisgl.layers.linear import Linear, empty
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.weight_slice import WeightSlice
 
@@ -44,7 +44,7 @@ class VocabEmbedding(nn.Module):
         yield vocab_slice(name, self.weight, self.vocab_size, self.share, tied=False)
 
 
-class LMHead(PackableWeight):
+class LMHead(Linear):
     """norm(x) of [S, hidden_size] -> logits [S, vocab_size] on every rank. Given an embedding, it uses its weight."""
 
     def __init__(
@@ -65,8 +65,8 @@ class LMHead(PackableWeight):
 
     def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext) -> Tensor:
         if self.tp.size == 1:
-            return ctx.ops.norm_linear(x, norm.params, self.weight, out=ctx.logits)
-        logits = self.tp.all_gather(ctx.ops.norm_linear(x, norm.params, self.weight))[:, : self.vocab_size]
+            return self.product.norm_linear(x, norm.params, out=ctx.logits)
+        logits = self.tp.all_gather(self.product.norm_linear(x, norm.params))[:, : self.vocab_size]
         return logits if ctx.logits is None else ctx.logits.copy_(logits)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:

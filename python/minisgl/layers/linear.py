@@ -9,9 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
-from minisgl.kernel.base import Ops
+from minisgl.kernel.base import Ops, Weight
 from minisgl.layers.norm import RMSNorm, params_of
 from minisgl.layers.weight_slice import WeightSlice, row_slices, whole
 
@@ -39,22 +38,23 @@ def zeros(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
 
 
-class PackableWeight(nn.Module):
-    """A module whose weight is read by products alone, so that it may be laid out for them."""
+class Linear(nn.Module):
+    """A module whose weight [out, in] is read by products alone, which are bound to it when it has been loaded."""
 
     weight: nn.Parameter
+    product: Weight
 
 
-def pack_weights(model: nn.Module, ops: Ops) -> None:
-    """Lay out the loaded weights for the products of `ops`. A tied embedding keeps its own copy."""
+def bind_weights(model: nn.Module, ops: Ops) -> None:
+    """Bind loaded weights to the products of `ops`, before the first forward. A tied embedding keeps its own copy."""
     for module in model.modules():
-        if isinstance(module, PackableWeight):
-            packed = ops.pack(module.weight)
-            if packed is not module.weight:
-                module.weight = nn.Parameter(packed, requires_grad=False)
+        if isinstance(module, Linear):
+            module.product = ops.bind(module.weight)
+            if module.product.tensor is not module.weight:
+                module.weight = nn.Parameter(module.product.tensor, requires_grad=False)
 
 
-class ColumnParallelLinear(PackableWeight):
+class ColumnParallelLinear(Linear):
     """Matrices that share their input, merged into one product; each rank has some output rows of each.
 
     norm(x) of [T, in_features] -> [T, rows kept], in the order of the parts. The parts stand in the checkpoint beside
@@ -69,8 +69,8 @@ class ColumnParallelLinear(PackableWeight):
         self.weight = empty(rows, in_features, dtype=dtype)
         self.bias = zeros(rows, dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext) -> Tensor:
-        return ctx.ops.norm_linear(x, params_of(norm), self.weight, self.bias)
+    def forward(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        return self.product.norm_linear(x, params_of(norm), self.bias)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         beside = name.rpartition(".")[0]
@@ -92,7 +92,7 @@ class ColumnParallelLinear(PackableWeight):
                 at += sum(map(len, kept))
 
 
-class RowParallelLinear(PackableWeight):
+class RowParallelLinear(Linear):
     """One matrix whose input columns are divided: [T, in_features / size], summed over ranks -> [T, out_features]."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, tp: TPGroup, dtype: torch.dtype) -> None:
@@ -102,11 +102,11 @@ class RowParallelLinear(PackableWeight):
         self.weight = empty(out_features, in_features // tp.size, dtype=dtype)
         self.bias = zeros(out_features, dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The product, plus `residual` [T, out_features], which may be overwritten."""
         if self.tp.size == 1:
-            return ctx.ops.linear(x, self.weight, self.bias, residual)
-        y = self.tp.all_reduce(ctx.ops.linear(x, self.weight))
+            return self.product.linear(x, self.bias, residual)
+        y = self.tp.all_reduce(self.product.linear(x))
         if self.bias is not None:
             y.add_(self.bias)
         return y if residual is None else y.add_(residual)

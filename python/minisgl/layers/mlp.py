@@ -30,11 +30,11 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, bias=bias, dtype=dtype)
         self.down_proj = RowParallelLinear(size, hidden_size, bias=bias, tp=tp, dtype=dtype)
 
-    def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm | None, _: ForwardContext, residual: Tensor | None = None) -> Tensor:
         """Feed norm(x) forward, plus `residual`."""
         gate_up = self.gate_up_proj
-        hidden = ctx.ops.norm_gated_linear(x, params_of(norm), gate_up.weight, gate_up.bias, activation=self.activation)
-        y: Tensor = self.down_proj(hidden, ctx, residual)
+        hidden = gate_up.product.norm_gated_linear(x, params_of(norm), gate_up.bias, activation=self.activation)
+        y: Tensor = self.down_proj(hidden, residual)
         return y
 
 
