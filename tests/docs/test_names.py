@@ -117,3 +117,17 @@ def test_what_a_page_mentions_exists(page: Path) -> None:
 @pytest.mark.parametrize("page", TOUR, ids=lambda page: page.stem)
 def test_names_in_the_explanations_are_those_of_the_source(page: Path) -> None:
     assert [*unknown_names(page)] == []
+
+
+def test_the_table_of_folders_is_whole_and_right_about_torch() -> None:
+    rows = re.findall(
+        r"^\| (`.*`) \| .* \| (.*) \|$", (DOCS / "8-reference.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    torch = {name.rstrip("/"): imports for names, imports in rows for name in CODE.findall(names)}
+    modules = {path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert torch.keys() >= modules - {"__init__.py", "__main__.py"}
+    for name, says in torch.items():
+        files = [PACKAGE / name, *(PACKAGE / name).rglob("*.py")]
+        texts = [sources()[file] for file in files if file in sources()]
+        imports = any(re.search(r"^(?:import torch|from torch)\b", text, re.MULTILINE) for text in texts)
+        assert {"yes": imports, "no": not imports}.get(says, True), name
