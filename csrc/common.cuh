@@ -9,6 +9,7 @@
 #ifndef GELU_TANH
 #define GELU_TANH 0
 #endif
+#define OPTIONAL  // a kernel's pointer that may be null: read by kernel/signature.py, means nothing here
 
 struct bf16 { unsigned short bits; };
 struct f16 { unsigned short bits; };

@@ -39,10 +39,10 @@ constexpr int RECORD = SHARE + 2 * GROUP;  // what a block leaves of a chunk: it
 using M = Either<FP8, f16, T>::type;       // of what tensor cores multiply
 constexpr bool KEEP_Q = WARPS * BLOCKS_OF_SM <= 12;  // in registers, if there are enough
 
-// How rows are cut: into `shares` chunks, but of no less than `least` and no more than `most` tiles, where a row has twice
-// `least`; never into more than `max_chunks`.
+// How rows are cut: into `num_kv_splits` chunks, but of no less than `min_tiles` and no more than `max_tiles` tiles, where
+// a row has twice `min_tiles`; never into more than `max_splits`.
 struct Cutting {
-  int shares, least, most, max_chunks;
+  int num_kv_splits, min_tiles, max_tiles, max_splits;
 };
 
 // A chunk of a row, for one KV head.
@@ -55,9 +55,9 @@ struct Unit {
     end = length - 1, first = window ? max(0, end - window + 1) : 0;
     int from = first / TILE, count = first < end ? (end + TILE - 1) / TILE - from : 0, size = count;
     chunks = 1;
-    if (count > 2 * cutting.least) {
-      size = min(max((count + cutting.shares - 1) / cutting.shares, cutting.least), cutting.most);
-      size = (max(size, (count + cutting.max_chunks - 1) / cutting.max_chunks) + STEP - 1) / STEP * STEP;
+    if (count > 2 * cutting.min_tiles) {
+      size = min(max((count + cutting.num_kv_splits - 1) / cutting.num_kv_splits, cutting.min_tiles), cutting.max_tiles);
+      size = (max(size, (count + cutting.max_splits - 1) / cutting.max_splits) + STEP - 1) / STEP * STEP;
       chunks = (count + size - 1) / size;
     }
     tile = from + chunk * size, tiles = min(tile + size, from + count);
@@ -245,7 +245,7 @@ __device__ __forceinline__ bool find_chunk(
   int left = index / kv_heads, lane = threadIdx.x & 31, longest = 0;
 #pragma unroll 8
   for (int row = lane; row < rows; row += 32) longest = max(longest, lengths[row]);  // all at once, for mostly none is cut
-  if (!__any_sync(0xffffffffu, longest / TILE >= 2 * cutting.least)) return false;
+  if (!__any_sync(0xffffffffu, longest / TILE >= 2 * cutting.min_tiles)) return false;
   unit.kv_head = index % kv_heads;
   for (int base = 0; base < rows; base += 32) {
     Unit at = {};
@@ -269,18 +269,19 @@ __device__ __forceinline__ bool find_chunk(
 }
 
 // grid: (CLUSTER, KV heads, rows or more). `lengths` [rows], the new token included. `window`: positions a query sees, itself
-// included; 0: all. `records` [rows * KV heads, CLUSTER, max_chunks, RECORD]; `counters` [rows * KV heads, CLUSTER] are zero
+// included; 0: all. `records` [rows * KV heads, CLUSTER, max_splits, RECORD]; `counters` [rows * KV heads, CLUSTER] are zero
 // before and after.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_attention(
     const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride, int rows,
-    const float* cos_sin, const W* q_norm, const W* k_norm, float eps, C* k_cache, C* v_cache, T* out, float softmax_scale, int window,
-    int shares, int least, int most, int max_chunks, float* records, int* counters) {
+    const float* cos_sin, OPTIONAL const W* q_norm, OPTIONAL const W* k_norm, float eps, C* k_cache, C* v_cache, T* out,
+    float softmax_scale, int window,
+    int num_kv_splits, int min_tiles, int max_tiles, int max_splits, float* records, int* counters) {
   __shared__ alignas(16) M q[8][STRIDE];
   __shared__ alignas(16) T new_k[HEAD_DIM], new_v[HEAD_DIM];
   __shared__ float partial_max[PARTIALS][8], partial_sum[PARTIALS][8], partial[WARPS][GROUP][HEAD_DIM];
   __shared__ float block_max[CLUSTER][GROUP], block_sum[CLUSTER][GROUP], block[CLUSTER][SHARE];
   __shared__ bool is_last;
-  Cutting cutting = {shares, least, most, max_chunks};
+  Cutting cutting = {num_kv_splits, min_tiles, max_tiles, max_splits};
   int rank = blockIdx.x, kv_heads = gridDim.y;
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = rank * WARPS + warp;
   Unit unit = {(int)blockIdx.z, (int)blockIdx.y};
@@ -407,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
     __syncthreads();
     int pair = unit.row * kv_heads + unit.kv_head, chunks = unit.chunks;
     T* to = out + (long long)pair * VALUES;
-    float* records_of_row = records + (long long)(pair * CLUSTER + rank) * max_chunks * RECORD;
+    float* records_of_row = records + (long long)(pair * CLUSTER + rank) * max_splits * RECORD;
     float* record = records_of_row + unit.chunk * RECORD;
     if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks are there
 #pragma unroll

@@ -5,8 +5,8 @@
 // `pages` is not null, the row of the page table.
 extern "C" __global__ void decode_inputs(
     const long long* slots, const int* tokens, long long tokens_stride, const int* lengths, const int* page_table,
-    long long table_stride, int page_size, long long* input_ids, long long* positions, long long* kv_slots,
-    int* kv_lens, int* pages, int width) {
+    long long table_stride, int page_size, long long* input_ids, long long* positions, long long* out_cache_loc,
+    int* kv_lens, OPTIONAL int* pages, int width) {
   wait_for_predecessor();
   start_successor();
   int row = blockIdx.x;
@@ -16,7 +16,7 @@ extern "C" __global__ void decode_inputs(
   if (threadIdx.x == 0) {
     input_ids[row] = tokens[slot * tokens_stride + position];
     positions[row] = position;
-    kv_slots[row] = (long long)mine[position / page_size] * page_size + position % page_size;
+    out_cache_loc[row] = (long long)mine[position / page_size] * page_size + position % page_size;
     kv_lens[row] = length;
   }
   if (pages) {

@@ -105,7 +105,8 @@ __device__ __forceinline__ void multiply_stage(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) few_rows_linear(
-    const T* x, const T* norm, float eps, const T* weight, const T* bias, const T* residual, T* out, int M, int N, int K) {
+    const T* x, OPTIONAL const T* norm, float eps, const T* weight, OPTIONAL const T* bias, OPTIONAL const T* residual,
+    T* out, int M, int N, int K) {
   __shared__ float sums[CLUSTER * SHARERS][SHARE][M_MAX];
   __shared__ float squares[CLUSTER * THREADS / 32][NORM ? M_MAX : 2];  // of each warp of each block
   int rank = blockIdx.x, thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;

@@ -116,8 +116,8 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) many_rows_linear(
-    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const T* bias, const T* residual,
-    T* out, int M, int N, int K) {
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, OPTIONAL const T* bias,
+    OPTIONAL const T* residual, T* out, int M, int N, int K) {
   __shared__ Barrier full[STAGES], empty[STAGES], received;
   int split = blockIdx.x, tile = blockIdx.y, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int steps = K / KEYS, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;

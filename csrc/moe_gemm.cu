@@ -221,15 +221,15 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_gated(
-    const T* x, int divisor, const T* weight, const T* router_logits, int renormalize, const int* order,
-    const Tile* tiles, const int* tile_count, const float* pair_weights, T* out, int N, int K) {
+    const T* x, int divisor, const T* weight, const T* router_logits, int renormalize, OPTIONAL const int* order,
+    OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<true>(
       x, divisor, weight, router_logits, renormalize, order, tiles, tile_count, pair_weights, out, N, K);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_weighted(
-    const T* x, int divisor, const T* weight, const T* router_logits, int renormalize, const int* order,
-    const Tile* tiles, const int* tile_count, const float* pair_weights, T* out, int N, int K) {
+    const T* x, int divisor, const T* weight, const T* router_logits, int renormalize, OPTIONAL const int* order,
+    OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<false>(
       x, divisor, weight, router_logits, renormalize, order, tiles, tile_count, pair_weights, out, N, K);
 }

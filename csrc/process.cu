@@ -11,7 +11,7 @@ constexpr unsigned IS_KNOWN = 1u << 31, IS_AVOIDED = 1u << 30, COUNT = IS_AVOIDE
 
 // Tables of widths `n_...` with -1 for no id; words of WORD ids end in their last column. Null `mask`: all allowed.
 extern "C" __global__ void __launch_bounds__(THREADS) process_logits(
-    const T* logits, long long row_stride, const unsigned* mask, const long long* slots, const int* tokens,
+    const T* logits, long long row_stride, OPTIONAL const unsigned* mask, const long long* slots, const int* tokens,
     long long tokens_stride, const int* lengths, const int* prompt_lens, const float* presence_penalty,
     const float* frequency_penalty, const float* repetition_penalty, const int* min_tokens, const int* stop_ids,
     int n_stop_ids, const int* bias_ids, const float* biases, int n_biases, const int* bad_words, int n_bad_words,

@@ -7,10 +7,11 @@ constexpr int HALF = HEAD_DIM / 2;
 constexpr int LANES = HALF / VEC;  // of a head: each has VEC pairs (i, i + HALF)
 constexpr int HEADS = 32 / LANES;  // of a warp
 
-// Null q_weight or k_weight: no norm. Heads are in the order q, k, v.
+// Null q_norm or k_norm: no norm. Heads are in the order q, k, v.
 extern "C" __global__ void norm_rope_store(
-    const T* qkv, const long long* positions, const float* cos_sin, const long long* kv_slots, T* q_out, C* k_cache,
-    C* v_cache, const W* q_weight, const W* k_weight, long long tokens, int num_heads, int num_kv_heads, float eps) {
+    const T* qkv, const long long* positions, const float* cos_sin, const long long* out_cache_loc, T* q_out, C* k_cache,
+    C* v_cache, OPTIONAL const W* q_norm, OPTIONAL const W* k_norm, long long tokens, int num_heads, int num_kv_heads,
+    float eps) {
   wait_for_predecessor();
   start_successor();
   int heads = num_heads + 2 * num_kv_heads, groups = (heads + HEADS - 1) / HEADS;
@@ -30,7 +31,7 @@ extern "C" __global__ void norm_rope_store(
   for (int offset = LANES / 2; offset > 0; offset >>= 1) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
   if (!exists) return;
   if (!is_v) {
-    const W* weight = is_q ? q_weight : k_weight;
+    const W* weight = is_q ? q_norm : k_norm;
     if (weight) {
       float scale = rsqrtf(squares / HEAD_DIM + eps);
       Vec<VEC, W> wa = *(const Vec<VEC, W>*)(weight + at), wb = *(const Vec<VEC, W>*)(weight + HALF + at);
@@ -53,7 +54,7 @@ extern "C" __global__ void norm_rope_store(
     *(Part*)out = low, *(Part*)(out + HALF) = high;
   } else {
     int kv_head = head - num_heads - (is_v ? num_kv_heads : 0);
-    C* out = (is_v ? v_cache : k_cache) + (kv_slots[token] * num_kv_heads + kv_head) * HEAD_DIM + at;
+    C* out = (is_v ? v_cache : k_cache) + (out_cache_loc[token] * num_kv_heads + kv_head) * HEAD_DIM + at;
     store(out, low), store(out + HALF, high);
   }
 }

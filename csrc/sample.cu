@@ -133,7 +133,7 @@ __device__ __forceinline__ Logits logits_of(const T* logits, long long row_strid
 }
 
 extern "C" __global__ void __launch_bounds__(32 * PARTIAL_WARPS) sample_partials(
-    const T* logits, long long row_stride, const unsigned* mask, const long long* slots, const float* temperature,
+    const T* logits, long long row_stride, OPTIONAL const unsigned* mask, const long long* slots, const float* temperature,
     Partial* partials, int groups, int vocab) {
   int row = blockIdx.y, lane = threadIdx.x & 31, group = blockIdx.x * PARTIAL_WARPS + (threadIdx.x >> 5);
   wait_for_predecessor();
@@ -536,7 +536,7 @@ __device__ __forceinline__ int choose(const Row& row, unsigned limit, long long 
 
 // One block a row: choose, append the token to the slot's sequence and advance its length.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sample_choose(
-    const T* logits, long long row_stride, const unsigned* mask, const long long* slots, const float* temperature,
+    const T* logits, long long row_stride, OPTIONAL const unsigned* mask, const long long* slots, const float* temperature,
     const int* top_k, const float* top_p, const float* min_p, const long long* seeds, const Partial* partials, int groups, int vocab,
     int* tokens, long long tokens_stride, int* lengths, int scratch_slot, int* sampled) {
   __shared__ Shared s;

@@ -16,7 +16,7 @@ __device__ __forceinline__ Eight widened(unsigned low, unsigned high) {
 
 // Pages are pages[0 .. *count), the same ones several times if rows share them; of 16 * `vectors` values.
 extern "C" __global__ void widen_pages(
-    const uint4* k, const uint4* v, Eight* wide_k, Eight* wide_v, const int* pages, const int* count, int vectors) {
+    const C* k, const C* v, T* wide_k, T* wide_v, const int* pages, const int* count, int vectors) {
   wait_for_predecessor();
   start_successor();
   // A vector's page and place there, counted through: vectors of rows that share long prefixes may be more than 2^32.
@@ -24,9 +24,10 @@ extern "C" __global__ void widen_pages(
   int page = first / vectors, i = first % vectors, end = *count;
   while (page < end) {
     long long at = (long long)pages[page] * vectors + i;
-    uint4 a = k[at], b = v[at];
-    wide_k[2 * at] = widened(a.x, a.y), wide_k[2 * at + 1] = widened(a.z, a.w);
-    wide_v[2 * at] = widened(b.x, b.y), wide_v[2 * at + 1] = widened(b.z, b.w);
+    uint4 a = ((const uint4*)k)[at], b = ((const uint4*)v)[at];
+    Eight *to_k = (Eight*)wide_k + 2 * at, *to_v = (Eight*)wide_v + 2 * at;
+    to_k[0] = widened(a.x, a.y), to_k[1] = widened(a.z, a.w);
+    to_v[0] = widened(b.x, b.y), to_v[1] = widened(b.z, b.w);
     page += step / vectors, i += step % vectors;
     if (i >= vectors) i -= vectors, ++page;
   }

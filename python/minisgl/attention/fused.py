@@ -8,23 +8,23 @@ tokens and the number of rows of the step (of its graph), not on the other rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionSpec
 from minisgl.attention.decode_splits import DecodeSplits, decode_splits
 from minisgl.kernel.base import Heads
-from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
+from minisgl.kernel.compile import Compiler
 from minisgl.kernel.many_rows import MAX_ROWS
+from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
 
 _MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
 _TILE = 16  # tokens
 _FAST_MEMORY = 30e9  # bytes a second, for each multiprocessor
 _MAX_SPLITS = 64  # of a row: one cluster merges them
 _RECORDS = 1 << 14  # of splits, of all rows and KV heads
+_NEVER = (1 << 30) - 1  # tiles of a split where no row is cut
 
 
 class FusedDecode:
@@ -36,7 +36,6 @@ class FusedDecode:
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self._compiler = Compiler(device)
         self._spec = spec
-        self._kernels: dict[tuple[int, int, int], Kernel] = {}
         about = torch.cuda.get_device_properties(device)
         self._num_sms = about.multi_processor_count
         # Two transfers a cycle; in kHz and bits. 25 GB/s for each multiprocessor of an H100, 37 of an H200.
@@ -49,7 +48,7 @@ class FusedDecode:
     def begin_compiling(self, max_rows: int) -> None:
         """Compile the kernels of steps of up to so many rows in threads; any other is compiled when it is needed."""
         expected = {self._splits_of(rows).compiled_for for rows in range(1, max_rows + 1)}
-        self._compiler.begin("decode_attention.cu", map(self._macros, expected))
+        self._compiler.begin(_kernel_spec(self._spec, *splits) for splits in expected)
 
     def rows(self, slots: Tensor, kv_lens: Tensor, page_table: Tensor, window: int | None) -> FusedRows:
         """Bind the kernel to rows: slots [B] int64 and kv_lens [B] int32, page_table [slots, pages] int32 of all slots.
@@ -58,7 +57,7 @@ class FusedDecode:
         """
         splits = self._splits_of(len(slots))
         return FusedRows(
-            kernel=self._kernel(splits.compiled_for),
+            kernel=self._compiler.kernel(_kernel_spec, self._spec, *splits.compiled_for),
             splits=splits,
             scale=self._spec.softmax_scale,
             window=window,
@@ -81,33 +80,27 @@ class FusedDecode:
             slow_memory=self._slow_memory,
         )
 
-    def _kernel(self, key: tuple[int, int, int]) -> Kernel:
-        if key not in self._kernels:
-            (self._kernels[key],) = self._compiler.compile(
-                "decode_attention.cu", ("decode_attention",), begins_early=True, **self._macros(key)
-            )
-        return self._kernels[key]
 
-    def _macros(self, key: tuple[int, int, int]) -> dict[str, Any]:
-        spec, (cluster, warps, blocks_of_sm) = self._spec, key
-        return {
-            "SCALAR": SCALAR_NAMES[spec.dtype],
-            "CACHE": SCALAR_NAMES[spec.kv_dtype],
-            "NORM_SCALAR": SCALAR_NAMES[spec.norm_dtype or spec.dtype],
-            "HEAD_DIM": spec.head_dim,
-            "GROUP": spec.group,
-            "PAGE_SIZE": spec.page_size,
-            "CLUSTER": cluster,
-            "WARPS": warps,
-            "BLOCKS_OF_SM": blocks_of_sm,
-        }
+def _kernel_spec(spec: AttentionSpec, cluster: int, warps: int, blocks_of_sm: int) -> KernelSpec:
+    macros: Macros = {
+        "SCALAR": SCALAR_NAMES[spec.dtype],
+        "CACHE": SCALAR_NAMES[spec.kv_dtype],
+        "NORM_SCALAR": SCALAR_NAMES[spec.norm_dtype or spec.dtype],
+        "HEAD_DIM": spec.head_dim,
+        "GROUP": spec.group,
+        "PAGE_SIZE": spec.page_size,
+        "CLUSTER": cluster,
+        "WARPS": warps,
+        "BLOCKS_OF_SM": blocks_of_sm,
+    }
+    return KernelSpec("decode_attention.cu", "decode_attention", macros)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedRows:
     """Fused attention of one step's rows, in the layers of one window."""
 
-    kernel: Kernel
+    kernel: Launcher
     splits: DecodeSplits
     scale: float
     window: int | None
@@ -128,27 +121,27 @@ class FusedRows:
         self.kernel(
             (1, heads.num_kv_heads, rows + spare),
             splits.warps * 32,
-            qkv.data_ptr(),
-            self.slots.data_ptr(),
-            self.kv_lens.data_ptr(),
-            self.page_table.data_ptr(),
-            np.int64(self.page_table.stride(0)),
-            np.int32(rows),
-            heads.cos_sin.data_ptr(),
-            0 if heads.q_norm is None else heads.q_norm.weight.data_ptr(),
-            0 if heads.k_norm is None else heads.k_norm.weight.data_ptr(),
-            np.float32(0.0 if heads.q_norm is None else heads.q_norm.eps),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            out.data_ptr(),
-            np.float32(self.scale),
-            np.int32(self.window or 0),
-            np.int32(splits.num_kv_splits),
-            np.int32(splits.min_tiles if cuts else np.iinfo(np.int32).max // 2),
-            np.int32(splits.max_tiles),
-            np.int32(max_splits),
-            self.records.data_ptr(),
-            self.counters.data_ptr(),
+            qkv=qkv,
+            slots=self.slots,
+            lengths=self.kv_lens,
+            page_table=self.page_table,
+            table_stride=self.page_table.stride(0),
+            rows=rows,
+            cos_sin=heads.cos_sin,
+            q_norm=None if heads.q_norm is None else heads.q_norm.weight,
+            k_norm=None if heads.k_norm is None else heads.k_norm.weight,
+            eps=0.0 if heads.q_norm is None else heads.q_norm.eps,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            out=out,
+            softmax_scale=self.scale,
+            window=self.window or 0,
+            num_kv_splits=splits.num_kv_splits,
+            min_tiles=splits.min_tiles if cuts else _NEVER,
+            max_tiles=splits.max_tiles,
+            max_splits=max_splits,
+            records=self.records,
+            counters=self.counters,
             cluster=splits.cluster,
             early=rows <= MAX_ROWS,
         )

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.kernel.select import has_kernels
+from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kvcache.pool import KVPool
 
 _THREADS = 256
@@ -58,7 +58,7 @@ class _KernelFlattener:
     def __init__(self, device: torch.device) -> None:
         from minisgl.kernel.compile import Compiler
 
-        (self._kernel,) = Compiler(device).compile("pages.cu", ("flatten_pages",), THREADS=_THREADS)
+        self._kernel = Compiler(device).kernel(_flatten_spec)
 
     def __call__(
         self, table: Tensor, kv_lens: Tensor, page_size: int, starts: Tensor, last_page_lens: Tensor, pages: Tensor
@@ -69,14 +69,14 @@ class _KernelFlattener:
         self._kernel(
             (rows,),
             _THREADS,
-            table.data_ptr(),
-            kv_lens.data_ptr(),
-            starts.data_ptr(),
-            last_page_lens.data_ptr(),
-            pages.data_ptr(),
-            np.int32(rows),
-            np.int32(width),
-            np.int32(page_size),
+            table=table,
+            kv_lens=kv_lens,
+            starts=starts,
+            last_page_lens=last_page_lens,
+            pages=pages,
+            rows=rows,
+            width=width,
+            page_size=page_size,
         )
 
 
@@ -92,17 +92,11 @@ class PageUpcaster:
     """Copies FP8 pages to the dtype that a backend reads. For one stream; a CUDA graph may hold its work."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
-        from minisgl.kernel.compile import SCALAR_NAMES, Compiler
+        from minisgl.kernel.compile import Compiler
 
         self._page_size = spec.page_size
         self._flatten = make_flattener(device)
-        (self._kernel,) = Compiler(device).compile(
-            "widen.cu",
-            ("widen_pages",),
-            begins_early=True,
-            SCALAR=SCALAR_NAMES[spec.dtype],
-            CACHE=SCALAR_NAMES[spec.kv_dtype],
-        )
+        self._kernel = Compiler(device).kernel(_upcast_spec, spec)
         self._blocks = _BLOCKS_OF_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
     def find_pages(self, inputs: AttentionInputs) -> SeenPages:
@@ -123,12 +117,21 @@ class PageUpcaster:
         self._kernel(
             (self._blocks,),
             _THREADS,
-            keys.data_ptr(),
-            values.data_ptr(),
-            upcast_keys.data_ptr(),
-            upcast_values.data_ptr(),
-            seen.pages.data_ptr(),
-            seen.count.data_ptr(),
-            np.int32(keys[0].numel() // _VECTOR),
+            k=keys,
+            v=values,
+            wide_k=upcast_keys,
+            wide_v=upcast_values,
+            pages=seen.pages,
+            count=seen.count,
+            vectors=keys[0].numel() // _VECTOR,
         )
         return upcast_keys, upcast_values
+
+
+def _flatten_spec() -> KernelSpec:
+    return KernelSpec("pages.cu", "flatten_pages", {"THREADS": _THREADS})
+
+
+def _upcast_spec(spec: AttentionSpec) -> KernelSpec:
+    macros: Macros = {"SCALAR": SCALAR_NAMES[spec.dtype], "CACHE": SCALAR_NAMES[spec.kv_dtype]}
+    return KernelSpec("widen.cu", "widen_pages", macros)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from minisgl.core import MAX_BAD_WORD_TOKENS, SamplingFlags
 from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
-from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel, address
+from minisgl.kernel.compile import Compiler
+from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec
 
 # As in sample.cu.
 _GROUP = 512  # logits
@@ -33,8 +33,6 @@ class CudaSampler:
     def __init__(self, device: torch.device) -> None:
         self._compiler = Compiler(device)
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._sampling: dict[tuple[torch.dtype, int], list[Kernel]] = {}
-        self._processing: dict[torch.dtype, Kernel] = {}
         self._torch = TorchSampler()
 
     def begin_compiling(self, dtype: torch.dtype) -> None:
@@ -44,8 +42,8 @@ class CudaSampler:
         """
         dtypes = dict.fromkeys((dtype, torch.float32))  # each once, the model's first
         threads = _THREADS_OF_FEW_ROWS, _THREADS
-        self._compiler.begin("sample.cu", [_macros(logits, count) for logits in dtypes for count in threads])
-        self._compiler.begin("process.cu", [_processing_macros(dtype)])
+        self._compiler.begin(_sample_spec("sample_choose", logits, count) for logits in dtypes for count in threads)
+        self._compiler.begin([_process_spec(dtype)])
 
     def sample(
         self, logits: Tensor, slots: Tensor, state: SlotState, flags: SamplingFlags, bitmask: Tensor | None = None
@@ -62,38 +60,32 @@ class CudaSampler:
         sampled = torch.empty(rows, dtype=torch.int32, device=logits.device)
         # Twice as many rows fit on the device at a time with half the threads each.
         choose_threads = _THREADS_OF_FEW_ROWS if rows <= self._multiprocessors else _THREADS
-        sample_partials, sample_choose = self._sampling_kernels(logits.dtype, choose_threads)
-        shared = (
-            logits.data_ptr(),
-            np.int64(logits.stride(0)),
-            address(bitmask),
-            slots.data_ptr(),
-            state.temperature.data_ptr(),
-        )
-        sample_partials(
-            (-(-groups // _PARTIAL_WARPS), rows),
-            32 * _PARTIAL_WARPS,
-            *shared,
-            partials.data_ptr(),
-            np.int32(groups),
-            np.int32(vocab),
-        )
+        shared: dict[str, Any] = {
+            "logits": logits,
+            "row_stride": logits.stride(0),
+            "mask": bitmask,
+            "slots": slots,
+            "temperature": state.temperature,
+            "partials": partials,
+            "groups": groups,
+            "vocab": vocab,
+        }
+        sample_partials = self._compiler.kernel(_sample_spec, "sample_partials", logits.dtype, choose_threads)
+        sample_partials((-(-groups // _PARTIAL_WARPS), rows), 32 * _PARTIAL_WARPS, **shared)
+        sample_choose = self._compiler.kernel(_sample_spec, "sample_choose", logits.dtype, choose_threads)
         sample_choose(
             (rows,),
             choose_threads,
-            *shared,
-            state.top_k.data_ptr(),
-            state.top_p.data_ptr(),
-            state.min_p.data_ptr(),
-            state.seed.data_ptr(),
-            partials.data_ptr(),
-            np.int32(groups),
-            np.int32(vocab),
-            state.tokens.data_ptr(),
-            np.int64(state.tokens.stride(0)),
-            state.lengths.data_ptr(),
-            np.int32(state.scratch_slot),
-            sampled.data_ptr(),
+            top_k=state.top_k,
+            top_p=state.top_p,
+            min_p=state.min_p,
+            seeds=state.seed,
+            tokens=state.tokens,
+            tokens_stride=state.tokens.stride(0),
+            lengths=state.lengths,
+            scratch_slot=state.scratch_slot,
+            sampled=sampled,
+            **shared,
         )
         return sampled
 
@@ -102,61 +94,41 @@ class CudaSampler:
         rows, vocab = logits.shape
         asked = state.processing
         processed = torch.empty((rows, vocab), dtype=torch.float32, device=logits.device)
-        self._processing_kernel(logits.dtype)(
+        process_logits = self._compiler.kernel(_process_spec, logits.dtype)
+        process_logits(
             (-(-vocab // _PROCESS_CHUNK), rows),
             _PROCESS_THREADS,
-            logits.data_ptr(),
-            np.int64(logits.stride(0)),
-            address(bitmask),
-            slots.data_ptr(),
-            state.tokens.data_ptr(),
-            np.int64(state.tokens.stride(0)),
-            state.lengths.data_ptr(),
-            asked.prompt_lens.data_ptr(),
-            asked.presence_penalty.data_ptr(),
-            asked.frequency_penalty.data_ptr(),
-            asked.repetition_penalty.data_ptr(),
-            asked.min_tokens.data_ptr(),
-            asked.stop_ids.data_ptr(),
-            np.int32(asked.stop_ids.shape[1]),
-            asked.bias_ids.data_ptr(),
-            asked.biases.data_ptr(),
-            np.int32(asked.bias_ids.shape[1]),
-            asked.bad_words.data_ptr(),
-            np.int32(asked.bad_words.shape[1]),
-            asked.is_restricted.data_ptr(),
-            asked.allowed.data_ptr(),
-            np.int32(asked.allowed.shape[1]),
-            processed.data_ptr(),
-            np.int32(vocab),
+            logits=logits,
+            row_stride=logits.stride(0),
+            mask=bitmask,
+            slots=slots,
+            tokens=state.tokens,
+            tokens_stride=state.tokens.stride(0),
+            lengths=state.lengths,
+            prompt_lens=asked.prompt_lens,
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
+            repetition_penalty=asked.repetition_penalty,
+            min_tokens=asked.min_tokens,
+            stop_ids=asked.stop_ids,
+            n_stop_ids=asked.stop_ids.shape[1],
+            bias_ids=asked.bias_ids,
+            biases=asked.biases,
+            n_biases=asked.bias_ids.shape[1],
+            bad_words=asked.bad_words,
+            n_bad_words=asked.bad_words.shape[1],
+            is_restricted=asked.is_restricted,
+            allowed=asked.allowed,
+            n_allowed=asked.allowed.shape[1],
+            out=processed,
+            vocab=vocab,
         )
         return processed
 
-    def _sampling_kernels(self, dtype: torch.dtype, choose_threads: int) -> list[Kernel]:
-        key = dtype, choose_threads
-        if key not in self._sampling:
-            self._sampling[key] = self._compiler.compile(
-                "sample.cu",
-                ("sample_partials", "sample_choose"),
-                begins_early=True,
-                **_macros(*key),
-            )
-        return self._sampling[key]
 
-    def _processing_kernel(self, dtype: torch.dtype) -> Kernel:
-        if dtype not in self._processing:
-            (self._processing[dtype],) = self._compiler.compile(
-                "process.cu",
-                ("process_logits",),
-                begins_early=True,
-                **_processing_macros(dtype),
-            )
-        return self._processing[dtype]
+def _sample_spec(kernel: str, dtype: torch.dtype, choose_threads: int) -> KernelSpec:
+    return KernelSpec("sample.cu", kernel, {"SCALAR": SCALAR_NAMES[dtype], "THREADS": choose_threads})
 
 
-def _macros(dtype: torch.dtype, choose_threads: int) -> dict[str, Any]:
-    return {"SCALAR": SCALAR_NAMES[dtype], "THREADS": choose_threads}
-
-
-def _processing_macros(dtype: torch.dtype) -> dict[str, Any]:
-    return {"SCALAR": SCALAR_NAMES[dtype], "WORD": MAX_BAD_WORD_TOKENS}
+def _process_spec(dtype: torch.dtype) -> KernelSpec:
+    return KernelSpec("process.cu", "process_logits", {"SCALAR": SCALAR_NAMES[dtype], "WORD": MAX_BAD_WORD_TOKENS})

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from minisgl.core import AnyArray, DeviceOutOfMemory, Int32Array, Logprobs, PendingStep, StepResult
 from minisgl.engine.cpu_threads import StepThreads
 from minisgl.kernel.select import kernels_missing
+from minisgl.kernel.signature import KernelSpec
 
 T = TypeVar("T")
 
@@ -187,12 +187,12 @@ def token_copier(device: torch.device) -> Callable[[Tensor, Tensor], object]:
         return lambda tokens, memory: memory[: len(tokens)].copy_(tokens, non_blocking=True)
     from minisgl.kernel.compile import Compiler
 
-    (kernel,) = Compiler(device).compile("land.cu", ("land",))
+    kernel = Compiler(device).kernel(KernelSpec, "land.cu", "land")
 
     def copy(tokens: Tensor, memory: Tensor) -> None:
         if count := len(tokens):
             blocks = -(-count // _COPY_THREADS)
-            kernel((blocks,), _COPY_THREADS, tokens.data_ptr(), memory.data_ptr(), np.int32(count))
+            kernel((blocks,), _COPY_THREADS, tokens=tokens, host=memory, count=count)
 
     return copy
 

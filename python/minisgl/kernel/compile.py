@@ -1,78 +1,37 @@
 """Compiles csrc/ at start with NVRTC, through NVIDIA's cuda-core: no toolkit, no headers, milliseconds a file.
 
-What was compiled is kept in the user's cache folder, where later starts find it.
-A kernel of these is launched on torch's current stream and so is captured by torch's CUDA graphs.
+Compiled code is kept in the user's cache folder, where later starts find it. Kernels are launched on torch's current
+stream, so that torch's CUDA graphs capture them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from cuda.bindings import driver
 from cuda.bindings.driver import CUfunction_attribute as _Attribute
-from cuda.core import Device, LaunchConfig, ObjectCode, Program, ProgramOptions, Stream, launch
-from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache, make_program_cache_key
+from cuda.core import Device, LaunchConfig, ObjectCode, Program, ProgramOptions, Stream, TensorMapDescriptor, launch
+from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
+from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache, StridedMemoryView, make_program_cache_key
 from torch import Tensor
 
 import minisgl
+from minisgl.kernel.signature import KernelSpec, Launcher, Macros, Submit, make_launcher, parse_signature
 
-SCALAR_NAMES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.float32: "f32",
-    torch.float8_e4m3fn: "e4m3",  # of the KV cache only (fp8.cuh)
-}
+_MAX_CONFIGS = 1024  # launch configurations kept for a kernel
 
-# Of a multiprocessor's 256 KiB, while it multiplies what attention then begins to read: what attention streams from
-# memory passes L1, which is the rest. One of the sizes that there are.
-SHARED_BEFORE_ATTENTION = 132 << 10
-
-
-def address(tensor: Tensor | None) -> int:
-    """What a kernel gets for a tensor that need not be there: where it begins, or 0."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-class Kernel:
-    """One compiled kernel; calling it launches it on torch's current stream."""
-
-    def __init__(
-        self, kernel: Any, device_id: int, streams: dict[int, Stream], *, begins_early: bool, shared_bytes: int
-    ) -> None:
-        self._kernel = kernel
-        self._device_id = device_id
-        self._streams = streams  # by torch's handle, shared by all kernels of a compiler
-        self._begins_early = begins_early
-        self._shared_bytes = shared_bytes
-
-    def __call__(self, grid: tuple[int, ...], block: int, *args: Any, cluster: int = 1, early: bool = True) -> None:
-        """Arguments: tensors' data_ptr() for pointers, NumPy scalars of the exact type for the rest.
-
-        With a `cluster` of more than one block, the grid counts clusters, which lie along its first axis. Without
-        `early` it waits for its predecessor's end, also if it was compiled to begin early.
-        """
-        handle = torch._C._cuda_getCurrentRawStream(self._device_id)  # torch.cuda.current_stream() takes 4 us
-        stream = self._streams.get(handle)
-        if stream is None:
-            stream = self._streams[handle] = Stream.from_handle(handle)
-        config = LaunchConfig(
-            grid=grid,
-            block=block,
-            cluster=(cluster, 1, 1) if cluster > 1 else None,
-            shmem_size=self._shared_bytes,
-            programmatic_stream_serialization=early and self._begins_early,
-        )
-        launch(stream, config, self._kernel, *args)
+_ModuleKey: TypeAlias = tuple[str, frozenset[tuple[str, str | int]], int, int]
 
 
 class Compiler:
-    """Compiles files of csrc/ for one device."""
+    """Compiles kernels for one device and keeps them, for one thread that launches."""
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -81,7 +40,7 @@ class Compiler:
         self.arch = int(self._device.arch)  # its compute capability: 90 for 9.0
         self.num_sms = int(self._device.properties.multiprocessor_count)
         self.block_shared_bytes = int(self._device.properties.max_shared_memory_per_block_optin)  # a block's, at most
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, Stream] = {}  # by torch's handle
         self._folder = Path(minisgl.__file__).parent / "csrc"
         headers = b"".join(path.read_bytes() for path in sorted(self._folder.glob("*.cuh")))
         self._headers = sha256(headers).digest()
@@ -89,58 +48,71 @@ class Compiler:
             self._cache = FileStreamProgramCache()
         except OSError:  # no home, or one that may not be written
             self._cache = InMemoryProgramCache()
-        self._begun: dict[tuple[str, frozenset[tuple[str, str | int]]], Future[ObjectCode]] = {}
+        self._modules: dict[_ModuleKey, Future[ObjectCode]] = {}
+        self._kernels: dict[tuple[Hashable, ...], Launcher] = {}
 
-    def begin(self, file: str, variants: Iterable[Mapping[str, str | int]]) -> None:
-        """Begin to compile a file with each of these sets of macros, for which `compile` will be called.
-
-        In threads, for NVRTC works without the interpreter's lock.
-        """
+    def begin(self, specs: Iterable[KernelSpec]) -> None:
+        """Begin to compile these kernels, in threads, for NVRTC works without the interpreter's lock."""
         threads = ThreadPoolExecutor(thread_name_prefix="nvrtc")
-        for macros in variants:
-            self._begun[file, frozenset(macros.items())] = threads.submit(self._module, file, macros)
+        for spec in specs:
+            key = _module_key(spec)
+            if key not in self._modules:
+                self._modules[key] = threads.submit(self._compile, spec.file, spec.macros)
         threads.shutdown(wait=False)  # they end with their work
 
-    def compile(
-        self,
-        file: str,
-        kernels: tuple[str, ...],
-        *,
-        begins_early: bool = False,
-        shared_bytes: int = 0,
-        sm_shared_bytes: int = 0,
-        **macros: str | int,
-    ) -> list[Kernel]:
-        """The named kernels of one file, with these macros defined.
+    def kernel(self, describe: Callable[..., KernelSpec], *args: Hashable) -> Launcher:
+        """Return the kernel that `describe(*args)` describes, compiled at the first call with these arguments."""
+        key = describe, *args
+        found = self._kernels.get(key)
+        if found is None:
+            found = self._kernels[key] = self._make(describe(*args))
+        return found
 
-        `begins_early`: they wait for their predecessor themselves (common.cuh), and so may be launched before its end.
-        `shared_bytes`: of the shared memory that they use besides what they declare.
-        `sm_shared_bytes`: of shared memory on each multiprocessor while it runs them, one of the sizes that
-        the hardware has. The rest is L1, also for kernels that begin meanwhile. 0: enough for as many blocks as fit.
-        """
-        begun = self._begun.pop((file, frozenset(macros.items())), None)
-        module = self._module(file, macros) if begun is None else begun.result()
-        early = begins_early and self.arch >= 90
-        compiled = []
-        for name in kernels:
-            kernel = module.get_kernel(name)
-            if shared_bytes:  # with what is declared it may be more than the 48 KiB that need no asking
-                self._set(kernel, _Attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-            if sm_shared_bytes:
-                largest = self._device.properties.max_shared_memory_per_multiprocessor
-                percent = min(100 * sm_shared_bytes // largest, 100)  # the device takes the next size above
-                self._set(kernel, _Attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent)
-            compiled.append(
-                Kernel(kernel, self._device.device_id, self._streams, begins_early=early, shared_bytes=shared_bytes)
+    def _make(self, spec: KernelSpec) -> Launcher:
+        self.begin([spec])
+        kernel = self._modules[_module_key(spec)].result().get_kernel(spec.name)
+        if spec.shared_bytes:  # with what is declared it may be more than the 48 KiB that need no asking
+            self._set(kernel, _Attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, spec.shared_bytes)
+        if spec.sm_shared_bytes:
+            largest = self._device.properties.max_shared_memory_per_multiprocessor
+            percent = min(100 * spec.sm_shared_bytes // largest, 100)  # the device takes the next size above
+            self._set(kernel, _Attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent)
+        source = (self._folder / spec.file).read_text()
+        # A kernel that waits for its predecessor itself (common.cuh) may be launched before the predecessor's end.
+        waits = self.arch >= 90 and "wait_for_predecessor()" in source
+        submit = self._submit_to(kernel, spec.shared_bytes, begins_early=waits)
+        return make_launcher(spec.name, parse_signature(source, spec.name, spec.macros), submit)
+
+    def _submit_to(self, kernel: Any, shared_bytes: int, *, begins_early: bool) -> Submit:
+        """Return what launches a kernel on torch's current stream."""
+        device_id, streams = self._device.device_id, self._streams
+        current_stream = torch._C._cuda_getCurrentRawStream  # torch.cuda.current_stream() takes 4 us
+
+        @lru_cache(_MAX_CONFIGS)  # making one takes as long as converting ten arguments
+        def config(grid: tuple[int, ...], block: int, cluster: int, early: bool) -> LaunchConfig:
+            return LaunchConfig(
+                grid=grid,
+                block=block,
+                cluster=(cluster, 1, 1) if cluster > 1 else None,
+                shmem_size=shared_bytes,
+                programmatic_stream_serialization=early and begins_early,
             )
-        return compiled
+
+        def submit(grid: tuple[int, ...], block: int, cluster: int, early: bool, arguments: tuple[Any, ...]) -> None:
+            handle = current_stream(device_id)
+            stream = streams.get(handle)
+            if stream is None:
+                stream = streams[handle] = Stream.from_handle(handle)
+            launch(stream, config(grid, block, cluster, early), kernel, *arguments)
+
+        return submit
 
     def _set(self, kernel: Any, attribute: _Attribute, value: int) -> None:
         (error,) = driver.cuKernelSetAttribute(attribute, value, kernel.handle, self._device.device_id)
         if error != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{attribute.name} cannot be {value}: {error.name}")
 
-    def _module(self, file: str, macros: Mapping[str, str | int]) -> ObjectCode:
+    def _compile(self, file: str, macros: Macros) -> ObjectCode:
         source = (self._folder / file).read_text()
         options = ProgramOptions(
             std="c++17",
@@ -158,3 +130,16 @@ class Compiler:
         with suppress(OSError):  # a full disk
             self._cache[key] = module
         return module
+
+
+def _module_key(spec: KernelSpec) -> _ModuleKey:
+    """Return what kernels of one loaded module share: attributes are a loaded kernel's, so other ones need a copy."""
+    return spec.file, frozenset(spec.macros.items()), spec.shared_bytes, spec.sm_shared_bytes
+
+
+def tensor_map(matrix: Tensor, rows: int, columns: int) -> TensorMapDescriptor:
+    """Describe a matrix of 16-bit values, of which the tensor memory accelerator fetches boxes [rows, columns]."""
+    view = StridedMemoryView.from_any_interface(matrix.view(torch.uint16), stream_ptr=-1)
+    return view.as_tensor_map(
+        (rows, columns), swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=TensorMapL2Promotion.L2_256B
+    )

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
+from minisgl.kernel.compile import Compiler
 from minisgl.kernel.options import Routing
+from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 
 _MAX_EXPERTS = 512
 _MAX_TOP_K = 32
@@ -72,24 +72,18 @@ class _Plan(NamedTuple):
     order: Tensor  # [pairs] int32, the pairs sorted by expert
     weights: Tensor  # [pairs] float32
 
-    def pointers(self) -> tuple[int, int, int, int]:
-        """In the order of the products' arguments."""
-        return self.order.data_ptr(), self.tiles.data_ptr(), self.tile_count.data_ptr(), self.weights.data_ptr()
-
 
 class CudaMoe:
     """Implements kernel.base.Ops.moe for 16-bit floats."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
-        self._plans: dict[tuple[torch.dtype, int, int], list[Kernel]] = {}
-        self._products: dict[tuple[torch.dtype, _Tiling, int, int], list[Kernel]] = {}
 
     def begin_compiling(self, dtype: torch.dtype, experts: int, top_k: int) -> None:
         """Begin to compile the kernels for this many experts, of which a token goes to `top_k`."""
         tilings = [_FEW, *(tiling for _, tiling in _TILINGS), self._many]
-        self._compiler.begin("moe.cu", [_plan_macros(dtype, experts, top_k)])
-        self._compiler.begin("moe_gemm.cu", [_product_macros(dtype, tiling, experts, top_k) for tiling in tilings])
+        self._compiler.begin([_plan_spec("moe_combine", dtype, experts, top_k)])
+        self._compiler.begin(_product_spec("moe_gated", dtype, tiling, experts, top_k) for tiling in tilings)
 
     @staticmethod
     def takes(w13: Tensor, w2: Tensor, top_k: int) -> bool:
@@ -110,40 +104,44 @@ class CudaMoe:
         tiling = self._tiling(pairs, experts)
         plan = None if tiling.route else self._plan(router_logits, routing, tiling.tokens)
         max_tiles = pairs if plan is None else len(plan.tiles)
-        gated, weighted = self._product_kernels(x.dtype, tiling, experts, top_k)
         inner = x.new_empty((pairs, intermediate))
         outputs = x.new_empty((pairs, hidden))
-        shared = (
-            router_logits.data_ptr(),
-            np.int32(routing.renormalize),
-            *((0, 0, 0, 0) if plan is None else plan.pointers()),
-        )
+        routed: dict[str, Any] = {
+            "router_logits": router_logits,
+            "renormalize": routing.renormalize,
+            "order": None if plan is None else plan.order,
+            "tiles": None if plan is None else plan.tiles,
+            "tile_count": None if plan is None else plan.tile_count,
+            "pair_weights": None if plan is None else plan.weights,
+        }
+        gated = self._compiler.kernel(_product_spec, "moe_gated", x.dtype, tiling, experts, top_k)
         gated(
             (-(-intermediate // (tiling.rows // 2)), max_tiles),
             tiling.threads,
-            x.data_ptr(),
-            np.int32(top_k),
-            w13.data_ptr(),
-            *shared,
-            inner.data_ptr(),
-            np.int32(intermediate),
-            np.int32(hidden),
+            x=x,
+            divisor=top_k,
+            weight=w13,
+            out=inner,
+            N=intermediate,
+            K=hidden,
+            **routed,
         )
+        weighted = self._compiler.kernel(_product_spec, "moe_weighted", x.dtype, tiling, experts, top_k)
         weighted(
             (-(-hidden // tiling.rows), max_tiles),
             tiling.threads,
-            inner.data_ptr(),
-            np.int32(1),
-            w2.data_ptr(),
-            *shared,
-            outputs.data_ptr(),
-            np.int32(hidden),
-            np.int32(intermediate),
+            x=inner,
+            divisor=1,
+            weight=w2,
+            out=outputs,
+            N=hidden,
+            K=intermediate,
+            **routed,
         )
         out = torch.empty_like(x)
-        combine = self._plan_kernels(x.dtype, experts, top_k)[3]
+        combine = self._compiler.kernel(_plan_spec, "moe_combine", x.dtype, experts, top_k)
         vectors = tokens * hidden // 8
-        combine((-(-vectors // 256),), 256, outputs.data_ptr(), out.data_ptr(), np.int32(tokens), np.int32(hidden))
+        combine((-(-vectors // 256),), 256, y=outputs, out=out, tokens=tokens, H=hidden)
         return out
 
     def _plan(self, router_logits: Tensor, routing: Routing, tile_rows: int) -> _Plan:
@@ -157,41 +155,44 @@ class CudaMoe:
             order=torch.empty(pairs, dtype=torch.int32, device=device),
             weights=torch.empty(pairs, dtype=torch.float32, device=device),
         )
-        both, route, sort, _ = self._plan_kernels(router_logits.dtype, experts, top_k)
-        begin = (router_logits.data_ptr(), np.int32(tokens), np.int32(routing.renormalize))
-        *end, weights = plan.pointers()
         if tokens <= _PLAN_TOKENS:
-            threads = min(max(32 * tokens, 128), _PLAN_THREADS)
-            both((1,), threads, *begin, np.int32(tile_rows), weights, *end)
-        else:
-            chosen = torch.empty(pairs, dtype=torch.int32, device=device)
-            blocks = -(-tokens // (_ROUTE_THREADS // 32))
-            route((blocks,), _ROUTE_THREADS, *begin, chosen.data_ptr(), weights)
-            sort((1,), _PLAN_THREADS, np.int32(tokens), np.int32(tile_rows), chosen.data_ptr(), *end)
+            both = self._compiler.kernel(_plan_spec, "moe_plan", router_logits.dtype, experts, top_k)
+            both(
+                (1,),
+                min(max(32 * tokens, 128), _PLAN_THREADS),
+                router_logits=router_logits,
+                tokens=tokens,
+                renormalize=routing.renormalize,
+                tile_rows=tile_rows,
+                weights=plan.weights,
+                order=plan.order,
+                tiles=plan.tiles,
+                tile_count=plan.tile_count,
+            )
+            return plan
+        chosen = torch.empty(pairs, dtype=torch.int32, device=device)
+        route = self._compiler.kernel(_plan_spec, "moe_route", router_logits.dtype, experts, top_k)
+        route(
+            (-(-tokens // (_ROUTE_THREADS // 32)),),
+            _ROUTE_THREADS,
+            router_logits=router_logits,
+            tokens=tokens,
+            renormalize=routing.renormalize,
+            experts=chosen,
+            weights=plan.weights,
+        )
+        sort = self._compiler.kernel(_plan_spec, "moe_sort", router_logits.dtype, experts, top_k)
+        sort(
+            (1,),
+            _PLAN_THREADS,
+            tokens=tokens,
+            tile_rows=tile_rows,
+            experts=chosen,
+            order=plan.order,
+            tiles=plan.tiles,
+            tile_count=plan.tile_count,
+        )
         return plan
-
-    def _plan_kernels(self, dtype: torch.dtype, experts: int, top_k: int) -> list[Kernel]:
-        key = dtype, experts, top_k
-        if key not in self._plans:
-            self._plans[key] = self._compiler.compile(
-                "moe.cu",
-                ("moe_plan", "moe_route", "moe_sort", "moe_combine"),
-                begins_early=True,
-                **_plan_macros(dtype, experts, top_k),
-            )
-        return self._plans[key]
-
-    def _product_kernels(self, dtype: torch.dtype, tiling: _Tiling, experts: int, top_k: int) -> list[Kernel]:
-        key = dtype, tiling, experts, top_k
-        if key not in self._products:
-            self._products[key] = self._compiler.compile(
-                "moe_gemm.cu",
-                ("moe_gated", "moe_weighted"),
-                begins_early=True,
-                shared_bytes=tiling.shared_bytes,
-                **_product_macros(dtype, tiling, experts, top_k),
-            )
-        return self._products[key]
 
     def _tiling(self, pairs: int, experts: int) -> _Tiling:
         if pairs <= _FEW_PAIRS:
@@ -203,12 +204,12 @@ class CudaMoe:
         return _MANY_ON_HOPPER if self._compiler.arch == 90 else _MANY
 
 
-def _plan_macros(dtype: torch.dtype, experts: int, top_k: int) -> dict[str, Any]:
-    return {"SCALAR": SCALAR_NAMES[dtype], "EXPERTS": experts, "TOP_K": top_k}
+def _plan_spec(kernel: str, dtype: torch.dtype, experts: int, top_k: int) -> KernelSpec:
+    return KernelSpec("moe.cu", kernel, {"SCALAR": SCALAR_NAMES[dtype], "EXPERTS": experts, "TOP_K": top_k})
 
 
-def _product_macros(dtype: torch.dtype, tiling: _Tiling, experts: int, top_k: int) -> dict[str, Any]:
-    return {
+def _product_spec(kernel: str, dtype: torch.dtype, tiling: _Tiling, experts: int, top_k: int) -> KernelSpec:
+    macros: Macros = {
         "SCALAR": SCALAR_NAMES[dtype],
         "PAIRS": tiling.pairs,
         "WARPS_ROWS": tiling.warps_rows,
@@ -220,3 +221,4 @@ def _product_macros(dtype: torch.dtype, tiling: _Tiling, experts: int, top_k: in
         "EXPERTS": experts,
         "TOP_K": top_k,
     }
+    return KernelSpec("moe_gemm.cu", kernel, macros, shared_bytes=tiling.shared_bytes)

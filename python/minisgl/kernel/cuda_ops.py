@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.base import DecodeInputs, Heads, KernelNeeds, Norm, Weight
-from minisgl.kernel.compile import SCALAR_NAMES, Compiler, Kernel
+from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_moe import CudaMoe
 from minisgl.kernel.few_rows import FewRows
 from minisgl.kernel.many_rows import MAX_ROWS, ManyRows
 from minisgl.kernel.options import Activation, Routing
+from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.torch_ops import DenseWeight, TorchOps, activate_and_mul
-
-Macros: TypeAlias = dict[str, Any]
 
 _VECTOR_BYTES = 16
 _WARPS = 4  # of a block that works warp by warp
@@ -33,18 +29,12 @@ class CudaOps:
         self._few_rows = FewRows(self._compiler)
         self._many_rows = ManyRows(self._compiler)
         self._moe = CudaMoe(self._compiler)
-        self._norms: dict[tuple[torch.dtype, torch.dtype], Kernel] = {}
-        self._inputs: dict[torch.dtype, list[Kernel]] = {}
-        self._activations: dict[tuple[torch.dtype, Activation], Kernel] = {}
-        self._rope: dict[tuple[torch.dtype, torch.dtype, torch.dtype, int], Kernel] = {}
 
     def begin_compiling(self, needs: KernelNeeds) -> None:
         dtype, norm_dtype, begin = needs.dtype, needs.norm_dtype, self._compiler.begin
-        begin("inputs.cu", [_macros(each) for each in (dtype, torch.float32)])
-        begin("norm.cu", [_norm_macros(dtype, norm_dtype)])
-        begin("rope.cu", [_rope_macros(dtype, needs.kv_dtype, norm_dtype, each) for each in needs.head_dims])
-        gates = {product.gate for product in needs.products if product.gate is not None}
-        begin("activation.cu", [_activation_macros(dtype, gate) for gate in gates])
+        begin([_decode_inputs(), _embed(dtype), _rms_norm(dtype, norm_dtype)])
+        begin(_norm_rope_store(dtype, needs.kv_dtype, norm_dtype, each) for each in needs.head_dims)
+        begin(_activate_and_mul(dtype, product.gate) for product in needs.products if product.gate is not None)
         self._few_rows.begin_compiling(dtype, needs.products, norms_late=_norms_late(dtype, norm_dtype))
         self._many_rows.begin_compiling(dtype, needs.products)
         for experts, top_k in needs.experts:
@@ -59,15 +49,15 @@ class CudaOps:
             return self._torch.rms_norm(x, norm)
         out = torch.empty_like(x)
         rows = x.numel() // size
-        kernel = self._norm_kernel(x.dtype, norm.weight.dtype)
+        kernel = self._compiler.kernel(_rms_norm, x.dtype, norm.weight.dtype)
         kernel(
             (rows,),
             _row_threads(x, size),
-            x.data_ptr(),
-            norm.weight.data_ptr(),
-            out.data_ptr(),
-            np.int32(size),
-            np.float32(norm.eps),
+            x=x,
+            weight=norm.weight,
+            out=out,
+            H=size,
+            eps=norm.eps,
             early=rows <= MAX_ROWS,
         )
         return out
@@ -124,13 +114,14 @@ class CudaOps:
             return activate_and_mul(gate_up, activation)
         out = gate_up.new_empty((tokens, width // 2))
         parts = -(-width // 2 * out.itemsize // (_VECTOR_BYTES * _ACTIVATION_THREADS))
-        self._activation_kernel(gate_up.dtype, activation)(
+        kernel = self._compiler.kernel(_activate_and_mul, gate_up.dtype, activation)
+        kernel(
             (tokens * parts,),
             _ACTIVATION_THREADS,
-            gate_up.data_ptr(),
-            out.data_ptr(),
-            np.int32(width // 2),
-            np.int32(parts),
+            gate_up=gate_up,
+            out=out,
+            I=width // 2,
+            parts=parts,
             early=tokens <= MAX_ROWS,
         )
         return out
@@ -145,23 +136,23 @@ class CudaOps:
         heads_of_warp = 64 * _VECTOR_BYTES // (head_dim * qkv.itemsize)
         units = tokens * -(-(heads.num_heads + 2 * heads.num_kv_heads) // heads_of_warp)
         norm_dtype = qkv.dtype if heads.q_norm is None else heads.q_norm.weight.dtype
-        kernel = self._rope_kernel(qkv.dtype, k_cache.dtype, norm_dtype, head_dim)
+        kernel = self._compiler.kernel(_norm_rope_store, qkv.dtype, k_cache.dtype, norm_dtype, head_dim)
         kernel(
             (-(-units // _WARPS),),
             _WARPS * 32,
-            qkv.data_ptr(),
-            positions.data_ptr(),
-            heads.cos_sin.data_ptr(),
-            out_cache_loc.data_ptr(),
-            q.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            0 if heads.q_norm is None else heads.q_norm.weight.data_ptr(),
-            0 if heads.k_norm is None else heads.k_norm.weight.data_ptr(),
-            np.int64(tokens),
-            np.int32(heads.num_heads),
-            np.int32(heads.num_kv_heads),
-            np.float32(0.0 if heads.q_norm is None else heads.q_norm.eps),
+            qkv=qkv,
+            positions=positions,
+            cos_sin=heads.cos_sin,
+            out_cache_loc=out_cache_loc,
+            q_out=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            q_norm=None if heads.q_norm is None else heads.q_norm.weight,
+            k_norm=None if heads.k_norm is None else heads.k_norm.weight,
+            tokens=tokens,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            eps=0.0 if heads.q_norm is None else heads.q_norm.eps,
             early=tokens <= MAX_ROWS,
         )
         return q
@@ -171,8 +162,8 @@ class CudaOps:
         if not _vectorizes(weight, size) or not len(ids):
             return self._torch.embed(ids, weight)
         out = weight.new_empty((len(ids), size))
-        kernel = self._input_kernels(weight.dtype)[1]
-        kernel((len(ids),), _row_threads(out, size), ids.data_ptr(), weight.data_ptr(), out.data_ptr(), np.int32(size))
+        kernel = self._compiler.kernel(_embed, weight.dtype)
+        kernel((len(ids),), _row_threads(out, size), input_ids=ids, weight=weight, out=out, H=size)
         return out
 
     def decode_inputs(
@@ -182,23 +173,23 @@ class CudaOps:
         input_ids, positions, out_cache_loc = (torch.empty_like(slots) for _ in range(3))
         kv_lens = lengths.new_empty(rows)
         table = page_table.new_empty((rows, width if pages else 0))
-        kernel = self._input_kernels(torch.float32)[0]
+        kernel = self._compiler.kernel(_decode_inputs)
         kernel(
             (rows,),
             128,
-            slots.data_ptr(),
-            tokens.data_ptr(),
-            np.int64(tokens.stride(0)),
-            lengths.data_ptr(),
-            page_table.data_ptr(),
-            np.int64(page_table.stride(0)),
-            np.int32(page_size),
-            input_ids.data_ptr(),
-            positions.data_ptr(),
-            out_cache_loc.data_ptr(),
-            kv_lens.data_ptr(),
-            table.data_ptr() if pages else 0,
-            np.int32(width),
+            slots=slots,
+            tokens=tokens,
+            tokens_stride=tokens.stride(0),
+            lengths=lengths,
+            page_table=page_table,
+            table_stride=page_table.stride(0),
+            page_size=page_size,
+            input_ids=input_ids,
+            positions=positions,
+            out_cache_loc=out_cache_loc,
+            kv_lens=kv_lens,
+            pages=table if pages else None,
+            width=width,
         )
         return DecodeInputs(input_ids, positions, out_cache_loc, kv_lens, table)
 
@@ -210,34 +201,6 @@ class CudaOps:
     def moe_graph_safe(self, w13: Tensor, w2: Tensor, routing: Routing, /) -> bool:
         return self._moe.takes(w13, w2, routing.top_k)
 
-    def _norm_kernel(self, dtype: torch.dtype, norm_dtype: torch.dtype) -> Kernel:
-        key = dtype, norm_dtype
-        if key not in self._norms:
-            (self._norms[key],) = self._compile("norm.cu", ("rms_norm",), _norm_macros(dtype, norm_dtype))
-        return self._norms[key]
-
-    def _input_kernels(self, dtype: torch.dtype) -> list[Kernel]:
-        if dtype not in self._inputs:
-            self._inputs[dtype] = self._compile("inputs.cu", ("decode_inputs", "embed"), _macros(dtype))
-        return self._inputs[dtype]
-
-    def _activation_kernel(self, dtype: torch.dtype, activation: Activation) -> Kernel:
-        key = dtype, activation
-        if key not in self._activations:
-            macros = _activation_macros(dtype, activation)
-            (self._activations[key],) = self._compile("activation.cu", ("activate_and_mul",), macros)
-        return self._activations[key]
-
-    def _rope_kernel(self, dtype: torch.dtype, cache: torch.dtype, norm_dtype: torch.dtype, head_dim: int) -> Kernel:
-        key = dtype, cache, norm_dtype, head_dim
-        if key not in self._rope:
-            macros = _rope_macros(dtype, cache, norm_dtype, head_dim)
-            (self._rope[key],) = self._compile("rope.cu", ("norm_rope_store",), macros)
-        return self._rope[key]
-
-    def _compile(self, file: str, kernels: tuple[str, ...], macros: Macros) -> list[Kernel]:
-        return self._compiler.compile(file, kernels, begins_early=True, **macros)
-
 
 def _norms_late(dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:
     """True if linear.cu norms x [M, K] itself: it divides by the root mean square last, for which float16 has no room,
@@ -246,20 +209,32 @@ def _norms_late(dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:
     return dtype != torch.float16 and norm_dtype == dtype
 
 
-def _macros(dtype: torch.dtype) -> Macros:
-    return {"SCALAR": SCALAR_NAMES[dtype]}
+def _decode_inputs() -> KernelSpec:
+    return KernelSpec("inputs.cu", "decode_inputs", {"SCALAR": "f32"})  # which the file's other kernel asks for
 
 
-def _norm_macros(dtype: torch.dtype, norm_dtype: torch.dtype) -> Macros:
-    return {**_macros(dtype), "NORM_SCALAR": SCALAR_NAMES[norm_dtype]}
+def _embed(dtype: torch.dtype) -> KernelSpec:
+    return KernelSpec("inputs.cu", "embed", {"SCALAR": SCALAR_NAMES[dtype]})
 
 
-def _activation_macros(dtype: torch.dtype, activation: Activation) -> Macros:
-    return {**_macros(dtype), "GELU_TANH": int(activation == "gelu_tanh")}
+def _rms_norm(dtype: torch.dtype, norm_dtype: torch.dtype) -> KernelSpec:
+    macros: Macros = {"SCALAR": SCALAR_NAMES[dtype], "NORM_SCALAR": SCALAR_NAMES[norm_dtype]}
+    return KernelSpec("norm.cu", "rms_norm", macros)
 
 
-def _rope_macros(dtype: torch.dtype, cache: torch.dtype, norm_dtype: torch.dtype, head_dim: int) -> Macros:
-    return {**_norm_macros(dtype, norm_dtype), "CACHE": SCALAR_NAMES[cache], "HEAD_DIM": head_dim}
+def _activate_and_mul(dtype: torch.dtype, activation: Activation) -> KernelSpec:
+    macros: Macros = {"SCALAR": SCALAR_NAMES[dtype], "GELU_TANH": int(activation == "gelu_tanh")}
+    return KernelSpec("activation.cu", "activate_and_mul", macros)
+
+
+def _norm_rope_store(dtype: torch.dtype, cache: torch.dtype, norm_dtype: torch.dtype, head_dim: int) -> KernelSpec:
+    macros: Macros = {
+        "SCALAR": SCALAR_NAMES[dtype],
+        "NORM_SCALAR": SCALAR_NAMES[norm_dtype],
+        "CACHE": SCALAR_NAMES[cache],
+        "HEAD_DIM": head_dim,
+    }
+    return KernelSpec("rope.cu", "norm_rope_store", macros)
 
 
 def _vectorizes(x: Tensor, size: int) -> bool:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from minisgl.kernel.base import Norm, Product
-from minisgl.kernel.compile import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Compiler, Kernel, address
+from minisgl.kernel.compile import Compiler
 from minisgl.kernel.options import Activation
+from minisgl.kernel.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, KernelSpec, Macros
 
-_FILE = "linear.cu"
 _MAX_ROWS = 16  # of x, and fewer where the weight is not small: cuBLAS is faster then
 _MAX_ROWS_OF_LARGE = 8
 _THREADS = 128  # of a block, as in linear.cu
@@ -43,7 +42,6 @@ class FewRows:
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
-        self._kernels: dict[_Kind, Kernel] = {}
 
     def begin_compiling(self, dtype: torch.dtype, products: Iterable[Product], *, norms_late: bool) -> None:
         """Begin to compile the kernels of these products for any number of rows. `norms_late`: with their norms."""
@@ -55,7 +53,7 @@ class FewRows:
             for rows in (8, _MAX_ROWS)
             if _supports(dtype, rows, width, size)
         }
-        self._compiler.begin(_FILE, map(_macros, kinds))
+        self._compiler.begin(map(_spec, kinds))
 
     def takes(self, x: Tensor, weight: Tensor) -> bool:
         """Whether x [M, K] @ weight [N, K]^T is one that the kernel is for."""
@@ -84,35 +82,23 @@ class FewRows:
         kind = self._kind(
             x.dtype, rows, width, size, norm=norm is not None, gate=gate, before_attention=before_attention
         )
-        kernel = self._kernel(kind)
+        kernel = self._compiler.kernel(_spec, kind)
         kernel(
             (1, -(-width // kind.block_rows)),
             _THREADS,
-            x.data_ptr(),
-            0 if norm is None else norm.weight.data_ptr(),
-            np.float32(0.0 if norm is None else norm.eps),
-            weight.data_ptr(),
-            address(bias),
-            address(residual),
-            out.data_ptr(),
-            np.int32(rows),
-            np.int32(width),
-            np.int32(size),
+            x=x,
+            norm=None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            weight=weight,
+            bias=bias,
+            residual=residual,
+            out=out,
+            M=rows,
+            N=width,
+            K=size,
             cluster=kind.cluster,
         )
         return out
-
-    def _kernel(self, kind: _Kind) -> Kernel:
-        if kind not in self._kernels:
-            (self._kernels[kind],) = self._compiler.compile(
-                _FILE,
-                ("few_rows_linear",),
-                begins_early=True,
-                shared_bytes=kind.stages * _stage_bytes(kind.block_rows, kind.max_rows, norm=kind.norm),
-                sm_shared_bytes=SHARED_BEFORE_ATTENTION if kind.before_attention else 0,
-                **_macros(kind),
-            )
-        return self._kernels[kind]
 
     def _kind(
         self,
@@ -149,8 +135,8 @@ def _supports(dtype: torch.dtype, rows: int, width: int, size: int) -> bool:
     )
 
 
-def _macros(kind: _Kind) -> dict[str, Any]:
-    return {
+def _spec(kind: _Kind) -> KernelSpec:
+    macros: Macros = {
         "SCALAR": SCALAR_NAMES[kind.dtype],
         "M_MAX": kind.max_rows,
         "ROWS": kind.block_rows,
@@ -160,6 +146,13 @@ def _macros(kind: _Kind) -> dict[str, Any]:
         "GATED": int(kind.gate is not None),
         "GELU_TANH": int(kind.gate == "gelu_tanh"),
     }
+    return KernelSpec(
+        "linear.cu",
+        "few_rows_linear",
+        macros,
+        shared_bytes=kind.stages * _stage_bytes(kind.block_rows, kind.max_rows, norm=kind.norm),
+        sm_shared_bytes=SHARED_BEFORE_ATTENTION if kind.before_attention else 0,
+    )
 
 
 def _kind(

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from cuda.core import TensorMapDescriptor
-from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
-from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
 from minisgl.kernel.base import Product
-from minisgl.kernel.compile import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Compiler, Kernel, address
+from minisgl.kernel.compile import Compiler, tensor_map
 from minisgl.kernel.options import Activation
+from minisgl.kernel.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, KernelSpec, Macros
 
-_FILE = "many_rows.cu"
 # Of more rows cuBLAS is as fast or faster. It neither begins early nor lets others, and launching the kernels between
 # its products as if they did makes a step 0.6% longer: in steps of more rows none of these begins early.
 MAX_ROWS = 64
@@ -47,7 +43,6 @@ class ManyRows:
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
-        self._kernels: dict[_Kind, Kernel] = {}
 
     def begin_compiling(self, dtype: torch.dtype, products: Iterable[Product]) -> None:
         """Begin to compile the kernels of these products."""
@@ -57,7 +52,7 @@ class ManyRows:
             for width, size, norm, gate in products
             if self._supports(dtype, width, size)
         }
-        self._compiler.begin(_FILE, map(_macros, kinds))
+        self._compiler.begin(map(_spec, kinds))
 
     def takes(self, x: Tensor, weight: Tensor) -> bool:
         """Whether x [M, K] @ weight [N, K]^T is one that the kernel is for. Of fewer rows, few_rows.py is faster."""
@@ -101,39 +96,25 @@ class ManyRows:
             out = x.new_empty((rows, outputs))
         kind = _kind(x.dtype, width, size, self._compiler.num_sms, gate=gate, before_attention=before_attention)
         box_rows = kind.block_rows if gate is None else kind.block_rows // 2
-        kernel = self._kernel(kind)
+        kernel = self._compiler.kernel(_spec, kind)
         kernel(
             (1, -(-outputs // box_rows)),
             _THREADS,
-            _tensor_map(x, MAX_ROWS),
-            _tensor_map(weight, box_rows),
-            address(bias),
-            address(residual),
-            out.data_ptr(),
-            np.int32(rows),
-            np.int32(width),
-            np.int32(size),
+            x_map=tensor_map(x, MAX_ROWS, _KEYS),
+            w_map=tensor_map(weight, box_rows, _KEYS),
+            bias=bias,
+            residual=residual,
+            out=out,
+            M=rows,
+            N=width,
+            K=size,
             cluster=kind.split,
         )
         return out
 
-    def _kernel(self, kind: _Kind) -> Kernel:
-        if kind not in self._kernels:
-            ring = kind.stages * (MAX_ROWS + kind.block_rows) * _KEYS * 2
-            sums = kind.split * -(-MAX_ROWS // kind.split) * (kind.block_rows + 8) * 4
-            (self._kernels[kind],) = self._compiler.compile(
-                _FILE,
-                ("many_rows_linear",),
-                begins_early=True,
-                shared_bytes=max(ring, sums),
-                sm_shared_bytes=SHARED_BEFORE_ATTENTION if kind.before_attention else 0,
-                **_macros(kind),
-            )
-        return self._kernels[kind]
 
-
-def _macros(kind: _Kind) -> dict[str, Any]:
-    return {
+def _spec(kind: _Kind) -> KernelSpec:
+    macros: Macros = {
         "SCALAR": SCALAR_NAMES[kind.dtype],
         "ROWS": kind.block_rows,
         "SPLIT": kind.split,
@@ -142,6 +123,15 @@ def _macros(kind: _Kind) -> dict[str, Any]:
         "GELU_TANH": int(kind.gate == "gelu_tanh"),
         "BLOCKS": kind.blocks,
     }
+    ring = kind.stages * (MAX_ROWS + kind.block_rows) * _KEYS * 2
+    sums = kind.split * -(-MAX_ROWS // kind.split) * (kind.block_rows + 8) * 4
+    return KernelSpec(
+        "many_rows.cu",
+        "many_rows_linear",
+        macros,
+        shared_bytes=max(ring, sums),
+        sm_shared_bytes=SHARED_BEFORE_ATTENTION if kind.before_attention else 0,
+    )
 
 
 def _kind(
@@ -176,11 +166,3 @@ def _kind(
 def _share(width: int, blocks: int, unit: int) -> int:
     """Rows of each block if `width` rows are shared evenly among so many, in whole units."""
     return -(-width // (blocks * unit)) * unit
-
-
-def _tensor_map(matrix: Tensor, rows: int) -> TensorMapDescriptor:
-    """How the tensor memory accelerator fetches 64 columns of some rows of a matrix of 16-bit values."""
-    view = StridedMemoryView.from_any_interface(matrix.view(torch.uint16), stream_ptr=-1)
-    return view.as_tensor_map(
-        (rows, _KEYS), swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=TensorMapL2Promotion.L2_256B
-    )

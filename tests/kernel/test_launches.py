@@ -1,0 +1,256 @@
+"""Launches of csrc/'s kernels: typed by their declarations, and made by every wrapper with tensors of the CPU."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import minisgl
+from minisgl.attention.base import AttentionSpec
+from minisgl.core import SamplingFlags
+from minisgl.engine.queue import token_copier
+from minisgl.engine.state import SlotState
+from minisgl.kernel.base import Heads, KernelNeeds, Norm, Product
+from minisgl.kernel.options import Routing
+from minisgl.kernel.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
+
+CSRC = Path(minisgl.__file__).parent / "csrc"
+CPU = torch.device("cpu")
+WRAPPERS = (
+    "minisgl.attention.fused",
+    "minisgl.engine.cuda_sampler",
+    "minisgl.kernel.cuda_moe",
+    "minisgl.kernel.cuda_ops",
+    "minisgl.kernel.few_rows",
+    "minisgl.kernel.many_rows",
+)
+SOURCE = """
+extern "C" __global__ void __launch_bounds__(128) scale(
+    const T* x, OPTIONAL const W* weight, float* out, const __grid_constant__ TensorMap map, long long stride, int n,
+    float factor) { other(x); }
+"""
+MACROS = {"SCALAR": "bf16", "NORM_SCALAR": "f32"}
+
+
+def declared() -> set[str]:
+    """All kernels of csrc/."""
+    declaration = r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\('
+    return {name for path in CSRC.glob("*.cu") for name in re.findall(declaration, path.read_text())}
+
+
+class Recorder:
+    """Stands in for `Compiler`: parses the real sources, compiles nothing and records the launches."""
+
+    arch = 90
+    num_sms = 132
+    block_shared_bytes = 232448
+
+    def __init__(self, launched: list[str]) -> None:
+        self._launched = launched
+
+    def begin(self, specs: Iterable[KernelSpec]) -> None:
+        for spec in specs:
+            self._parse(spec)
+
+    def kernel(self, describe: Callable[..., KernelSpec], *args: Hashable) -> Launcher:
+        spec = describe(*args)
+        parameters = self._parse(spec)
+
+        def submit(grid: tuple[int, ...], block: int, cluster: int, early: bool, arguments: tuple[Any, ...]) -> None:
+            assert len(arguments) == len(parameters)
+            assert all(count > 0 for count in (*grid, block, cluster))
+            self._launched.append(spec.name)
+
+        return make_launcher(spec.name, parameters, submit)
+
+    @staticmethod
+    def _parse(spec: KernelSpec) -> tuple[Parameter, ...]:
+        return parse_signature((CSRC / spec.file).read_text(), spec.name, spec.macros)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the kernels launched, in order, by wrappers that were imported without CUDA's packages."""
+    names: list[str] = []
+    compile_module = ModuleType("minisgl.kernel.compile")
+    compile_module.__dict__.update(
+        Compiler=lambda _: Recorder(names), tensor_map=lambda matrix, rows, columns: (matrix, rows, columns)
+    )
+    for name in WRAPPERS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "minisgl.kernel.compile", compile_module)
+    monkeypatch.setattr("minisgl.engine.queue.kernels_missing", lambda _: None)
+    properties = SimpleNamespace(multi_processor_count=132, memory_clock_rate=2619000, memory_bus_width=5120)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    yield names
+    for name in WRAPPERS:
+        if sys.modules.pop(name, None) is not None:
+            parent, _, child = name.rpartition(".")
+            delattr(sys.modules[parent], child)
+
+
+def scale() -> tuple[Launcher, list[tuple[Any, ...]]]:
+    calls: list[tuple[Any, ...]] = []
+    return make_launcher("scale", parse_signature(SOURCE, "scale", MACROS), lambda *call: calls.append(call)), calls
+
+
+def arguments() -> dict[str, Any]:
+    return {
+        "x": torch.zeros(4, dtype=torch.bfloat16),
+        "weight": torch.zeros(4),
+        "out": torch.zeros(4),
+        "map": "a tensor map",
+        "stride": 1 << 40,
+        "n": 4,
+        "factor": 0.5,
+    }
+
+
+def test_arguments_become_what_the_declaration_says() -> None:
+    launch, calls = scale()
+    given = arguments()
+    launch((3, 1), 128, cluster=2, early=False, **dict(reversed(given.items())))
+    launch((3,), 128, **given | {"weight": None})
+    pointers = [given[name].data_ptr() for name in ("x", "weight", "out")]
+    rest = ["a tensor map", 1 << 40, 4, 0.5]
+    assert calls == [
+        ((3, 1), 128, 2, False, (*pointers, *rest)),
+        ((3,), 128, 1, True, (pointers[0], 0, pointers[2], *rest)),
+    ]
+    assert [type(value) for value in calls[0][4][4:]] == [np.int64, np.int32, np.float32]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"x": torch.zeros(4)}, "scale: x is of torch.float32, not torch.bfloat16"),
+        ({"weight": torch.zeros(4, dtype=torch.bfloat16)}, "scale: weight is of torch.bfloat16, not torch.float32"),
+        ({"x": None}, "scale: x is None"),
+        ({"x": 12345}, "scale: x is 12345, not a tensor"),
+        ({"n": 1 << 31}, "scale: n is 2147483648, beyond"),
+        ({"n": 4.5}, "scale: n is 4.5, not a number of type int"),
+        ({"n": torch.tensor(4)}, "scale: n is tensor"),
+        ({"stride": 1 << 63}, "scale: stride is 9223372036854775808, beyond"),
+        ({"factor": "0.5"}, "scale: factor is '0.5', not a number of type float"),
+        ({"m": 4}, "scale.*unexpected keyword argument 'm'"),
+    ],
+)
+def test_a_wrong_argument_is_named_and_nothing_is_launched(wrong: dict[str, Any], message: str) -> None:
+    launch, calls = scale()
+    with pytest.raises(TypeError, match=message):
+        launch((1,), 128, **arguments() | wrong)
+    assert not calls
+
+
+@pytest.mark.parametrize("missing", arguments())
+def test_a_missing_argument_is_named(missing: str) -> None:
+    launch, calls = scale()
+    given = arguments()
+    del given[missing]
+    with pytest.raises(TypeError, match=f"scale.*'{missing}'"):
+        launch((1,), 128, **given)
+    assert not calls
+
+
+def test_numbers_are_converted_once_and_in_bounds() -> None:
+    launch, calls = scale()
+    for n in (0, 5, -7, True, np.int64(9), *range(10_000), 5):
+        launch((1,), 128, **arguments() | {"n": n})
+        assert calls.pop()[4][5] == n
+
+
+def test_a_type_that_no_launch_can_pass_is_refused() -> None:
+    with pytest.raises(ValueError, match="k: y is of type 'double'"):
+        parse_signature('extern "C" __global__ void k(const float* x, double y) {}', "k", {})
+    with pytest.raises(ValueError, match="no extern"):
+        parse_signature(SOURCE, "other", MACROS)
+
+
+def test_every_wrapper_passes_what_its_kernels_declare(launched: list[str]) -> None:
+    """Each launch is bound to the real signature, so a wrong name or dtype fails here, without a GPU."""
+    half, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    run_ops(half, half)
+    run_ops(torch.float16, fp8)
+    run_moe(half)
+    run_attention(half, fp8)
+    run_sampling(half)
+    assert set(launched) == declared()
+
+
+def run_ops(dtype: torch.dtype, cache: torch.dtype) -> None:
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    ops = CudaOps(CPU)
+    products = frozenset(
+        {Product(2048, 1024, True, None), Product(2048, 1024, True, "silu"), Product(1024, 1024, False, None)}
+    )
+    ops.begin_compiling(KernelNeeds(dtype, cache, dtype, frozenset({128}), products, frozenset({(8, 2)})))
+    weight, bias = torch.zeros(2048, 1024, dtype=dtype), torch.zeros(2048, dtype=dtype)
+    norm = Norm(torch.zeros(1024, dtype=dtype), 1e-6)
+    for rows in (1, 20, 70):  # skinny, a small batch, torch's
+        x, residual = torch.zeros(rows, 1024, dtype=dtype), torch.zeros(rows, 2048, dtype=dtype)
+        ops.linear(x, weight, bias, residual)
+        ops.norm_linear(x, norm, weight, out=torch.empty_like(residual))
+        ops.norm_linear(x, Norm(norm.weight.float(), 1e-6), weight)
+        ops.norm_gated_linear(x, norm, weight, bias, activation="gelu_tanh")
+    slots = torch.zeros(3, dtype=torch.int64)
+    ints = torch.ones(9, 20, dtype=torch.int32)
+    for pages in (True, False):
+        inputs = ops.decode_inputs(slots, ints, ints[:, 0].contiguous(), ints, 16, pages=pages)
+    ops.embed(slots, weight)
+    caches = [torch.zeros(2, 16, 2, 128).to(cache) for _ in range(2)]
+    head = Norm(torch.zeros(128, dtype=dtype), 1e-6)
+    for norms in ((head, head), (None, None)):
+        heads = Heads(8, 2, torch.zeros(99, 128), *norms)
+        ops.norm_rope_store(torch.zeros(3, 12 * 128, dtype=dtype), heads, slots, inputs.out_cache_loc, *caches)
+
+
+def run_moe(dtype: torch.dtype) -> None:
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    w13, w2 = torch.zeros(8, 64, 64, dtype=dtype), torch.zeros(8, 64, 32, dtype=dtype)
+    for tokens in (4, 100, 200):  # routed in the products, by one block, by many
+        x, scores = torch.zeros(tokens, 64, dtype=dtype), torch.zeros(tokens, 8, dtype=dtype)
+        CudaOps(CPU).moe(x, scores, w13, w2, Routing(2, renormalize=True))
+
+
+def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:
+    from minisgl.attention.fused import FusedDecode
+    from minisgl.attention.page_kernels import PageUpcaster, _KernelFlattener
+
+    spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=dtype, fp8_kv=True)
+    fused = FusedDecode(spec, CPU)
+    fused.begin_compiling(4)
+    slots, lengths = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int32)
+    table = torch.ones(9, 20, dtype=torch.int32)
+    caches = [torch.zeros(2, 16, 2, 128).to(cache) for _ in range(2)]
+    rows = fused.rows(slots, lengths, table, 64)
+    rows.forward(torch.zeros(3, 12 * 128, dtype=dtype), Heads(8, 2, torch.zeros(99, 128), None, None), *caches)
+    starts, last, pages = (torch.zeros(n, dtype=torch.int32) for n in (10, 9, 181))
+    _KernelFlattener(CPU)(table, table[:, 0].contiguous(), 16, starts, last, pages)
+    upcaster = PageUpcaster(spec, CPU)
+    upcast = tuple(torch.zeros(2, 16, 2, 128, dtype=dtype) for _ in range(2))
+    pool: Any = SimpleNamespace(keys=lambda _: caches[0], values=lambda _: caches[1], upcast_buffer=upcast)
+    inputs: Any = SimpleNamespace(page_table=table, kv_lens_device=table[:, 0].contiguous())
+    upcaster.upcast(0, pool, upcaster.find_pages(inputs))
+
+
+def run_sampling(dtype: torch.dtype) -> None:
+    from minisgl.engine.cuda_sampler import CudaSampler
+
+    sampler = CudaSampler(CPU)
+    sampler.begin_compiling(dtype)
+    state = SlotState(num_slots=4, max_seq_len=8, page_size=1, scratch_page=0, device=CPU)
+    logits, slots = torch.zeros(3, 1000, dtype=dtype), torch.zeros(3, dtype=torch.int64)
+    for bitmask in (None, torch.zeros(3, 32, dtype=torch.int32)):
+        for flags in (SamplingFlags.SAMPLED, SamplingFlags.SAMPLED | SamplingFlags.PROCESSED):
+            sampled = sampler.sample(logits, slots, state, flags, bitmask)
+    token_copier(CPU)(sampled, torch.zeros(8, dtype=torch.int32))
