@@ -47,13 +47,14 @@ class ValueEnd:
                 self._escaped = False
                 at += 1
                 continue
-            begin, was_code = at, not self._quote
-            at = end_of(_IN_STRING[self._quote] if self._quote else self._between, text, at)
+            match = (_IN_STRING[self._quote] if self._quote else self._between).match(text, at)
+            assert match is not None  # for mypy: both match nothing, too
+            if not self._quote:
+                self.code_chars += min(match.end() + 1, len(text)) - at
+            at = match.end()
             if at < len(text):
                 self._take(text[at])
                 at += 1
-            if was_code:
-                self.code_chars += at - begin
         return at
 
     def _take(self, character: str) -> None:
