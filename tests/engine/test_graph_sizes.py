@@ -11,8 +11,7 @@ import torch
 
 from measuring.shapes import make_shape
 from minisgl.distributed import SingleRank
-from minisgl.engine.decode_graphs import decode_graph_sizes
-from minisgl.engine.prefill_graphs import prefill_graph_sizes
+from minisgl.engine.graphs import decode_graph_sizes, prefill_graph_sizes
 from minisgl.kernel.options import Routing
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
 from minisgl.models.config.load_config import load_model_config

@@ -12,7 +12,7 @@ from torch import Tensor
 from minisgl import LLM
 from minisgl.core import Batch
 from minisgl.engine.engine import Engine
-from minisgl.engine.prefill_graphs import PrefillGraphs
+from minisgl.engine.graphs import PrefillGraphs
 from support.small_models import save_qwen3
 
 pytestmark = pytest.mark.gpu

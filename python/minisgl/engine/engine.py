@@ -21,13 +21,10 @@ from minisgl.attention.model_attention import ModelAttention
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import Batch, Int32Array, PendingStep, SamplingFlags, StepResult, pages_for
 from minisgl.distributed import TPGroup
-from minisgl.engine.decode_graphs import DecodeGraphs, decode_graph_sizes
 from minisgl.engine.device import bound_primitive_caches, resolve_device, resolve_dtype
 from minisgl.engine.forward import ForwardOutput, StepRunner
-from minisgl.engine.graphs import Graphs, GraphSizes
-from minisgl.engine.measure import graphs_bytes, steps_bytes
-from minisgl.engine.memory import CPU_SEQUENCES, GIB, Needs, pool_pages, room_for_pool
-from minisgl.engine.prefill_graphs import prefill_graph_sizes
+from minisgl.engine.graphs import DecodeGraphs, Graphs, GraphSizes, decode_graph_sizes, prefill_graph_sizes
+from minisgl.engine.memory import CPU_SEQUENCES, GIB, Needs, graphs_bytes, pool_pages, room_for_pool, steps_bytes
 from minisgl.engine.queue import make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState

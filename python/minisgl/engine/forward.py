@@ -1,7 +1,7 @@
 """From a plan to tensors: one step's forward and sampling, launched operation by operation.
 
 Any batch runs this way. Decodes, and prefills that are not large, replay the same operations on CUDA from graphs
-(`engine.decode_graphs`, `engine.prefill_graphs`).
+(`engine.graphs`, `engine.graphs`).
 """
 
 from __future__ import annotations

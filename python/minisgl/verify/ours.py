@@ -16,9 +16,9 @@ from minisgl.config import EngineConfig, SchedulerConfig
 from minisgl.context import ForwardContext
 from minisgl.core import Batch, SamplingParams
 from minisgl.distributed import SingleRank
-from minisgl.engine.decode_graphs import DecodeGraphs
 from minisgl.engine.engine import Engine
 from minisgl.engine.forward import ForwardOutput
+from minisgl.engine.graphs import DecodeGraphs
 from minisgl.message.types import unpack_ids
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.scheduler.build import make_loop
