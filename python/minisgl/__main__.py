@@ -21,11 +21,11 @@ from minisgl.server.supervisor import Supervisor, bind
 def main() -> int:
     """The process's exit code: 0 after an interrupt, 1 after a failure, 2 for what the user can change."""
     if sys.argv[1:2] == ["verify"]:
-        from minisgl.verify.main import main as verify
+        from minisgl.verify.__main__ import main as verify
 
         return verify(sys.argv[2:])
     if sys.argv[1:2] in (["doctor"], ["--check"]):
-        from minisgl.doctor.main import main as doctor
+        from minisgl.doctor import main as doctor
 
         return doctor(sys.argv[2:])
     set_up_logging()
@@ -33,7 +33,7 @@ def main() -> int:
         config, find = parse_args(sys.argv[1:])
         set_log_level(config.log_level)
         if config.shell:
-            from minisgl.shell.launch import check_packages
+            from minisgl.shell.shell_process import check_packages
 
             check_packages()
         listener = bind(config.host, config.port, config.http.send_timeout)

@@ -1,4 +1,4 @@
-"""How every process logs: to stderr, a line an event."""
+"""Logs of every process: to stderr, a line an event."""
 
 from __future__ import annotations
 

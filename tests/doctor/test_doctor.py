@@ -9,8 +9,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from minisgl.doctor import main
-from minisgl.doctor.checks import Finding, State, _tried, driver_version, examine, verdict
+from minisgl.doctor import Finding, State, _tried, driver_version, examine, main, verdict
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 KERNELS = Finding("kernels of csrc/: norm", State.WORKS)

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from minisgl.kernel.cpu_ops import multiplies_bfloat16
-from minisgl.process.cpu_environment import CACHED_PRIMITIVES, PRIMITIVE_CACHES, SPIN_COUNT, cpu_environment
+from minisgl.process.machine import CACHED_PRIMITIVES, MALLOC, PRIMITIVE_CACHES, SPIN_COUNT, cpu_environment
 
-NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", *PRIMITIVE_CACHES)
+NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", *MALLOC, *PRIMITIVE_CACHES)
 
 # CPU milliseconds of a process whose parallel regions stand 10 ms apart.
 IDLE = """
@@ -59,7 +59,7 @@ def run(script: str, argument: str, environment: dict[str, str]) -> list[float]:
 
 def test_the_users_own_choices_stay() -> None:
     assert cpu_environment({})["GOMP_SPINCOUNT"] == str(SPIN_COUNT)
-    assert cpu_environment({}).keys() == {"GOMP_SPINCOUNT", "MALLOC_ARENA_MAX", *PRIMITIVE_CACHES}
+    assert cpu_environment({}).keys() == {"GOMP_SPINCOUNT", *MALLOC, *PRIMITIVE_CACHES}
     assert "GOMP_SPINCOUNT" not in cpu_environment({"OMP_WAIT_POLICY": "active"})
     chosen = dict.fromkeys(cpu_environment({}), "7")
     assert cpu_environment(chosen) == {}

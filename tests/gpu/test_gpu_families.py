@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.verify import main
+from minisgl.verify.__main__ import main
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,7 @@ from minisgl.config import ConfigError
 from minisgl.core import Grammar, InvalidRequest, PendingStep, StepResult
 from minisgl.llm import LLM, SamplingParams, rank_processes
 from minisgl.models.hub import demo_folder
-from minisgl.process.launch import Child, start_worker
+from minisgl.process.child import Child, start_worker
 from support.server import is_alive
 
 QUESTION = [{"role": "user", "content": "What is Minisgl?"}]

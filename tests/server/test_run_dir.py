@@ -13,7 +13,7 @@ import pytest
 
 from minisgl.config import ConfigError
 from minisgl.message.socket import Addresses
-from minisgl.process.run_dir import LONGEST_NAME, MAX_SOCKET_PATH, make_run_dir
+from minisgl.process.machine import LONGEST_NAME, MAX_SOCKET_PATH, make_run_dir
 
 
 def test_the_folder_is_the_users_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

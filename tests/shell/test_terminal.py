@@ -142,7 +142,7 @@ def test_a_signal_leaves_the_terminal_as_it_was(shell: Terminal) -> None:
 
 LAUNCHER = """
 import signal, sys
-from minisgl.shell.launch import ShellProcess
+from minisgl.shell.shell_process import ShellProcess
 signal.signal(signal.SIGINT, lambda *_: None)
 shell = ShellProcess("127.0.0.1", int(sys.argv[1]), "demo")
 shell.process.wait()

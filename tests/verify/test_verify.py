@@ -13,10 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minisgl.verify import main
-from minisgl.verify.compare import Run, common_length, compare_rows
-from minisgl.verify.limits import tolerance
-from minisgl.verify.prompts import make_prompts
+from minisgl.verify.__main__ import main
+from minisgl.verify.compare import Run, common_length, compare_rows, tolerance
+from minisgl.verify.questions import make_prompts
 from models.tiny import VOCAB, make_model
 from support.tiny_tokenizer import save_byte_tokenizer
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.distributed import ProcessGroupTP, SingleRank, TPGroup
 from minisgl.message.socket import Addresses
-from minisgl.process.cpu_environment import PRIMITIVE_CACHES
+from minisgl.process.machine import PRIMITIVE_CACHES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,7 +55,7 @@ def join_ranks(
 def bound_primitive_caches() -> None:
     """Set the environment variables of oneDNN's caches that the user has not set.
 
-    Worker processes get theirs at their start (`process.cpu_environment`). A process that imported torch before it
+    Worker processes get theirs at their start (`process.machine`). A process that imported torch before it
     makes an engine can still set oneDNN's here, which are read at its first use; libgomp has read GOMP_SPINCOUNT.
     """
     for name, value in PRIMITIVE_CACHES.items():

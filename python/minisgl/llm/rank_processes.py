@@ -19,9 +19,8 @@ from minisgl.limits import Limits
 from minisgl.message.control import Failed, Ready, Serve, Start, ToSupervisor
 from minisgl.message.socket import Addresses, Outbox
 from minisgl.message.to_scheduler import ToRank
-from minisgl.process.cpu_environment import cpu_environment
-from minisgl.process.launch import Child, start_worker
-from minisgl.process.run_dir import make_run_dir
+from minisgl.process.child import Child, start_worker
+from minisgl.process.machine import cpu_environment, make_run_dir
 
 _GRACE = 1.0  # seconds: a connection breaks before its process has ended
 

@@ -1,16 +1,19 @@
-"""Child processes that run a module of this package."""
+"""Child processes that run a module of this package, and workers among them: those with a control pipe."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import minisgl
+from minisgl.message.control import ControlPipe, Start, ToSupervisor
 
 
 def start_module(
@@ -27,6 +30,35 @@ def start_module(
 
 
 def leave_signals_to_parent() -> None:
-    """Of a process that ends with its parent: Ctrl-C, a closed terminal, and whoever ends a service, signal both."""
+    """Ignore what ends a process: Ctrl-C, a closed terminal, and whoever ends a service, signal the parent too."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """A running worker, and our end of its control pipe: it ends when that closes."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    pipe: ControlPipe[ToSupervisor]
+    ready: bool = False
+
+
+def start_worker(name: str, entry: str, start: Start, env: Mapping[str, str] | None = None) -> Child:
+    """Start a worker whose entry is "package.module:function"; `env` is added to the environment."""
+    ours, theirs = socket.socketpair()
+    fds = [theirs.fileno()] if start.listen_fd is None else [theirs.fileno(), start.listen_fd]
+    process = start_module(
+        "minisgl.process.worker",
+        entry,
+        str(theirs.fileno()),
+        env=env,
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the others in order
+    )
+    theirs.close()
+    pipe: ControlPipe[ToSupervisor] = ControlPipe(ours, ToSupervisor)  # type: ignore[arg-type]
+    pipe.send(start)
+    return Child(name, process, pipe)

@@ -1,4 +1,4 @@
-"""What every worker process starts with: `python -m minisgl.process.worker ENTRY FD`.
+"""Start of every worker process: `python -m minisgl.process.worker ENTRY FD`.
 
 ENTRY names a function ("package.module:function") that only this process imports; FD is its end of the control pipe.
 A thread reads that pipe for the whole life of the process, so that a worker ends with its parent, however that dies
@@ -71,7 +71,7 @@ class Worker:
         os._exit(1)
 
     def _is_orphan(self) -> bool:
-        """The supervisor is dead. Its files are closed a moment before its children get another parent."""
+        """Return True if the supervisor is dead, whose files close a moment before its children get another parent."""
         for _ in range(20):
             if os.getppid() != self._parent:
                 return True

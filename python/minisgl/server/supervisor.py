@@ -15,22 +15,15 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from minisgl.config import ConfigError, HttpConfig, ServerConfig
 from minisgl.limits import Limits
 from minisgl.message.control import Drain, Drained, Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
-from minisgl.process.cpu_environment import cpu_environment
-from minisgl.process.launch import Child, start_worker
-from minisgl.process.open_files import raise_open_files
-from minisgl.process.run_dir import make_run_dir
-from minisgl.server.signals import SignalSocket
-from minisgl.urls import origin
-
-if TYPE_CHECKING:
-    from minisgl.shell.launch import ShellProcess
+from minisgl.process.child import Child, start_worker
+from minisgl.process.machine import cpu_environment, make_run_dir, raise_open_files
+from minisgl.shell.shell_process import ShellProcess, origin
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +38,41 @@ EXIT_SECONDS = 0.1  # from the end of a worker's grace to the end of its process
 KILL_SECONDS = 0.3  # for workers to be gone after that, until they are killed
 TEARDOWN_SECONDS = 3.0  # of --shutdown-timeout: to tell clients that the time is up, and to end everybody
 REPEAT_SECONDS = 0.5  # after SIGTERM: another is the same one (timeout(1) signals its child and then the child's group)
+
+
+class SignalSocket:
+    """SIGINT, SIGTERM and SIGHUP as bytes on a socket, for a selector that waits for other sources too.
+
+    A handler that raises would lose its word where the interrupted code catches exceptions, as logging does; and
+    Python runs no handler of a signal that came just before a wait until that wait is over. Made in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._ours, self._python = socket.socketpair()
+        for end in (self._ours, self._python):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._python.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # started by nohup
+            # A function, because processes that we start would inherit that a signal is ignored.
+            signal.signal(number, lambda _number, _frame: None)
+
+    def fileno(self) -> int:
+        return self._ours.fileno()
+
+    def receive(self) -> set[int]:
+        """Return the numbers of the signals that came since the last call."""
+        try:
+            return set(self._ours.recv(4096))
+        except BlockingIOError:
+            return set()
+
+    def close(self) -> None:
+        """Pass over the signals that still come."""
+        signal.set_wakeup_fd(-1)
+        self._ours.close()
+        self._python.close()
 
 
 class WorkerFailed(Exception):
@@ -64,7 +92,7 @@ class Terminated(Interrupted):
 
 
 def bind(host: str, port: int, send_timeout: float = HttpConfig().send_timeout) -> socket.socket:
-    """The listening socket. ConfigError if the address cannot be had."""
+    """Return the listening socket. ConfigError if the address cannot be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -159,8 +187,6 @@ class Supervisor:
 
     def _open_shell(self, host: str, port: int) -> None:
         """Give the terminal to the shell: Ctrl-C is its word to stop an answer, and nothing else writes there."""
-        from minisgl.shell.launch import ShellProcess
-
         logging.getLogger().setLevel(logging.WARNING)
         keys = self._config.http.api_keys
         self._shell = ShellProcess(host, port, self._config.model_name, keys[0] if keys else None)

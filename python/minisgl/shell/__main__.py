@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from minisgl.config import DEFAULT_PORT, ConfigError
-from minisgl.shell.client import ChatClient, ChatError
-from minisgl.shell.launch import API_KEY, check_packages, on_terminal
+from minisgl.shell.chat_client import ChatClient, ChatError
 from minisgl.shell.session import COMMANDS, CONTINUES, EXIT_TERMINATED, Session, View
+from minisgl.shell.shell_process import API_KEY, check_packages, on_terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:

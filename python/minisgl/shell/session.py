@@ -19,7 +19,7 @@ import msgspec
 
 from minisgl.core import InvalidRequest, SamplingParams
 from minisgl.limits import Limits
-from minisgl.shell.client import ChatClient, ChatError
+from minisgl.shell.chat_client import ChatClient, ChatError
 
 Message = dict[str, str]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minisgl.config import ConfigError
 from minisgl.verify.compare import compare_rows
-from minisgl.verify.prompts import Prompt
+from minisgl.verify.questions import Prompt
 
 Float32Array = NDArray[np.float32]
 
@@ -66,7 +66,10 @@ def ask_transformers(
     scratch: Path,
     progress: Callable[[], object],
 ) -> Answers:
-    """Raises ConfigError if transformers cannot load or run the model. `scratch` is a folder for the logits."""
+    """Return what transformers answers. `scratch` is a folder for the logits.
+
+    Raises ConfigError if transformers cannot load or run the model.
+    """
     answers = _answer_all(folder, prompts, new_tokens, dtype, device, scratch, progress)
     if answers.is_float32 or not _has_room_for_float32(folder, dtype, device):
         return answers
@@ -165,7 +168,7 @@ def _answer(model: Any, prompt: Prompt, new_tokens: int, device: torch.device, f
         done += len(rows)
         step = [int(rows[-1].argmax())]
         chosen += step
-    assert logits is not None
+    assert logits is not None  # new_tokens is at least 1
     return Expected(prompt, chosen, logits)
 
 

@@ -60,7 +60,7 @@ class ObservedEngine(Engine):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder layers, from hidden states to hidden states."""
+        """Return the decoder layers, from hidden states to hidden states."""
         return list(self._runner.model.model.layers)
 
 
@@ -80,7 +80,7 @@ def ask_ourselves(
     *,
     progress: Callable[[], object],
 ) -> OurAnswers:
-    """Raises ConfigError if the model cannot be loaded with this configuration."""
+    """Run our engine over the same prompts. ConfigError if the model cannot be loaded with this configuration."""
     engine = ObservedEngine(
         config,
         model,
@@ -138,7 +138,7 @@ class _Passes:
 
 
 def _comparing(expected: Sequence[Expected], runs: Sequence[Run]) -> Observer:
-    """Compares what can be: positions whose tokens, to the first, are those of the oracle."""
+    """Return an observer that compares positions whose tokens, to the first, are those of the oracle."""
     prompt_of: dict[int, int] = {}  # by slot
 
     def observe(batch: Batch, known: Sequence[list[int]], logits: Tensor) -> None:
@@ -161,7 +161,7 @@ def _comparing(expected: Sequence[Expected], runs: Sequence[Run]) -> Observer:
 def _compare_layers(
     engine: ObservedEngine, scheduling: SchedulerConfig, model: ModelConfig, answers: Answers
 ) -> list[float]:
-    """The relative difference of the hidden states after each layer, over the last tokens of the traced prompt."""
+    """Return the relative difference of hidden states after each layer, over the traced prompt's last tokens."""
     prompt = answers.expected[answers.traced].prompt.tokens
     hidden: list[list[Tensor]] = [[] for _ in answers.hidden]
     fresh = SchedulerConfig(cache="naive", max_prefill_tokens=scheduling.max_prefill_tokens, overlap=False)

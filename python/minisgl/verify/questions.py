@@ -1,4 +1,4 @@
-"""The questions: texts of many kinds in lengths from one token to hundreds, some with a common beginning. Pure."""
+"""Prompts of `minisgl verify`: many kinds of text, one token to hundreds, some with a common beginning. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Prompt:
 
 
 def make_prompts(encode: Callable[[str], Sequence[int]] | None, *, vocab_size: int, max_len: int) -> list[Prompt]:
-    """The prompts, none longer than `max_len`. `encode=None`, for a model without a tokenizer: random tokens."""
+    """Return the prompts, none longer than `max_len`. `encode=None`, for a model without a tokenizer: random tokens."""
     rng = random.Random(0)
     random_text = {name: [rng.randrange(vocab_size) for _ in range(500)] for name in TEXTS}
 

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from minisgl.tables import colored, table
-from minisgl.verify.compare import Parting, Position
-from minisgl.verify.limits import Tolerance
+from minisgl.verify.compare import Parting, Position, Tolerance
 from minisgl.verify.oracle import Answers, Expected
 from minisgl.verify.ours import OurAnswers
 
@@ -68,7 +67,7 @@ class Report:
 
     @property
     def first_layer(self) -> str:
-        """The part of the model after which the hidden states are first apart by more than rounding."""
+        """Name the part of the model after which the hidden states are first apart by more than rounding."""
         for index, difference in enumerate(self.layers):
             if not difference <= self.tolerance.rms:
                 return "the embedding" if index == 0 else f"layer {index - 1}"
@@ -84,7 +83,7 @@ class Report:
 
 
 def judge(answers: Answers, ours: OurAnswers, tolerance: Tolerance) -> Report:
-    """All passes beside the oracle."""
+    """Compare the passes with the oracle's answers, prompt by prompt."""
     prompts = []
     for index, expected in enumerate(answers.expected):
         limits = tolerance.at_least(expected.rounding)
@@ -163,7 +162,7 @@ def _places(prompt: PromptResult, expected: Expected, decode: Decode | None) -> 
     tokens = expected.tokens
 
     def context(end: int) -> str:
-        """The end of the text before a position, or the ids."""
+        """Return the end of the text before a position, or the ids."""
         return repr(decode(tokens[:end])[-SHOWN_CHARS:]) if decode else f"token ids {tokens[max(end - 8, 0) : end]}"
 
     def name(token: int) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 from minisgl.config import ConfigError
 from minisgl.process.child import start_module
-from minisgl.urls import origin
 
 API_KEY = "MINISGL_API_KEY"  # the environment variable of the shell's key
 GRACE_SECONDS = 1.0
@@ -57,6 +56,11 @@ def check_packages() -> None:
     if missing and on_terminal():
         needs = "the package" if len(missing) == 1 else "the packages"
         raise ConfigError(f"the shell needs {needs} {', '.join(missing)}: pip install 'minisgl[shell]'")
+
+
+def origin(scheme: str, host: str, port: int) -> str:
+    """Return `scheme://host:port`, with an IPv6 address in brackets."""
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def local_url(host: str, port: int) -> str:

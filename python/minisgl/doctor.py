@@ -1,12 +1,16 @@
-"""Checks of `minisgl doctor`. Each runs a small case of a part and compares it with plain torch."""
+"""`minisgl doctor`: what is installed here, which parts work on this machine, and why one does not.
+
+Each check runs a small case of a part and compares it with plain torch. The exit code is 0 if the default path works.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,12 +22,16 @@ from torch import Tensor
 from minisgl.attention.backend_choice import CANDIDATES, TESTED, make_backend, preferences
 from minisgl.attention.base import AttentionSpec
 from minisgl.attention.self_test import ROLES, AttentionTest
+from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import SamplingFlags
+from minisgl.engine.device import resolve_device
 from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kernel.select import kernels_missing, make_ops, one_line
 from minisgl.kernel.torch_ops import TorchOps
+from minisgl.settings import add_flags, read_flags
+from minisgl.tables import Color, colored, table
 
 PACKAGES = {
     "minisgl": "",
@@ -45,6 +53,9 @@ class State(StrEnum):
     FAILS = "fails"
 
 
+COLORS: dict[State, Color] = {State.WORKS: "green", State.ABSENT: "yellow", State.FAILS: "red"}
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Result of one check."""
@@ -53,6 +64,42 @@ class Finding:
     state: State
     remark: str = ""
     seconds: float = 0.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Examine this machine and print what was found."""
+    parser = argparse.ArgumentParser(
+        prog="minisgl doctor",
+        description="Tell what is installed, what works on this machine, and why something does not.",
+    )
+    add_flags(parser, EngineConfig, only=("device",))
+    args = parser.parse_args(argv)
+    try:
+        config = EngineConfig(model_path="", **read_flags(args, EngineConfig))
+    except ConfigError as error:
+        parser.error(str(error))
+
+    packages = [(name, version or "not installed", PACKAGES.get(name, "")) for name, version in versions().items()]
+    print(*table(("package", "version", "for"), packages, left=3), "", sep="\n")
+    print(*gpus() or ["no GPU that torch can use"], "", sep="\n")
+
+    try:
+        device = resolve_device(config)
+    except ConfigError as error:
+        print(colored(str(error), "red"))
+        return 1
+    findings = list(examine(device))
+    rows = [(one.part, one.state, f"{one.seconds:.2f}" if one.seconds else "", one.remark) for one in findings]
+    header, rule, *lines = table((f"on {_name(device)}", "state", "seconds", "remark"), rows, left=4)
+    colors = [COLORS[one.state] for one in findings]
+    print(header, rule, *map(colored, lines, colors), "", sep="\n")
+    why = verdict(findings, device)
+    print(colored("The default path works.", "green") if why is None else colored(why, "red"))
+    return 0 if why is None else 1
+
+
+def _name(device: torch.device) -> str:
+    return "the CPU" if device.type == "cpu" else str(device)
 
 
 def versions() -> dict[str, str]:
@@ -71,13 +118,13 @@ def versions() -> dict[str, str]:
 
 
 def driver_version(text: str) -> str:
-    """The version in what the driver says of itself; "" if there is none."""
+    """Return the version in what the driver says of itself; "" if there is none."""
     found = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return found[1] if found else ""
 
 
 def gpus() -> list[str]:
-    """A line for each GPU that torch sees."""
+    """Return a line for each GPU that torch sees."""
     lines = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
@@ -91,7 +138,7 @@ def gpus() -> list[str]:
 
 
 def examine(device: torch.device) -> Iterator[Finding]:
-    """All parts that could serve a model of the usual shape on this device."""
+    """Check all parts that could serve a model of the usual shape on this device."""
     dtype = torch.bfloat16
     shape = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, page_size=16, dtype=dtype)
     if device.type == "cuda":
@@ -147,7 +194,7 @@ def _attention(shape: AttentionSpec, device: torch.device) -> Iterator[Finding]:
 
 
 def _tried(part: str, case: Callable[[], tuple[Tensor, Tensor]]) -> Finding:
-    """Run a case, which returns what it gave and what is right."""
+    """Run a case, which returns its result and the right one; tell how it went."""
     begin = time.perf_counter()
     try:
         with torch.inference_mode(), _warnings_off():
