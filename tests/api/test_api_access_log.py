@@ -11,8 +11,8 @@ from api_harness import RawClient, RunningServer, make_config
 from fake_engine import wait_until
 
 from minisgl.server.api.app import layers
-from minisgl.server.api.http.drain import Drain
 from minisgl.server.api.http.middleware import AccessLogMiddleware
+from minisgl.server.api.http.server import Drain
 
 LOGGER = "minisgl.server.api.http.middleware"
 CHAT = "/v1/chat/completions"

@@ -1,6 +1,6 @@
 """The API server: HTTP on one side, the wire messages of `minisgl.message` on the other.
 
 `api_process` runs it, `app` puts it together. A request comes through `http/` to one of `routes/`. It is read by
-`bodies/`, under way in `requests/` and written by `answers/`; `heartbeat` and `metrics` say how the server is. Nothing
+`bodies/`, under way in `requests/` and written by `answers/`; `metrics` counts, and `openapi` describes it all. Nothing
 here imports torch or transformers.
 """

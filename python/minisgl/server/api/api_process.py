@@ -18,11 +18,9 @@ from minisgl.message.to_api import ToApi
 from minisgl.message.to_tokenizer import ToTokenizer
 from minisgl.process.worker import Worker
 from minisgl.server.api.app import build_app
-from minisgl.server.api.heartbeat import Heartbeat
-from minisgl.server.api.http.drain import Drain
 from minisgl.server.api.http.errors import shutting_down
-from minisgl.server.api.http.server import Server
-from minisgl.server.api.requests.engine_client import EngineClient
+from minisgl.server.api.http.server import Drain, Server
+from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.tokenizer.folder import model_parsers
 
 MESSAGES_A_TURN = 32  # taken from the inbox before requests get their turn

@@ -17,14 +17,12 @@ from minisgl.config import ServerConfig
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import Parsers
-from minisgl.server.api.heartbeat import Heartbeat
-from minisgl.server.api.http.drain import Drain, DrainGate
 from minisgl.server.api.http.errors import ApiError, invalid_request
 from minisgl.server.api.http.gates import Gate, browser_check, key_check
 from minisgl.server.api.http.middleware import AccessLogMiddleware, BodyBudgetMiddleware, RequestIdMiddleware
-from minisgl.server.api.openapi import openapi_document
-from minisgl.server.api.requests.engine_client import EngineClient
-from minisgl.server.api.routes.docs import DocsRoutes
+from minisgl.server.api.http.server import Drain, DrainGate
+from minisgl.server.api.openapi import DocsRoutes, openapi_document
+from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.routes.endpoint import Endpoint, Service, Topic
 from minisgl.server.api.routes.generation import GenerationRoutes
 from minisgl.server.api.routes.models import ModelRoutes, TokenRoutes

@@ -112,18 +112,34 @@ class Exposition:
         return []
 
     def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        names, values = list(self._labels), list(self._labels.values())
         for prefix in PREFIXES:
-            yield from self._gauges(prefix)
-            yield from self._counters(prefix)
-            yield from self._histograms(prefix)
+            for name, (text, value) in self._gauges().items():
+                gauge = GaugeMetricFamily(prefix + name, text, labels=names)
+                gauge.add_metric(values, value)
+                yield gauge
+            for name, (text, value) in self._counters().items():
+                counter = CounterMetricFamily(prefix + name, text, labels=names)
+                counter.add_metric(values, value)
+                yield counter
+            finished = CounterMetricFamily(
+                prefix + "request_success", "ended sequences", labels=[*names, "finished_reason"]
+            )
+            for reason, count in self._requests.finished.items():
+                finished.add_metric([*values, reason], count)
+            yield finished
+            for name, (text, histogram) in self._histograms().items():
+                family = HistogramMetricFamily(prefix + name, text, labels=names)
+                family.add_metric(values, _buckets(histogram), histogram.sum)
+                yield family
 
-    def _gauges(self, prefix: str) -> Iterator[Metric]:
-        from prometheus_client.core import GaugeMetricFamily
-
+    def _gauges(self) -> dict[str, tuple[str, float]]:
         counts = self._scheduler
         pages = counts.get("pages", 0)
         in_use = pages - counts.get("pages_free", 0) - counts.get("pages_cached", 0) + counts.get("pages_locked", 0)
-        gauges = {
+        return {
             "num_requests_running": ("sequences that are computed", counts.get("requests_running", 0)),
             "num_requests_waiting": ("sequences that wait for their turn", counts.get("requests_waiting", 0)),
             "kv_cache_usage_perc": (
@@ -131,16 +147,10 @@ class Exposition:
                 in_use / pages if pages else 0.0,
             ),
         }
-        for name, (text, value) in gauges.items():
-            family = GaugeMetricFamily(prefix + name, text, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), value)
-            yield family
 
-    def _counters(self, prefix: str) -> Iterator[Metric]:
-        from prometheus_client.core import CounterMetricFamily
-
+    def _counters(self) -> dict[str, tuple[str, int]]:
         counts, requests = self._scheduler, self._requests
-        counters = {
+        return {
             "prefix_cache_queries": ("prompt tokens looked for in the cache", counts.get("prefix_tokens_queried", 0)),
             "prefix_cache_hits": ("prompt tokens found in the cache", counts.get("prefix_tokens_hit", 0)),
             "num_preemptions": ("sequences that had to make room and wait again", counts.get("retractions", 0)),
@@ -148,32 +158,16 @@ class Exposition:
             "generation_tokens": ("tokens generated", requests.generation_tokens),
             "failed_accepts": ("accepts that failed for want of files to open", requests.failed_accepts),
         }
-        for name, (text, value) in counters.items():
-            family = CounterMetricFamily(prefix + name, text, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), value)
-            yield family
-        finished = CounterMetricFamily(
-            prefix + "request_success", "ended sequences", labels=[*self._labels, "finished_reason"]
-        )
-        for reason, count in requests.finished.items():
-            finished.add_metric([*self._labels.values(), reason], count)
-        yield finished
 
-    def _histograms(self, prefix: str) -> Iterator[Metric]:
-        from prometheus_client.core import HistogramMetricFamily
-
+    def _histograms(self) -> dict[str, tuple[str, Histogram]]:
         requests = self._requests
-        histograms = {
+        return {
             "time_to_first_token_seconds": ("from a request to its first token", requests.time_to_first_token),
             "inter_token_latency_seconds": ("from a token to the next", requests.inter_token_latency),
             "e2e_request_latency_seconds": ("from a request to the end of an answer", requests.request_latency),
             "request_prompt_tokens": ("tokens of a prompt", requests.request_prompt_tokens),
             "request_generation_tokens": ("tokens of an answer", requests.request_generation_tokens),
         }
-        for name, (text, histogram) in histograms.items():
-            family = HistogramMetricFamily(prefix + name, text, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), _buckets(histogram), histogram.sum)
-            yield family
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

@@ -15,7 +15,7 @@ from minisgl.limits import MAX_OPENAI_TEMPERATURE
 from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.request_fields import TOKEN_ID, RequestField
 from minisgl.server.api.bodies.body import MAX_ITEMS
-from minisgl.server.api.bodies.messages import ROLES, Message
+from minisgl.server.api.bodies.conversation import ROLES, Message, ToolUse, function_use, tool_use
 from minisgl.server.api.bodies.request_body import (
     EMPTY,
     NEVER,
@@ -30,7 +30,6 @@ from minisgl.server.api.bodies.request_body import (
     Stream,
     any_of,
 )
-from minisgl.server.api.bodies.tools import ToolUse, function_use, tool_use
 
 MAX_MESSAGES = 8192
 MAX_TOKENS_TO_DECODE = MAX_ITEMS

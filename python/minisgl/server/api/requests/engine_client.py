@@ -29,6 +29,8 @@ from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, Ope
 from minisgl.server.api.requests.questions import Questions, R
 
 MAX_OPTION_BYTES = 64 * 1024 * 1024  # of all choices of a request: each carries the request's options to the scheduler
+HEARTBEAT_SECONDS = 1.0  # between an answer and the next question
+HEARTBEAT_TIMEOUT = 30.0  # seconds to wait for an answer before asking again: a step of a slow device may take long
 PROMPTS_A_TURN = 64  # are sent of a request, which may have thousands, or as many as make
 OPTION_BYTES_A_TURN = 1024 * 1024
 
@@ -244,3 +246,33 @@ class EngineClient:
         own = self.counts()
         others, complete = await self._questions.ask_counts(timeout_seconds)
         return [own, *others], complete
+
+
+class Heartbeat:
+    """The server's pulse: once a second every process on a request's way is asked for its counts.
+
+    Of several ranks that is the first, which waits for the others in every step. An answer shows that tokenizers,
+    scheduler and detokenizer take messages, so /health asks nobody, and the counts are at hand for /metrics.
+    """
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._last = time.monotonic()
+        self.counts: dict[str, dict[str, int]] = {}  # of each process, when it last answered
+
+    async def beat_forever(self) -> None:
+        while True:
+            await self.beat()
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    async def beat(self) -> None:
+        """Ask once; if not all answer, the last answer grows older."""
+        processes, complete = await self._client.query_counts(HEARTBEAT_TIMEOUT)
+        self.counts |= {process.process: process.counts for process in processes}
+        if complete:
+            self._last = time.monotonic()
+
+    @property
+    def age(self) -> float:
+        """Seconds since all processes last answered."""
+        return time.monotonic() - self._last

@@ -18,9 +18,8 @@ from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import Parsers
 from minisgl.server.api.bodies.body import MAX_ITEMS, B, UnknownFields, check_numbers, read_body, read_fields, validate
 from minisgl.server.api.bodies.request_body import Body, RequestBody
-from minisgl.server.api.heartbeat import Heartbeat
 from minisgl.server.api.http.errors import model_not_found
-from minisgl.server.api.requests.engine_client import EngineClient
+from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 
 Handler = Callable[[Request], Awaitable[Any]]  # of a Response or another ASGI application
 Json = dict[str, Any]

@@ -13,8 +13,8 @@ from minisgl.server.api.answers.chat import chat_answer
 from minisgl.server.api.answers.completions import CompletionWriter, GenerateWriter, completion_job, generate_job
 from minisgl.server.api.answers.responses import ChatChunk, ChatCompletion, Generated, TextCompletion
 from minisgl.server.api.answers.sglang import SglangAnswer, SglangWriter, is_sglang, sglang_job
+from minisgl.server.api.bodies.conversation import ToolUse
 from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
-from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.gates import client_of
 from minisgl.server.api.http.middleware import request_id_of
 from minisgl.server.api.requests.open_request import Job

@@ -1,12 +1,13 @@
-"""The tools of a chat request, and which of them the answer may or must call.
+"""Messages and tools of a conversation: from OpenAI's form to that of chat templates.
 
-`functions` and `function_call` are OpenAI's older form: a request in it becomes one with `tools`, of which at most one
-is called, and its answer is written in that form.
+`functions` and `function_call` are OpenAI's older form of tools: a request in it becomes one with `tools`, of which at
+most one is called, and its answer is written in that form. Nested fields are named by their path where they are wrong.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -153,3 +154,104 @@ def schema_of(tool: Tool) -> dict[str, Any]:
     """Return the JSON schema of a tool's arguments: always an object."""
     schema: dict[str, Any] = tool["function"].get("parameters") or {}
     return {"type": "object", **schema}
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+TEXT_PARTS = {"text": "text", "refusal": "refusal"}  # type of a content part -> where its text is
+
+Message = dict[str, Any]
+
+
+def template_messages(messages: list[Message]) -> list[Message]:
+    """Return all messages for the template; InvalidRequest naming the first field that is wrong."""
+    return [template_message(message, f"messages.{index}") for index, message in enumerate(messages)]
+
+
+def template_message(message: Message, path: str) -> Message:
+    """Return a message as chat templates know it: one string of content, and nothing that is null or empty."""
+    message = with_tool_calls(message, path)
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequest(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}")
+    changed: Message = {"tool_calls": None}
+    strings = ["name"]
+    if role == "assistant":
+        strings += [*REASONING_NAMES, "refusal"]
+        if message.get("audio") is not None:
+            raise InvalidRequest(f"{path}.audio", f"{path}.audio is not supported: send its text as content")
+        if message.get("tool_calls"):
+            calls = member(message, "tool_calls", list, path)
+            changed["tool_calls"] = [
+                _template_call(call, f"{path}.tool_calls.{index}") for index, call in enumerate(calls)
+            ]
+    elif role == "tool":
+        strings.append("tool_call_id")
+    for name in strings:
+        optional_member(message, name, str, path)
+    changed["content"] = _content(message, path)
+    return {key: value for key, value in (message | changed).items() if value is not None}
+
+
+def with_tool_calls(message: Message, path: str) -> Message:
+    """Return a message of OpenAI's older form, with a function's call or result, in today's; others as they are."""
+    if message.get("role") == "function":
+        return {**message, "role": "tool", "tool_call_id": _call_id(member(message, "name", str, path))}
+    call = message.get("function_call")
+    if call is None or message.get("role") != "assistant":
+        return message
+    path = f"{path}.function_call"
+    if message.get("tool_calls"):
+        raise InvalidRequest(path, f"{path} and tool_calls cannot be given together")
+    call_id = _call_id(member(call if isinstance(call, dict) else {}, "name", str, path))
+    optional_member(call, "arguments", str, path)
+    return {
+        **message,
+        "function_call": None,
+        "tool_calls": [{"id": call_id, "type": "function", "function": call}],
+    }
+
+
+def _call_id(name: str) -> str:
+    """Return what ties a result to its call, of which it tells only the name.
+
+    Some templates take nothing but nine digits.
+    """
+    return f"{zlib.crc32(name.encode()) % 10**9:09}"
+
+
+def _content(message: Message, path: str) -> str:
+    content = message.get("content")
+    if content is None:
+        others = ("tool_calls", "refusal", *REASONING_NAMES)
+        if message["role"] != "assistant" or not any(message.get(name) for name in others):
+            raise InvalidRequest(f"{path}.content", f"{path}.content is required")
+        return message.get("refusal") or ""
+    if isinstance(content, list):
+        return "\n".join([_text_of_part(part, f"{path}.content.{index}") for index, part in enumerate(content)])
+    if not isinstance(content, str):
+        raise InvalidRequest(f"{path}.content", f"{path}.content must be a string or a list of text parts")
+    return content
+
+
+def _text_of_part(part: Any, path: str) -> str:
+    if not isinstance(part, dict):
+        raise InvalidRequest(path, f"{path} must be an object with a type")
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        raise InvalidRequest(f"{path}.type", f"{path}.type: only text parts are supported, not {kind!r:.80}")
+    return member(part, TEXT_PARTS[kind], str, path)
+
+
+def _template_call(call: Any, path: str) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise InvalidRequest(path, f"{path} must be an object")
+    if call.get("type", "function") != "function":
+        raise InvalidRequest(f"{path}.type", f"{path}.type must be 'function'")
+    optional_member(call, "id", str, path)
+    function = member(call, "function", dict, path)
+    member(function, "name", str, f"{path}.function")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, (str, dict, type(None))):
+        raise InvalidRequest(f"{path}.function.arguments", f"{path}.function.arguments must be a string of JSON")
+    return {**call, "type": "function", "function": {**function, "arguments": arguments or "{}"}}
