@@ -26,8 +26,8 @@ from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_scheduler import ToScheduler
 from minisgl.models.config.load_config import load_model_config
 from minisgl.process.worker import Worker
-from minisgl.scheduler.build import make_loop
-from minisgl.scheduler.serve import SchedulerServer
+from minisgl.scheduler.loop import make_loop
+from minisgl.scheduler.process import SchedulerServer
 
 LETTERS = 4096  # how many are drawn before they repeat
 

@@ -17,9 +17,9 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, Logprobs, SamplingParams, StepResult
 from minisgl.kvcache import make_cache
 from minisgl.message.types import LogprobRows, PositionLogprobs, unpack_ids
-from minisgl.scheduler.logprobs import pack_logprobs
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.scheduler.token_scores import pack_logprobs
 from minisgl.structured_output.protocol import Matcher, Progress
 from minisgl.tokenizer.detokenizer import unpack_logprobs
 

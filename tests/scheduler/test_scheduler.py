@@ -13,8 +13,7 @@ import pytest
 from minisgl.core import Batch, SamplingParams
 from minisgl.message.types import TextOptions
 from minisgl.scheduler.batch_policy import chunk_lengths, mixed, prefill_first
-from minisgl.scheduler.request import Request
-from minisgl.scheduler.waiting import MAX_PASSED, WaitingQueue
+from minisgl.scheduler.request import MAX_PASSED, Request, WaitingQueue
 from scheduler.simulation import EOS, World, expected_answer, random_prompt
 
 WORLDS: list[dict[str, object]] = [
@@ -419,7 +418,7 @@ def test_lost_pages_are_said_at_idle(caplog: pytest.LogCaptureFixture) -> None:
     world.run()
     world.scheduler.check_balance()
     assert caplog.text == ""
-    world.scheduler._pages.allocate(1)
+    world.scheduler._pages._pool.allocate(1)
     world.scheduler.check_balance()
     assert "pages are lost or held at idle" in caplog.text
 

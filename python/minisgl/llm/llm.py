@@ -28,7 +28,7 @@ from minisgl.models.config.generation_config import load_sampling_defaults
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.hub import find_model
 from minisgl.progress import progress_bar
-from minisgl.scheduler.build import make_loop
+from minisgl.scheduler.loop import make_loop
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.settings import declarations, take_keywords
 from minisgl.structured_output.matcher import GrammarMatchers

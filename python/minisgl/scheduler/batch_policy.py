@@ -1,4 +1,4 @@
-"""Which running requests a step extends, by how many tokens, and in what order. Pure functions of arrays.
+"""Policy of a step: the requests that it extends, by how many tokens, in what order, within which bounds. Pure.
 
 `remaining[i]` is how many known tokens of running request i have no KV yet: 0 when all it may do is in flight, 1 when
 the next step is a decode, more while its prompt is being prefilled.
@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from minisgl.config import BatchPolicyName
-from minisgl.core import IndexArray, Int32Array
+from minisgl.core import Batch, IndexArray, Int32Array
 
 BatchPolicy: TypeAlias = Callable[[Int32Array, int], Int32Array]
 
@@ -50,3 +50,54 @@ def longest_first(slots: IndexArray, kv_lens: Int32Array) -> IndexArray:
 
 
 BATCH_POLICIES: Mapping[BatchPolicyName, BatchPolicy] = {"prefill-first": prefill_first, "mixed": mixed}
+
+
+STEPS_TO_RECOVER = 64  # completed steps after which lowered bounds are doubled, at first
+SMALL_STEP = 64  # tokens: prefills are not made smaller than this
+
+
+class StepLimits:
+    """Tokens of a step's prefills, and requests that run at a time.
+
+    A step that failed halves what made it large: the tokens of its prefills or, where these are few, the number of its
+    requests. When bounds have risen too soon, the next rise takes twice as many steps, so that requests that lost
+    their work get it done.
+    """
+
+    def __init__(self, max_prefill_tokens: int, max_running: int) -> None:
+        self._configured = max_prefill_tokens, max_running
+        self.prefill_tokens = max_prefill_tokens
+        self.running = max_running
+        self._completed = 0  # steps since the bounds were changed
+        self._patience = STEPS_TO_RECOVER
+        self._has_risen = False
+
+    def lower(self, batch: Batch) -> None:
+        """Make the next steps smaller than this one, which failed."""
+        prefill_tokens = int(batch.query_lens[batch.query_lens > 1].sum())
+        if prefill_tokens > SMALL_STEP:
+            self.prefill_tokens = max(prefill_tokens // 2, SMALL_STEP)
+        else:
+            self.running = max(len(batch.slots) // 2, 1)
+        self._completed = 0
+        if self._has_risen:
+            self._patience, self._has_risen = 2 * self._patience, False
+
+    def completed(self) -> None:
+        """Count a step that did not fail."""
+        self._completed += 1
+        if self._completed < self._patience:
+            return
+        self._completed = 0
+        if (self.prefill_tokens, self.running) == self._configured:
+            self._patience, self._has_risen = STEPS_TO_RECOVER, False
+            return
+        most_tokens, most_running = self._configured
+        self.prefill_tokens = min(2 * self.prefill_tokens, most_tokens)
+        self.running = min(2 * self.running, most_running)
+        self._has_risen = True
+
+
+def is_small(batch: Batch) -> bool:
+    """True if a step cannot be made smaller: it has one request, which fails because of itself."""
+    return len(batch.slots) == 1 and batch.num_tokens <= SMALL_STEP

@@ -3,18 +3,35 @@
 A step is two launches, forward and sampling. Only the sampling may wait for the host: where a grammar constrains some
 row, the tokens it may choose depend on those of the step before, so the host reads these and fills the grammar bitmask
 while the device works on the forward.
+
+With tensor parallelism rank 0 decides, and the others execute what they are sent: the same plans in the same order.
+The logits are gathered from all ranks, so they are the same bits everywhere, and so is the token that each rank samples
+from them: no token has to be sent.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from time import sleep
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, PendingStep
+from minisgl.kvcache import make_cache
+from minisgl.limits import Limits
+from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import StepOutput
+from minisgl.message.to_scheduler import Bitmask, ToRank
+from minisgl.models.config.model_config import ModelConfig
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.structured_output.protocol import Grammars
+
+T = TypeVar("T")
+
+COMPILE_POLL = 5e-4  # seconds between looks at a grammar that is being compiled, when there is nothing else to do
+MAX_IN_FLIGHT = 4  # steps that a following rank launches ahead of its device
 
 
 class StepEngine(Protocol):
@@ -43,9 +60,6 @@ class StepEngine(Protocol):
         ...
 
 
-COMPILE_POLL = 5e-4  # seconds between looks at a grammar that is being compiled, when there is nothing else to do
-
-
 class StepLoop:
     """Launches step n + 1 before it reads the tokens of step n (`overlap`), or after.
 
@@ -68,6 +82,15 @@ class StepLoop:
 
     def step(self) -> StepOutput:
         """Launch a step if one can be planned, then finish the oldest beyond the depth of the overlap.
+
+        With overlap, two sequences of which the second ends by its stop token, found a step late:
+
+        | call | launches            | completes                                          |
+        |------|---------------------|----------------------------------------------------|
+        | 1    | step 0: 1 and 2     |                                                    |
+        | 2    | step 1: 1 and 2     | step 0: a token each                               |
+        | 3    | step 2: 1 and 2     | step 1: the token of 2 ends it                     |
+        | 4    | step 3: 1           | step 2: drops the token of 2, gives its slot back  |
 
         DeviceOutOfMemory if a step failed and is not to be retried; every later call raises it again.
         """
@@ -119,3 +142,85 @@ class StepLoop:
         result = pending()
         self._in_flight.popleft()  # not before: Ctrl-C may end the wait
         self.scheduler.complete(oldest, result)
+
+
+class LeadingEngine:
+    """Rank 0's engine, with the other ranks in tow."""
+
+    def __init__(self, engine: StepEngine, followers: Sequence[Outbox[ToRank]]) -> None:
+        self._engine = engine
+        self._followers = followers
+
+    @property
+    def bitmask(self) -> Int32Array:
+        return self._engine.bitmask
+
+    def forward(self, batch: Batch) -> None:
+        self._send(batch)
+        self._engine.forward(batch)
+
+    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> PendingStep:
+        if bitmask is not None:
+            self._send(Bitmask(bitmask))
+        return self._engine.sample(batch, bitmask)
+
+    def _send(self, message: ToRank) -> None:
+        for follower in self._followers:
+            follower.send(message)
+
+
+def follow(engine: StepEngine, inbox: Inbox[ToRank]) -> None:
+    """Execute the plans of rank 0 for ever."""
+    in_flight: deque[PendingStep] = deque()
+    while True:
+        batch = _expect(Batch, inbox.receive())
+        engine.forward(batch)
+        bitmask = None
+        if batch.constrained:
+            words = _expect(Bitmask, inbox.receive()).words
+            # Memory for the bitmask is free when the steps before are complete.
+            while in_flight:
+                in_flight.popleft()()
+            bitmask = engine.bitmask[: len(words)]
+            bitmask[:] = words
+        in_flight.append(engine.sample(batch, bitmask))
+        if len(in_flight) > MAX_IN_FLIGHT:
+            in_flight.popleft()()
+
+
+def _expect(kind: type[T], message: ToRank) -> T:
+    """Return the message; RuntimeError if rank 0 sent another kind: a bitmask stands right behind its plan."""
+    if not isinstance(message, kind):
+        raise RuntimeError(f"rank 0 sent {type(message).__name__} in place of {kind.__name__}")
+    return message
+
+
+class SchedulableEngine(StepEngine, Protocol):
+    """Engine with the facts that a scheduler for it must know."""
+
+    page_size: int
+    num_pages: int
+    num_slots: int
+    limits: Limits
+
+
+def make_loop(
+    config: SchedulerConfig,
+    engine: SchedulableEngine,
+    model: ModelConfig,
+    followers: Sequence[Outbox[ToRank]] = (),
+    grammars: Grammars | None = None,
+) -> StepLoop:
+    """The step loop of rank 0, which sends every plan to the other ranks as well. Without grammars it serves none."""
+    scheduler = Scheduler(
+        config,
+        cache=make_cache(config.cache, engine.page_size),
+        num_pages=engine.num_pages,
+        num_slots=engine.num_slots,
+        max_seq_len=engine.limits.max_seq_len,
+        eos_token_ids=model.eos_token_ids,
+        grammars=grammars,
+    )
+    if not followers:
+        return StepLoop(scheduler, engine, overlap=config.overlap)
+    return StepLoop(scheduler, LeadingEngine(engine, followers), overlap=config.overlap, retries=False)

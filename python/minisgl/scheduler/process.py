@@ -1,4 +1,7 @@
-"""The scheduler process of a rank: builds an engine, then decides (rank 0) or follows."""
+"""The scheduler process of a rank: builds an engine, then decides (rank 0) or follows.
+
+Rank 0 is a server: it feeds the step loop from its inbox and tells the detokenizer what each step brought.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,68 @@ from pathlib import Path
 
 import zmq
 
-from minisgl.engine.device import join_ranks
-from minisgl.engine.engine import Engine
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
-from minisgl.message.to_scheduler import ToRank, ToScheduler
+from minisgl.message.to_scheduler import Add, Stopped, ToRank, ToScheduler
+from minisgl.message.types import Abort, FlushCache, Flushed, ProcessCounts, Report, StatsRequest, unpack_ids
 from minisgl.models.config.load_config import load_model_config
 from minisgl.process.worker import Worker
-from minisgl.scheduler.build import make_loop
-from minisgl.scheduler.ranks import follow
-from minisgl.scheduler.serve import SchedulerServer
+from minisgl.scheduler.loop import StepLoop, follow, make_loop
 from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.tokenizer.files import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 
+class SchedulerServer:
+    """Feeds the step loop from the inbox and tells the detokenizer what each step brought."""
+
+    def __init__(self, loop: StepLoop, inbox: Inbox[ToScheduler], detokenizer: Outbox[ToDetokenizer]) -> None:
+        self._loop = loop
+        self._scheduler = loop.scheduler
+        self._inbox = inbox
+        self._detokenizer = detokenizer
+
+    def run_forever(self) -> None:
+        while True:
+            if not self._loop.has_work:
+                self._scheduler.check_balance()
+                self._handle(self._inbox.receive())
+            for message in self._inbox.drain():
+                self._handle(message)
+            report = self._loop.step()
+            if report:
+                self._detokenizer.send(report)
+
+    def _handle(self, message: ToScheduler) -> None:
+        match message:
+            case Add():
+                self._scheduler.add(
+                    message.seq_id,
+                    unpack_ids(message.prompt_ids).copy(),
+                    message.sampling,
+                    message.seed,
+                    message.priority,
+                    message.cache_salt,
+                    message.text,
+                )
+            case Abort():
+                for seq_id in message.seq_ids:
+                    self._scheduler.end(seq_id, "abort")
+            case Stopped():
+                self._scheduler.end(message.seq_id, "stop")
+            case StatsRequest():
+                counts = ProcessCounts("scheduler-0", self._scheduler.counts())
+                self._detokenizer.send(Report(message.query, [*message.counts, counts]))
+            case FlushCache():
+                self._detokenizer.send(Flushed(message.query, self._scheduler.flush_cache()))
+
+
 def run(worker: Worker) -> None:
-    """The life of the scheduler process of rank `worker.index`."""
+    """Run the scheduler process of rank `worker.index`: build the engine, then decide (rank 0) or follow."""
+    from minisgl.engine.device import join_ranks  # here: `SchedulerServer` serves engines without torch as well
+    from minisgl.engine.engine import Engine
+
     config = worker.config
     folder = Path(config.engine.model_path)
     model = load_model_config(folder)

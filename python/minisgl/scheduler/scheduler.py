@@ -1,8 +1,8 @@
 """The scheduler's decisions: admission, the plan of each step, what a finished step means, and giving things back.
 
 It knows no device: `schedule` makes plans and `complete` takes the tokens they brought, in the same order but not
-necessarily before the next plan is made (overlap). Whatever ends a request only marks it; `_give_back` is the one place
-where slots, pages and locks are given back, and only after the last step that names them is complete.
+necessarily before the next plan is made (overlap). Whatever ends a request only marks it; `RequestPages.give_back`
+is the one place where slots, pages and locks are given back, and only after the last step that names them is complete.
 """
 
 from __future__ import annotations
@@ -23,18 +23,15 @@ from minisgl.core import (
     SamplingParams,
     ScoredTokens,
     StepResult,
-    pages_for,
 )
 from minisgl.kvcache.base import CacheHandle, CacheManager
-from minisgl.kvcache.pages import PagePool
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.types import TextOptions, pack_ids
-from minisgl.scheduler.batch_policy import BATCH_POLICIES, longest_first
-from minisgl.scheduler.logprobs import pack_logprobs, rows_of, scored_tokens
-from minisgl.scheduler.request import Request, RequestState
-from minisgl.scheduler.step_limits import StepLimits, is_small
+from minisgl.scheduler.batch_policy import BATCH_POLICIES, StepLimits, is_small, longest_first
+from minisgl.scheduler.request import Request, RequestState, WaitingQueue
+from minisgl.scheduler.request_pages import RequestPages
 from minisgl.scheduler.table import SlotTable
-from minisgl.scheduler.waiting import WaitingQueue
+from minisgl.scheduler.token_scores import pack_logprobs, rows_of, scored_tokens
 from minisgl.structured_output.protocol import Grammars, NoGrammars, Progress
 
 logger = logging.getLogger(__name__)
@@ -65,9 +62,8 @@ class Scheduler:
         self._limits = StepLimits(config.max_prefill_tokens, num_slots)
         self._batch_policy = BATCH_POLICIES[config.batch_policy]
         self._page_size = cache.page_size
-        self._cache = cache
-        self._pages = PagePool(num_pages, cache)
         self._table = SlotTable(num_slots, max_seq_len, cache.page_size)
+        self._pages = RequestPages(cache, num_pages, self._table)
         self._eos = np.asarray(eos_token_ids, dtype=np.int32)
         self._grammars = grammars or NoGrammars()
         self._waiting = WaitingQueue(config.schedule_policy)
@@ -75,7 +71,6 @@ class Scheduler:
         self._running_array: IndexArray = np.empty(0, dtype=np.intp)  # the same, rebuilt when it changes
         self._retiring: list[int] = []  # slots of ended requests that a step in flight may still name
         self._by_seq_id: dict[int, Request] = {}
-        self._reserved_pages = 0  # promised to running requests and not yet allocated
         self._arrivals = 0
         self._next_step = 0
         self._completed_step = -1
@@ -157,7 +152,7 @@ class Scheduler:
 
         start_pos = table.cached_len[slots]
         new_len = start_pos + query_lens
-        new_pages = self._allocate(slots, self._missing_pages(slots, new_len))
+        new_pages = self._pages.allocate(slots, self._pages.missing(slots, new_len))
         needs_sample = new_len == table.device_len[slots]
         sampling_slots = slots[needs_sample]
         batch = Batch(
@@ -174,7 +169,8 @@ class Scheduler:
         table.cached_len[slots] = new_len
         table.device_len[sampling_slots] += 1
         table.last_step[slots] = step
-        self._share_prefixes(slots[new_len == table.entry_len[slots]])
+        for slot in slots[new_len == table.entry_len[slots]].tolist():
+            self._pages.share_prefix(table.request(slot))
         return batch
 
     def fill(self, mask: Int32Array, batch: Batch) -> None:
@@ -182,7 +178,7 @@ class Scheduler:
         slots = batch.slots[batch.needs_sample].astype(np.intp)
         constrained = self._table.live[slots] & self._table.constrained(slots)
         rows = zip(slots.tolist(), constrained.tolist(), strict=True)
-        self._grammars.fill(mask, [self._request(slot).matcher if wanted else None for slot, wanted in rows])
+        self._grammars.fill(mask, [self._table.request(slot).matcher if wanted else None for slot, wanted in rows])
 
     # --- admission --------------------------------------------------------------------------------------------
 
@@ -197,28 +193,19 @@ class Scheduler:
         if budget <= 0 or len(self._running) >= self._limits.running:
             return new_rows
         for request in self._waiting.candidates(
-            lambda request: not _is_compiling(request), lambda request: self._match(request).cached_len
+            lambda request: not _is_compiling(request), lambda request: self._pages.match(request).cached_len
         ):
-            prefix = self._match(request)
+            prefix = self._pages.match(request)
             waits = request.prompt_scored and not self._waiting.is_overdue(request)
             if waits and self._is_being_prefilled(request, prefix.cached_len):
                 continue
-            self._cache.lock(prefix)
-            needed = pages_for(len(request.token_ids), self._page_size) - len(prefix.pages)
-            if needed + self._headroom() > self._pages.available - self._reserved_pages:
-                self._cache.unlock(prefix)
+            if not self._pages.reserve(request, prefix, self._headroom()):
                 break
-            new_rows.append(self._enter(request, prefix, needed))
+            new_rows.append(self._enter(request, prefix))
             budget -= len(request.token_ids) - prefix.cached_len
             if not table.num_free or budget <= 0 or len(self._running) >= self._limits.running:
                 break
         return new_rows
-
-    def _match(self, request: Request) -> CacheHandle:
-        # At least the last known token is computed, because its logits choose the next one; every token is, where its
-        # logits are wanted.
-        known = len(request.token_ids) - 1 if request.prompt_scored else 0
-        return self._cache.match(request.token_ids[:known], request.salt)
 
     def _headroom(self) -> int:
         """Pages to leave free at an admission, so that those who run, and then this one, can grow for a while."""
@@ -233,7 +220,7 @@ class Scheduler:
             length = min(int(table.entry_len[slot]), len(tokens) - 1) // self._page_size * self._page_size
             if length <= cached_len:
                 continue
-            if self._request(slot).salt != request.salt:
+            if self._table.request(slot).salt != request.salt:
                 continue
             # What counts is the first page beyond the cached ones.
             page = slice(0, cached_len + self._page_size)
@@ -241,16 +228,13 @@ class Scheduler:
                 return True
         return False
 
-    def _enter(self, request: Request, prefix: CacheHandle, needed: int) -> NewRow:
+    def _enter(self, request: Request, prefix: CacheHandle) -> NewRow:
         if request.state is RequestState.WAITING:
             self._report_open(request, prefix.cached_len)
             self._prefix_tokens_queried += len(request.token_ids)
             self._prefix_tokens_hit += prefix.cached_len
         self._waiting.admitted(request)
         request.state = RequestState.RUNNING
-        request.prefix = prefix
-        request.reserved_pages = needed
-        self._reserved_pages += needed
         self._running.append(self._table.enter(request, prefix.pages))
         self._running_array = np.asarray(self._running, dtype=np.intp)
         sampling = request.sampling
@@ -261,41 +245,26 @@ class Scheduler:
             request.slot, request.token_ids, prefix.pages, sampling, request.seed, request.prompt_len, stop_ids
         )
 
-    # --- pages ------------------------------------------------------------------------------------------------
-
-    def _missing_pages(self, slots: IndexArray, new_len: Int32Array) -> Int32Array:
-        """Count the pages that each row lacks for this many tokens."""
-        missing: Int32Array = -(-new_len // self._page_size) - self._table.num_pages[slots]
-        return missing
-
-    def _allocate(self, slots: IndexArray, counts: Int32Array) -> Int32Array:
-        """Pages for the rows that cross a page boundary: [k, 3] (slot, index in the row, page)."""
-        if not counts.any():
-            return np.empty((0, 3), dtype=np.int32)
-        crossing = counts > 0
-        slots, counts = slots[crossing], counts[crossing].astype(np.int32)
-        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
-            request = self._request(slot)
-            promised = min(count, request.reserved_pages)
-            request.reserved_pages -= promised
-            self._reserved_pages -= promised
-        return self._table.extend_pages(slots, counts, self._pages.allocate(int(counts.sum())))
-
     def _make_room(self) -> bool:
-        """See to it that every decode can have its next page. False: the steps in flight must be complete first."""
+        """Make sure that every decode can have its next page. False: the steps in flight must be complete first.
+
+        Say pages have 4 tokens, and three requests of 16 tokens each hold 4 of the pool's 12 pages: each needs a fifth
+        page for its next token, and none is available. False, while a step in flight may yet end one of them. Then the
+        youngest is retracted: of its 4 pages the other two get one each, and it waits with its 16 tokens.
+        """
         while True:
             running, table = self._running_array, self._table
-            if len(running) <= self._pages.available - self._reserved_pages:
+            if len(running) <= self._pages.unpromised:
                 return True  # no decode needs more than one
             decodes = running[table.remaining(running) == 1]
-            missing = self._missing_pages(decodes, table.cached_len[decodes] + 1)
+            missing = self._pages.missing(decodes, table.cached_len[decodes] + 1)
             # A prompt of one last token has its page promised already.
-            promised = sum(self._request(slot).reserved_pages for slot in decodes[missing > 0].tolist())
-            if int(missing.sum()) - promised <= self._pages.available - self._reserved_pages:
+            promised = sum(table.request(slot).reserved_pages for slot in decodes[missing > 0].tolist())
+            if int(missing.sum()) - promised <= self._pages.unpromised:
                 return True
             if self._completed_step < self._next_step - 1:
                 return False  # they may end requests, and they name the slots that would be retracted
-            self._retract(max(map(self._request, self._running), key=lambda request: request.precedence))
+            self._retract(max(map(table.request, self._running), key=lambda request: request.precedence))
 
     def _retract(self, request: Request) -> None:
         """Take everything from a running request; it waits again with the tokens it has. Nothing is in flight."""
@@ -304,29 +273,9 @@ class Scheduler:
         request.state = RequestState.RETRACTED
         request.prompt_scores.clear()
         self._stop_running(slot)
-        self._give_back(slot)
+        self._pages.give_back(request)
         self._waiting.add(request)
         self.retractions += 1
-
-    def _share_prefixes(self, slots: IndexArray) -> None:
-        """Put the known tokens whose last chunk is planned into the cache: a later step may read what this one writes.
-
-        Where another request came first with the same prefix, this one keeps its own pages until it ends: its row
-        must not change under a running step, and locking the other's pages too would take memory that admission
-        has promised.
-        """
-        for slot in slots.tolist():
-            request = self._request(slot)
-            assert request.prefix is not None
-            tokens = request.token_ids
-            if self._cache.match(tokens, request.salt).cached_len > request.prefix.cached_len:
-                continue
-            whole = len(tokens) // self._page_size
-            pages = self._table.pages[slot, :whole]
-            shared = self._cache.insert(tokens[: whole * self._page_size], pages, request.salt).handle
-            self._cache.lock(shared)
-            self._cache.unlock(request.prefix)
-            request.prefix = shared
 
     # --- a step is complete -----------------------------------------------------------------------------------
 
@@ -345,12 +294,12 @@ class Scheduler:
 
         stop = (tokens[:, None] == self._eos).any(axis=1) & table.stops_at_eos[slots]
         for row in np.flatnonzero(table.own_stop_ids[slots]).tolist():
-            stop[row] |= int(tokens[row]) in self._request(int(slots[row])).sampling.stop_token_ids
+            stop[row] |= int(tokens[row]) in self._table.request(int(slots[row])).sampling.stop_token_ids
         full = table.known_len[slots] == table.max_len[slots]
         ended = set(np.flatnonzero(stop | full).tolist())
         by_grammar = self._advance(slots, tokens) if batch.constrained else {}
         for row in sorted(ended | by_grammar.keys()):
-            request = self._request(int(slots[row]))
+            request = self._table.request(int(slots[row]))
             if by_grammar.get(row) in (Progress.FAILED, Progress.EXCLUDED):
                 self._end(request, "error", excluded=by_grammar[row] is Progress.EXCLUDED)
             elif stop[row]:
@@ -394,7 +343,7 @@ class Scheduler:
             if request.prefix.cached_len > written:
                 table.cached_len[request.slot] = request.prefix.cached_len
                 unwritten.append((request, written))
-        alone = self._request(int(failed.slots[0])) if is_small(failed) else None
+        alone = self._table.request(int(failed.slots[0])) if is_small(failed) else None
         self._completed_step = batches[-1].step
         for request in requests:
             if request.state is RequestState.RUNNING:
@@ -403,7 +352,7 @@ class Scheduler:
                 self._retract(request)
         self._retire()
         for request, written in unwritten:
-            self._pages.free(self._cache.forget(request.token_ids, written, request.salt))
+            self._pages.forget(request, written)
         if alone is not None and alone.state is RequestState.RETRACTED:
             alone.failures += 1
             if alone.failures == MAX_FAILURES:
@@ -413,7 +362,9 @@ class Scheduler:
     def _advance(self, slots: IndexArray, tokens: Int32Array) -> dict[int, Progress]:
         """Move the matchers on; by row, those that can go no further."""
         rows = np.flatnonzero(self._table.constrained(slots))
-        matchers = [matcher for slot in slots[rows].tolist() if (matcher := self._request(slot).matcher) is not None]
+        matchers = [
+            matcher for slot in slots[rows].tolist() if (matcher := self._table.request(slot).matcher) is not None
+        ]
         progress = self._grammars.advance(matchers, tokens[rows])
         found = zip(rows.tolist(), progress, strict=True)
         return {row: progress for row, progress in found if progress is not Progress.OPEN}
@@ -424,7 +375,7 @@ class Scheduler:
         done = table.live[slots] & (table.known_len[slots] == table.max_len[slots])
         done &= batch.start_pos + batch.query_lens == table.max_len[slots] - 1
         for slot in slots[done].tolist():
-            request = self._request(slot)
+            request = self._table.request(slot)
             if request.prompt_scores:
                 self._report_prompt(request)
             self._end(request, "length")
@@ -447,13 +398,13 @@ class Scheduler:
             slot, end = int(batch.slots[row]), int(ends[row])
             if result.prompt_logprobs is not None and table.live[slot]:
                 begin = end - int(plan.prompt_lens[row])
-                request = self._request(slot)
+                request = self._table.request(slot)
                 request.prompt_scores.append(
                     rows_of(result.prompt_logprobs, slice(begin, end), int(table.top_prompt_logprobs[slot]))
                 )
         # The last tokens of a prompt may need one step more than their log-probabilities.
         for slot in slots[table.live[slots] & (table.top_prompt_logprobs[slots] >= 0)].tolist():
-            self._report_prompt(self._request(slot))
+            self._report_prompt(self._table.request(slot))
 
     def _report_prompt(self, request: Request) -> None:
         """Report the prompt's log-probabilities, all at once, with the first token or the end."""
@@ -504,34 +455,14 @@ class Scheduler:
         last_step = self._table.last_step
         for slot in [slot for slot in self._retiring if last_step[slot] <= self._completed_step]:
             self._retiring.remove(slot)
-            self._give_back(slot)
-
-    def _give_back(self, slot: int) -> None:
-        table = self._table
-        request = self._request(slot)
-        assert request.prefix is not None
-        # Of a discarded late step, the KV of a token that never reached the host is not worth keeping.
-        whole = min(int(table.cached_len[slot]), int(table.known_len[slot])) // self._page_size
-        pages = table.row_pages(slot)
-        result = self._cache.insert(table.tokens[slot, : whole * self._page_size], pages[:whole], request.salt)
-        self._cache.unlock(request.prefix)
-        request.prefix = None
-        self._pages.free(result.duplicates)
-        self._pages.free(pages[whole:])
-        self._reserved_pages -= request.reserved_pages
-        request.reserved_pages = 0
-        table.leave(slot)
+            self._pages.give_back(self._table.request(slot))
 
     # --- what others may ask ----------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
         """Pages and requests by state, for /server_info."""
         return {
-            "pages": self._pages.num_pages,
-            "pages_free": self._pages.allocator.num_free,
-            "pages_cached": self._cache.cached_pages,
-            "pages_locked": self._cache.locked_pages,
-            "pages_reserved": self._reserved_pages,
+            **self._pages.counts(),
             "requests_waiting": len(self._waiting),
             "requests_running": len(self._running),
             "requests_retiring": len(self._retiring),
@@ -554,15 +485,9 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise if anything is held although nothing runs: free + cached pages must be all pages."""
-        self._cache.check()
         self._pages.check_idle()
-        if self._by_seq_id or self._reserved_pages or self._cache.locked_pages:
+        if self._by_seq_id:
             raise RuntimeError(f"held at idle: {self.counts()}")
-
-    def _request(self, slot: int) -> Request:
-        request = self._table.requests[slot]
-        assert request is not None
-        return request
 
 
 def _is_compiling(request: Request) -> bool:

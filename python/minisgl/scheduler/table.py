@@ -4,7 +4,14 @@ The device holds the same rows (`engine.state.SlotState`); the host's copy lets 
 few array operations, whatever the number of requests.
 
 A row's lengths: `known_len` tokens have reached the host; `device_len` are known to the device or being sampled there;
-the KV of the first `cached_len` is written or being written. cached_len <= device_len <= max_len.
+the KV of the first `cached_len` is written or being written. cached_len <= device_len <= max_len. They are a step apart
+while the host is a step behind: with 10 tokens known to the host, a decode that is launched makes device_len 11 and
+cached_len 10, and the next one is launched with 12 and 11 before the eleventh token has come.
+
+A slot is not reused at once when its request ends: `Scheduler.complete` finds the request of each row by its slot, and
+a step that is in flight still names this one. Say sequence 1 ends in slot 0 while step 7, which extends it, is under
+way. Had sequence 3 entered slot 0 before step 7 is complete, it would be given the late token of sequence 1. That the
+device runs its steps in order would not help. So `last_step` says which step a slot waits for.
 """
 
 from __future__ import annotations
@@ -94,11 +101,21 @@ class SlotTable:
         have: BoolArray = (self._flags[slots] & SamplingFlags.CONSTRAINED) != 0
         return have
 
+    def request(self, slot: int) -> Request:
+        """Return the request in a slot that is taken."""
+        request = self.requests[slot]
+        assert request is not None
+        return request
+
     def row_pages(self, slot: int) -> Int32Array:
         return self.pages[slot, : self.num_pages[slot]]
 
     def extend_pages(self, slots: IndexArray, counts: Int32Array, pages: Int32Array) -> Int32Array:
-        """Append `counts[i]` of `pages` to the row of `slots[i]`; return [k, 3] (slot, index, page)."""
+        """Append `counts[i]` of `pages` to the row of `slots[i]`; return [k, 3] (slot, index, page).
+
+        Say the slots [3, 5] have 2 pages and none: counts [1, 2] of the pages [7, 8, 9] are (3, 2, 7), (5, 0, 8) and
+        (5, 1, 9), which is also what the device writes to its page table.
+        """
         owners = np.repeat(slots, counts)
         first_of_row = np.repeat(np.cumsum(counts) - counts, counts)
         index = self.num_pages[owners] + np.arange(len(pages), dtype=np.int32) - first_of_row.astype(np.int32)

@@ -21,7 +21,7 @@ from minisgl.engine.forward import ForwardOutput
 from minisgl.engine.graphs import DecodeGraphs
 from minisgl.message.types import unpack_ids
 from minisgl.models.config.model_config import ModelConfig
-from minisgl.scheduler.build import make_loop
+from minisgl.scheduler.loop import make_loop
 from minisgl.verify.compare import Run, common_length, compare_rows
 from minisgl.verify.oracle import TRACED, Answers, Expected, Float32Array
 

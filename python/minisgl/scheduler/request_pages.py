@@ -1,0 +1,137 @@
+"""Pages of running requests: promised at admission, allocated as the rows grow, shared by prefix, and given back.
+
+Pages are promised for a request's known tokens only, so the running requests can outgrow the pool: the scheduler then
+retracts one. What is available is free or can be evicted from the cache; a page put into the cache is not lost by it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minisgl.core import IndexArray, Int32Array, pages_for
+from minisgl.kvcache.base import CacheHandle, CacheManager
+from minisgl.kvcache.pages import PagePool
+from minisgl.scheduler.request import Request
+from minisgl.scheduler.table import SlotTable
+
+
+class RequestPages:
+    """Owner of the pool and the prefix cache. A request's locked place in the cache is `Request.prefix`."""
+
+    def __init__(self, cache: CacheManager, num_pages: int, table: SlotTable) -> None:
+        self._cache = cache
+        self._pool = PagePool(num_pages, cache)
+        self._table = table
+        self._page_size = cache.page_size
+        self._reserved = 0  # promised to running requests and not yet allocated
+
+    @property
+    def num_pages(self) -> int:
+        return self._pool.num_pages
+
+    @property
+    def unpromised(self) -> int:
+        """Pages that are available and promised to nobody."""
+        return self._pool.available - self._reserved
+
+    def match(self, request: Request) -> CacheHandle:
+        """Return the longest cached prefix that the request can use."""
+        # At least the last known token is computed, because its logits choose the next one; every token is, where its
+        # logits are wanted.
+        known = len(request.token_ids) - 1 if request.prompt_scored else 0
+        return self._cache.match(request.token_ids[:known], request.salt)
+
+    def reserve(self, request: Request, prefix: CacheHandle, headroom: int) -> bool:
+        """Lock the prefix and promise pages for the other known tokens, if `headroom` pages stay free; else False."""
+        self._cache.lock(prefix)
+        needed = pages_for(len(request.token_ids), self._page_size) - len(prefix.pages)
+        if needed + headroom > self.unpromised:
+            self._cache.unlock(prefix)
+            return False
+        request.prefix = prefix
+        request.reserved_pages = needed
+        self._reserved += needed
+        return True
+
+    def missing(self, slots: IndexArray, new_len: Int32Array) -> Int32Array:
+        """Count the pages that each row lacks for this many tokens."""
+        missing: Int32Array = -(-new_len // self._page_size) - self._table.num_pages[slots]
+        return missing
+
+    def allocate(self, slots: IndexArray, counts: Int32Array) -> Int32Array:
+        """Give the rows that cross a page boundary their pages; return [k, 3] (slot, index in the row, page)."""
+        if not counts.any():
+            return np.empty((0, 3), dtype=np.int32)
+        crossing = counts > 0
+        slots, counts = slots[crossing], counts[crossing].astype(np.int32)
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            request = self._table.request(slot)
+            promised = min(count, request.reserved_pages)
+            request.reserved_pages -= promised
+            self._reserved -= promised
+        return self._table.extend_pages(slots, counts, self._pool.allocate(int(counts.sum())))
+
+    def share_prefix(self, request: Request) -> None:
+        """Put the known tokens, whose last chunk is planned, into the cache: a later step may read what this writes.
+
+        Where another request came first with the same prefix, this one keeps its own pages until it ends: its row
+        must not change under a running step, and locking the other's pages too would take memory that admission
+        has promised.
+        """
+        assert request.prefix is not None
+        tokens = request.token_ids
+        if self._cache.match(tokens, request.salt).cached_len > request.prefix.cached_len:
+            return
+        whole = len(tokens) // self._page_size
+        pages = self._table.pages[request.slot, :whole]
+        shared = self._cache.insert(tokens[: whole * self._page_size], pages, request.salt).handle
+        self._cache.lock(shared)
+        self._cache.unlock(request.prefix)
+        request.prefix = shared
+
+    def give_back(self, request: Request) -> None:
+        """Return a request's slot, pages and lock. No incomplete step may name the slot.
+
+        Whole pages of known tokens go into the cache, where the next request with that beginning finds them. Say pages
+        have 4 tokens, and an abort came when the host knew 11 tokens, while a step that was launched wrote K and V of a
+        twelfth: known_len is 11, cached_len 12, and the row has the pages 5, 2 and 7. Page 7 is full on the device, but
+        its last token never reached the host, so 2 pages are whole. Another request has put the same first 4 tokens
+        into the cache meanwhile, in page 9: the cache takes page 2 and returns 5 as a duplicate. 5 and 7 become free.
+        """
+        table, slot = self._table, request.slot
+        assert request.prefix is not None
+        whole = min(int(table.cached_len[slot]), int(table.known_len[slot])) // self._page_size
+        pages = table.row_pages(slot)
+        result = self._cache.insert(table.tokens[slot, : whole * self._page_size], pages[:whole], request.salt)
+        self._cache.unlock(request.prefix)
+        request.prefix = None
+        self._pool.free(result.duplicates)
+        self._pool.free(pages[whole:])
+        self._reserved -= request.reserved_pages
+        request.reserved_pages = 0
+        table.leave(slot)
+
+    def forget(self, request: Request, written: int) -> None:
+        """Take known tokens from the cache whose K and V were never written: those beyond the first `written`."""
+        self._pool.free(self._cache.forget(request.token_ids, written, request.salt))
+
+    def flush_cache(self) -> int:
+        """Forget every cached prefix that is not locked; return the number of pages that it freed."""
+        return self._pool.flush_cache()
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of pages by state, for /server_info."""
+        return {
+            "pages": self._pool.num_pages,
+            "pages_free": self._pool.allocator.num_free,
+            "pages_cached": self._cache.cached_pages,
+            "pages_locked": self._cache.locked_pages,
+            "pages_reserved": self._reserved,
+        }
+
+    def check_idle(self) -> None:
+        """Raise if a page is lost, locked or promised although no request runs."""
+        self._cache.check()
+        self._pool.check_idle()
+        if self._reserved or self._cache.locked_pages:
+            raise RuntimeError(f"held at idle: {self.counts()}")
