@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from minisgl.verify.__main__ import main
 from minisgl.verify.compare import Run, common_length, compare_rows, tolerance
-from minisgl.verify.questions import make_prompts
+from minisgl.verify.prompt_texts import make_prompts
 from models.tiny import VOCAB, make_model
 from support.tiny_tokenizer import save_byte_tokenizer
 

@@ -1,1 +1,1 @@
-"""How Minisgl's built-in demo model is made: its skills, its training and its scores."""
+"""Making of Minisgl's built-in demo model: its skills, its training and its scores."""

@@ -55,7 +55,7 @@ class Case:
         return len(self.output.encode()) + 24
 
     def check(self, answer_text: str) -> bool:
-        """Whether a model's whole output is right: it thinks if and only if asked, and answers exactly.
+        """Return True if a model's whole output is right: it thinks if and only if asked, and answers exactly.
 
         JSON and tool calls are compared as values, all other answers character by character.
         """

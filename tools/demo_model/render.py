@@ -1,4 +1,4 @@
-"""From cases to tokens: the chat template, the byte tokenizer, and which tokens are learned.
+"""Turn cases into tokens: the chat template, the byte tokenizer, and which tokens are learned.
 
 Token ids below 256 are the bytes of UTF-8; the special tokens follow. `make_tokenizer.py` writes the same
 tokenizer in the format of the tokenizers library; a test holds the two together.

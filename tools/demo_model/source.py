@@ -21,7 +21,7 @@ PHRASE_PERIOD = 7  # so is every seventh phrasing of a list that has as many
 
 
 def held_out(text: str) -> bool:
-    """Whether text belongs to the test side."""
+    """Return True if text belongs to the test side."""
     return crc32(text.lower().encode()) % TEST_SHARE == 0
 
 
@@ -68,7 +68,7 @@ class Source:
         return self.pick(phrasings) if self.test and self.chance(0.5) else self.new_phrase(phrasings)
 
     def new_phrase(self, phrasings: Sequence[T]) -> T:
-        """As `phrase`, but in tests always one that training never sees (if the list has seven)."""
+        """Pick like `phrase`, but in tests always one that training never sees (if the list has seven)."""
         if len(phrasings) < PHRASE_PERIOD:
             return self.pick(phrasings)
         while True:
@@ -86,11 +86,11 @@ class Source:
         return self.new_composition(*slots)
 
     def new_composition(self, *slots: Sequence[str]) -> str:
-        """As `composition`, but in tests always one that training never sees."""
+        """Compose like `composition`, but in tests always what training never sees."""
         return self.on_this_side(lambda: "".join(self.pick(slot) for slot in slots))
 
     def on_this_side(self, draw: Callable[[], str]) -> str:
-        """Draws until the result belongs to this side of the split."""
+        """Draw until the result belongs to this side of the split."""
         while True:
             text = draw()
             if held_out(text) == self.test:

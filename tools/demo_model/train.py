@@ -64,7 +64,7 @@ class Trainer:
 
 
 def learning_rate_share(progress: float) -> float:
-    """From 0 up to 1, on for a while, and down to 0 at the end."""
+    """Return the schedule's factor: it climbs from 0 to 1, stays, and falls to 0 at the end."""
     return max(0.0, min(1.0, (progress + 1e-3) / _WARM_UP, (1 - progress) / _COOL_DOWN))
 
 

@@ -30,7 +30,7 @@ from minisgl.verify.compare import tolerance
 from minisgl.verify.findings import Decode, judge, print_report
 from minisgl.verify.oracle import ask_transformers
 from minisgl.verify.ours import ask_ourselves
-from minisgl.verify.questions import make_prompts
+from minisgl.verify.prompt_texts import make_prompts
 
 ENGINE_FLAGS = "dtype device attention page_size num_pages memory_ratio max_running_requests max_seq_len".split()
 SCHEDULER_FLAGS = "cache max_prefill_tokens overlap".split()

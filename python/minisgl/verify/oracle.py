@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minisgl.config import ConfigError
 from minisgl.verify.compare import compare_rows
-from minisgl.verify.questions import Prompt
+from minisgl.verify.prompt_texts import Prompt
 
 Float32Array = NDArray[np.float32]
 

@@ -96,7 +96,7 @@ def _count_down(source: Source) -> tuple[str, str, str]:
 
 
 def _word(source: Source, word: str) -> str:
-    """How a question writes a word."""
+    """Return a word in the way that a question writes it."""
     return source.pick([word, f"'{word}'", f'"{word}"', f"the word {word}"])
 
 

@@ -173,7 +173,7 @@ def _facts(source: Source, count: int) -> list[Fact]:
 
 
 def _key_kind(source: Source) -> Callable[[], str]:
-    """How all keys of a context look."""
+    """Return a generator of keys that look alike, for one context."""
     kind = source.integer(0, 9)
     if kind < 3:
         return source.word
@@ -190,7 +190,7 @@ def _key_kind(source: Source) -> Callable[[], str]:
 
 
 def _value_kind(source: Source) -> Callable[[], str]:
-    """How all values of a context look."""
+    """Return a generator of values that look alike, for one context."""
     kind = source.integer(0, 9)
     if kind < 5:
         count = source.pick([4, 4, 4, 3, 5, 6, 2])

@@ -293,7 +293,7 @@ def _none_fits(source: Source) -> Case:
 
 
 def _response(source: Source) -> tuple[str, str]:
-    """What a tool returned, and how the model tells it."""
+    """Return what a tool returned, and the sentence in which the model tells it."""
     if source.chance(0.5):
         content = source.pick(
             [
