@@ -1,4 +1,4 @@
-"""What a model's forward is told of the step: passed down as an argument, never a global."""
+"""Context of a step for a model's forward: passed down as an argument, never a global."""
 
 from __future__ import annotations
 

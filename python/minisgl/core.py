@@ -71,7 +71,7 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str = ""
 
     def check_size(self, field: str) -> None:
-        """InvalidRequest if it is too long; `field` is what the request calls it."""
+        """Raise InvalidRequest if it is too long; `field` is the request's name of it."""
         if len(self.text) > MAX_GRAMMAR_CHARS:
             raise InvalidRequest(field, f"a grammar may have {MAX_GRAMMAR_CHARS} characters, not {len(self.text)}")
 
@@ -255,7 +255,7 @@ def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits) 
 
 
 def room_for_output(prompt_len: int, max_tokens: int | None, limits: Limits) -> int:
-    """Tokens that fit behind a prompt of this length; InvalidRequest if none do, unless `max_tokens` is 0."""
+    """Return the tokens that fit behind a prompt of this length; InvalidRequest if none, unless `max_tokens` is 0."""
     if prompt_len < 1:
         raise InvalidRequest("prompt", "the prompt must have at least one token")
     room = limits.max_seq_len - prompt_len
@@ -269,7 +269,7 @@ def room_for_output(prompt_len: int, max_tokens: int | None, limits: Limits) -> 
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
-    """All that the device must learn of a request when it enters a slot: nobody sends it a second time."""
+    """Row of a request that enters a slot, with all that the device must learn of it: nothing is sent a second time."""
 
     slot: int
     token_ids: Int32Array  # all known tokens: the prompt, and after a retraction the output so far
@@ -348,12 +348,12 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @property
     def is_decode(self) -> bool:
-        """Every row extends by one token and samples."""
+        """True if every row extends by one token and samples."""
         return bool(self.needs_sample.all()) and int(self.query_lens.max()) == 1
 
     @property
     def constrained(self) -> bool:
-        """Some row that samples has a grammar: the sampling waits for its bitmask."""
+        """True if some row that samples has a grammar: the sampling waits for its bitmask."""
         return SamplingFlags.CONSTRAINED in self.flags
 
     @property
@@ -362,5 +362,5 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that hold this many tokens."""
+    """Return the number of pages that hold this many tokens."""
     return math.ceil(num_tokens / page_size)

@@ -1,4 +1,4 @@
-"""What one request may ask for. Apart from `core`, so that a command line is read without NumPy."""
+"""Limits of one request. Apart from `core`, so that a command line is read without NumPy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_OPENAI_TEMPERATURE = 2.0
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one running engine can take; made by the scheduler when it is ready, known to all processes.
+    """Limits of one running engine, made by the scheduler when it is ready, known to all processes.
 
     The API server's have what its operator allows one request.
     """
@@ -30,5 +30,5 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def context_limit(self) -> str:
-        """How a refusal for length ends: in OpenAI's words, because clients look for them."""
+        """End of a refusal for length, in OpenAI's words, because clients look for them."""
         return f"this model's maximum context length is {self.max_seq_len} tokens, the answer included"

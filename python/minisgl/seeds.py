@@ -15,7 +15,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of one choice: 63 bits, from a seed of 64 bits of either sign."""
+    """Return the seed of one choice: 63 bits, from a seed of 64 bits of either sign."""
     z = (seed + (choice + 1) * _GAMMA) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -23,5 +23,5 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def random_seed() -> int:
-    """For a request that names none."""
+    """Return a seed for a request that names none."""
     return secrets.randbits(63)

@@ -26,7 +26,7 @@ _PROCESS_THREADS = 256
 
 
 class CudaSampler:
-    """Implements engine.sampler.Sampler. Rows without filters read their logits once, greedy ones too."""
+    """`engine.sampler.Sampler` in CUDA. Rows without filters read their logits once, greedy ones too."""
 
     graph_flags = (SamplingFlags.SAMPLED | SamplingFlags.FILTERED,)
 
@@ -36,7 +36,7 @@ class CudaSampler:
         self._torch = TorchSampler()
 
     def begin_compiling(self, dtype: torch.dtype) -> None:
-        """In threads, the kernels for logits of this dtype, and for processed ones, which are float32.
+        """Compile in threads the kernels for logits of this dtype, and for processed ones, which are float32.
 
         Otherwise they are compiled when such logits come first, which every stream would wait for.
         """
@@ -90,7 +90,7 @@ class CudaSampler:
         return sampled
 
     def process(self, logits: Tensor, slots: Tensor, state: SlotState, bitmask: Tensor | None) -> Tensor:
-        """engine.processing.process_logits of logits whose rows are contiguous."""
+        """Compute `engine.processing.process_logits` of logits whose rows are contiguous."""
         rows, vocab = logits.shape
         asked = state.processing
         processed = torch.empty((rows, vocab), dtype=torch.float32, device=logits.device)

@@ -160,7 +160,7 @@ class Engine:
         return None if self._graphs is None else self._graphs.decode(batch)
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Describe the engine in one line for the log."""
         return (
             f"{self.device}, {str(self.dtype).removeprefix('torch.')}, {self.num_pages} pages of {self.page_size} "
             f"tokens{self._kv_format}, up to {self.num_slots} requests of {self.limits.max_seq_len} tokens"
@@ -179,7 +179,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a runner is made of, whatever the size of its pool."""
+    """Parts of a runner, whatever the size of its pool."""
 
     model: CausalLM
     num_slots: int
@@ -231,7 +231,7 @@ def _load(
 
 
 def _measure(parts: _Parts, sizes: GraphSizes | None, context_len: int, max_prefill_tokens: int) -> Needs:
-    """What steps and graphs take, from a trial."""
+    """Return what steps and graphs take, from a trial."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(parts.device)
     runner = parts.runner(0, context_len)
@@ -259,7 +259,7 @@ def _attention_specs(config: EngineConfig, model: ModelConfig, tp: TPGroup, dtyp
 
 
 def _graph_sizes(config: EngineConfig, parts: _Parts, max_prefill_tokens: int) -> GraphSizes | None:
-    """What to capture; None where there are no graphs."""
+    """Return the sizes to capture; None where there are no graphs."""
     if parts.device.type == "cpu":
         if config.cuda_graph_max_bs is not None:
             logger.info("--cuda-graph-max-bs is for GPUs and not used on the CPU")

@@ -1,4 +1,4 @@
-"""From a plan to tensors: one step's forward and sampling, launched operation by operation.
+"""Forward and sampling of one step, from its plan to tensors, launched operation by operation.
 
 Any batch runs this way. Decodes, and prefills that are not large, replay the same operations on CUDA from graphs
 (`engine.graphs`, `engine.graphs`).
@@ -103,7 +103,7 @@ class ForwardOutput:
 
 
 class StepRunner:
-    """The parts that a step needs, and the two launches it is made of: `forward`, then `sample`."""
+    """Parts that a step needs, and the two launches it is made of: `forward`, then `sample`."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ _PIECE_ELEMENTS = 2**23  # of temporary tensors
 
 
 class ProcessingState:
-    """Tables of what requests ask for. Rows of slots that ask for nothing are neutral.
+    """Tables of the parameters that change logits. Rows of slots without any are neutral.
 
     They grow to the widest row that was ever wanted; none has slots x vocabulary entries.
     """
@@ -108,7 +108,7 @@ class ProcessingState:
 
 
 def _widened(table: Tensor, width: int, fill: float) -> Tensor:
-    """The table with room for `width` entries a row."""
+    """Return the table with room for `width` entries a row."""
     if table.shape[1] >= width:
         return table
     wide = torch.full(
@@ -119,7 +119,7 @@ def _widened(table: Tensor, width: int, fill: float) -> Tensor:
 
 
 def _right_aligned(words: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """[n, MAX_BAD_WORD_TOKENS]: the words' ids, with NO_ID before them."""
+    """Return the words' ids [n, MAX_BAD_WORD_TOKENS], with NO_ID before them."""
     table = np.full((len(words), MAX_BAD_WORD_TOKENS), NO_ID, dtype=np.int32)
     for row, word in zip(table, words, strict=True):
         row[MAX_BAD_WORD_TOKENS - len(word) :] = word
@@ -127,26 +127,26 @@ def _right_aligned(words: Sequence[Sequence[int]]) -> NDArray[np.int32]:
 
 
 def _bitmask(ids: Sequence[int]) -> NDArray[np.int32]:
-    """Words of 32 bits, the lowest first, in which the ids' bits are set."""
+    """Return words of 32 bits, the lowest first, in which the ids' bits are set."""
     bits = np.zeros((max(ids) // 32 + 1) * 32, dtype=np.uint8)
     bits[np.asarray(ids)] = 1
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
 def unpack_bits(bitmask: Tensor, vocab: int) -> Tensor:
-    """int32 bitmask [S, words] -> bool [S, vocab]; words that are not there count as 0."""
+    """Unpack an int32 bitmask [S, words] to bool [S, vocab]; words that are not there count as 0."""
     shifts = torch.arange(32, dtype=torch.int32, device=bitmask.device)
     bits = ((bitmask.unsqueeze(2) >> shifts) & 1).bool().flatten(1)[:, :vocab]
     return torch.nn.functional.pad(bits, (0, vocab - bits.shape[1]))
 
 
 def mask_logits(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """Float32 copy of logits [S, V] without what the bitmask [S, ceil(V / 32)] does not allow."""
+    """Return a float32 copy of logits [S, V] without what the bitmask [S, ceil(V / 32)] does not allow."""
     return logits.float().masked_fill(~unpack_bits(bitmask, logits.shape[1]), EXCLUDED)
 
 
 def process_logits(logits: Tensor, slots: Tensor, state: SlotState, bitmask: Tensor | None) -> Tensor:
-    """Float32 copy of logits [S, V], changed as each row asks; `bitmask` as in `mask_logits`."""
+    """Return a float32 copy of logits [S, V], changed as each row's parameters say; `bitmask` as in `mask_logits`."""
     vocab = logits.shape[1]
     processed = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     piece = max(_PIECE_ELEMENTS // max(vocab, state.tokens.shape[1]), 1)
@@ -167,7 +167,7 @@ def _process_rows(logits: Tensor, slots: Tensor, state: SlotState, bitmask: Tens
     is_output = is_known & (place >= prompt_lens)
 
     def per_id(ids: Tensor, wanted: Tensor, values: Tensor) -> Tensor:
-        """[S, V] float32: the sum of the values [S, n] of each id in ids [S, n], where wanted."""
+        """Return float32 [S, V]: by id the sum of the values [S, n] at its places in ids [S, n], where wanted."""
         sums = torch.zeros((len(slots), vocab + 1), device=logits.device)
         return sums.scatter_add_(1, torch.where(wanted, ids, vocab), values.expand(ids.shape))[:, :vocab]
 
@@ -196,7 +196,7 @@ def _process_rows(logits: Tensor, slots: Tensor, state: SlotState, bitmask: Tens
 
 
 def _has_begun(beginnings: Tensor, tokens: Tensor, lengths: Tensor, prompt_lens: Tensor) -> Tensor:
-    """Whether the output ends in each of beginnings [S, n, k], right-aligned: bool [S, n]."""
+    """Return bool [S, n]: the output ends in that one of the beginnings [S, n, k], which are right-aligned."""
     last = lengths + torch.arange(-beginnings.shape[2], 0, device=tokens.device)  # [S, k] places
     tail = torch.where(last >= prompt_lens, tokens.gather(1, last.clamp(min=0)), NO_ID - 1)
     matches: Tensor = ((beginnings == NO_ID) | (beginnings == tail.unsqueeze(1))).all(dim=2)

@@ -37,7 +37,7 @@ def run_step(step: Callable[[], T]) -> T:
 
 
 class DeviceQueue(Protocol):
-    """Runs functions in the order of submission.
+    """Queue of functions that run in the order of submission.
 
     DeviceOutOfMemory comes from `submit` or `launch` where the device is a stream, and where it is a thread, from what
     they return.
@@ -65,7 +65,7 @@ def _as_array(tensor: Tensor) -> AnyArray:
 
 
 class CpuQueue:
-    """One thread is the device: torch releases the interpreter while it computes, so the host works meanwhile."""
+    """Queue whose device is a thread: torch releases the interpreter while it computes, so the host works meanwhile."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cpu-device")
@@ -136,7 +136,7 @@ def _copy_to_host(logprobs: Logprobs[Tensor] | None) -> Logprobs[Tensor] | None:
 
 
 class CudaQueue:
-    """A stream of its own, which makes itself the current one in a fraction of the time of `torch.cuda.stream`.
+    """Queue on a stream of its own, made the current one in a fraction of the time of `torch.cuda.stream`.
 
     Behind each step its tokens are copied to a pinned output buffer; waiting for an event reads them.
     """

@@ -26,7 +26,7 @@ from minisgl.engine.state import SlotState
 
 
 def _signed(value: int) -> int:
-    """A 64-bit pattern as torch's signed int64 takes it."""
+    """Return a 64-bit pattern as torch's signed int64."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -36,7 +36,7 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of int64 (torch's is arithmetic)."""
+    """Shift int64 logically (torch's shift is arithmetic)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -47,16 +47,23 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """One number in (0, 1) for each int64 (seed, position), as float32 with 23 random bits."""
+    """Return one number in (0, 1) for each int64 (seed, position), as float32 with 23 random bits.
+
+    Seed 42 gives 0.5961 at position 0, 0.1604 at 1 and 0.1664 at 2: a position needs no state of those before it.
+    """
     bits = _shift_right(_mix(_mix(seed) + (position + 1) * _GOLDEN), 41)
     return (bits.float() + 0.5) * 2.0**-23
 
 
 def filter_threshold(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The smallest probability that each row keeps, [S, 1]; equal probabilities are kept together.
+    """Return the smallest probability that each row keeps, [S, 1]; equal probabilities are kept together.
 
-    As in transformers: the `top_k` most likely; of their mass, the shortest head that reaches `top_p`; of those,
-    what has at least `min_p` times the probability of the most likely. probs [S, V] float32; top_k 0 is no limit.
+    The filters are those of transformers: the `top_k` most likely; of their mass, the shortest head that reaches
+    `top_p`; of those, all with at least `min_p` times the probability of the most likely. probs [S, V] float32; top_k 0
+    is no limit.
+
+    Say a row has the probabilities 0.1, 0.4, 0.05, 0.3 and 0.15. top_k 3 keeps 0.4, 0.3 and 0.15: the threshold is
+    0.15. top_p 0.8 of their mass 0.85 is 0.68, which 0.4 and 0.3 reach: 0.3. min_p 0.8 of 0.4 is 0.32: 0.4.
     """
     vocab = probs.shape[1]
     ordered = probs.sort(dim=1, descending=True).values
@@ -85,7 +92,7 @@ class Sampler(Protocol):
     def sample(
         self, logits: Tensor, slots: Tensor, state: SlotState, flags: SamplingFlags, bitmask: Tensor | None = None
     ) -> Tensor:
-        """logits [S, V] of the rows in `slots` [S] int64 -> tokens [S] int32. The logits are left as they are.
+        """Return tokens [S] int32 from the logits [S, V] of the rows in `slots` [S] int64, which are left as they are.
 
         `flags` of all rows together: they save work. `bitmask` [S, ceil(V / 32)] int32 allows id 32 w + i where bit i
         of word w is set; None allows all.
@@ -94,7 +101,7 @@ class Sampler(Protocol):
 
 
 class TorchSampler:
-    """The reference, in plain torch on any device."""
+    """Reference sampler, in plain torch on any device."""
 
     graph_flags = _GREEDY, _SAMPLED, _FILTERED
 
@@ -165,7 +172,7 @@ def _score(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Te
 
 
 def _first_among_equals(ids: Tensor, tokens: Tensor, ranks: Tensor) -> Tensor:
-    """Alternatives [n, k] in which the chosen token comes before those as likely: 16-bit logits are often equal.
+    """Put the chosen token before the alternatives [n, k] that are as likely: 16-bit logits are often equal.
 
     Without it, a greedy token need not be the first of its alternatives, nor one of them at all.
     """

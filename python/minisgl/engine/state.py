@@ -1,4 +1,4 @@
-"""What the device knows of every running request: tensors indexed by slot.
+"""State of every running request on the device: tensors indexed by slot.
 
 The host sends differences only: a row when a request enters, page ids when it crosses a page boundary. A step reads
 its input tokens here and leaves the sampled ones here, so the next step can be launched before the host has seen them.
@@ -47,7 +47,7 @@ class SlotState:
             self._write(self.page_table, batch.new_pages)
 
     def _enter(self, rows: Sequence[NewRow]) -> None:
-        """All rows at once: each operation takes the host as long as the next."""
+        """Write all rows at once: each operation takes the host as long as the next."""
         params = [row.sampling for row in rows]
         integers = [
             [row.slot for row in rows],
@@ -75,13 +75,13 @@ class SlotState:
             self.processing.enter(row)
 
     def _write(self, table: Tensor, entries: Int32Array) -> None:
-        """entries [k, 3]: (slot, index in its row, value), no place twice."""
+        """Write entries [k, 3] (slot, index in its row, value), no place twice."""
         places = entries[:, 0].astype(np.int64) * table.shape[1] + entries[:, 1]
         sent_places, sent_values = upload(np.stack([places, entries[:, 2]]), self.device)
         table.view(-1).scatter_(0, sent_places, sent_values.view(torch.int32)[::2])  # the low half of each
 
     def out_cache_loc(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """[T] slots and positions -> [T] int64 places in the KV pool."""
+        """Return the places [T] int64 in the KV pool of slots and positions [T]: page * page_size + offset."""
         pages = self.page_table[slots, positions // self.page_size]
         return pages.long() * self.page_size + positions % self.page_size
 
@@ -98,7 +98,7 @@ class SlotState:
 
 
 def _beginnings(rows: Sequence[tuple[int, Int32Array]]) -> Int32Array:
-    """[k, 3] (slot, index, value): what each slot's row begins with."""
+    """Return [k, 3] (slot, index, value): the values that each slot's row begins with."""
     lengths = [len(values) for _, values in rows]
     owners = np.repeat(np.array([slot for slot, _ in rows], dtype=np.int32), lengths)
     indices = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])

@@ -44,7 +44,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
-    """A phase of the worker's start has ended: what, and the seconds it took."""
+    """A phase of the worker's start has ended: its name, and the seconds it took."""
 
     text: str
     seconds: float
@@ -83,14 +83,14 @@ class ControlPipe(Generic[T]):
         return self._socket.fileno()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send; silently nothing if the other side is gone (its reader learns that by itself)."""
+        """Send, unless the other side is gone: its reader learns that by itself."""
         try:
             self._socket.sendall(self._encoder.encode(message) + b"\n")
         except (BrokenPipeError, ConnectionResetError):
             return
 
     def receive(self) -> T | None:
-        """The next message, or None when the other side has closed. Waits."""
+        """Wait for the next message; None when the other side has closed."""
         while b"\n" not in self._buffer:
             try:
                 data = self._socket.recv(65536)
@@ -105,7 +105,7 @@ class ControlPipe(Generic[T]):
 
     @property
     def has_buffered(self) -> bool:
-        """A whole message has been read from the socket already."""
+        """True if a whole message has been read from the socket already."""
         return b"\n" in self._buffer
 
     def close(self) -> None:

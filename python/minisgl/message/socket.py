@@ -20,7 +20,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class Addresses:
-    """Where each process's inbox is, inside the server's run directory."""
+    """Addresses of the processes' inboxes, inside the server's run directory."""
 
     def __init__(self, run_dir: str) -> None:
         self._dir = Path(run_dir)
@@ -41,12 +41,12 @@ class Addresses:
         return self._at("detokenizer")
 
     def rank(self, rank: int) -> str:
-        """Of the scheduler of a tensor-parallel rank above 0."""
+        """Return the address of the scheduler of a tensor-parallel rank above 0."""
         return self._at(f"rank-{rank}")
 
     @property
     def rendezvous(self) -> str:
-        """Where tensor-parallel ranks meet (torch.distributed's init_method)."""
+        """Meeting place of tensor-parallel ranks (torch.distributed's init_method)."""
         return f"file://{self._dir / 'rendezvous'}"
 
     def tokenizer(self, index: int) -> str:
@@ -88,11 +88,11 @@ class Inbox(Generic[T]):
         return self.receive() if self._socket.poll(round(seconds * 1000)) else None
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable once for new messages: `drain` to the end before waiting again."""
+        """Return a descriptor that becomes readable once for new messages: `drain` to the end before waiting again."""
         return self._socket.fileno()
 
     def drain(self) -> Iterator[T]:
-        """Messages that have arrived, without waiting."""
+        """Yield the messages that have arrived, without waiting."""
         while True:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)

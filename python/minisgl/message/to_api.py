@@ -57,13 +57,13 @@ class OutputDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class OutputDeltas(msgspec.Struct, frozen=True, tag=True):
-    """All that a step brought."""
+    """Text of all sequences that got some in a step."""
 
     deltas: list[OutputDelta]
 
 
 class Encoded(msgspec.Struct, frozen=True, tag=True):
-    """To Encode: the ids."""
+    """Answer to Encode: the ids."""
 
     query: int
     ids: PackedIds
@@ -71,21 +71,21 @@ class Encoded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Decoded(msgspec.Struct, frozen=True, tag=True):
-    """To Decode: the text."""
+    """Answer to Decode: the text."""
 
     query: int
     text: str
 
 
 class Described(msgspec.Struct, frozen=True, tag=True):
-    """To Describe: the tokenizer's configuration."""
+    """Answer to Describe: the tokenizer's configuration."""
 
     query: int
     config: dict[str, Any]
 
 
 class Unanswered(msgspec.Struct, frozen=True, tag=True):
-    """To any question: what is wrong with it, or that the error is ours, as in `Refused`."""
+    """Answer to a question that cannot be answered: its error, or that the error is ours, by the rules of `Refused`."""
 
     query: int
     field: str = ""

@@ -25,7 +25,7 @@ def chunk_lengths(remaining: Int32Array, budget: int) -> Int32Array:
 
 
 def prefill_first(remaining: Int32Array, budget: int) -> Int32Array:
-    """Tokens each request gets in the next step: the prompts' chunks if there are any, else one for each decode."""
+    """Return the tokens of each request in the next step: chunks of prompts if there are any, else one a decode."""
     is_prompt = remaining > 1
     if is_prompt.any():
         return chunk_lengths(np.where(is_prompt, remaining, 0).astype(np.int32), budget)
@@ -33,7 +33,7 @@ def prefill_first(remaining: Int32Array, budget: int) -> Int32Array:
 
 
 def mixed(remaining: Int32Array, budget: int) -> Int32Array:
-    """All decodes in every step, and the rest of the budget in chunks of prompts: even times between tokens."""
+    """Give each decode its token in every step, and prompts the rest of the budget: even times between tokens."""
     prompts = np.where(remaining > 1, remaining, 0).astype(np.int32)
     decodes = np.where(remaining == 1, remaining, 0).astype(np.int32)
     query_lens: Int32Array = decodes + chunk_lengths(prompts, max(budget - int(decodes.sum()), 1))
@@ -41,7 +41,7 @@ def mixed(remaining: Int32Array, budget: int) -> Int32Array:
 
 
 def longest_first(slots: IndexArray, kv_lens: Int32Array) -> IndexArray:
-    """A decode's rows in order. Attention begins with rows as they come, and what it begins last should be short.
+    """Order a decode's rows. Attention begins with rows as they come, and what it begins last should be short.
 
     All rows of a decode grow by one token a step, so their order stays until a request comes or goes.
     """

@@ -211,7 +211,7 @@ def make_loop(
     followers: Sequence[Outbox[ToRank]] = (),
     grammars: Grammars | None = None,
 ) -> StepLoop:
-    """The step loop of rank 0, which sends every plan to the other ranks as well. Without grammars it serves none."""
+    """Make the step loop of rank 0, which sends every plan to `followers`. Without `grammars` it serves none."""
     scheduler = Scheduler(
         config,
         cache=make_cache(config.cache, engine.page_size),

@@ -41,6 +41,19 @@ class RequestPages:
         known = len(request.token_ids) - 1 if request.prompt_scored else 0
         return self._cache.match(request.token_ids[:known], request.salt)
 
+    def is_being_prefilled(self, request: Request, cached_len: int, running: IndexArray) -> bool:
+        """Return True if a running request computes more of this one's tokens than the cache holds."""
+        table, tokens = self._table, request.token_ids
+        for slot in running[table.cached_len[running] < table.entry_len[running]].tolist():
+            length = min(int(table.entry_len[slot]), len(tokens) - 1) // self._page_size * self._page_size
+            if length <= cached_len or table.request(slot).salt != request.salt:
+                continue
+            # The first page beyond the cached ones decides.
+            page = slice(0, cached_len + self._page_size)
+            if np.array_equal(table.tokens[slot, page], tokens[page]):
+                return True
+        return False
+
     def reserve(self, request: Request, prefix: CacheHandle, headroom: int) -> bool:
         """Lock the prefix and promise pages for the other known tokens, if `headroom` pages stay free; else False."""
         self._cache.lock(prefix)

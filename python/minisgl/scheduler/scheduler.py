@@ -21,7 +21,6 @@ from minisgl.core import (
     Int32Array,
     NewRow,
     SamplingParams,
-    ScoredTokens,
     StepResult,
 )
 from minisgl.kvcache.base import CacheHandle, CacheManager
@@ -31,7 +30,7 @@ from minisgl.scheduler.batch_policy import BATCH_POLICIES, StepLimits, is_small,
 from minisgl.scheduler.request import Request, RequestState, WaitingQueue
 from minisgl.scheduler.request_pages import RequestPages
 from minisgl.scheduler.table import SlotTable
-from minisgl.scheduler.token_scores import pack_logprobs, rows_of, scored_tokens
+from minisgl.scheduler.token_scores import report_logprobs, report_prompt, scored_tokens
 from minisgl.structured_output.protocol import Grammars, NoGrammars, Progress
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,6 @@ class Scheduler:
     ) -> None:
         self._limits = StepLimits(config.max_prefill_tokens, num_slots)
         self._batch_policy = BATCH_POLICIES[config.batch_policy]
-        self._page_size = cache.page_size
         self._table = SlotTable(num_slots, max_seq_len, cache.page_size)
         self._pages = RequestPages(cache, num_pages, self._table)
         self._eos = np.asarray(eos_token_ids, dtype=np.int32)
@@ -123,12 +121,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Something waits, runs, or has to be given back."""
+        """True if something waits, runs, or has to be given back."""
         return bool(self._waiting or self._running or self._retiring or self._report.ended)
 
     @property
     def is_compiling(self) -> bool:
-        """Some request may wait for nothing but its grammar."""
+        """True if some request may wait for nothing but its grammar."""
         return any(_is_compiling(request) for request in self._waiting)
 
     # --- a step is planned ------------------------------------------------------------------------------------
@@ -197,7 +195,7 @@ class Scheduler:
         ):
             prefix = self._pages.match(request)
             waits = request.prompt_scored and not self._waiting.is_overdue(request)
-            if waits and self._is_being_prefilled(request, prefix.cached_len):
+            if waits and self._pages.is_being_prefilled(request, prefix.cached_len, self._running_array):
                 continue
             if not self._pages.reserve(request, prefix, self._headroom()):
                 break
@@ -212,21 +210,6 @@ class Scheduler:
         if not self._running:
             return 0
         return len(self._running) + int(WATERMARK * self._pages.num_pages)
-
-    def _is_being_prefilled(self, request: Request, cached_len: int) -> bool:
-        """A running request is computing more of this one's tokens than the cache holds: they are worth waiting for."""
-        table, tokens, running = self._table, request.token_ids, self._running_array
-        for slot in running[table.cached_len[running] < table.entry_len[running]].tolist():
-            length = min(int(table.entry_len[slot]), len(tokens) - 1) // self._page_size * self._page_size
-            if length <= cached_len:
-                continue
-            if self._table.request(slot).salt != request.salt:
-                continue
-            # What counts is the first page beyond the cached ones.
-            page = slice(0, cached_len + self._page_size)
-            if np.array_equal(table.tokens[slot, page], tokens[page]):
-                return True
-        return False
 
     def _enter(self, request: Request, prefix: CacheHandle) -> NewRow:
         if request.state is RequestState.WAITING:
@@ -284,7 +267,7 @@ class Scheduler:
         table, tokens = self._table, result.tokens
         slots = batch.slots[batch.needs_sample].astype(np.intp)
         if batch.logprobs is not None:
-            self._take_logprobs(batch, slots, batch.logprobs, result)
+            report_logprobs(self._report, table, batch, batch.logprobs, result)
         live = table.live[slots]  # the others ended while the step ran: their tokens are dropped
         slots, tokens = slots[live], tokens[live]
         table.tokens[slots, table.known_len[slots]] = tokens
@@ -360,7 +343,7 @@ class Scheduler:
                 self._end(alone, "error")
 
     def _advance(self, slots: IndexArray, tokens: Int32Array) -> dict[int, Progress]:
-        """Move the matchers on; by row, those that can go no further."""
+        """Move the matchers on; return the progress, by row, of those that can go no further."""
         rows = np.flatnonzero(self._table.constrained(slots))
         matchers = [
             matcher for slot in slots[rows].tolist() if (matcher := self._table.request(slot).matcher) is not None
@@ -377,45 +360,8 @@ class Scheduler:
         for slot in slots[done].tolist():
             request = self._table.request(slot)
             if request.prompt_scores:
-                self._report_prompt(request)
+                report_prompt(self._report, table, request)
             self._end(request, "length")
-
-    def _take_logprobs(self, batch: Batch, slots: IndexArray, plan: ScoredTokens, result: StepResult[AnyArray]) -> None:
-        """Keep for the report the log-probabilities of a step that sampled in `slots`."""
-        table = self._table
-        live = table.live[slots[plan.rows]]
-        if result.logprobs is not None and live.any():
-            rows = plan.rows[live]
-            self._report.logprobs = pack_logprobs(
-                table.seq_id[slots[rows]].tolist(),
-                [1] * len(rows),
-                table.top_logprobs[slots[rows]].tolist(),
-                result.tokens[rows],
-                [rows_of(result.logprobs, live, plan.top)],
-            )
-        ends = np.cumsum(plan.prompt_lens)
-        for row in np.flatnonzero(plan.prompt_lens).tolist():
-            slot, end = int(batch.slots[row]), int(ends[row])
-            if result.prompt_logprobs is not None and table.live[slot]:
-                begin = end - int(plan.prompt_lens[row])
-                request = self._table.request(slot)
-                request.prompt_scores.append(
-                    rows_of(result.prompt_logprobs, slice(begin, end), int(table.top_prompt_logprobs[slot]))
-                )
-        # The last tokens of a prompt may need one step more than their log-probabilities.
-        for slot in slots[table.live[slots] & (table.top_prompt_logprobs[slots] >= 0)].tolist():
-            self._report_prompt(self._table.request(slot))
-
-    def _report_prompt(self, request: Request) -> None:
-        """Report the prompt's log-probabilities, all at once, with the first token or the end."""
-        tokens = request.token_ids[1 : request.prompt_len]
-        top = int(self._table.top_prompt_logprobs[request.slot])
-        self._report.prompt_logprobs.append(
-            pack_logprobs([request.seq_id], [len(tokens)], [top], tokens, request.prompt_scores)
-        )
-        request.prompt_scores.clear()
-        request.prompt_scored = True
-        self._table.top_prompt_logprobs[request.slot] = -1
 
     def _report_open(self, request: Request, cached_tokens: int) -> None:
         opened = Open(request.seq_id, request.text, cached_tokens, request.sampling.min_tokens)
@@ -460,7 +406,7 @@ class Scheduler:
     # --- what others may ask ----------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """Pages and requests by state, for /server_info."""
+        """Return the number of pages and requests by state, for /server_info."""
         return {
             **self._pages.counts(),
             "requests_waiting": len(self._waiting),
@@ -474,11 +420,11 @@ class Scheduler:
         }
 
     def flush_cache(self) -> int:
-        """Forget every cached prefix that is not locked; how many pages that freed."""
+        """Forget every cached prefix that is not locked; return the number of pages that it freed."""
         return self._pages.flush_cache()
 
     def check_balance(self) -> None:
-        """Say so if, with nothing to do, free + cached pages are not all pages. Costs nothing."""
+        """Log if, with nothing to do, free + cached pages are not all pages. Costs nothing."""
         counts = self.counts()
         if counts["pages_free"] + counts["pages_cached"] != counts["pages"] or counts["pages_locked"]:
             logger.critical("pages are lost or held at idle: %s", counts)

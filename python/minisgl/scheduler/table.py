@@ -1,4 +1,4 @@
-"""The slot table: what the host knows of every running request, as arrays indexed by slot.
+"""The slot table: all that the host knows of running requests, as arrays indexed by slot.
 
 The device holds the same rows (`engine.state.SlotState`); the host's copy lets a step be planned and finished with a
 few array operations, whatever the number of requests.
@@ -88,7 +88,7 @@ class SlotTable:
         self._free.append(slot)
 
     def remaining(self, slots: IndexArray) -> Int32Array:
-        """Known tokens of each slot that have no KV yet; the last token of a request never needs it."""
+        """Count the known tokens of each slot that have no KV yet; the last token of a request never needs it."""
         wanted = np.minimum(self.device_len[slots], self.max_len[slots] - 1)
         return wanted - self.cached_len[slots]
 

@@ -1,4 +1,4 @@
-"""Log-probabilities on the host: plans which of them a step returns, and packs them for the wire. Pure."""
+"""Log-probabilities on the host: the tokens that a step scores, and their scores packed for the wire. Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minisgl.core import AnyArray, BoolArray, IndexArray, Int32Array, Logprobs, SamplingFlags, ScoredTokens
+from minisgl.core import (
+    AnyArray,
+    Batch,
+    BoolArray,
+    IndexArray,
+    Int32Array,
+    Logprobs,
+    SamplingFlags,
+    ScoredTokens,
+    StepResult,
+)
+from minisgl.message.to_detokenizer import StepOutput
 from minisgl.message.types import LogprobRows, pack_ids
+from minisgl.scheduler.request import Request
 from minisgl.scheduler.table import SlotTable
 
 
 def scored_tokens(
     table: SlotTable, slots: IndexArray, starts: Int32Array, ends: Int32Array, sampling_slots: IndexArray
 ) -> ScoredTokens | None:
-    """Plan what the requests of a step ask for; its rows extend `slots` from `starts` to `ends`."""
+    """Return the tokens that the requests of a step want scored; its rows extend `slots` from `starts` to `ends`."""
     if SamplingFlags.LOGPROBS not in table.flags(slots):
         return None
     tops, prompt_tops = table.top_logprobs[sampling_slots], table.top_prompt_logprobs[slots]
@@ -58,3 +70,43 @@ def pack_logprobs(
         pack_ids(top_ids[kept]),
         top[kept].astype("<f4").tobytes(),
     )
+
+
+def report_logprobs(
+    report: StepOutput, table: SlotTable, batch: Batch, scored: ScoredTokens, result: StepResult[AnyArray]
+) -> None:
+    """Add a step's log-probabilities to the report, and keep those of prompts until their requests have all.
+
+    Those of requests that have ended since the step was planned are dropped.
+    """
+    slots = batch.slots[batch.needs_sample].astype(np.intp)
+    live = table.live[slots[scored.rows]]
+    if result.logprobs is not None and live.any():
+        rows = scored.rows[live]
+        report.logprobs = pack_logprobs(
+            table.seq_id[slots[rows]].tolist(),
+            [1] * len(rows),
+            table.top_logprobs[slots[rows]].tolist(),
+            result.tokens[rows],
+            [rows_of(result.logprobs, live, scored.top)],
+        )
+    ends = np.cumsum(scored.prompt_lens)
+    for row in np.flatnonzero(scored.prompt_lens).tolist():
+        slot, end = int(batch.slots[row]), int(ends[row])
+        if result.prompt_logprobs is not None and table.live[slot]:
+            positions = slice(end - int(scored.prompt_lens[row]), end)
+            part = rows_of(result.prompt_logprobs, positions, int(table.top_prompt_logprobs[slot]))
+            table.request(slot).prompt_scores.append(part)
+    # The last tokens of a prompt may need one step more than their log-probabilities.
+    for slot in slots[table.live[slots] & (table.top_prompt_logprobs[slots] >= 0)].tolist():
+        report_prompt(report, table, table.request(slot))
+
+
+def report_prompt(report: StepOutput, table: SlotTable, request: Request) -> None:
+    """Add the prompt's log-probabilities to the report, all at once, with the first token or the end."""
+    tokens = request.token_ids[1 : request.prompt_len]
+    top = int(table.top_prompt_logprobs[request.slot])
+    report.prompt_logprobs.append(pack_logprobs([request.seq_id], [len(tokens)], [top], tokens, request.prompt_scores))
+    request.prompt_scores.clear()
+    request.prompt_scored = True
+    table.top_prompt_logprobs[request.slot] = -1
