@@ -18,7 +18,7 @@ import torch
 
 from measuring.report import table
 from minisgl.attention.base import AttentionSpec
-from minisgl.attention.page_kernels import PageUpcaster, SeenPages, flatten_pages, make_flattener
+from minisgl.attention.page_kernels import PageList, PageUpcaster, flatten_pages, make_flattener
 from minisgl.core import SamplingFlags, SamplingParams
 from minisgl.engine.cuda_sampler import CudaSampler
 from minisgl.engine.sampler import Sampler, TorchSampler
@@ -256,18 +256,19 @@ def pages() -> Iterator[Case]:
         state.lengths[:] = context
         slots, table, kv_lens = torch.arange(rows, device=DEVICE), state.page_table[:rows], state.lengths[:rows]
         inputs = slots, state.tokens, state.lengths, state.page_table, spec.page_size
-        lists = table.new_empty(rows + 1), table.new_empty(rows), table.new_empty(table.numel() + 1)
+        page_list = PageList.empty(rows, table.shape[1], DEVICE)
         in_rows = 4 * slots.nbytes + 2 * kv_lens.nbytes  # slots, ids, positions, places; tokens and lengths
         for name, (which, flatten) in all_ops.items():
             run = same_each_time(which.decode_inputs, *inputs, pages=True)
             yield Case(f"decode inputs ({name})", f"{rows} rows", run, 2 * table.nbytes + in_rows)
-            run = same_each_time(flatten, table, kv_lens, spec.page_size, *lists)
+            run = same_each_time(flatten, table, kv_lens, spec.page_size, page_list)
             yield Case(f"pages as a list ({name})", f"{rows} rows", run, 2 * table.nbytes)
     layout = KVLayout(spec.page_size, (spec.kv_stores(),), spec.kv_stores(spec.dtype))
     pool = KVPool(layout, 128, DEVICE)
     upcaster = PageUpcaster(spec, DEVICE)
     for count in (16, 128):
-        seen = SeenPages(torch.arange(count, device=DEVICE).int(), torch.tensor([count], device=DEVICE).int())
+        starts, last_page_lens = torch.tensor([[0, count], [spec.page_size, 0]], device=DEVICE).int()
+        seen = PageList(starts, last_page_lens[:1], torch.arange(count, device=DEVICE).int())
         moved = 2 * count * pool.keys(0)[0].numel() * (spec.kv_dtype.itemsize + spec.dtype.itemsize)
         run = same_each_time(upcaster.upcast, 0, pool, seen)
         yield Case("pages upcast (csrc)", f"{count} pages of {spec.page_size} tokens, 8 KV heads", run, moved)

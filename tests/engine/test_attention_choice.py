@@ -12,7 +12,7 @@ import torch
 
 from minisgl.attention.backend_choice import CANDIDATES, Candidate, Chooser, make_attention
 from minisgl.attention.base import AttentionSpec
-from minisgl.attention.page_kernels import flatten_pages
+from minisgl.attention.page_kernels import PageList, flatten_pages
 from minisgl.attention.self_test import Role
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ConfigError, attention_names
@@ -172,8 +172,8 @@ def test_the_flag() -> None:
 
 def test_flattened_pages() -> None:
     table = torch.tensor([[7, 8, 99], [5, 99, 99], [1, 2, 3]], dtype=torch.int32)
-    starts, last, pages = (torch.full((size,), -1, dtype=torch.int32) for size in (4, 3, 10))
-    flatten_pages(table, torch.tensor([5, 4, 12], dtype=torch.int32), 4, starts, last, pages)
-    assert starts.tolist() == [0, 2, 3, 6]
-    assert last.tolist() == [1, 4, 4]
-    assert pages[:6].tolist() == [7, 8, 5, 1, 2, 3]
+    out = PageList(*(torch.full((size,), -1, dtype=torch.int32) for size in (4, 3, 10)))
+    flatten_pages(table, torch.tensor([5, 4, 12], dtype=torch.int32), 4, out)
+    assert out.starts.tolist() == [0, 2, 3, 6]
+    assert out.last_page_lens.tolist() == [1, 4, 4]
+    assert out.pages[:6].tolist() == [7, 8, 5, 1, 2, 3]

@@ -15,7 +15,7 @@ from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadat
 from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs, AttentionSpec, window_left
-from minisgl.attention.page_kernels import PageUpcaster, SeenPages
+from minisgl.attention.page_kernels import PageList, PageUpcaster
 from minisgl.kvcache.pool import KVPool
 
 # Rows x longest query up to which a row's keys may be divided among multiprocessors: the launch that merges the parts
@@ -33,7 +33,7 @@ class Fa3Plan:
     num_splits: int  # of a row's keys; 0: as FlashAttention decides
     schedule: Tensor  # int32
     upcaster: PageUpcaster | None
-    seen: SeenPages | None  # for the upcaster
+    seen: PageList | None  # for the upcaster
 
     def forward(self, layer: int, q: Tensor, kv: KVPool) -> Tensor:
         keys, values = kv.keys(layer), kv.values(layer)
@@ -80,7 +80,7 @@ class FlashAttention3:
             num_splits=num_splits,
             schedule=self._schedule(inputs, longest, num_splits),
             upcaster=self._upcaster,
-            seen=self._upcaster.find_pages(inputs) if self._upcaster else None,
+            seen=self._upcaster.list_pages(inputs) if self._upcaster else None,
         )
 
     def graphed_decode(self, rows: int) -> None:  # noqa: ARG002

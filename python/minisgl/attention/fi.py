@@ -25,7 +25,7 @@ from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs, AttentionSpec, window_left
-from minisgl.attention.page_kernels import make_flattener
+from minisgl.attention.page_kernels import PageList, make_flattener
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
 
@@ -65,10 +65,9 @@ class FlashInfer:
         """Plan a step that is launched operation by operation."""
         page_size = self.spec.page_size
         pages = -(-inputs.kv_lens // page_size)
-        table = PageList.empty(len(inputs.page_table), inputs.page_table.shape[1], self.device)
-        self.flatten(
-            inputs.page_table, inputs.kv_lens_device, page_size, table.starts, table.last_page_lens, table.pages
-        )
+        rows, width = inputs.page_table.shape
+        table = PageList.empty(rows, width, self.device)
+        self.flatten(inputs.page_table, inputs.kv_lens_device, page_size, table)
         page_lists = (
             _starts(pages),
             table.pages[: int(pages.sum())],
@@ -76,26 +75,22 @@ class FlashInfer:
         )
         if int(inputs.query_lens.max()) == 1:
             if self._decode is None:
-                self._decode = self._decode_wrapper()
+                self._decode = BatchDecodeWithPagedKVCacheWrapper(
+                    self.workspace(rows=1), "NHD", use_tensor_cores=not self.plain_decode, backend="fa2"
+                )
             with self.staging.lent_to(self._decode):
                 self._decode.plan(*page_lists, *self.arguments, **self.options)
             return FlashInferPlan(self._decode)
         if self._prefill is None:
-            self._prefill = self._prefill_wrapper()
+            self._prefill = BatchPrefillWithPagedKVCacheWrapper(
+                self.workspace(rows=1), "NHD", backend=self._prefill_kernels
+            )
         with self.staging.lent_to(self._prefill):
             self._prefill.plan(_starts(inputs.query_lens), *page_lists, *self.arguments, causal=True, **self.options)
         return FlashInferPlan(self._prefill)
 
     def graphed_decode(self, rows: int) -> GraphedFlashInfer:
         return GraphedFlashInfer(self, rows)
-
-    def _decode_wrapper(self) -> Any:
-        return BatchDecodeWithPagedKVCacheWrapper(
-            self.workspace(rows=1), "NHD", use_tensor_cores=not self.plain_decode, backend="fa2"
-        )
-
-    def _prefill_wrapper(self) -> Any:
-        return BatchPrefillWithPagedKVCacheWrapper(self.workspace(rows=1), "NHD", backend=self._prefill_kernels)
 
     def workspace(self, rows: int) -> Tensor:
         """Room for the partial results of any prefill and of graphed decodes of so many rows, shared by all."""
@@ -125,20 +120,6 @@ class FlashInferPlan:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class PageList:
-    """Output of `flatten`."""
-
-    starts: Tensor  # [rows + 1] int32
-    last_page_lens: Tensor  # [rows] int32
-    pages: Tensor  # [rows * width + 1] int32
-
-    @classmethod
-    def empty(cls, rows: int, width: int, device: torch.device) -> PageList:
-        sizes = rows + 1, rows, rows * width + 1
-        return cls(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
-
-
 class GraphedFlashInfer:
     """Implements attention.base.GraphedDecode: fixed buffers that the graph reads, and plans that go there.
 
@@ -157,14 +138,7 @@ class GraphedFlashInfer:
         if self._list is None:
             tables = self._backend.tables(rows, width)
             self._list = PageList(tables.starts[: rows + 1], tables.last_page_lens[:rows], tables.pages)
-        self._backend.flatten(
-            inputs.page_table,
-            inputs.kv_lens_device,
-            self._backend.spec.page_size,
-            self._list.starts,
-            self._list.last_page_lens,
-            self._list.pages,
-        )
+        self._backend.flatten(inputs.page_table, inputs.kv_lens_device, self._backend.spec.page_size, self._list)
         if self._wrapper is None:  # in the run before the capture: planning cannot be captured
             self._wrapper = self._planned_wrapper(self._list)
         return FlashInferPlan(self._wrapper)

@@ -23,15 +23,24 @@ _BLOCKS_OF_SM = 8
 _VECTOR = 16  # values of 8 bits
 
 
-class PageFlattener(Protocol):
-    def __call__(
-        self, table: Tensor, kv_lens: Tensor, page_size: int, starts: Tensor, last_page_lens: Tensor, pages: Tensor
-    ) -> None:
-        """Write where each row's pages begin in `pages`, and how many tokens its last page holds. All are int32.
+@dataclass(frozen=True, slots=True)
+class PageList:
+    """Pages of all rows of a step in one list, on the device; all int32."""
 
-        table [rows, width], kv_lens [rows] (each at least 1) -> starts [rows + 1], last_page_lens [rows],
-        pages [rows * width + 1], of which the places from starts[rows] on may be written too.
-        """
+    starts: Tensor  # [rows + 1]: where each row's pages begin in `pages`, and where the last's end
+    last_page_lens: Tensor  # [rows]: tokens in each row's last page
+    pages: Tensor  # [rows * width + 1 or more]: beyond starts[rows] they may be anything
+
+    @classmethod
+    def empty(cls, rows: int, width: int, device: torch.device) -> PageList:
+        """Make room for the pages of a page table [rows, width]."""
+        sizes = rows + 1, rows, rows * width + 1
+        return cls(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
+
+
+class PageFlattener(Protocol):
+    def __call__(self, table: Tensor, kv_lens: Tensor, page_size: int, out: PageList) -> None:
+        """Write the pages of a table [rows, width] for rows of kv_lens [rows] tokens, at least 1 each; int32."""
         ...
 
 
@@ -40,18 +49,16 @@ def make_flattener(device: torch.device) -> PageFlattener:
     return _KernelFlattener(device) if has_kernels(device) else flatten_pages
 
 
-def flatten_pages(
-    table: Tensor, kv_lens: Tensor, page_size: int, starts: Tensor, last_page_lens: Tensor, pages: Tensor
-) -> None:
+def flatten_pages(table: Tensor, kv_lens: Tensor, page_size: int, out: PageList) -> None:
     """Do a PageFlattener's work in torch, in a way that a CUDA graph can hold: nothing is read back."""
     rows, width = table.shape
     own = (kv_lens + page_size - 1) // page_size
-    starts[:1].zero_()
-    starts[1:] = own.cumsum(0)
-    last_page_lens.copy_(kv_lens - (own - 1) * page_size)
+    out.starts[:1].zero_()
+    out.starts[1:] = own.cumsum(0)
+    out.last_page_lens.copy_(kv_lens - (own - 1) * page_size)
     columns = torch.arange(width, device=table.device)
-    places = torch.where(columns < own.unsqueeze(1), starts[:-1, None] + columns, rows * width)
-    pages.scatter_(0, places.flatten(), table.flatten())
+    places = torch.where(columns < own.unsqueeze(1), out.starts[:-1, None] + columns, rows * width)
+    out.pages.scatter_(0, places.flatten(), table.flatten())
 
 
 class _KernelFlattener:
@@ -60,32 +67,22 @@ class _KernelFlattener:
 
         self._kernel = Compiler(device).kernel(_flatten_spec)
 
-    def __call__(
-        self, table: Tensor, kv_lens: Tensor, page_size: int, starts: Tensor, last_page_lens: Tensor, pages: Tensor
-    ) -> None:
+    def __call__(self, table: Tensor, kv_lens: Tensor, page_size: int, out: PageList) -> None:
         rows, width = table.shape
-        if not table.is_contiguous() or len(pages) <= rows * width:
+        if not table.is_contiguous() or len(out.pages) <= rows * width:
             raise ValueError("the page table must be contiguous, and the list as large as it")
         self._kernel(
             (rows,),
             _THREADS,
             table=table,
             kv_lens=kv_lens,
-            starts=starts,
-            last_page_lens=last_page_lens,
-            pages=pages,
+            starts=out.starts,
+            last_page_lens=out.last_page_lens,
+            pages=out.pages,
             rows=rows,
             width=width,
             page_size=page_size,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class SeenPages:
-    """Pages of a step's rows, on the device."""
-
-    pages: Tensor  # int32: the first `count` of them
-    count: Tensor  # [1] int32
 
 
 class PageUpcaster:
@@ -99,16 +96,14 @@ class PageUpcaster:
         self._kernel = Compiler(device).kernel(_upcast_spec, spec)
         self._blocks = _BLOCKS_OF_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
-    def find_pages(self, inputs: AttentionInputs) -> SeenPages:
+    def list_pages(self, inputs: AttentionInputs) -> PageList:
         """List the pages that a step sees, once for all layers."""
-        table = inputs.page_table
-        rows, width = table.shape
-        starts, last_page_lens = table.new_empty(rows + 1), table.new_empty(rows)
-        pages = table.new_empty(rows * width + 1)
-        self._flatten(table, inputs.kv_lens_device, self._page_size, starts, last_page_lens, pages)
-        return SeenPages(pages, starts[rows:])
+        rows, width = inputs.page_table.shape
+        pages = PageList.empty(rows, width, inputs.page_table.device)
+        self._flatten(inputs.page_table, inputs.kv_lens_device, self._page_size, pages)
+        return pages
 
-    def upcast(self, layer: int, kv: KVPool, seen: SeenPages) -> tuple[Tensor, Tensor]:
+    def upcast(self, layer: int, kv: KVPool, seen: PageList) -> tuple[Tensor, Tensor]:
         """Return K and V of a layer in 16 bits, [pages, page_size, kv_heads, head_dim]; other pages hold anything."""
         keys, values = kv.keys(layer), kv.values(layer)
         if kv.upcast_buffer is None:
@@ -122,7 +117,7 @@ class PageUpcaster:
             wide_k=upcast_keys,
             wide_v=upcast_values,
             pages=seen.pages,
-            count=seen.count,
+            count=seen.starts[-1:],
             vectors=keys[0].numel() // _VECTOR,
         )
         return upcast_keys, upcast_values
