@@ -129,7 +129,7 @@ __device__ __forceinline__ unsigned word(uint4 v, int i) { return i == 0 ? v.x :
 // The i-th two of the dimensions that a lane has of a token's K.
 __device__ __forceinline__ unsigned two_of_k(const uint4 (&k)[K_LOADS], int i) {
   if constexpr (FP8)
-    return widen(word(k[i / 8], i / 2 % 4), i & 1);
+    return upcast(word(k[i / 8], i / 2 % 4), i & 1);
   else
     return word(k[i / 4], i % 4);
 }
@@ -144,7 +144,7 @@ __device__ __forceinline__ void two_of_v(unsigned (&a)[4], const uint4 (&v)[4][V
   for (int n = 0; n < 4; n += 2) {
     if constexpr (FP8) {
       unsigned both = __byte_perm(w[n], w[n + 1], i & 1 ? 0x7362 : 0x5140);
-      a[n] = widen(both, false), a[n + 1] = widen(both, true);
+      a[n] = upcast(both, false), a[n + 1] = upcast(both, true);
     } else {
       a[n] = __byte_perm(w[n], w[n + 1], 0x5410), a[n + 1] = __byte_perm(w[n], w[n + 1], 0x7632);
     }

@@ -11,7 +11,7 @@ struct e4m3 { unsigned char bits; };
 using C = CACHE;
 
 // The lower or the upper two of four e4m3 values as two f16, which have all of their values.
-__device__ __forceinline__ unsigned widen(unsigned four, bool upper) {
+__device__ __forceinline__ unsigned upcast(unsigned four, bool upper) {
   unsigned two;
   if (upper)
     asm("{ .reg .b16 low, high;\n mov.b32 {low, high}, %1;\n cvt.rn.f16x2.e4m3x2 %0, high; }" : "=r"(two) : "r"(four));
@@ -20,7 +20,7 @@ __device__ __forceinline__ unsigned widen(unsigned four, bool upper) {
   return two;
 }
 
-__device__ __forceinline__ float to_float(e4m3 x) { return to_float(f16{(unsigned short)widen(x.bits, false)}); }
+__device__ __forceinline__ float to_float(e4m3 x) { return to_float(f16{(unsigned short)upcast(x.bits, false)}); }
 
 // The nearest value; what is beyond 448 becomes 448.
 template <> __device__ __forceinline__ e4m3 from_float<e4m3>(float x) {

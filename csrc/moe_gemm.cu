@@ -1,23 +1,23 @@
 // The two products of a mixture of experts, each over all experts in one launch: a block takes OUTPUTS columns of the
-// output for one tile of at most TOKENS (token, expert) pairs of one expert (see moe.cu).
+// output for one tile of at most BLOCK_M (token, expert) pairs of one expert (see moe.cu).
 //
 // The expert's weight is the left operand of the tensor-core instructions, so that a tile may be as narrow as 8 or 16
-// pairs, as in a decode. Both operands stream through shared memory in STAGES of KEYS values.
+// pairs, as in a decode. Both operands stream through shared memory in STAGES of BLOCK_K values.
 // A warp has PAIRS twice 16 rows of the weight (for the gated product the gate's and the up matrix's rows of the same
-// outputs) and TILES times 8 pairs; WARPS_ROWS x WARPS_TOKENS warps a block. T is bf16 or f16, K and N multiples of 8.
+// outputs) and TILES times 8 pairs; WARPS_N x WARPS_M warps a block. T is bf16 or f16, K and N multiples of 8.
 // WARPGROUP: four warps at a time multiply together with Hopper's wgmma (sm_90a), straight from shared memory; then
-// PAIRS is 1, WARPS_ROWS a multiple of 4, WARPS_TOKENS 1 and TILES 16.
+// PAIRS is 1, WARPS_N a multiple of 4, WARPS_M 1 and TILES 16.
 // ROUTE: for few tokens; each pair is a tile, and each block finds out its expert itself, without a plan.
 #include "mma.cuh"
 #include "moe.cuh"
 
-constexpr int KEYS = 64;      // values of K in a stage: rows of 128 bytes
+constexpr int BLOCK_K = 64;      // values of K in a stage: rows of 128 bytes
 constexpr int CHUNKS = 8;     // of 16 bytes in such a row
-constexpr int THREADS = 32 * WARPS_ROWS * WARPS_TOKENS;
-constexpr int HALF = 16 * PAIRS * WARPS_ROWS;
-constexpr int ROWS = 2 * HALF;
-constexpr int TOKENS = 8 * TILES * WARPS_TOKENS;
-constexpr int STAGE_BYTES = (ROWS + TOKENS) * KEYS * 2;
+constexpr int THREADS = 32 * WARPS_N * WARPS_M;
+constexpr int HALF = 16 * PAIRS * WARPS_N;
+constexpr int BLOCK_N = 2 * HALF;
+constexpr int BLOCK_M = 8 * TILES * WARPS_M;
+constexpr int STAGE_BYTES = (BLOCK_N + BLOCK_M) * BLOCK_K * 2;
 constexpr int ROW_STEP = THREADS / CHUNKS;  // rows that the block's threads load at a time
 constexpr int AHEAD = STAGES - (WARPGROUP ? 2 : 1);  // stages being loaded; of a warpgroup, two are being multiplied
 
@@ -65,11 +65,11 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     const T* x, int divisor, const T* weight, const T* router_logits, bool renormalize, const int* order,
     const Tile* tiles, const int* tile_count, const float* pair_weights, T* out, int N, int K) {
   extern __shared__ __align__(1024) char memory[];
-  __shared__ int pair_of[TOKENS];
-  constexpr int OUTPUTS = GATED ? HALF : ROWS;
-  constexpr int A_LOADS = ROWS / ROW_STEP, B_LOADS = (TOKENS + ROW_STEP - 1) / ROW_STEP;
+  __shared__ int pair_of[BLOCK_M];
+  constexpr int OUTPUTS = GATED ? HALF : BLOCK_N;
+  constexpr int A_LOADS = BLOCK_N / ROW_STEP, B_LOADS = (BLOCK_M + ROW_STEP - 1) / ROW_STEP;
   int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  int warp_row = warp % WARPS_ROWS, warp_token = warp / WARPS_ROWS;
+  int warp_row = warp % WARPS_N, warp_token = warp / WARPS_N;
 
   // The plan, and the router's logits, are older than the predecessor of the second product, which so begins to load
   // weights before it waits.
@@ -103,24 +103,24 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     b_real[i] = token < tile.count;
     int place = tile.start + (b_real[i] ? token : 0), pair = ROUTE ? place : order[place];
     b[i] = x + (long long)(pair / divisor) * K + chunk * 8;
-    if (chunk == 0 && token < TOKENS) pair_of[token] = pair;
+    if (chunk == 0 && token < BLOCK_M) pair_of[token] = pair;
   }
 
   unsigned base = (unsigned)__cvta_generic_to_shared(memory);
-  int steps = (K + KEYS - 1) / KEYS;
+  int steps = (K + BLOCK_K - 1) / BLOCK_K;
   auto load_a = [&](int step) {
     unsigned to = base + step % STAGES * STAGE_BYTES;
-    bool in = step * KEYS + chunk * 8 < K;
+    bool in = step * BLOCK_K + chunk * 8 < K;
 #pragma unroll
-    for (int i = 0; i < A_LOADS; ++i) copy_async(to + place(row + i * ROW_STEP, chunk), a[i] + (in ? step * KEYS : 0), in && a_real[i]);
+    for (int i = 0; i < A_LOADS; ++i) copy_async(to + place(row + i * ROW_STEP, chunk), a[i] + (in ? step * BLOCK_K : 0), in && a_real[i]);
   };
   auto load_b = [&](int step) {
-    unsigned to = base + step % STAGES * STAGE_BYTES + ROWS * KEYS * 2;
-    bool in = step * KEYS + chunk * 8 < K;
+    unsigned to = base + step % STAGES * STAGE_BYTES + BLOCK_N * BLOCK_K * 2;
+    bool in = step * BLOCK_K + chunk * 8 < K;
 #pragma unroll
     for (int i = 0; i < B_LOADS; ++i)
-      if (TOKENS % ROW_STEP == 0 || row + i * ROW_STEP < TOKENS)
-        copy_async(to + place(row + i * ROW_STEP, chunk), b[i] + (in ? step * KEYS : 0), in && b_real[i]);
+      if (BLOCK_M % ROW_STEP == 0 || row + i * ROW_STEP < BLOCK_M)
+        copy_async(to + place(row + i * ROW_STEP, chunk), b[i] + (in ? step * BLOCK_K : 0), in && b_real[i]);
   };
   auto commit = [] { asm volatile("cp.async.commit_group;" ::: "memory"); };
 
@@ -141,14 +141,14 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
-    unsigned rows = base + step % STAGES * STAGE_BYTES, tokens = rows + ROWS * KEYS * 2;
+    unsigned rows = base + step % STAGES * STAGE_BYTES, tokens = rows + BLOCK_N * BLOCK_K * 2;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k)
+    for (int k = 0; k < BLOCK_K / 16; ++k)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         multiply_add(
-            acc[half][0], descriptor(rows + (half * HALF + group_row) * KEYS * 2 + k * 32), descriptor(tokens + k * 32));
+            acc[half][0], descriptor(rows + (half * HALF + group_row) * BLOCK_K * 2 + k * 32), descriptor(tokens + k * 32));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     // All warps have waited for the products of two steps ago, whose stage this is.
     if (step + AHEAD < steps) load_a(step + AHEAD), load_b(step + AHEAD);
@@ -164,9 +164,9 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     __syncthreads();
     if (step + AHEAD < steps) load_a(step + AHEAD), load_b(step + AHEAD);
     commit();
-    unsigned rows = base + step % STAGES * STAGE_BYTES, tokens = rows + ROWS * KEYS * 2;
+    unsigned rows = base + step % STAGES * STAGE_BYTES, tokens = rows + BLOCK_N * BLOCK_K * 2;
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k) {
+    for (int k = 0; k < BLOCK_K / 16; ++k) {
       unsigned right[TILES / 2][4];
 #pragma unroll
       for (int t = 0; t < TILES / 2; ++t)

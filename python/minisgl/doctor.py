@@ -27,8 +27,8 @@ from minisgl.core import SamplingFlags
 from minisgl.engine.device import resolve_device
 from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
+from minisgl.kernel.availability import kernels_missing, make_ops, one_line
 from minisgl.kernel.base import Heads, Norm
-from minisgl.kernel.select import kernels_missing, make_ops, one_line
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.settings import add_flags, read_flags
 from minisgl.tables import Color, colored, table

@@ -80,7 +80,7 @@ def test_norm_rope_store(
     ],
 )
 def test_products(ops: Ops, dtype: torch.dtype, rows: int, size: int, width: int) -> None:
-    """Up to 16 rows are for linear.cu, up to 64 for many_rows.cu, more for cuBLAS: the same on all sides."""
+    """Up to 16 rows take skinny_gemm.cu, up to 64 small_batch_gemm.cu, more cuBLAS: the same on all sides."""
     x = torch.randn(rows, size, device="cuda").to(dtype)
     weight = (torch.randn(width, size, device="cuda") / size**0.5).to(dtype)
     bias, residual = torch.randn(width, device="cuda").to(dtype), torch.randn(rows, width, device="cuda").to(dtype)
@@ -107,14 +107,14 @@ def test_products(ops: Ops, dtype: torch.dtype, rows: int, size: int, width: int
 @pytest.mark.parametrize("num_sms", [78, 114, 132, 148])
 def test_products_are_divided_for_any_number_of_multiprocessors(num_sms: int) -> None:
     """No block takes more than 128 rows of a weight, and those of one wave take all, as far as that goes."""
-    from minisgl.kernel.many_rows import _kind
+    from minisgl.kernel.small_batch_gemm import _kind
 
     for width, size, gate in [(4096, 1024, None), (7168, 5120, None), (5120, 17408, None), (34816, 5120, "silu")]:
         kind = _kind(torch.bfloat16, width, size, num_sms, gate=gate, before_attention=False)
-        assert 32 <= kind.block_rows <= 128
+        assert 32 <= kind.block_n <= 128
         assert kind.stages >= 2
         if width * size > 1 << 23:
-            assert kind.block_rows == 128 or -(-width // kind.block_rows) * kind.split <= num_sms * kind.blocks
+            assert kind.block_n == 128 or -(-width // kind.block_n) * kind.split <= num_sms * kind.blocks
 
 
 @pytest.mark.parametrize("dtype", HALVES)

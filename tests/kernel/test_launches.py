@@ -29,8 +29,8 @@ WRAPPERS = (
     "minisgl.engine.cuda_sampler",
     "minisgl.kernel.cuda_moe",
     "minisgl.kernel.cuda_ops",
-    "minisgl.kernel.few_rows",
-    "minisgl.kernel.many_rows",
+    "minisgl.kernel.skinny_gemm",
+    "minisgl.kernel.small_batch_gemm",
 )
 SOURCE = """
 extern "C" __global__ void __launch_bounds__(128) scale(

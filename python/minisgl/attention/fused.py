@@ -16,8 +16,8 @@ from minisgl.attention.base import AttentionSpec
 from minisgl.attention.decode_splits import DecodeSplits, decode_splits
 from minisgl.kernel.base import Heads
 from minisgl.kernel.compile import Compiler
-from minisgl.kernel.many_rows import MAX_ROWS
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
+from minisgl.kernel.small_batch_gemm import MAX_ROWS
 
 _MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
 _TILE = 16  # tokens

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs, AttentionSpec
-from minisgl.kernel.select import has_kernels
+from minisgl.kernel.availability import has_kernels
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kvcache.pool import KVPool
 
@@ -114,8 +114,8 @@ class PageUpcaster:
             _THREADS,
             k=keys,
             v=values,
-            wide_k=upcast_keys,
-            wide_v=upcast_values,
+            upcast_k=upcast_keys,
+            upcast_v=upcast_values,
             pages=seen.pages,
             count=seen.starts[-1:],
             vectors=keys[0].numel() // _VECTOR,
@@ -129,4 +129,4 @@ def _flatten_spec() -> KernelSpec:
 
 def _upcast_spec(spec: AttentionSpec) -> KernelSpec:
     macros: Macros = {"SCALAR": SCALAR_NAMES[spec.dtype], "CACHE": SCALAR_NAMES[spec.kv_dtype]}
-    return KernelSpec("widen.cu", "widen_pages", macros)
+    return KernelSpec("upcast.cu", "upcast_pages", macros)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionSpec
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.kernel.select import one_line
+from minisgl.kernel.availability import one_line
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
 

@@ -28,8 +28,8 @@ from minisgl.engine.memory import CPU_SEQUENCES, GIB, Needs, graphs_bytes, pool_
 from minisgl.engine.queue import make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
+from minisgl.kernel.availability import has_kernels, make_ops
 from minisgl.kernel.base import Ops
-from minisgl.kernel.select import has_kernels, make_ops
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.linear import bind_weights
 from minisgl.limits import Limits

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minisgl.core import AnyArray, DeviceOutOfMemory, Int32Array, Logprobs, PendingStep, StepResult
 from minisgl.engine.cpu_threads import StepThreads
-from minisgl.kernel.select import kernels_missing
+from minisgl.kernel.availability import kernels_missing
 from minisgl.kernel.signature import KernelSpec
 
 T = TypeVar("T")
@@ -187,7 +187,7 @@ def token_copier(device: torch.device) -> Callable[[Tensor, Tensor], object]:
         return lambda tokens, memory: memory[: len(tokens)].copy_(tokens, non_blocking=True)
     from minisgl.kernel.compile import Compiler
 
-    kernel = Compiler(device).kernel(KernelSpec, "land.cu", "land")
+    kernel = Compiler(device).kernel(KernelSpec, "copy_tokens.cu", "copy_tokens")
 
     def copy(tokens: Tensor, memory: Tensor) -> None:
         if count := len(tokens):

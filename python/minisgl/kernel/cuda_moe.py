@@ -19,49 +19,49 @@ _MAX_TOP_K = 32
 _PLAN_TOKENS = 128  # as in moe.cu: up to so many are routed and sorted by one block
 _PLAN_THREADS = 1024
 _ROUTE_THREADS = 128
-_KEYS = 64  # as in moe_gemm.cu
+_BLOCK_K = 64  # as in moe_gemm.cu
 
 
 class _Tiling(NamedTuple):
     """The macros of moe_gemm.cu."""
 
     pairs: int
-    warps_rows: int
-    warps_tokens: int
+    warps_n: int
+    warps_m: int
     tiles: int
     stages: int
     warpgroup: bool = False
     route: bool = False
 
     @property
-    def rows(self) -> int:
-        return 32 * self.pairs * self.warps_rows
+    def block_n(self) -> int:
+        return 32 * self.pairs * self.warps_n
 
     @property
-    def tokens(self) -> int:
-        return 8 * self.tiles * self.warps_tokens
+    def block_m(self) -> int:
+        return 8 * self.tiles * self.warps_m
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps_rows * self.warps_tokens
+        return 32 * self.warps_n * self.warps_m
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * (self.rows + self.tokens) * _KEYS * 2
+        return self.stages * (self.block_n + self.block_m) * _BLOCK_K * 2
 
 
 # By the mean number of tokens that an expert gets, the first that is not exceeded, or else one for many. Narrow tiles
 # read the weights with less work beside, wide ones read them less often.
 _TILINGS = (
-    (12.0, _Tiling(pairs=1, warps_rows=4, warps_tokens=1, tiles=2, stages=4)),
-    (24.0, _Tiling(pairs=1, warps_rows=4, warps_tokens=1, tiles=4, stages=4)),
-    (64.0, _Tiling(pairs=1, warps_rows=4, warps_tokens=1, tiles=8, stages=3)),
+    (12.0, _Tiling(pairs=1, warps_n=4, warps_m=1, tiles=2, stages=4)),
+    (24.0, _Tiling(pairs=1, warps_n=4, warps_m=1, tiles=4, stages=4)),
+    (64.0, _Tiling(pairs=1, warps_n=4, warps_m=1, tiles=8, stages=3)),
 )
-_MANY = _Tiling(pairs=2, warps_rows=2, warps_tokens=2, tiles=8, stages=3)
-_MANY_ON_HOPPER = _Tiling(pairs=1, warps_rows=8, warps_tokens=1, tiles=16, stages=4, warpgroup=True)
+_MANY = _Tiling(pairs=2, warps_n=2, warps_m=2, tiles=8, stages=3)
+_MANY_ON_HOPPER = _Tiling(pairs=1, warps_n=8, warps_m=1, tiles=16, stages=4, warpgroup=True)
 # So few pairs seldom share an expert: each is a tile, and small blocks fill the device.
 _FEW_PAIRS = 32
-_FEW = _Tiling(pairs=1, warps_rows=2, warps_tokens=1, tiles=2, stages=6, route=True)
+_FEW = _Tiling(pairs=1, warps_n=2, warps_m=1, tiles=2, stages=6, route=True)
 
 
 class _Plan(NamedTuple):
@@ -86,7 +86,7 @@ class CudaMoe:
         self._compiler.begin(_product_spec("moe_gated", dtype, tiling, experts, top_k) for tiling in tilings)
 
     @staticmethod
-    def takes(w13: Tensor, w2: Tensor, top_k: int) -> bool:
+    def supports(w13: Tensor, w2: Tensor, top_k: int) -> bool:
         """Whether the kernels can do a layer of these weights, whatever the number of tokens."""
         experts, hidden, intermediate = w2.shape
         sizes = hidden % 8 == 0 and intermediate % 8 == 0 and experts <= _MAX_EXPERTS and top_k <= _MAX_TOP_K
@@ -102,7 +102,7 @@ class CudaMoe:
         if not tokens:
             return torch.empty_like(x)
         tiling = self._tiling(pairs, experts)
-        plan = None if tiling.route else self._plan(router_logits, routing, tiling.tokens)
+        plan = None if tiling.route else self._plan(router_logits, routing, tiling.block_m)
         max_tiles = pairs if plan is None else len(plan.tiles)
         inner = x.new_empty((pairs, intermediate))
         outputs = x.new_empty((pairs, hidden))
@@ -116,7 +116,7 @@ class CudaMoe:
         }
         gated = self._compiler.kernel(_product_spec, "moe_gated", x.dtype, tiling, experts, top_k)
         gated(
-            (-(-intermediate // (tiling.rows // 2)), max_tiles),
+            (-(-intermediate // (tiling.block_n // 2)), max_tiles),
             tiling.threads,
             x=x,
             divisor=top_k,
@@ -128,7 +128,7 @@ class CudaMoe:
         )
         weighted = self._compiler.kernel(_product_spec, "moe_weighted", x.dtype, tiling, experts, top_k)
         weighted(
-            (-(-hidden // tiling.rows), max_tiles),
+            (-(-hidden // tiling.block_n), max_tiles),
             tiling.threads,
             x=inner,
             divisor=1,
@@ -212,8 +212,8 @@ def _product_spec(kernel: str, dtype: torch.dtype, tiling: _Tiling, experts: int
     macros: Macros = {
         "SCALAR": SCALAR_NAMES[dtype],
         "PAIRS": tiling.pairs,
-        "WARPS_ROWS": tiling.warps_rows,
-        "WARPS_TOKENS": tiling.warps_tokens,
+        "WARPS_N": tiling.warps_n,
+        "WARPS_M": tiling.warps_m,
         "TILES": tiling.tiles,
         "STAGES": tiling.stages,
         "WARPGROUP": int(tiling.warpgroup),

@@ -9,10 +9,10 @@ from torch import Tensor
 from minisgl.kernel.base import DecodeInputs, Heads, KernelNeeds, Norm, Weight
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_moe import CudaMoe
-from minisgl.kernel.few_rows import FewRows
-from minisgl.kernel.many_rows import MAX_ROWS, ManyRows
 from minisgl.kernel.options import Activation, Routing
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.kernel.skinny_gemm import SkinnyGemm
+from minisgl.kernel.small_batch_gemm import MAX_ROWS, SmallBatchGemm
 from minisgl.kernel.torch_ops import DenseWeight, TorchOps, activate_and_mul
 
 _VECTOR_BYTES = 16
@@ -26,8 +26,8 @@ class CudaOps:
     def __init__(self, device: torch.device) -> None:
         self._compiler = Compiler(device)
         self._torch = TorchOps()
-        self._few_rows = FewRows(self._compiler)
-        self._many_rows = ManyRows(self._compiler)
+        self._skinny = SkinnyGemm(self._compiler)
+        self._small_batch = SmallBatchGemm(self._compiler)
         self._moe = CudaMoe(self._compiler)
 
     def begin_compiling(self, needs: KernelNeeds) -> None:
@@ -35,8 +35,8 @@ class CudaOps:
         begin([_decode_inputs(), _embed(dtype), _rms_norm(dtype, norm_dtype)])
         begin(_norm_rope_store(dtype, needs.kv_dtype, norm_dtype, each) for each in needs.head_dims)
         begin(_activate_and_mul(dtype, product.gate) for product in needs.products if product.gate is not None)
-        self._few_rows.begin_compiling(dtype, needs.products, norms_late=_norms_late(dtype, norm_dtype))
-        self._many_rows.begin_compiling(dtype, needs.products)
+        self._skinny.begin_compiling(dtype, needs.products, norms_late=_norms_late(dtype, norm_dtype))
+        self._small_batch.begin_compiling(dtype, needs.products)
         for experts, top_k in needs.experts:
             self._moe.begin_compiling(dtype, experts, top_k)
 
@@ -63,10 +63,10 @@ class CudaOps:
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        if self._few_rows.takes(x, weight):
-            return self._few_rows.product(x, None, weight, bias, residual)
-        if self._many_rows.takes(x, weight):
-            return self._many_rows.product(x, weight, bias, residual)
+        if self._skinny.supports(x, weight):
+            return self._skinny.product(x, None, weight, bias, residual)
+        if self._small_batch.supports(x, weight):
+            return self._small_batch.product(x, weight, bias, residual)
         if residual is not None and bias is None:
             return residual.addmm_(x, weight.t())  # in place, because cuBLAS would copy the residual first
         y = F.linear(x, weight, bias)
@@ -76,12 +76,12 @@ class CudaOps:
         self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         # Of those that are small enough for these, nearly all are of q, k and v.
-        if self._few_rows.takes(x, weight):
-            x, late = self._norm_for_few_rows(x, norm)
-            return self._few_rows.product(x, late, weight, bias, before_attention=True, out=out)
+        if self._skinny.supports(x, weight):
+            x, late = self._norm_for_skinny(x, norm)
+            return self._skinny.product(x, late, weight, bias, before_attention=True, out=out)
         x = self._normed(x, norm)
-        if self._many_rows.takes(x, weight):
-            return self._many_rows.product(x, weight, bias, before_attention=True, out=out)
+        if self._small_batch.supports(x, weight):
+            return self._small_batch.product(x, weight, bias, before_attention=True, out=out)
         if out is not None and bias is None:
             return torch.mm(x, weight.t(), out=out)
         y = F.linear(x, weight, bias)
@@ -90,7 +90,7 @@ class CudaOps:
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         return x if norm is None else self.rms_norm(x, norm)
 
-    def _norm_for_few_rows(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+    def _norm_for_skinny(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
         """x and the norm it lacks."""
         if norm is not None and _norms_late(x.dtype, norm.weight.dtype):
             return x, norm
@@ -99,12 +99,12 @@ class CudaOps:
     def norm_gated_linear(
         self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None = None, *, activation: Activation
     ) -> Tensor:
-        if self._few_rows.takes(x, weight) and len(weight) % 16 == 0:
-            x, late = self._norm_for_few_rows(x, norm)
-            return self._few_rows.product(x, late, weight, bias, gate=activation)
+        if self._skinny.supports(x, weight) and len(weight) % 16 == 0:
+            x, late = self._norm_for_skinny(x, norm)
+            return self._skinny.product(x, late, weight, bias, gate=activation)
         x = self._normed(x, norm)
-        if self._many_rows.takes(x, weight) and len(weight) % 16 == 0:
-            return self._many_rows.product(x, weight, bias, gate=activation)
+        if self._small_batch.supports(x, weight) and len(weight) % 16 == 0:
+            return self._small_batch.product(x, weight, bias, gate=activation)
         return self.activate_and_mul(F.linear(x, weight, bias), activation)
 
     def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -194,17 +194,19 @@ class CudaOps:
         return DecodeInputs(input_ids, positions, out_cache_loc, kv_lens, table)
 
     def moe(self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, routing: Routing) -> Tensor:
-        if not self._moe.takes(w13, w2, routing.top_k):
+        if not self._moe.supports(w13, w2, routing.top_k):
             return self._torch.moe(x, router_logits, w13, w2, routing)
         return self._moe(x, router_logits, w13, w2, routing)
 
     def moe_graph_safe(self, w13: Tensor, w2: Tensor, routing: Routing, /) -> bool:
-        return self._moe.takes(w13, w2, routing.top_k)
+        return self._moe.supports(w13, w2, routing.top_k)
 
 
 def _norms_late(dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:
-    """True if linear.cu norms x [M, K] itself: it divides by the root mean square last, for which float16 has no room,
-    and multiplies by the norm's weight in x's dtype, which is too coarse for a float32 weight.
+    """Return True if skinny_gemm.cu norms x [M, K] itself.
+
+    It divides by the root mean square last, for which float16 has no room, and multiplies by the norm's weight in x's
+    dtype, which is too coarse for a float32 weight.
     """
     return dtype != torch.float16 and norm_dtype == dtype
 

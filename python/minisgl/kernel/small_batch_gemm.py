@@ -1,4 +1,4 @@
-"""Products of tens of rows on csrc/many_rows.cu (Hopper): a decode of a batch."""
+"""Products of tens of rows on csrc/small_batch_gemm.cu (Hopper): a decode of a batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minisgl.kernel.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Kern
 # Of more rows cuBLAS is as fast or faster. It neither begins early nor lets others, and launching the kernels between
 # its products as if they did makes a step 0.6% longer: in steps of more rows none of these begins early.
 MAX_ROWS = 64
-_KEYS = 64  # columns of a stage, as in many_rows.cu
+_BLOCK_K = 64  # columns of a stage, as in small_batch_gemm.cu
 _THREADS = 160  # of a block, likewise
 _MIN_SIZE = 1 << 20  # values of a weight; smaller ones leave most multiprocessors idle
 _MAX_WIDTH = 1 << 16  # rows of a weight; cuBLAS reads a vocabulary's as fast as the memory can
@@ -30,7 +30,7 @@ class _Kind(NamedTuple):
     """What a kernel is compiled for."""
 
     dtype: torch.dtype
-    block_rows: int  # of the weight
+    block_n: int  # of the weight
     split: int  # blocks that divide K
     stages: int
     gate: Activation | None
@@ -38,7 +38,7 @@ class _Kind(NamedTuple):
     before_attention: bool
 
 
-class ManyRows:
+class SmallBatchGemm:
     """Compiles the kernel once for each kind of product that is asked for."""
 
     def __init__(self, compiler: Compiler) -> None:
@@ -54,8 +54,8 @@ class ManyRows:
         }
         self._compiler.begin(map(_spec, kinds))
 
-    def takes(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether x [M, K] @ weight [N, K]^T is one that the kernel is for. Of fewer rows, few_rows.py is faster."""
+    def supports(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether x [M, K] @ weight [N, K]^T is one that the kernel is for. Of fewer rows, skinny_gemm.py is faster."""
         rows, size = x.shape
         return (
             16 < rows <= MAX_ROWS
@@ -69,7 +69,7 @@ class ManyRows:
         return (
             self._compiler.arch == 90
             and dtype in (torch.bfloat16, torch.float16)
-            and size % _KEYS == 0
+            and size % _BLOCK_K == 0
             and width % 8 == 0
             and width <= _MAX_WIDTH
             and width * size >= _MIN_SIZE
@@ -95,13 +95,13 @@ class ManyRows:
         if out is None:
             out = x.new_empty((rows, outputs))
         kind = _kind(x.dtype, width, size, self._compiler.num_sms, gate=gate, before_attention=before_attention)
-        box_rows = kind.block_rows if gate is None else kind.block_rows // 2
+        box_rows = kind.block_n if gate is None else kind.block_n // 2
         kernel = self._compiler.kernel(_spec, kind)
         kernel(
             (1, -(-outputs // box_rows)),
             _THREADS,
-            x_map=tensor_map(x, MAX_ROWS, _KEYS),
-            w_map=tensor_map(weight, box_rows, _KEYS),
+            x_map=tensor_map(x, MAX_ROWS, _BLOCK_K),
+            w_map=tensor_map(weight, box_rows, _BLOCK_K),
             bias=bias,
             residual=residual,
             out=out,
@@ -116,18 +116,18 @@ class ManyRows:
 def _spec(kind: _Kind) -> KernelSpec:
     macros: Macros = {
         "SCALAR": SCALAR_NAMES[kind.dtype],
-        "ROWS": kind.block_rows,
+        "BLOCK_N": kind.block_n,
         "SPLIT": kind.split,
         "STAGES": kind.stages,
         "GATED": int(kind.gate is not None),
         "GELU_TANH": int(kind.gate == "gelu_tanh"),
         "BLOCKS": kind.blocks,
     }
-    ring = kind.stages * (MAX_ROWS + kind.block_rows) * _KEYS * 2
-    sums = kind.split * -(-MAX_ROWS // kind.split) * (kind.block_rows + 8) * 4
+    ring = kind.stages * (MAX_ROWS + kind.block_n) * _BLOCK_K * 2
+    sums = kind.split * -(-MAX_ROWS // kind.split) * (kind.block_n + 8) * 4
     return KernelSpec(
-        "many_rows.cu",
-        "many_rows_linear",
+        "small_batch_gemm.cu",
+        "small_batch_gemm",
         macros,
         shared_bytes=max(ring, sums),
         sm_shared_bytes=SHARED_BEFORE_ATTENTION if kind.before_attention else 0,
@@ -143,24 +143,24 @@ def _kind(
     reaches a multiprocessor from L2 is limited, too. Before attention each has but one block, with the
     ring of two: a larger one would leave attention no L1.
     """
-    steps = size // _KEYS
+    steps = size // _BLOCK_K
     if width * size <= _SMALL:
-        block_rows, blocks = 32 if gate is None else 64, 2
-        tiles = -(-width // block_rows)
+        block_n, blocks = 32 if gate is None else 64, 2
+        tiles = -(-width // block_n)
         before_attention = before_attention and tiles <= num_sms
         most = num_sms if before_attention else num_sms * 16 // 11  # 192 on an H200: most hold one block, some two
         split = max(1, min(most // tiles, steps // 8, _MAX_CLUSTER))
     elif gate is not None:
         blocks = next((b for b in (3, 2) if _share(width, b * num_sms, 16) >= 64), 1)
-        block_rows, split = min(max(_share(width, blocks * num_sms, 16), 64), 128), 1
+        block_n, split = min(max(_share(width, blocks * num_sms, 16), 64), 128), 1
     else:
         blocks, split = 1, 1
         while _share(width * split, num_sms, 8) < 64 and split < min(_MAX_CLUSTER, steps):
             split += 1
-        block_rows = min(max(_share(width * split, num_sms, 8), 64), 128)
+        block_n = min(max(_share(width * split, num_sms, 8), 64), 128)
     ring = _RING_BYTES[2 if before_attention else blocks]
-    stages = min(ring // ((MAX_ROWS + block_rows) * _KEYS * 2), -(-steps // split), _MAX_STAGES)
-    return _Kind(dtype, block_rows, split, stages, gate, blocks, before_attention)
+    stages = min(ring // ((MAX_ROWS + block_n) * _BLOCK_K * 2), -(-steps // split), _MAX_STAGES)
+    return _Kind(dtype, block_n, split, stages, gate, blocks, before_attention)
 
 
 def _share(width: int, blocks: int, unit: int) -> int:

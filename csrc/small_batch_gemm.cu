@@ -1,6 +1,6 @@
 // Matrix products of tens of rows (a decode of a batch): y [M, N] = x [M, K] @ weight [N, K]^T, M up to 64, on Hopper.
 //
-// A block owns ROWS rows of the weight and, in a cluster of SPLIT blocks, a share of K. One of its threads, the
+// A block owns BLOCK_N rows of the weight and, in a cluster of SPLIT blocks, a share of K. One of its threads, the
 // producer, asks the tensor memory accelerator for stages of 64 columns of the weight's rows and of all of x, which
 // arrive swizzled in a ring in shared memory. A warpgroup multiplies x (the left operand, with zeros beyond its M rows)
 // with the weight's rows (the right one) by wgmma, straight from the ring. In the end the blocks of a cluster push their
@@ -16,18 +16,18 @@
 // K is a multiple of 64, N of 8 (GATED: of 16). T is bf16 or f16.
 #include "mma.cuh"
 
-constexpr int X_ROWS = 64;              // as many as a wgmma instruction has
-constexpr int KEYS = 64;                // columns of a stage,
-constexpr int LINE = KEYS * 2;          // in bytes: as wide as the swizzle
+constexpr int BLOCK_M = 64;              // as many as a wgmma instruction has
+constexpr int BLOCK_K = 64;                // columns of a stage,
+constexpr int LINE = BLOCK_K * 2;          // in bytes: as wide as the swizzle
 constexpr int CONSUMERS = 128;          // threads: a warpgroup
 constexpr int WARPS = CONSUMERS / 32;
 constexpr int THREADS = CONSUMERS + 32;
-constexpr int W_STAGE = ROWS * LINE;    // bytes
-constexpr int X_STAGE = X_ROWS * LINE;
+constexpr int W_STAGE = BLOCK_N * LINE;    // bytes
+constexpr int X_STAGE = BLOCK_M * LINE;
 constexpr int STAGE = X_STAGE + W_STAGE;
-constexpr int OUTPUTS = GATED ? ROWS / 2 : ROWS;
-constexpr int STRIDE = ROWS % 16 ? ROWS : ROWS + 8;  // of sums in shared memory, in floats: no bank conflicts
-constexpr int OWN = (X_ROWS + SPLIT - 1) / SPLIT;    // rows of x, at most, whose sums a block adds up
+constexpr int OUTPUTS = GATED ? BLOCK_N / 2 : BLOCK_N;
+constexpr int STRIDE = BLOCK_N % 16 ? BLOCK_N : BLOCK_N + 8;  // of sums in shared memory, in floats: no bank conflicts
+constexpr int OWN = (BLOCK_M + SPLIT - 1) / SPLIT;    // rows of x, at most, whose sums a block adds up
 constexpr int TURNS = (OWN * (OUTPUTS / 4) + CONSUMERS - 1) / CONSUMERS;  // in which its threads do that, four sums each
 constexpr bool FETCHES = !GATED && TURNS <= 16;      // the residual before the sums are there, if registers hold it
 
@@ -89,12 +89,12 @@ __device__ __forceinline__ void push(unsigned to, float a, float b, unsigned bar
   "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." TYPE(SCALAR) "." TYPE(SCALAR) " {" registers "}, " a ", " b \
   ", 1, 1, 1, 0, 0;"
 
-// c [64, ROWS] += a [64, 16] @ b [ROWS, 16]^T of a warpgroup, whose warps have 16 rows of c each, laid out as by `mma`.
+// c [64, BLOCK_N] += a [64, 16] @ b [BLOCK_N, 16]^T of a warpgroup, whose warps have 16 rows of c each, laid out as by `mma`.
 // In pieces of powers of two, from column AT on. a and b describe where the operands lie.
 template <int AT> __device__ __forceinline__ void multiply_add(
     float (*c)[4], unsigned long long a, unsigned long long b) {
-  if constexpr (AT < ROWS) {
-    constexpr int LEFT = ROWS - AT, PIECE = LEFT >= 128 ? 128 : LEFT >= 64 ? 64 : LEFT >= 32 ? 32 : LEFT >= 16 ? 16 : 8;
+  if constexpr (AT < BLOCK_N) {
+    constexpr int LEFT = BLOCK_N - AT, PIECE = LEFT >= 128 ? 128 : LEFT >= 64 ? 64 : LEFT >= 32 ? 32 : LEFT >= 16 ? 16 : 8;
     if constexpr (PIECE == 128)
       asm volatile(WGMMA("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65")
                    : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12) : "l"(a), "l"(b));
@@ -115,24 +115,24 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address) {
   return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) many_rows_linear(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, OPTIONAL const T* bias,
     OPTIONAL const T* residual, T* out, int M, int N, int K) {
   __shared__ Barrier full[STAGES], empty[STAGES], received;
   int split = blockIdx.x, tile = blockIdx.y, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  int steps = K / KEYS, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
+  int steps = K / BLOCK_K, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
   int own = (M + SPLIT - 1) / SPLIT, own_rows = max(0, min(own, M - split * own));  // of x, whose sums this block adds up
   bool producer = thread == CONSUMERS;
 
   auto x_stage = [](int stage) { return memory + stage * STAGE; };
   auto w_stage = [](int stage) { return memory + stage * STAGE + X_STAGE; };
   auto load_weight = [&](int step, int stage) {
-    int column = (begin + step) * KEYS, row = tile * OUTPUTS;
+    int column = (begin + step) * BLOCK_K, row = tile * OUTPUTS;
     expect(&full[stage], W_STAGE + X_STAGE);
     copy_box(w_stage(stage), w_map, column, row, &full[stage]);
     if (GATED) copy_box(w_stage(stage) + W_STAGE / 2, w_map, column, row + N / 2, &full[stage]);
   };
-  auto load_x = [&](int step, int stage) { copy_box(x_stage(stage), x_map, (begin + step) * KEYS, 0, &full[stage]); };
+  auto load_x = [&](int step, int stage) { copy_box(x_stage(stage), x_map, (begin + step) * BLOCK_K, 0, &full[stage]); };
 
   if (producer) {
     for (int s = 0; s < STAGES; ++s) init(&full[s], 1), init(&empty[s], WARPS);
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) many_rows_linear(
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     for (int s = 0; s < min(STAGES, count); ++s) load_weight(s, s);
     asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
-    if (SPLIT > 1) expect(&received, SPLIT * own_rows * ROWS * 4);
+    if (SPLIT > 1) expect(&received, SPLIT * own_rows * BLOCK_N * 4);
   }
   __syncwarp();
   __syncthreads();
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) many_rows_linear(
     }
   }
   __syncwarp();
-  float acc[ROWS / 8][4] = {};
+  float acc[BLOCK_N / 8][4] = {};
   if (warp < WARPS) {
     for (int step = 0; step < count; ++step) {
       int stage = step % STAGES;
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) many_rows_linear(
       unsigned x = shared_address(x_stage(stage)), w = shared_address(w_stage(stage));
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-      for (int k = 0; k < KEYS / 16; ++k) multiply_add<0>(acc, descriptor(x + k * 32), descriptor(w + k * 32));
+      for (int k = 0; k < BLOCK_K / 16; ++k) multiply_add<0>(acc, descriptor(x + k * 32), descriptor(w + k * 32));
       asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
       // The products of the step before are complete: its stage may be filled again.
       if (step > 0 && step - 1 + STAGES < count && lane == 0) arrive(&empty[(step - 1) % STAGES]);
@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) many_rows_linear(
     if (m >= M) break;
     unsigned there = address_in(block, to), barrier = address_in(block, &received);
 #pragma unroll
-    for (int t = 0; t < ROWS / 8; ++t) {
+    for (int t = 0; t < BLOCK_N / 8; ++t) {
       float a = acc[t][h * 2], b = acc[t][h * 2 + 1];
       if (SPLIT > 1) push(there + t * 32, a, b, barrier);
       else to[t * 8] = a, to[t * 8 + 1] = b;

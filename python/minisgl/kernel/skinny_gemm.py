@@ -1,4 +1,4 @@
-"""Products of few rows on csrc/linear.cu: a decode of a small batch is bound by reading every weight once."""
+"""Products of few rows on csrc/skinny_gemm.cu: a decode of a small batch is bound by reading every weight once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minisgl.kernel.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Kern
 
 _MAX_ROWS = 16  # of x, and fewer where the weight is not small: cuBLAS is faster then
 _MAX_ROWS_OF_LARGE = 8
-_THREADS = 128  # of a block, as in linear.cu
+_THREADS = 128  # of a block, as in skinny_gemm.cu
 _STAGE = 4096  # values of a weight in a stage, likewise
 _CLUSTERS = (2, 8)  # blocks, the fewest and the most; GPUs before Hopper have no clusters
 _SMALL = 1 << 23  # values of a weight that is divided into many narrow blocks; of others, clusters share K
@@ -29,7 +29,7 @@ class _Kind(NamedTuple):
 
     dtype: torch.dtype
     max_rows: int  # of x
-    block_rows: int  # of the weight
+    block_n: int  # of the weight
     cluster: int
     stages: int
     norm: bool
@@ -37,7 +37,7 @@ class _Kind(NamedTuple):
     before_attention: bool
 
 
-class FewRows:
+class SkinnyGemm:
     """Compiles the kernel once for each kind of product that is asked for."""
 
     def __init__(self, compiler: Compiler) -> None:
@@ -55,7 +55,7 @@ class FewRows:
         }
         self._compiler.begin(map(_spec, kinds))
 
-    def takes(self, x: Tensor, weight: Tensor) -> bool:
+    def supports(self, x: Tensor, weight: Tensor) -> bool:
         """Whether x [M, K] @ weight [N, K]^T is one that the kernel is for."""
         rows, size = x.shape
         return _supports(x.dtype, rows, len(weight), size) and x.is_contiguous() and weight.is_contiguous()
@@ -84,7 +84,7 @@ class FewRows:
         )
         kernel = self._compiler.kernel(_spec, kind)
         kernel(
-            (1, -(-width // kind.block_rows)),
+            (1, -(-width // kind.block_n)),
             _THREADS,
             x=x,
             norm=None if norm is None else norm.weight,
@@ -139,7 +139,7 @@ def _spec(kind: _Kind) -> KernelSpec:
     macros: Macros = {
         "SCALAR": SCALAR_NAMES[kind.dtype],
         "M_MAX": kind.max_rows,
-        "ROWS": kind.block_rows,
+        "BLOCK_N": kind.block_n,
         "CLUSTER": kind.cluster,
         "STAGES": kind.stages,
         "NORM": int(kind.norm),
@@ -147,10 +147,10 @@ def _spec(kind: _Kind) -> KernelSpec:
         "GELU_TANH": int(kind.gate == "gelu_tanh"),
     }
     return KernelSpec(
-        "linear.cu",
-        "few_rows_linear",
+        "skinny_gemm.cu",
+        "skinny_gemm",
         macros,
-        shared_bytes=kind.stages * _stage_bytes(kind.block_rows, kind.max_rows, norm=kind.norm),
+        shared_bytes=kind.stages * _stage_bytes(kind.block_n, kind.max_rows, norm=kind.norm),
         sm_shared_bytes=SHARED_BEFORE_ATTENTION if kind.before_attention else 0,
     )
 
@@ -187,6 +187,6 @@ def _kind(
     return _Kind(dtype, max_rows, 64, cluster, 7, norm, gate, False)
 
 
-def _stage_bytes(block_rows: int, max_rows: int, *, norm: bool) -> int:
+def _stage_bytes(block_n: int, max_rows: int, *, norm: bool) -> int:
     """Of a stage: columns of the weight's rows, of x, and of the norm."""
-    return 2 * _STAGE // block_rows * (block_rows + max_rows + norm)
+    return 2 * _STAGE // block_n * (block_n + max_rows + norm)

@@ -3,11 +3,11 @@
 
 struct alignas(16) Eight { T v[8]; };
 
-__device__ __forceinline__ Eight widened(unsigned low, unsigned high) {
+__device__ __forceinline__ Eight upcast_eight(unsigned low, unsigned high) {
   Eight y;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    unsigned two = widen(i < 2 ? low : high, i & 1);
+    unsigned two = upcast(i < 2 ? low : high, i & 1);
     y.v[2 * i] = from_float<T>(to_float(f16{(unsigned short)two}));
     y.v[2 * i + 1] = from_float<T>(to_float(f16{(unsigned short)(two >> 16)}));
   }
@@ -15,8 +15,8 @@ __device__ __forceinline__ Eight widened(unsigned low, unsigned high) {
 }
 
 // Pages are pages[0 .. *count), the same ones several times if rows share them; of 16 * `vectors` values.
-extern "C" __global__ void widen_pages(
-    const C* k, const C* v, T* wide_k, T* wide_v, const int* pages, const int* count, int vectors) {
+extern "C" __global__ void upcast_pages(
+    const C* k, const C* v, T* upcast_k, T* upcast_v, const int* pages, const int* count, int vectors) {
   wait_for_predecessor();
   start_successor();
   // A vector's page and place there, counted through: vectors of rows that share long prefixes may be more than 2^32.
@@ -25,9 +25,9 @@ extern "C" __global__ void widen_pages(
   while (page < end) {
     long long at = (long long)pages[page] * vectors + i;
     uint4 a = ((const uint4*)k)[at], b = ((const uint4*)v)[at];
-    Eight *to_k = (Eight*)wide_k + 2 * at, *to_v = (Eight*)wide_v + 2 * at;
-    to_k[0] = widened(a.x, a.y), to_k[1] = widened(a.z, a.w);
-    to_v[0] = widened(b.x, b.y), to_v[1] = widened(b.z, b.w);
+    Eight *to_k = (Eight*)upcast_k + 2 * at, *to_v = (Eight*)upcast_v + 2 * at;
+    to_k[0] = upcast_eight(a.x, a.y), to_k[1] = upcast_eight(a.z, a.w);
+    to_v[0] = upcast_eight(b.x, b.y), to_v[1] = upcast_eight(b.z, b.w);
     page += step / vectors, i += step % vectors;
     if (i >= vectors) i -= vectors, ++page;
   }

@@ -1,12 +1,12 @@
 // Matrix products of few rows (a decode's): y [M, N] = x [M, K] @ weight [N, K]^T, bound by reading the weight once.
 //
-// A block owns ROWS rows of the weight and, in a cluster of CLUSTER blocks, a share of K. Weights stream through a ring
+// A block owns BLOCK_N rows of the weight and, in a cluster of CLUSTER blocks, a share of K. Weights stream through a ring
 // in shared memory, 8 KB a stage, swizzled so that no two rows meet in a bank; the ring is filled before the kernel
 // waits for its predecessor, so the memory is never idle between kernels. Each warp multiplies 16 rows of the weight
 // with all of x on tensor cores; of few rows, several warps share K. The cluster's blocks push their sums to one
 // another, and what all have is added in order.
 //
-// ROWS: 64 for large weights, 16 for small ones, which then need no cluster to keep the multiprocessors busy.
+// BLOCK_N: 64 for large weights, 16 for small ones, which then need no cluster to keep the multiprocessors busy.
 // NORM: x is RMS-normed: y = scale(x) * ((x * norm) @ weight^T), the scale known once all of x has been multiplied.
 // GATED: the weight's first half gates its second: y [M, N / 2] = activation(gate) * up.
 // M is at most M_MAX (8 or 16), K a multiple of COLUMNS, N of 8 (GATED: of 16). T is bf16 or f16.
@@ -14,16 +14,16 @@
 #include "mma.cuh"
 
 constexpr int THREADS = 128;
-constexpr int COLUMNS = 4096 / ROWS;         // of K, of a stage
+constexpr int COLUMNS = 4096 / BLOCK_N;         // of K, of a stage
 constexpr int LINE = COLUMNS * sizeof(T);    // bytes
 constexpr int PARTS = LINE / 16;             // of 16 bytes
-constexpr int ROW_WARPS = ROWS / 16;
-constexpr int SHARERS = THREADS / 32 / ROW_WARPS;  // warps that share a row, 64 columns of a stage each
-constexpr int W_STAGE = ROWS * LINE;         // bytes
+constexpr int WARPS_N = BLOCK_N / 16;
+constexpr int WARPS_K = THREADS / 32 / WARPS_N;  // warps that share a row, 64 columns of a stage each
+constexpr int W_STAGE = BLOCK_N * LINE;         // bytes
 constexpr int X_STAGE = M_MAX * LINE;        // bytes
 constexpr int STAGE = W_STAGE + X_STAGE + (NORM ? LINE : 0);
 constexpr int AHEAD = STAGES - 1;            // stages on their way
-constexpr int SHARE = ROWS / CLUSTER;        // rows of the weight whose sums a block adds up
+constexpr int SHARE = BLOCK_N / CLUSTER;        // rows of the weight whose sums a block adds up
 constexpr int OUTPUTS = GATED ? SHARE / 2 : SHARE;
 constexpr int TILES = M_MAX / 8;
 
@@ -86,7 +86,7 @@ __device__ __forceinline__ void multiply_stage(
     // Columns 2p, 2p + 1 and 2p + 8, 2p + 9 of row g of x. Warps with the same columns divide the squares.
     auto multiply_tile = [&](int t, unsigned b0, unsigned b1) {
       if (NORM) {
-        if (k % ROW_WARPS == row_warp) square[t] += sum_squares(b0) + sum_squares(b1);
+        if (k % WARPS_N == row_warp) square[t] += sum_squares(b0) + sum_squares(b1);
         b0 = multiply(b0, low), b1 = multiply(b1, high);
       }
       mma(acc[t], a[0], a[1], a[2], a[3], b0, b1);
@@ -104,10 +104,10 @@ __device__ __forceinline__ void multiply_stage(
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) few_rows_linear(
+extern "C" __global__ void __launch_bounds__(THREADS) skinny_gemm(
     const T* x, OPTIONAL const T* norm, float eps, const T* weight, OPTIONAL const T* bias, OPTIONAL const T* residual,
     T* out, int M, int N, int K) {
-  __shared__ float sums[CLUSTER * SHARERS][SHARE][M_MAX];
+  __shared__ float sums[CLUSTER * WARPS_K][SHARE][M_MAX];
   __shared__ float squares[CLUSTER * THREADS / 32][NORM ? M_MAX : 2];  // of each warp of each block
   int rank = blockIdx.x, thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block is there
@@ -120,8 +120,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_rows_linear(
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
     int line = copied + q * LINES;
-    int row = GATED ? min(blockIdx.y * (ROWS / 2) + line % (ROWS / 2), half - 1) + (line < ROWS / 2 ? 0 : half)
-                    : min(blockIdx.y * ROWS + line, N - 1);
+    int row = GATED ? min(blockIdx.y * (BLOCK_N / 2) + line % (BLOCK_N / 2), half - 1) + (line < BLOCK_N / 2 ? 0 : half)
+                    : min(blockIdx.y * BLOCK_N + line, N - 1);
     w_from[q] = weight + (long long)row * K + begin * COLUMNS + part * 8;
   }
   auto copy_weight = [&](int stage) {
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_rows_linear(
   }
 
   float acc[TILES][4] = {}, square[TILES] = {};
-  int row_warp = warp / SHARERS, sharer = warp % SHARERS;
+  int row_warp = warp / WARPS_K, sharer = warp % WARPS_K;
   for (int i = 0; i < count; ++i) {
     wait_group<AHEAD - 1>();
     __syncthreads();
@@ -165,9 +165,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_rows_linear(
   if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks are there
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    int row = row_warp * 16 + (lane >> 2) + h * 8, column = GATED ? row % (ROWS / 2) : row;
+    int row = row_warp * 16 + (lane >> 2) + h * 8, column = GATED ? row % (BLOCK_N / 2) : row;
     int owner = column / OUTPUTS, at = column % OUTPUTS + (row == column ? 0 : OUTPUTS);
-    float* to = &sums[rank * SHARERS + sharer][at][(lane & 3) * 2];
+    float* to = &sums[rank * WARPS_K + sharer][at][(lane & 3) * 2];
 #pragma unroll
     for (int t = 0; t < TILES; ++t) push(to + t * 8, owner, acc[t][h * 2], acc[t][h * 2 + 1]);
   }
@@ -184,11 +184,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_rows_linear(
 
   int width = GATED ? half : N;
   for (int i = thread; i < M * OUTPUTS; i += THREADS) {
-    int m = i / OUTPUTS, column = i % OUTPUTS, n = blockIdx.y * (GATED ? ROWS / 2 : ROWS) + rank * OUTPUTS + column;
+    int m = i / OUTPUTS, column = i % OUTPUTS, n = blockIdx.y * (GATED ? BLOCK_N / 2 : BLOCK_N) + rank * OUTPUTS + column;
     if (n >= width) continue;
     float y = 0.f, up = 0.f, total = 0.f;
 #pragma unroll
-    for (int r = 0; r < CLUSTER * SHARERS; ++r) {
+    for (int r = 0; r < CLUSTER * WARPS_K; ++r) {
       y += sums[r][column][m];
       if (GATED) up += sums[r][column + OUTPUTS][m];
     }
