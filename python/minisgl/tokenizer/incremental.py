@@ -77,6 +77,24 @@ class TokenTable:
         return skipped
 
 
+class TableDecoder:
+    """Base of decoders that ask `tokenizers` for the texts of ids."""
+
+    def __init__(self, tokenizer: Tokenizer, table: TokenTable) -> None:
+        self._tokenizer = tokenizer
+        self._table = table
+        self.byte_of = table.byte_of
+
+    def is_special(self, token: int) -> bool:
+        return token in self._table.special
+
+    def is_unknown(self, token: int) -> bool:
+        return token not in self._table.tokens
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # as Rust reads two hexadecimal digits
 
 
@@ -188,7 +206,7 @@ class _ByteLevelStream:
 # --- decoders that map every token by itself ---
 
 
-class TokenwiseDecoder:
+class TokenwiseDecoder(TableDecoder):
     """Learns the text of each token from `tokenizers` itself, when it first comes, as what it adds to an anchor.
 
     A token's text in the middle of a sequence depends on no other token, so it is what decode([anchor, token]) has
@@ -196,9 +214,7 @@ class TokenwiseDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, table: TokenTable, anchor: int) -> None:
-        self._tokenizer = tokenizer
-        self._table = table
-        self.byte_of = table.byte_of
+        super().__init__(tokenizer, table)
         self._anchor, self._anchor_text = anchor, self.decode([anchor])
         self._texts: dict[int, str] = {}
 
@@ -209,15 +225,6 @@ class TokenwiseDecoder:
         if token in self.byte_of:
             return bytes([self.byte_of[token]])
         return b"" if self.is_unknown(token) else self.text_of([token]).encode()
-
-    def is_special(self, token: int) -> bool:
-        return token in self._table.special
-
-    def is_unknown(self, token: int) -> bool:
-        return token not in self._table.tokens
-
-    def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def text_of(self, unit: list[int]) -> str:
         """Return the text that the unit adds anywhere but at the start."""

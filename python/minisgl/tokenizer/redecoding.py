@@ -11,21 +11,19 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer
 
-from minisgl.tokenizer.incremental import ALPHABET, REPLACEMENT, TextStream, TokenTable
+from minisgl.tokenizer.incremental import ALPHABET, REPLACEMENT, TableDecoder, TextStream, TokenTable
 
 WINDOW = 16  # tokens, if fewer than half of them do not suffice as context
 MAX_WINDOW = 256  # tokens
 MAX_ANCHOR = 12  # characters of a token that may be an anchor: a letter and its marks
 
 
-class RedecodingDecoder:
+class RedecodingDecoder(TableDecoder):
     """Decodes with the library alone. `reach`: characters at the end of a text that a later token may change."""
 
     def __init__(self, tokenizer: Tokenizer, table: TokenTable, *, reach: int) -> None:
-        self._tokenizer = tokenizer
-        self._table = table
+        super().__init__(tokenizer, table)
         self.reach = reach
-        self.byte_of = table.byte_of
         self._anchors = self._find_anchors()
         self._bytes: dict[int, bytes] = {}
 
@@ -71,15 +69,6 @@ class RedecodingDecoder:
         if REPLACEMENT in text and all(code in ALPHABET for code in codes):
             return bytes(ALPHABET[code] for code in codes)
         return text.encode()
-
-    def is_special(self, token: int) -> bool:
-        return token in self._table.special
-
-    def is_unknown(self, token: int) -> bool:
-        return token not in self._table.tokens
-
-    def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class _RedecodingStream:
