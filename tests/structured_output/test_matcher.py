@@ -185,6 +185,7 @@ def test_a_tokenizer_that_llguidance_cannot_use_fails_requests_and_nothing_else(
     [
         (Grammar("choice", '["yes", "no", "yes indeed", "a/b\\n\\"c\\""]'), {"yes", "no", "yes indeed", 'a/b\n"c"'}),
         (Grammar("regex", "(red|green) apples?"), {"red apple", "red apples", "green apple", "green apples"}),
+        (Grammar("regex", "a/\\\n(b\\/|\n)"), {"a/\nb/", "a/\n\n"}),
         (Grammar("ebnf", 'root ::= ("x" | "y") "!"{1,2}'), {"x!", "x!!", "y!", "y!!"}),
         (Grammar("lark", 'start: "x" (A | "c")\nA: /[ab]/'), {"xa", "xb", "xc"}),
         (Grammar("json_schema", '{"enum": ["a", 1, null]}'), {'"a"', "1", "null"}),
@@ -212,6 +213,7 @@ def test_json_object_is_an_object(drawer: Drawer) -> None:
         (Grammar("regex", "a(?=b)"), "look-around"),
         (Grammar("regex", r"(a)\1"), "backreferences"),
         (Grammar("regex", "("), "unclosed"),
+        (Grammar("regex", "a\\"), "end with a backslash"),
         (Grammar("regex", "x" * 300_000), "262144 characters"),
         (Grammar("choice", "[]"), "1 to 10000 choices"),
         (Grammar("choice", '{"a": 1}'), "list of strings"),

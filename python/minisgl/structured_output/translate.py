@@ -52,27 +52,14 @@ def field_of(grammar: Grammar) -> str:
     return FIELDS.get(grammar.kind, "structured_outputs")
 
 
-def to_llguidance(grammar: Grammar, field: str | None = None) -> str:
+def to_llguidance(grammar: Grammar) -> str:
     """Return the grammar as llguidance's matchers take it. InvalidRequest if it is plainly wrong.
 
     Most of what can be wrong is found by a trial only (`validator`).
     """
-    named = field or field_of(grammar)
-    match grammar.kind:
-        case "json_object":
-            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=SCHEMA_OPTIONS)
-        case "json_schema":
-            return LLMatcher.grammar_from_json_schema(prepared_schema(grammar.text, named), overrides=SCHEMA_OPTIONS)
-        case "regex":
-            return LLMatcher.grammar_from_regex(grammar.text)
-        case "choice":
-            return LLMatcher.grammar_from_regex(_any_of(_choices(grammar.text, named)))
-        case "ebnf":
-            return LLMatcher.grammar_from_lark(_ebnf(grammar.text, named))
-        case "lark":
-            return LLMatcher.grammar_from_lark(grammar.text)
-        case "template":
-            raise InvalidRequest(named, NOT_COMPLETE)
+    if grammar.kind in ("json_object", "json_schema"):
+        return LLMatcher.grammar_from_json_schema(_schema(grammar), overrides=SCHEMA_OPTIONS)
+    return LLMatcher.grammar_from_lark(_as_lark(grammar))
 
 
 def ebnf_as_lark(grammar: Grammar) -> Grammar:
@@ -85,8 +72,11 @@ def unforced(grammar: Grammar) -> str:
 
     llguidance would spell that text as its tokenizer does, to which the text of a special token is that token.
     """
-    rules = grammar.text if grammar.kind == "lark" else lark_rule("start", grammar)
-    return f'%llguidance {{"no_forcing": true}}\n{rules}'
+    return f'%llguidance {{"no_forcing": true}}\n{_as_lark(grammar)}'
+
+
+def _as_lark(grammar: Grammar) -> str:
+    return grammar.text if grammar.kind == "lark" else lark_rule("start", grammar)
 
 
 def names_any(grammar: Grammar, special_tokens: Iterable[str]) -> bool:
@@ -108,12 +98,10 @@ def lark_rule(name: str, grammar: Grammar) -> str:
     named = field_of(grammar)
     grammar.check_size(named)
     match grammar.kind:
-        case "json_object":
-            return _json_rule(name, {"type": "object"})
-        case "json_schema":
-            return _json_rule(name, prepared_schema(grammar.text, named))
+        case "json_object" | "json_schema":
+            return _json_rule(name, _schema(grammar))
         case "regex":
-            return f"{name}: /{_within_slashes(grammar.text)}/"
+            return f"{name}: /{_within_slashes(grammar.text, named)}/"
         case "choice":
             return f"{name}: /{_any_of(_choices(grammar.text, named))}/"
         case "ebnf":
@@ -153,10 +141,21 @@ def _marker(marker: str, tokens: Mapping[str, int]) -> str:
     return text_literal(marker) if index is None else f"<[{index}]>"
 
 
-def _within_slashes(expression: str) -> str:
+def _within_slashes(expression: str, field: str) -> str:
     """Write a regular expression as Lark takes it between slashes."""
-    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", expression, flags=re.DOTALL)
-    return escaped.replace("\n", r"\n")
+
+    def escaped(found: re.Match[str]) -> str:
+        if found[0] == "\\":
+            raise InvalidRequest(field, "a regular expression cannot end with a backslash")
+        if found[0] == "/":
+            return r"\/"
+        return r"\n" if found[0].endswith("\n") else found[0]
+
+    return re.sub(r"\\.?|[/\n]", escaped, expression, flags=re.DOTALL)
+
+
+def _schema(grammar: Grammar) -> dict[str, object]:
+    return {"type": "object"} if grammar.kind == "json_object" else prepared_schema(grammar.text, field_of(grammar))
 
 
 def _json_rule(name: str, schema: dict[str, object]) -> str:
