@@ -103,7 +103,11 @@ class AttentionPlan(Protocol):
 
 
 class GraphedDecode(Protocol):
-    """A backend's part in one captured decode of a fixed number of rows, and in its replays."""
+    """A backend's part in one captured decode of a fixed number of rows, and in its replays.
+
+    For FlashInfer, which plans on the host. No other backend captures decodes under a window on 8.x, nor on 10.x and
+    later what fused decode does not support: more than 8 query heads a KV head, or pages that are no power of two.
+    """
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """Plan as `AttentionBackend.plan` does, once before the capture and once during it.

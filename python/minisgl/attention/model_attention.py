@@ -52,10 +52,13 @@ class ModelAttention:
     @property
     def kv_layout(self) -> KVLayout:
         """Layout of the pool that these layers attend to."""
+        upcast = {layer.upcast_stores for layer in self.layers} - {()}
+        if len(upcast) > 1:
+            raise ValueError("layers whose FP8 pages are upcast share one buffer, so they must store alike")
         return KVLayout(
             page_size=self.layers[0].spec.page_size,
             layers=tuple(layer.spec.kv_stores() for layer in self.layers),
-            upcast=next((layer.upcast_stores for layer in self.layers if layer.upcast_stores), ()),
+            upcast=upcast.pop() if upcast else (),
         )
 
     def begin_compiling(self, max_rows: int) -> None:
