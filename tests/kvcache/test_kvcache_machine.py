@@ -233,7 +233,7 @@ class Requests(RuleBasedStateMachine):
         return True
 
     def write(self, request: Running) -> None:
-        """What a prefill or decode step stores; only to pages that the request owns."""
+        """Store the KV of a prefill or decode step; only to pages that the request owns."""
         for i, page in enumerate(request.row):
             if page in request.private:
                 self.content[page] = tuple(request.tokens[: (i + 1) * self.page_size])

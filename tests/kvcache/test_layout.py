@@ -1,4 +1,4 @@
-"""What pages and slots cost: the arithmetic of a layout, and the tensors that a pool makes of it."""
+"""Bytes of pages and slots in a layout, and the tensors that a pool makes of it."""
 
 from __future__ import annotations
 

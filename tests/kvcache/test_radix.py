@@ -206,7 +206,7 @@ def test_a_parent_goes_after_its_children() -> None:
 
 
 def test_an_unlock_is_a_use() -> None:
-    """What was read until a moment ago is not the oldest, however long ago it was matched."""
+    """A prefix that was read until a moment ago is not the oldest, however long ago it was matched."""
     cache = RadixCache(page_size=1)
     running = cache.insert(ids(1), ids(10)).handle
     cache.lock(running)
@@ -282,7 +282,7 @@ def test_a_second_insert_takes_no_page_twice() -> None:
 
 
 def test_a_second_unlock_is_noticed() -> None:
-    """Also when another request holds the same prefix, whose lock it would take."""
+    """Not even when another request holds the same prefix, whose lock it would take."""
     cache = RadixCache(page_size=1)
     cache.insert(ids(1, 2), ids(10, 11))
     ours, theirs = cache.match(ids(1, 2)), cache.match(ids(1, 2))
