@@ -125,7 +125,6 @@ class ChatWriter:
         self._created = int(time.time())
         self._options = options
         self._choices: list[Choice] = []
-        self._request: OpenRequest | None = None
         self._told_prompt = False  # its ids and log-probabilities have left
 
     def begin(self, request: OpenRequest) -> None:
@@ -166,7 +165,6 @@ class ChatWriter:
     def _event(self, choice: ChatChunkChoice, delta: Delta) -> bytes:
         usage: Usage | UnsetType | None = None if self._options.include_usage else UNSET
         if self._options.continuous_usage:
-            assert self._request is not None
             usage = self._with_details(usage_of(self._request))
         chunk = ChatChunk(self.id, self._created, self._options.model, [choice], usage, *self._of_prompt([delta]))
         return server_sent_event(chunk)
@@ -211,7 +209,6 @@ class ChatWriter:
         self._told_prompt = True
         ids: list[int] | UnsetType = UNSET
         if self._options.token_ids:
-            assert self._request is not None
             ids = unpack_ids(self._request.prompt_ids[0]).tolist()
         top = self._options.prompt_logprobs
         return ids, UNSET if top is None else prompt_logprobs(deltas[0].prompt_logprobs, top)

@@ -189,7 +189,6 @@ class GenerateWriter:
     def __init__(self, body: GenerateBody) -> None:
         self._body = body
         self.id = f"gen-{uuid.uuid4().hex}"
-        self._end: Delta | None = None
 
     def begin(self, request: OpenRequest) -> None:
         self._text = ChoiceText(self._body, request, 0)
@@ -201,7 +200,6 @@ class GenerateWriter:
         return b"" if text is None else server_sent_event(Generated(self.id, *text))
 
     def last_events(self, usage: Usage) -> bytes:
-        assert self._end is not None
         end = Generated(self.id, "", finish_reason=self._end.finish, stop_reason=self._end.stop_reason, usage=usage)
         return server_sent_event(end)
 

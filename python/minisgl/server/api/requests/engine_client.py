@@ -1,7 +1,7 @@
 """The engine as the API server sees it: requests go out to the tokenizer workers, their answers come in.
 
 `EngineClient` owns every open request. The map from sequence to request is the truth: a sequence is in it from before
-its Generate is sent until its last piece arrives, it is refused, or it is aborted. Whoever takes it out of the map
+its Generate is sent until its last output arrives, it is refused, or it is aborted. Whoever takes it out of the map
 does the one thing that belongs to that, so each sequence ends exactly once, and what comes after is dropped and
 counted. Prompts that wait for the tokenizer have a map of their own, because Accepted and OutputDeltas come from
 different processes and nothing orders them. Everything here runs on the event loop's thread.

@@ -36,16 +36,16 @@ class Delta:
         self._texts: list[str] = []
         self._ids: list[PackedIds] = []
 
-    def add(self, piece: OutputDelta) -> None:
-        self._texts.append(piece.text)
-        self._ids.append(piece.ids)
-        if piece.logprobs:
-            self.logprobs += piece.logprobs
-        if piece.prompt_logprobs:
-            self.prompt_logprobs = piece.prompt_logprobs
-        if piece.finish is not None:
-            self.finish = piece.finish
-            self.ended_by = piece.stop_reason
+    def add(self, output: OutputDelta) -> None:
+        self._texts.append(output.text)
+        self._ids.append(output.ids)
+        if output.logprobs:
+            self.logprobs += output.logprobs
+        if output.prompt_logprobs:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.finish is not None:
+            self.finish = output.finish
+            self.ended_by = output.stop_reason
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -59,7 +59,7 @@ class Delta:
 
     @property
     def pieces(self) -> Iterator[tuple[str, int]]:
-        """Text as it came, piece by piece, each with its number of ids."""
+        """Text as it came, in pieces, each with its number of ids."""
         return zip(self._texts, map(num_ids, self._ids), strict=True)
 
     @property
@@ -181,27 +181,27 @@ class OpenRequest:
         self._metrics.prompt(num_tokens)
         self._num_accepted += 1
 
-    def put(self, piece: OutputDelta, now: float) -> None:
+    def put(self, output: OutputDelta, now: float) -> None:
         """Take output of a choice that came at this time of `perf_counter`."""
-        index = piece.seq_id - self.seq_ids.start
+        index = output.seq_id - self.seq_ids.start
         clock = self._clocks[index]
-        if piece.ids:
-            clock.tokens(num_ids(piece.ids), now)
-        if piece.finish is not None:
-            clock.end(piece.finish, now)
-            if piece.finish in ("abort", "error"):
-                names = self.field_names(piece.seq_id)
-                self.fail(no_allowed_token(names) if piece.excluded else generation_failed())
+        if output.ids:
+            clock.tokens(num_ids(output.ids), now)
+        if output.finish is not None:
+            clock.end(output.finish, now)
+            if output.finish in ("abort", "error"):
+                names = self.field_names(output.seq_id)
+                self.fail(no_allowed_token(names) if output.excluded else generation_failed())
                 return
         delta = self._pending.get(index)
         if delta is None:
             delta = self._pending[index] = Delta(index, self.job.sampling.stop_token_ids)
-        delta.add(piece)
-        self.completion_tokens += num_ids(piece.ids)
-        if piece.finish is not None:
+        delta.add(output)
+        self.completion_tokens += num_ids(output.ids)
+        if output.finish is not None:
             prompt = index // self.job.n
-            cached = self._cached_tokens.get(prompt, piece.cached_tokens)
-            self._cached_tokens[prompt] = min(cached, piece.cached_tokens)
+            cached = self._cached_tokens.get(prompt, output.cached_tokens)
+            self._cached_tokens[prompt] = min(cached, output.cached_tokens)
             self._num_finished += 1
 
     def deliver(self) -> None:
