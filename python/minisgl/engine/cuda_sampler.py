@@ -92,7 +92,7 @@ class CudaSampler:
     def process(self, logits: Tensor, slots: Tensor, state: SlotState, bitmask: Tensor | None) -> Tensor:
         """Compute `engine.processing.process_logits` of logits whose rows are contiguous."""
         rows, vocab = logits.shape
-        asked = state.processing
+        tables = state.processing
         processed = torch.empty((rows, vocab), dtype=torch.float32, device=logits.device)
         process_logits = self._compiler.kernel(_process_spec, logits.dtype)
         process_logits(
@@ -105,21 +105,21 @@ class CudaSampler:
             tokens=state.tokens,
             tokens_stride=state.tokens.stride(0),
             lengths=state.lengths,
-            prompt_lens=asked.prompt_lens,
-            presence_penalty=asked.presence_penalty,
-            frequency_penalty=asked.frequency_penalty,
-            repetition_penalty=asked.repetition_penalty,
-            min_tokens=asked.min_tokens,
-            stop_ids=asked.stop_ids,
-            n_stop_ids=asked.stop_ids.shape[1],
-            bias_ids=asked.bias_ids,
-            biases=asked.biases,
-            n_biases=asked.bias_ids.shape[1],
-            bad_words=asked.bad_words,
-            n_bad_words=asked.bad_words.shape[1],
-            is_restricted=asked.is_restricted,
-            allowed=asked.allowed,
-            n_allowed=asked.allowed.shape[1],
+            prompt_lens=tables.prompt_lens,
+            presence_penalty=tables.presence_penalty,
+            frequency_penalty=tables.frequency_penalty,
+            repetition_penalty=tables.repetition_penalty,
+            min_tokens=tables.min_tokens,
+            stop_ids=tables.stop_ids,
+            n_stop_ids=tables.stop_ids.shape[1],
+            bias_ids=tables.bias_ids,
+            biases=tables.biases,
+            n_biases=tables.bias_ids.shape[1],
+            bad_words=tables.bad_words,
+            n_bad_words=tables.bad_words.shape[1],
+            is_restricted=tables.is_restricted,
+            allowed=tables.allowed,
+            n_allowed=tables.allowed.shape[1],
             out=processed,
             vocab=vocab,
         )

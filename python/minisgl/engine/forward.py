@@ -201,11 +201,11 @@ class StepRunner:
         `bitmask` as in Sampler.sample; `replay` chooses in its place. `processed_logprobs`: of the logits as they are
         before the filters, else as the model gave them.
         """
-        plan, logits, slots = batch.logprobs, forwarded.logits, forwarded.slots
-        if plan is not None:
-            rows = upload(plan.rows.astype(np.int64), self.state.device)
+        wanted, logits, slots = batch.logprobs, forwarded.logits, forwarded.slots
+        if wanted is not None:
+            rows = upload(wanted.rows.astype(np.int64), self.state.device)
             scored = logits[rows]
-            if processed_logprobs and len(plan.rows) > 0:  # before the sampling, which makes the slots longer
+            if processed_logprobs and len(wanted.rows) > 0:  # before the sampling, which makes the slots longer
                 scored = self._processed(scored, slots[rows], None if bitmask is None else bitmask[rows])
         if replay is not None:
             tokens = replay()
@@ -213,9 +213,9 @@ class StepRunner:
             tokens = slots.int()
         else:
             tokens = self.sampler.sample(logits, slots, self.state, batch.flags, bitmask)
-        if plan is None:
+        if wanted is None:
             return StepResult(tokens)
-        output = compute_logprobs(scored.__getitem__, tokens[rows].long(), scored.shape[1], plan.top)
+        output = compute_logprobs(scored.__getitem__, tokens[rows].long(), scored.shape[1], wanted.top)
         return StepResult(tokens, output, forwarded.prompt_logprobs)
 
     def _processed(self, logits: Tensor, slots: Tensor, bitmask: Tensor | None) -> Tensor:

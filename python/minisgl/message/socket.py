@@ -102,7 +102,7 @@ class Inbox(Generic[T]):
 
 
 class Sender(Protocol[T_contra]):
-    """The one thing asked of an outbox."""
+    """Outbox as its users see it."""
 
     def send(self, message: T_contra, /) -> None: ...
 

@@ -48,12 +48,12 @@ class OutputDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seq_id: int
     ids: PackedIds
     text: str
-    finish: FinishReason | None = None  # set in exactly one piece, the last
-    cached_tokens: int = 0  # in the last piece
-    stop_reason: str | int | None = None  # in the last piece: the stop string or stop token that ended it
+    finish: FinishReason | None = None  # set in exactly one delta, the last
+    cached_tokens: int = 0  # in the last delta
+    stop_reason: str | int | None = None  # in the last delta: the stop string or stop token that ended it
     logprobs: list[PositionLogprobs] = []  # of the ids, if asked for
-    prompt_logprobs: list[PositionLogprobs] = []  # in the first piece, if asked for: of all ids but the first
-    excluded: bool = False  # in the last piece: the error is that no allowed token could follow the grammar
+    prompt_logprobs: list[PositionLogprobs] = []  # in the first delta, if asked for: of all ids but the first
+    excluded: bool = False  # in the last delta: the error is that no allowed token could follow the grammar
 
 
 class OutputDeltas(msgspec.Struct, frozen=True, tag=True):

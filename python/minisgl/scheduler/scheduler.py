@@ -263,7 +263,7 @@ class Scheduler:
     # --- a step is complete -----------------------------------------------------------------------------------
 
     def complete(self, batch: Batch, result: StepResult[AnyArray]) -> None:
-        """Take the tokens that a step sampled, one for each row that samples, in row order; and what its plan asked."""
+        """Take what a step brought: a token for each row that samples, in row order, and log-probabilities."""
         table, tokens = self._table, result.tokens
         slots = batch.slots[batch.needs_sample].astype(np.intp)
         if batch.logprobs is not None:
