@@ -6,8 +6,13 @@
 // softmax of its own. The new token never takes the way through memory: it is one more partial result. At the end
 // warps merge through shared memory, and blocks by pushing their shares to one another.
 //
-// A long row is cut into chunks, by its own length alone. Its own cluster takes the first; the others are dealt to the
-// helpers, the clusters that the grid has beyond the rows. Who finishes the last chunk of a row merges them all.
+// A long row is cut into splits (chunks), by its own length alone. Its own cluster takes the first; the others are dealt to
+// the spare clusters, which the grid has beyond the rows. Who finishes the last split of a row merges them all.
+//
+// Lane 5 of warp 1 of the cluster's first block, with HEAD_DIM 128, 16-bit K and V, WARPS 4 and CLUSTER 2: the warp takes the
+// tiles 1, 9, 17, ... of its split (a STEP is 8). Of a tile's K the lane loads tokens 1 and 9 (g = lane / 4 = 1), dimensions 8 to 15, 40
+// to 47, 72 to 79 and 104 to 111 (p = lane % 4 = 1); of its V tokens 2, 3, 10 and 11, dimensions 8 to 15 and 72 to 79. Its
+// scores are those of the query heads 2 and 3 with the tokens 1 and 9.
 //
 // Scores are computed as K [16 tokens, dims] @ q^T [dims, 8 heads], the output as V^T [dims, 16 tokens] @ p^T [16 tokens,
 // 8 heads]. Dimensions and tokens are summed over, so their order may be any as long as both operands agree: each

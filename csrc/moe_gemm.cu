@@ -1,10 +1,13 @@
-// The two products of a mixture of experts, each over all experts in one launch: a block takes OUTPUTS columns of the
-// output for one tile of at most BLOCK_M (token, expert) pairs of one expert (see moe.cu).
+// Grouped products of a mixture of experts, two in a layer, each over all experts in one launch: a block takes OUTPUTS
+// columns of the output for one tile of at most BLOCK_M (token, expert) pairs of one expert (see moe.cu).
 //
 // The expert's weight is the left operand of the tensor-core instructions, so that a tile may be as narrow as 8 or 16
 // pairs, as in a decode. Both operands stream through shared memory in STAGES of BLOCK_K values.
 // A warp has PAIRS twice 16 rows of the weight (for the gated product the gate's and the up matrix's rows of the same
 // outputs) and TILES times 8 pairs; WARPS_N x WARPS_M warps a block. T is bf16 or f16, K and N multiples of 8.
+// For example lane 5 of warp 1 with PAIRS 1, WARPS_N 4, WARPS_M 1 and TILES 2, gated, where HALF is 64: the warp has outputs
+// 16 to 31 of the block's 64, from the weight's rows 16 to 31 (gate) and 80 to 95 (up) of the block's 128. By `mma`'s map
+// (mma.cuh) the lane's acc[0][0][t] are the gates of outputs 17 and 25 for the pairs 8t + 2 and 8t + 3, acc[1][0][t] the ups.
 // WARPGROUP: four warps at a time multiply together with Hopper's wgmma (sm_90a), straight from shared memory; then
 // PAIRS is 1, WARPS_N a multiple of 4, WARPS_M 1 and TILES 16.
 // ROUTE: for few tokens; each pair is a tile, and each block finds out its expert itself, without a plan.

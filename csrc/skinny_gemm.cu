@@ -1,10 +1,15 @@
-// Matrix products of few rows (a decode's): y [M, N] = x [M, K] @ weight [N, K]^T, bound by reading the weight once.
+// Skinny matrix products, of a small decode's few rows: y [M, N] = x [M, K] @ weight [N, K]^T, bound by reading the weight once.
 //
-// A block owns BLOCK_N rows of the weight and, in a cluster of CLUSTER blocks, a share of K. Weights stream through a ring
-// in shared memory, 8 KB a stage, swizzled so that no two rows meet in a bank; the ring is filled before the kernel
-// waits for its predecessor, so the memory is never idle between kernels. Each warp multiplies 16 rows of the weight
-// with all of x on tensor cores; of few rows, several warps share K. The cluster's blocks push their sums to one
-// another, and what all have is added in order.
+// A block computes BLOCK_N columns of y, which are rows of the weight; in a cluster of CLUSTER blocks each takes a part of K.
+// Weights stream through a ring in shared memory, 8 KB a stage, swizzled so that no two rows meet in a bank; the ring is
+// filled before the kernel waits for its predecessor, so the memory is never idle between kernels. Each warp multiplies 16
+// rows of the weight with all of x on tensor cores; where BLOCK_N is 16, four warps divide the stage's columns. The
+// cluster's blocks push their sums to one another, and each adds up its share of them in a fixed order.
+//
+// The weight is the left operand of `mma` (mma.cuh), x the right one. For example lane 5 of warp 1, with BLOCK_N 64 and M_MAX
+// 8: the warp has rows 16 to 31 of the block's 64, so the lane's sums acc[0] are y[2][17], y[3][17], y[2][25], y[3][25]
+// (g = 1, p = 1), as far as its block's part of K goes. With BLOCK_N 16 warp 1 has rows 0 to 15, and columns 64 to 127 of a
+// stage's 256: the lane's sums are those of y[2][1], y[3][1], y[2][9], y[3][9] over these columns.
 //
 // BLOCK_N: 64 for large weights, 16 for small ones, which then need no cluster to keep the multiprocessors busy.
 // NORM: x is RMS-normed: y = scale(x) * ((x * norm) @ weight^T), the scale known once all of x has been multiplied.
@@ -161,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) skinny_gemm(
     multiply_stage(memory + i % STAGES * STAGE, acc, square, row_warp, sharer);
   }
 
-  // A thread has, of the weight's rows g and g + 8 of its warp's 16, the columns 2p and 2p + 1 of each eight rows of x.
+  // A lane has sums of the rows g and g + 8 of its warp's 16 of the weight, and of the rows 2p and 2p + 1 of each 8 of x.
   if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks are there
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

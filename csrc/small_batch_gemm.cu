@@ -1,10 +1,13 @@
-// Matrix products of tens of rows (a decode of a batch): y [M, N] = x [M, K] @ weight [N, K]^T, M up to 64, on Hopper.
+// Matrix products of tens of rows, of a decode of a batch: y [M, N] = x [M, K] @ weight [N, K]^T, M up to 64, on Hopper.
 //
-// A block owns BLOCK_N rows of the weight and, in a cluster of SPLIT blocks, a share of K. One of its threads, the
+// A block computes BLOCK_N columns of y, which are rows of the weight; in a cluster of SPLIT blocks each takes a part of K. One of its threads, the
 // producer, asks the tensor memory accelerator for stages of 64 columns of the weight's rows and of all of x, which
 // arrive swizzled in a ring in shared memory. A warpgroup multiplies x (the left operand, with zeros beyond its M rows)
 // with the weight's rows (the right one) by wgmma, straight from the ring. In the end the blocks of a cluster push their
 // sums to one another, and each adds up those of its part of x's rows, in order.
+//
+// wgmma leaves the sums in registers as `mma` does (mma.cuh), 16 rows of x for each warp: lane 5 of warp 1 has acc[t] of
+// y[17][8t + 2], y[17][8t + 3], y[25][8t + 2] and y[25][8t + 3], columns counted from the block's first.
 //
 // Weights do not depend on the kernel before this one: the ring is filled with them before waiting for it.
 //

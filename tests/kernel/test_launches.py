@@ -88,6 +88,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "minisgl.kernel.compile", compile_module)
     monkeypatch.setattr("minisgl.engine.queue.kernels_missing", lambda _: None)
+    monkeypatch.setattr("minisgl.attention.page_kernels.has_kernels", lambda _: True)
     properties = SimpleNamespace(multi_processor_count=132, memory_clock_rate=2619000, memory_bus_width=5120)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     yield names
@@ -224,7 +225,7 @@ def run_moe(dtype: torch.dtype) -> None:
 
 def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:
     from minisgl.attention.fused import FusedDecode
-    from minisgl.attention.page_kernels import PageUpcaster, _KernelFlattener
+    from minisgl.attention.page_kernels import PageUpcaster
 
     spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=dtype, fp8_kv=True)
     fused = FusedDecode(spec, CPU)
@@ -234,13 +235,11 @@ def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:
     caches = [torch.zeros(2, 16, 2, 128).to(cache) for _ in range(2)]
     rows = fused.rows(slots, lengths, table, 64)
     rows.forward(torch.zeros(3, 12 * 128, dtype=dtype), Heads(8, 2, torch.zeros(99, 128), None, None), *caches)
-    starts, last, pages = (torch.zeros(n, dtype=torch.int32) for n in (10, 9, 181))
-    _KernelFlattener(CPU)(table, table[:, 0].contiguous(), 16, starts, last, pages)
     upcaster = PageUpcaster(spec, CPU)
     upcast = tuple(torch.zeros(2, 16, 2, 128, dtype=dtype) for _ in range(2))
     pool: Any = SimpleNamespace(keys=lambda _: caches[0], values=lambda _: caches[1], upcast_buffer=upcast)
     inputs: Any = SimpleNamespace(page_table=table, kv_lens_device=table[:, 0].contiguous())
-    upcaster.upcast(0, pool, upcaster.find_pages(inputs))
+    upcaster.upcast(0, pool, upcaster.list_pages(inputs))
 
 
 def run_sampling(dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ def make_ops(device: torch.device) -> Ops:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether csrc/ can be compiled and run for this device; says so if a GPU lacks them."""
+    """Return True if csrc/ can be compiled and run for this device; log what a GPU lacks."""
     missing = kernels_missing(device)
     if missing is not None and device.type == "cuda":
         logger.warning("the kernels of csrc/ need %s; torch is used, slower", missing)
@@ -37,7 +37,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def kernels_missing(device: torch.device) -> str | None:
-    """What csrc/ needs to be compiled and run for this device and is not there, or None."""
+    """Name what csrc/ needs to be compiled and run for this device and is not there, or return None."""
     if device.type != "cuda":
         return "a GPU"
     why = import_error("cuda.core", "cuda-core", "cuda") or import_error("cuda.bindings", "cuda-bindings", "cuda")
@@ -65,7 +65,7 @@ def driver_missing(compiler: tuple[int, int], driver: tuple[int, int]) -> str | 
 
 
 def import_error(module: str, package: str, extra: str) -> str | None:
-    """Why a module of an optional package cannot be imported, in one line, or None."""
+    """Say in one line why a module of an optional package cannot be imported, or return None."""
     if not _is_installed(module):
         return f"the package {package} is not installed (pip install 'minisgl[{extra}]')"
     try:
@@ -76,7 +76,10 @@ def import_error(module: str, package: str, extra: str) -> str | None:
 
 
 def _is_installed(module: str) -> bool:
-    """True if the module's distribution is there; several share a namespace such as `cuda`, which has no file."""
+    """Return True if the module's distribution is there.
+
+    Several distributions share a namespace such as `cuda`, which has no file.
+    """
     top, _, rest = module.partition(".")
     spec = importlib.util.find_spec(top)
     if spec is None or spec.origin is not None or not rest:
@@ -85,13 +88,13 @@ def _is_installed(module: str) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """The kind of an error and the first line of its text."""
+    """Return the kind of an error and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _cuda_versions() -> tuple[tuple[int, int], tuple[int, int]]:
-    """CUDA (major, minor) of NVRTC and of the driver."""
+    """Return CUDA's (major, minor) of NVRTC and of the driver."""
     from cuda.bindings import driver, nvrtc
 
     error, number = driver.cuDriverGetVersion()

@@ -20,7 +20,7 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How a layer's q, k and v are made from their product.
+    """Making of a layer's q, k and v from their product.
 
     cos_sin is float32 [max_positions, head_dim]: cosines in the first half of the last axis, sines in the second; the
     rotation pairs dimension i with i + head_dim / 2 (the "neox" layout).
@@ -55,7 +55,7 @@ class KernelNeeds:
 
 
 class DecodeInputs(NamedTuple):
-    """Of each row: its newest token and that one's place."""
+    """Newest token and its place in the KV pool, per row."""
 
     input_ids: Tensor  # [rows] int64
     positions: Tensor  # [rows] int64
@@ -92,7 +92,7 @@ class Weight(Protocol):
 
 
 class Ops(Protocol):
-    """What a layer computes besides attention. Results have the dtype of the input; sums are float32."""
+    """Operations of a layer besides attention. Results have the dtype of the input; sums are float32."""
 
     def begin_compiling(self, needs: KernelNeeds, /) -> None:
         """Begin, in threads, to compile what otherwise is compiled at its first use. Costs nothing where nothing is."""
@@ -101,8 +101,10 @@ class Ops(Protocol):
     def decode_inputs(
         self, slots: Tensor, tokens: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, *, pages: bool
     ) -> DecodeInputs:
-        """What a decode of `slots` [rows] int64 begins with, from all slots' tokens [slots, max_len], lengths [slots]
-        and page table [slots, max_pages], int32. Without `pages` the rows of the page table are left out.
+        """Gather the inputs of a decode of `slots` [rows] int64 from int32 tables of all slots: tokens
+        [slots, max_len], lengths [slots] and page table [slots, max_pages].
+
+        Without `pages` the rows of the page table are left out.
         """
         ...
 
@@ -162,5 +164,5 @@ class Ops(Protocol):
         ...
 
     def moe_graph_safe(self, w13: Tensor, w2: Tensor, routing: Routing, /) -> bool:
-        """Whether `moe` with these launches the same work whatever its data, so that a CUDA graph may hold it."""
+        """Return True if `moe` launches the same work with these whatever its data, as a CUDA graph demands."""
         ...

@@ -21,7 +21,7 @@ _TOKENS = 64  # normed and rotated at a time, for the same reason
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for products of bfloat16 and torch has the kernels that use them."""
+    """Return True if this CPU has instructions for products of bfloat16 and torch has the kernels that use them."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     found = torch.cpu.get_capabilities()
@@ -105,7 +105,7 @@ class PackedWeight:
 def _norm_rope_store(
     heads: Heads, keys: Tensor, values: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, out_cache_loc: Tensor
 ) -> Tensor:
-    """As Ops.norm_rope_store, with caches of [slots, kv_heads, head_dim] and the factors of CpuOps._rotation."""
+    """Do Ops.norm_rope_store on caches of [slots, kv_heads, head_dim], with the factors of CpuOps._rotation."""
     num_q, num_rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
     rows = qkv.view(len(qkv), num_rotated + heads.num_kv_heads, -1)
     wide = rows[:, :num_rotated].to(torch.float32, copy=True)

@@ -87,14 +87,14 @@ class CudaMoe:
 
     @staticmethod
     def supports(w13: Tensor, w2: Tensor, top_k: int) -> bool:
-        """Whether the kernels can do a layer of these weights, whatever the number of tokens."""
+        """Return True if the kernels can do a layer of these weights, whatever the number of tokens."""
         experts, hidden, intermediate = w2.shape
         sizes = hidden % 8 == 0 and intermediate % 8 == 0 and experts <= _MAX_EXPERTS and top_k <= _MAX_TOP_K
         whole = w13.is_contiguous() and w2.is_contiguous()
         return sizes and whole and w2.dtype in (torch.bfloat16, torch.float16)
 
     def __call__(self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, routing: Routing) -> Tensor:
-        """As Ops.moe."""
+        """Compute Ops.moe."""
         x, router_logits, top_k = x.contiguous(), router_logits.contiguous(), routing.top_k
         tokens, hidden = x.shape
         experts, _, intermediate = w2.shape

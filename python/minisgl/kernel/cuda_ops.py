@@ -91,7 +91,7 @@ class CudaOps:
         return x if norm is None else self.rms_norm(x, norm)
 
     def _norm_for_skinny(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
-        """x and the norm it lacks."""
+        """Return x and the norm that it still lacks."""
         if norm is not None and _norms_late(x.dtype, norm.weight.dtype):
             return x, norm
         return self._normed(x, norm), None
@@ -108,7 +108,7 @@ class CudaOps:
         return self.activate_and_mul(F.linear(x, weight, bias), activation)
 
     def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """[T, 2 * I] -> [T, I]: activation of the first half times the second."""
+        """Return activation(first half) * second half of each row: [T, 2 * I] -> [T, I]."""
         tokens, width = gate_up.shape
         if not _vectorizes(gate_up, width // 2):
             return activate_and_mul(gate_up, activation)
@@ -240,11 +240,11 @@ def _norm_rope_store(dtype: torch.dtype, cache: torch.dtype, norm_dtype: torch.d
 
 
 def _vectorizes(x: Tensor, size: int) -> bool:
-    """Rows of this size can be read 16 bytes at a time."""
+    """Return True if rows of this size can be read 16 bytes at a time."""
     return x.is_contiguous() and size * x.itemsize % _VECTOR_BYTES == 0
 
 
 def _row_threads(x: Tensor, size: int) -> int:
-    """Threads for one row: one for each 16 bytes, in whole warps, at most 1024."""
+    """Return the threads for one row: one for each 16 bytes, in whole warps, at most 1024."""
     vectors = size * x.itemsize // _VECTOR_BYTES
     return min(-(-vectors // 32) * 32, 1024)

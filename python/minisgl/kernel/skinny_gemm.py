@@ -25,7 +25,7 @@ _RING_BEFORE_ATTENTION = 56 << 10  # bytes at most: two blocks leave room for so
 
 
 class _Kind(NamedTuple):
-    """What a kernel is compiled for."""
+    """Macros of skinny_gemm.cu, and what the launch needs besides."""
 
     dtype: torch.dtype
     max_rows: int  # of x
@@ -56,7 +56,7 @@ class SkinnyGemm:
         self._compiler.begin(map(_spec, kinds))
 
     def supports(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether x [M, K] @ weight [N, K]^T is one that the kernel is for."""
+        """Return True if x [M, K] @ weight [N, K]^T is a product that the kernel is for."""
         rows, size = x.shape
         return _supports(x.dtype, rows, len(weight), size) and x.is_contiguous() and weight.is_contiguous()
 
@@ -188,5 +188,5 @@ def _kind(
 
 
 def _stage_bytes(block_n: int, max_rows: int, *, norm: bool) -> int:
-    """Of a stage: columns of the weight's rows, of x, and of the norm."""
+    """Size of a stage: columns of the weight's rows, of x, and of the norm."""
     return 2 * _STAGE // block_n * (block_n + max_rows + norm)

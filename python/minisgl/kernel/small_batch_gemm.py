@@ -27,7 +27,7 @@ _RING_BYTES = {1: 220 << 10, 2: 110 << 10, 3: 73 << 10}  # of shared memory, by 
 
 
 class _Kind(NamedTuple):
-    """What a kernel is compiled for."""
+    """Macros of small_batch_gemm.cu, and what the launch needs besides."""
 
     dtype: torch.dtype
     block_n: int  # of the weight
@@ -55,7 +55,7 @@ class SmallBatchGemm:
         self._compiler.begin(map(_spec, kinds))
 
     def supports(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether x [M, K] @ weight [N, K]^T is one that the kernel is for. Of fewer rows, skinny_gemm.py is faster."""
+        """Return True if x [M, K] @ weight [N, K]^T is for this kernel; skinny_gemm.py has fewer rows."""
         rows, size = x.shape
         return (
             16 < rows <= MAX_ROWS
@@ -137,7 +137,7 @@ def _spec(kind: _Kind) -> KernelSpec:
 def _kind(
     dtype: torch.dtype, width: int, size: int, num_sms: int, *, gate: Activation | None, before_attention: bool
 ) -> _Kind:
-    """How the work of x [rows, size] @ weight [width, size]^T is divided.
+    """Divide the work of x [rows, size] @ weight [width, size]^T.
 
     As evenly among the multiprocessors as can be, while a block reads no more of x than of the weight by far: what
     reaches a multiprocessor from L2 is limited, too. Before attention each has but one block, with the
