@@ -23,9 +23,8 @@ from minisgl.core import SamplingFlags, SamplingParams
 from minisgl.engine.cuda_sampler import CudaSampler
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
-from minisgl.kernel.base import Heads, Norm, Ops
+from minisgl.kernel.base import Heads, Norm, Ops, Routing
 from minisgl.kernel.cuda_ops import CudaOps
-from minisgl.kernel.options import Routing
 from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool

@@ -12,7 +12,7 @@ import torch
 from measuring.shapes import make_shape
 from minisgl.distributed import SingleRank
 from minisgl.engine.graphs import decode_graph_sizes, prefill_graph_sizes
-from minisgl.kernel.options import Routing
+from minisgl.kernel.base import Routing
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.decoder import CausalLM

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from minisgl.kernel.base import Heads, Norm, Ops
-from minisgl.kernel.options import Activation
+from minisgl.kernel.base import Activation, Heads, Norm, Ops
 from minisgl.kernel.torch_ops import TorchOps
 
 pytestmark = pytest.mark.gpu

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel.base import Ops
-from minisgl.kernel.options import Routing
+from minisgl.kernel.base import Ops, Routing
 from minisgl.kernel.torch_ops import TorchOps
 
 pytestmark = pytest.mark.gpu

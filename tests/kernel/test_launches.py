@@ -18,8 +18,7 @@ from minisgl.attention.base import AttentionSpec
 from minisgl.core import SamplingFlags
 from minisgl.engine.queue import token_copier
 from minisgl.engine.state import SlotState
-from minisgl.kernel.base import Heads, KernelNeeds, Norm, Product
-from minisgl.kernel.options import Routing
+from minisgl.kernel.base import Heads, KernelNeeds, Norm, Product, Routing
 from minisgl.kernel.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
 
 CSRC = Path(minisgl.__file__).parent / "csrc"

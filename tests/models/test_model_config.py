@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.kernel.options import Routing
+from minisgl.kernel.base import Routing
 from minisgl.layers.layer_config import (
     AttentionConfig,
     LayerConfig,

@@ -12,8 +12,7 @@ import torch
 from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.cpu_backend import CpuAttention
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.kernel.base import Heads, Norm
-from minisgl.kernel.options import Routing
+from minisgl.kernel.base import Heads, Norm, Routing
 from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
 from minisgl.kvcache.layout import KVLayout, paged_kv
 from minisgl.kvcache.pool import KVPool

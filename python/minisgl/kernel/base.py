@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # a model's config names activations and routings where torch must not be imported
+    import torch
+    from torch import Tensor
 
-from minisgl.kernel.options import Activation, Routing
+Activation = Literal["silu", "gelu_tanh"]  # of a gated feed-forward block; gelu_tanh: gelu's tanh approximation
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Choice of a token's experts: the `top_k` largest of the softmax of its router's logits."""
+
+    top_k: int
+    renormalize: bool  # the weights of a token's experts are made to sum to 1
 
 
 class Norm(NamedTuple):

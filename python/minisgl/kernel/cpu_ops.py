@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.base import Heads, Norm, Weight
-from minisgl.kernel.options import Activation
+from minisgl.kernel.base import Activation, Heads, Norm, Weight
 from minisgl.kernel.torch_ops import DenseWeight, TorchOps, activate_and_mul, store
 
 # Without 16-bit products: from so many rows on, turning the weight into float32 costs less than it saves.

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minisgl.kernel.base import Routing
 from minisgl.kernel.compile import Compiler
-from minisgl.kernel.options import Routing
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 
 _MAX_EXPERTS = 512

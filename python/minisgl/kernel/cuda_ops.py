@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.base import DecodeInputs, Heads, KernelNeeds, Norm, Weight
+from minisgl.kernel.base import Activation, DecodeInputs, Heads, KernelNeeds, Norm, Routing, Weight
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_moe import CudaMoe
-from minisgl.kernel.options import Activation, Routing
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.skinny_gemm import SkinnyGemm
 from minisgl.kernel.small_batch_gemm import MAX_ROWS, SmallBatchGemm

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel.base import Norm, Product
+from minisgl.kernel.base import Activation, Norm, Product
 from minisgl.kernel.compile import Compiler
-from minisgl.kernel.options import Activation
 from minisgl.kernel.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, KernelSpec, Macros
 
 _MAX_ROWS = 16  # of x, and fewer where the weight is not small: cuBLAS is faster then

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel.base import Product
+from minisgl.kernel.base import Activation, Product
 from minisgl.kernel.compile import Compiler, tensor_map
-from minisgl.kernel.options import Activation
 from minisgl.kernel.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, KernelSpec, Macros
 
 # Of more rows cuBLAS is as fast or faster. It neither begins early nor lets others, and launching the kernels between

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.base import DecodeInputs, Heads, Norm, Ops, Weight
-from minisgl.kernel.options import Activation, Routing
+from minisgl.kernel.base import Activation, DecodeInputs, Heads, Norm, Ops, Routing, Weight
 
 
 class DenseWeight:

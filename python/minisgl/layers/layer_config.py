@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from minisgl.kernel.options import Activation, Routing
+from minisgl.kernel.base import Activation, Routing
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minisgl.kernel.options import Routing
+from minisgl.kernel.base import Routing
 from minisgl.layers.layer_config import LayerConfig, MLPConfig, MoEConfig, NormNames, QKNorm
 from minisgl.models.config.common_fields import (
     read_attention,
