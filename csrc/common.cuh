@@ -1,8 +1,9 @@
-// Words of all kernels. A *thread* has registers; 32 threads that run in step are a *warp*, its threads are *lanes* 0 to 31:
-// lane = threadIdx.x % 32, warp = threadIdx.x / 32. Warps of a *block* share memory on one multiprocessor (SM) and wait for
-// one another at __syncthreads(). On Hopper up to 8 blocks make a *cluster*: they run at the same time and can write into
-// one another's shared memory. A *tile* is the part of a matrix, or of a row's tokens, that a warp or block takes at a time;
-// a *stage* is room in shared memory for one tile under way, and stages in a circle are a *ring*.
+// Words of all kernels. A *thread* has registers; 32 threads that run in step are a *warp*, its threads are *lanes* 0
+// to 31: lane = threadIdx.x % 32, warp = threadIdx.x / 32. Warps of a *block* share memory on one multiprocessor (SM)
+// and wait for one another at __syncthreads(). On Hopper up to 8 blocks make a *cluster*: they run at the same time and
+// can write into one another's shared memory. A *tile* is the part of a matrix, or of a row's tokens, that a warp or
+// block takes at a time; a *stage* is room in shared memory for one tile under way, and stages in a circle are a
+// *ring*.
 //
 // Types and small helpers of all kernels. No header is included, so NVRTC needs no CUDA toolkit: the 16-bit floats
 // are bits, converted with one instruction each. -DSCALAR=... names the type of activations and weights,
@@ -65,7 +66,7 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// The sum over a block of at most 1024 threads, known to all of them. `scratch` holds 32 floats.
+// Sum over a block of at most 1024 threads, known to all of them. `scratch` holds 32 floats.
 __device__ __forceinline__ float block_sum(float x, float* scratch) {
   x = warp_sum(x);
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;

@@ -6,13 +6,13 @@
 // softmax of its own. The new token never takes the way through memory: it is one more partial result. At the end
 // warps merge through shared memory, and blocks by pushing their shares to one another.
 //
-// A long row is cut into splits (chunks), by its own length alone. Its own cluster takes the first; the others are dealt to
-// the spare clusters, which the grid has beyond the rows. Who finishes the last split of a row merges them all.
+// A long row is cut into splits, by its own length alone. Its own cluster takes the first; the others are dealt to the
+// spare clusters, which the grid has beyond the rows. Who finishes the last split of a row merges them all.
 //
-// Lane 5 of warp 1 of the cluster's first block, with HEAD_DIM 128, 16-bit K and V, WARPS 4 and CLUSTER 2: the warp takes the
-// tiles 1, 9, 17, ... of its split (a STEP is 8). Of a tile's K the lane loads tokens 1 and 9 (g = lane / 4 = 1), dimensions 8 to 15, 40
-// to 47, 72 to 79 and 104 to 111 (p = lane % 4 = 1); of its V tokens 2, 3, 10 and 11, dimensions 8 to 15 and 72 to 79. Its
-// scores are those of the query heads 2 and 3 with the tokens 1 and 9.
+// Lane 5 of warp 1 of the cluster's first block, with HEAD_DIM 128, 16-bit K and V, WARPS 4 and CLUSTER 2: the warp
+// takes the tiles 1, 9, 17, ... of its split (a STEP is 8). Of a tile's K the lane loads tokens 1 and 9 (g = lane / 4 =
+// 1), dimensions 8 to 15, 40 to 47, 72 to 79 and 104 to 111 (p = lane % 4 = 1); of its V tokens 2, 3, 10 and 11,
+// dimensions 8 to 15 and 72 to 79. Its scores are those of the query heads 2 and 3 with the tokens 1 and 9.
 //
 // Scores are computed as K [16 tokens, dims] @ q^T [dims, 8 heads], the output as V^T [dims, 16 tokens] @ p^T [16 tokens,
 // 8 heads]. Dimensions and tokens are summed over, so their order may be any as long as both operands agree: each
@@ -40,32 +40,32 @@ constexpr int PARTIALS = WARPS + 1;   // the last is the new token's
 constexpr int VALUES = GROUP * HEAD_DIM;
 constexpr int STEP = CLUSTER * WARPS;      // tiles from one of a warp to its next
 constexpr int SHARE = VALUES / CLUSTER;    // of a block of the cluster: every CLUSTER-th value
-constexpr int RECORD = SHARE + 2 * GROUP;  // what a block leaves of a chunk: its share, each head's maximum and sum
+constexpr int RECORD = SHARE + 2 * GROUP;  // what a block leaves of a split: its share, each head's maximum and sum
 using M = Either<FP8, f16, T>::type;       // of what tensor cores multiply
 constexpr bool KEEP_Q = WARPS * BLOCKS_OF_SM <= 12;  // in registers, if there are enough
 
-// How rows are cut: into `num_kv_splits` chunks, but of no less than `min_tiles` and no more than `max_tiles` tiles, where
-// a row has twice `min_tiles`; never into more than `max_splits`.
+// Division of long rows: into `num_kv_splits` splits, but of no less than `min_tiles` and no more than `max_tiles`
+// tiles, where a row has twice `min_tiles`; never into more than `max_splits`.
 struct Cutting {
   int num_kv_splits, min_tiles, max_tiles, max_splits;
 };
 
-// A chunk of a row, for one KV head.
+// A split of a row, for one KV head.
 struct Unit {
-  int row, kv_head, chunk, chunks;
+  int row, kv_head, split, splits;
   int tile, tiles;  // from, to
   int first, end;   // the positions that the row's query sees, of the cached ones
 
-  __device__ __forceinline__ void set_length(int length, int window, const Cutting& cutting) {  // `chunk` being set
+  __device__ __forceinline__ void set_length(int length, int window, const Cutting& cutting) {  // `split` being set
     end = length - 1, first = window ? max(0, end - window + 1) : 0;
     int from = first / TILE, count = first < end ? (end + TILE - 1) / TILE - from : 0, size = count;
-    chunks = 1;
+    splits = 1;
     if (count > 2 * cutting.min_tiles) {
       size = min(max((count + cutting.num_kv_splits - 1) / cutting.num_kv_splits, cutting.min_tiles), cutting.max_tiles);
       size = (max(size, (count + cutting.max_splits - 1) / cutting.max_splits) + STEP - 1) / STEP * STEP;
-      chunks = (count + size - 1) / size;
+      splits = (count + size - 1) / size;
     }
-    tile = from + chunk * size, tiles = min(tile + size, from + count);
+    tile = from + split * size, tiles = min(tile + size, from + count);
   }
 };
 
@@ -76,13 +76,13 @@ struct Cache {
   long long token_stride;
 };
 
-// Where the K or V of a position begins, in values.
+// Offset of a position's K or V in the pool, in values.
 __device__ __forceinline__ long long place(const Cache& cache, int position) {
   int page = cache.pages[position / PAGE_SIZE];
   return ((long long)page * PAGE_SIZE + position % PAGE_SIZE) * cache.token_stride;
 }
 
-// Of a tile's position `i`, given the tile's own place; where pages are smaller than tiles that is not enough.
+// Offset of position `i` of a tile, given the tile's own; where pages are smaller than tiles that is not enough.
 __device__ __forceinline__ long long place_in_tile(const Cache& cache, long long start, int tile, int i) {
   return PAGE_SIZE >= TILE ? start + i * cache.token_stride : place(cache, tile * TILE + i);
 }
@@ -117,8 +117,8 @@ __device__ __forceinline__ void load_v(uint4 (&v)[4][V_LOADS], const Cache& cach
   }
 }
 
-// What a lane has of q: of its column's head the dimensions that it has of K. Loads that stay where they are written: the
-// compiler would keep their results in registers that it does not have.
+// Load a lane's part of q: of its column's head the dimensions that it has of K. The loads stay where they are written:
+// the compiler would keep their results in registers that it does not have.
 __device__ __forceinline__ void load_q(uint4 (&b)[STRIPS], const M (&q)[8][STRIDE]) {
   int lane = threadIdx.x & 31;
 #pragma unroll
@@ -203,7 +203,7 @@ __device__ __forceinline__ unsigned transpose(unsigned pair) {
   return out;
 }
 
-// The largest, or the sum, over the eight lanes that share lane % 4.
+// Maximum, or sum, over the eight lanes that share lane % 4.
 __device__ __forceinline__ float column_max(float x) {
   for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
   return x;
@@ -220,32 +220,32 @@ __device__ __forceinline__ void push(float* mine, int rank, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
-// What another block wrote.
+// Load what another block wrote.
 __device__ __forceinline__ float load_fresh(const float* from) {
   float x;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from));
   return x;
 }
 
-// A block's share of a row's output from the records of its chunks.
-__device__ __forceinline__ void merge_chunks(T* to, const float* records, int chunks) {
+// A block's share of a row's output from the records of its splits.
+__device__ __forceinline__ void merge_splits(T* to, const float* records, int splits) {
   for (int j = threadIdx.x; j < SHARE; j += THREADS) {
     int i = j * CLUSTER + blockIdx.x, head = i / HEAD_DIM;
     float highest = -INF, sum = 0.f, y = 0.f;
 #pragma unroll 4
-    for (int c = 0; c < chunks; ++c) {
+    for (int c = 0; c < splits; ++c) {
       const float* record = records + c * RECORD;
-      float chunk_max = load_fresh(record + SHARE + head), chunk_sum = load_fresh(record + SHARE + GROUP + head);
+      float split_max = load_fresh(record + SHARE + head), split_sum = load_fresh(record + SHARE + GROUP + head);
       float value = load_fresh(record + j);
-      float higher = fmaxf(highest, chunk_max), fade = exp2f(highest - higher), weight = exp2f(chunk_max - higher);
-      highest = higher, sum = sum * fade + chunk_sum * weight, y = y * fade + value * weight;
+      float higher = fmaxf(highest, split_max), fade = exp2f(highest - higher), weight = exp2f(split_max - higher);
+      highest = higher, sum = sum * fade + split_sum * weight, y = y * fade + value * weight;
     }
     to[i] = from_float<T>(y / sum);
   }
 }
 
-// The unit of the index-th chunk that is not its row's first; false if there are not so many. For whole warps.
-__device__ __forceinline__ bool find_chunk(
+// The unit of the index-th split that is not its row's first; false if there are not so many. For whole warps.
+__device__ __forceinline__ bool find_split(
     Unit& unit, int index, const int* lengths, int rows, int kv_heads, int window, const Cutting& cutting) {
   int left = index / kv_heads, lane = threadIdx.x & 31, longest = 0;
 #pragma unroll 8
@@ -255,7 +255,7 @@ __device__ __forceinline__ bool find_chunk(
   for (int base = 0; base < rows; base += 32) {
     Unit at = {};
     if (base + lane < rows) at.set_length(lengths[base + lane], window, cutting);
-    int more = max(at.chunks - 1, 0), until = more;
+    int more = max(at.splits - 1, 0), until = more;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
       int below = __shfl_up_sync(0xffffffffu, until, offset);
@@ -265,7 +265,7 @@ __device__ __forceinline__ bool find_chunk(
     if (beyond) {
       int there = __ffs(beyond) - 1;
       unit.row = base + there;
-      unit.chunk = 1 + left - __shfl_sync(0xffffffffu, until - more, there);
+      unit.split = 1 + left - __shfl_sync(0xffffffffu, until - more, there);
       return true;
     }
     left -= __shfl_sync(0xffffffffu, until, 31);
@@ -294,11 +294,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
   cache.token_stride = (long long)kv_heads * HEAD_DIM;
   const float scale = softmax_scale * 1.44269504f;  // for powers of two
 
-  bool helps = (int)blockIdx.z >= rows;
-  int index = (blockIdx.z - rows) * kv_heads + blockIdx.y;  // of the chunk that a helper takes
+  bool is_spare = (int)blockIdx.z >= rows;
+  int index = (blockIdx.z - rows) * kv_heads + blockIdx.y;  // of the split that a spare cluster takes
   do {
-    if (helps) {
-      if (!find_chunk(unit, index, lengths, rows, kv_heads, window, cutting)) return;
+    if (is_spare) {
+      if (!find_split(unit, index, lengths, rows, kv_heads, window, cutting)) return;
       index += (gridDim.z - rows) * kv_heads;
     }
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block is there
@@ -324,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
       *(Vec<PAIRS, M>*)(q[head] + lane * PAIRS) = operand(low);
       *(Vec<PAIRS, M>*)(q[head] + HALF + lane * PAIRS) = operand(high);
     }
-    bool has_new = unit.chunk == unit.chunks - 1 && rank == CLUSTER - 1;  // this block takes care of the new token
+    bool has_new = unit.split == unit.splits - 1 && rank == CLUSTER - 1;  // this block takes care of the new token
     if (has_new) {
       long long to = place(cache, unit.end) + unit.kv_head * HEAD_DIM;
       if (warp == WARPS - 1) {
@@ -411,10 +411,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
       if (lane == 0) partial_max[WARPS][head] = has_new ? dot * scale : -INF, partial_sum[WARPS][head] = has_new;
     }
     __syncthreads();
-    int pair = unit.row * kv_heads + unit.kv_head, chunks = unit.chunks;
+    int pair = unit.row * kv_heads + unit.kv_head, splits = unit.splits;
     T* to = out + (long long)pair * VALUES;
     float* records_of_row = records + (long long)(pair * CLUSTER + rank) * max_splits * RECORD;
-    float* record = records_of_row + unit.chunk * RECORD;
+    float* record = records_of_row + unit.split * RECORD;
     if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks are there
 #pragma unroll
     for (int i = threadIdx.x; i < VALUES; i += THREADS) {
@@ -430,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
         weight = exp2f(partial_max[w][head] - base);
         total += partial_sum[w][head] * weight, y += partial[w][head][d] * weight;
       }
-      if (CLUSTER == 1 && chunks == 1) {
+      if (CLUSTER == 1 && splits == 1) {
         to[i] = from_float<T>(y / total);
       } else if (CLUSTER == 1) {
         record[i] = y;
@@ -452,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
           float weight = exp2f(block_max[r][head] - best);
           total += block_sum[r][head] * weight, y += block[r][j] * weight;
         }
-        if (chunks == 1) {
+        if (splits == 1) {
           to[i] = from_float<T>(y / total);
         } else {
           record[j] = y;
@@ -460,17 +460,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
         }
       }
     }
-    if (chunks > 1) {
+    if (splits > 1) {
       __syncthreads();
       if (threadIdx.x == 0) {
         __threadfence();  // the record is there before it is counted
         int* counter = counters + pair * CLUSTER + rank;
-        is_last = atomicAdd(counter, 1) == chunks - 1;
+        is_last = atomicAdd(counter, 1) == splits - 1;
         if (is_last) *counter = 0, __threadfence();
       }
       __syncthreads();
-      if (is_last) merge_chunks(to, records_of_row, chunks);
+      if (is_last) merge_splits(to, records_of_row, splits);
     }
-    if (helps) __syncthreads();
-  } while (helps);
+    if (is_spare) __syncthreads();
+  } while (is_spare);
 }

@@ -35,7 +35,7 @@ template <bool first, typename U, typename V> struct Either { using type = U; };
 template <typename U, typename V> struct Either<false, U, V> { using type = V; };
 constexpr bool FP8 = Same<C, e4m3>::value;
 
-// As it is stored in the cache.
+// Store N values in the cache's type.
 template <int N> __device__ __forceinline__ void store(C* to, Vec<N> x) {
   if constexpr (Same<C, T>::value) {
     *(Vec<N>*)to = x;
@@ -47,7 +47,7 @@ template <int N> __device__ __forceinline__ void store(C* to, Vec<N> x) {
   }
 }
 
-// As it is read from there.
+// N values as they will be read from the cache.
 template <int N> __device__ __forceinline__ Vec<N> as_stored(const Vec<N>& x) {
   if constexpr (Same<C, T>::value) {
     return x;

@@ -1,4 +1,4 @@
-// What a decode step begins with, from the rows' slots alone: nothing of it comes from the host.
+// Inputs of a decode step, gathered from the rows' slots alone: nothing of it comes from the host.
 #include "common.cuh"
 
 // One block a row. The newest token of the slot, its position, its place in the KV pool, the length and, where

@@ -54,7 +54,7 @@ __device__ __forceinline__ float sum_squares(unsigned pair) {
   return low_of(pair) * low_of(pair) + high_of(pair) * high_of(pair);
 }
 
-// The sum over the four lanes that share lane / 4.
+// Sum over the four lanes that share lane / 4.
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -67,7 +67,7 @@ __device__ __forceinline__ uint4 load_once(const void* address) {
   return v;
 }
 
-// The same of 8 bytes.
+// Load 8 bytes so.
 __device__ __forceinline__ uint2 load_once_8(const void* address) {
   uint2 v;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));

@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_sort(
   sort(tokens * TOP_K, tile_rows, experts, order, tiles, tile_count);
 }
 
-// Both in one block, for few tokens.
+// Route and sort in one block, for few tokens.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_plan(
     const T* router_logits, int tokens, int renormalize, int tile_rows, float* weights, int* order, Tile* tiles,
     int* tile_count) {

@@ -1,4 +1,4 @@
-// What is common to the launches of a mixture of experts: a tile of (token, expert) pairs, and the choice of experts.
+// Common parts of a mixture of experts' launches: a tile of (token, expert) pairs, and the choice of experts.
 // Pair n is the n % TOP_K-th expert of token n / TOP_K. EXPERTS and TOP_K are macros, TOP_K at most 32.
 #pragma once
 #include "common.cuh"

@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&m)[4], unsigned address
                : "memory");
 }
 
-// Where a row's chunk lies in its part of a stage: eight rows of the same chunk are in different banks. It is the
+// Offset of a row's chunk in its part of a stage: eight rows of the same chunk are in different banks. It is the
 // 128-byte swizzle of Hopper's matrix descriptors, too.
 __device__ __forceinline__ unsigned place(int row, int chunk) { return (row * CHUNKS + (chunk ^ row & 7)) * 16; }
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[TILES][4], unsigned long
   else PRODUCT("f16");
 }
 
-// Of rows of 128 bytes, swizzled, eight of them 1024 bytes apart from the next eight.
+// Matrix descriptor of rows of 128 bytes, swizzled, eight of them 1024 bytes apart from the next eight.
 __device__ __forceinline__ unsigned long long descriptor(unsigned address) {
   return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }

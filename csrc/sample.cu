@@ -4,7 +4,7 @@
 // number that depends on nothing but (seed, position); at temperature 0 it is the first of the largest logits. See
 // engine/sampler.py for the meaning of the filters.
 //
-// What is kept is a limit on the distance from the largest logit, (max - x) / temperature, as a 32-bit integer. Cheap
+// The filters leave a limit on the distance from the largest logit, (max - x) / temperature, as a 32-bit integer. Cheap
 // bounds come first. If few tokens are left, each is compared with all others; if many, the limit is searched by
 // histograms, most significant bits first. All sums that decide are integers, so their order does not matter and equal
 // input gives equal tokens. -DTHREADS: of a block of sample_choose, 512 or 1024.
@@ -92,7 +92,7 @@ __device__ __forceinline__ unsigned ordered(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Where in a group a lane's i-th logit is: vectors of all lanes follow each other.
+// Place in a group of a lane's i-th logit: vectors of all lanes follow each other.
 __device__ __forceinline__ int place_of(int i, int lane) { return i / VEC * 32 * VEC + lane * VEC + i % VEC; }
 
 struct Logits {  // of one row
@@ -259,7 +259,7 @@ template <bool FIRST> __device__ __forceinline__ void histogram(const Row& row, 
 
 constexpr int BINS_PER_THREAD = BINS / THREADS;
 
-// What a thread's bins hold.
+// Read the amounts in a thread's bins.
 template <bool FIRST> __device__ __forceinline__ void read_bins(const Shared& s, unsigned near, int shift, Amount* bins) {
 #pragma unroll
   for (int i = 0; i < BINS_PER_THREAD; ++i) {
@@ -347,7 +347,7 @@ __device__ __forceinline__ Filters find_bounds(const Row& row, int top_k, float 
     cut = min(cut, row.distance(s.kth));
   }
   if (!by_count && by_mass) {
-    // What top-p drops is more than all tokens of a weight below (1 - top_p) * total / vocab. A nearer distance will do
+    // Top-p drops more than all tokens of a weight below (1 - top_p) * total / vocab. A nearer distance will do
     // if the groups that lie beyond it and what the others can have beyond it are still less. Each warp tries one.
     float dropped = 0.999f * (1.f - top_p) * total, farthest = logf(vocab / dropped);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -436,7 +436,7 @@ __device__ __forceinline__ int choose_of_few(const Filters& filters, int count, 
   return s.token;
 }
 
-// The largest distance that the filters keep, by histograms.
+// Largest distance that the filters keep, by histograms.
 __device__ __forceinline__ unsigned find_limit(const Row& row, const Filters& filters, Shared& s) {
   unsigned cut = filters.cut, limit = min(cut, filters.min_p_limit);
   bool by_count = filters.top_k < row.logits.vocab;

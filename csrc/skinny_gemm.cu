@@ -1,15 +1,16 @@
-// Skinny matrix products, of a small decode's few rows: y [M, N] = x [M, K] @ weight [N, K]^T, bound by reading the weight once.
+// Skinny matrix products, of a small decode's few rows: y [M, N] = x [M, K] @ weight [N, K]^T, bound by reading the
+// weight once.
 //
-// A block computes BLOCK_N columns of y, which are rows of the weight; in a cluster of CLUSTER blocks each takes a part of K.
-// Weights stream through a ring in shared memory, 8 KB a stage, swizzled so that no two rows meet in a bank; the ring is
-// filled before the kernel waits for its predecessor, so the memory is never idle between kernels. Each warp multiplies 16
-// rows of the weight with all of x on tensor cores; where BLOCK_N is 16, four warps divide the stage's columns. The
-// cluster's blocks push their sums to one another, and each adds up its share of them in a fixed order.
+// A block computes BLOCK_N columns of y, which are rows of the weight; in a cluster of CLUSTER blocks each takes a part
+// of K. Weights stream through a ring in shared memory, 8 KB a stage, swizzled so that no two rows meet in a bank; the
+// ring is filled before the kernel waits for its predecessor, so the memory is never idle between kernels. Each warp
+// multiplies 16 rows of the weight with all of x on tensor cores; where BLOCK_N is 16, four warps divide the stage's
+// columns. The cluster's blocks push their sums to one another, and each adds up its share of them in a fixed order.
 //
-// The weight is the left operand of `mma` (mma.cuh), x the right one. For example lane 5 of warp 1, with BLOCK_N 64 and M_MAX
-// 8: the warp has rows 16 to 31 of the block's 64, so the lane's sums acc[0] are y[2][17], y[3][17], y[2][25], y[3][25]
-// (g = 1, p = 1), as far as its block's part of K goes. With BLOCK_N 16 warp 1 has rows 0 to 15, and columns 64 to 127 of a
-// stage's 256: the lane's sums are those of y[2][1], y[3][1], y[2][9], y[3][9] over these columns.
+// The weight is the left operand of `mma` (mma.cuh), x the right one. For example lane 5 of warp 1, with BLOCK_N 64 and
+// M_MAX 8: the warp has rows 16 to 31 of the block's 64, so the lane's sums acc[0] are y[2][17], y[3][17], y[2][25],
+// y[3][25] (g = 1, p = 1), as far as its block's part of K goes. With BLOCK_N 16 warp 1 has rows 0 to 15, and columns
+// 64 to 127 of a stage's 256: the lane's sums are those of y[2][1], y[3][1], y[2][9], y[3][9] over these columns.
 //
 // BLOCK_N: 64 for large weights, 16 for small ones, which then need no cluster to keep the multiprocessors busy.
 // NORM: x is RMS-normed: y = scale(x) * ((x * norm) @ weight^T), the scale known once all of x has been multiplied.
@@ -34,7 +35,7 @@ constexpr int TILES = M_MAX / 8;
 
 extern __shared__ __align__(1024) unsigned char memory[];
 
-// Where 16 bytes of a line are: swizzled among eight places.
+// Offset of 16 bytes of a line: swizzled among eight places.
 __device__ __forceinline__ int swizzled(int line, int part) { return line * LINE + ((part ^ (line & 7)) << 4); }
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }

@@ -1,13 +1,13 @@
 // Matrix products of tens of rows, of a decode of a batch: y [M, N] = x [M, K] @ weight [N, K]^T, M up to 64, on Hopper.
 //
-// A block computes BLOCK_N columns of y, which are rows of the weight; in a cluster of SPLIT blocks each takes a part of K. One of its threads, the
-// producer, asks the tensor memory accelerator for stages of 64 columns of the weight's rows and of all of x, which
-// arrive swizzled in a ring in shared memory. A warpgroup multiplies x (the left operand, with zeros beyond its M rows)
-// with the weight's rows (the right one) by wgmma, straight from the ring. In the end the blocks of a cluster push their
-// sums to one another, and each adds up those of its part of x's rows, in order.
+// A block computes BLOCK_N columns of y, which are rows of the weight; in a cluster of SPLIT blocks each takes a part
+// of K. One of its threads, the producer, asks the tensor memory accelerator for stages of 64 columns of the weight's
+// rows and of all of x, which arrive swizzled in a ring in shared memory. A warpgroup multiplies x (the left operand,
+// with zeros beyond its M rows) with the weight's rows (the right one) by wgmma, straight from the ring. In the end the
+// blocks of a cluster push their sums to one another, and each adds up those of its part of x's rows, in order.
 //
-// wgmma leaves the sums in registers as `mma` does (mma.cuh), 16 rows of x for each warp: lane 5 of warp 1 has acc[t] of
-// y[17][8t + 2], y[17][8t + 3], y[25][8t + 2] and y[25][8t + 3], columns counted from the block's first.
+// wgmma leaves the sums in registers as `mma` does (mma.cuh), 16 rows of x for each warp: lane 5 of warp 1 has acc[t]
+// of y[17][8t + 2], y[17][8t + 3], y[25][8t + 2] and y[25][8t + 3], columns counted from the block's first.
 //
 // Weights do not depend on the kernel before this one: the ring is filled with them before waiting for it.
 //
@@ -69,7 +69,7 @@ __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// The same place in another block of the cluster.
+// Address of the same place in another block of the cluster.
 __device__ __forceinline__ unsigned address_in(int block, const void* p) {
   unsigned there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
@@ -113,7 +113,7 @@ template <int AT> __device__ __forceinline__ void multiply_add(
   }
 }
 
-// Of rows of 128 bytes, swizzled, eight of them 1024 bytes apart from the next eight.
+// Matrix descriptor of rows of 128 bytes, swizzled, eight of them 1024 bytes apart from the next eight.
 __device__ __forceinline__ unsigned long long descriptor(unsigned address) {
   return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }

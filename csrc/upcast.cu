@@ -1,4 +1,5 @@
-// Upcast of K and V of the pages that a step sees, from 8 bits to T, for attention that reads 16 bits. Every e4m3 value is one of T.
+// Upcast of K and V of the pages that a step sees, from 8 bits to T, for attention that reads 16 bits. Every e4m3 value
+// is one of T.
 #include "fp8.cuh"
 
 struct alignas(16) Eight { T v[8]; };
