@@ -12,8 +12,8 @@ import torch
 from minisgl.engine.cpu_threads import (
     CALM,
     CROWDED,
-    FIRST_PATIENCE,
-    LONGEST_PATIENCE,
+    FIRST_BACKOFF,
+    LONGEST_BACKOFF,
     WINDOW,
     StepThreads,
     ThreadPolicy,
@@ -48,7 +48,7 @@ def test_policy_stays_while_one_thread_waits_too() -> None:
     policy = ThreadPolicy()
     for _ in range(20):
         stretch(policy, 0.25, 0.9)
-        stretch(policy, FIRST_PATIENCE - 0.25, 0.0)
+        stretch(policy, FIRST_BACKOFF - 0.25, 0.0)
         assert policy.single
     stretch(policy, 60, CALM)
     assert policy.single
@@ -57,7 +57,7 @@ def test_policy_stays_while_one_thread_waits_too() -> None:
 def test_policy_leaves_after_a_while_of_free_cores() -> None:
     policy = ThreadPolicy()
     stretch(policy, 0.25, 0.9)
-    assert seconds_single(policy) == FIRST_PATIENCE
+    assert seconds_single(policy) == FIRST_BACKOFF
 
 
 def test_policy_backs_off_where_only_all_threads_wait() -> None:
@@ -66,11 +66,11 @@ def test_policy_backs_off_where_only_all_threads_wait() -> None:
     for _ in range(8):
         stretch(policy, 0.25, 0.5)
         waits.append(seconds_single(policy))
-    assert waits[:4] == [FIRST_PATIENCE, 2 * FIRST_PATIENCE, 4 * FIRST_PATIENCE, 8 * FIRST_PATIENCE]
-    assert waits[-1] == LONGEST_PATIENCE
-    stretch(policy, LONGEST_PATIENCE, 0.0)  # the other process is gone
+    assert waits[:4] == [FIRST_BACKOFF, 2 * FIRST_BACKOFF, 4 * FIRST_BACKOFF, 8 * FIRST_BACKOFF]
+    assert waits[-1] == LONGEST_BACKOFF
+    stretch(policy, LONGEST_BACKOFF, 0.0)  # the other process is gone
     stretch(policy, 0.25, 0.5)
-    assert seconds_single(policy) == FIRST_PATIENCE
+    assert seconds_single(policy) == FIRST_BACKOFF
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_threads_are_limited_in_steps_alone_and_come_back() -> None:
     crowded = StepThreads(lambda: {1: 0, 2: next(waited)})
     assert run_windows(crowded, 3) == [2, 1, 1]
     crowded._read_waited = lambda: {1: 0, 3: 0}
-    windows = run_windows(crowded, 2 * round(FIRST_PATIENCE / WINDOW))
+    windows = run_windows(crowded, 2 * round(FIRST_BACKOFF / WINDOW))
     assert windows == sorted(windows)
     assert windows[0] == 1
     assert windows[-1] == 2

@@ -20,8 +20,8 @@ import torch
 WINDOW = 0.2  # seconds of steps that one decision looks at
 CROWDED = 0.25  # share of the time spent waiting for a core from which steps use one thread
 CALM = 0.1  # share below which the cores count as free
-FIRST_PATIENCE = 2.0  # seconds of steps on one thread with free cores before all threads are tried again
-LONGEST_PATIENCE = 64.0
+FIRST_BACKOFF = 2.0  # seconds of steps on one thread with free cores before all threads are tried again
+LONGEST_BACKOFF = 64.0
 
 
 class ThreadPolicy:
@@ -33,7 +33,7 @@ class ThreadPolicy:
 
     def __init__(self) -> None:
         self.single = False
-        self._patience = FIRST_PATIENCE
+        self._backoff = FIRST_BACKOFF
         self._calm = math.inf  # seconds of steps: since the last return to all threads, or with free cores on one
 
     def record(self, wall: float, waited: float) -> None:
@@ -41,12 +41,12 @@ class ThreadPolicy:
         share = waited / wall
         if self.single:
             self._calm = self._calm + wall if share < CALM else 0.0
-            if self._calm >= self._patience:
+            if self._calm >= self._backoff:
                 self.single, self._calm = False, 0.0
             return
         if share > CROWDED:
-            flaps = self._calm < self._patience
-            self._patience = min(2 * self._patience, LONGEST_PATIENCE) if flaps else FIRST_PATIENCE
+            flaps = self._calm < self._backoff
+            self._backoff = min(2 * self._backoff, LONGEST_BACKOFF) if flaps else FIRST_BACKOFF
             self.single, self._calm = True, 0.0
         else:
             self._calm += wall
@@ -72,7 +72,7 @@ class StepThreads:
     """Context around whatever a CPU device's thread runs: limits torch's threads meanwhile, and watches the time.
 
     Torch's number of threads is as before in between, for the process may be a user's. Entering and leaving take 2 us,
-    and a look at all threads, once in a window, 10 us for each.
+    and a look at all threads, once in a window, 18 us for each.
     """
 
     def __init__(self, read_waited: Callable[[], dict[int, int]] = waited_ns) -> None:

@@ -69,7 +69,7 @@ class StepLimits:
         self.prefill_tokens = max_prefill_tokens
         self.running = max_running
         self._completed = 0  # steps since the bounds were changed
-        self._patience = STEPS_TO_RECOVER
+        self._backoff = STEPS_TO_RECOVER
         self._has_risen = False
 
     def lower(self, batch: Batch) -> None:
@@ -81,16 +81,16 @@ class StepLimits:
             self.running = max(len(batch.slots) // 2, 1)
         self._completed = 0
         if self._has_risen:
-            self._patience, self._has_risen = 2 * self._patience, False
+            self._backoff, self._has_risen = 2 * self._backoff, False
 
     def completed(self) -> None:
         """Count a step that did not fail."""
         self._completed += 1
-        if self._completed < self._patience:
+        if self._completed < self._backoff:
             return
         self._completed = 0
         if (self.prefill_tokens, self.running) == self._configured:
-            self._patience, self._has_risen = STEPS_TO_RECOVER, False
+            self._backoff, self._has_risen = STEPS_TO_RECOVER, False
             return
         most_tokens, most_running = self._configured
         self.prefill_tokens = min(2 * self.prefill_tokens, most_tokens)
