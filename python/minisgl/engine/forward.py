@@ -1,7 +1,7 @@
 """Forward and sampling of one step, from its plan to tensors, launched operation by operation.
 
 Any batch runs this way. Decodes, and prefills that are not large, replay the same operations on CUDA from graphs
-(`engine.graphs`, `engine.graphs`).
+(`engine.graphs`).
 """
 
 from __future__ import annotations
