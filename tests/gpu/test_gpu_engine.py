@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
+from minisgl.kernel.compile import _module_key
 from support.small_models import save_qwen3, save_smollm2
 
 pytestmark = pytest.mark.gpu
@@ -108,7 +109,10 @@ def test_smollm2s_shape_takes_the_fast_path(dtype: str, tmp_path: Path, caplog: 
 def test_what_is_compiled_ahead_is_what_steps_use(folder: Path, shape: str, dtype: str, tmp_path: Path) -> None:
     path = folder if shape == "qwen3" else save_smollm2(tmp_path)
     with LLM(str(path), dtype, device="cuda", num_page_override=2000) as llm:
-        assert not llm._engine._runner.ops._compiler._begun
+        compiler = llm._engine._runner.ops._compiler
+        used = {_module_key(describe(*args)) for describe, *args in compiler._kernels}
+        assert used
+        assert used == set(compiler._modules)
 
 
 @pytest.mark.parametrize("attention", ["fa", "fi"])

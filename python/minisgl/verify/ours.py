@@ -17,7 +17,7 @@ from minisgl.context import ForwardContext
 from minisgl.core import Batch, SamplingParams
 from minisgl.distributed import SingleRank
 from minisgl.engine.engine import Engine
-from minisgl.engine.forward import ForwardOutput
+from minisgl.engine.forward import ForwardOutput, step_inputs
 from minisgl.engine.graphs import DecodeGraphs
 from minisgl.message.types import unpack_ids
 from minisgl.models.config.model_config import ModelConfig
@@ -40,19 +40,23 @@ class ObservedEngine(Engine):
     def _forward(self, batch: Batch) -> ForwardOutput:
         if self.observer is None:
             return super()._forward(batch)
-        runner, observer = self._runner, self.observer
+        runner = self._runner
         runner.state.apply(batch)
         model = runner.model
+        logits: list[Tensor] = []
 
-        def show(_last_layer: nn.Module, inputs: tuple[Tensor, ForwardContext], states: Tensor) -> None:
-            ends = (batch.start_pos + batch.query_lens).tolist()
-            known = [
-                runner.state.tokens[slot, :end].tolist() for slot, end in zip(batch.slots.tolist(), ends, strict=True)
-            ]
-            observer(batch, known, model.logits(states, inputs[1]))
+        def keep(_last_layer: nn.Module, inputs: tuple[Tensor, ForwardContext], states: Tensor) -> None:
+            logits.append(model.logits(states, inputs[1]))
 
-        with model.model.layers[-1].register_forward_hook(show):
-            return runner.forward(batch)
+        with model.model.layers[-1].register_forward_hook(keep):
+            output = runner.forward(batch)
+        ends = (batch.start_pos + batch.query_lens).tolist()
+        known = [runner.state.tokens[slot, :end].tolist() for slot, end in zip(batch.slots.tolist(), ends, strict=True)]
+        # A product of fewer rows is rounded otherwise, so what the sampler reads takes the place of what was computed.
+        sampling = step_inputs(batch).logits_indices
+        logits[0][torch.from_numpy(sampling).to(logits[0].device).long()] = output.logits
+        self.observer(batch, known, logits[0])
+        return output
 
     @property
     def has_graphs(self) -> bool:
