@@ -65,9 +65,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 def pool_of(engine: Engine) -> Tensor:
     """Return all layers' keys and values [2 * layers, pages, page_size, kv_heads, head_dim], the last page scratch."""
-    pool = engine._runner.kv.keys(0)._base
-    assert pool is not None
-    assert pool is engine._runner.kv.values(1)._base  # all are alike, so they are one allocation
+    one = engine._runner.kv.keys(0)
+    storage = one.untyped_storage()  # all are alike, so they are one allocation
+    stores = storage.nbytes() // one.nbytes
+    assert stores == 2 * len(engine._runner.kv._layers)
+    pool = torch.empty(0, dtype=one.dtype, device=one.device).set_(storage, 0, (stores, *one.shape))
     return pool
 
 
