@@ -14,11 +14,13 @@ from minisgl.engine.cpu_threads import (
     CROWDED,
     FIRST_BACKOFF,
     LONGEST_BACKOFF,
+    PATIENCE,
     WINDOW,
     StepThreads,
     ThreadPolicy,
     waited_ns,
 )
+from minisgl.engine.queue import CpuQueue
 
 
 def stretch(policy: ThreadPolicy, seconds: float, share: float) -> None:
@@ -40,12 +42,22 @@ def test_policy_enters_when_the_thread_waits_for_a_core() -> None:
     policy = ThreadPolicy()
     stretch(policy, 60, CROWDED)
     assert not policy.single
-    stretch(policy, 0.25, CROWDED + 0.01)
+    stretch(policy, PATIENCE, CROWDED + 0.01)
     assert policy.single
+
+
+def test_policy_passes_over_a_burst() -> None:
+    """A schema that is compiled beside the steps takes a core for some tenths of a second."""
+    policy = ThreadPolicy()
+    for _ in range(20):
+        stretch(policy, PATIENCE - 0.25, 0.9)
+        stretch(policy, 0.25, 0.0)
+        assert not policy.single
 
 
 def test_policy_stays_while_one_thread_waits_too() -> None:
     policy = ThreadPolicy()
+    stretch(policy, PATIENCE, 0.9)
     for _ in range(20):
         stretch(policy, 0.25, 0.9)
         stretch(policy, FIRST_BACKOFF - 0.25, 0.0)
@@ -56,20 +68,22 @@ def test_policy_stays_while_one_thread_waits_too() -> None:
 
 def test_policy_leaves_after_a_while_of_free_cores() -> None:
     policy = ThreadPolicy()
-    stretch(policy, 0.25, 0.9)
+    stretch(policy, PATIENCE, 0.9)
     assert seconds_single(policy) == FIRST_BACKOFF
 
 
 def test_policy_backs_off_where_only_all_threads_wait() -> None:
     """Two threads beside one busy process: each return to both is soon regretted."""
     policy, waits = ThreadPolicy(), list[float]()
+    stretch(policy, PATIENCE, 0.5)
     for _ in range(8):
-        stretch(policy, 0.25, 0.5)
         waits.append(seconds_single(policy))
+        stretch(policy, 0.25, 0.5)
     assert waits[:4] == [FIRST_BACKOFF, 2 * FIRST_BACKOFF, 4 * FIRST_BACKOFF, 8 * FIRST_BACKOFF]
     assert waits[-1] == LONGEST_BACKOFF
-    stretch(policy, LONGEST_BACKOFF, 0.0)  # the other process is gone
-    stretch(policy, 0.25, 0.5)
+    assert policy.single
+    stretch(policy, 2 * LONGEST_BACKOFF, 0.0)  # the other process is gone
+    stretch(policy, PATIENCE, 0.5)
     assert seconds_single(policy) == FIRST_BACKOFF
 
 
@@ -96,7 +110,7 @@ def run_windows(threads: StepThreads, count: int) -> list[int]:
 def test_threads_are_limited_in_steps_alone_and_come_back() -> None:
     waited = itertools.count(step=int(0.9e9 * WINDOW))  # of one thread of several
     crowded = StepThreads(lambda: {1: 0, 2: next(waited)})
-    assert run_windows(crowded, 3) == [2, 1, 1]
+    assert run_windows(crowded, 4) == [2, 2, 1, 1]
     crowded._read_waited = lambda: {1: 0, 3: 0}
     windows = run_windows(crowded, 2 * round(FIRST_BACKOFF / WINDOW))
     assert windows == sorted(windows)
@@ -127,6 +141,38 @@ def test_what_threads_do_between_steps_does_not_count() -> None:
             threads._begin -= WINDOW / 2
         threads._end -= 2 * WINDOW  # it stood idle so long
     assert not threads.policy.single
+
+
+def test_only_threads_that_steps_start_are_watched() -> None:
+    """Masks of grammars are computed in threads of their own, which wait for cores that steps have."""
+    stop = threading.Event()
+    others = [threading.Thread(target=stop.wait) for _ in range(3)]
+    queue = CpuQueue()
+    try:
+        queue.call(lambda: None)  # its thread has begun and so has its name
+        for thread in others:
+            thread.start()
+        watched = queue.call(waited_ns)
+        if not watched:
+            pytest.skip("this system does not tell how long a thread waits")
+        assert queue.call(threading.get_native_id) in watched
+        assert not watched.keys() & {thread.native_id for thread in [*others, threading.main_thread()]}
+    finally:
+        stop.set()
+        queue.close()
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_openmps_threads_are_watched() -> None:
+    queue = CpuQueue()
+    try:
+        queue.call(lambda: torch.set_num_threads(2))  # a thread has a number of its own
+        if not queue.call(waited_ns):
+            pytest.skip("this system does not tell how long a thread waits")
+        queue.call(lambda: torch.ones(1 << 22).mul_(2.0))
+        assert len(queue.call(waited_ns)) == 2
+    finally:
+        queue.close()
 
 
 def test_waiting_times_of_threads_never_fall() -> None:

@@ -19,6 +19,7 @@ import torch
 
 WINDOW = 0.2  # seconds of steps that one decision looks at
 CROWDED = 0.25  # share of the time spent waiting for a core from which steps use one thread
+PATIENCE = 0.4  # seconds of such steps in a row: a compiler or a schema of our own takes a core for less
 CALM = 0.1  # share below which the cores count as free
 FIRST_BACKOFF = 2.0  # seconds of steps on one thread with free cores before all threads are tried again
 LONGEST_BACKOFF = 64.0
@@ -34,6 +35,7 @@ class ThreadPolicy:
     def __init__(self) -> None:
         self.single = False
         self._backoff = FIRST_BACKOFF
+        self._crowded = 0.0  # seconds of steps in a row that waited
         self._calm = math.inf  # seconds of steps: since the last return to all threads, or with free cores on one
 
     def record(self, wall: float, waited: float) -> None:
@@ -44,35 +46,52 @@ class ThreadPolicy:
             if self._calm >= self._backoff:
                 self.single, self._calm = False, 0.0
             return
-        if share > CROWDED:
-            flaps = self._calm < self._backoff
-            self._backoff = min(2 * self._backoff, LONGEST_BACKOFF) if flaps else FIRST_BACKOFF
-            self.single, self._calm = True, 0.0
-        else:
+        if share <= CROWDED:
+            self._crowded = 0.0
             self._calm += wall
+            return
+        self._crowded += wall
+        flaps = self._calm < self._backoff
+        if flaps or self._crowded >= PATIENCE:
+            self._backoff = min(2 * self._backoff, LONGEST_BACKOFF) if flaps else FIRST_BACKOFF
+            self.single, self._crowded, self._calm = True, 0.0, 0.0
+
+
+def name_thread() -> None:
+    """Give this thread a name of its own, which OpenMP's threads inherit from the one that starts them."""
+    with suppress(OSError), open("/proc/thread-self/comm", "w") as file:
+        file.write("cpu-device")
 
 
 def waited_ns() -> dict[int, int]:
-    """Return for how long each thread of this process was ready and had no core, in ns by thread id.
+    """Return how long each thread with this one's name was ready and had no core, in ns by thread id.
 
+    Others do not count: two threads that compute grammars' masks wait for cores too, because steps have them.
     Empty where the system does not tell: no Linux, or a sandbox that imitates it.
     """
     found: dict[int, int] = {}
     try:
+        own = _read("/proc/thread-self/comm")
         threads = os.listdir("/proc/self/task")
     except OSError:
         return found
     for thread in threads:
-        with suppress(OSError, ValueError, IndexError), open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
-            found[int(thread)] = int(file.read().split()[1])  # the thread may have ended meanwhile
+        with suppress(OSError, ValueError, IndexError):  # the thread may have ended meanwhile
+            if _read(f"/proc/self/task/{thread}/comm") == own:
+                found[int(thread)] = int(_read(f"/proc/self/task/{thread}/schedstat").split()[1])
     return found
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 class StepThreads:
     """Context around whatever a CPU device's thread runs: limits torch's threads meanwhile, and watches the time.
 
     Torch's number of threads is as before in between, for the process may be a user's. Entering and leaving take 2 us,
-    and a look at all threads, once in a window, 18 us for each.
+    and a look at all threads, once in a window, 30 us for each.
     """
 
     def __init__(self, read_waited: Callable[[], dict[int, int]] = waited_ns) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import AnyArray, DeviceOutOfMemory, Int32Array, Logprobs, PendingStep, StepResult
-from minisgl.engine.cpu_threads import StepThreads
+from minisgl.engine.cpu_threads import StepThreads, name_thread
 from minisgl.kernel.availability import kernels_missing
 from minisgl.kernel.signature import KernelSpec
 
@@ -68,7 +68,7 @@ class CpuQueue:
     """Queue whose device is a thread: torch releases the interpreter while it computes, so the host works meanwhile."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cpu-device")
+        self._thread = ThreadPoolExecutor(1, "cpu-device", initializer=name_thread)
         self._step_threads = StepThreads()
 
     def submit(self, step: Callable[[], StepResult[Tensor]]) -> PendingStep:
