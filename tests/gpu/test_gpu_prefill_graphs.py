@@ -69,8 +69,7 @@ def pool_of(engine: Engine) -> Tensor:
     storage = one.untyped_storage()  # all are alike, so they are one allocation
     stores = storage.nbytes() // one.nbytes
     assert stores == 2 * len(engine._runner.kv._layers)
-    pool = torch.empty(0, dtype=one.dtype, device=one.device).set_(storage, 0, (stores, *one.shape))
-    return pool
+    return torch.empty(0, dtype=one.dtype, device=one.device).set_(storage, 0, (stores, *one.shape))
 
 
 def plan(rows: list[tuple[int, int, bool]]) -> Batch:
