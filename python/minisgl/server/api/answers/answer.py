@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Protocol
+from typing import ClassVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -22,7 +23,6 @@ from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, Ope
 
 logger = logging.getLogger(__name__)
 
-DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-store"),
@@ -30,26 +30,35 @@ STREAM_HEADERS = [
 ]
 
 
-class Writer(Protocol):
-    """Writes what the engine gave, in the form of one route."""
+class Writer(ABC):
+    """Writes what the engine gave, in the form of one route. A stream begins, fails and ends as OpenAI's by default."""
 
+    stream_end: ClassVar[bytes] = b"data: [DONE]\n\n"
     id: str  # of the answer
 
+    @abstractmethod
     def begin(self, request: OpenRequest) -> None:
         """Take the request, whose prompts are all accepted, for the calls that follow."""
-        ...
 
+    def first_events(self) -> bytes:
+        """Return the events with which a stream begins, before any delta."""
+        return b""
+
+    @abstractmethod
     def events(self, delta: Delta) -> bytes:
         """Return the events of a delta; none when it brings no text."""
-        ...
 
+    @abstractmethod
     def last_events(self, usage: Usage) -> bytes:
-        """Return what follows the last delta, before [DONE]."""
-        ...
+        """Return what follows the last delta, before `stream_end`."""
 
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the event of an error that cuts a stream short, before `stream_end`."""
+        return b"data: " + error.body() + b"\n\n"
+
+    @abstractmethod
     def body(self, choices: list[Delta], usage: Usage) -> bytes:
         """Return the whole answer, when it is not streamed."""
-        ...
 
 
 def usage_of(request: OpenRequest) -> Usage:
@@ -117,8 +126,10 @@ class Answer:
         body = stream_body_of(scope)
         body.begin()
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        if data := self._writer.first_events():
+            body.write(data)
         await request.stream_to(EventStream(self._writer, body))
-        await _end_stream(body, self._writer.last_events(usage_of(request)), send)
+        await _end_stream(body, self._writer.last_events(usage_of(request)) + self._writer.stream_end, send)
 
     async def _send_body(self, request: OpenRequest, _scope: Scope, send: Send) -> None:
         choices = await request.complete()
@@ -138,9 +149,10 @@ class Answer:
         if not self._started:
             await error.response()(scope, receive, send)
         elif self._stream:
-            await _end_stream(stream_body_of(scope), b"data: " + error.body() + b"\n\n", send)
+            events = self._writer.error_event(error) + self._writer.stream_end
+            await _end_stream(stream_body_of(scope), events, send)
 
 
 async def _end_stream(body: StreamBody, last_events: bytes, send: Send) -> None:
-    body.write(last_events + DONE)
+    body.write(last_events)
     await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -15,7 +15,7 @@ from msgspec.json import encode
 from minisgl.message.types import PositionLogprobs, unpack_ids
 from minisgl.parsers.parser_choice import OutputParser
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
-from minisgl.server.api.answers.answer import usage_of
+from minisgl.server.api.answers.answer import Writer, usage_of
 from minisgl.server.api.answers.logprob_forms import chat_logprobs, prompt_logprobs
 from minisgl.server.api.answers.responses import (
     CallDelta,
@@ -117,7 +117,7 @@ class Choice:
         return ids or UNSET
 
 
-class ChatWriter:
+class ChatWriter(Writer):
     """Writes one answer."""
 
     def __init__(self, options: ChatOptions) -> None:

@@ -15,7 +15,7 @@ from msgspec.json import encode
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.message.types import unpack_ids
-from minisgl.server.api.answers.answer import usage_of
+from minisgl.server.api.answers.answer import Writer, usage_of
 from minisgl.server.api.answers.logprob_forms import TextLogprobsWriter, mean_logprob, prompt_logprobs
 from minisgl.server.api.answers.responses import (
     Generated,
@@ -107,7 +107,7 @@ def completion_job(body: CompletionBody, limits: Limits) -> Job:
     )
 
 
-class CompletionWriter:
+class CompletionWriter(Writer):
     """Writes text_completion objects: the whole answer, or one event a chunk."""
 
     def __init__(self, model: str, body: CompletionBody) -> None:
@@ -183,7 +183,7 @@ def generate_job(body: GenerateBody, limits: Limits) -> Job:
     )
 
 
-class GenerateWriter:
+class GenerateWriter(Writer):
     """Writes `Generated` objects: the whole answer, or one event a chunk."""
 
     def __init__(self, body: GenerateBody) -> None:

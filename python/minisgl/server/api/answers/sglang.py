@@ -15,6 +15,7 @@ from msgspec.json import encode
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.message.types import PositionLogprobs, TokenLogprob, unpack_ids
+from minisgl.server.api.answers.answer import Writer
 from minisgl.server.api.answers.completions import generate_job
 from minisgl.server.api.answers.logprob_forms import token_text, value
 from minisgl.server.api.answers.responses import Usage, server_sent_event
@@ -84,7 +85,7 @@ class SglangAnswer(msgspec.Struct, frozen=True):
     meta_info: Meta
 
 
-class SglangWriter:
+class SglangWriter(Writer):
     """Writes answers; as a stream, each event is the answer so far."""
 
     def __init__(self, body: SglangBody) -> None:
