@@ -238,6 +238,7 @@ STREAMS: list[tuple[str, Json]] = [
         ("/abort", {}),
         *[(path, None) for path in ("/v1/models", "/v1/models/test-model", "/get_model_info", "/health", "/ready")],
         *[(path, None) for path in ("/version", "/server_info", "/flush_cache", "/health_generate")],
+        *[(path, None) for path in ("/model_info", "/v1/loads", "/get_loads", "/get_load", "/load")],
     ],
     ids=short,
 )

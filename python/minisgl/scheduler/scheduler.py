@@ -410,6 +410,7 @@ class Scheduler:
         return {
             **self._pages.counts(),
             "requests_waiting": len(self._waiting),
+            "tokens_waiting": sum(len(request.token_ids) for request in self._waiting),
             "requests_running": len(self._running),
             "requests_retiring": len(self._retiring),
             "sequences": len(self._by_seq_id),

@@ -25,6 +25,7 @@ from minisgl.server.api.openapi import DocsRoutes, openapi_document
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.routes.endpoint import Endpoint, Service, Topic
 from minisgl.server.api.routes.generation import GenerationRoutes
+from minisgl.server.api.routes.loads import LoadRoutes
 from minisgl.server.api.routes.models import ModelRoutes, TokenRoutes
 from minisgl.server.api.routes.operations import ControlRoutes, StatusRoutes
 
@@ -33,6 +34,7 @@ TOPICS: dict[str, Callable[[Service], Topic]] = {
     "models": ModelRoutes,
     "tokens": TokenRoutes,
     "status": StatusRoutes,
+    "loads": LoadRoutes,
     "control": ControlRoutes,
 }
 LARGEST_BODIES = 128  # held at a time, of the largest size: 1 GiB of those that are allowed by default

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from minisgl.core import FinishReason
+from minisgl.server.api.load import EngineLoad
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -95,10 +96,11 @@ class SequenceClock:
 class Exposition:
     """One look at all metrics, as a collector of the client library, which only writes the format."""
 
-    def __init__(self, model: str, requests: RequestMetrics, scheduler: Mapping[str, int]) -> None:
+    def __init__(self, model: str, requests: RequestMetrics, load: EngineLoad, retractions: int) -> None:
         self._labels = {"model_name": model}
         self._requests = requests
-        self._scheduler = scheduler  # its counts, empty before the first heartbeat
+        self._load = load
+        self._retractions = retractions
 
     def text(self) -> bytes:
         from prometheus_client import CollectorRegistry, generate_latest  # slow to import, and few ask
@@ -136,24 +138,19 @@ class Exposition:
                 yield family
 
     def _gauges(self) -> dict[str, tuple[str, float]]:
-        counts = self._scheduler
-        pages = counts.get("pages", 0)
-        in_use = pages - counts.get("pages_free", 0) - counts.get("pages_cached", 0) + counts.get("pages_locked", 0)
+        load = self._load
         return {
-            "num_requests_running": ("sequences that are computed", counts.get("requests_running", 0)),
-            "num_requests_waiting": ("sequences that wait for their turn", counts.get("requests_waiting", 0)),
-            "kv_cache_usage_perc": (
-                "share of the KV cache that running sequences hold; 1 is all",
-                in_use / pages if pages else 0.0,
-            ),
+            "num_requests_running": ("sequences that are computed", load.running),
+            "num_requests_waiting": ("sequences that wait for their turn", load.waiting),
+            "kv_cache_usage_perc": ("share of the KV cache that running sequences hold; 1 is all", load.usage),
         }
 
     def _counters(self) -> dict[str, tuple[str, int]]:
-        counts, requests = self._scheduler, self._requests
+        load, requests = self._load, self._requests
         return {
-            "prefix_cache_queries": ("prompt tokens looked for in the cache", counts.get("prefix_tokens_queried", 0)),
-            "prefix_cache_hits": ("prompt tokens found in the cache", counts.get("prefix_tokens_hit", 0)),
-            "num_preemptions": ("sequences that had to make room and wait again", counts.get("retractions", 0)),
+            "prefix_cache_queries": ("prompt tokens looked for in the cache", load.prefix_tokens_queried),
+            "prefix_cache_hits": ("prompt tokens found in the cache", load.prefix_tokens_hit),
+            "num_preemptions": ("sequences that had to make room and wait again", self._retractions),
             "prompt_tokens": ("tokens of accepted prompts", requests.prompt_tokens),
             "generation_tokens": ("tokens generated", requests.generation_tokens),
             "failed_accepts": ("accepts that failed for want of files to open", requests.failed_accepts),

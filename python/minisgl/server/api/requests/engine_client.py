@@ -231,6 +231,11 @@ class EngineClient:
         )
 
     @property
+    def num_open(self) -> int:
+        """Number of open requests."""
+        return len(self._open)
+
+    @property
     def has_room(self) -> bool:
         """True if another sequence would be admitted."""
         return self._num_admitted < self._max_sequences
@@ -259,6 +264,8 @@ class Heartbeat:
         self._client = client
         self._last = time.monotonic()
         self.counts: dict[str, dict[str, int]] = {}  # of each process, when it last answered
+        self.generation_rate = 0.0  # tokens/s that came between the last two answers
+        self._generated = client.metrics.generation_tokens
 
     async def beat_forever(self) -> None:
         while True:
@@ -270,7 +277,9 @@ class Heartbeat:
         processes, complete = await self._client.query_counts(HEARTBEAT_TIMEOUT)
         self.counts |= {process.process: process.counts for process in processes}
         if complete:
-            self._last = time.monotonic()
+            generated, now = self._client.metrics.generation_tokens, time.monotonic()
+            self.generation_rate = (generated - self._generated) / max(now - self._last, 1e-3)
+            self._generated, self._last = generated, now
 
     @property
     def age(self) -> float:

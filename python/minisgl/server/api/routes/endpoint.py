@@ -19,6 +19,7 @@ from minisgl.parsers.parser_choice import Parsers
 from minisgl.server.api.bodies.body import MAX_ITEMS, B, UnknownFields, check_numbers, read_body, read_fields, validate
 from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.http.errors import model_not_found
+from minisgl.server.api.load import EngineLoad
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 
 Handler = Callable[[Request], Awaitable[Any]]  # of a Response or another ASGI application
@@ -87,6 +88,10 @@ class Service:
     def _defaults_of(self, model: type[Body]) -> dict[str, Any]:
         """Return the values of the model's generation_config.json for what a body leaves out."""
         return self.config.sampling_defaults.fields if issubclass(model, RequestBody) else {}
+
+    def load(self) -> EngineLoad:
+        """Return the engine's load at the last heartbeat."""
+        return EngineLoad.of(self.heartbeat.counts.get("scheduler-0", {}), self.config.engine.page_size)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError if it is not one of the model's names."""

@@ -27,7 +27,8 @@ class ModelRoutes:
         return [
             Endpoint("/v1/models", self.models, answers=(ModelList,)),
             Endpoint("/v1/models/{model:path}", self.model, answers=(ModelCard,), errors=(404,)),
-            Endpoint("/get_model_info", self.model_info),  # SGLang's
+            Endpoint("/model_info", self.model_info),  # SGLang's
+            Endpoint("/get_model_info", self.model_info),  # its older name
         ]
 
     async def models(self, _request: Request) -> Response:

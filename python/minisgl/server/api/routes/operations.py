@@ -73,7 +73,7 @@ class StatusRoutes:
         return json_response({"version": __version__})
 
     async def server_info(self, _request: Request) -> Response:
-        """Return configuration, limits and what every process holds.
+        """Return configuration, limits and what every process holds, and what routers ask in SGLang's words.
 
         `complete` is false if one did not answer in time.
         """
@@ -91,14 +91,37 @@ class StatusRoutes:
                 "config": msgspec.structs.replace(service.config, http=http),
                 "complete": complete,
                 "processes": {process.process: process.counts for process in processes},
+                **self._sglang_info(),
             }
         )
+
+    def _sglang_info(self) -> dict[str, object]:
+        """Return the keys of SGLang's answer that say something about this server."""
+        service, config = self._service, self._service.config
+        engine = config.engine
+        return {
+            "status": "ready",
+            "model_path": engine.model_path,
+            "served_model_name": config.model_name,
+            "tokenizer_path": str(config.tokenizer_folder),
+            "tp_size": engine.tp_size,
+            "dp_size": 1,
+            "pp_size": 1,
+            "page_size": engine.page_size,
+            "context_length": service.limits.max_seq_len,
+            "max_running_requests": engine.max_running_requests,
+            "max_total_num_tokens": service.load().max_tokens,
+            "chunked_prefill_size": config.scheduler.max_prefill_tokens,
+            "schedule_policy": config.scheduler.schedule_policy,
+            "disaggregation_mode": "null",
+            "internal_states": [{"last_gen_throughput": service.heartbeat.generation_rate}],
+        }
 
     async def metrics(self, _request: Request) -> Response:
         """Return metrics as Prometheus text. The engine's counts are those of the last heartbeat."""
         service = self._service
-        scheduler = service.heartbeat.counts.get("scheduler-0", {})
-        text = Exposition(service.config.model_name, service.client.metrics, scheduler).text()
+        retractions = service.heartbeat.counts.get("scheduler-0", {}).get("retractions", 0)
+        text = Exposition(service.config.model_name, service.client.metrics, service.load(), retractions).text()
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
 

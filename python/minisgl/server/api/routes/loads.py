@@ -1,0 +1,101 @@
+"""Reports for routers that balance load: SGLang's /v1/loads, /get_loads and /get_load, vLLM's /load.
+
+The engine's counts are those of the last heartbeat, which /metrics tells too: a poll disturbs nobody.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from minisgl import __version__
+from minisgl.server.api.routes.endpoint import Endpoint, Service, json_response
+
+
+class RankLoad(msgspec.Struct, frozen=True):
+    """Load of a data-parallel rank, of which there is one, in SGLang's words. Times are seconds."""
+
+    timestamp: float
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int  # of the KV cache, held by running sequences
+    num_total_tokens: int  # these, and the known tokens of waiting sequences
+    max_total_num_tokens: int
+    max_running_requests: int
+    token_usage: float
+    gen_throughput: float  # tokens/s between the last two heartbeats
+    cache_hit_rate: float  # since the start
+    utilization: float  # of slots or KV cache, whichever is fuller; 1 is all
+    dp_rank: int = 0
+
+
+class Loads(msgspec.Struct, frozen=True):
+    timestamp: str
+    version: str
+    num_accelerators: int
+    loads: list[RankLoad]
+
+
+class SimpleLoad(msgspec.Struct, frozen=True):
+    """Older form of SGLang's report."""
+
+    num_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+    dp_rank: int = 0
+
+
+class ServerLoad(msgspec.Struct, frozen=True):
+    """Number of HTTP requests that are being answered, as vLLM tells it."""
+
+    server_load: int
+
+
+class LoadRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint("/v1/loads", self.loads, answers=(Loads,)),
+            Endpoint("/get_loads", self.loads, answers=(Loads,)),
+            Endpoint("/get_load", self.simple_load, answers=(list[SimpleLoad],)),
+            Endpoint("/load", self.server_load, answers=(ServerLoad,)),  # vLLM's
+        ]
+
+    async def loads(self, _request: Request) -> Response:
+        """Return running and waiting sequences, and tokens in use, in SGLang's form."""
+        now = datetime.now(UTC)
+        return json_response(
+            Loads(now.isoformat(), __version__, self._service.config.engine.tp_size, [self._rank_load(now)])
+        )
+
+    def _rank_load(self, now: datetime) -> RankLoad:
+        service, load = self._service, self._service.load()
+        max_running = service.config.engine.max_running_requests
+        return RankLoad(
+            now.timestamp(),
+            load.running,
+            load.waiting,
+            load.tokens_used,
+            load.tokens_used + load.tokens_waiting,
+            load.max_tokens,
+            max_running,
+            load.usage,
+            service.heartbeat.generation_rate,
+            load.hit_rate,
+            max(load.usage, load.running / max_running),
+        )
+
+    async def simple_load(self, _request: Request) -> Response:
+        """Return sequences, and tokens in use or waited for, in SGLang's older form."""
+        load = self._service.load()
+        tokens = load.tokens_used + load.tokens_waiting
+        return json_response([SimpleLoad(load.running + load.waiting, load.waiting, tokens)])
+
+    async def server_load(self, _request: Request) -> Response:
+        """Return the number of HTTP requests that are being answered."""
+        return json_response(ServerLoad(self._service.client.num_open))
