@@ -161,6 +161,14 @@ def test_every_field_of_a_body_is_documented(body: type[Body]) -> None:
             assert body.model_fields[name].is_required() or not refusal(body, {name: example})
 
 
+@pytest.mark.parametrize("model", ["ResponseFormat", "JsonSchemaFormat", "StructuredOutputs"])
+def test_the_fields_of_nested_objects_are_documented(model: str) -> None:
+    for schema in COMPONENTS[model]["properties"].values():
+        assert schema["description"]
+        for example in schema.get("examples", []):
+            jsonschema.validate(example, {**schema, "components": DOCUMENT["components"]})
+
+
 def refusal(body: type[Body], change: Json) -> Exception | None:
     """Validate the body's example with this change."""
     try:

@@ -17,7 +17,9 @@ class JsonSchemaFormat(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
 
-    schema_: Schema = Field(alias="schema")
+    schema_: Schema = Field(
+        alias="schema", description="JSON Schema that the answer follows.", examples=[{"type": "object"}]
+    )
 
 
 class ResponseFormat(BaseModel):
@@ -25,8 +27,11 @@ class ResponseFormat(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="text: anything; json_object: any object; json_schema: as the schema says.",
+        examples=["json_object"],
+    )
+    json_schema: JsonSchemaFormat | None = Field(default=None, description="Required by the type json_schema.")
 
     def grammar(self) -> Grammar | None:
         match self.type:
@@ -45,11 +50,22 @@ class StructuredOutputs(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=(), extra="allow")
 
-    json_: Schema | None = Field(default=None, alias="json")
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    json_: Schema | None = Field(
+        default=None,
+        alias="json",
+        description="JSON Schema, or its text, that the answer follows.",
+        examples=[{"type": "object"}],
+    )
+    json_object: bool | None = Field(default=None, description="The answer is any JSON object.", examples=[True])
+    regex: str | None = Field(
+        default=None, description="Regular expression that the answer matches.", examples=["[0-9]+"]
+    )
+    choice: list[str] | None = Field(default=None, description="The answer is one of these.", examples=[["yes", "no"]])
+    grammar: str | None = Field(
+        default=None,
+        description="Context-free grammar of the answer: GBNF, or Lark as llguidance has it.",
+        examples=['root ::= "yes" | "no"'],
+    )
     structural_tag: None = Field(default=None, description="not supported")
     whitespace_pattern: None = Field(default=None, description="not supported")
     disable_any_whitespace: Literal[False] | None = Field(default=None, description="not supported")
