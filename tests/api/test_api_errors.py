@@ -427,8 +427,8 @@ def test_internal_error_while_answering(server: RunningServer, monkeypatch: pyte
     def broken(*_args: object) -> bytes:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("minisgl.server.api.answers.chat.ChatWriter.events", broken)
-    monkeypatch.setattr("minisgl.server.api.answers.chat.ChatWriter.body", broken)
+    monkeypatch.setattr("minisgl.server.api.answers.chat_writer.ChatWriter.events", broken)
+    monkeypatch.setattr("minisgl.server.api.answers.chat_writer.ChatWriter.body", broken)
     response = server.post(CHAT, json={"messages": [{"role": "user", "content": "x"}], "stream": stream})
     assert "secret" not in response.text
     assert "internal server error" in response.text

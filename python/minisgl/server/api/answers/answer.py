@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from starlette.types import Receive, Scope, Send
 
-from minisgl.server.api.answers.responses import PromptTokensDetails, Usage
+from minisgl.server.api.answers.objects import PromptTokensDetails, Usage
 from minisgl.server.api.http.connection import StreamBody, stream_body_of
 from minisgl.server.api.http.errors import ApiError, internal_error
 from minisgl.server.api.requests.engine_client import EngineClient
@@ -59,6 +59,10 @@ class Writer(ABC):
     @abstractmethod
     def body(self, choices: list[Delta], usage: Usage) -> bytes:
         """Return the whole answer, when it is not streamed."""
+
+    async def keep(self) -> None:
+        """Store an answer that has ended, before its client is told of the end."""
+        return
 
 
 def usage_of(request: OpenRequest) -> Usage:
@@ -129,7 +133,7 @@ class Answer:
         if data := self._writer.first_events():
             body.write(data)
         await request.stream_to(EventStream(self._writer, body))
-        await _end_stream(body, self._writer.last_events(usage_of(request)) + self._writer.stream_end, send)
+        await self._end_stream(body, self._writer.last_events(usage_of(request)), send)
 
     async def _send_body(self, request: OpenRequest, _scope: Scope, send: Send) -> None:
         choices = await request.complete()
@@ -140,6 +144,7 @@ class Answer:
             data = self._writer.body(choices, usage)
         else:  # log-probabilities of many tokens are made into objects for seconds, which lets other threads in between
             data = await asyncio.to_thread(self._writer.body, choices, usage)
+        await self._writer.keep()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -149,10 +154,9 @@ class Answer:
         if not self._started:
             await error.response()(scope, receive, send)
         elif self._stream:
-            events = self._writer.error_event(error) + self._writer.stream_end
-            await _end_stream(stream_body_of(scope), events, send)
+            await self._end_stream(stream_body_of(scope), self._writer.error_event(error), send)
 
-
-async def _end_stream(body: StreamBody, last_events: bytes, send: Send) -> None:
-    body.write(last_events)
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def _end_stream(self, body: StreamBody, last_events: bytes, send: Send) -> None:
+        await self._writer.keep()
+        body.write(last_events + self._writer.stream_end)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: from its body to a job for the engine and the writer of its answer."""
+"""POST /v1/chat/completions: from its body to a job for the engine and the form of its answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from minisgl.core import Grammar, InvalidRequest
 from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import NONE, OutputParser, Parsers
-from minisgl.server.api.answers.chat_writer import ChatOptions, ChatWriter
+from minisgl.server.api.answers.chat_writer import ChatOptions
 from minisgl.server.api.bodies.conversation import Message, ToolUse, template_messages
 from minisgl.server.api.bodies.request_body import GRAMMAR_FIELDS
 from minisgl.server.api.bodies.schema import ChatBody
@@ -19,8 +19,8 @@ from minisgl.server.api.requests.open_request import Job
 from minisgl.structured_output.tool_grammar import calls_grammar, check_strict, either, free_grammar, schemas_to_enforce
 
 
-def chat_answer(body: ChatBody, use: ToolUse, limits: Limits, parsers: Parsers, model: str) -> tuple[Job, ChatWriter]:
-    """Return the job of a body and the writer of its answer; InvalidRequest or ApiError if that is not possible."""
+def chat_job(body: ChatBody, use: ToolUse, limits: Limits, parsers: Parsers, model: str) -> tuple[Job, ChatOptions]:
+    """Return the job of a body and the form of its answer; InvalidRequest or ApiError if that is not possible."""
     include_usage = body.wants_usage()
     messages = template_messages(body.messages)
     if use.required:
@@ -40,7 +40,7 @@ def chat_answer(body: ChatBody, use: ToolUse, limits: Limits, parsers: Parsers, 
         prompt_logprobs=body.prompt_logprobs,
         token_ids=body.return_token_ids,
     )
-    return _job(body, limits, parsers, use, messages), ChatWriter(options)
+    return _job(body, limits, parsers, use, messages), options
 
 
 def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, messages: list[Message]) -> Job:

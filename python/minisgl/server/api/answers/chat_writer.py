@@ -17,7 +17,7 @@ from minisgl.parsers.parser_choice import OutputParser
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
 from minisgl.server.api.answers.answer import Writer, usage_of
 from minisgl.server.api.answers.logprob_forms import chat_logprobs, prompt_logprobs
-from minisgl.server.api.answers.responses import (
+from minisgl.server.api.answers.objects import (
     CallDelta,
     ChatChoice,
     ChatChunk,

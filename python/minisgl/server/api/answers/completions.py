@@ -17,7 +17,7 @@ from minisgl.limits import Limits
 from minisgl.message.types import unpack_ids
 from minisgl.server.api.answers.answer import Writer, usage_of
 from minisgl.server.api.answers.logprob_forms import TextLogprobsWriter, mean_logprob, prompt_logprobs
-from minisgl.server.api.answers.responses import (
+from minisgl.server.api.answers.objects import (
     Generated,
     PromptLogprob,
     TextChoice,

@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Sequence
 
 from minisgl.message.types import PositionLogprobs, TokenLogprob
-from minisgl.server.api.answers.responses import ChatLogprob, ChatLogprobs, ChatTopLogprob, PromptLogprob, TextLogprobs
+from minisgl.server.api.answers.objects import ChatLogprob, ChatLogprobs, ChatTopLogprob, PromptLogprob, TextLogprobs
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 

@@ -18,7 +18,7 @@ from minisgl.message.types import PositionLogprobs, TokenLogprob, unpack_ids
 from minisgl.server.api.answers.answer import Writer
 from minisgl.server.api.answers.completions import generate_job
 from minisgl.server.api.answers.logprob_forms import token_text, value
-from minisgl.server.api.answers.responses import Usage, server_sent_event
+from minisgl.server.api.answers.objects import Usage, server_sent_event
 from minisgl.server.api.bodies.body import validate
 from minisgl.server.api.bodies.schema import GenerateBody, SglangBody
 from minisgl.server.api.http.errors import ApiError, clients_name, invalid, invalid_request

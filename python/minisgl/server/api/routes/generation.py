@@ -9,9 +9,10 @@ from starlette.requests import Request
 
 from minisgl.parsers.parser_choice import NONE
 from minisgl.server.api.answers.answer import Answer, Writer
-from minisgl.server.api.answers.chat import chat_answer
+from minisgl.server.api.answers.chat import chat_job
+from minisgl.server.api.answers.chat_writer import ChatWriter
 from minisgl.server.api.answers.completions import CompletionWriter, GenerateWriter, completion_job, generate_job
-from minisgl.server.api.answers.responses import ChatChunk, ChatCompletion, Generated, TextCompletion
+from minisgl.server.api.answers.objects import ChatChunk, ChatCompletion, Generated, TextCompletion
 from minisgl.server.api.answers.sglang import SglangAnswer, SglangWriter, is_sglang, sglang_job
 from minisgl.server.api.bodies.conversation import ToolUse
 from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
@@ -67,8 +68,8 @@ class GenerationRoutes:
         service = self._service
         use = body.tool_use()
         self._log_if_ignored(use)
-        job, writer = chat_answer(body, use, service.limits, service.parsers, service.config.model_name)
-        return self._answer(request, job, writer, stream=body.stream, names=body.own_names)
+        job, options = chat_job(body, use, service.limits, service.parsers, service.config.model_name)
+        return self._answer(request, job, ChatWriter(options), stream=body.stream, names=body.own_names)
 
     async def completions(self, request: Request) -> Answer:
         """Go on from one prompt or several, as OpenAI does."""

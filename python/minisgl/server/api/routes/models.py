@@ -12,7 +12,7 @@ from minisgl.core import InvalidRequest
 from minisgl.message.to_api import Decoded, Described, Encoded
 from minisgl.message.to_tokenizer import ChatPrompt, Decode, Describe, Encode, TextPrompt
 from minisgl.message.types import pack_ids, unpack_ids
-from minisgl.server.api.answers.responses import Detokenized, ModelCard, ModelList, Tokenized
+from minisgl.server.api.answers.objects import Detokenized, ModelCard, ModelList, Tokenized
 from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.server.api.bodies.plain_prompts import checked_ids
 from minisgl.server.api.bodies.schema import DetokenizeBody, TokenizeBody
