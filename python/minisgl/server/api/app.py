@@ -99,7 +99,7 @@ def layers(config: ServerConfig, drain: Drain) -> list[Middleware]:
             allow_methods=http.allowed_methods,
             allow_headers=http.allowed_headers,
             allow_credentials=http.allow_credentials,
-            expose_headers=["x-request-id", "retry-after", "x-should-retry"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-should-retry"],
         )
         found.append(cors)
     found.append(Middleware(DrainGate, drain=drain))
@@ -108,14 +108,14 @@ def layers(config: ServerConfig, drain: Drain) -> list[Middleware]:
     return found
 
 
-async def on_api_error(_request: Request, error: Exception) -> Response:
+async def on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.scope)
 
 
-async def on_invalid_request(_request: Request, error: Exception) -> Response:
+async def on_invalid_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, InvalidRequest)
-    return invalid_request(error).response()
+    return invalid_request(error).response(request.scope)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -124,4 +124,4 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     route = f"{request.method} {request.url.path}"
     texts = {404: f"there is no route {route}", 405: f"the method is not allowed: {route}"}
     text = texts.get(error.status_code, error.detail)
-    return ApiError(error.status_code, text, headers=error.headers).response()
+    return ApiError(error.status_code, text, headers=error.headers).response(request.scope)

@@ -152,7 +152,7 @@ class Answer:
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._started:
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
         elif self._stream:
             await self._end_stream(stream_body_of(scope), self._writer.error_event(error), send)
 

@@ -30,6 +30,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, header_timeout: float, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.url = b""  # of the last request that has come
         self._header_timeout = header_timeout
         self._header_timeout_task: asyncio.TimerHandle | None = None
         self._reads_head = True  # or what is between two requests
@@ -126,7 +127,8 @@ class Connection(HttpToolsProtocol):
             self.close_after_answer()
             return
         if self._reads_head or not self.cycle.response_started:
-            body = error.body()
+            path = self.url.partition(b"?")[0].decode("latin-1")
+            body = error.body_for({"path": path, "root_path": ""})
             headers = {**error.headers, "content-type": "application/json", "connection": "close"}
             lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", f"content-length: {len(body)}"]
             lines += [f"{name}: {value}" for name, value in headers.items()]

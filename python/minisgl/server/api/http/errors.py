@@ -1,4 +1,4 @@
-"""Errors as clients are told of them: always OpenAI's error object, never an internal text."""
+"""Errors as clients are told of them: OpenAI's error object, or Anthropic's on its routes, never an internal text."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
-from minisgl.core import InvalidRequest
+from minisgl.core import CONTEXT_LENGTH_EXCEEDED, InvalidRequest
+from minisgl.server.api.http.request_head import speaks_anthropic
 
 RETRY_AFTER_SECONDS = 1
 NO_RETRY = {"x-should-retry": "false"}  # the same request would end in the same way
@@ -22,6 +24,29 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
+
+
+ANTHROPIC_TYPES = {  # of errors, by status
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+PROMPT_TOO_LONG = "prompt is too long: "  # Anthropic's clients look for these words, and shorten the conversation
+
+
+class AnthropicErrorDetail(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """Anthropic's error object. Its stream's error event is the same."""
+
+    error: AnthropicErrorDetail
+    request_id: str
 
 
 class ApiError(Exception):
@@ -45,10 +70,24 @@ class ApiError(Exception):
         self.headers = {**(headers or {}), **({} if retryable else NO_RETRY)}
 
     def body(self) -> bytes:
+        """Return OpenAI's error object."""
         return msgspec.json.encode(ErrorBody(self.detail))
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, media_type="application/json")
+    def anthropic_body(self, request_id: str) -> bytes:
+        """Return Anthropic's error object."""
+        default = "invalid_request_error" if self.status < 499 else "api_error"
+        prefix = PROMPT_TOO_LONG if self.detail.code == CONTEXT_LENGTH_EXCEEDED else ""
+        detail = AnthropicErrorDetail(ANTHROPIC_TYPES.get(self.status, default), prefix + self.detail.message)
+        return msgspec.json.encode(AnthropicErrorBody(detail, request_id))
+
+    def response(self, scope: Scope) -> Response:
+        """Return the error in the shape that this request's client reads."""
+        return Response(self.body_for(scope), self.status, self.headers, media_type="application/json")
+
+    def body_for(self, scope: Scope) -> bytes:
+        if not speaks_anthropic(scope):
+            return self.body()
+        return self.anthropic_body(scope.get("state", {}).get("request_id", ""))
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
@@ -119,7 +158,8 @@ def unauthorized() -> ApiError:
     return ApiError(
         401,
         # Begins in OpenAI's words, because clients look for them.
-        "Incorrect API key provided: the server wants one of its keys, as `Authorization: Bearer KEY`",
+        "Incorrect API key provided: the server wants one of its keys, "
+        "as `Authorization: Bearer KEY` or `x-api-key: KEY`",
         code="invalid_api_key",
         headers={"www-authenticate": "Bearer"},
     )

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.config import HttpConfig
 from minisgl.server.api.http.errors import ApiError, foreign_host, foreign_origin, no_admin_key, unauthorized
+from minisgl.server.api.http.request_head import route_path
 
 DOCS_ROUTES = frozenset(
     {"/openapi.json", "/docs", "/redoc"}
@@ -46,7 +47,7 @@ class Gate:
         app = self._app
         if scope["type"] == "http":
             error = next(filter(None, (check(scope) for check in self._checks)), None)
-            app = app if error is None else error.response()
+            app = app if error is None else error.response(scope)
         await app(scope, receive, send)
 
 
@@ -78,7 +79,7 @@ def browser_check(host: str, http: HttpConfig) -> Check:
 
 
 def key_check(http: HttpConfig) -> Check:
-    """Let those pass who send one of the keys as bearer token, and everybody to the open routes.
+    """Let those pass who send one of the keys, and everybody to the open routes.
 
     With an admin key only that one opens the control routes; it opens the others too. Without `api_keys` these
     are open. Digests of equal length are compared, all of them, so that the time says nothing of the keys.
@@ -115,21 +116,23 @@ def client_of(connection: HTTPConnection) -> str:
     return str(ipaddress.ip_network((address, 64), strict=False) if address.version == 6 else address)
 
 
-def route_path(scope: Scope) -> str:
-    """Return the path as the routes know it."""
-    path: str = scope["path"]
-    root: str = scope["root_path"]
-    return path.removeprefix(root) if path.startswith(root + "/") else path
-
-
 def _key_sent(digests: Sequence[bytes], scope: Scope) -> int | None:
-    """Return the number of the key that a request carries; None if it is none of these."""
-    sent = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(sent) != 1 or not sent[0].lower().startswith(BEARER):
-        return None
-    digest = _digest(sent[0][len(BEARER) :].strip())
-    matches = [hmac.compare_digest(digest, known) for known in digests]  # all of them: no short cut
-    return matches.index(True) if any(matches) else None
+    """Return the number of the key that a request carries; None if it is none of these.
+
+    OpenAI's clients send it as a bearer token, Anthropic's as x-api-key; of both, one is enough.
+    """
+    sent = _keys_in(scope, b"authorization", BEARER) + _keys_in(scope, b"x-api-key", b"")
+    # All of them: no short cut.
+    matches = [[hmac.compare_digest(_digest(key), known) for known in digests] for key in sent]
+    return next((known.index(True) for known in matches if any(known)), None)
+
+
+def _keys_in(scope: Scope, header: bytes, prefix: bytes) -> list[bytes]:
+    """Return the key that stands in a header behind this prefix, unless there are several such headers."""
+    sent = [value for name, value in scope["headers"] if name == header]
+    if len(sent) != 1 or not sent[0].lower().startswith(prefix):
+        return []
+    return [sent[0][len(prefix) :].strip()]
 
 
 def _digest(key: bytes) -> bytes:

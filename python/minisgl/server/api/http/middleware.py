@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.server.api.http.errors import internal_error, too_many_bytes
+from minisgl.server.api.http.request_head import speaks_anthropic
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +77,14 @@ class RequestIdMiddleware:
         request_id = _request_id(scope)
         scope["root_path"] = self._root_path
         scope.setdefault("state", {})["request_id"] = request_id.decode()
+        names = (b"x-request-id", b"request-id") if speaks_anthropic(scope) else (b"x-request-id",)
         started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                message["headers"] = [*message["headers"], *((name, request_id) for name in names)]
             await send(message)
 
         try:
@@ -92,7 +94,7 @@ class RequestIdMiddleware:
         except Exception:
             logger.exception("%s %s ended with an internal error", scope["method"], scope["path"])
             if not started:
-                await internal_error().response()(scope, receive, send_with_id)
+                await internal_error().response(scope)(scope, receive, send_with_id)
 
 
 def request_id_of(connection: HTTPConnection) -> str:

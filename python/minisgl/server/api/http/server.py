@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from minisgl.config import HttpConfig
 from minisgl.server.api.http.connection import Connection
 from minisgl.server.api.http.errors import ApiError, shutting_down
-from minisgl.server.api.http.gates import route_path
+from minisgl.server.api.http.request_head import route_path
 from minisgl.server.api.metrics import RequestMetrics
 
 # Answered to the last, for whoever watches the drain or wants to end it sooner.
@@ -98,7 +98,7 @@ class DrainGate:
         elif route_path(scope) in WATCHING_ROUTES:
             await self._app(scope, receive, closing(send))
         else:
-            await drain.error.response()(scope, receive, closing(send))
+            await drain.error.response(scope)(scope, receive, closing(send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         drain, started = self._drain, False
@@ -119,7 +119,7 @@ class DrainGate:
             if drain.error is None or started:
                 raise
             task.uncancel()
-            await drain.error.response()(scope, receive, closing(send))
+            await drain.error.response(scope)(scope, receive, closing(send))
         finally:
             drain.leave(task)
 
