@@ -75,6 +75,16 @@ class Oracle:
                 found.append(Expected(prompt, out.sequences[0, len(prompt) :].tolist()))
         return found
 
+    @torch.inference_mode()
+    def check_greedy(self, prompt: list[int], tokens: list[int]) -> None:
+        """Assert, in one forward, that each token is the greedy choice after those before it.
+
+        A choice within rounding of the best one passes.
+        """
+        logits = self._model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+        assert (logits.amax(1) - chosen).max() < LOGIT_MARGIN
+
     def sampled(
         self, rng: random.Random, count: int, new_tokens: int, *, temperature: float, top_k: int
     ) -> list[Expected]:

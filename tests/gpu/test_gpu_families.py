@@ -145,18 +145,95 @@ PHI_4_MINI: dict[str, Any] = {  # with plain frequencies
     "pad_token_id": 0,
     "tie_word_embeddings": True,
 }
-WINDOWED = ("mistral-window", "gemma3")
+LLAMA_LIKE_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 12800,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+HALF_WINDOWED: dict[str, Any] = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 256,  # shorter than the prompts, so that queries are scaled
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+SMOLLM3_3B: dict[str, Any] = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "model_type": "smollm3",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "no_rope_layers": [1, 0],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5000000.0,
+    "max_position_embeddings": 65536,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
+GRANITE_8B = LLAMA_LIKE_8B | {
+    "architectures": ["GraniteForCausalLM"],
+    "model_type": "granite",
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 16.0,
+}
+MINISTRAL_3_8B = LLAMA_LIKE_8B | {
+    "architectures": ["Ministral3ForCausalLM"],
+    "model_type": "ministral3",
+    "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1},
+    "max_position_embeddings": 4096,
+}
+OLMO_3_7B = OLMO_2_7B | {
+    "architectures": ["Olmo3ForCausalLM"],
+    "model_type": "olmo3",
+    **HALF_WINDOWED,
+    "rope_parameters": {
+        "full_attention": YARN,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+}
+GLM_4_9B = LLAMA_LIKE_8B | {
+    "architectures": ["Glm4ForCausalLM"],
+    "model_type": "glm4",
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "pad_token_id": 0,
+}
+EXAONE_4 = LLAMA_LIKE_8B | {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", **HALF_WINDOWED}
+SEED_OSS = LLAMA_LIKE_8B | {
+    "architectures": ["SeedOssForCausalLM"],
+    "model_type": "seed_oss",
+    "num_attention_heads": 40,
+    "num_key_value_heads": 4,
+}
+WINDOWED = ("mistral-window", "gemma3", "olmo3", "exaone4")
 SHAPES = {
+    "exaone4": EXAONE_4,
     "gemma3": GEMMA_3_12B,
+    "glm4": GLM_4_9B,
+    "granite": GRANITE_8B,
     "llama": LLAMA_3_1_8B,
+    "ministral3": MINISTRAL_3_8B,
     "mistral": MISTRAL_7B,
     "mistral-window": MISTRAL_7B | {"sliding_window": 100},
     "olmo2": OLMO_2_7B,
+    "olmo3": OLMO_3_7B,
     "phi4-mini": PHI_4_MINI,
     "qwen2": QWEN2_5_7B,
     "qwen3-0.6b": QWEN3_06B,
     "qwen3-14b": QWEN3_14B,
     "qwen3_moe": QWEN3_30B_A3B,
+    "seed-oss": SEED_OSS,
+    "smollm3": SMOLLM3_3B,
 }
 SMALL = {
     "num_hidden_layers": 2,

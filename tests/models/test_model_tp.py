@@ -19,7 +19,19 @@ from minisgl.models.loading import build_model, load_model
 from models.harness import Harness
 from models.tiny import VOCAB
 
-KINDS = ("llama-bias", "llama-tied", "qwen2-window", "qwen3", "qwen3-moe", "gemma3", "olmo2", "phi3-partial")
+KINDS = (
+    "llama-bias",
+    "llama-tied",
+    "qwen2-window",
+    "qwen3",
+    "qwen3-moe",
+    "gemma3",
+    "olmo2",
+    "phi3-partial",
+    "granite",
+    "ministral3",
+    "glm4",
+)
 PROMPTS = ([5, 198, 0, 17, 101, 66, 67, 133, 134, 2], list(range(40, 61)))
 
 

@@ -60,6 +60,25 @@ YARN_ROPE = {
     "beta_fast": 8.0,  # of 8 frequencies some stay, some are on the ramp, some are divided
     "beta_slow": 1.0,
 }
+MISTRAL_3_ROPE = {
+    **YARN_ROPE,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+MULTIPLIERS = {
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+WINDOWS: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": WINDOW,
+}
+OLMO3_ROPES = {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 # kind -> transformers' name of the family, and what its config has beside the shape
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -83,6 +102,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}, "pad_token_id": 0},
     ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
+    "granite": ("Granite", MULTIPLIERS),
+    "ministral": ("Ministral", WINDOWS),
+    "ministral3": ("Ministral3", {"rope_parameters": MISTRAL_3_ROPE, "pad_token_id": 0}),
+    "olmo3": ("Olmo3", {**WINDOWS, "rope_parameters": OLMO3_ROPES}),
+    "glm": ("Glm", {"rope_parameters": HALF_ROPE, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"rope_parameters": HALF_ROPE, "pad_token_id": 0}),
+    "seed-oss": ("SeedOss", {"attention_out_bias": True}),
+    "exaone4": ("Exaone4", WINDOWS),
+    "ernie": ("Ernie4_5", {"use_bias": True}),
 }
 FAMILIES = tuple(KINDS)
 

@@ -36,7 +36,7 @@ class Attention(nn.Module):
         self.rotary = rotary
         self.num_heads = config.heads_per_rank(tp.size)
         self.num_kv_heads = config.kv_heads_per_rank(tp.size)
-        dim = config.head_dim
+        self.head_dim = dim = config.head_dim
         q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
         share = self.num_heads * dim
         q_kept = paired_rows([range(tp.rank * share, (tp.rank + 1) * share)], dim, config.rope)
@@ -57,6 +57,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
         """Attend to norm(x), plus `residual`."""
         qkv = self.qkv_proj(x, norm)
+        if self.rotary.query_scale is not None:  # a rotation keeps the factor
+            scale = self.rotary.query_scale[ctx.positions].to(qkv.dtype).unsqueeze(-1)
+            qkv[:, : self.num_heads * self.head_dim].mul_(scale)
         q_norm, k_norm = self.q_norm, self.k_norm
         if isinstance(q_norm, ProjectionNorm) and isinstance(k_norm, ProjectionNorm):  # the fused norms are by head
             q, k, v = qkv.split([len(q_norm.weight), len(k_norm.weight), len(k_norm.weight)], dim=-1)

@@ -40,6 +40,14 @@ class YarnScaling:
     original_max_positions: int
 
 
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Rotated queries beyond the original context times 1 + beta * log(1 + floor(position / original)) (Llama 4)."""
+
+    beta: float
+    original_max_positions: int
+
+
 QKNorm = Literal["none", "head", "projection"]
 RopeScaling: TypeAlias = Llama3Scaling | LinearScaling | YarnScaling
 
@@ -51,10 +59,15 @@ class RopeConfig:
     theta: float
     scaling: RopeScaling | None = None
     partial_factor: float = 1.0  # share of the dimensions that are rotated
+    interleaved: bool = False  # dimensions are rotated in pairs of neighbours, not i with i + rotary_dim / 2
+    query_scaling: QueryScaling | None = None
 
     def rotary_dim(self, head_dim: int) -> int:
         """Number of a head's dimensions that are rotated."""
         return int(head_dim * self.partial_factor)
+
+
+NO_ROPE = RopeConfig(theta=1.0, partial_factor=0.0)  # positions are known by the causal mask alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +143,4 @@ class LayerConfig:
     attention: AttentionConfig
     mlp: MLPConfig | MoEConfig
     norms: NormNames = NormNames()
+    residual_scale: float = 1.0  # factor of each block's output before it is added (Granite)

@@ -86,7 +86,7 @@ class ColumnParallelLinear(Linear):
         for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
             at = 0
             for part, (name, start, total) in zip(self.parts, sources, strict=True):
-                kept = [range(start + rows.start, start + rows.stop) for rows in part.kept]
+                kept = [range(start + rows.start, start + rows.stop, rows.step) for rows in part.kept]
                 if tensor is not None:
                     yield from row_slices(f"{name}.{kind}", total, kept, tensor[at : at + sum(map(len, kept))])
                 at += sum(map(len, kept))

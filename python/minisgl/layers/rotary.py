@@ -12,18 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl.layers.layer_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from minisgl.layers.layer_config import LinearScaling, Llama3Scaling, QueryScaling, RopeConfig, YarnScaling
 
 
 class Rotary(nn.Module):
-    """Table of rotations, shared by the layers of one rope: `cos_sin` [max_positions, head_dim] float32."""
+    """Tables shared by the layers of one rope: `cos_sin` [max_positions, head_dim] and, for ropes that scale queries,
+    `query_scale` [max_positions], both float32.
+    """
 
     cos_sin: Tensor
+    query_scale: Tensor | None
 
     def __init__(self, head_dim: int, max_positions: int, rope: RopeConfig) -> None:
         super().__init__()
-        table = cos_sin_table(head_dim, max_positions, rope).to(torch.get_default_device())
-        self.register_buffer("cos_sin", table, persistent=False)
+        device = torch.get_default_device()
+        self.register_buffer("cos_sin", cos_sin_table(head_dim, max_positions, rope).to(device), persistent=False)
+        scale = None if rope.query_scaling is None else query_scales(max_positions, rope.query_scaling).to(device)
+        self.register_buffer("query_scale", scale, persistent=False)
 
 
 def cos_sin_table(head_dim: int, max_positions: int, rope: RopeConfig) -> Tensor:
@@ -36,20 +41,29 @@ def cos_sin_table(head_dim: int, max_positions: int, rope: RopeConfig) -> Tensor
     return torch.cat((F.pad(angles.cos() * factor, still, value=1.0), F.pad(angles.sin() * factor, still)), dim=-1)
 
 
+def query_scales(max_positions: int, scaling: QueryScaling) -> Tensor:
+    """[max_positions] float32 on the CPU: factor of the query at each position."""
+    positions = torch.arange(max_positions, device="cpu")
+    return 1 + scaling.beta * torch.log(1 + torch.floor(positions / scaling.original_max_positions))
+
+
 def paired_rows(kept: Sequence[range], head_dim: int, rope: RopeConfig) -> Sequence[range]:
     """Reorder the rows of whole heads of q or k so that the rotation's pairs are i and i + head_dim / 2.
 
-    Only a partly rotated head (Phi) changes: with head_dim 8, of which 4 are rotated as pairs (0, 2) and (1, 3), the
-    rows 0 1 2 3 4 5 6 7 come as 0 1 4 5 2 3 6 7, and the pairs (4, 6) and (5, 7) are turned by 0. A product q @ k does
-    not depend on the order.
+    A partly rotated head (Phi) changes: with head_dim 8, of which 4 are rotated as pairs (0, 2) and (1, 3), the rows
+    0 1 2 3 4 5 6 7 come as 0 1 4 5 2 3 6 7, and the pairs (4, 6) and (5, 7) are turned by 0. An interleaved one (GLM)
+    has the pairs (0, 1) and (2, 3), and its rows come as 0 2 4 5 1 3 6 7. A product q @ k does not depend on the order.
     """
     rotary_dim = rope.rotary_dim(head_dim)
-    if rotary_dim == head_dim:
+    if rotary_dim == 0 or (rotary_dim == head_dim and not rope.interleaved):
         return kept
-    half, rest = rotary_dim // 2, (head_dim - rotary_dim) // 2
-    cuts = ((0, half), (rotary_dim, rest), (half, half), (rotary_dim + rest, rest))
-    heads = [first for rows in kept for first in range(rows.start, rows.stop, head_dim)]
-    return [range(head + start, head + start + count) for head in heads for start, count in cuts]
+    half, middle = rotary_dim // 2, (rotary_dim + head_dim) // 2
+    first, second = range(half), range(half, rotary_dim)
+    if rope.interleaved:
+        first, second = range(0, rotary_dim, 2), range(1, rotary_dim, 2)
+    cuts = first, range(rotary_dim, middle), second, range(middle, head_dim)
+    heads = [start for rows in kept for start in range(rows.start, rows.stop, head_dim)]
+    return [range(head + cut.start, head + cut.stop, cut.step) for head in heads for cut in cuts if cut]
 
 
 def frequencies(rotary_dim: int, rope: RopeConfig) -> Tensor:

@@ -48,7 +48,7 @@ def row_slices(
     """Ranges of a tensor's `rows` rows, one after another in the target."""
     at = 0
     for part in kept:
-        source = (slice(part.start, part.stop), *[slice(None)] * (target.ndim - 1))
+        source = (slice(part.start, part.stop, part.step), *[slice(None)] * (target.ndim - 1))
         yield WeightSlice(name, (rows, *target.shape[1:]), source, target[at : at + len(part)], offset=offset)
         at += len(part)
 

@@ -24,7 +24,7 @@ class DecoderLayer(nn.Module):
     Some families norm each block's output too (Gemma 3), or that alone (OLMo 2). Norms and additions are seldom
     launches of their own: the norm in front of a block begins the block's first product (`Ops.norm_linear`,
     `Ops.norm_gated_linear`), and `residual` is added by its last one (`Ops.linear`), unless a norm of the output
-    stands between.
+    stands between. A family that scales a block's output (Granite) has its own addition.
     """
 
     def __init__(self, config: ModelConfig, index: int, rotary: Rotary, *, tp: TPGroup, dtype: torch.dtype) -> None:
@@ -44,18 +44,26 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = GatedMLP(layer.mlp, hidden_size, tp=tp, dtype=dtype)
         self.mlp_post_norm = norm(layer.norms.mlp_post)
+        self.residual_scale = layer.residual_scale
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]; may overwrite x."""
-        if self.attention_post_norm is None:
-            x = self.self_attn(x, self.attention_norm, ctx, residual=x)
+        x = self._block(self.self_attn, self.attention_norm, self.attention_post_norm, x, ctx)
+        return self._block(self.mlp, self.mlp_norm, self.mlp_post_norm, x, ctx)
+
+    def _block(
+        self, block: nn.Module, norm: RMSNorm | None, post_norm: RMSNorm | None, x: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        """x + residual_scale * post_norm(block(norm(x)))."""
+        y: Tensor
+        if self.residual_scale != 1.0:
+            y = block(x, norm, ctx)
+            y = x.add_(y if post_norm is None else post_norm(y, ctx), alpha=self.residual_scale)
+        elif post_norm is None:
+            y = block(x, norm, ctx, residual=x)
         else:
-            x = self.attention_post_norm(self.self_attn(x, self.attention_norm, ctx), ctx, residual=x)
-        if self.mlp_post_norm is None:
-            x = self.mlp(x, self.mlp_norm, ctx, residual=x)
-        else:
-            x = self.mlp_post_norm(self.mlp(x, self.mlp_norm, ctx), ctx, residual=x)
-        return x
+            y = post_norm(block(x, norm, ctx), ctx, residual=x)
+        return y
 
 
 class Decoder(nn.Module):
@@ -143,4 +151,4 @@ class CausalLM(nn.Module):
     def logits(self, states: Tensor, ctx: ForwardContext) -> Tensor:
         """Logits [S, vocab_size] of states [S, hidden_size] that the decoder gave."""
         logits: Tensor = self.lm_head(states, self.model.norm, ctx)
-        return logits
+        return logits if self.config.logits_scale == 1.0 else logits.mul_(self.config.logits_scale)

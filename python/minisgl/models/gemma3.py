@@ -9,13 +9,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from minisgl.layers.layer_config import LayerConfig, MLPConfig, NormNames, RopeConfig
+from minisgl.layers.layer_config import LayerConfig, MLPConfig, NormNames
 from minisgl.models.config.common_fields import (
-    parse_rope,
+    MULTIMODAL_NAMES,
+    nested_text,
     read_attention,
     read_layer_types,
     read_model,
-    rope_parameters,
+    read_ropes_by_type,
 )
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import CheckpointNames, ModelConfig, UnsupportedModel
@@ -43,27 +44,23 @@ _NORMS = NormNames(
     mlp="pre_feedforward_layernorm",
     mlp_post="post_feedforward_layernorm",
 )
-_CHECKPOINT = CheckpointNames(
-    renamed=(
-        ("model.language_model.", "model."),
-        ("language_model.model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-    ),
-    ignored=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
-)
 
 
 def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
     """Read a config.json of an architecture in ARCHITECTURES. Raises UnsupportedModel."""
     if architecture == _WITH_VISION:
-        reader = reader.nested("text_config", inherited=("dtype", "torch_dtype", "tie_word_embeddings"))
+        reader = nested_text(reader)
     reader = reader.with_defaults(_DEFAULTS)
     if (activation := reader.get("hidden_activation")) != "gelu_pytorch_tanh":
         raise UnsupportedModel(f"hidden_activation {brief(activation)} is not supported")
     num_layers, context_len = reader.count("num_hidden_layers"), reader.count("max_position_embeddings")
     pattern, window = reader.count("sliding_window_pattern"), reader.count("sliding_window")
     windowed = read_layer_types(reader, num_layers) or [(layer + 1) % pattern != 0 for layer in range(num_layers)]
-    full_rope, window_rope = _ropes(reader)
+    full_rope, window_rope = read_ropes_by_type(
+        reader,
+        theta=reader.number("rope_theta", 1_000_000.0),
+        window_theta=reader.number("rope_local_base_freq", 10_000.0),
+    )
     has_bias = reader.flag("attention_bias")
     full = dataclasses.replace(
         read_attention(reader, full_rope),
@@ -80,16 +77,5 @@ def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
         model,
         norm=dataclasses.replace(model.norm, float32=True, unit_offset=True),
         embedding_scale=reader.count("hidden_size") ** 0.5,
-        checkpoint=_CHECKPOINT if architecture == _WITH_VISION else CheckpointNames(),
+        checkpoint=MULTIMODAL_NAMES if architecture == _WITH_VISION else CheckpointNames(),
     )
-
-
-def _ropes(reader: ConfigReader) -> tuple[RopeConfig, RopeConfig]:
-    """Ropes of the layers without and with a window, from one object for each or from the keys of transformers 4."""
-    parameters = rope_parameters(reader)
-    full, window = parameters.get("full_attention", parameters), parameters.get("sliding_attention", {})
-    if not isinstance(full, dict) or not isinstance(window, dict):
-        raise UnsupportedModel(f"rope_parameters must hold an object for each layer type, not {brief(parameters)}")
-    full = {"rope_theta": reader.number("rope_theta", 1_000_000.0), **full}
-    window = {"rope_theta": reader.number("rope_local_base_freq", 10_000.0), **window}
-    return parse_rope(reader, full), parse_rope(reader, window)

@@ -6,6 +6,7 @@ parameter must be filled and every tensor used.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from minisgl.models.config.model_config import CheckpointNames, ModelConfig, Wei
 from minisgl.models.decoder import CausalLM
 from minisgl.models.hub import checkpoint_files, some
 from minisgl.progress import progress_bar
+
+logger = logging.getLogger(__name__)
 
 # Old checkpoints keep what follows from the config.
 _DERIVED = ("rotary_emb.inv_freq",)
@@ -99,13 +102,18 @@ def _check(wanted: dict[str, list[WeightSlice]], found: dict[str, tuple[int, ...
 
 
 def _shapes(files: list[Path], names: CheckpointNames) -> dict[str, tuple[int, ...]]:
-    """Return shapes by the model's own names of all tensors but those that text does not need."""
-    shapes = {}
+    """Return shapes by the model's own names of all tensors but those that text does not need, which are logged."""
+    shapes, left_out = {}, []
     for path in files:
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118
                 if (ours := names.ours(name)) is not None:
                     shapes[ours] = tuple(file.get_slice(name).get_shape())
+                else:
+                    left_out.append(name.removeprefix("model.").partition(".")[0])
+    if left_out:
+        towers = ", ".join(sorted(set(left_out)))
+        logger.info("text alone is served: %d tensors of %s are left out", len(left_out), towers)
     return shapes
 
 

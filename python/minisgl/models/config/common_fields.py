@@ -13,11 +13,28 @@ from minisgl.layers.layer_config import (
     LinearScaling,
     Llama3Scaling,
     NormConfig,
+    QueryScaling,
     RopeConfig,
     YarnScaling,
 )
 from minisgl.models.config.config_reader import ConfigReader, brief
-from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
+from minisgl.models.config.model_config import CheckpointNames, ModelConfig, UnsupportedModel
+
+# Text model of a checkpoint that has a vision tower too, as transformers 5 and as transformers 4 name its tensors.
+MULTIMODAL_NAMES = CheckpointNames(
+    renamed=(
+        ("model.language_model.", "model."),
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+    ),
+    ignored=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
+)
+
+
+def nested_text(reader: ConfigReader) -> ConfigReader:
+    """Return a reader of the text model in the config of a multimodal one."""
+    outer = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+    return reader.nested("text_config", inherited=outer)
 
 
 def read_attention(reader: ConfigReader, rope: RopeConfig) -> AttentionConfig:
@@ -72,16 +89,33 @@ def read_model(architecture: str, reader: ConfigReader, layers: Sequence[LayerCo
     return model
 
 
-def read_rope(reader: ConfigReader, *, partial: bool = False) -> RopeConfig:
-    """Read the rope that all layers share; `partial`: of families that may rotate a part of each head."""
-    rope = rope_parameters(reader)
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise UnsupportedModel(f"rope parameters by layer type ({', '.join(rope)}) are not supported")
-    if not partial:
-        return parse_rope(reader, rope)
-    factor = reader.number("partial_rotary_factor", 1.0)
-    factor = ConfigReader(rope).number("partial_rotary_factor", factor)
-    return dataclasses.replace(parse_rope(reader, {**rope, "partial_rotary_factor": None}), partial_factor=factor)
+def read_rope(reader: ConfigReader, *, partial: bool = False, query_scaling: bool = False) -> RopeConfig:
+    """Read the rope that all layers share.
+
+    `partial`: the family may rotate a part of each head. `query_scaling`: it may scale queries as Llama 4 does.
+    """
+    parameters = rope_parameters(reader)
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise UnsupportedModel(f"rope parameters by layer type ({', '.join(parameters)}) are not supported")
+    inner, factor, scaling = ConfigReader(parameters), 1.0, None
+    if partial:
+        factor = inner.number("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
+        parameters = {**parameters, "partial_rotary_factor": None}
+    if query_scaling and inner.get("llama_4_scaling_beta") is not None:
+        scaling = QueryScaling(inner.number("llama_4_scaling_beta"), inner.count("original_max_position_embeddings"))
+        parameters = {**parameters, "llama_4_scaling_beta": None}
+    return dataclasses.replace(parse_rope(reader, parameters), partial_factor=factor, query_scaling=scaling)
+
+
+def read_ropes_by_type(reader: ConfigReader, *, theta: float, window_theta: float) -> tuple[RopeConfig, RopeConfig]:
+    """Read the ropes of layers without and with a window: from one object for each, or, as in transformers 4, from
+    rope_scaling for the first alone. `theta`, `window_theta`: bases where these objects name none.
+    """
+    parameters = rope_parameters(reader)
+    full, window = parameters.get("full_attention", parameters), parameters.get("sliding_attention", {})
+    if not isinstance(full, dict) or not isinstance(window, dict):
+        raise UnsupportedModel(f"rope_parameters must hold an object for each layer type, not {brief(parameters)}")
+    return parse_rope(reader, {"rope_theta": theta, **full}), parse_rope(reader, {"rope_theta": window_theta, **window})
 
 
 def rope_parameters(reader: ConfigReader) -> Mapping[str, Any]:
@@ -100,6 +134,8 @@ def parse_rope(reader: ConfigReader, parameters: Mapping[str, Any]) -> RopeConfi
     rope, max_positions = ConfigReader(parameters), reader.count("max_position_embeddings")
     if rope.get("partial_rotary_factor") not in (None, 1):
         raise UnsupportedModel(f"partial_rotary_factor {brief(rope.get('partial_rotary_factor'))} is not supported")
+    if rope.get("llama_4_scaling_beta") is not None:
+        raise UnsupportedModel(f"llama_4_scaling_beta {brief(rope.get('llama_4_scaling_beta'))} is not supported")
     theta = rope.number("rope_theta", reader.number("rope_theta", 10000.0))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     original = rope.count("original_max_position_embeddings", max_positions)

@@ -19,6 +19,7 @@ from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
 # Architecture -> the function that reads its config.json. A family is one file in `models/`, and one line here.
 FAMILIES: Mapping[str, Callable[[str, ConfigReader], ModelConfig]] = {
     **dict.fromkeys(llama.VARIANTS, llama.read_llama),
+    **dict.fromkeys(llama.MULTIMODAL, llama.read_multimodal),
     **dict.fromkeys(gemma3.ARCHITECTURES, gemma3.read_gemma3),
 }
 

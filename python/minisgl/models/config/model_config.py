@@ -55,6 +55,7 @@ class ModelConfig:
     initializer_range: float
     eos_token_ids: tuple[int, ...] = ()
     embedding_scale: float = 1.0  # factor of the input embeddings
+    logits_scale: float = 1.0  # factor of the logits
     checkpoint: CheckpointNames = CheckpointNames()
 
     @property
