@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -15,12 +16,19 @@ from starlette.responses import Response
 
 from minisgl.config import ServerConfig
 from minisgl.limits import Limits
-from minisgl.parsers.parser_choice import Parsers
+from minisgl.parsers.parser_choice import NONE, Parsers
+from minisgl.server.api.answers.answer import Answer, Writer
 from minisgl.server.api.bodies.body import MAX_ITEMS, B, UnknownFields, check_numbers, read_body, read_fields, validate
+from minisgl.server.api.bodies.conversation import ToolUse
 from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.http.errors import model_not_found
+from minisgl.server.api.http.gates import client_of
+from minisgl.server.api.http.middleware import request_id_of
 from minisgl.server.api.load import EngineLoad
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
+from minisgl.server.api.requests.open_request import Job
+
+logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Any]]  # of a Response or another ASGI application
 Json = dict[str, Any]
@@ -52,6 +60,22 @@ class Topic(Protocol):
     def endpoints(self) -> list[Endpoint]: ...
 
 
+class IgnoredTools:
+    """Says once that tools which the model may call are of no use to a model without a known form of calls."""
+
+    def __init__(self) -> None:
+        self._logged = False
+
+    def log(self, use: ToolUse, parsers: Parsers) -> None:
+        if self._logged or not use.schemas or use.required or parsers.tool_calls != NONE:
+            return
+        self._logged = True
+        logger.warning(
+            "tools with tool_choice auto are ignored: the model's chat template shows no known form of tool calls "
+            "(--tool-call-parser names one); a call that tool_choice demands is enforced in plain JSON"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
     client: EngineClient
@@ -61,6 +85,7 @@ class Service:
     parsers: Parsers
     created: int = field(default_factory=lambda: int(time.time()))
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    ignored_tools: IgnoredTools = field(default_factory=IgnoredTools)
 
     async def parse(self, request: Request, model: type[B]) -> B:
         """Return the request's body, or ApiError."""
@@ -92,6 +117,13 @@ class Service:
     def load(self) -> EngineLoad:
         """Return the engine's load at the last heartbeat."""
         return EngineLoad.of(self.heartbeat.counts.get("scheduler-0", {}), self.config.engine.page_size)
+
+    def answer(
+        self, request: Request, job: Job, writer: Writer, *, stream: bool, names: tuple[str, ...] = ()
+    ) -> Answer:
+        """Return the answer that submits a job; `names` are its client's own, for /abort."""
+        job = replace(job, client=client_of(request))
+        return Answer(self.client, job, writer, stream=stream, names=(request_id_of(request), *names))
 
     def check_model(self, name: str) -> None:
         """Raise ApiError if it is not one of the model's names."""
