@@ -28,9 +28,11 @@ from minisgl.server.api.routes.generation import GenerationRoutes
 from minisgl.server.api.routes.loads import LoadRoutes
 from minisgl.server.api.routes.models import ModelRoutes, TokenRoutes
 from minisgl.server.api.routes.operations import ControlRoutes, StatusRoutes
+from minisgl.server.api.routes.responses import ResponsesRoutes
 
 TOPICS: dict[str, Callable[[Service], Topic]] = {
     "generation": GenerationRoutes,
+    "responses": ResponsesRoutes,
     "models": ModelRoutes,
     "tokens": TokenRoutes,
     "status": StatusRoutes,

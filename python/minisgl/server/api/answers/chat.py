@@ -61,7 +61,7 @@ def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, message
         sampling,
         msgspec.structs.replace(body.text_options(continues=body.continue_final_message), keep=keep),
         body.priority,
-        truncate=body.truncation(limits),
+        truncate=body.tokens_to_keep(limits),
         cache_salt=body.salt,
         field_names=field_names,
     )

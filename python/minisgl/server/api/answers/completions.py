@@ -93,7 +93,7 @@ def completion_job(body: CompletionBody, limits: Limits) -> Job:
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise InvalidRequest("max_tokens", "max_tokens must be at least 1, unless echo is set")
     sampling = body.sampling(limits)
-    truncate = body.truncation(limits)
+    truncate = body.tokens_to_keep(limits)
     return Job(
         parse_prompts(body.prompt, limits, add_special_tokens=body.add_special_tokens, cut=truncate is not None),
         body.num_choices,
@@ -169,7 +169,7 @@ class CompletionWriter(Writer):
 def generate_job(body: GenerateBody, limits: Limits) -> Job:
     """Return the job of a body, or InvalidRequest."""
     sampling = body.sampling(limits)
-    truncate = body.truncation(limits)
+    truncate = body.tokens_to_keep(limits)
     prompt = parse_prompt(body.prompt, limits, cut=truncate is not None)
     return Job(
         [prompt],

@@ -287,7 +287,7 @@ class RequestBody(SamplingBody):
             continues=continues,
         )
 
-    def truncation(self, limits: Limits) -> int | None:
+    def tokens_to_keep(self, limits: Limits) -> int | None:
         """Return the tokens of the prompt to keep; -1: as many as fit; None: all, or the prompt is refused."""
         keep = self.truncate_prompt_tokens
         if keep == 0:

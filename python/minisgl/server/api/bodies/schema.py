@@ -58,6 +58,11 @@ Messages = Annotated[
     list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]],
     _Messages,
 ]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TemplateKwargs = Annotated[
+    dict[str, Any], RequestField("Given to the chat template by name.", {"enable_thinking": False})
+]
+ParallelToolCalls = Annotated[bool, RequestField("An answer may have more than one call.", True)]
 Prompt = Annotated[Any, any_of(STRING, STRINGS, IDS, {"type": "array", "items": IDS}), _Prompt]
 
 
@@ -105,18 +110,16 @@ class ConversationBody(Body):
         any_of(STRING, {"type": "object"}),
         RequestField("none, auto, required, a function by name or allowed_tools.", "auto"),
     ] = "auto"  # see `tools.tool_use`
-    parallel_tool_calls: Annotated[bool, RequestField("An answer may have more than one call.", True)] = True
+    parallel_tool_calls: ParallelToolCalls = True
     functions: Annotated[list[dict[str, Any]] | None, RequestField("Older form of tools.", [{"name": "now"}])] = None
     function_call: Annotated[
         Any, any_of(STRING, {"type": "object"}), RequestField("Older form of tool_choice; with functions.", "auto")
     ] = None
     reasoning_effort: Annotated[
-        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
+        ReasoningEffort | None,
         RequestField("Given to the chat template; `none`: without a thought.", "low"),
     ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any], RequestField("Given to the chat template by name.", {"enable_thinking": False})
-    ] = Field({})
+    chat_template_kwargs: TemplateKwargs = Field({})
     add_generation_prompt: Annotated[
         bool | None, RequestField("The prompt ends with the begin of an answer; none: unless continued.", True)
     ] = None

@@ -62,6 +62,18 @@ class Delta:
         """Text as it came, in pieces, each with its number of ids."""
         return zip(self._texts, map(num_ids, self._ids), strict=True)
 
+    def split(self) -> Iterator[Delta]:
+        """Return what came, piece by piece: each with its own text, ids and log-probabilities; the last has the end."""
+        start = 0
+        for number, (text, ids) in enumerate(zip(self._texts, self._ids, strict=True), start=1):
+            end = start + num_ids(ids)
+            piece = Delta(self.index, self._stop_ids)
+            piece._texts, piece._ids, piece.logprobs = [text], [ids], self.logprobs[start:end]
+            if number == len(self._texts):
+                piece.finish, piece.ended_by = self.finish, self.ended_by
+            start = end
+            yield piece
+
     @property
     def token_ids(self) -> list[int]:
         """Ids so far; they may be ahead of the text, of which some may be held back."""

@@ -1,0 +1,147 @@
+"""Input items of a response, as the messages of a conversation.
+
+An assistant's turn is several items: a thought, a text, calls. They become one message, which the output of a call or
+another speaker ends.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minisgl.core import InvalidRequest
+from minisgl.server.api.bodies.conversation import Message, member, optional_member
+from minisgl.server.api.bodies.schema import MAX_MESSAGES
+from minisgl.server.api.responses.body import Item
+
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = {  # type of a content part -> where its text is
+    "input_text": "text",
+    "output_text": "text",
+    "text": "text",
+    "reasoning_text": "text",
+    "summary_text": "text",
+    "refusal": "refusal",
+}
+REFERENCE = "item_reference"
+_SEALED = "minisgl:"
+
+
+def seal(thought: str) -> str:
+    """Return a thought as `encrypted_content`, which many clients send back without its text.
+
+    It is not encrypted: the client has seen the text.
+    """
+    return _SEALED + base64.b64encode(thought.encode()).decode()
+
+
+def unseal(content: str) -> str:
+    """Return the thought; nothing if another server has sealed it."""
+    if not content.startswith(_SEALED):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(_SEALED), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+def messages_of(items: Sequence[Item], path_of: Callable[[int], str]) -> list[Message]:
+    """Return the messages that the items are; InvalidRequest naming the first field that is wrong.
+
+    `path_of` returns the name of an item's field by its index.
+    """
+    if not items:
+        raise InvalidRequest("input", "input must have at least one item")
+    if len(items) > MAX_MESSAGES:
+        raise InvalidRequest("input", f"input must have at most {MAX_MESSAGES} items, not {len(items)}")
+    conversation = _Conversation()
+    for index, item in enumerate(items):
+        path = path_of(index)
+        match item_type(item, path):
+            case "message":
+                conversation.add_message(item, path)
+            case "reasoning":
+                conversation.add_thought(item, path)
+            case "function_call":
+                conversation.add_call(item, path)
+            case "function_call_output":
+                conversation.add_output(item, path)
+            case kind:
+                raise InvalidRequest(f"{path}.type", f"{path}.type: items of the type {kind!r:.80} are not supported")
+    return conversation.messages
+
+
+def item_type(item: Item, path: str) -> str:
+    """Return the type of an item: a message may leave it out."""
+    kind = optional_member(item, "type", str, path)
+    if kind is None and "role" in item:
+        return "message"
+    if kind is None:
+        raise InvalidRequest(f"{path}.type", f"{path}.type must be a string")
+    return kind
+
+
+def text_of(content: Any, path: str) -> str:
+    """Return content as one text: a string, or parts of which each has a line; InvalidRequest naming a wrong part."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(path, f"{path} must be a string or a list of text parts")
+    return "\n".join([_text_of_part(part, f"{path}.{index}") for index, part in enumerate(content)])
+
+
+def _text_of_part(part: Any, path: str) -> str:
+    if not isinstance(part, dict):
+        raise InvalidRequest(path, f"{path} must be an object with a type")
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        raise InvalidRequest(f"{path}.type", f"{path}.type: only text parts are supported, not {kind!r:.80}")
+    return member(part, TEXT_PARTS[kind], str, path)
+
+
+class _Conversation:
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._turn: Message | None = None  # the assistant's, to which more items may belong
+
+    def add_message(self, item: Item, path: str) -> None:
+        role = item.get("role")
+        if role not in ROLES:
+            raise InvalidRequest(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}")
+        text = text_of(item.get("content"), f"{path}.content")
+        if role == "assistant":
+            self._open_turn("content", "tool_calls")["content"] = text
+        else:
+            self._end_turn({"role": role, "content": text})
+
+    def add_thought(self, item: Item, path: str) -> None:
+        content = item.get("content")
+        thought = "" if content is None else text_of(content, f"{path}.content")
+        thought = thought or unseal(optional_member(item, "encrypted_content", str, path) or "")
+        if not thought and item.get("summary") is not None:
+            thought = text_of(item["summary"], f"{path}.summary")
+        if thought:
+            turn = self._open_turn("content", "tool_calls")
+            turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), thought)))
+
+    def add_call(self, item: Item, path: str) -> None:
+        function = {"name": member(item, "name", str, path), "arguments": member(item, "arguments", str, path)}
+        call = {"id": member(item, "call_id", str, path), "type": "function", "function": function}
+        self._open_turn().setdefault("tool_calls", []).append(call)
+
+    def add_output(self, item: Item, path: str) -> None:
+        text = text_of(item.get("output"), f"{path}.output")
+        self._end_turn({"role": "tool", "tool_call_id": member(item, "call_id", str, path), "content": text})
+
+    def _open_turn(self, *endings: str) -> Message:
+        """Return the assistant's message; a new one if it has any of these fields already."""
+        if self._turn is None or any(name in self._turn for name in endings):
+            self._turn = {"role": "assistant"}
+            self.messages.append(self._turn)
+        return self._turn
+
+    def _end_turn(self, message: Message) -> None:
+        self._turn = None
+        self.messages.append(message)

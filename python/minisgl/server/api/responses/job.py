@@ -1,0 +1,159 @@
+"""From the body of a response to a job for the engine and the form of its answer: as a chat completion's."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from msgspec import UNSET
+
+from minisgl.core import InvalidRequest, SamplingParams
+from minisgl.limits import Limits
+from minisgl.parsers.parser_choice import Parsers
+from minisgl.server.api.answers.chat import chat_job
+from minisgl.server.api.answers.chat_writer import ChatOptions
+from minisgl.server.api.bodies.body import validate
+from minisgl.server.api.bodies.conversation import Message, ToolUse
+from minisgl.server.api.bodies.request_body import RequestBody
+from minisgl.server.api.bodies.schema import ChatBody
+from minisgl.server.api.http.errors import ApiError, clients_name, invalid, invalid_request
+from minisgl.server.api.requests.open_request import Job
+from minisgl.server.api.responses.body import INCLUDE_REASONING, Item, ResponsesBody, TextFormat
+from minisgl.server.api.responses.items import messages_of
+from minisgl.server.api.responses.objects import Response
+from minisgl.server.api.responses.tools import ChatTools, chat_tools
+from minisgl.server.api.responses.writer import PREFIX
+
+NAMES = {  # fields of a chat -> those that the client has written
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Request for one response, ready to be generated."""
+
+    job: Job
+    options: ChatOptions
+    use: ToolUse
+    begun: Response  # before it has any output
+    seals_thoughts: bool  # returns them as encrypted_content, too
+
+
+def order_of(
+    body: ResponsesBody, earlier: Sequence[Item], items: Sequence[Item], limits: Limits, parsers: Parsers, model: str
+) -> Order:
+    """Return the order of a body; ApiError or InvalidRequest naming the field that is wrong.
+
+    `items` are the body's, with nothing to look up; `earlier` those of the responses that it goes on from.
+    """
+    tools = chat_tools(body.tools or [], body.tool_choice)
+    chat = _chat_body(body, conversation(body, earlier, items), tools, limits)
+    use = chat.tool_use()
+    try:
+        job, options = chat_job(chat, use, limits, parsers, model)
+    except InvalidRequest as error:
+        raise invalid_request(error, NAMES) from None
+    except ApiError as error:
+        raise _renamed(error) from None
+    names = {ours: NAMES.get(name, name) for ours, name in job.field_names.items()} | NAMES
+    return Order(
+        replace(job, field_names=names),
+        options,
+        use,
+        begun_response(body, tools, job.sampling, model),
+        INCLUDE_REASONING in body.include,
+    )
+
+
+def conversation(body: ResponsesBody, earlier: Sequence[Item], items: Sequence[Item]) -> list[Message]:
+    """Return the messages of a response: its instructions, what came before it, its input."""
+    instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    start = len(earlier)
+
+    def path_of(index: int) -> str:
+        return f"input.{index - start}" if index >= start else f"previous_response_id.{index}"
+
+    return instructions + messages_of([*earlier, *items], path_of)
+
+
+def _chat_body(body: ResponsesBody, messages: list[Message], tools: ChatTools, limits: Limits) -> ChatBody:
+    """Return the chat completion that gives the same answer."""
+    shared = body.model_fields_set & RequestBody.model_fields.keys() & ChatBody.model_fields.keys()
+    fields: dict[str, Any] = {name: getattr(body, name) for name in shared if getattr(body, name) is not None}
+    fields |= {
+        "messages": messages,
+        "max_completion_tokens": body.token_limit,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        "logprobs": body.num_logprobs is not None,
+        "top_logprobs": body.num_logprobs,
+    }
+    if tools.tools:
+        fields |= {"tools": tools.tools, "tool_choice": tools.choice}
+    elif tools.choice not in ("none", "auto"):
+        raise InvalidRequest("tool_choice", "tool_choice is only allowed when tools are given")
+    if body.text is not None and (form := body.text.format) is not None and form.type != "text":
+        if "response_format" in fields:
+            raise InvalidRequest("text.format", "text.format and response_format cannot be given together")
+        fields["response_format"] = _response_format(form)
+    try:
+        return validate({name: value for name, value in fields.items() if value is not None}, ChatBody, limits)
+    except InvalidRequest as error:
+        raise invalid_request(error, NAMES) from None
+    except ApiError as error:
+        raise _renamed(error) from None
+
+
+def _response_format(form: TextFormat) -> dict[str, Any]:
+    if form.type == "json_object":
+        return {"type": "json_object"}
+    if form.schema_ is None:
+        raise InvalidRequest("text.format.schema", "text.format.schema is required")
+    return {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+
+
+def _renamed(error: ApiError) -> ApiError:
+    return invalid(clients_name(error.detail.param or "", NAMES), error.detail.message, error.detail.code)
+
+
+def begun_response(body: ResponsesBody, tools: ChatTools, sampling: SamplingParams, model: str) -> Response:
+    """Return the response with all that is known before it is generated."""
+    form = None if body.text is None else body.text.format
+    text: dict[str, Any] = {
+        "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
+    }
+    if body.text is not None and body.text.verbosity is not None:
+        text["verbosity"] = body.text.verbosity
+    return Response(
+        id=f"{PREFIX}{uuid.uuid4().hex}",
+        created_at=int(time.time()),
+        status="in_progress",
+        model=model,
+        instructions=body.instructions,
+        max_output_tokens=body.token_limit,
+        metadata=body.metadata,
+        parallel_tool_calls=body.parallel_tool_calls,
+        previous_response_id=body.previous_response_id,
+        prompt_cache_key=body.prompt_cache_key,
+        reasoning={"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+        safety_identifier=body.safety_identifier,
+        temperature=sampling.temperature,
+        text=text,
+        tool_choice=body.tool_choice,
+        tools=body.tools or [],
+        top_logprobs=body.top_logprobs or 0,
+        top_p=sampling.top_p,
+        truncation=body.truncation,
+        user=body.user,
+        warnings=tools.warnings or UNSET,
+    )

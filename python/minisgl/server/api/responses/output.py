@@ -1,0 +1,142 @@
+"""Output items of a response as an answer makes them, and the stream event of each change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
+from minisgl.server.api.answers.objects import ChatLogprob
+from minisgl.server.api.responses.items import seal
+from minisgl.server.api.responses.objects import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    ContentPartAdded,
+    ContentPartDone,
+    FunctionCallItem,
+    ItemStatus,
+    MessageItem,
+    OutputItem,
+    OutputItemAdded,
+    OutputItemDone,
+    OutputText,
+    OutputTextDelta,
+    OutputTextDone,
+    Part,
+    ReasoningItem,
+    ReasoningText,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+    StreamEvent,
+)
+
+PREFIXES: dict[type[Event], str] = {Content: "msg", Reasoning: "rs", CallStart: "fc"}
+
+
+@dataclass(slots=True)
+class _OpenItem:
+    """Item that is being written. `start` is the event that it began with; a call has its name."""
+
+    id: str
+    index: int
+    start: Event
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[ChatLogprob] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class Output:
+    """Items of one response: an answer's events go in, in order, and stream events come out.
+
+    An item ends where one of another kind, or another call, begins. Its id has the number of its response and its own
+    index, so that it can be found by it.
+    """
+
+    def __init__(self, number: str, next_sequence_number: Callable[[], int], *, seals_thoughts: bool) -> None:
+        """`number`: the part of the response's id that its items' ids share."""
+        self._number = number
+        self._next = next_sequence_number
+        self._seals_thoughts = seals_thoughts
+        self._done: list[OutputItem] = []
+        self._open: _OpenItem | None = None
+
+    def items(self) -> list[OutputItem]:
+        """Return the items; the one that is being written as incomplete."""
+        return [*self._done, *([] if self._open is None else [self._item(self._open, "incomplete")])]
+
+    def take(self, event: Event, logprobs: list[ChatLogprob]) -> Iterator[StreamEvent]:
+        """Take an event of the answer, with the log-probabilities of its tokens if it is text that has them."""
+        if isinstance(event, CallStart) or self._open is None or not _goes_on(self._open.start, event):
+            yield from self.end("completed")
+            yield from self._begin(event)
+        item = self._open
+        if item is None or isinstance(event, CallStart):
+            return
+        item.texts.append(event.text)
+        item.logprobs += logprobs
+        match event:
+            case Content(text):
+                yield OutputTextDelta(self._next(), item.index, item.id, delta=text, logprobs=logprobs)
+            case Reasoning(text):
+                yield ReasoningTextDelta(self._next(), item.index, item.id, delta=text)
+            case CallArguments(_, text):
+                yield ArgumentsDelta(self._next(), item.index, item.id, delta=text)
+
+    def finish(self, status: ItemStatus) -> Iterator[StreamEvent]:
+        """End the answer; one that is complete has a message or a call, if an empty one."""
+        if status == "completed" and not any(not isinstance(item, ReasoningItem) for item in self.items()):
+            yield from self.take(Content(""), [])
+        yield from self.end(status)
+
+    def end(self, status: ItemStatus) -> Iterator[StreamEvent]:
+        """End the item that is being written, if any."""
+        item, self._open = self._open, None
+        if item is None:
+            return
+        done, text = self._item(item, status), item.text
+        match done:
+            case FunctionCallItem(name=name):
+                yield ArgumentsDone(self._next(), item.index, item.id, name=name, arguments=text)
+            case ReasoningItem():
+                yield ReasoningTextDone(self._next(), item.index, item.id, text=text)
+                yield ContentPartDone(self._next(), item.index, item.id, part=ReasoningText(text))
+            case MessageItem():
+                yield OutputTextDone(self._next(), item.index, item.id, text=text, logprobs=item.logprobs)
+                yield ContentPartDone(self._next(), item.index, item.id, part=OutputText(text, item.logprobs))
+        self._done.append(done)
+        yield OutputItemDone(self._next(), item.index, done)
+
+    def _begin(self, event: Event) -> Iterator[StreamEvent]:
+        index = len(self._done)
+        item = self._open = _OpenItem(f"{PREFIXES[type(event)]}_{self._number}_{index}", index, event)
+        yield OutputItemAdded(self._next(), index, self._item(item, "in_progress"))
+        part: Part | None = None
+        match event:
+            case Content():
+                part = OutputText("")
+            case Reasoning():
+                part = ReasoningText("")
+        if part is not None:
+            yield ContentPartAdded(self._next(), index, item.id, part=part)
+
+    def _item(self, item: _OpenItem, status: ItemStatus) -> OutputItem:
+        begun = status != "in_progress"  # until then an item has no content
+        text = item.text
+        match item.start:
+            case CallStart(_, call_id, name):
+                return FunctionCallItem(item.id, status, call_id, name, text)
+            case Reasoning():
+                sealed = seal(text) if self._seals_thoughts and begun else None
+                return ReasoningItem(item.id, status, [ReasoningText(text)] if begun else [], encrypted_content=sealed)
+            case _:
+                return MessageItem(item.id, status, [OutputText(text, item.logprobs)] if begun else [])
+
+
+def _goes_on(start: Event, event: Event) -> bool:
+    """True if an event belongs to the item that began with `start`."""
+    if isinstance(start, CallStart):
+        return isinstance(event, CallArguments)
+    return type(start) is type(event)

@@ -1,0 +1,137 @@
+"""Writes what the engine gives as a Response object, or as the events of its stream.
+
+Specification: https://platform.openai.com/docs/api-reference/responses-streaming
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import ClassVar
+
+import msgspec
+from msgspec.json import encode
+
+from minisgl.parsers.streaming import Content
+from minisgl.server.api.answers.answer import Writer, usage_of
+from minisgl.server.api.answers.chat_writer import ChatOptions, Choice
+from minisgl.server.api.answers.objects import Usage
+from minisgl.server.api.http.errors import ApiError
+from minisgl.server.api.requests.open_request import Delta, OpenRequest
+from minisgl.server.api.responses.objects import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    Response,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseError,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponseStatus,
+    ResponseUsage,
+    StreamEvent,
+    named_event,
+)
+from minisgl.server.api.responses.output import Output
+
+Keep = Callable[[Response], Awaitable[None]]
+PREFIX = "resp_"
+
+
+class ResponsesWriter(Writer):
+    """Writes one response."""
+
+    stream_end: ClassVar[bytes] = b""
+
+    def __init__(self, begun: Response, options: ChatOptions, keep: Keep | None, *, seals_thoughts: bool) -> None:
+        """`begun`: the response before it has any output; `keep` stores it when it has ended."""
+        self.id = begun.id
+        self._response = begun
+        self._options = options
+        self._keep = keep
+        self._next: Callable[[], int] = itertools.count().__next__  # sequence numbers of a stream's events
+        self._output = Output(begun.id.removeprefix(PREFIX), self._next, seals_thoughts=seals_thoughts)
+        self._request: OpenRequest | None = None
+        self._choice: Choice | None = None
+        self._is_complete = False  # the model has ended the answer, and not a limit
+
+    def begin(self, request: OpenRequest) -> None:
+        self._request = request
+        self._choice = Choice(self._options, self._options.parser(request.prompt_ends[0]))
+
+    def cancel(self) -> Response:
+        """Return the response as it ends now, of which nothing more is wanted."""
+        self._end("cancelled")
+        return self._response
+
+    # A stream.
+
+    def first_events(self) -> bytes:
+        created = ResponseCreated(self._next(), self._response)
+        return named_event(created) + named_event(ResponseInProgress(self._next(), self._response))
+
+    def events(self, delta: Delta) -> bytes:
+        return b"".join(map(named_event, self._take(delta)))
+
+    def last_events(self, usage: Usage) -> bytes:  # noqa: ARG002 - it is in every end, also of a stream that fails
+        self._finish()
+        kind = ResponseCompleted if self._is_complete else ResponseIncomplete
+        return named_event(kind(self._next(), self._response))
+
+    def error_event(self, error: ApiError) -> bytes:
+        if self._response.status != "cancelled":
+            code = "server_error" if error.status >= 500 else "invalid_prompt"
+            self._end("failed", error=ResponseError(code, error.detail.message))
+        return named_event(ResponseFailed(self._next(), self._response))
+
+    # A whole answer.
+
+    def body(self, choices: list[Delta], usage: Usage) -> bytes:  # noqa: ARG002
+        for _ in self._take(choices[0]):  # the events of a stream, which nobody wants
+            pass
+        self._finish()
+        return encode(self._response)
+
+    # Both.
+
+    async def keep(self) -> None:
+        if self._keep is not None:
+            await self._keep(self._response)
+
+    def _take(self, delta: Delta) -> Iterator[StreamEvent]:
+        assert self._choice is not None
+        pieces: Iterable[Delta] = delta.split() if self._options.logprobs else (delta,)
+        for piece in pieces:
+            for event in self._choice.take(piece):
+                # Those of thoughts and calls belong to no text.
+                logprobs = self._choice.take_logprobs()
+                found = [] if logprobs is None or not isinstance(event, Content) else logprobs.content
+                yield from self._output.take(event, found)
+        if delta.finish is not None:
+            self._is_complete = delta.finish == "stop"
+            yield from self._output.finish("completed" if self._is_complete else "incomplete")
+
+    def _finish(self) -> None:
+        if self._is_complete:
+            self._end("completed", completed_at=int(time.time()))
+        else:
+            self._end("incomplete", incomplete_details=IncompleteDetails())
+
+    def _end(self, status: ResponseStatus, **changes: object) -> None:
+        usage = None if self._request is None else self._usage(usage_of(self._request))
+        self._response = msgspec.structs.replace(
+            self._response, status=status, output=self._output.items(), usage=usage, **changes
+        )
+
+    def _usage(self, usage: Usage) -> ResponseUsage:
+        thought = 0 if self._choice is None else self._choice.reasoning_tokens
+        return ResponseUsage(
+            usage.prompt_tokens,
+            InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens,
+            OutputTokensDetails(thought),
+            usage.total_tokens,
+        )
