@@ -15,12 +15,14 @@ from typing import Any
 
 from minisgl.limits import Limits
 from minisgl.request_fields import TOKEN_ID, Bound, RequestField
-from minisgl.server.api.bodies import schema as bodies
+from minisgl.server.api.bodies import schema
 from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.openapi import body_components, declaration_of
+from minisgl.server.api.responses.body import ResponsesBody
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 MARKED = re.compile(r"(<!-- fields (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BODIES = {**vars(schema), "ResponsesBody": ResponsesBody}
 LIMITS = Limits(max_seq_len=1, vocab_size=1)  # those that only a model has are named
 LIMIT_WORDS = {
     "max_seq_len": "the context length",
@@ -33,7 +35,7 @@ LIMIT_WORDS = {
 
 def write_tables(page: str) -> str:
     """Return the page with each marked table made anew."""
-    return MARKED.sub(lambda found: f"{found[1]}{field_table(getattr(bodies, found[2]))}\n{found[3]}", page)
+    return MARKED.sub(lambda found: f"{found[1]}{field_table(BODIES[found[2]])}\n{found[3]}", page)
 
 
 def field_table(body: type[Body]) -> str:

@@ -28,12 +28,14 @@ from minisgl.server.api.bodies.schema import (
     TokenizeBody,
 )
 from minisgl.server.api.openapi import body_example, declaration_of, openapi_document
+from minisgl.server.api.responses.body import ResponsesBody
 from minisgl.server.api.routes.endpoint import Service
 
 OWN = {"/openapi.json", "/docs", "/redoc", "/docs/{file}"}  # what shows the document is not in it
 ROUTES: dict[type[Body], str] = {
     ChatBody: "/v1/chat/completions",
     CompletionBody: "/v1/completions",
+    ResponsesBody: "/v1/responses",
     GenerateBody: "/generate",
     SglangBody: "/generate",
     TokenizeBody: "/tokenize",
@@ -331,5 +333,5 @@ def test_defaults_are_those_of_the_model() -> None:
 
 def test_the_tables_of_the_docs_are_current() -> None:
     page = PAGE.read_text()
-    assert page.count("| `temperature` | number") == 4, "there are tables"
+    assert page.count("| `temperature` | number") == 5, "there are tables"
     assert write_tables(page) == page, "python tools/api_tables.py"

@@ -110,6 +110,7 @@ class ResponsesBody(RequestBody):
     max_output_tokens: Annotated[
         int | None, RequestField("Most tokens to generate, thoughts included; none: as many as fit.", 64, ge=1)
     ] = None
+    max_tokens: Annotated[int | None, RequestField("Chat's name of max_output_tokens.", 64, ge=1)] = None
     temperature: Annotated[
         float,
         RequestField("Randomness of the choice; below 0.00001 it is greedy.", 0.7, ge=0, le=MAX_OPENAI_TEMPERATURE),

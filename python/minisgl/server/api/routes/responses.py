@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from starlette.requests import Request
 
 from minisgl.server.api.answers.answer import Answer
-from minisgl.server.api.http.gates import client_of
-from minisgl.server.api.http.middleware import request_id_of
+from minisgl.server.api.http.errors import invalid
 from minisgl.server.api.responses.body import ResponsesBody
 from minisgl.server.api.responses.job import order_of
 from minisgl.server.api.responses.objects import Response, StreamEvent
@@ -31,7 +28,12 @@ class ResponsesRoutes:
         """Answer input items, as OpenAI's Responses API does."""
         service = self._service
         body = await service.parse(request, ResponsesBody)
+        if body.previous_response_id is not None:
+            raise invalid(
+                "previous_response_id",
+                "previous_response_id needs a server that keeps responses, which --response-store FILE switches on",
+            )
         order = order_of(body, [], body.input, service.limits, service.parsers, service.config.model_name)
+        service.ignored_tools.log(order.use, service.parsers)
         writer = ResponsesWriter(order.begun, order.options, None, seals_thoughts=order.seals_thoughts)
-        job = dataclasses.replace(order.job, client=client_of(request))
-        return Answer(service.client, job, writer, stream=body.stream, names=(request_id_of(request), *body.own_names))
+        return service.answer(request, order.job, writer, stream=body.stream, names=body.own_names)
