@@ -28,6 +28,7 @@ KINDS = (
     "seed-oss",
     "exaone4",
     "ernie",
+    "glm4-moe",
 )
 NEW_TOKENS = 24
 

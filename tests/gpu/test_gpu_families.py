@@ -208,6 +208,22 @@ GLM_4_9B = LLAMA_LIKE_8B | {
     "partial_rotary_factor": 0.5,
     "pad_token_id": 0,
 }
+GLM_4_5_AIR = LLAMA_LIKE_8B | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_attention_heads": 96,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "partial_rotary_factor": 0.5,
+}
 EXAONE_4 = LLAMA_LIKE_8B | {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", **HALF_WINDOWED}
 SEED_OSS = LLAMA_LIKE_8B | {
     "architectures": ["SeedOssForCausalLM"],
@@ -220,6 +236,7 @@ SHAPES = {
     "exaone4": EXAONE_4,
     "gemma3": GEMMA_3_12B,
     "glm4": GLM_4_9B,
+    "glm4-moe": GLM_4_5_AIR,
     "granite": GRANITE_8B,
     "llama": LLAMA_3_1_8B,
     "ministral3": MINISTRAL_3_8B,

@@ -320,7 +320,7 @@ def test_the_text_of_a_mistral_3_with_a_vision_tower(
         model = load_model(
             load_model_config(tmp_path), tmp_path, tp=SingleRank(), dtype=torch.float32, device=torch.device("cpu")
         )
-    assert "text alone is served: 2 tensors of multi_modal_projector, vision_tower are left out" in caplog.text
+    assert "2 tensors that plain text does not need are left out: multi_modal_projector, vision_tower" in caplog.text
     tokens = list(range(60, 160))
     harness = Harness(model)
     logits = harness.step([(harness.add(tokens), 100)], every_token=True)

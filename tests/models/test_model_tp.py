@@ -31,6 +31,7 @@ KINDS = (
     "granite",
     "ministral3",
     "glm4",
+    "glm4-moe",
 )
 PROMPTS = ([5, 198, 0, 17, 101, 66, 67, 133, 134, 2], list(range(40, 61)))
 

@@ -79,6 +79,19 @@ WINDOWS: dict[str, Any] = {
 }
 OLMO3_ROPES = {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+GLM4_MOE: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "rope_parameters": HALF_ROPE,
+    "pad_token_id": 0,
+}
 # kind -> transformers' name of the family, and what its config has beside the shape
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -112,6 +125,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss": ("SeedOss", {"attention_out_bias": True}),
     "exaone4": ("Exaone4", WINDOWS),
     "ernie": ("Ernie4_5", {"use_bias": True}),
+    "glm4-moe": ("Glm4Moe", GLM4_MOE),
 }
 FAMILIES = tuple(KINDS)
 
@@ -130,4 +144,7 @@ def make_model(kind: str, **changes: Any) -> Any:
                 parameter.uniform_(0.5, 1.5)
             if name.endswith("bias"):
                 parameter.normal_(std=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     return model.eval()

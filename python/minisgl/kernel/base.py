@@ -14,10 +14,32 @@ Activation = Literal["silu", "gelu_tanh"]  # of a gated feed-forward block; gelu
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Choice of a token's experts: the `top_k` largest of the softmax of its router's logits."""
+    """Choice of a token's experts: the `top_k` with the largest scores, which are their weights too.
+
+    With `groups` (DeepSeek V3) the experts stand in so many equal groups, and only those of the `top_groups` compete
+    whose two best scores have the largest sums.
+    """
 
     top_k: int
     renormalize: bool  # the weights of a token's experts are made to sum to 1
+    score: Literal["softmax", "sigmoid"] = "softmax"  # of a router's logits
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0  # factor of the weights
+
+    @property
+    def plain(self) -> bool:
+        """True if nothing but the largest probabilities of a softmax decides, as the kernels of csrc/ have it."""
+        return (self.score, self.groups, self.scale) == ("softmax", 1, 1.0)
+
+
+class ExpertBiases(NamedTuple):
+    """Biases of a mixture of experts."""
+
+    choice: Tensor | None = None  # [experts] float32, of the scores when experts are chosen, not of their weights
+
+
+NO_BIASES = ExpertBiases()
 
 
 class Norm(NamedTuple):
@@ -163,15 +185,23 @@ class Ops(Protocol):
         """
         ...
 
-    def moe(self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, routing: Routing) -> Tensor:
+    def moe(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        routing: Routing,
+        biases: ExpertBiases = NO_BIASES,
+    ) -> Tensor:
         """A mixture of gated experts: x [T, H] -> the weighted sum of the outputs of each token's experts, [T, H].
 
-        A token's experts are the `top_k` of softmax(router_logits [T, experts]) in float32, their weights those
-        probabilities, divided by their sum if `renormalize`. w13 is [experts, 2 * I, H] with the gate first, w2
-        [experts, H, I]: expert e gives w2[e] @ silu_and_mul(w13[e] @ x).
+        A token's experts are the `top_k` of the scores of router_logits [T, experts] in float32, plus `biases.choice`;
+        their weights are the scores, divided by their sum if `renormalize`. w13 is [experts, 2 * I, H] with the gate
+        first, w2 [experts, H, I]: expert e gives w2[e] @ silu_and_mul(w13[e] @ x).
         """
         ...
 
-    def moe_graph_safe(self, w13: Tensor, w2: Tensor, routing: Routing, /) -> bool:
+    def moe_graph_safe(self, w13: Tensor, w2: Tensor, routing: Routing, biases: ExpertBiases = NO_BIASES, /) -> bool:
         """Return True if `moe` launches the same work with these whatever its data, as a CUDA graph demands."""
         ...

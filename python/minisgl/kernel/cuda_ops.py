@@ -6,7 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.base import Activation, DecodeInputs, Heads, KernelNeeds, Norm, Routing, Weight
+from minisgl.kernel.base import (
+    NO_BIASES,
+    Activation,
+    DecodeInputs,
+    ExpertBiases,
+    Heads,
+    KernelNeeds,
+    Norm,
+    Routing,
+    Weight,
+)
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_moe import CudaMoe
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
@@ -192,13 +202,22 @@ class CudaOps:
         )
         return DecodeInputs(input_ids, positions, out_cache_loc, kv_lens, table)
 
-    def moe(self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, routing: Routing) -> Tensor:
-        if not self._moe.supports(w13, w2, routing.top_k):
-            return self._torch.moe(x, router_logits, w13, w2, routing)
+    def moe(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        routing: Routing,
+        biases: ExpertBiases = NO_BIASES,
+    ) -> Tensor:
+        if not self.moe_graph_safe(w13, w2, routing, biases):
+            return self._torch.moe(x, router_logits, w13, w2, routing, biases)
         return self._moe(x, router_logits, w13, w2, routing)
 
-    def moe_graph_safe(self, w13: Tensor, w2: Tensor, routing: Routing, /) -> bool:
-        return self._moe.supports(w13, w2, routing.top_k)
+    def moe_graph_safe(self, w13: Tensor, w2: Tensor, routing: Routing, biases: ExpertBiases = NO_BIASES, /) -> bool:
+        plain = routing.plain and all(bias is None for bias in biases)
+        return plain and self._moe.supports(w13, w2, routing.top_k)
 
 
 def _norms_late(dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.base import Activation, DecodeInputs, Heads, Norm, Ops, Routing, Weight
+from minisgl.kernel.base import NO_BIASES, Activation, DecodeInputs, ExpertBiases, Heads, Norm, Ops, Routing, Weight
 
 
 class DenseWeight:
@@ -88,9 +88,17 @@ class TorchOps:
         store(v_cache.flatten(0, 1), out_cache_loc, v)
         return _rotate(q, cos, sin)
 
-    def moe(self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, routing: Routing) -> Tensor:
+    def moe(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        routing: Routing,
+        biases: ExpertBiases = NO_BIASES,
+    ) -> Tensor:
         top_k = routing.top_k
-        weights, experts = route(router_logits, routing)
+        weights, experts = route(router_logits, routing, biases.choice)
         order = experts.flatten().argsort(stable=True)
         tokens, weights = order // top_k, weights.flatten()[order].unsqueeze(1)
         counts = experts.flatten().bincount(minlength=len(w13)).tolist()
@@ -117,12 +125,21 @@ def activate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 
-def route(router_logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(router_logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """[T, experts] -> the weights, in the logits' dtype, and the ids of each token's experts, both [T, top_k]."""
-    weights, experts = router_logits.softmax(-1, dtype=torch.float32).topk(routing.top_k)
+    softmax = routing.score == "softmax"
+    scores = router_logits.softmax(-1, dtype=torch.float32) if softmax else router_logits.float().sigmoid()
+    choice = scores if bias is None else scores + bias
+    if routing.groups > 1:
+        grouped = choice.view(len(choice), routing.groups, -1)
+        best = grouped.topk(2).values.sum(-1).topk(routing.top_groups).indices
+        competes = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, value=True)
+        choice = grouped.masked_fill(~competes.unsqueeze(-1), -torch.inf).flatten(-2)
+    experts = choice.topk(routing.top_k).indices
+    weights = scores.gather(-1, experts)
     if routing.renormalize:
-        weights /= weights.sum(-1, keepdim=True)
-    return weights.to(router_logits.dtype), experts
+        weights /= weights.sum(-1, keepdim=True) + (0.0 if softmax else 1e-20)  # sigmoids may all be 0
+    return weights.mul_(routing.scale).to(router_logits.dtype), experts
 
 
 def store(cache: Tensor, out_cache_loc: Tensor, x: Tensor) -> None:

@@ -115,6 +115,9 @@ class MoEConfig:
     num_experts: int
     intermediate_size: int  # of one expert
     routing: Routing
+    shared_intermediate_size: int = 0  # of the gated block that every token goes to besides; 0: there is none
+    choice_bias: bool = False  # of the scores when experts are chosen (DeepSeek V3)
+    float32_router: bool = False  # its product is float32
 
 
 @dataclass(frozen=True, slots=True)

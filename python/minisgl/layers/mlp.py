@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
-from minisgl.kernel.base import Ops
+from minisgl.kernel.base import ExpertBiases, Ops
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
-from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, empty
+from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, empty, zeros
 from minisgl.layers.norm import RMSNorm, params_of
 from minisgl.layers.weight_slice import WeightSlice, whole
 
@@ -39,7 +39,7 @@ class GatedMLP(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """experts(norm(x)): [T, hidden_size] -> [T, hidden_size]. Every rank has the router."""
+    """experts(norm(x)) + shared_experts(norm(x)): [T, hidden_size] -> [T, hidden_size]. Every rank has the router."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
@@ -47,13 +47,23 @@ class SparseMLP(nn.Module):
         self.routing = config.routing
         self.router = Router(config, hidden_size, dtype=dtype)
         self.experts = Experts(config, hidden_size, tp=tp, dtype=dtype)
+        shared = MLPConfig(config.shared_intermediate_size)
+        self.shared_experts = GatedMLP(shared, hidden_size, tp=tp, dtype=dtype) if shared.intermediate_size else None
 
     def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
         """Send each token of norm(x) to its experts, plus `residual`."""
         normed = x if norm is None else norm(x, ctx)
-        router_logits = ctx.ops.linear(normed, self.router.weight)
-        y = self.tp.all_reduce(ctx.ops.moe(normed, router_logits, self.experts.w13, self.experts.w2, self.routing))
+        router_logits = ctx.ops.linear(normed.to(self.router.weight.dtype), self.router.weight)
+        experts = self.experts
+        y = ctx.ops.moe(normed, router_logits, experts.w13, experts.w2, self.routing, self._biases)
+        y = self.tp.all_reduce(y)
+        if self.shared_experts is not None:
+            y = self.shared_experts(normed, None, ctx, residual=y)
         return y if residual is None else y.add_(residual)
+
+    @property
+    def _biases(self) -> ExpertBiases:
+        return ExpertBiases(choice=self.router.choice_bias)
 
     @property
     def idle_weights(self) -> int:
@@ -63,7 +73,7 @@ class SparseMLP(nn.Module):
 
     def graph_safe(self, ops: Ops) -> bool:
         """True if its work is the same whatever the data."""
-        return ops.moe_graph_safe(self.experts.w13, self.experts.w2, self.routing)
+        return ops.moe_graph_safe(self.experts.w13, self.experts.w2, self.routing, self._biases)
 
 
 class Router(nn.Module):
@@ -71,10 +81,14 @@ class Router(nn.Module):
 
     def __init__(self, config: MoEConfig, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = empty(config.num_experts, hidden_size, dtype=dtype)
+        self.weight = empty(config.num_experts, hidden_size, dtype=torch.float32 if config.float32_router else dtype)
+        self.choice_bias = zeros(config.num_experts, dtype=torch.float32) if config.choice_bias else None
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        yield whole(f"{name.rpartition('.')[0]}.gate.weight", self.weight)
+        gate = f"{name.rpartition('.')[0]}.gate"
+        yield whole(f"{gate}.weight", self.weight)
+        if self.choice_bias is not None:
+            yield whole(f"{gate}.e_score_correction_bias", self.choice_bias)
 
 
 class Experts(nn.Module):

@@ -103,17 +103,17 @@ def _check(wanted: dict[str, list[WeightSlice]], found: dict[str, tuple[int, ...
 
 def _shapes(files: list[Path], names: CheckpointNames) -> dict[str, tuple[int, ...]]:
     """Return shapes by the model's own names of all tensors but those that text does not need, which are logged."""
-    shapes, left_out = {}, []
+    shapes, left_out = {}, list[str]()
     for path in files:
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118
                 if (ours := names.ours(name)) is not None:
                     shapes[ours] = tuple(file.get_slice(name).get_shape())
                 else:
-                    left_out.append(name.removeprefix("model.").partition(".")[0])
+                    left_out.append(next(prefix for prefix in names.ignored if name.startswith(prefix)))
     if left_out:
-        towers = ", ".join(sorted(set(left_out)))
-        logger.info("text alone is served: %d tensors of %s are left out", len(left_out), towers)
+        prefixes = ", ".join(sorted({prefix.removesuffix(".") for prefix in left_out}))
+        logger.info("%d tensors that plain text does not need are left out: %s", len(left_out), prefixes)
     return shapes
 
 

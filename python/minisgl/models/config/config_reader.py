@@ -43,12 +43,14 @@ _NEUTRAL: Mapping[str, Any] = {
     "add_cross_attention": False,
     "num_experts": None,
     "num_local_experts": None,
+    "n_routed_experts": None,
 }
 
 # Far above any model, and little enough for what is made by layer, expert or head before a weight is looked for.
 MAX_COUNT = 2**30
 MOST = {"num_hidden_layers": 1024, "num_attention_heads": 65_536, "num_key_value_heads": 65_536, "head_dim": 65_536}
-MOST |= dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 65_536)
+_EXPERTS = "num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts"
+MOST |= dict.fromkeys((*_EXPERTS, "n_group", "topk_group"), 65_536)
 MOST |= dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"), 2**24)
 MOST |= dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 2**24)
 

@@ -88,6 +88,8 @@ class ModelConfig:
                 "attention heads": layer.attention.num_heads,
                 f"intermediate size{expert}": layer.mlp.intermediate_size,
             }
+            if isinstance(layer.mlp, MoEConfig):
+                divided["intermediate size of the shared experts"] = layer.mlp.shared_intermediate_size
             for what, count in divided.items():
                 if count % size:
                     raise UnsupportedModel(
