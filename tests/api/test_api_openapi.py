@@ -15,6 +15,7 @@ from fastapi.openapi.models import OpenAPI
 
 from api_tables import PAGE, write_tables
 from minisgl.message.to_tokenizer import Generate
+from minisgl.server.api.anthropic.bodies import CountTokensBody, MessagesBody
 from minisgl.server.api.app import TOPICS
 from minisgl.server.api.bodies.body import validate
 from minisgl.server.api.bodies.request_body import Body, RequestBody
@@ -38,6 +39,8 @@ ROUTES: dict[type[Body], str] = {
     ResponsesBody: "/v1/responses",
     GenerateBody: "/generate",
     SglangBody: "/generate",
+    MessagesBody: "/v1/messages",
+    CountTokensBody: "/v1/messages/count_tokens",
     TokenizeBody: "/tokenize",
     DetokenizeBody: "/detokenize",
     AbortBody: "/abort",
@@ -163,7 +166,10 @@ def test_every_field_of_a_body_is_documented(body: type[Body]) -> None:
             assert body.model_fields[name].is_required() or not refusal(body, {name: example})
 
 
-@pytest.mark.parametrize("model", ["ResponseFormat", "JsonSchemaFormat", "StructuredOutputs"])
+NESTED = ["ResponseFormat", "JsonSchemaFormat", "StructuredOutputs", "Thinking", "OutputConfig", "OutputFormat"]
+
+
+@pytest.mark.parametrize("model", NESTED)
 def test_the_fields_of_nested_objects_are_documented(model: str) -> None:
     for schema in COMPONENTS[model]["properties"].values():
         assert schema["description"]
@@ -191,7 +197,8 @@ def test_the_example_of_a_body_is_accepted(server: RunningServer, body: type[Bod
     jsonschema.validate(example, {**COMPONENTS[body.__name__], "components": DOCUMENT["components"]})
     response = server.post(ROUTES[body], json=example)
     assert response.status_code == 200, response.text
-    assert bool(server.engine.of_type(Generate)) == (ROUTES[body].startswith("/v1") or ROUTES[body] == "/generate")
+    answers_at_once = {TokenizeBody, CountTokensBody, DetokenizeBody, AbortBody}
+    assert bool(server.engine.of_type(Generate)) == (body not in answers_at_once)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +242,7 @@ STREAMS: list[tuple[str, Json]] = [
     ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True}),
     ("/v1/completions", {"logprobs": 2, "echo": True}),
     ("/generate", {"logprobs": 2}),
+    ("/v1/messages", {}),
 ]
 
 
@@ -244,6 +252,7 @@ STREAMS: list[tuple[str, Json]] = [
         *STREAMS,
         *[(path, change | {"stream": True}) for path, change in STREAMS],
         ("/tokenize", {"return_token_strs": True}),
+        ("/v1/messages/count_tokens", {}),
         ("/detokenize", {}),
         ("/abort", {}),
         *[(path, None) for path in ("/v1/models", "/v1/models/test-model", "/get_model_info", "/health", "/ready")],
@@ -272,9 +281,10 @@ def test_answers_are_as_documented(server: RunningServer, path: str, change: Jso
         jsonschema.validate(json.loads(text), schema)
 
 
-def test_errors_are_as_documented(server: RunningServer) -> None:
-    response = server.post("/v1/chat/completions", json={"messages": []})
-    responses = DOCUMENT["paths"]["/v1/chat/completions"]["post"]["responses"]
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_errors_are_as_documented(server: RunningServer, path: str) -> None:
+    response = server.post(path, json={"messages": []})
+    responses = DOCUMENT["paths"][path]["post"]["responses"]
     schema = responses[str(response.status_code)]["content"]["application/json"]["schema"]
     jsonschema.validate(response.json(), {**schema, "components": DOCUMENT["components"]})
 
@@ -314,7 +324,7 @@ def test_pages_need_no_key_and_say_that_others_do(start_server: Callable[..., Ru
     assert "secret" not in json.dumps(served)
     assert served["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
     paths = served["paths"]
-    assert paths["/v1/completions"]["post"]["security"] == [{"bearer": []}]
+    assert paths["/v1/completions"]["post"]["security"] == [{"bearer": []}, {"x-api-key": []}]
     assert "401" in paths["/v1/completions"]["post"]["responses"]
     assert paths["/health"]["get"]["security"] == []
     assert DOCUMENT["paths"]["/v1/completions"]["post"]["security"] == [], "a server without keys"

@@ -26,6 +26,7 @@ from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.routes.endpoint import Endpoint, Service, Topic
 from minisgl.server.api.routes.generation import GenerationRoutes
 from minisgl.server.api.routes.loads import LoadRoutes
+from minisgl.server.api.routes.messages import MessagesRoutes
 from minisgl.server.api.routes.models import ModelRoutes, TokenRoutes
 from minisgl.server.api.routes.operations import ControlRoutes, StatusRoutes
 from minisgl.server.api.routes.responses import ResponsesRoutes
@@ -33,6 +34,7 @@ from minisgl.server.api.routes.responses import ResponsesRoutes
 TOPICS: dict[str, Callable[[Service], Topic]] = {
     "generation": GenerationRoutes,
     "responses": ResponsesRoutes,
+    "messages": MessagesRoutes,
     "models": ModelRoutes,
     "tokens": TokenRoutes,
     "status": StatusRoutes,

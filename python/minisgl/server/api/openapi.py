@@ -25,7 +25,6 @@ from minisgl.core import SamplingParams
 from minisgl.limits import Limits
 from minisgl.request_fields import RequestField, request_fields
 from minisgl.server.api.bodies.request_body import Body, RequestBody
-from minisgl.server.api.http.errors import ErrorBody
 from minisgl.server.api.http.gates import CONTROL_ROUTES, OPEN_ROUTES
 from minisgl.server.api.routes.endpoint import Endpoint, Json
 
@@ -52,7 +51,7 @@ def openapi_document(topics: Mapping[str, Sequence[Endpoint]], config: ServerCon
     """Return the document of these endpoints, by topic, with the limits of this server."""
     endpoints = [one for topic in topics.values() for one in topic if one.documented]
     bodies = list(dict.fromkeys(body for one in endpoints for body in one.bodies))
-    answers = [ErrorBody, *dict.fromkeys(answer for one in endpoints for answer in (*one.answers, *one.events))]
+    answers = list(dict.fromkeys(answer for one in endpoints for answer in (one.error, *one.answers, *one.events)))
     schemas, answer_components = msgspec.json.schema_components(answers, ref_template=REF.format(model="{name}"))
     answer_schemas = dict(zip(answers, schemas, strict=True))
     components = body_components(bodies, config.sampling_defaults.fields, limits) | answer_components
@@ -70,7 +69,10 @@ def openapi_document(topics: Mapping[str, Sequence[Endpoint]], config: ServerCon
         "paths": paths,
         "components": {
             "schemas": components,
-            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer", "description": "--api-key"}},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer", "description": "--api-key"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "--api-key"},
+            },
         },
     }
 
@@ -85,7 +87,7 @@ def _operations(
     statuses = {*ERRORS_OF_ALL, *endpoint.errors}
     statuses |= {401} if wants_key else set()
     statuses |= set(ERRORS_OF_BODIES) if endpoint.bodies else set()
-    error = {"application/json": {"schema": schemas[ErrorBody]}}
+    error = {"application/json": {"schema": schemas[endpoint.error]}}
     operation: Json = {
         "tags": [topic],
         "summary": endpoint.summary,
@@ -93,7 +95,7 @@ def _operations(
             "200": {"description": "The answer.", "content": content},
             **{str(status): {"description": ERRORS[status], "content": error} for status in sorted(statuses)},
         },
-        "security": [{"bearer": []}] if wants_key else [],
+        "security": [{"bearer": []}, {"x-api-key": []}] if wants_key else [],
     }
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     if names:

@@ -63,7 +63,7 @@ class Choice:
     def __init__(self, options: ChatOptions, parser: OutputParser | None) -> None:
         self._options = options
         self._parser = parser
-        self._num_calls = 0  # that are written
+        self.num_calls = 0  # that have been written
         self.begun = False  # its role has left
         self.logprobs: list[PositionLogprobs] = []
         self.token_ids: list[int] = []
@@ -88,7 +88,7 @@ class Choice:
         if len(events) > 1:
             events = merged(events)
         wanted = [event for event in events if self._is_wanted(event)]
-        self._num_calls += sum(isinstance(event, CallStart) for event in wanted)
+        self.num_calls += sum(isinstance(event, CallStart) for event in wanted)
         return wanted
 
     def _is_wanted(self, event: Event) -> bool:
@@ -104,7 +104,7 @@ class Choice:
         """Return OpenAI's: what stopped after calls stopped because of them, unless they were asked for by name."""
         if delta.finish == "abort" or delta.finish == "error":
             raise ValueError("an answer that ended early is an error, and not written")
-        if delta.finish == "stop" and self._num_calls and not self._options.calls_are_asked_for:
+        if delta.finish == "stop" and self.num_calls and not self._options.calls_are_asked_for:
             return "function_call" if self._options.functions else "tool_calls"
         return delta.finish
 

@@ -21,7 +21,7 @@ from minisgl.server.api.answers.answer import Answer, Writer
 from minisgl.server.api.bodies.body import MAX_ITEMS, B, UnknownFields, check_numbers, read_body, read_fields, validate
 from minisgl.server.api.bodies.conversation import ToolUse
 from minisgl.server.api.bodies.request_body import Body, RequestBody
-from minisgl.server.api.http.errors import model_not_found
+from minisgl.server.api.http.errors import ErrorBody, model_not_found
 from minisgl.server.api.http.gates import client_of
 from minisgl.server.api.http.middleware import request_id_of
 from minisgl.server.api.load import EngineLoad
@@ -46,6 +46,7 @@ class Endpoint:
     events: tuple[Any, ...] = ()  # types of a stream's events, if the body asks for a stream
     media_type: str = "application/json"
     errors: tuple[int, ...] = ()  # statuses besides those that every route, or every one with a body, may answer
+    error: type[msgspec.Struct] = ErrorBody  # form of its errors
     documented: bool = True
 
     @property

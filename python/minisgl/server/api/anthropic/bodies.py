@@ -1,0 +1,140 @@
+"""Bodies of /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from minisgl.core import SamplingParams
+from minisgl.limits import MAX_OPENAI_TEMPERATURE
+from minisgl.request_fields import RequestField, request_fields
+from minisgl.server.api.bodies.request_body import EMPTY, STRING, Body, CacheSalt, Priority, RequestId, any_of
+from minisgl.server.api.bodies.schema import MAX_MESSAGES
+
+SAMPLING = request_fields(SamplingParams)
+
+OBJECTS = {"type": "array", "items": {"type": "object"}}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": {"anyOf": [STRING, OBJECTS]}},
+}
+
+
+class Thinking(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"] = Field(
+        description="disabled: the chat template asks for no thought; the others: it asks for one.",
+        examples=["enabled"],
+    )
+    budget_tokens: int | None = Field(default=None, description="no effect", examples=[1024])
+    display: str | None = Field(default=None, description="no effect", examples=["summarized"])
+
+
+class OutputFormat(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
+
+    type: Literal["json_schema"] = Field(description="The only one.")
+    schema_: dict[str, Any] = Field(
+        alias="schema", description="JSON Schema that the answer follows.", examples=[{"type": "object"}]
+    )
+
+
+class OutputConfig(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="Given to the chat template of a model that thinks.", examples=["low"]
+    )
+    format: OutputFormat | None = Field(default=None, description="Form that the answer must have.")
+
+
+class ConversationBody(Body):
+    """Fields that make the prompt."""
+
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"mcp_servers": EMPTY, "fallbacks": EMPTY}
+    no_effect: ClassVar[frozenset[str]] = frozenset(
+        {
+            "cache_control",
+            "compaction",
+            "container",
+            "context_management",
+            "diagnostics",
+            "inference_geo",
+            "metadata",
+            "service_tier",
+            "speed",
+            "user_profile_id",
+            "workspace_id",
+        }
+    )
+
+    messages: Annotated[
+        list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]],
+        RequestField(
+            "The conversation, oldest message first; an assistant's at the end is continued.",
+            [{"role": "user", "content": "What is the capital of France?"}],
+            min_length=1,
+            max_length=MAX_MESSAGES,
+            noun="messages",
+        ),
+    ]
+    system: Annotated[
+        Any, any_of(STRING, OBJECTS), RequestField("The system prompt: a text, or text blocks.", "Answer briefly.")
+    ] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None,
+        RequestField(
+            "Tools that the model may call. Those that Anthropic defines are passed over.",
+            [{"name": "now", "input_schema": {"type": "object"}}],
+        ),
+    ] = None
+    tool_choice: Annotated[
+        dict[str, Any] | None,
+        RequestField("Its type is auto, any, tool (with a name) or none; disable_parallel_tool_use.", {"type": "auto"}),
+    ] = None
+    thinking: Annotated[
+        Thinking | None, RequestField("Given to the chat template; none: without a thought.", {"type": "adaptive"})
+    ] = None
+    output_config: Annotated[OutputConfig | None, RequestField("Effort, and the answer's form.", {"effort": "low"})] = (
+        None
+    )
+    output_format: Annotated[
+        OutputFormat | None,
+        RequestField("Older name of output_config.format.", {"type": "json_schema", "schema": {"type": "object"}}),
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any], RequestField("Given to the chat template by name.", {"enable_thinking": False})
+    ] = Field({})
+
+
+class CountTokensBody(ConversationBody):
+    """POST /v1/messages/count_tokens"""
+
+    example_fields: ClassVar[tuple[str, ...]] = ("messages",)
+
+
+class MessagesBody(ConversationBody):
+    """POST /v1/messages"""
+
+    example_fields: ClassVar[tuple[str, ...]] = ("messages", "max_tokens")
+
+    max_tokens: Annotated[
+        int, RequestField("Most tokens to generate; fewer where the context holds no more.", 64, ge=1)
+    ]
+    temperature: Annotated[
+        float | None,
+        RequestField("Randomness of the choice; below 0.00001 it is greedy.", 0.7, ge=0, le=MAX_OPENAI_TEMPERATURE),
+    ] = None
+    top_k: Annotated[int | None, SAMPLING["top_k"]] = None
+    top_p: Annotated[float | None, SAMPLING["top_p"]] = None
+    stop_sequences: Annotated[list[str], SAMPLING["stop"]] = Field([])
+    stream: Annotated[
+        bool, RequestField("Answer as server-sent events, from message_start to message_stop.", False)
+    ] = False
+    cache_salt: CacheSalt = None
+    request_id: RequestId = None
+    priority: Priority = 0

@@ -1,0 +1,184 @@
+"""Writes what the engine gives as Anthropic's message, or as the events of its stream."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from msgspec.json import encode
+from pydantic_core import from_json
+
+from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
+from minisgl.server.api.answers.answer import Writer
+from minisgl.server.api.answers.chat_writer import ChatOptions, Choice
+from minisgl.server.api.answers.objects import Usage
+from minisgl.server.api.anthropic.objects import (
+    AnthropicMessage,
+    BlockDelta,
+    BlockDeltaEvent,
+    BlockStart,
+    BlockStop,
+    ContentBlock,
+    InputJsonDelta,
+    MessageDelta,
+    MessageEnd,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    Ping,
+    SignatureDelta,
+    StopReason,
+    StreamEvent,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ThinkingTokens,
+    ToolUseBlock,
+)
+from minisgl.server.api.http.errors import ApiError
+from minisgl.server.api.requests.open_request import Delta, OpenRequest
+
+SIGNATURE = "minisgl"  # of every thought: clients send it back, and nobody checks it
+
+
+class MessagesWriter(Writer):
+    """Writes one answer."""
+
+    stream_end: ClassVar[bytes] = b""
+
+    def __init__(self, options: ChatOptions, request_id: str) -> None:
+        self.id = f"msg_{uuid.uuid4().hex}"
+        self._options = options
+        self._request_id = request_id
+
+    def begin(self, request: OpenRequest) -> None:
+        self._request = request
+        self._choice = Choice(self._options, self._options.parser(request.prompt_ends[0]))
+        self._blocks = BlockEvents()
+
+    # A stream.
+
+    def first_events(self) -> bytes:
+        usage = MessageUsage(self._request.prompt_tokens, 0)  # how many of them were cached is known at the end
+        message = AnthropicMessage(self.id, self._options.model, [], usage)
+        return message_event(MessageStart(message)) + message_event(Ping())
+
+    def events(self, delta: Delta) -> bytes:
+        data = b"".join([self._blocks.take(event) for event in self._choice.take(delta)])
+        if delta.finish is None:
+            return data
+        self._end = self._end_of(delta)
+        return data + self._blocks.close()
+
+    def last_events(self, usage: Usage) -> bytes:
+        return message_event(MessageDelta(self._end, self._usage(usage))) + message_event(MessageStop())
+
+    def error_event(self, error: ApiError) -> bytes:
+        return b"event: error\ndata: " + error.anthropic_body(self._request_id) + b"\n\n"
+
+    # A whole answer.
+
+    def body(self, choices: list[Delta], usage: Usage) -> bytes:
+        (delta,) = choices
+        blocks = content_blocks(self._choice.take(delta))
+        end = self._end_of(delta)
+        model = self._options.model
+        return encode(AnthropicMessage(self.id, model, blocks, self._usage(usage), end.stop_reason, end.stop_sequence))
+
+    # Both.
+
+    def _end_of(self, delta: Delta) -> MessageEnd:
+        sequence = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+        return MessageEnd(self._stop_reason(delta, sequence), sequence)
+
+    def _stop_reason(self, delta: Delta, sequence: str | None) -> StopReason:
+        if delta.finish == "length":
+            return "max_tokens"
+        if sequence is not None:
+            return "stop_sequence"
+        return "tool_use" if self._choice.num_calls else "end_turn"
+
+    def _usage(self, usage: Usage) -> MessageUsage:
+        cached = usage.prompt_tokens_details.cached_tokens
+        return MessageUsage(
+            usage.prompt_tokens - cached,
+            usage.completion_tokens,
+            cache_read_input_tokens=cached,
+            output_tokens_details=ThinkingTokens(self._choice.reasoning_tokens),
+        )
+
+
+class BlockEvents:
+    """Events of a message's blocks, one block at a time: each begins with its first text and ends with the next one."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._open: type[ContentBlock] | None = None  # kind of the block that has not ended
+
+    def take(self, event: Event) -> bytes:
+        """Return the events that say the same, those that begin and end blocks included."""
+        match event:
+            case Content(text):
+                return self._within(TextBlock("")) + self._delta(TextDelta(text))
+            case Reasoning(text):
+                return self._within(ThinkingBlock("", "")) + self._delta(ThinkingDelta(text))
+            case CallStart(_, id, name):
+                return self.close() + self._start(ToolUseBlock(id, name, {}))
+            case CallArguments(_, text):
+                return self._delta(InputJsonDelta(text))
+
+    def close(self) -> bytes:
+        """Return the events that end the open block, if there is one."""
+        if self._open is None:
+            return b""
+        signature = self._delta(SignatureDelta(SIGNATURE)) if self._open is ThinkingBlock else b""
+        self._open = None
+        return signature + message_event(BlockStop(self._index))
+
+    def _within(self, block: ContentBlock) -> bytes:
+        return b"" if self._open is type(block) else self.close() + self._start(block)
+
+    def _start(self, block: ContentBlock) -> bytes:
+        self._index += 1
+        self._open = type(block)
+        return message_event(BlockStart(self._index, block))
+
+    def _delta(self, delta: BlockDelta) -> bytes:
+        return message_event(BlockDeltaEvent(self._index, delta))
+
+
+def content_blocks(events: Iterable[Event]) -> list[ContentBlock]:
+    """Return the blocks that all events of an answer make; texts of one kind that follow each other are joined."""
+    blocks: list[ContentBlock] = []
+    calls: dict[int, tuple[ToolUseBlock, list[str]]] = {}
+    for event in events:
+        match event:
+            case Content(text):
+                blocks.append(TextBlock(text))
+            case Reasoning(text):
+                blocks.append(ThinkingBlock(text, SIGNATURE))
+            case CallStart(index, id, name):
+                calls[index] = ToolUseBlock(id, name, {}), []
+                blocks.append(calls[index][0])
+            case CallArguments(index, text):
+                calls[index][1].append(text)
+    for block, texts in calls.values():
+        block.input.update(tool_input("".join(texts)))
+    return blocks
+
+
+def tool_input(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments, cut short or not; none if they are no JSON object."""
+    try:
+        value = from_json(arguments, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def message_event(data: StreamEvent) -> bytes:
+    """Return an event of a stream, which has its type as a name, too."""
+    name = str(type(data).__struct_config__.tag).encode()
+    return b"event: " + name + b"\ndata: " + encode(data) + b"\n\n"

@@ -1,0 +1,77 @@
+"""The routes of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from minisgl.message.to_api import Encoded
+from minisgl.message.to_tokenizer import Encode
+from minisgl.message.types import num_ids
+from minisgl.server.api.answers.answer import Answer
+from minisgl.server.api.answers.chat import chat_job
+from minisgl.server.api.anthropic.bodies import CountTokensBody, MessagesBody
+from minisgl.server.api.anthropic.chat_form import NAMES, chat_body
+from minisgl.server.api.anthropic.objects import AnthropicMessage, StreamEvent, TokenCount
+from minisgl.server.api.anthropic.tools import tool_use
+from minisgl.server.api.anthropic.writer import MessagesWriter
+from minisgl.server.api.bodies.conversation import template_messages
+from minisgl.server.api.http.errors import AnthropicErrorBody
+from minisgl.server.api.http.middleware import request_id_of
+from minisgl.server.api.routes.endpoint import Endpoint, Service, json_response
+from minisgl.server.api.routes.generation import GENERATION_ERRORS
+from minisgl.server.api.routes.models import TIMEOUT
+
+
+class MessagesRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint(
+                "/v1/messages",
+                self.messages,
+                ("POST",),
+                (MessagesBody,),
+                (AnthropicMessage,),
+                (StreamEvent, AnthropicErrorBody),
+                errors=GENERATION_ERRORS,
+                error=AnthropicErrorBody,
+            ),
+            Endpoint(
+                "/v1/messages/count_tokens",
+                self.count_tokens,
+                ("POST",),
+                (CountTokensBody,),
+                (TokenCount,),
+                error=AnthropicErrorBody,
+            ),
+        ]
+
+    async def messages(self, request: Request) -> Answer:
+        """Answer a conversation, as Anthropic does."""
+        service = self._service
+        asked = await service.parse(request, MessagesBody)
+        use = tool_use(asked.tools, asked.tool_choice)
+        service.ignored_tools.log(use, service.parsers)
+        body = chat_body(asked, service.limits, service.config.sampling_defaults.fields)
+        await asyncio.sleep(0)  # each step of a large body takes a turn of its own
+        job, options = chat_job(body, use, service.limits, service.parsers, service.config.model_name)
+        names = {ours: NAMES.get(theirs, theirs) for ours, theirs in job.field_names.items()}
+        job = dataclasses.replace(job, field_names=names)
+        writer = MessagesWriter(options, request_id_of(request))
+        return service.answer(request, job, writer, stream=asked.stream, names=body.own_names)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Return the number of tokens of a conversation's prompt, as Anthropic does."""
+        service = self._service
+        asked = await service.parse(request, CountTokensBody)
+        use = tool_use(asked.tools, asked.tool_choice)
+        body = chat_body(asked, service.limits, {})
+        prompt = body.chat_prompt(use, template_messages(body.messages))
+        reply = await service.client.ask(lambda query: Encode(query, prompt), Encoded, TIMEOUT)
+        return json_response(TokenCount(num_ids(reply.ids)))
