@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from minisgl.kv_events_config import KVEventsConfig
 from minisgl.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS, Limits
 from minisgl.settings import ConfigError as ConfigError
 from minisgl.settings import Setting, Settings
@@ -436,6 +437,14 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     reasoning_parser: Annotated[
         ReasoningParserName, Setting("form of the model's thoughts; auto: as its chat template shows")
     ] = "auto"
+    kv_events_config: Annotated[
+        str | None,
+        Setting(
+            "JSON that says where events of cached prefixes are published for routers, as in vLLM; on loopback unless "
+            "it names an endpoint; none: nowhere",
+            metavar="JSON",
+        ),
+    ] = None
     shutdown_timeout: Annotated[
         float,
         Setting(
@@ -465,6 +474,11 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     ] = False
 
     @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """Where KV events are published; None: nowhere. ConfigError if the JSON cannot be read."""
+        return None if self.kv_events_config is None else KVEventsConfig.parse(self.kv_events_config)
+
+    @property
     def model_name(self) -> str:
         """Name of the model in answers."""
         return self.model_names[0]
@@ -485,6 +499,8 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         super().validate()
         for part in (self.source, self.engine, self.scheduler, self.http):
             part.validate()
+        if self.kv_events is not None and self.scheduler.cache != "radix":
+            raise ConfigError("--kv-events-config needs --cache radix: without it no prefix is cached")
         if self.shell and self.http.ssl_certfile is not None:
             raise ConfigError("--shell does not speak https: start it by itself, or leave --ssl-certfile out")
         if not all(self.model_names):

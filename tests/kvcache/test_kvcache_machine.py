@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -18,7 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from minisgl.core import Int32Array, pages_for
 from minisgl.kvcache import make_cache
 from minisgl.kvcache.base import CacheHandle
+from minisgl.kvcache.events import EventRecorder
 from minisgl.kvcache.pages import OutOfPages, PagePool
+from support.kv_subscriber import KVSubscriber
 
 Prefix = tuple[int, ...]
 
@@ -107,7 +110,9 @@ class Requests(RuleBasedStateMachine):
     @initialize(page_size=st.integers(1, 4), num_pages=st.integers(3, 14))
     def start_server(self, page_size: int, num_pages: int) -> None:
         self.page_size = page_size
-        self.cache = make_cache(self.kind, page_size)
+        self.recorder = EventRecorder(page_size)
+        self.subscriber = KVSubscriber()
+        self.cache = make_cache(self.kind, page_size, self.recorder)
         self.pool = PagePool(num_pages, self.cache)
         self.oracle = Oracle(page_size, keeps=self.kind == "radix")
         self.content: dict[int, Prefix] = {}
@@ -274,6 +279,12 @@ class Requests(RuleBasedStateMachine):
         assert self.cache.cached_pages == len(self.oracle.pages)
         assert self.cache.locked_pages == len(self.oracle.locks)
         assert self.cache.evictable_pages == len(self.oracle.evictable())
+
+    @invariant()
+    def a_subscriber_to_its_events_knows_all_cached_prefixes(self) -> None:
+        for event in self.recorder.take():
+            self.subscriber.apply(msgspec.to_builtins(event))
+        assert self.subscriber.prefixes == set(self.oracle.pages)
 
     @invariant()
     def every_request_still_reads_what_it_wrote(self) -> None:

@@ -8,11 +8,11 @@ that the numbers stand for live in `pool`, as `layout` says: these two alone imp
 from __future__ import annotations
 
 from minisgl.config import CacheType
-from minisgl.kvcache.base import CacheManager
+from minisgl.kvcache.base import CacheManager, CacheObserver
 from minisgl.kvcache.naive import NaiveCache
 from minisgl.kvcache.radix import RadixCache
 
 
-def make_cache(kind: CacheType, page_size: int) -> CacheManager:
-    """Return the cache that --cache names."""
-    return RadixCache(page_size) if kind == "radix" else NaiveCache(page_size)
+def make_cache(kind: CacheType, page_size: int, observer: CacheObserver | None = None) -> CacheManager:
+    """Return the cache that --cache names. The naive one has nothing to tell an observer."""
+    return RadixCache(page_size, observer) if kind == "radix" else NaiveCache(page_size)

@@ -49,6 +49,19 @@ class InsertResult(NamedTuple):
     duplicates: Int32Array  # given pages that the cache did not take: they still belong to the caller
 
 
+class CacheObserver(Protocol):
+    """Learns which pages a cache holds. It is told of a change when the cache is done with it."""
+
+    def stored(self, parent: int | None, tokens: Int32Array, pages: Int32Array, salt: bytes) -> None:
+        """Take note of new pages, one for each page_size tokens; `parent` is the cached page before, None: none is."""
+
+    def removed(self, pages: Int32Array) -> None:
+        """Take note of pages that are not cached any more."""
+
+    def cleared(self) -> None:
+        """Take note that no page is."""
+
+
 class CacheManager(Protocol):
     """The counts are kept, not computed: reading them is free."""
 

@@ -25,6 +25,7 @@ from minisgl.core import Int32Array
 from minisgl.kvcache.base import (
     BrokenInvariant,
     CacheHandle,
+    CacheObserver,
     InsertResult,
     empty_pages,
     require,
@@ -66,8 +67,9 @@ class RadixCache:
     pages 1, 3 and 0: A's leaf, used before B's, then B's, then the node above, which has no child left.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, observer: CacheObserver | None = None) -> None:
         require_page_size(page_size)
+        self._observer = observer
         self.page_size = page_size
         self._page_bytes = page_size * _TOKEN_BYTES
         self._root = _Node(None, b"", b"", empty_pages(), end=0)
@@ -101,7 +103,11 @@ class RadixCache:
         node, found = self._walk(whole, salt)
         given, new = pages[: len(found)], np.array(pages[len(found) :], dtype=np.int32)  # a copy to keep
         if len(new) > 0:
-            node = self._add_leaf(node, whole[node.end * _TOKEN_BYTES :], new, salt)
+            leaf = self._add_leaf(node, whole[node.end * _TOKEN_BYTES :], new, salt)
+            if self._observer is not None:
+                parent = int(node.pages[-1]) if len(node.pages) > 0 else None
+                self._observer.stored(parent, np.frombuffer(leaf.tokens, np.int32), new, salt)
+            node = leaf
         self._use(node)
         handle = CacheHandle(node.end, np.concatenate([found, new]), node)
         return InsertResult(handle, duplicates=given[given != found])
@@ -192,6 +198,9 @@ class RadixCache:
     # ---- evicting ----
 
     def evict(self, num_pages: int) -> Int32Array:
+        return self._told(self._evict(num_pages))
+
+    def _evict(self, num_pages: int) -> Int32Array:
         missing = min(num_pages, self.evictable_pages)
         evicted = [empty_pages()]
         while missing > 0:
@@ -217,10 +226,21 @@ class RadixCache:
         nodes = list(self._subtree(below))
         for node in reversed(nodes):  # children before their parents
             self._drop_tail(node, len(node.pages))
-        return np.concatenate([node.pages for node in nodes])
+        return self._told(np.concatenate([node.pages for node in nodes]))
 
     def reset(self) -> Int32Array:
-        return self.evict(self.evictable_pages)
+        pages = self._evict(self.evictable_pages)
+        if self._cached > 0:
+            return self._told(pages)
+        if self._observer is not None:
+            self._observer.cleared()
+        return pages
+
+    def _told(self, removed: Int32Array) -> Int32Array:
+        """Return the pages, of which the observer knows then."""
+        if self._observer is not None and len(removed) > 0:
+            self._observer.removed(removed)
+        return removed
 
     def _drop_tail(self, leaf: _Node, num_pages: int) -> None:
         """Forget the last pages of a leaf; when they are all it has, the leaf too."""

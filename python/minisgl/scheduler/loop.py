@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, PendingStep
 from minisgl.kvcache import make_cache
+from minisgl.kvcache.base import CacheObserver
 from minisgl.limits import Limits
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import StepOutput
@@ -210,11 +211,15 @@ def make_loop(
     model: ModelConfig,
     followers: Sequence[Outbox[ToRank]] = (),
     grammars: Grammars | None = None,
+    observer: CacheObserver | None = None,
 ) -> StepLoop:
-    """Make the step loop of rank 0, which sends every plan to `followers`. Without `grammars` it serves none."""
+    """Make the step loop of rank 0, which sends every plan to `followers`. Without `grammars` it serves none.
+
+    `observer` learns which prefixes are cached.
+    """
     scheduler = Scheduler(
         config,
-        cache=make_cache(config.cache, engine.page_size),
+        cache=make_cache(config.cache, engine.page_size, observer),
         num_pages=engine.num_pages,
         num_slots=engine.num_slots,
         max_seq_len=engine.limits.max_seq_len,

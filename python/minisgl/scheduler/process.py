@@ -16,6 +16,7 @@ from minisgl.message.to_scheduler import Add, Stopped, ToRank, ToScheduler
 from minisgl.message.types import Abort, FlushCache, Flushed, ProcessCounts, Report, StatsRequest, unpack_ids
 from minisgl.models.config.load_config import load_model_config
 from minisgl.process.worker import Worker
+from minisgl.scheduler.kv_publisher import KVPublisher
 from minisgl.scheduler.loop import StepLoop, follow, make_loop
 from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.tokenizer.files import load_tokenizer
@@ -26,11 +27,18 @@ logger = logging.getLogger(__name__)
 class SchedulerServer:
     """Feeds the step loop from the inbox and tells the detokenizer what each step brought."""
 
-    def __init__(self, loop: StepLoop, inbox: Inbox[ToScheduler], detokenizer: Outbox[ToDetokenizer]) -> None:
+    def __init__(
+        self,
+        loop: StepLoop,
+        inbox: Inbox[ToScheduler],
+        detokenizer: Outbox[ToDetokenizer],
+        kv_publisher: KVPublisher | None = None,
+    ) -> None:
         self._loop = loop
         self._scheduler = loop.scheduler
         self._inbox = inbox
         self._detokenizer = detokenizer
+        self._kv_publisher = kv_publisher
 
     def run_forever(self) -> None:
         while True:
@@ -42,6 +50,8 @@ class SchedulerServer:
             report = self._loop.step()
             if report:
                 self._detokenizer.send(report)
+            if self._kv_publisher is not None:
+                self._kv_publisher.flush()
 
     def _handle(self, message: ToScheduler) -> None:
         match message:
@@ -78,7 +88,11 @@ def run(worker: Worker) -> None:
     grammars = GrammarMatchers(
         lambda: load_tokenizer(config.tokenizer_folder), vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
     )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    kv_publisher = None
     if worker.index == 0:
+        if (kv_events := config.kv_events) is not None:
+            kv_publisher = KVPublisher(context, kv_events, config.engine.page_size)
         grammars.prepare()  # beside what the engine loads
     tp = join_ranks(config.engine, worker.index, worker.addresses)
     engine = Engine(
@@ -89,7 +103,6 @@ def run(worker: Worker) -> None:
         progress=worker.index == 0 and logger.isEnabledFor(logging.INFO),
         max_prefill_tokens=config.scheduler.max_prefill_tokens,
     )
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     if worker.index > 0:
         plans: Inbox[ToRank] = Inbox(context, worker.addresses.rank(worker.index), ToRank)
         worker.ready()
@@ -98,6 +111,8 @@ def run(worker: Worker) -> None:
     inbox: Inbox[ToScheduler] = Inbox(context, worker.addresses.scheduler, ToScheduler)
     detokenizer: Outbox[ToDetokenizer] = Outbox(context, worker.addresses.detokenizer)
     followers: list[Outbox[ToRank]] = [Outbox(context, worker.addresses.rank(rank)) for rank in range(1, tp.size)]
-    process = SchedulerServer(make_loop(config.scheduler, engine, model, followers, grammars), inbox, detokenizer)
+    observer = None if kv_publisher is None else kv_publisher.recorder
+    loop = make_loop(config.scheduler, engine, model, followers, grammars, observer)
+    process = SchedulerServer(loop, inbox, detokenizer, kv_publisher)
     worker.ready(engine.limits)
     process.run_forever()

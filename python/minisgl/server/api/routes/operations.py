@@ -99,6 +99,7 @@ class StatusRoutes:
         """Return the keys of SGLang's answer that say something about this server."""
         service, config = self._service, self._service.config
         engine = config.engine
+        kv_events = config.kv_events and config.kv_events.describe(engine.page_size)
         return {
             "status": "ready",
             "model_path": engine.model_path,
@@ -114,6 +115,7 @@ class StatusRoutes:
             "chunked_prefill_size": config.scheduler.max_prefill_tokens,
             "schedule_policy": config.scheduler.schedule_policy,
             "disaggregation_mode": "null",
+            **({} if kv_events is None else {"kv_events": kv_events}),
             "internal_states": [{"last_gen_throughput": service.heartbeat.generation_rate}],
         }
 

@@ -1,0 +1,137 @@
+"""What routers learn of the real server: its load, and the prefixes that it has cached."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import zmq
+
+from support.kv_subscriber import KVSubscriber
+from support.server import PATIENCE, Server, wait_until
+
+PAGE_SIZE = 8
+TOPIC = b"kv"
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+class Router:
+    """A subscriber to KV events, as vLLM's and SGLang's are written: it knows what it was told and nothing else."""
+
+    def __init__(self, info: dict[str, Any]) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        host = info["endpoint_host"]
+        self._events = self._context.socket(zmq.SUB)
+        self._events.connect(f"tcp://{host}:{info['endpoint_port_base']}")
+        self._events.subscribe(info["topic"])
+        self._replay = self._context.socket(zmq.DEALER)
+        self._replay.set(zmq.RCVTIMEO, round(PATIENCE * 1000))
+        self._replay.connect(f"tcp://{host}:{info['replay_endpoint_port_base']}")
+        self.cached = KVSubscriber()
+        self.next = 0
+
+    def catch_up(self) -> None:
+        """Ask for what was missed."""
+        self._replay.send_multipart((b"", self.next.to_bytes(8, "big")))
+        while True:
+            empty, number, payload = self._replay.recv_multipart()
+            assert empty == b""
+            if int.from_bytes(number, "big", signed=True) == -1:
+                assert payload == b""
+                return
+            self._take(number, payload)
+
+    def receive(self) -> None:
+        """Take what has arrived."""
+        while self._events.poll(0):
+            topic, number, payload = self._events.recv_multipart()
+            assert topic == TOPIC
+            if int.from_bytes(number, "big") >= self.next:
+                self._take(number, payload)
+
+    def _take(self, number: bytes, payload: bytes) -> None:
+        assert int.from_bytes(number, "big") == self.next, "no batch is missing"
+        self.next += 1
+        time, events, rank = msgspec.msgpack.decode(payload)
+        assert isinstance(time, float)
+        assert rank == 0
+        for event in events:
+            self.cached.apply(event)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://127.0.0.1:{free_port()}",
+        "replay_endpoint": f"tcp://127.0.0.1:{free_port()}",
+        "topic": TOPIC.decode(),
+    }
+    pages = ("--page-size", str(PAGE_SIZE), "--num-pages", "40")
+    with Server(*pages, "--max-seq-len-override", "256", "--kv-events-config", json.dumps(config)) as server:
+        yield server
+
+
+@pytest.fixture
+def router(server: Server) -> Iterator[Router]:
+    block = httpx.get(f"{server.url}/server_info").json()["kv_events"]
+    assert (block["publisher"], block["block_size"], block["dp_size"]) == ("zmq", PAGE_SIZE, 1)
+    router = Router(block)
+    router.catch_up()
+    yield router
+    router.close()
+
+
+def generate(server: Server, text: str) -> list[int]:
+    """Return the ids of prompt and answer."""
+    body = {"prompt": text, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+    answer = httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE).json()
+    return [*answer["prompt_token_ids"], *answer["token_ids"]]
+
+
+def test_a_router_knows_the_cached_prefixes(server: Server, router: Router) -> None:
+    httpx.post(f"{server.url}/flush_cache", timeout=PATIENCE)
+    texts = [f"{'a shared beginning of some length, ' * 2}{index} and then {index * 7919}" for index in range(8)]
+    for text in texts:  # more than the pages hold: the first are evicted
+        ids = generate(server, text)
+    whole = (len(ids) - 1) // PAGE_SIZE * PAGE_SIZE  # the last token's K and V are never computed
+    prefixes = {tuple(ids[:end]) for end in range(PAGE_SIZE, whole + 1, PAGE_SIZE)}
+
+    def knows() -> bool:
+        router.receive()
+        counts = server.info()["scheduler-0"]
+        return prefixes <= router.cached.prefixes and len(router.cached.prefixes) == counts["pages_cached"]
+
+    wait_until(knows, lambda: str(len(router.cached.prefixes)))
+    assert httpx.post(f"{server.url}/flush_cache", timeout=PATIENCE).json()["pages"] == len(router.cached.prefixes)
+
+    def is_empty() -> bool:
+        router.receive()
+        return not router.cached.prefixes
+
+    wait_until(is_empty)
+
+
+def test_a_late_subscriber_asks_for_a_replay(server: Server, router: Router) -> None:
+    generate(server, "whatever fills a few pages of the cache, all of them whole")
+    wait_until(lambda: server.info()["scheduler-0"]["pages_cached"] > 0)
+    late = Router(httpx.get(f"{server.url}/server_info").json()["kv_events"])
+    late.catch_up()
+    router.catch_up()
+    assert late.cached.prefixes == router.cached.prefixes != set()
+    late.close()
