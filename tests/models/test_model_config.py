@@ -387,7 +387,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too few layer types": ({"layer_types": ["full_attention"] * 27}, "layer_types names 27 layers"),
     "layer types are no list": ({"layer_types": "full_attention"}, "layer_types must be a list"),
     "linear attention": ({"layer_types": ["full_attention", "linear_attention"]}, "layer type linear_attention"),
-    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "quantized": ({"quantization_config": {"quant_method": "bitsandbytes"}}, 'quant_method "bitsandbytes"'),
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     "partial rotary inside": (
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from minisgl.distributed import ProcessGroupTP, SingleRank, TPGroup
-from minisgl.models import loading
+from minisgl.models.checkpoint import StoredTensor
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.models.loading import build_model, load_model
 from models.harness import Harness
+from models.quantized import save_quantized
 from models.tiny import VOCAB
 
 KINDS = (
@@ -33,6 +34,8 @@ KINDS = (
     "glm4",
     "glm4-moe",
 )
+QUANTIZED = ("fp8 blocks", "gptq desc_act")
+SIZES = {**dict.fromkeys(KINDS, (2, 3)), **dict.fromkeys(QUANTIZED, (2, 4))}  # ranks by model
 PROMPTS = ([5, 198, 0, 17, 101, 66, 67, 133, 134, 2], list(range(40, 61)))
 
 
@@ -47,30 +50,39 @@ def logits_of(folder: Path, tp: TPGroup) -> torch.Tensor:
 
 
 def run_rank(rank: int, rendezvous: str, folders: dict[str, Path], out: Path) -> None:
-    """Three ranks, then two of the same processes: starting one costs more than all it does."""
+    """Four ranks, then fewer of the same processes: starting one costs more than all it does."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    three = ProcessGroupTP.connect(rank=rank, size=3, init_method=rendezvous, device=device, timeout_s=60)
-    pair = dist.new_group([0, 1])
-    groups = [three] if rank == 2 else [three, ProcessGroupTP(pair)]
+    four = ProcessGroupTP.connect(rank=rank, size=4, init_method=rendezvous, device=device, timeout_s=60)
+    smaller = {size: dist.new_group(list(range(size))) for size in (3, 2)}
+    groups: dict[int, TPGroup] = {4: four}
+    groups |= {size: ProcessGroupTP(group) for size, group in smaller.items() if rank < size}
     results: dict[str, Any] = {
-        f"{kind} {tp.size}": logits_of(folder, tp) for tp in groups for kind, folder in folders.items()
+        f"{kind} {size}": logits_of(folders[kind], tp)
+        for size, tp in groups.items()
+        for kind, sizes in SIZES.items()
+        if size in sizes
     }
     half = torch.full((2, 3), float(rank + 1), dtype=torch.bfloat16)
-    results["sum"] = three.all_reduce(half.clone())
-    results["gathered"] = three.all_gather(half)
+    results["sum"] = four.all_reduce(half.clone())
+    results["gathered"] = four.all_gather(half)
     torch.save(results, out / f"{rank}.pt")
-    three.close()
+    four.close()
 
 
 def test_logits_do_not_depend_on_the_number_of_ranks(saved: Callable[[str], tuple[Any, Path]], tmp_path: Path) -> None:
-    """199 tokens and 2 KV heads divide by neither 2 nor 3 ranks alike: padded and replicated."""
+    """199 tokens and 2 KV heads divide by neither 2 nor 3 ranks alike: padded and replicated. Shares of the quantized
+    models end inside blocks and groups.
+    """
     folders = {kind: saved(kind)[1] for kind in KINDS}
+    for index, name in enumerate(QUANTIZED):
+        (tmp_path / str(index)).mkdir()
+        folders[name], _ = save_quantized(tmp_path / str(index), "llama", name)
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["torch"])  # which costs seconds: once for all ranks
     rendezvous = f"file://{tmp_path / 'rendezvous'}"
     ranks = [
-        server.Process(target=run_rank, args=(rank, rendezvous, folders, tmp_path), daemon=True) for rank in range(3)
+        server.Process(target=run_rank, args=(rank, rendezvous, folders, tmp_path), daemon=True) for rank in range(4)
     ]
     for process in ranks:
         process.start()
@@ -79,19 +91,19 @@ def test_logits_do_not_depend_on_the_number_of_ranks(saved: Callable[[str], tupl
         process.join(100)
     for process in ranks:
         process.kill()
-    assert [process.exitcode for process in ranks] == [0, 0, 0]
+    assert [process.exitcode for process in ranks] == [0, 0, 0, 0]
 
-    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)]
-    for kind in KINDS:
-        for size in (2, 3):
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
+    for kind, sizes in SIZES.items():
+        for size in sizes:
             logits = results[0][f"{kind} {size}"]
             assert logits.shape == want[kind].shape == (6, VOCAB)
             assert (logits - want[kind]).abs().max() < 1e-4 * want[kind].abs().max()
             for other in results[1:size]:
                 assert torch.equal(other[f"{kind} {size}"], logits)
     for result in results:
-        assert torch.equal(result["sum"], torch.full((2, 3), 6.0, dtype=torch.bfloat16))
-        assert result["gathered"].tolist() == [[1.0] * 3 + [2.0] * 3 + [3.0] * 3] * 2
+        assert torch.equal(result["sum"], torch.full((2, 3), 10.0, dtype=torch.bfloat16))
+        assert result["gathered"].tolist() == [[1.0] * 3 + [2.0] * 3 + [3.0] * 3 + [4.0] * 3] * 2
 
 
 class Rank:
@@ -112,7 +124,7 @@ def test_a_rank_reads_only_what_it_keeps(
 ) -> None:
     _, folder = saved(kind)
     config = load_model_config(folder)
-    read = loading._read
+    read = StoredTensor.read
     seen: list[int] = []
 
     def counted(*args: Any) -> torch.Tensor:
@@ -120,7 +132,7 @@ def test_a_rank_reads_only_what_it_keeps(
         seen.append(tensor.numel())
         return tensor
 
-    monkeypatch.setattr(loading, "_read", counted)
+    monkeypatch.setattr(StoredTensor, "read", counted)
     sizes = []
     for tp in (SingleRank(), Rank(1, 2)):
         seen.clear()

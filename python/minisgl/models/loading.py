@@ -10,18 +10,17 @@ import logging
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from minisgl.config import LoadFormat
 from minisgl.distributed import TPGroup
 from minisgl.layers.weight_slice import Loadable, Stackable, WeightSlice
-from minisgl.models.config.model_config import CheckpointNames, ModelConfig, WeightError
+from minisgl.models.checkpoint import Checkpoint
+from minisgl.models.config.model_config import ModelConfig, WeightError
 from minisgl.models.decoder import CausalLM
-from minisgl.models.hub import checkpoint_files, some
+from minisgl.models.hub import some
 from minisgl.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -41,37 +40,34 @@ def model_slices(model: nn.Module, found: Container[str] = ()) -> Iterator[Weigh
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, folder: Path, names: CheckpointNames, *, progress: bool = False) -> None:
+def load_weights(model: nn.Module, checkpoint: Checkpoint, folder: Path, *, progress: bool = False) -> None:
     """Fill the model. If the checkpoint does not fit, WeightError names tensor and shapes before anything is read."""
     wanted: dict[str, list[WeightSlice]] = defaultdict(list)
-    files = checkpoint_files(folder)
-    found = _shapes(files, names)
+    found = checkpoint.shapes
     for part in model_slices(model, found):
         wanted[part.name].append(part)
-    _check(wanted, found, folder)
+    _check(wanted, found, folder, ignored=checkpoint.zero_biases)
 
     kept = [part for parts in wanted.values() for part in parts]
     size = sum(part.target.numel() * part.target.element_size() for part in kept if not part.tied)
     bar = progress_bar("Loading weights", size, unit="B", leave=True, shown=progress)
-    tied: list[tuple[Path, str, WeightSlice]] = []
     with bar:
-        for path in files:
-            with _open(path) as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    for part in wanted.get(names.ours(name) or "", ()):
-                        if part.tied:
-                            tied.append((path, name, part))
-                            continue
-                        part.target.copy_(_read(file, name, part))
-                        if part.offset:
-                            part.target.add_(part.offset)
-                        bar.update(part.target.numel() * part.target.element_size())
-    for path, name, part in tied:
-        with _open(path) as file:
-            repeated = _read(file, name, part).to(part.target.device, part.target.dtype)
+        for name in checkpoint:
+            for part in wanted.get(name, ()):
+                if part.tied:
+                    continue
+                checkpoint.read_into(part.target, name, part.source)
+                if part.offset:
+                    part.target.add_(part.offset)
+                bar.update(part.target.numel() * part.target.element_size())
+    for part in kept:
+        if not part.tied or part.name not in found:
+            continue
+        repeated = torch.empty_like(part.target)
+        checkpoint.read_into(repeated, part.name, part.source)
         if not torch.equal(repeated, part.target):
             raise WeightError(
-                f"{path.name}: {name} differs from the weights that config.json ties it to; "
+                f"{part.name} differs from the weights that config.json ties it to; "
                 "set tie_word_embeddings to false to use it"
             )
 
@@ -88,48 +84,19 @@ def fill_random(model: nn.Module, std: float, *, seed: int) -> None:
         part.target.normal_(std=std, generator=generator)
 
 
-def _check(wanted: dict[str, list[WeightSlice]], found: dict[str, tuple[int, ...]], folder: Path) -> None:
+def _check(
+    wanted: dict[str, list[WeightSlice]], found: dict[str, tuple[int, ...]], folder: Path, *, ignored: Container[str]
+) -> None:
     missing = [name for name, parts in wanted.items() if name not in found and not parts[0].tied]
     if missing:
         raise WeightError(f"the checkpoint in {folder} lacks {some(missing)}")
-    unused = [name for name in found if name not in wanted and not name.endswith(_DERIVED)]
+    unused = [name for name in found if name not in wanted and name not in ignored and not name.endswith(_DERIVED)]
     if unused:
         raise WeightError(f"the checkpoint in {folder} has weights that the model does not use: {some(unused)}")
     for name, parts in wanted.items():
         shape = found.get(name, parts[0].shape)
         if shape != parts[0].shape:
             raise WeightError(f"{name} has shape {list(shape)}, but config.json asks for {list(parts[0].shape)}")
-
-
-def _shapes(files: list[Path], names: CheckpointNames) -> dict[str, tuple[int, ...]]:
-    """Return shapes by the model's own names of all tensors but those that text does not need, which are logged."""
-    shapes, left_out = {}, list[str]()
-    for path in files:
-        with _open(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                if (ours := names.ours(name)) is not None:
-                    shapes[ours] = tuple(file.get_slice(name).get_shape())
-                else:
-                    left_out.append(next(prefix for prefix in names.ignored if name.startswith(prefix)))
-    if left_out:
-        prefixes = ", ".join(sorted({prefix.removesuffix(".") for prefix in left_out}))
-        logger.info("%d tensors that plain text does not need are left out: %s", len(left_out), prefixes)
-    return shapes
-
-
-def _open(path: Path) -> Any:  # safe_open's methods have no types
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise WeightError(f"{path} is not a readable safetensors file: {error}") from error
-
-
-def _read(file: Any, name: str, part: WeightSlice) -> Tensor:
-    if all(axis == slice(None) for axis in part.source):
-        tensor: Tensor = file.get_tensor(name)
-    else:
-        tensor = file.get_slice(name)[part.source]
-    return tensor
 
 
 def build_model(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> CausalLM:
@@ -155,5 +122,7 @@ def load_model(
     if load_format == "dummy":
         fill_random(model, config.initializer_range, seed=seed + tp.rank)
     else:
-        load_weights(model, folder, config.checkpoint, progress=progress)
+        if config.quantization is not None and tp.rank == 0:
+            logger.info(config.quantization.describe(str(dtype).removeprefix("torch.")))
+        load_weights(model, Checkpoint(folder, config.checkpoint, config.quantization), folder, progress=progress)
     return model

@@ -16,8 +16,6 @@ _T = TypeVar("_T")
 _NEUTRAL: Mapping[str, Any] = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1,
-    "quantization_config": None,
-    "compression_config": None,
     "per_layer_config": None,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,

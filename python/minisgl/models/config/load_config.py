@@ -15,6 +15,7 @@ from minisgl.models import gemma3, glm4_moe, llama
 from minisgl.models.config.checkpoint_metadata import checkpoint_dtype, tokenizer_eos
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
+from minisgl.models.config.quantization_config import read_quantization
 
 # Architecture -> the function that reads its config.json. A family is one file in `models/`, and one line here.
 FAMILIES: Mapping[str, Callable[[str, ConfigReader], ModelConfig]] = {
@@ -47,7 +48,7 @@ def parse_config(
     eos = _eos_token_ids(raw, generation or {}, eos_of_tokenizer)
     # Ids beyond the vocabulary, which some tokenizers have, are never generated; -1 means that there is none.
     known = dict.fromkeys(token for token in eos if 0 <= token < config.vocab_size)
-    return dataclasses.replace(config, eos_token_ids=tuple(known))
+    return dataclasses.replace(config, eos_token_ids=tuple(known), quantization=read_quantization(raw))
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:

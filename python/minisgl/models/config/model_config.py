@@ -7,6 +7,7 @@ from typing import Literal
 
 from minisgl.config import ConfigError
 from minisgl.layers.layer_config import AttentionConfig, LayerConfig, MoEConfig, NormConfig
+from minisgl.quantization.schemes import Quantization
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -57,6 +58,7 @@ class ModelConfig:
     embedding_scale: float = 1.0  # factor of the input embeddings
     logits_scale: float = 1.0  # factor of the logits
     checkpoint: CheckpointNames = CheckpointNames()
+    quantization: Quantization | None = None  # how the checkpoint stores its matrices; None: in dtype or wider
 
     @property
     def num_layers(self) -> int:

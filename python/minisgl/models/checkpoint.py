@@ -1,0 +1,132 @@
+"""A checkpoint's tensors by this decoder's names, as floating point values whatever they are stored as."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from minisgl.models.config.model_config import CheckpointNames, WeightError
+from minisgl.models.hub import checkpoint_files
+from minisgl.quantization.dequantize import QuantizedTensors, find_quantized
+from minisgl.quantization.matrix import QuantizedMatrix
+from minisgl.quantization.schemes import Quantization
+
+logger = logging.getLogger(__name__)
+
+_OPEN_FILES = 4  # at a time; a matrix and its scales may be in different ones
+_BLOCK = 1 << 24  # values that are dequantized at a time
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class StoredTensor:
+    """Implements quantization.matrix.StoredTensor over a safetensors file."""
+
+    def __init__(self, files: _Files, path: Path, name: str) -> None:
+        self._files, self.path, self.name = files, path, name
+        about = files.open(path).get_slice(name)
+        self.shape: tuple[int, ...] = tuple(about.get_shape())
+        self.dtype: str = about.get_dtype()
+
+    def read(self, *index: slice) -> Tensor:
+        file = self._files.open(self.path)
+        tensor: Tensor
+        if all(axis == slice(None) for axis in index):
+            tensor = file.get_tensor(self.name)
+        else:
+            tensor = file.get_slice(self.name)[index]
+        return tensor
+
+
+class _Files:
+    """Opens safetensors files and keeps the last few open."""
+
+    def __init__(self) -> None:
+        self.open = lru_cache(maxsize=_OPEN_FILES)(_open)
+
+
+class Checkpoint:
+    """Tensors of a model's folder, those of quantized matrices under the names that plain ones would have.
+
+    Raises WeightError for files that cannot be read and for quantized matrices that do not fit the config.
+    """
+
+    def __init__(self, folder: Path, names: CheckpointNames, quantization: Quantization | None) -> None:
+        self._files = _Files()
+        stored: dict[str, StoredTensor] = {}
+        left_out: list[str] = []
+        for path in checkpoint_files(folder):
+            for name in self._files.open(path).keys():  # noqa: SIM118 (not a dict)
+                if names.ours(name) is not None:
+                    stored[name] = StoredTensor(self._files, path, name)
+                else:
+                    left_out.append(next(prefix for prefix in names.ignored if name.startswith(prefix)))
+        if left_out:
+            prefixes = ", ".join(sorted({prefix.removesuffix(".") for prefix in left_out}))
+            logger.info("%d tensors that plain text does not need are left out: %s", len(left_out), prefixes)
+        self._quantized = QuantizedTensors()
+        self.zero_biases: set[str] = set()  # names of biases that a model without biases may leave out
+        if quantization is not None:
+            try:
+                self._quantized = find_quantized(stored, quantization)
+            except ValueError as error:
+                raise WeightError(f"the checkpoint in {folder} ({quantization.name}): {error}") from error
+            self.zero_biases = {names.ours(name) or name for name in self._find_zero_biases(stored)}
+            self._log_kv_scales()
+        plain = {name: tensor for name, tensor in stored.items() if name not in self._quantized.used}
+        both: dict[str, StoredTensor | QuantizedMatrix] = {**plain, **self._quantized.matrices}
+        self._tensors = {names.ours(name) or name: tensor for name, tensor in both.items()}
+
+    def __iter__(self) -> Iterator[str]:
+        """Names, those of a file together."""
+        return iter(self._tensors)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read_into(self, target: Tensor, name: str, source: tuple[slice, ...]) -> None:
+        """Fill `target` from a part of a tensor, rounded to its dtype; a quantized matrix a few rows at a time."""
+        tensor = self._tensors[name]
+        if isinstance(tensor, StoredTensor):
+            if tensor.dtype not in _FLOATS:
+                raise WeightError(f"{name} is stored as {tensor.dtype}, and config.json does not say how to read it")
+            target.copy_(tensor.read(*source))
+            return
+        first, *others = [range(*axis.indices(size)) for axis, size in zip(source, tensor.shape, strict=True)]
+        columns = [slice(axis.start, axis.stop) for axis in others]  # only rows are reordered, and so have steps
+        count = max(_BLOCK // max(math.prod(map(len, others)) * first.step, 1), 1)
+        for start in range(0, len(first), count):
+            rows = first[start : start + count]
+            try:
+                values = tensor.read(slice(rows[0], rows[-1] + 1), *columns)
+            except ValueError as error:
+                raise WeightError(f"{name}: {error}") from error
+            target[start : start + len(rows)].copy_(values[:: first.step])
+
+    def _find_zero_biases(self, stored: dict[str, StoredTensor]) -> Iterator[str]:
+        """Biases of quantized modules that are all zero: AutoGPTQ writes them for models without biases."""
+        for module in self._quantized.modules:
+            bias = stored.get(f"{module}.bias")
+            if bias is not None and not bias.read().any():
+                yield bias.name
+
+    def _log_kv_scales(self) -> None:
+        scales = self._quantized.kv_scales
+        if scales:
+            largest = max(float(scale.read().float().max()) for scale in scales.values())
+            risk = ": with --kv-cache-dtype fp8_e4m3 what is beyond 448 is cut off" if largest > 1 else ""
+            logger.info("%d scales of an 8-bit KV cache, up to %.3g, are left aside%s", len(scales), largest, risk)
+
+
+def _open(path: Path) -> Any:  # safe_open's methods have no types
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise WeightError(f"{path} is not a readable safetensors file: {error}") from error

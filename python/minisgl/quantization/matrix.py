@@ -1,0 +1,66 @@
+"""Quantized matrices as they lie in a checkpoint, of which any part can be read as floating point."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class StoredTensor(Protocol):
+    """A tensor of a checkpoint, read in parts."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str:
+        """The name that safetensors gives it, such as F8_E4M3."""
+        ...
+
+    def read(self, *index: slice) -> Tensor:
+        """The part at these slices of the first axes, and all of the others."""
+        ...
+
+
+class QuantizedMatrix(Protocol):
+    """Values over several stored tensors. The last two axes are (output, input), or as the module's weight has them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, *index: slice) -> Tensor:
+        """float32 values of a part, which has a slice with start and stop for each axis.
+
+        The part may begin and end inside a block, a group or a packed word.
+        """
+        ...
+
+
+def check_shape(name: str, tensor: StoredTensor, *shape: int) -> None:
+    """Raise ValueError if a stored tensor has another shape than its format asks for."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, but the format asks for {list(shape)}")
+
+
+def units(part: slice, unit: int) -> tuple[slice, Tensor]:
+    """Units of `unit` positions that hold a part: their slice, and the unit of each position, counted from the first.
+
+    Of positions 3 to 6 in units of 4: slice(0, 2) and [0, 1, 1].
+    """
+    index = torch.arange(part.start, part.stop) // unit
+    first = part.start // unit
+    return slice(first, -(-part.stop // unit)), index - first
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """int32 [..., n] -> float32 [..., n * 32 / bits]: unsigned integers, the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (words.unsqueeze(-1) >> shifts).bitwise_and_(2**bits - 1).flatten(-2).float()
+
+
+def within(part: slice, unit: int) -> slice:
+    """Return where a part lies in the positions of the units that hold it."""
+    start = part.start % unit
+    return slice(start, start + part.stop - part.start)

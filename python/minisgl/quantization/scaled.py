@@ -1,0 +1,54 @@
+"""Weights of 8 bits, FP8 or integers, with a scale for all, for each row, for groups of a row, or for blocks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from minisgl.quantization.matrix import StoredTensor, check_shape, units
+
+
+class ScaledMatrix:
+    """Implements QuantizedMatrix: (weight - zero_point) * scale.
+
+    `scale` is [], [1], [out], [out, 1], [out, groups], or with `block` (rows, columns) one for each block, of which the
+    last of an axis may be cut short. `zero_point` has the scale's shape.
+    """
+
+    def __init__(
+        self, weight: StoredTensor, scale: StoredTensor, zero_point: StoredTensor | None, block: tuple[int, int] | None
+    ) -> None:
+        if len(weight.shape) != 2:
+            raise ValueError(f"the weight has shape {list(weight.shape)}, but only matrices are quantized so")
+        self.shape = weight.shape
+        rows, columns = weight.shape
+        found = tuple(scale.shape)
+        if all(size == 1 for size in found):
+            self._unit = rows, columns
+        elif block is not None:
+            check_shape("the scale", scale, -(-rows // block[0]), -(-columns // block[1]))
+            self._unit = block
+        elif found == (rows,):
+            self._unit = 1, columns
+        else:
+            groups = found[1] if len(found) == 2 and found[0] == rows and columns % max(found[1], 1) == 0 else 1
+            check_shape("the scale", scale, rows, groups)
+            self._unit = 1, columns // groups
+        if zero_point is not None:
+            check_shape("the zero point", zero_point, *found)
+        self._weight, self._scale, self._zero_point = weight, scale, zero_point
+
+    def read(self, *index: slice) -> Tensor:
+        values = self._weight.read(*index).float()
+        if self._zero_point is not None:
+            values.sub_(self._by_element(self._zero_point, *index))
+        return values.mul_(self._by_element(self._scale, *index))
+
+    def _by_element(self, stored: StoredTensor, rows: slice, columns: slice) -> Tensor:
+        """What is stored for each unit, as float32 that broadcasts to [rows, columns]."""
+        axes = [units(part, unit) for part, unit in zip((rows, columns), self._unit, strict=True)]
+        found = stored.read(*[part for part, _ in axes[: len(stored.shape)]]).float()
+        found = found.reshape(-1, 1) if found.ndim < 2 else found
+        for axis, (_, each) in enumerate(axes):
+            if found.shape[axis] > 1:
+                found = found.index_select(axis, each)
+        return found

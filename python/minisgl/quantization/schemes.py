@@ -1,0 +1,91 @@
+"""Descriptions of how a checkpoint stores its quantized matrices. No torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Activations = Literal["16 bits", "dynamic 8 bits", "static 8 bits"]  # of the format's products
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledWeights:
+    """Values of 8 bits in `weight`, each multiplied by the scale of its tensor, channel, group or block.
+
+    What a scale belongs to follows from the shape of the scales, but for blocks, whose shape is (rows, columns).
+    """
+
+    dtype: Literal["fp8", "int8"]
+    block: tuple[int, int] | None = None
+    activations: Activations = "16 bits"
+
+
+@dataclass(frozen=True, slots=True)
+class AwqWeights:
+    """AWQ (Lin et al., 2023) as AutoAWQ's GEMM version packs it: 4 bits, interleaved, with zero points."""
+
+    group_size: int  # input columns of a scale; -1: all
+
+
+@dataclass(frozen=True, slots=True)
+class GptqWeights:
+    """GPTQ (Frantar et al., 2022) as AutoGPTQ and GPTQModel pack it; `g_idx` may order the groups by activation."""
+
+    bits: int
+    group_size: int  # input columns of a scale; -1: all
+    zero_offset: int  # 1 where zero points are stored less one (checkpoint_format gptq), 0 for gptq_v2
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """Integers of compressed-tensors' pack-quantized format."""
+
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Weights:
+    """OCP microscaling FP4 (2023) as gpt-oss stores its experts: pairs of e2m1 values, a power of two for 32."""
+
+
+Scheme = ScaledWeights | AwqWeights | GptqWeights | PackedWeights | Mxfp4Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """A checkpoint's `quantization_config`: what its modules are stored as.
+
+    `schemes` are tried in order; their targets, like `ignored`, are a module's name, some components of it in a row, or
+    "re:" and a regular expression that matches from the beginning. No targets: every module.
+    """
+
+    name: str  # for messages, such as "fp8" or "compressed-tensors pack-quantized"
+    schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
+    ignored: tuple[str, ...] = ()
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Return how the weight of a module is stored if it is quantized; None if the config says that it is not."""
+        if names_module(self.ignored, module):
+            return None
+        for targets, scheme in self.schemes:
+            if not targets or names_module(targets, module):
+                return scheme
+        return None
+
+    def describe(self, dtype: str) -> str:
+        """Tell in one line how the weights are computed with in a model of this dtype."""
+        rounded = {one.activations for _, one in self.schemes if isinstance(one, ScaledWeights)} - {"16 bits"}
+        left_out = f"; activations stay in {dtype}, where the format has {rounded.pop()}" if rounded else ""
+        return f"weights of {self.name} are dequantized to {dtype} as they are loaded{left_out}"
+
+
+def names_module(patterns: tuple[str, ...], module: str) -> bool:
+    """Return True if one of the patterns, as in `Quantization`, is for this module."""
+    dotted = f".{module}."
+    return any(
+        re.match(pattern.removeprefix("re:"), module) is not None
+        if pattern.startswith("re:")
+        else f".{pattern}." in dotted
+        for pattern in patterns
+    )

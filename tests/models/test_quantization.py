@@ -1,0 +1,254 @@
+"""Published quantized formats: every value exact, in every division among ranks, and refusals that name the field."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minisgl.distributed import SingleRank
+from minisgl.models.config.load_config import parse_config
+from minisgl.models.config.model_config import UnsupportedModel, WeightError
+from minisgl.quantization.dequantize import find_quantized
+from minisgl.quantization.schemes import Mxfp4Weights, Quantization
+from models.harness import Harness
+from models.quantized import FORMATS, GROUP, compressed, save_quantized
+from models.test_model_tp import Rank
+from models.test_model_weights import assert_same, load
+from models.test_models import assert_close, oracle, prompt
+
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """format -> the folders of a model in it and of its values, made once."""
+    made: dict[str, Pair] = {}
+
+    def get(name: str) -> Pair:
+        if name not in made:
+            kind = "qwen3-moe" if name in ("fp8 blocks", "compressed int4") else "llama"
+            made[name] = save_quantized(tmp_path_factory.mktemp("model"), kind, name)
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_are_exact_on_any_rank(pair: Callable[[str], Pair], name: str) -> None:
+    quantized, plain = pair(name)
+    assert_same(load(quantized), load(plain))
+    assert_same(load(quantized, dtype=torch.bfloat16), load(plain, dtype=torch.bfloat16))
+    for size in (2, 4):
+        for rank in range(size):
+            assert_same(load(quantized, tp=Rank(rank, size)), load(plain, tp=Rank(rank, size)))
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "gptq desc_act"])
+def test_logits_of_the_dequantized_checkpoint(pair: Callable[[str], Pair], name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    quantized, plain = pair(name)
+    tokens = prompt(40)
+    theirs = oracle(AutoModelForCausalLM.from_pretrained(plain).eval(), tokens)
+    harness = Harness(load(quantized))
+    assert_close(harness.step([(harness.add(tokens), 40)], every_token=True), theirs)
+
+
+@pytest.mark.parametrize("kind", ["phi3-partial", "glm"])
+def test_q_k_v_in_one_matrix_and_rows_that_are_reordered(tmp_path: Path, kind: str) -> None:
+    quantized, plain = save_quantized(tmp_path, kind, "fp8 blocks")
+    for size in (1, 4):
+        tp = SingleRank() if size == 1 else Rank(3, size)
+        assert_same(load(quantized, tp=tp), load(plain, tp=tp))
+
+
+class InMemory:
+    """A stored tensor without a file."""
+
+    def __init__(self, tensor: torch.Tensor, dtype: str) -> None:
+        self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), dtype
+
+    def read(self, *index: slice) -> torch.Tensor:
+        return self.tensor[index]
+
+
+NAMES = {torch.uint8: "U8", torch.int32: "I32", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq", "gptq desc_act", "compressed int4 asymmetric"])
+def test_parts_that_end_inside_words_groups_and_blocks(name: str) -> None:
+    config, write = FORMATS[name]
+    tensors, meant = write(np.random.default_rng(1), 96, 128)
+    quantization = parse_config({**LLAMA, "quantization_config": config}).quantization
+    assert quantization is not None
+    stored = {f"up.{leaf}": InMemory(tensor, NAMES.get(tensor.dtype, "F32")) for leaf, tensor in tensors.items()}
+    matrix = find_quantized(stored, quantization).matrices["up.weight"]
+    assert matrix.shape == (96, 128)
+    for rows in (slice(0, 96), slice(3, 5), slice(7, 50), slice(95, 96)):
+        for columns in (slice(0, 128), slice(1, 2), slice(31, 97), slice(39, 41)):
+            assert torch.equal(matrix.read(rows, columns), torch.from_numpy(meant[rows, columns]))
+
+
+def test_mxfp4_as_transformers_reads_it() -> None:
+    """gpt-oss's experts, against transformers' conversion and a table by hand."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(120, 132, (3, 10, 4), dtype=torch.uint8, generator=generator)
+    blocks[0, 0, 0, :8] = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE])
+    scales[0, 0, 0] = 128
+    stored = {"mlp.experts.up_blocks": InMemory(blocks, "U8"), "mlp.experts.up_scales": InMemory(scales, "U8")}
+    found = find_quantized(stored, Quantization("mxfp4", (((), Mxfp4Weights()),)))
+    assert found.used == set(stored)
+    matrix = found.matrices["mlp.experts.up"]
+    assert matrix.shape == (3, 128, 10)
+    values = matrix.read(slice(0, 3), slice(0, 128), slice(0, 10))
+    by_hand = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0]
+    assert values[0, :16, 0].tolist() == [*by_hand, *(-value for value in by_hand)]
+    assert torch.equal(values, convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    assert torch.equal(matrix.read(slice(1, 2), slice(33, 70), slice(3, 9)), values[1:2, 33:70, 3:9])
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def pack(**more: Any) -> dict[str, Any]:
+    return {**compressed("pack-quantized", "int", 4, "group", group_size=GROUP), **more}
+
+
+def weights(bits: int = 4, strategy: str = "group") -> dict[str, Any]:
+    return compressed("pack-quantized", "int", bits, strategy)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no method": ({"bits": 4}, "quant_method null is not supported; known are fp8, "),
+    "no object": ([], "quant_method [] is not supported"),
+    "method": ({"quant_method": "bitsandbytes"}, 'quant_method "bitsandbytes" is not supported; known are fp8, '),
+    "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, '(fp8): fmt "e5m2" is not supported'),
+    "activations": ({"quant_method": "fp8", "activation_scheme": "wild"}, '(fp8): activation_scheme "wild"'),
+    "block": ({"quant_method": "fp8", "weight_block_size": [128]}, "(fp8): weight_block_size [128] is not"),
+    "modules": ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, 'modules_to_not_convert "lm_head"'),
+    "awq bits": ({"quant_method": "awq", "bits": 3, "group_size": 128}, "(awq): bits 3 is not supported"),
+    "awq gemv": (
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+        '(awq): version "gemv" is not supported',
+    ),
+    "awq without zeros": (
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "zero_point": False},
+        "(awq): zero_point false",
+    ),
+    "gptq bits": ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "(gptq): bits 3 is not supported"),
+    "gptq groups": ({"quant_method": "gptq", "bits": 4, "group_size": 100}, "(gptq): group_size 100 is not supported"),
+    "marlin": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
+        '(gptq): checkpoint_format "marlin" is not supported',
+    ),
+    "bits by module": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*up_proj": {"bits": 8}}},
+        "(gptq): dynamic ",
+    ),
+    "nvfp4": (pack(format="nvfp4-pack-quantized"), '(compressed-tensors): format "nvfp4-pack-quantized"'),
+    "bits of a group": (weights(bits=3), "config_groups.group_0.weights.num_bits 3 is not supported"),
+    "strategy": (weights(strategy="tensor_group"), 'config_groups.group_0.weights.strategy "tensor_group"'),
+    "sparse": (pack(sparsity_config={"format": "sparse-24-bitmask"}), 'sparsity_config.format "sparse-24-bitmask"'),
+    "rotations": (pack(transform_config={"config_groups": {"R1": {}}}), "transform_config "),
+    "no groups": (pack(config_groups={}), "config_groups {} is not supported"),
+    "4-bit activations": (
+        compressed("int-quantized", "int", 8, "channel", {"num_bits": 4, "type": "int"}),
+        "config_groups.group_0.input_activations.num_bits 4",
+    ),
+    "expression": (pack(ignore=["re:("]), 'ignore ["re:("] is not supported'),
+}
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED)
+def test_configs_are_refused_by_format_and_field(config: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModel) as error:
+        parse_config({**LLAMA, "quantization_config": config})
+    assert message in str(error.value)
+
+
+def test_modules_are_named_by_components_and_expressions() -> None:
+    rules = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"-:.*mlp": {}}}
+    config = {**rules, "modules_to_not_convert": ["lm_head", "layers.1.self_attn", "re:.*gate$"]}
+    quantization = parse_config({**LLAMA, "text_config": {"quantization_config": config}}).quantization
+    assert quantization is not None
+    left_out = ("lm_head", "model.layers.1.self_attn.q_proj", "model.layers.0.gate", "model.layers.0.mlp.up_proj")
+    assert [name for name in left_out if quantization.scheme_of(name)] == []
+    assert quantization.scheme_of("model.layers.11.self_attn.gate_proj") is not None
+
+
+def test_groups_of_compressed_tensors_by_target() -> None:
+    groups = {
+        "a": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group"}},
+        "b": {
+            "targets": ["re:.*down_proj"],
+            "format": "float-quantized",
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+        },
+    }
+    quantization = parse_config({**LLAMA, "quantization_config": pack(config_groups=groups, ignore=[])}).quantization
+    assert quantization is not None
+    kinds = [type(quantization.scheme_of(f"layers.0.{name}")).__name__ for name in ("up_proj", "down_proj")]
+    assert kinds == ["PackedWeights", "ScaledWeights"]
+
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("awq", {f"{UP}.qzeros": None}, r"up_proj\.qzeros is not there"),
+        ("awq", {f"{UP}.scales": torch.ones(5, 320)}, r"up_proj: scales has shape \[5, 320\], .* asks for \[6, 320\]"),
+        ("fp8 tensor", {f"{UP}.weight_scale": None}, r"up_proj\.weight is stored as F8_E4M3, and config"),
+        ("fp8 blocks of bf16", {f"{UP}.weight_scale_inv": torch.ones(3, 3)}, r"up_proj: the scale has shape \[3, 3\]"),
+        ("gptq", {f"{UP}.g_idx": torch.full((192,), 6, dtype=torch.int32)}, r"up_proj.*g_idx names groups"),
+        ("gptq", {f"{UP}.bias": torch.ones(320)}, r"does not use: .*up_proj\.bias$"),
+        ("fp8 tensor", {"lm_head.weight_scale": torch.ones(1)}, r"lm_head: weight is stored as F32, but .* F8_E4M3"),
+        ("compressed int8", {"lm_head.weight_scale": torch.ones(1)}, r"says that this module is not quantized"),
+    ],
+)
+def test_checkpoints_that_do_not_fit_their_format(
+    pair: Callable[[str], Pair], tmp_path: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(WeightError, match=message) as error:
+        load(changed(pair(name)[0], tmp_path, changes))
+    assert "\n" not in str(error.value)
+
+
+def changed(folder: Path, out: Path, changes: dict[str, Any]) -> Path:
+    (out / "config.json").write_text((folder / "config.json").read_text())
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, out / "model.safetensors")
+    return out
+
+
+def test_what_a_checkpoint_has_beside_its_weights(
+    pair: Callable[[str], Pair], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Scales of activations, biases of zero as AutoGPTQ writes them, and scales of an 8-bit KV cache: a log line."""
+    quantized, plain = pair("fp8 tensor")
+    layer = "model.layers.0.self_attn"
+    more = {f"{UP}.input_scale": torch.ones(1), f"{layer}.k_scale": torch.tensor(0.5), f"{UP}.bias": torch.zeros(320)}
+    with caplog.at_level(logging.INFO, "minisgl"):
+        assert_same(load(changed(quantized, tmp_path, {**more, f"{layer}.v_scale": torch.tensor(2.0)})), load(plain))
+    assert "weights of fp8 are dequantized to float32" in caplog.text
+    assert "activations stay in float32, where the format has static 8 bits" in caplog.text
+    assert "2 scales of an 8-bit KV cache, up to 2, are left aside: with --kv-cache-dtype fp8_e4m3" in caplog.text
