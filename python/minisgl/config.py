@@ -324,6 +324,13 @@ class HttpConfig(Settings, frozen=True, kw_only=True):
     ssl_keyfile: Annotated[str | None, Setting("private key, for https", metavar="FILE")] = None
     ssl_certfile: Annotated[str | None, Setting("certificate, for https", metavar="FILE")] = None
     max_body_bytes: Annotated[int, Setting("largest body of a request", metavar="BYTES", ge=1)] = 8 * 1024 * 1024
+    response_store: Annotated[
+        str | None,
+        Setting("SQLite file that keeps the responses of /v1/responses; none: they are not kept", metavar="FILE"),
+    ] = None
+    response_store_bytes: Annotated[
+        int, Setting("of responses that are kept: the oldest make room", metavar="BYTES", ge=1)
+    ] = 1024**3
     max_queued_requests: Annotated[
         int, Setting("sequences (each choice is one) running or waiting; further requests get 503", metavar="N", ge=1)
     ] = 8192
@@ -374,6 +381,8 @@ class HttpConfig(Settings, frozen=True, kw_only=True):
             raise ConfigError("--allow-credentials needs the --allowed-origins by name, not *")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"--root-path must begin with / and not end with it, not {self.root_path}")
+        if self.response_store is not None and not Path(self.response_store).absolute().parent.is_dir():
+            raise ConfigError(f"--response-store {self.response_store}: there is no such folder")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("--ssl-keyfile and --ssl-certfile must be given together")
         for flag, path in {"--ssl-keyfile": self.ssl_keyfile, "--ssl-certfile": self.ssl_certfile}.items():

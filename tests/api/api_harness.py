@@ -27,6 +27,7 @@ from minisgl.server.api.app import build_app
 from minisgl.server.api.http.errors import shutting_down
 from minisgl.server.api.http.server import Drain, Server
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
+from minisgl.server.api.responses.store import open_store
 
 MODEL = "test-model"
 
@@ -92,7 +93,9 @@ class RunningServer:
         parsers = Parsers.choose(self.config.tool_call_parser, self.config.reasoning_parser, ())
         self.drain = Drain()
         limits = self.config.http.limits(LIMITS)
-        self.app = build_app(self.client, heartbeat, self.drain, self.config, limits, parsers)
+        self.app = build_app(
+            self.client, heartbeat, self.drain, self.config, limits, parsers, open_store(self.config.http)
+        )
         self._server = Server(self.app, self.config.http, self.drain, self.client.metrics)
         self._loop = asyncio.get_running_loop()
         receiver = asyncio.create_task(receive_forever(inbox, self.client))

@@ -21,6 +21,7 @@ from minisgl.server.api.app import build_app
 from minisgl.server.api.http.errors import shutting_down
 from minisgl.server.api.http.server import Drain, Server
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
+from minisgl.server.api.responses.store import open_store
 from minisgl.tokenizer.folder import model_parsers
 
 MESSAGES_A_TURN = 32  # taken from the inbox before requests get their turn
@@ -50,12 +51,13 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
         ]
         client = EngineClient(outboxes, config.http.max_queued_requests)
         parsers = model_parsers(config)
+        responses = open_store(config.http)
     loop = asyncio.get_running_loop()
     drain = Drain()
     worker.on_drain(lambda: loop.call_soon_threadsafe(drain.begin))
     limits = config.http.limits(worker.ready())
     heartbeat = Heartbeat(client)
-    app = build_app(client, heartbeat, drain, config, limits, parsers)
+    app = build_app(client, heartbeat, drain, config, limits, parsers, responses)
     server = Server(app, config.http, drain, client.metrics)
 
     gc.collect()

@@ -23,6 +23,7 @@ from minisgl.server.api.http.middleware import AccessLogMiddleware, BodyBudgetMi
 from minisgl.server.api.http.server import Drain, DrainGate
 from minisgl.server.api.openapi import DocsRoutes, openapi_document
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
+from minisgl.server.api.responses.store import ResponseStore
 from minisgl.server.api.routes.endpoint import Endpoint, Service, Topic
 from minisgl.server.api.routes.generation import GenerationRoutes
 from minisgl.server.api.routes.loads import LoadRoutes
@@ -70,10 +71,16 @@ class App(FastAPI):
 
 
 def build_app(
-    client: EngineClient, heartbeat: Heartbeat, drain: Drain, config: ServerConfig, limits: Limits, parsers: Parsers
+    client: EngineClient,
+    heartbeat: Heartbeat,
+    drain: Drain,
+    config: ServerConfig,
+    limits: Limits,
+    parsers: Parsers,
+    responses: ResponseStore | None = None,
 ) -> App:
     """Return the ASGI application."""
-    service = Service(client, heartbeat, config, limits, parsers)
+    service = Service(client, heartbeat, config, limits, parsers, responses)
     return App(
         {name: topic(service).endpoints() for name, topic in TOPICS.items()},
         config,

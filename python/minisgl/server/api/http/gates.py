@@ -116,6 +116,14 @@ def client_of(connection: HTTPConnection) -> str:
     return str(ipaddress.ip_network((address, 64), strict=False) if address.version == 6 else address)
 
 
+def owner_of(connection: HTTPConnection, http: HttpConfig) -> str:
+    """Return who owns what a request leaves behind: a digest of its key; everybody (""), where none is wanted."""
+    key: int | None = getattr(connection.state, "api_key", None)
+    if key is None or not http.api_keys:
+        return ""
+    return _digest([*http.api_keys, http.admin_api_key or ""][key].encode()).hex()
+
+
 def _key_sent(digests: Sequence[bytes], scope: Scope) -> int | None:
     """Return the number of the key that a request carries; None if it is none of these.
 

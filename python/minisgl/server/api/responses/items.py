@@ -25,6 +25,7 @@ TEXT_PARTS = {  # type of a content part -> where its text is
     "summary_text": "text",
     "refusal": "refusal",
 }
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 REFERENCE = "item_reference"
 _SEALED = "minisgl:"
 
@@ -71,6 +72,25 @@ def messages_of(items: Sequence[Item], path_of: Callable[[int], str]) -> list[Me
             case kind:
                 raise InvalidRequest(f"{path}.type", f"{path}.type: items of the type {kind!r:.80} are not supported")
     return conversation.messages
+
+
+def kept_items(items: Sequence[Item], number: str) -> list[Item]:
+    """Return a response's input as it is kept and listed: each item has an id, a message's content is parts.
+
+    `number` is the response's, as in the ids of its output.
+    """
+    return [_kept(item, f"_{number}_i{index}") for index, item in enumerate(items)]
+
+
+def _kept(item: Item, id_end: str) -> Item:
+    kind = item.get("type", "message")
+    if kind != "message":
+        return {**item, "id": item.get("id") or PREFIXES.get(kind, "item") + id_end}
+    content = item["content"]
+    if isinstance(content, str):
+        content = [{"type": "output_text" if item["role"] == "assistant" else "input_text", "text": content}]
+    kept = {"id": item.get("id") or f"msg{id_end}", "type": kind, "status": "completed", **item, "content": content}
+    return {name: value for name, value in kept.items() if value is not None}
 
 
 def item_type(item: Item, path: str) -> str:

@@ -63,8 +63,9 @@ class ResponsesWriter(Writer):
         self._choice = Choice(self._options, self._options.parser(request.prompt_ends[0]))
 
     def cancel(self) -> Response:
-        """Return the response as it ends now, of which nothing more is wanted."""
-        self._end("cancelled")
+        """Return the response as it ends here, or has ended before."""
+        if self._response.status == "in_progress":
+            self._end("cancelled")
         return self._response
 
     # A stream.

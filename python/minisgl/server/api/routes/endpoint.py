@@ -27,6 +27,7 @@ from minisgl.server.api.http.middleware import request_id_of
 from minisgl.server.api.load import EngineLoad
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.requests.open_request import Job
+from minisgl.server.api.responses.store import ResponseStore
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class Service:
     config: ServerConfig
     limits: Limits
     parsers: Parsers
+    responses: ResponseStore | None = None  # what /v1/responses keeps, if anything
     created: int = field(default_factory=lambda: int(time.time()))
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     ignored_tools: IgnoredTools = field(default_factory=IgnoredTools)

@@ -2,38 +2,140 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
+import dataclasses
 
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+from starlette.types import Receive, Scope, Send
+
+from minisgl.message.to_api import Encoded
+from minisgl.message.to_tokenizer import ChatPrompt, Encode
+from minisgl.message.types import num_ids
 from minisgl.server.api.answers.answer import Answer
-from minisgl.server.api.http.errors import invalid
+from minisgl.server.api.http.errors import ApiError, invalid
+from minisgl.server.api.http.gates import owner_of
 from minisgl.server.api.responses.body import ResponsesBody
-from minisgl.server.api.responses.job import order_of
-from minisgl.server.api.responses.objects import Response, StreamEvent
+from minisgl.server.api.responses.history import History
+from minisgl.server.api.responses.job import Order, order_of
+from minisgl.server.api.responses.objects import DeletedResponse, ItemList, Response, StreamEvent
+from minisgl.server.api.responses.truncation import fitted
 from minisgl.server.api.responses.writer import ResponsesWriter
-from minisgl.server.api.routes.endpoint import Endpoint, Service
+from minisgl.server.api.routes.endpoint import Endpoint, Service, json_response
 
 PATH = "/v1/responses"
+ONE = PATH + "/{response_id}"
+COUNT_TIMEOUT = 60.0  # seconds, for a tokenizer worker that has others to answer
+MAX_PAGE = 100  # items
 
 
 class ResponsesRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._open: dict[str, OpenResponse] = {}  # that are being answered, by id
 
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint(PATH, self.create, ("POST",), (ResponsesBody,), (Response,), (StreamEvent,), errors=(499,)),
+            Endpoint(ONE, self.retrieve, answers=(Response,), errors=(400, 404)),
+            Endpoint(ONE, self.delete, ("DELETE",), answers=(DeletedResponse,), errors=(404,)),
+            Endpoint(f"{ONE}/cancel", self.cancel, ("POST",), answers=(Response,), errors=(400, 404)),
+            Endpoint(f"{ONE}/input_items", self.input_items, answers=(ItemList,), errors=(400, 404)),
         ]
 
-    async def create(self, request: Request) -> Answer:
+    async def create(self, request: Request) -> OpenResponse:
         """Answer input items, as OpenAI's Responses API does."""
         service = self._service
         body = await service.parse(request, ResponsesBody)
-        if body.previous_response_id is not None:
-            raise invalid(
-                "previous_response_id",
-                "previous_response_id needs a server that keeps responses, which --response-store FILE switches on",
-            )
-        order = order_of(body, [], body.input, service.limits, service.parsers, service.config.model_name)
+        history = self._history(request)
+        earlier, items = await history.before(body), await history.resolved(body.input)
+        order = order_of(body, earlier, items, service.limits, service.parsers, service.config.model_name)
         service.ignored_tools.log(order.use, service.parsers)
-        writer = ResponsesWriter(order.begun, order.options, None, seals_thoughts=order.seals_thoughts)
-        return service.answer(request, order.job, writer, stream=body.stream, names=body.own_names)
+        if body.truncation == "auto":
+            order = await self._fitted(order)
+        keep = history.keeper(body, items)
+        begun = msgspec.structs.replace(order.begun, store=keep is not None)
+        writer = ResponsesWriter(begun, order.options, keep, seals_thoughts=order.seals_thoughts)
+        answer = service.answer(request, order.job, writer, stream=body.stream, names=body.own_names)
+        return OpenResponse(answer, writer, history.owner, self._open)
+
+    async def retrieve(self, request: Request) -> HttpResponse:
+        """Return a response that was kept."""
+        if request.query_params.get("stream", "false").lower() == "true":
+            raise invalid("stream", "stream: a response that was kept is not streamed again")
+        data = await self._history(request).response(request.path_params["response_id"])
+        return HttpResponse(data, media_type="application/json")
+
+    async def delete(self, request: Request) -> HttpResponse:
+        """Forget a response that was kept."""
+        id = request.path_params["response_id"]
+        await self._history(request).delete(id)
+        return json_response(DeletedResponse(id))
+
+    async def cancel(self, request: Request) -> HttpResponse:
+        """End a response that is being answered."""
+        id, history = request.path_params["response_id"], self._history(request)
+        running = self._open.get(id)
+        if running is not None and running.owner == history.owner:
+            response = running.writer.cancel()
+            self._service.client.abort(id)
+            return json_response(response)
+        await history.response(id)  # or it is not there
+        raise ApiError(400, f"the response {id:.80} has ended, so it cannot be cancelled", code="response_ended")
+
+    async def input_items(self, request: Request) -> HttpResponse:
+        """List what a response has answered, earlier responses included; the newest item first, unless order is asc."""
+        query = request.query_params
+        limit, order = query.get("limit", "20"), query.get("order", "desc")
+        if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MAX_PAGE):
+            raise invalid("limit", f"limit must be between 1 and {MAX_PAGE}, not {limit:.20}")
+        if order not in ("asc", "desc"):
+            raise invalid("order", f"order must be asc or desc, not {order:.20}")
+        page = await self._history(request).input_items(
+            request.path_params["response_id"],
+            limit=int(limit),
+            after=query.get("after"),
+            descending=order == "desc",
+        )
+        return json_response(page)
+
+    def _history(self, request: Request) -> History:
+        return History(self._service.responses, owner_of(request, self._service.config.http))
+
+    async def _fitted(self, order: Order) -> Order:
+        """Return the order with as many turns as the context holds, and a warning that says how many are missing."""
+        job, left_out = await fitted(order.job, self._count, self._service.limits.max_seq_len)
+        if not left_out:
+            return order
+        warnings = order.begun.warnings or []
+        text = f"truncation: the oldest {left_out} messages do not fit the context and were left out"
+        begun = msgspec.structs.replace(order.begun, warnings=[*warnings, text])
+        return dataclasses.replace(order, job=job, begun=begun)
+
+    async def _count(self, prompt: ChatPrompt) -> int | None:
+        """Return a prompt's tokens; None if it is too long to be counted, or no prompt."""
+        try:
+            encoded = await self._service.client.ask(lambda query: Encode(query, prompt), Encoded, COUNT_TIMEOUT)
+        except ApiError as error:
+            if error.status != 400:
+                raise
+            return None
+        return num_ids(encoded.ids)
+
+
+class OpenResponse:
+    """Answer to the creation of a response, which can be cancelled while it is sent."""
+
+    def __init__(self, answer: Answer, writer: ResponsesWriter, owner: str, open: dict[str, OpenResponse]) -> None:
+        """`open`: the responses that are being answered, by id; this is one of them while it is called."""
+        self._answer = answer
+        self.writer = writer
+        self.owner = owner
+        self._open = open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._open[self.writer.id] = self
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            del self._open[self.writer.id]

@@ -1,0 +1,140 @@
+"""What requests for responses take from the store and leave in it; without a store, errors that name its flag."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Sequence
+
+import msgspec
+
+from minisgl.core import InvalidRequest
+from minisgl.server.api.http.errors import ApiError, invalid
+from minisgl.server.api.responses.body import Item, ResponsesBody
+from minisgl.server.api.responses.items import REFERENCE, kept_items
+from minisgl.server.api.responses.objects import ItemList, Response
+from minisgl.server.api.responses.store import Entry, MissingResponse, ResponseStore, TooMuchStored
+from minisgl.server.api.responses.writer import PREFIX, Keep
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--response-store FILE"
+
+
+class History:
+    """Responses of one owner. `store` is None if the server keeps none."""
+
+    def __init__(self, store: ResponseStore | None, owner: str) -> None:
+        self._store = store
+        self.owner = owner
+
+    # For a new response.
+
+    async def before(self, body: ResponsesBody) -> list[Item]:
+        """Return the items of the response that a body goes on from, if any; ApiError if it is not there."""
+        id = body.previous_response_id
+        if id is None:
+            return []
+        if self._store is None:
+            raise invalid("previous_response_id", f"previous_response_id: the server keeps responses only with {FLAG}")
+        try:
+            return await self._store.conversation(id, self.owner)
+        except MissingResponse as error:
+            text = f"previous_response_id: there is no response {error.id:.80}"
+            raise invalid("previous_response_id", text, "previous_response_not_found") from None
+        except TooMuchStored:
+            raise invalid(
+                "previous_response_id", "previous_response_id: the conversation has become too long"
+            ) from None
+
+    async def resolved(self, items: Sequence[Item]) -> list[Item]:
+        """Return the items, with those in place of references that they name; ApiError for one that is not there."""
+        wanted = {index: self._referenced(item, index) for index, item in enumerate(items) if _is_reference(item)}
+        if not wanted:
+            return list(items)
+        if self._store is None:
+            path = f"input.{next(iter(wanted))}"
+            text = f"{path}: the server can look items up only with {FLAG}; clients that set store to false send them"
+            raise invalid(path, text)
+        try:
+            found = await self._store.find(wanted.values(), self.owner)
+        except TooMuchStored:
+            raise invalid("input", "input: the responses of the items referred to are too long") from None
+        for index, id in wanted.items():
+            if id not in found:
+                raise invalid(f"input.{index}.id", f"input.{index}.id: there is no item {id:.80}")
+        return [found[wanted[index]] if index in wanted else item for index, item in enumerate(items)]
+
+    def _referenced(self, item: Item, index: int) -> str:
+        id = item.get("id")
+        if not isinstance(id, str):
+            raise InvalidRequest(f"input.{index}.id", f"input.{index}.id must be a string")
+        return id
+
+    def keeper(self, body: ResponsesBody, items: Sequence[Item]) -> Keep | None:
+        """Return what stores the response to these items; None if it is not to be stored."""
+        store = self._store
+        if store is None or not body.store:
+            return None
+
+        async def keep(response: Response) -> None:
+            kept = msgspec.json.encode(kept_items(items, response.id.removeprefix(PREFIX)))
+            previous = response.previous_response_id
+            try:
+                await store.put(Entry(response.id, self.owner, previous, kept, msgspec.json.encode(response)))
+            except sqlite3.Error:  # its client gets it all the same
+                logger.exception("a response could not be stored")
+
+        return keep
+
+    # Of one that has ended.
+
+    async def response(self, id: str) -> bytes:
+        """Return a response as JSON; ApiError if it is not there."""
+        store = self._store_of(id)
+        try:
+            return (await store.get(id, self.owner)).response
+        except MissingResponse:
+            raise _not_found(id) from None
+
+    async def delete(self, id: str) -> None:
+        """Forget a response; ApiError if it is not there."""
+        store = self._store_of(id)
+        try:
+            await store.delete(id, self.owner)
+        except MissingResponse:
+            raise _not_found(id) from None
+
+    async def input_items(self, id: str, *, limit: int, after: str | None, descending: bool) -> ItemList:
+        """Return a page of what a response has answered; ApiError if it or the item `after` is not there."""
+        store = self._store_of(id)
+        try:
+            items = await store.input(id, self.owner)
+        except MissingResponse as error:
+            raise _not_found(error.id) from None
+        except TooMuchStored:
+            raise ApiError(400, f"the conversation of the response {id:.80} has become too long") from None
+        if descending:
+            items.reverse()
+        start = 0
+        if after is not None:
+            start = next((index for index, item in enumerate(items, start=1) if item["id"] == after), 0)
+            if not start:
+                raise invalid("after", f"after: the response has no item {after:.80}")
+        page = items[start : start + limit]
+        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        return ItemList(page, first, last, has_more=start + limit < len(items))
+
+    def _store_of(self, id: str) -> ResponseStore:
+        if self._store is None:
+            text = f"there is no response {id:.80}: the server keeps responses only with {FLAG}"
+            raise ApiError(404, text, code="response_not_found")
+        return self._store
+
+
+def _is_reference(item: Item) -> bool:
+    return item.get("type") == REFERENCE or (item.keys() <= {"id", "type"} and "id" in item and not item.get("type"))
+
+
+def _not_found(id: str) -> ApiError:
+    return ApiError(404, f"there is no response {id:.80}", code="response_not_found")
