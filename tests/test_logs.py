@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from datetime import datetime, timedelta
 
 import pytest
 from tqdm.auto import tqdm
@@ -15,14 +17,14 @@ from minisgl.progress import LineBar, progress_bar
 
 WRITES = """
 import logging
-from minisgl.logs import set_log_level, set_up_logging
+from minisgl.logs import configure_logging, set_up_logging
 set_up_logging()
 for number in range(3000):
     logging.info("line %d of many that nobody reads", number)
 print("written", flush=True)
 input()
 logging.info("read again")
-set_log_level("warning")
+configure_logging("warning")
 logging.info("not important")
 logging.warning("important")
 """
@@ -95,3 +97,32 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     with progress_bar("Loading weights", 10, shown=False) as bar:
         assert isinstance(bar, tqdm)
         assert not isinstance(bar, LineBar)
+
+
+WRITES_JSON = """
+import logging
+from minisgl.logs import configure_logging, set_up_logging
+set_up_logging()
+configure_logging("info", "json", "tokenizer-0")
+logging.getLogger("some.module").info('a "quoted" line\\nand %s', "another", extra={"request_id": "an id"})
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.exception("it failed")
+"""
+
+
+def test_lines_of_json() -> None:
+    command = [sys.executable, "-c", WRITES_JSON]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, second = map(json.loads, done.stderr.splitlines())
+    assert datetime.fromisoformat(first.pop("time")).utcoffset() == timedelta(0)
+    assert first == {
+        "level": "info",
+        "process": "tokenizer-0",
+        "logger": "some.module",
+        "message": 'a "quoted" line\nand another',
+        "request_id": "an id",
+    }
+    assert (second["level"], second["message"]) == ("error", "it failed")
+    assert second["exception"].endswith("ZeroDivisionError: division by zero")

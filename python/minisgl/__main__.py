@@ -12,7 +12,7 @@ import msgspec
 
 from minisgl.cli import parse_args
 from minisgl.config import ConfigError
-from minisgl.logs import set_log_level, set_up_logging
+from minisgl.logs import configure_logging, set_up_logging
 from minisgl.models.config.generation_config import load_sampling_defaults
 from minisgl.models.config.load_config import load_model_config
 from minisgl.server.supervisor import Supervisor, bind
@@ -31,7 +31,7 @@ def main() -> int:
     set_up_logging()
     try:
         config, find = parse_args(sys.argv[1:])
-        set_log_level(config.log_level)
+        configure_logging(config.log_level, config.log_format)
         if config.shell:
             from minisgl.shell.shell_process import check_packages
 

@@ -38,6 +38,7 @@ KVCacheDtype = Literal["auto", "fp8_e4m3"]
 BatchPolicyName = Literal["prefill-first", "mixed"]
 SchedulePolicy = Literal["fcfs", "lpm"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 ModelSource = Literal["huggingface", "modelscope"]
 ToolCallParserName = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral"]
 ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"]
@@ -468,6 +469,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     log_level: Annotated[LogLevel, Setting("log what is at least this important", aliases=("--uvicorn-log-level",))] = (
         "info"
     )
+    log_format: Annotated[LogFormat, Setting("json: a log line is an object: time, level, process, message")] = "text"
     access_log: Annotated[
         bool,
         Setting(

@@ -1,13 +1,16 @@
-"""Logs of every process: to stderr, a line an event."""
+"""Logs of every process: to stderr, a line an event, as text or as a JSON object."""
 
 from __future__ import annotations
 
 import logging
 import select
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 if TYPE_CHECKING:
-    from minisgl.config import LogLevel
+    from minisgl.config import LogFormat, LogLevel
 
 
 class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -25,8 +28,9 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
             self._dropped += 1
             return
         if self._dropped:
-            self.stream.write(f"({self._dropped} lines were dropped while nobody read them)\n")
+            text = f"({self._dropped} lines were dropped while nobody read them)"
             self._dropped = 0
+            super().emit(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None))
         super().emit(record)
 
     def _is_writable(self) -> bool:
@@ -39,6 +43,36 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
         return bool(poll.poll(0))
 
 
+class JsonFormatter(logging.Formatter):
+    """Writes a record as one line of JSON: time (UTC), level, process, logger, message.
+
+    A record that was logged with `extra={"request_id": ...}` has that too, and an exception its traceback.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := getattr(record, "request_id", None):
+            line["request_id"] = request_id
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def logs_json() -> bool:
+    """Return True if log lines are JSON objects."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
 def set_up_logging() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", handlers=[StderrHandler()]
@@ -47,6 +81,11 @@ def set_up_logging() -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
-def set_log_level(level: LogLevel) -> None:
-    """Log what is at least this important."""
-    logging.getLogger().setLevel(level.upper())
+def configure_logging(level: LogLevel, form: LogFormat = "text", process: str = "main") -> None:
+    """Log what is at least this important, in this form; `process` is the name of this one in JSON."""
+    root = logging.getLogger()
+    root.setLevel(level.upper())
+    if form == "json":
+        for handler in root.handlers:
+            handler.setFormatter(JsonFormatter(process))
+        logging.captureWarnings(True)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 import time
 from typing import Any, NoReturn
 
 from tqdm.auto import tqdm
+
+from minisgl.logs import logs_json
+
+logger = logging.getLogger(__name__)
 
 LINE_SECONDS = 5.0  # before the first line, and between two
 
@@ -41,12 +46,16 @@ class LineBar(tqdm):  # type: ignore[misc]
         done = size(self.n)
         if self.total:
             done += f" of {size(self.total)} ({100 * self.n / self.total:.0f}%)"
-        print(f"{time.strftime('%H:%M:%S')} {self.desc.removesuffix(': ')}: {done}", file=sys.stderr, flush=True)
+        line = f"{self.desc.removesuffix(': ')}: {done}"
+        if logs_json():
+            logger.info("%s", line)
+        else:
+            print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
 def line_bar() -> type[LineBar] | None:
     """Return the class of bars for libraries that make their own; None on a terminal, where theirs are right."""
-    return None if sys.stderr.isatty() else LineBar
+    return None if sys.stderr.isatty() and not logs_json() else LineBar
 
 
 def progress_bar(text: str, total: int, *, unit: str = "", leave: bool = False, shown: bool = True) -> tqdm[NoReturn]:

@@ -1,10 +1,11 @@
-"""What routers learn of the real server: its load, and the prefixes that it has cached."""
+"""What routers and operators learn of the real server: cached prefixes, metrics, logs."""
 
 from __future__ import annotations
 
 import json
 import socket
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -83,7 +84,8 @@ def server() -> Iterator[Server]:
         "topic": TOPIC.decode(),
     }
     pages = ("--page-size", str(PAGE_SIZE), "--num-pages", "40")
-    with Server(*pages, "--max-seq-len-override", "256", "--kv-events-config", json.dumps(config)) as server:
+    flags = "--max-seq-len-override", "256", "--kv-events-config", json.dumps(config), "--log-format", "json"
+    with Server(*pages, *flags) as server:
         yield server
 
 
@@ -135,3 +137,19 @@ def test_a_late_subscriber_asks_for_a_replay(server: Server, router: Router) -> 
     router.catch_up()
     assert late.cached.prefixes == router.cached.prefixes != set()
     late.close()
+
+
+def test_each_line_of_the_log_is_an_object(server: Server) -> None:
+    headers = {"x-request-id": "the-clients-own-id"}
+    httpx.post(f"{server.url}/generate", json={"prompt": "x", "max_tokens": 2}, headers=headers, timeout=PATIENCE)
+
+    def lines() -> list[dict[str, str]]:
+        return [json.loads(line) for line in server.log]
+
+    wait_until(lambda: any(line.get("request_id") == "the-clients-own-id" for line in lines()))
+    (access,) = (line for line in lines() if line.get("request_id") == "the-clients-own-id")
+    assert access["message"].startswith("127.0.0.1 POST /generate 200 ")
+    assert (access["level"], access["process"]) == ("info", "api")
+    assert access["logger"] == "minisgl.server.api.http.middleware"
+    assert {line["process"] for line in lines()} == {"main", "scheduler-0", "api"}
+    assert all(datetime.fromisoformat(line["time"]).tzinfo for line in lines())

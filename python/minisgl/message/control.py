@@ -24,6 +24,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     run_dir: str
     index: int  # which of the workers of its kind, or the TP rank
     listen_fd: int | None = None  # the API server's listening socket, inherited
+    name: str = ""  # of the worker, in logs
 
 
 class Serve(msgspec.Struct, frozen=True, tag=True):

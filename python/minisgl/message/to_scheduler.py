@@ -20,6 +20,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     text: TextOptions
     priority: int = 0  # larger goes first
     cache_salt: bytes = b""  # prefixes are shared between requests of the same salt only; of one length, or none
+    request_id: str = ""  # for logs
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):

@@ -45,6 +45,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     truncate: int | None = None  # keep at most so many tokens of the prompt, the last; -1: as many as fit
     echo: bool = False  # answer with the prompt's text as well
     cache_salt: str = ""  # prefixes are shared between requests of the same salt only
+    request_id: str = ""  # for logs
     client: str = ""  # who asks, in no words that open anything: clients take turns where work is expensive
 
 

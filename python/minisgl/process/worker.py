@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 from minisgl.config import ConfigError, ServerConfig
 from minisgl.limits import Limits
-from minisgl.logs import set_log_level, set_up_logging
+from minisgl.logs import configure_logging, set_up_logging
 from minisgl.message.control import (
     ControlPipe,
     Drain,
@@ -48,7 +48,7 @@ class Worker:
         if not isinstance(first, Start):
             raise RuntimeError(f"the control pipe began with {first!r}")
         self.config: ServerConfig = first.config
-        set_log_level(self.config.log_level)
+        configure_logging(self.config.log_level, self.config.log_format, first.name)
         self.index: int = first.index
         self.listen_fd: int | None = first.listen_fd
         self.addresses = Addresses(first.run_dir)

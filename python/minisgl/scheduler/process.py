@@ -64,6 +64,7 @@ class SchedulerServer:
                     message.priority,
                     message.cache_salt,
                     message.text,
+                    message.request_id,
                 )
             case Abort():
                 for seq_id in message.seq_ids:

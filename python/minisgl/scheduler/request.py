@@ -47,6 +47,7 @@ class Request:
     text: TextOptions  # for the detokenizer, when it enters
     priority: int = 0  # larger goes first
     salt: bytes = b""  # shares prefixes with requests of the same salt only
+    request_id: str = ""  # of the HTTP request, for logs
     passed_over: int = 0  # times that a younger request of its priority was admitted before it
     state: RequestState = RequestState.WAITING
     slot: int = -1

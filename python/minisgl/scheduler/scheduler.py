@@ -89,6 +89,7 @@ class Scheduler:
         priority: int = 0,
         salt: bytes = b"",
         text: TextOptions | None = None,
+        request_id: str = "",
     ) -> None:
         """Queue a validated request: prompt and max_tokens fit the context."""
         assert sampling.max_tokens is not None, "max_tokens is resolved where the request is validated"
@@ -103,6 +104,7 @@ class Scheduler:
             text=text or TextOptions(),
             priority=priority,
             salt=salt,
+            request_id=request_id,
         )
         request.prompt_scored = sampling.prompt_logprobs is None or len(prompt_ids) == 1
         if sampling.grammar is not None:
@@ -339,7 +341,8 @@ class Scheduler:
         if alone is not None and alone.state is RequestState.RETRACTED:
             alone.failures += 1
             if alone.failures == MAX_FAILURES:
-                logger.error("the device has too little memory for request %d, which is alone", alone.seq_id)
+                name = {"request_id": alone.request_id}
+                logger.error("the device has too little memory for request %(request_id)s alone", name, extra=name)
                 self._end(alone, "error")
 
     def _advance(self, slots: IndexArray, tokens: Int32Array) -> dict[int, Progress]:

@@ -166,7 +166,7 @@ class Supervisor:
         self._listener.close()  # it is the API server's: when that ends, clients are refused instead of left to wait
 
     def _start(self, name: str, kind: str, index: int = 0, listen_fd: int | None = None) -> None:
-        start = Start(self._config, self._run_dir, index, listen_fd)
+        start = Start(self._config, self._run_dir, index, listen_fd, name)
         env = cpu_environment(os.environ) if kind == "scheduler" else None
         child = start_worker(name, self._entries[kind], start, env)
         self._children.append(child)

@@ -55,7 +55,8 @@ class Admission:
             except InvalidRequest as error:
                 return Admission(Refused(self.answer.seq_ids, error.field, error.message, error.code), [])
             except Exception:
-                logger.exception("the grammar of sequences %s could not be checked", self.answer.seq_ids)
+                name = {"request_id": self.adds[0].request_id}
+                logger.exception("the grammar of request %(request_id)s could not be checked", name, extra=name)
                 return Admission(Refused(self.answer.seq_ids, status=500), [])
             return Admission(self.answer, [_with_grammar(add, grammar) for add in self.adds])
         return Admission(self.answer, self.adds)
@@ -89,13 +90,14 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars:
     except QueueFull as error:
         return Admission(Refused(request.seq_ids, message=str(error), status=503), [])
     except Exception:
-        logger.exception("the prompt of sequences %s could not be encoded", request.seq_ids)
+        name = {"request_id": request.request_id}
+        logger.exception("the prompt of request %(request_id)s could not be encoded", name, extra=name)
         return Admission(Refused(request.seq_ids, status=500), [])
     packed = pack_ids(ids)
     # A digest, because what the cache makes of it relies on their equal lengths.
     salt = hashlib.blake2b(request.cache_salt.encode(), digest_size=16).digest() if request.cache_salt else b""
     adds = [
-        Add(seq_id, packed, sampling, seed, request.text, request.priority, salt)
+        Add(seq_id, packed, sampling, seed, request.text, request.priority, salt, request.request_id)
         for seq_id, seed in zip(request.seq_ids, request.seeds, strict=True)
     ]
     echo = echo_of(request, ids, tokenizer) if request.echo else None

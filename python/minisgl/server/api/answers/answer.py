@@ -115,7 +115,7 @@ class Answer:
         except ApiError as error:
             await self._send_error(error, scope, receive, send)
         except Exception:
-            logger.exception("a request ended with an internal error")
+            logger.exception("a request ended with an internal error", extra={"request_id": self._names[0]})
             await self._send_error(internal_error(), scope, receive, send)
 
     async def _watch(self, request: OpenRequest, receive: Receive) -> None:

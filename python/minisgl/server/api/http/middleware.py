@@ -50,7 +50,9 @@ class AccessLogMiddleware:
             level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
             host = scope["client"][0] if scope["client"] else "-"
             milliseconds = (time.perf_counter() - begin) * 1e3
-            logger.log(level, "%s %s %s %d %.1f ms", host, scope["method"], _path(scope), status, milliseconds)
+            extra = {"request_id": scope.get("state", {}).get("request_id")}
+            line = host, scope["method"], _path(scope), status, milliseconds
+            logger.log(level, "%s %s %s %d %.1f ms", *line, extra=extra)
 
 
 def _path(scope: Scope) -> str:
@@ -92,7 +94,8 @@ class RequestIdMiddleware:
         except ClientDisconnect:  # while it was sending its request
             return
         except Exception:
-            logger.exception("%s %s ended with an internal error", scope["method"], scope["path"])
+            extra = {"request_id": request_id.decode()}
+            logger.exception("%s %s ended with an internal error", scope["method"], scope["path"], extra=extra)
             if not started:
                 await internal_error().response(scope)(scope, receive, send_with_id)
 

@@ -59,10 +59,11 @@ class EngineClient:
     def open(self, job: Job, names: Sequence[str] = ()) -> Iterator[OpenRequest]:
         """Send a request on its way. However the block ends, what has not finished by then is aborted.
 
-        `names` are the ids by which `abort` finds it.
+        `names` are the ids by which `abort` finds it; the first is its id in logs.
         """
         prompts_a_turn = self._admit(job)
-        request = OpenRequest(job, self._next_seq_id, next(self._round_robin), self.metrics)
+        request_id = names[0] if names else ""
+        request = OpenRequest(job, self._next_seq_id, next(self._round_robin), self.metrics, request_id)
         self._next_seq_id += job.num_choices
         self._num_admitted += job.num_choices
         self._open.add(request)
@@ -124,6 +125,7 @@ class EngineClient:
                     job.truncate,
                     job.echo,
                     job.cache_salt,
+                    request.id,
                     job.client,
                 )
             )

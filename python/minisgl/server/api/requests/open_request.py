@@ -125,8 +125,11 @@ class Sink(Protocol):
 class OpenRequest:
     """One HTTP request, from its admission to its answer: what has arrived for it, and the way to wait for more."""
 
-    def __init__(self, job: Job, first_seq_id: int, tokenizer: int, metrics: RequestMetrics) -> None:
+    def __init__(
+        self, job: Job, first_seq_id: int, tokenizer: int, metrics: RequestMetrics, request_id: str = ""
+    ) -> None:
         self.job = job
+        self.id = request_id  # in logs and traces
         self.seq_ids = range(first_seq_id, first_seq_id + job.num_choices)
         self.tokenizer = tokenizer  # all its messages go to this one, in order
         self.prompt_tokens = 0
