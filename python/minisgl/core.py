@@ -238,19 +238,21 @@ class SamplingParams(msgspec.Struct, frozen=True):
         return flags
 
 
-def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits) -> int:
+def resolve_max_tokens(prompt_len: int, max_tokens: int | None, limits: Limits, *, fewer: bool = False) -> int:
     """Return the tokens that a prompt of this length may be given; InvalidRequest if `max_tokens` do not fit.
+
+    With `fewer` as many as fit are given then.
 
     More than the cap of `limits` is cut to it without a word, as in vLLM.
     """
     room = room_for_output(prompt_len, max_tokens, limits)
-    if max_tokens is not None and max_tokens > room:
+    if max_tokens is not None and max_tokens > room and not fewer:
         raise InvalidRequest(
             "max_tokens",
             f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, but {limits.context_limit}",
             CONTEXT_LENGTH_EXCEEDED,
         )
-    wanted = room if max_tokens is None else max_tokens
+    wanted = room if max_tokens is None else min(max_tokens, room)
     return wanted if limits.max_new_tokens is None else min(wanted, limits.max_new_tokens)
 
 

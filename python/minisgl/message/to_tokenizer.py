@@ -43,6 +43,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     text: TextOptions
     priority: int = 0  # larger goes first
     truncate: int | None = None  # keep at most so many tokens of the prompt, the last; -1: as many as fit
+    fewer_tokens: bool = False  # than max_tokens, where the context holds no more; otherwise it is refused
     echo: bool = False  # answer with the prompt's text as well
     cache_salt: str = ""  # prefixes are shared between requests of the same salt only
     request_id: str = ""  # for logs

@@ -78,7 +78,8 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars:
     try:
         ids = encode_prompt(request.prompt, tokenizer, limits, tokens_to_keep(request, limits))
         check_vocabulary(ids, limits)
-        max_tokens = resolve_max_tokens(len(ids), request.sampling.max_tokens, limits)
+        asked, fewer = request.sampling.max_tokens, request.fewer_tokens
+        max_tokens = resolve_max_tokens(len(ids), asked, limits, fewer=fewer)
         sampling = resolve_bad_words(request.sampling.with_max_tokens(max_tokens), tokenizer, limits.vocab_size)
         end = prompt_end(request, ids, tokenizer)
         if sampling.grammar is not None:

@@ -48,10 +48,11 @@ class MessagesWriter(Writer):
 
     stream_end: ClassVar[bytes] = b""
 
-    def __init__(self, options: ChatOptions, request_id: str) -> None:
+    def __init__(self, options: ChatOptions, request_id: str, max_seq_len: int) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
         self._options = options
         self._request_id = request_id
+        self._max_seq_len = max_seq_len
 
     def begin(self, request: OpenRequest) -> None:
         self._request = request
@@ -95,7 +96,10 @@ class MessagesWriter(Writer):
 
     def _stop_reason(self, delta: Delta, sequence: str | None) -> StopReason:
         if delta.finish == "length":
-            return "max_tokens"
+            num_tokens = self._request.prompt_tokens + self._request.completion_tokens
+            asked = self._request.job.sampling.max_tokens or 0
+            is_full = num_tokens >= self._max_seq_len and self._request.completion_tokens < asked
+            return "model_context_window_exceeded" if is_full else "max_tokens"
         if sequence is not None:
             return "stop_sequence"
         return "tool_use" if self._choice.num_calls else "end_turn"

@@ -123,6 +123,7 @@ class EngineClient:
                     job.text,
                     job.priority,
                     job.truncate,
+                    job.fewer_tokens,
                     job.echo,
                     job.cache_salt,
                     request.id,

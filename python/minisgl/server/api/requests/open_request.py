@@ -96,6 +96,7 @@ class Job:
     priority: int = 0
     field_names: Mapping[str, str] = field(default_factory=dict)  # our name of a field -> the client's
     truncate: int | None = None  # tokens of each prompt to keep; -1: as many as fit
+    fewer_tokens: bool = False  # than sampling.max_tokens are wanted where the context holds no more
     echo: bool = False  # the prompts' texts are wanted back
     cache_salt: str = ""
     client: str = ""  # who sent it, as `http.gates.client_of` calls it
