@@ -137,12 +137,9 @@ class _Conversation:
             self._end_turn({"role": role, "content": text})
 
     def add_thought(self, item: Item, path: str) -> None:
-        content = item.get("content")
-        thought = "" if content is None else text_of(content, f"{path}.content")
-        thought = thought or unseal(optional_member(item, "encrypted_content", str, path) or "")
-        if not thought and item.get("summary") is not None:
-            thought = text_of(item["summary"], f"{path}.summary")
-        if thought:
+        content, summary = (text_of(item.get(name) or "", f"{path}.{name}") for name in ("content", "summary"))
+        sealed = optional_member(item, "encrypted_content", str, path) or ""
+        if thought := content or unseal(sealed) or summary:
             turn = self._open_turn("content", "tool_calls")
             turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), thought)))
 

@@ -106,8 +106,11 @@ class ResponsesWriter(Writer):
         assert self._choice is not None
         pieces: Iterable[Delta] = delta.split() if self._options.logprobs else (delta,)
         for piece in pieces:
-            for event in self._choice.take(piece):
-                # Those of thoughts and calls belong to no text.
+            thought = self._choice.reasoning_tokens
+            events = self._choice.take(piece)
+            if self._choice.reasoning_tokens > thought:
+                self._choice.take_logprobs()  # a thought's belong to no text, and neither do a call's
+            for event in events:
                 logprobs = self._choice.take_logprobs()
                 found = [] if logprobs is None or not isinstance(event, Content) else logprobs.content
                 yield from self._output.take(event, found)

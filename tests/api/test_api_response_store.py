@@ -1,0 +1,211 @@
+"""Responses that are kept: found again by their owner alone, bounded, and in nobody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from api_harness import RunningServer
+
+from minisgl.config import ConfigError
+from minisgl.message.to_tokenizer import Generate
+from minisgl.server.api.responses.store import Entry, MissingResponse, ResponseStore, TooMuchStored
+
+PATH = "/v1/responses"
+KEYS = ("key-one", "key-two")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "responses.db"
+
+
+@pytest.fixture
+def server(start_server: Callable[..., RunningServer], file: Path) -> RunningServer:
+    return start_server(response_store=str(file), api_keys=KEYS)
+
+
+def client(server: RunningServer, key: str = KEYS[0]) -> openai.OpenAI:
+    options: Any = {"_strict_response_validation": True}
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=120, **options)
+
+
+def say(text: str) -> dict[str, Any]:
+    return {"model": "test-model", "input": f"say {json.dumps([text])}"}
+
+
+def roles_and_texts(server: RunningServer) -> list[tuple[str, str]]:
+    """Return the messages that the engine got last."""
+    return [(message["role"], message["content"]) for message in server.engine.of_type(Generate)[-1].prompt.messages]
+
+
+def test_a_conversation_goes_on_from_a_response(server: RunningServer) -> None:
+    ours = client(server)
+    first = ours.responses.create(**say("one"), instructions="Be kind.")
+    assert ours.responses.retrieve(first.id) == first
+    with ours.responses.create(**say("two"), previous_response_id=first.id, stream=True) as stream:
+        *_, last = stream
+    assert last.type == "response.completed"
+    second = last.response
+    assert (second.previous_response_id, ours.responses.retrieve(second.id)) == (first.id, second)
+
+    ours.responses.create(**say("three"), previous_response_id=second.id)
+    conversation = [("user", 'say ["one"]'), ("assistant", "one"), ("user", 'say ["two"]'), ("assistant", "two")]
+    assert roles_and_texts(server) == [*conversation, ("user", 'say ["three"]')]
+
+    reference: Any = {"type": "item_reference", "id": second.output[0].id}
+    unknown: Any = {**reference, "id": second.output[0].id.replace("_0", "_1")}
+    ours.responses.create(model="test-model", input=[reference, {"role": "user", "content": 'say ["four"]'}])
+    assert roles_and_texts(server) == [("assistant", "two"), ("user", 'say ["four"]')]
+    with pytest.raises(openai.BadRequestError, match=r"input\.0\.id: there is no item"):
+        ours.responses.create(model="test-model", input=[unknown])
+
+    pages = ours.responses.input_items.list(second.id, limit=1, order="asc")
+    assert [item.to_dict()["content"][0]["text"] for item in pages] == [text for _, text in conversation[:3]]  # type: ignore[index]
+    newest = ours.responses.input_items.list(second.id)
+    assert [item.id for item in newest] == [item.id for item in pages][::-1]
+    for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=nothing"):
+        response = server.get(f"{PATH}/{second.id}/input_items?{query}", headers={"authorization": "Bearer key-one"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, query.partition("=")[0])
+
+
+def test_a_response_belongs_to_its_key(server: RunningServer) -> None:
+    ours, theirs = client(server), client(server, KEYS[1])
+    response = ours.responses.create(**say("mine"))
+    for call in (theirs.responses.retrieve, theirs.responses.delete, theirs.responses.cancel):
+        with pytest.raises(openai.NotFoundError):
+            call(response.id)
+    with pytest.raises(openai.NotFoundError):
+        theirs.responses.input_items.list(response.id)
+    with pytest.raises(openai.BadRequestError, match="there is no response"):
+        theirs.responses.create(**say("x"), previous_response_id=response.id)
+    reference: Any = {"type": "item_reference", "id": response.output[0].id}
+    with pytest.raises(openai.BadRequestError, match="there is no item"):
+        theirs.responses.create(model="test-model", input=[reference])
+    with theirs.responses.create(model="test-model", input="endless", stream=True) as stream:
+        created = next(stream)
+        assert created.type == "response.created"
+        with pytest.raises(openai.NotFoundError):
+            ours.responses.cancel(created.response.id)
+        theirs.responses.cancel(created.response.id)
+        *_, last = stream
+    assert last.type == "response.failed"
+    assert theirs.responses.retrieve(created.response.id).status == "cancelled"
+
+    with pytest.raises(openai.BadRequestError, match="has ended"):
+        ours.responses.cancel(response.id)
+    ours.responses.delete(response.id)
+    with pytest.raises(openai.NotFoundError):
+        ours.responses.retrieve(response.id)
+
+
+def test_what_is_not_to_be_kept_is_not(server: RunningServer, file: Path) -> None:
+    response = client(server).responses.create(**say("secret"), store=False)
+    with pytest.raises(openai.NotFoundError):
+        client(server).responses.retrieve(response.id)
+    assert b"secret" not in b"".join(path.read_bytes() for path in file.parent.glob("responses.db*"))
+    assert {path.stat().st_mode & 0o777 for path in file.parent.glob("responses.db*")} == {0o600}
+
+
+def test_a_slow_disk_holds_up_nobody_else(server: RunningServer, file: Path) -> None:
+    """While another process has locked the file, a response waits for it, and chats are answered."""
+    with sqlite3.connect(file, isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        found: list[str] = []
+        waiting = threading.Thread(target=lambda: found.append(client(server).responses.create(**say("late")).id))
+        waiting.start()
+        server.engine.wait_for(Generate)
+        body = {"messages": [{"role": "user", "content": 'say ["early"]'}]}
+        for _ in range(3):
+            chat = server.post("/v1/chat/completions", json=body, headers={"authorization": "Bearer key-one"})
+            assert chat.status_code == 200
+        assert not found
+        other.execute("COMMIT")
+    waiting.join(120)
+    assert client(server).responses.retrieve(found[0]).output_text == "late"
+
+
+def test_an_answer_reaches_its_client_when_the_file_is_gone(
+    server: RunningServer, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sqlite3.connect(file) as other:
+        other.execute("DROP TABLE responses")
+    response = client(server).responses.create(**say("still there"))
+    assert response.output_text == "still there"
+    assert "could not be stored" in caplog.text
+    headers = {"authorization": "Bearer key-one"}
+    lost: httpx.Response = server.get(f"{PATH}/{response.id}", headers=headers)
+    assert (lost.status_code, lost.json()["error"]["code"]) == (500, "internal_error")
+
+
+def entry(number: int, text: str = "", previous: str | None = None) -> Entry:
+    item = json.dumps([{"id": f"msg_{number:032x}_i0", "type": "message", "role": "user", "content": text}])
+    response = json.dumps({"output": [{"id": f"msg_{number:032x}_0", "text": text}]})
+    return Entry(f"resp_{number:032x}", "me", previous, item.encode(), response.encode())
+
+
+def test_the_oldest_make_room(file: Path) -> None:
+    size = len(entry(0, "x" * 1000).input) + len(entry(0, "x" * 1000).response)
+    store = ResponseStore(str(file), 10 * size, max_read_bytes=10 * size)
+
+    async def fill() -> None:
+        for number in range(100):
+            await store.put(entry(number, "x" * 1000))
+        for number in range(90, 100):
+            await store.get(entry(number).id, "me")
+        with pytest.raises(MissingResponse):
+            await store.get(entry(89).id, "me")
+        await store.put(entry(100, "x" * 11 * size))  # larger than all that may be kept
+        with pytest.raises(MissingResponse):
+            await store.get(entry(100).id, "me")
+        await store.get(entry(99).id, "me")
+
+    asyncio.run(fill())
+    store.close()
+    assert file.stat().st_size < 30 * size
+    store = ResponseStore(str(file), 10 * size, max_read_bytes=10 * size)  # after a restart
+    assert asyncio.run(store.get(entry(99).id, "me")) == entry(99, "x" * 1000)
+    store.close()
+
+
+def test_a_conversation_is_read_within_bounds(file: Path) -> None:
+    size = len(entry(0).input) + len(entry(0).response)
+    store = ResponseStore(str(file), 100_000_000, max_read_bytes=3 * size)
+
+    async def converse() -> None:
+        for number in range(4):
+            await store.put(entry(number, previous=entry(number - 1).id if number else None))
+        assert len(await store.conversation(entry(2).id, "me")) == 6
+        assert len(await store.input(entry(2).id, "me")) == 5
+        with pytest.raises(TooMuchStored):
+            await store.conversation(entry(3).id, "me")
+        with pytest.raises(TooMuchStored):
+            await store.find([f"msg_{number:032x}_0" for number in range(4)], "me")
+        await store.delete(entry(1).id, "me")
+        with pytest.raises(MissingResponse) as missing:
+            await store.conversation(entry(2).id, "me")
+        assert missing.value.id == entry(1).id
+
+    asyncio.run(converse())
+    store.close()
+
+
+def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("x" * 10_000)
+    foreign = tmp_path / "foreign.db"
+    with sqlite3.connect(foreign) as database:
+        database.execute("CREATE TABLE mine (x)")
+    for path in (text, foreign, tmp_path):
+        with pytest.raises(ConfigError, match=f"--response-store {path}"):
+            ResponseStore(str(path), 1000, max_read_bytes=1000)
+    with sqlite3.connect(foreign) as database:
+        assert [name for (name,) in database.execute("SELECT name FROM sqlite_master")] == ["mine"]
