@@ -12,6 +12,7 @@ import torch
 
 from minisgl.attention.backend_choice import CANDIDATES, Candidate, Chooser, make_attention
 from minisgl.attention.base import AttentionSpec
+from minisgl.attention.decode_splits import fused_decode_unsupported
 from minisgl.attention.page_kernels import PageList, flatten_pages
 from minisgl.attention.self_test import Role
 from minisgl.attention.torch_backend import TorchAttention
@@ -109,6 +110,9 @@ def test_what_a_backend_has_no_kernels_for() -> None:
     assert "heads of 24" not in (fa.unsupported(narrow, HOPPER) or "")
     assert "heads of 24" in (fa.unsupported(replace(narrow, fp8_kv=True), HOPPER) or "")
     assert "in 8 bits" in (fi.unsupported(replace(SMALL, fp8_kv=True), HOPPER) or "")
+    with_sinks = replace(SMALL, has_sinks=True)
+    assert all("sinks" in (backend.unsupported(with_sinks, HOPPER) or "") for backend in (fa, fi, varlen))
+    assert "sinks" in (fused_decode_unsupported(with_sinks, HOPPER) or "")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without the packages")

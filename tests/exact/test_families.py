@@ -29,6 +29,7 @@ KINDS = (
     "exaone4",
     "ernie",
     "glm4-moe",
+    "gpt-oss",
 )
 NEW_TOKENS = 24
 

@@ -231,12 +231,37 @@ SEED_OSS = LLAMA_LIKE_8B | {
     "num_attention_heads": 40,
     "num_key_value_heads": 4,
 }
-WINDOWED = ("mistral-window", "gemma3", "olmo3", "exaone4")
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    **HALF_WINDOWED,
+}
+WINDOWED = ("mistral-window", "gemma3", "olmo3", "exaone4", "gpt-oss")
 SHAPES = {
     "exaone4": EXAONE_4,
     "gemma3": GEMMA_3_12B,
     "glm4": GLM_4_9B,
     "glm4-moe": GLM_4_5_AIR,
+    "gpt-oss": GPT_OSS_20B,
     "granite": GRANITE_8B,
     "llama": LLAMA_3_1_8B,
     "ministral3": MINISTRAL_3_8B,
@@ -275,7 +300,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
     for name, weight in model.named_parameters():
-        if name.endswith("mlp.gate.weight"):
+        if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
             # As trained routers do, prefer few experts: with nearly equal ones rounding would change who is eighth.
             weight.data *= 8
         if request.param == "gemma3" and "norm" in name:  # of which the checkpoint holds w - 1

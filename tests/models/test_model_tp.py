@@ -33,6 +33,7 @@ KINDS = (
     "ministral3",
     "glm4",
     "glm4-moe",
+    "gpt-oss",
 )
 QUANTIZED = ("fp8 blocks", "gptq desc_act")
 SIZES = {**dict.fromkeys(KINDS, (2, 3)), **dict.fromkeys(QUANTIZED, (2, 4))}  # ranks by model

@@ -155,7 +155,10 @@ def test_norm_rope_store(dtype: torch.dtype, norms: bool) -> None:
         ([1, 8, 1, 2, 30], [70, 9, 4, 2, 30]),
     ],
 )
-@pytest.mark.parametrize("window", [None, 1, 5, 40, 1000])
+@pytest.mark.parametrize(
+    ("window", "has_sinks"),
+    [(None, False), (1, False), (5, False), (40, False), (1000, False), (None, True), (5, True)],
+)
 @pytest.mark.parametrize("make_backend", [TorchAttention, CpuAttention])
 def test_attention_is_the_formula(
     make_backend: Callable[[AttentionSpec], TorchAttention],
@@ -163,6 +166,7 @@ def test_attention_is_the_formula(
     query_lens: list[int],
     kv_lens: list[int],
     window: int | None,
+    has_sinks: bool,
 ) -> None:
     heads, kv_heads, dim, page_size = 6, 2, 16, 4
     generator = torch.Generator().manual_seed(1)
@@ -178,9 +182,12 @@ def test_attention_is_the_formula(
         kv_lens_device=torch.tensor(kv_lens, dtype=torch.int32),
         page_table=pages,
     )
-    plan = make_backend(AttentionSpec(heads, kv_heads, dim, page_size, dtype, window)).plan(inputs)
-    plan.forward(0, q, pool)  # another layer leaves nothing behind
-    have = plan.forward(1, q, pool)
+    sinks = torch.linspace(-2, 4, heads, dtype=dtype) if has_sinks else None
+    spec = AttentionSpec(heads, kv_heads, dim, page_size, dtype, window, has_sinks=has_sinks)
+    plan = make_backend(spec).plan(inputs)
+    plan.forward(0, q, pool, sinks)  # another layer leaves nothing behind
+    have = plan.forward(1, q, pool, sinks)
+    sink = torch.full((heads, 1), -torch.inf) if sinks is None else sinks.unsqueeze(1)
 
     want = []
     at = 0
@@ -191,7 +198,8 @@ def test_attention_is_the_formula(
             seen = length - queries + i + 1
             begin = 0 if window is None else max(0, seen - window)
             scores = torch.einsum("hd,lhd->hl", q[at].double(), k[begin:seen]) * dim**-0.5
-            want.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), v[begin:seen]))
+            shares = torch.cat((scores, sink.double()), dim=1).softmax(-1)[:, :-1]
+            want.append(torch.einsum("hl,lhd->hd", shares, v[begin:seen]))
             at += 1
     assert have.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2

@@ -92,6 +92,14 @@ GLM4_MOE: dict[str, Any] = {
     "rope_parameters": HALF_ROPE,
     "pad_token_id": 0,
 }
+GPT_OSS: dict[str, Any] = {
+    **WINDOWS,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 48,
+    "swiglu_limit": 1.5,  # so that some are clamped
+    "rope_parameters": {**YARN_ROPE, "truncate": False},
+}
 # kind -> transformers' name of the family, and what its config has beside the shape
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -126,6 +134,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4", WINDOWS),
     "ernie": ("Ernie4_5", {"use_bias": True}),
     "glm4-moe": ("Glm4Moe", GLM4_MOE),
+    "gpt-oss": ("GptOss", GPT_OSS),
 }
 FAMILIES = tuple(KINDS)
 
@@ -142,7 +151,7 @@ def make_model(kind: str, **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             if "norm" in name:  # ones would hide a norm that is left out or put in the wrong place
                 parameter.uniform_(0.5, 1.5)
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -203,6 +203,8 @@ def _unsupported(spec: AttentionSpec, head_dims: range | tuple[int, ...]) -> str
         return f"it is for bfloat16 and float16, not {str(spec.dtype).removeprefix('torch.')}"
     if spec.head_dim not in head_dims:
         return f"it has no kernels for heads of {spec.head_dim}"
+    if spec.has_sinks:
+        return "it has no attention sinks here"
     return None
 
 

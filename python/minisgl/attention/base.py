@@ -18,8 +18,8 @@ from minisgl.layers.layer_config import AttentionConfig
 class AttentionSpec:
     """Attention of one layer as one rank computes it, and the pages that it reads.
 
-    Backends are chosen by it. A cap on scores, attention sinks and a size of value heads become fields here with the
-    first model that has them; a sink's weights then go to `AttentionPlan.forward`.
+    Backends are chosen by it. A cap on scores and a size of value heads become fields here with the first model that
+    has them.
     """
 
     num_heads: int
@@ -31,6 +31,7 @@ class AttentionSpec:
     fp8_kv: bool = False  # K and V are stored as float8_e4m3fn
     norm_dtype: torch.dtype | None = None  # of the weights of norms of q and k, if there are any; None: dtype
     scale: float | None = None  # factor of q @ k; None: head_dim ** -0.5
+    has_sinks: bool = False  # each head's softmax has one more score, which `AttentionPlan.forward` is given
 
     @classmethod
     def of(
@@ -54,6 +55,7 @@ class AttentionSpec:
             fp8_kv=fp8_kv,
             norm_dtype=norm_dtype,
             scale=config.scale,
+            has_sinks=config.has_sinks,
         )
 
     @property
@@ -93,11 +95,12 @@ class AttentionInputs:
 class AttentionPlan(Protocol):
     """One step's attention in the layers of one spec, made by their backend's `plan`."""
 
-    def forward(self, layer: int, q: Tensor, kv: KVPool) -> Tensor:
+    def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:
         """Attend with q [T, heads, head_dim] to the layer's pages and return [T, heads, head_dim].
 
         A query at position i attends to the positions j <= i, of them to j > i - window where the spec has a window.
-        K and V of the step's own tokens are stored already.
+        `sinks` [heads], where the spec has them: a score beside those of the positions, whose value is 0. K and V of
+        the step's own tokens are stored already.
         """
         ...
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs
-from minisgl.attention.torch_backend import Decode, TorchAttention, read_pages
+from minisgl.attention.torch_backend import Decode, TorchAttention, attend_with_sinks, read_pages
 from minisgl.core import Int32Array
 
 Int64Array = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -34,8 +34,13 @@ class LoneDecode:
     pages: slice
     positions: slice  # of those in the pages
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
         k, v = (pool[self.pages].flatten(0, 1)[self.positions].to(q.dtype).transpose(0, 1) for pool in (keys, values))
+        if sinks is not None:
+            mask = torch.ones(1, k.shape[1], dtype=torch.bool)
+            return attend_with_sinks(q.view(len(k), -1, q.shape[2]), k, v, mask, scale, sinks.view(len(k), -1)).view(
+                q.shape
+            )
         y = F.scaled_dot_product_attention(
             _queries(q, len(k)), k.unsqueeze(0), v.unsqueeze(0), scale=scale, enable_gqa=True
         )
@@ -61,12 +66,15 @@ class PagedDecode:
     blocks_of: Tensor  # [R, most pages of a row] int64
     absent: Tensor  # [R, most pages of a row, 1, 1] bool: true where a row has fewer pages
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
         queries = _queries(q, keys.shape[2])[self.owners]
         parts = [self._attend_run(run, queries, keys, values, scale) for run in self.runs]
         outs, sums = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
-        shares = sums[self.blocks_of].masked_fill_(self.absent, -torch.inf).softmax(dim=1)
-        mean = (outs[self.blocks_of] * shares.unsqueeze(-1)).sum(dim=1)
+        sums = sums[self.blocks_of].masked_fill_(self.absent, -torch.inf)
+        mean = (outs[self.blocks_of] * sums.softmax(dim=1).unsqueeze(-1)).sum(dim=1)
+        if sinks is not None:  # a sink is one more block, whose result is 0
+            of_positions = sums.logsumexp(dim=1) - sinks.float().view(mean.shape[1:3])
+            mean *= of_positions.sigmoid().unsqueeze(-1)
         return mean.to(q.dtype).view(q.shape)
 
     def _attend_run(

@@ -35,7 +35,7 @@ class Fa3Plan:
     upcaster: PageUpcaster | None
     seen: PageList | None  # for the upcaster
 
-    def forward(self, layer: int, q: Tensor, kv: KVPool) -> Tensor:
+    def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:  # noqa: ARG002
         keys, values = kv.keys(layer), kv.values(layer)
         if self.upcaster is not None and self.seen is not None:
             keys, values = self.upcaster.upcast(layer, kv, self.seen)

@@ -115,7 +115,7 @@ class FlashInferPlan:
 
     wrapper: Any
 
-    def forward(self, layer: int, q: Tensor, kv: KVPool) -> Tensor:
+    def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:  # noqa: ARG002
         out: Tensor = self.wrapper.run(q, (kv.keys(layer), kv.values(layer)))
         return out
 

@@ -19,6 +19,8 @@ from minisgl.attention.base import AttentionInputs, AttentionSpec, shorter_windo
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
 
+_MAX_SINK_SCORES = 1 << 20  # a head's, that are stored at a time where nothing else limits them
+
 
 class Decode(Protocol):
     """R rows of one query each."""
@@ -28,7 +30,7 @@ class Decode(Protocol):
         """Places of their queries in the step, [R] int64; None if they are the whole step."""
         ...
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
         """Attend with q [R, heads, d] to keys and values [pages, page_size, kv_heads, d], and return [R, heads, d]."""
         ...
 
@@ -41,11 +43,13 @@ class PaddedDecode:
     pages: Tensor  # [R, pages] int32, those that a query sees
     mask: Tensor  # [R, 1, 1, L] bool: true where it sees a position
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
         k = _gather(keys, self.pages).to(q.dtype).transpose(1, 2)
         v = _gather(values, self.pages).to(q.dtype).transpose(1, 2)
         # The query heads that share a KV head stand as so many queries of it: nothing is repeated.
         grouped = q.reshape(q.shape[0], keys.shape[2], -1, q.shape[2])
+        if sinks is not None:
+            return attend_with_sinks(grouped, k, v, self.mask, scale, sinks.view(*grouped.shape[1:3])).reshape(q.shape)
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=self.mask, scale=scale).reshape(q.shape)
 
 
@@ -67,16 +71,16 @@ class TorchPlan:
     prefills: Sequence[PrefillRow]
     scale: float
 
-    def forward(self, layer: int, q: Tensor, kv: KVPool) -> Tensor:
+    def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:
         keys, values = kv.keys(layer), kv.values(layer)
         if len(self.decodes) == 1 and self.decodes[0].tokens is None:
-            return self.decodes[0].attend(q, keys, values, self.scale)
+            return self.decodes[0].attend(q, keys, values, self.scale, sinks)
         out = torch.empty_like(q)
         for decode in self.decodes:
             assert decode.tokens is not None
-            out[decode.tokens] = decode.attend(q[decode.tokens], keys, values, self.scale)
+            out[decode.tokens] = decode.attend(q[decode.tokens], keys, values, self.scale, sinks)
         for row in self.prefills:
-            out[row.tokens] = _attend(q[row.tokens], keys, values, row, self.scale)
+            out[row.tokens] = _attend(q[row.tokens], keys, values, row, self.scale, sinks)
         return out
 
 
@@ -88,9 +92,12 @@ class TorchAttention:
     upcasts = False
 
     def __init__(self, spec: AttentionSpec, max_scores: int | None = None) -> None:
-        """`max_scores`: queries x keys of a head, at most, of which the scores may be stored at a time; None: any."""
+        """`max_scores`: queries x keys of a head, at most, of which the scores may be stored at a time; None: any.
+
+        With sinks they are always stored.
+        """
         self.spec = spec
-        self._max_scores = max_scores
+        self._max_scores = _MAX_SINK_SCORES if max_scores is None and spec.has_sinks else max_scores
 
     def plan(self, inputs: AttentionInputs) -> TorchPlan:
         window = shorter_window(self.spec.window, inputs)
@@ -176,8 +183,23 @@ def _gather(pool: Tensor, pages: Tensor) -> Tensor:
     return found.view(*pages.shape[:-1], pages.shape[-1] * pool.shape[1], *pool.shape[2:])
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float) -> Tensor:
+def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor) -> Tensor:
+    """Attend in float32 with q [..., Q, d] to k and v [..., L, d] and to a sink, whose value is 0.
+
+    `mask` [..., Q, L] bool, true where a query sees a position; `sinks` [..., Q], a score of each query.
+    """
+    scores = (q.float() @ k.float().transpose(-1, -2)).mul_(scale).masked_fill_(~mask, -torch.inf)
+    sink = sinks.float().unsqueeze(-1)
+    largest = torch.maximum(scores.amax(-1, keepdim=True), sink)
+    shares = scores.sub_(largest).exp_()
+    total = shares.sum(-1, keepdim=True) + (sink - largest).exp()
+    return (shares @ v.float()).div_(total).to(q.dtype)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float, sinks: Tensor | None) -> Tensor:
     """Attend with the queries [queries, heads, d] of one row."""
+    if sinks is not None:
+        return _attend_row_with_sinks(q, keys, values, row, scale, sinks)
     k = _gather(keys, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
     v = _gather(values, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
     y = F.scaled_dot_product_attention(
@@ -190,3 +212,13 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: flo
         enable_gqa=True,
     )
     return y.squeeze(0).transpose(0, 1)
+
+
+def _attend_row_with_sinks(
+    q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float, sinks: Tensor
+) -> Tensor:
+    k, v = (_gather(pool, row.pages)[row.positions].transpose(0, 1).unsqueeze(1) for pool in (keys, values))
+    mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril() if row.mask is None else row.mask
+    grouped = q.view(len(q), len(k), -1, q.shape[2]).permute(1, 2, 0, 3)  # [kv_heads, group, queries, d]
+    y = attend_with_sinks(grouped, k, v, mask, scale, sinks.view(len(k), -1, 1))
+    return y.permute(2, 0, 1, 3).reshape(q.shape)

@@ -45,7 +45,7 @@ class VarlenPlan:
     window: int | None
     scale: float
 
-    def forward(self, layer: int, q: Tensor, kv: KVPool) -> Tensor:
+    def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:  # noqa: ARG002
         keys, values = kv.keys(layer).flatten(0, 1), kv.values(layer).flatten(0, 1)
         parts = []
         for group in self.groups:

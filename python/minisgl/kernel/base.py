@@ -13,6 +13,17 @@ Activation = Literal["silu", "gelu_tanh"]  # of a gated feed-forward block; gelu
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """(up + 1) * gate * sigmoid(alpha * gate) (gpt-oss): of the gate up to `limit`, of up from -limit to `limit`."""
+
+    alpha: float
+    limit: float
+
+
+ExpertActivation = Literal["silu"] | ClampedSwiGLU
+
+
+@dataclass(frozen=True, slots=True)
 class Routing:
     """Choice of a token's experts: the `top_k` with the largest scores, which are their weights too.
 
@@ -37,6 +48,8 @@ class ExpertBiases(NamedTuple):
     """Biases of a mixture of experts."""
 
     choice: Tensor | None = None  # [experts] float32, of the scores when experts are chosen, not of their weights
+    w13: Tensor | None = None  # [experts, 2 * I]
+    w2: Tensor | None = None  # [experts, H]
 
 
 NO_BIASES = ExpertBiases()
@@ -193,15 +206,24 @@ class Ops(Protocol):
         w2: Tensor,
         routing: Routing,
         biases: ExpertBiases = NO_BIASES,
+        activation: ExpertActivation = "silu",
     ) -> Tensor:
         """A mixture of gated experts: x [T, H] -> the weighted sum of the outputs of each token's experts, [T, H].
 
         A token's experts are the `top_k` of the scores of router_logits [T, experts] in float32, plus `biases.choice`;
         their weights are the scores, divided by their sum if `renormalize`. w13 is [experts, 2 * I, H] with the gate
-        first, w2 [experts, H, I]: expert e gives w2[e] @ silu_and_mul(w13[e] @ x).
+        first, w2 [experts, H, I]: expert e gives w2[e] @ activated(w13[e] @ x), where "silu" is silu(gate) * up.
         """
         ...
 
-    def moe_graph_safe(self, w13: Tensor, w2: Tensor, routing: Routing, biases: ExpertBiases = NO_BIASES, /) -> bool:
+    def moe_graph_safe(
+        self,
+        w13: Tensor,
+        w2: Tensor,
+        routing: Routing,
+        biases: ExpertBiases = NO_BIASES,
+        activation: ExpertActivation = "silu",
+        /,
+    ) -> bool:
         """Return True if `moe` launches the same work with these whatever its data, as a CUDA graph demands."""
         ...

@@ -10,6 +10,7 @@ from minisgl.kernel.base import (
     NO_BIASES,
     Activation,
     DecodeInputs,
+    ExpertActivation,
     ExpertBiases,
     Heads,
     KernelNeeds,
@@ -210,13 +211,22 @@ class CudaOps:
         w2: Tensor,
         routing: Routing,
         biases: ExpertBiases = NO_BIASES,
+        activation: ExpertActivation = "silu",
     ) -> Tensor:
-        if not self.moe_graph_safe(w13, w2, routing, biases):
-            return self._torch.moe(x, router_logits, w13, w2, routing, biases)
+        if not self.moe_graph_safe(w13, w2, routing, biases, activation):
+            return self._torch.moe(x, router_logits, w13, w2, routing, biases, activation)
         return self._moe(x, router_logits, w13, w2, routing)
 
-    def moe_graph_safe(self, w13: Tensor, w2: Tensor, routing: Routing, biases: ExpertBiases = NO_BIASES, /) -> bool:
-        plain = routing.plain and all(bias is None for bias in biases)
+    def moe_graph_safe(
+        self,
+        w13: Tensor,
+        w2: Tensor,
+        routing: Routing,
+        biases: ExpertBiases = NO_BIASES,
+        activation: ExpertActivation = "silu",
+        /,
+    ) -> bool:
+        plain = routing.plain and all(bias is None for bias in biases) and activation == "silu"
         return plain and self._moe.supports(w13, w2, routing.top_k)
 
 

@@ -9,7 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.base import NO_BIASES, Activation, DecodeInputs, ExpertBiases, Heads, Norm, Ops, Routing, Weight
+from minisgl.kernel.base import (
+    NO_BIASES,
+    Activation,
+    ClampedSwiGLU,
+    DecodeInputs,
+    ExpertActivation,
+    ExpertBiases,
+    Heads,
+    Norm,
+    Ops,
+    Routing,
+    Weight,
+)
 
 
 class DenseWeight:
@@ -96,6 +108,7 @@ class TorchOps:
         w2: Tensor,
         routing: Routing,
         biases: ExpertBiases = NO_BIASES,
+        activation: ExpertActivation = "silu",
     ) -> Tensor:
         top_k = routing.top_k
         weights, experts = route(router_logits, routing, biases.choice)
@@ -107,8 +120,11 @@ class TorchOps:
         for expert, count in enumerate(counts):
             if count:
                 mine = slice(start, start + count)
-                hidden = activate_and_mul(self._product(x[tokens[mine]], w13[expert]), "silu")
-                out.index_add_(0, tokens[mine], (self._product(hidden, w2[expert]) * weights[mine]).float())
+                w13_bias, w2_bias = (None if bias is None else bias[expert] for bias in (biases.w13, biases.w2))
+                gate_up = self._product(x[tokens[mine]], w13[expert], w13_bias)
+                hidden = _activate_expert(gate_up, activation)
+                y = self._product(hidden, w2[expert], w2_bias)
+                out.index_add_(0, tokens[mine], (y * weights[mine]).float())
                 start += count
         return out.to(x.dtype)
 
@@ -123,6 +139,14 @@ def activate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """[T, 2 * I] with the gate first -> activation(gate) * up, [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+
+
+def _activate_expert(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
+    if not isinstance(activation, ClampedSwiGLU):
+        return activate_and_mul(gate_up, activation)
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * activation.alpha))
 
 
 def route(router_logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -9,9 +11,24 @@ from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
 from minisgl.kernel.base import Heads
 from minisgl.layers.layer_config import AttentionConfig, NormConfig
-from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, zeros
 from minisgl.layers.norm import ProjectionNorm, RMSNorm, params_of
 from minisgl.layers.rotary import Rotary, paired_rows
+from minisgl.layers.weight_slice import WeightSlice, row_slices
+
+
+class HeadSinks(nn.Module):
+    """A rank's share of the heads' attention sinks (Xiao et al., 2023): weight [heads], a score each."""
+
+    def __init__(self, num_heads: int, tp: TPGroup, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        share = num_heads // tp.size
+        self.kept = range(tp.rank * share, (tp.rank + 1) * share)
+        self.weight = zeros(share, dtype=dtype)
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        yield from row_slices(name, self.num_heads, [self.kept], self.weight)
 
 
 class Attention(nn.Module):
@@ -52,6 +69,7 @@ class Attention(nn.Module):
         elif config.qk_norm == "projection":
             self.q_norm = ProjectionNorm(q_rows, norm, dtype=dtype, kept=q_kept, tp=tp)
             self.k_norm = ProjectionNorm(kv_rows, norm, dtype=dtype, kept=k_kept, tp=tp)
+        self.sinks = HeadSinks(config.num_heads, tp, dtype=dtype) if config.has_sinks else None
         self.o_proj = RowParallelLinear(config.num_heads * dim, hidden_size, bias=config.out_bias, tp=tp, dtype=dtype)
 
     def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
@@ -78,6 +96,7 @@ class Attention(nn.Module):
             attended = fused.forward(qkv, heads, keys, values)
         else:
             q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.out_cache_loc, keys, values)
-            attended = ctx.attention[self.layer].forward(self.layer, q, ctx.kv)
+            sinks = None if self.sinks is None else self.sinks.weight
+            attended = ctx.attention[self.layer].forward(self.layer, q, ctx.kv, sinks)
         y: Tensor = self.o_proj(attended.flatten(1), residual)
         return y

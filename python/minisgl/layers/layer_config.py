@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from minisgl.kernel.base import Activation, Routing
+from minisgl.kernel.base import Activation, ExpertActivation, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,7 @@ class AttentionConfig:
     qk_norm: QKNorm = "none"  # of q and k before their rotation: each head by itself, or all heads together
     qkv_bias: bool = False
     out_bias: bool = False
+    has_sinks: bool = False  # a learned score of each head beside those of the positions, whose value is 0
 
     def heads_per_rank(self, tp_size: int) -> int:
         """Query heads of each tensor-parallel rank."""
@@ -118,6 +119,11 @@ class MoEConfig:
     shared_intermediate_size: int = 0  # of the gated block that every token goes to besides; 0: there is none
     choice_bias: bool = False  # of the scores when experts are chosen (DeepSeek V3)
     float32_router: bool = False  # its product is float32
+    activation: ExpertActivation = "silu"
+    router_name: str = "gate"  # in the checkpoint
+    router_bias: bool = False
+    expert_bias: bool = False
+    interleaved: bool = False  # the checkpoint stacks transposed experts, gate and up in turns (gpt-oss)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,17 +45,19 @@ class SparseMLP(nn.Module):
         super().__init__()
         self.tp = tp
         self.routing = config.routing
+        self.activation = config.activation
         self.router = Router(config, hidden_size, dtype=dtype)
-        self.experts = Experts(config, hidden_size, tp=tp, dtype=dtype)
+        experts = InterleavedExperts if config.interleaved else Experts
+        self.experts = experts(config, hidden_size, tp=tp, dtype=dtype)
         shared = MLPConfig(config.shared_intermediate_size)
         self.shared_experts = GatedMLP(shared, hidden_size, tp=tp, dtype=dtype) if shared.intermediate_size else None
 
     def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
         """Send each token of norm(x) to its experts, plus `residual`."""
         normed = x if norm is None else norm(x, ctx)
-        router_logits = ctx.ops.linear(normed.to(self.router.weight.dtype), self.router.weight)
-        experts = self.experts
-        y = ctx.ops.moe(normed, router_logits, experts.w13, experts.w2, self.routing, self._biases)
+        router, experts = self.router, self.experts
+        router_logits = ctx.ops.linear(normed.to(router.weight.dtype), router.weight, router.bias)
+        y = ctx.ops.moe(normed, router_logits, experts.w13, experts.w2, self.routing, self._biases, self.activation)
         y = self.tp.all_reduce(y)
         if self.shared_experts is not None:
             y = self.shared_experts(normed, None, ctx, residual=y)
@@ -63,7 +65,15 @@ class SparseMLP(nn.Module):
 
     @property
     def _biases(self) -> ExpertBiases:
-        return ExpertBiases(choice=self.router.choice_bias)
+        """A row-parallel product's bias is added by the first rank alone."""
+        experts, first = self.experts, self.tp.rank == 0
+        return ExpertBiases(self.router.choice_bias, experts.w13_bias, experts.w2_bias if first else None)
+
+    @property
+    def plain(self) -> bool:
+        """True if nothing is asked of the experts' kernels that csrc/ does not have."""
+        biases = any(bias is not None for bias in self._biases)
+        return self.routing.plain and not biases and self.activation == "silu"
 
     @property
     def idle_weights(self) -> int:
@@ -73,20 +83,24 @@ class SparseMLP(nn.Module):
 
     def graph_safe(self, ops: Ops) -> bool:
         """True if its work is the same whatever the data."""
-        return ops.moe_graph_safe(self.experts.w13, self.experts.w2, self.routing, self._biases)
+        return ops.moe_graph_safe(self.experts.w13, self.experts.w2, self.routing, self._biases, self.activation)
 
 
 class Router(nn.Module):
-    """The scores of the experts: weight [experts, hidden_size], in the checkpoint `gate` beside this module."""
+    """The scores of the experts: weight [experts, hidden_size], by its own name in the checkpoint."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = empty(config.num_experts, hidden_size, dtype=torch.float32 if config.float32_router else dtype)
+        self.bias = zeros(config.num_experts, dtype=self.weight.dtype) if config.router_bias else None
         self.choice_bias = zeros(config.num_experts, dtype=torch.float32) if config.choice_bias else None
+        self.checkpoint_name = config.router_name
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        gate = f"{name.rpartition('.')[0]}.gate"
+        gate = f"{name.rpartition('.')[0]}.{self.checkpoint_name}"
         yield whole(f"{gate}.weight", self.weight)
+        if self.bias is not None:
+            yield whole(f"{gate}.bias", self.bias)
         if self.choice_bias is not None:
             yield whole(f"{gate}.e_score_correction_bias", self.choice_bias)
 
@@ -102,6 +116,8 @@ class Experts(nn.Module):
         self.start = tp.rank * self.share
         self.w13 = empty(config.num_experts, 2 * self.share, hidden_size, dtype=dtype)
         self.w2 = empty(config.num_experts, hidden_size, self.share, dtype=dtype)
+        self.w13_bias = zeros(config.num_experts, 2 * self.share, dtype=dtype) if config.expert_bias else None
+        self.w2_bias = zeros(config.num_experts, hidden_size, dtype=dtype) if config.expert_bias else None
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         """Three matrices an expert: `experts.0.gate_proj.weight`."""
@@ -122,3 +138,26 @@ class Experts(nn.Module):
             yield WeightSlice(f"{name}.gate_up_proj", (count, 2 * size, hidden), (every, kept, every), target)
         kept = slice(self.start, self.start + self.share)
         yield WeightSlice(f"{name}.down_proj", (count, hidden, size), (every, every, kept), self.w2)
+
+
+class InterleavedExperts(Experts):
+    """Experts that the checkpoint holds transposed, each gate's column before that of its up, with biases (gpt-oss)."""
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        count, hidden, size = len(self.w13), self.hidden_size, self.intermediate_size
+        every, kept = slice(None), slice(self.start, self.start + self.share)
+        for first in (0, 1):  # gates, then ups
+            part = slice(first * self.share, (first + 1) * self.share)
+            columns = slice(2 * self.start + first, 2 * (self.start + self.share), 2)
+            target = self.w13[:, part].transpose(1, 2)
+            yield WeightSlice(f"{name}.gate_up_proj", (count, hidden, 2 * size), (every, every, columns), target)
+            if self.w13_bias is not None:
+                bias = self.w13_bias[:, part]
+                yield WeightSlice(f"{name}.gate_up_proj_bias", (count, 2 * size), (every, columns), bias)
+        yield WeightSlice(f"{name}.down_proj", (count, size, hidden), (every, kept, every), self.w2.transpose(1, 2))
+        if self.w2_bias is not None:
+            yield whole(f"{name}.down_proj_bias", self.w2_bias)
+
+    def stacked_slices(self, name: str) -> Iterator[WeightSlice]:  # noqa: ARG002
+        """Nothing: there is one form."""
+        return iter(())

@@ -100,7 +100,8 @@ class Checkpoint:
             target.copy_(tensor.read(*source))
             return
         first, *others = [range(*axis.indices(size)) for axis, size in zip(source, tensor.shape, strict=True)]
-        columns = [slice(axis.start, axis.stop) for axis in others]  # only rows are reordered, and so have steps
+        columns = [slice(axis.start, axis[-1] + 1) for axis in others]
+        steps = tuple(slice(None, None, axis.step) for axis in (first, *others))  # of axes that are reordered
         count = max(_BLOCK // max(math.prod(map(len, others)) * first.step, 1), 1)
         for start in range(0, len(first), count):
             rows = first[start : start + count]
@@ -108,7 +109,7 @@ class Checkpoint:
                 values = tensor.read(slice(rows[0], rows[-1] + 1), *columns)
             except ValueError as error:
                 raise WeightError(f"{name}: {error}") from error
-            target[start : start + len(rows)].copy_(values[:: first.step])
+            target[start : start + len(rows)].copy_(values[steps])
 
     def _find_zero_biases(self, stored: dict[str, StoredTensor]) -> Iterator[str]:
         """Biases of quantized modules that are all zero: AutoGPTQ writes them for models without biases."""

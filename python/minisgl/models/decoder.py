@@ -126,7 +126,7 @@ class CausalLM(nn.Module):
                         width, size = module.weight.shape
                         begins = isinstance(module, ColumnParallelLinear)
                         products.add(Product(width, size, begins and norm is not None, gate if begins else None))
-                if isinstance(block, SparseMLP) and block.routing.plain:
+                if isinstance(block, SparseMLP) and block.plain:
                     experts.add((len(block.experts.w13), block.routing.top_k))
         return KernelNeeds(
             dtype=self.dtype,

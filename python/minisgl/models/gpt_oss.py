@@ -1,0 +1,78 @@
+"""gpt-oss (OpenAI, 2025): experts with biases and a clamped SwiGLU, attention sinks, a window in every second layer.
+
+Experts that are published in MXFP4 are dequantized as they are loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl.kernel.base import ClampedSwiGLU, Routing
+from minisgl.layers.layer_config import LayerConfig, MoEConfig
+from minisgl.models.config.common_fields import (
+    read_attention,
+    read_context_len,
+    read_layer_types,
+    read_model,
+    read_rope,
+)
+from minisgl.models.config.config_reader import ConfigReader
+from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
+
+ARCHITECTURES = ("GptOssForCausalLM",)
+_DEFAULTS: Mapping[str, Any] = {  # of transformers' GptOssConfig
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "sliding_window": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+}
+
+
+def read_gpt_oss(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """Read a config.json of an architecture in ARCHITECTURES. Raises UnsupportedModel."""
+    reader = reader.with_defaults(_DEFAULTS)
+    rope = read_rope(reader)
+    context_len, num_layers = read_context_len(reader, rope), reader.count("num_hidden_layers")
+    has_bias = reader.flag("attention_bias")
+    full = dataclasses.replace(read_attention(reader, rope), qkv_bias=has_bias, out_bias=has_bias, has_sinks=True)
+    window = reader.count("sliding_window")
+    sliding = dataclasses.replace(full, window=window if window < context_len else None)
+    windowed = read_layer_types(reader, num_layers) or [layer % 2 == 0 for layer in range(num_layers)]
+    experts = _read_experts(reader)
+    layers = [LayerConfig(sliding if slides else full, experts) for slides in windowed]
+    model = read_model(architecture, reader, layers, context_len)
+    return dataclasses.replace(model, norm=dataclasses.replace(model.norm, float32=True))
+
+
+def _read_experts(reader: ConfigReader) -> MoEConfig:
+    """Softmax over the chosen experts' logits alone, which is that over all, made to sum to 1."""
+    key = "num_experts" if reader.get("num_local_experts") is None else "num_local_experts"
+    num_experts, chosen = reader.count(key), reader.count("num_experts_per_tok")
+    reader.get("num_experts")
+    if chosen > num_experts:
+        raise UnsupportedModel(f"num_experts_per_tok {chosen} is more than {key} {num_experts}")
+    return MoEConfig(
+        num_experts,
+        reader.count("intermediate_size"),
+        Routing(chosen, renormalize=True),
+        activation=ClampedSwiGLU(reader.number("swiglu_alpha"), reader.number("swiglu_limit")),
+        router_name="router",
+        router_bias=True,
+        expert_bias=True,
+        interleaved=True,
+    )
