@@ -141,6 +141,9 @@ class Stream(asyncio.Protocol):
         record.completion_tokens = len(record.times) if self._usage is None else self._usage.completion_tokens
         if self._usage is not None and self._usage.prompt_tokens_details is not None:
             record.cached_tokens = self._usage.prompt_tokens_details.cached_tokens or 0
+        if not record.times and record.completion_tokens:  # a few tokens of no text: a part of a character, perhaps
+            record.times.append(self._now)
+            record.sizes.append(0)
         if error is None and not record.times:
             error = "no text came"
         elif error is None and record.completion_tokens != record.max_tokens and self._usage is not None:
