@@ -85,7 +85,8 @@ def main() -> None:
             work = Interference(
                 args.streams, args.stream_tokens, args.prompts, args.prompt, args.every, args.quiet, served.vocab_size
             )
-            gaps[policy] = token_gaps(work, run_load(Target(server.base_url, served.model), work.load(), label=policy))
+            run = run_load(Target(server.base_url, served.model), work.load(), label=policy)
+            gaps[policy] = token_gaps(work, run.records)
     spreads = {policy: spread(values) for policy, values in gaps.items()}
     rows: list[list[Cell]] = [
         [policy, one.p50, one.p90, one.p99, one.count] for policy, one in spreads.items() if one is not None

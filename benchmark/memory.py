@@ -58,7 +58,7 @@ def main() -> None:
                 count = min(rng.randint(1, args.burst), args.requests - done)
                 load += synthetic_load(args.seed + done, [0.2 * len(load) / args.burst] * count, lengths, **limits)[0]
                 done += count
-            records = run_load(target, load)
+            records = run_load(target, load).records
             errors = [record.error for record in records if record.error]
             print(f"{done} requests: {pss_mb(pid)} MB, {len(errors)} errors", *sorted(set(errors))[:3], flush=True)
 

@@ -97,14 +97,15 @@ def measure_pipeline(
                 raise ValueError(f"{load} does not fit into the context of {served.context} tokens")
             target = Target(server.base_url, served.model, temperature=0.0)
             warming = _requests(PipelineLoad(load.clients, load.prompt_tokens, 16), served.vocab_size, seed=1)
-            _checked(run_load(target, warming, label="warm up"))
+            _checked(run_load(target, warming, label="warm up").records)
 
             requests = _requests(load, served.vocab_size, seed=2)
             clock = _CpuClock(pids)
             if profile:
                 _toggle_profilers(pids)
             label = f"step {step_ms:g} ms"
-            records = _checked(run_load(target, requests, processes=load.processes, label=label, on_tick=clock.tick))
+            run = run_load(target, requests, processes=load.processes, label=label, on_tick=clock.tick)
+            records = _checked(run.records)
             profiles = _collect_profiles(Path(folder), pids) if profile else {}
     return _figures(load, step_ms, records, clock, profiles)
 

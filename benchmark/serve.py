@@ -22,13 +22,13 @@ from pathlib import Path
 from measuring.arguments import add_output_arguments, make_parser, numbers, output_of
 from measuring.client import Target
 from measuring.load import run_load
+from measuring.load_arguments import add_client_arguments, add_served_arguments, slo_of
+from measuring.probe import warm_up
 from measuring.report import Cell, table
 from measuring.server_process import LaunchFailed, Served, ServerProcess, ask_served, exit_on_sigterm
-from measuring.statistics import LoadSummary, Slo, Spread, summarize
+from measuring.statistics import LoadSummary, Spread, summarize
 from measuring.traces import TraceRow, read_trace, replay
 from measuring.workload import Lengths, TimedRequest, poisson_arrivals, synthetic_load
-
-WARM_UP_REQUESTS = 8
 
 
 def make_loads(
@@ -49,15 +49,6 @@ def make_loads(
             arrivals = poisson_arrivals(random.Random(seed), rate, args.requests or 100)
             loads.append((f"{rate:g}/s", *synthetic_load(seed, arrivals, lengths, **limits)))
     return loads
-
-
-def warm_up(target: Target, served: Served, seed: int) -> None:
-    """Send a few short requests at once."""
-    lengths = Lengths(min(256, served.context // 4), 16, 0.0, 0.0)
-    load, _ = synthetic_load(
-        seed + 10**6, [0.0] * WARM_UP_REQUESTS, lengths, vocab_size=served.vocab_size, context=served.context
-    )
-    run_load(target, load, label="warm up")
 
 
 def print_summaries(summaries: dict[str, LoadSummary]) -> None:
@@ -99,12 +90,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     argv = sys.argv[1:]
     at = argv.index("--") if "--" in argv else len(argv)
     parser = make_parser(__doc__)
-    server = parser.add_argument_group("server")
+    server = add_served_arguments(parser)
     server.add_argument("--base-url", metavar="URL", help="without /v1; none: what the command after -- says")
-    server.add_argument("--model", metavar="NAME", help="as the server calls it; none: its first")
-    server.add_argument("--context", type=int, metavar="TOKENS", help="none: what /v1/models says, or else 4096")
-    server.add_argument("--vocab", type=int, metavar="N", help="token ids to draw from; none: asked for, or else 10000")
-    server.add_argument("--start-timeout", type=float, default=300, metavar="S", help="seconds for the server's start")
     work = parser.add_argument_group("work")
     work.add_argument("--rate", type=numbers, default=(1.0,), metavar="R", help="Poisson arrivals a second: 2,4,8")
     work.add_argument("--burst", type=int, metavar="N", help="this many requests at once instead")
@@ -114,14 +101,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     work.add_argument("--input", type=int, default=1750, metavar="TOKENS", help="mean prompt, log-normal")
     work.add_argument("--output", type=int, default=350, metavar="TOKENS", help="mean answer, log-normal")
     work.add_argument("--fixed", action="store_true", help="every prompt and answer of the mean length")
-    work.add_argument("--temperature", type=float, default=0.6, help="of sampling")
-    work.add_argument("--seed", type=int, default=0, help="of arrivals, lengths and tokens")
-    work.add_argument("--processes", type=int, default=1, metavar="N", help="of the load generator")
-    work.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds a request may take")
-    work.add_argument("--slo-ttft", type=float, default=1000, metavar="MS", help="a good answer's first token")
-    work.add_argument(
-        "--slo-tbt", type=float, default=50, metavar="MS", help="a good answer's mean time between tokens"
-    )
+    add_client_arguments(parser)
     add_output_arguments(parser)
     args = parser.parse_args(argv[:at])
     command = argv[at + 1 :]
@@ -136,7 +116,7 @@ def main() -> None:
     args, command = parse()
     output = output_of(args)
     rows = read_trace(args.trace, args.requests) if args.trace else []
-    slo = Slo(args.slo_ttft, args.slo_tbt)
+    slo = slo_of(args)
     api_key = os.environ.get("OPENAI_API_KEY")
     summaries, all_records, cuts = {}, [], {}
     with ExitStack() as stack:
@@ -151,7 +131,7 @@ def main() -> None:
         for name, load, num_cut in make_loads(args, rows, served):
             if num_cut:
                 print(f"{name}: {num_cut} of {len(load)} requests were cut to the context of {served.context} tokens")
-            records = run_load(target, load, processes=args.processes, label=name)
+            records = run_load(target, load, processes=args.processes, label=name).records
             for error in sorted({record.error for record in records if record.error})[:3]:
                 print(f"{name}: error: {error}")
             summaries[name], cuts[name] = summarize(records, slo), num_cut

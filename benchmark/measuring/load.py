@@ -1,6 +1,7 @@
-"""An open-loop load generator in processes of its own: requests leave on time, whatever became of those before them.
+"""A load generator in processes of its own, open loop: requests leave on time, whatever became of those before them.
 
-Every process takes each n-th request, encodes it beforehand, and says ready; then all start at one moment.
+Only the turns of a session wait for each other: the next one leaves when its user has thought about the answer. Every
+process takes each n-th session, encodes all of its requests beforehand, and says ready; then all start at one moment.
 """
 
 from __future__ import annotations
@@ -24,29 +25,66 @@ TICK_SECONDS = 0.1  # between reports of progress
 
 
 @dataclass(frozen=True, slots=True)
+class LoadRun:
+    """Records of a load's requests, in order, and what it cost to send them."""
+
+    records: list[RequestRecord]
+    cpu_share: float  # CPU time of the generator's busiest process over the time that it ran; 1: a whole core
+
+
+Session = list[tuple[int, TimedRequest]]  # turns in order, with their indices in the load
+
+
+@dataclass(frozen=True, slots=True)
 class _Part:
-    """Requests that one process sends."""
+    """Sessions that one process sends."""
 
     target: Target
-    requests: list[tuple[int, TimedRequest]]  # with their indices in the load
+    sessions: list[Session]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Request that is ready to be sent."""
+
+    payload: bytes
+    record: RequestRecord
+    think: float  # seconds after the answer before
 
 
 Tick = Callable[[float, list[int]], None]  # seconds after the start, the generator's process ids
 
 
+def sessions_of(load: Sequence[TimedRequest]) -> list[Session]:
+    """Return the sessions in order of their starts. ValueError if a request follows one that does not precede it."""
+    sessions: list[Session] = []
+    ends: dict[int, Session] = {}  # by the index of the last turn
+    for index, request in enumerate(load):
+        if request.follows is None:
+            session: Session = []
+            sessions.append(session)
+        elif request.follows in ends:
+            session = ends.pop(request.follows)
+        else:
+            raise ValueError(f"request {index} follows request {request.follows}, which is not the end of a session")
+        session.append((index, request))
+        ends[index] = session
+    return sorted(sessions, key=lambda turns: turns[0][1].at)
+
+
 def run_load(
     target: Target, load: Sequence[TimedRequest], *, processes: int = 1, label: str = "", on_tick: Tick | None = None
-) -> list[RequestRecord]:
-    """Send a load and return a record of each of its requests, in order. Shows a bar on stderr."""
-    indexed = list(enumerate(load))
-    processes = max(1, min(processes, len(load)))
+) -> LoadRun:
+    """Send a load and return what became of it. Shows a bar on stderr. RuntimeError when a process dies."""
+    sessions = sessions_of(load)
+    processes = max(1, min(processes, len(sessions)))
     spawn = multiprocessing.get_context("spawn")
     workers = []
     pipes: list[Connection] = []
     try:
         for number in range(processes):
             ours, theirs = spawn.Pipe()
-            worker = spawn.Process(target=_work, args=(theirs, _Part(target, indexed[number::processes])), daemon=True)
+            worker = spawn.Process(target=_work, args=(theirs, _Part(target, sessions[number::processes])), daemon=True)
             worker.start()
             theirs.close()
             workers.append(worker)
@@ -57,7 +95,7 @@ def run_load(
         for pipe in pipes:
             pipe.send(start)
         with tqdm(total=len(load), desc=label, unit="request") as bar:
-            records = _gather(pipes, bar, start, [worker.pid or 0 for worker in workers], on_tick)
+            run = _gather(pipes, bar, start, [worker.pid or 0 for worker in workers], on_tick)
     except EOFError:
         raise RuntimeError("a process of the load generator died") from None
     finally:
@@ -66,13 +104,14 @@ def run_load(
         for worker in workers:
             worker.join(timeout=10)
             worker.kill()
-    return sorted(records, key=lambda record: record.index)
+    return run
 
 
 def _gather(
     pipes: Sequence[Connection], bar: tqdm[None], start: float, pids: list[int], on_tick: Tick | None
-) -> list[RequestRecord]:
+) -> LoadRun:
     records: list[RequestRecord] = []
+    cpu_share = 0.0
     working = list(pipes)
     while working:
         for pipe in wait(working, timeout=TICK_SECONDS):
@@ -81,37 +120,50 @@ def _gather(
             if isinstance(message, int):
                 bar.update(message)
             else:
-                records += message
+                records += message.records
+                cpu_share = max(cpu_share, message.cpu_share)
                 working.remove(pipe)
         if on_tick is not None:
             on_tick(time.monotonic() - start, pids)
     bar.update(len(records) - bar.n)
-    return records
+    return LoadRun(sorted(records, key=lambda record: record.index), cpu_share)
 
 
 def _work(pipe: Connection, part: _Part) -> None:
     """The life of one process."""
-    payloads = [part.target.encode(request) for _, request in part.requests]
-    records = [
-        RequestRecord(index, request.at, len(request.prompt), request.max_tokens) for index, request in part.requests
-    ]
+    sessions = [[_prepare(part.target, index, request) for index, request in session] for session in part.sessions]
+    records = [turn.record for session in sessions for turn in session]
     gc.collect()
     gc.disable()  # a collection would look like a pause of the server
     pipe.send("ready")
     start: float = pipe.recv()
-    uvloop.run(_send_all(part.target, payloads, records, start, pipe))
-    pipe.send(records)
+    spent = time.process_time()
+    uvloop.run(_send_all(part.target, sessions, start, pipe))
+    pipe.send(LoadRun(records, (time.process_time() - spent) / (time.monotonic() - start)))
 
 
-async def _send_all(
-    target: Target, payloads: list[bytes], records: list[RequestRecord], start: float, pipe: Connection
-) -> None:
+def _prepare(target: Target, index: int, request: TimedRequest) -> _Turn:
+    begins = request.follows is None
+    record = RequestRecord(index, request.at if begins else 0.0, len(request.prompt), request.max_tokens)
+    return _Turn(target.encode(request), record, 0.0 if begins else request.at)
+
+
+async def _send_all(target: Target, sessions: list[list[_Turn]], start: float, pipe: Connection) -> None:
     num_ended = 0
 
-    async def one(payload: bytes, record: RequestRecord) -> None:
+    async def run_session(turns: list[_Turn]) -> None:
         nonlocal num_ended
-        await ask(target, payload, record, start)
-        num_ended += 1
+        failed = False
+        for place, turn in enumerate(turns):
+            if place:
+                turn.record.due = time.monotonic() - start + turn.think
+            if failed:
+                turn.record.error = "a turn before it failed"
+            else:
+                await asyncio.sleep(turn.think)
+                await ask(target, turn.payload, turn.record, start)
+                failed = turn.record.error is not None
+            num_ended += 1
 
     async def tell() -> None:
         told = 0
@@ -123,11 +175,10 @@ async def _send_all(
 
     telling = asyncio.create_task(tell())
     tasks = []
-    for index, record in enumerate(records):
-        delay = start + record.due - time.monotonic()
+    for session in sessions:
+        delay = start + session[0].record.due - time.monotonic()
         if delay > 0:
             await asyncio.sleep(delay)
-        tasks.append(asyncio.create_task(one(payloads[index], record)))
-        payloads[index] = b""
+        tasks.append(asyncio.create_task(run_session(session)))
     await asyncio.gather(*tasks)
     telling.cancel()

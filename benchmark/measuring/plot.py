@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from measuring.client import RequestRecord
+from measuring.probe import Search
 from measuring.report import cell_text
 from measuring.statistics import FloatArray, LoadSummary, Spread
 
@@ -27,12 +28,18 @@ def check_plotting() -> None:
 
 @contextmanager
 def _figure(path: Path, columns: int) -> Iterator[Any]:
+    with _grid(path, 1, columns) as axes:
+        yield axes[0]
+
+
+@contextmanager
+def _grid(path: Path, rows: int, columns: int) -> Iterator[Any]:
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(1, columns, figsize=(4.2 * columns, 3.4), squeeze=False)
-        yield axes[0]
+        figure, axes = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 3.4 * rows), squeeze=False)
+        yield axes
         figure.tight_layout()
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
@@ -94,6 +101,35 @@ def _percentiles(axis: Any, title: str, names: Sequence[str], spreads: Sequence[
         axis.plot(names, [getattr(one, percentile) if one else np.nan for one in spreads], "o-", label=percentile)
     axis.set(title=title, ylabel="ms", yscale="log")
     axis.legend()
+
+
+def plot_searches(path: Path, searches: Sequence[Search]) -> None:
+    """Draw, by rate, the share within the objectives and percentiles of TTFT and TPOT: a row of plots a workload."""
+    workloads = list(dict.fromkeys(search.workload for search in searches))
+    servers = list(dict.fromkeys(search.server for search in searches))
+    with _grid(path, len(workloads), 3) as rows:
+        for workload, (share, ttft, tpot) in zip(workloads, rows, strict=True):
+            for search in searches:
+                if search.workload != workload:
+                    continue
+                color = f"C{servers.index(search.server)}"
+                label = search.server if search.round == 1 else None
+                by_rate = {probe.rate: probe.summary for probe in search.probes if probe.summary is not None}
+                rates = sorted(by_rate)
+                figures = [by_rate[rate] for rate in rates]
+                share.plot(rates, [one.good_share * 100 for one in figures], "o-", color=color, label=label)
+                ttfts, tpots = [one.ttft_ms for one in figures], [one.tpot_ms for one in figures]
+                for axis, spreads in ((ttft, ttfts), (tpot, tpots)):
+                    for percentile, line in (("p50", "o-"), ("p99", "o--")):
+                        values = [getattr(one, percentile) if one else np.nan for one in spreads]
+                        named = f"{label} {percentile}" if label else None
+                        axis.plot(rates, values, line, color=color, label=named, markersize=3)
+            share.set(title=f"{workload}: within the objectives", ylabel="% of requests", ylim=(-3, 103))
+            ttft.set(title=f"{workload}: time to first token", ylabel="ms", yscale="log")
+            tpot.set(title=f"{workload}: time per output token", ylabel="ms", yscale="log")
+            for axis in (share, ttft, tpot):
+                axis.set(xlabel="requests/s", xscale="log")
+                axis.legend(fontsize=7)
 
 
 def plot_gaps(path: Path, gaps: Mapping[str, FloatArray]) -> None:

@@ -34,22 +34,27 @@ def spread(values: Sequence[float] | FloatArray) -> Spread | None:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Service level objectives: limits that a good answer keeps to."""
+    """Service level objectives: limits that a good answer keeps to, in ms."""
 
-    ttft_ms: float
-    tbt_ms: float  # mean over one answer
+    ttft_ms: float  # to the first token, whatever the prompt
+    ttft_ms_per_1k: float  # more for each 1,000 tokens of the prompt, cached or not
+    tpot_ms: float  # mean time between the tokens of one answer
+
+    def ttft_limit_ms(self, prompt_tokens: int) -> float:
+        """Return the time in which the first token of an answer to so long a prompt must come."""
+        return self.ttft_ms + self.ttft_ms_per_1k * prompt_tokens / 1e3
 
     def met_by(self, record: RequestRecord) -> bool:
         """Return True if the request succeeded within both limits."""
         if record.error is not None:
             return False
         between = record.time_per_token or 0.0
-        return record.ttft * 1e3 <= self.ttft_ms and between * 1e3 <= self.tbt_ms
+        return record.ttft * 1e3 <= self.ttft_limit_ms(record.prompt_tokens) and between * 1e3 <= self.tpot_ms
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSummary:
-    """One load, from its start to its last token. Latencies count from when a request was due, in ms."""
+    """One load, or its requests since some moment. Latencies count from when a request was due, in ms."""
 
     requests: int
     errors: int
@@ -68,10 +73,13 @@ class LoadSummary:
     send_delay_ms: Spread | None  # the generator's own lateness: large values mean that it is too slow
 
 
-def summarize(records: Sequence[RequestRecord], slo: Slo) -> LoadSummary:
-    """Return the figures of all requests of a load; failed ones count as errors and nowhere else."""
+def summarize(records: Sequence[RequestRecord], slo: Slo, *, since: float = 0.0) -> LoadSummary:
+    """Return the figures of requests that were due at `since` or later; failed ones count as errors and nowhere else.
+
+    `since` is in seconds after the start of the load; figures per second count from it.
+    """
     done = [record for record in records if record.error is None]
-    seconds = max((record.times[-1] for record in done), default=0.0)
+    seconds = max((record.times[-1] - since for record in done), default=0.0)
     per_second = 1.0 / seconds if seconds > 0 else 0.0
     gaps = [np.diff(record.times) * 1e3 for record in done]
     prompt_tokens = sum(record.prompt_tokens for record in done)

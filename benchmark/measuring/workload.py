@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -59,11 +60,43 @@ def random_prompts(rng: random.Random, count: int, length: int, vocab_size: int 
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A request of an open-loop load: sent at its time, whatever became of those before it."""
+    """A request of a load: sent at its time, whatever became of others, unless it is a later turn of a session."""
 
-    at: float  # seconds after the start
+    at: float  # seconds after the start; of a later turn, after the end of the answer that it follows
     prompt: Int32Array
     max_tokens: int
+    follows: int | None = None  # index in the load of the turn before it
+
+
+class LengthSource(Protocol):
+    """Distribution of lengths in tokens."""
+
+    def draw(self, rng: random.Random) -> tuple[int, int]:
+        """Return an input and an output."""
+        ...
+
+    def scaled(self, factor: float) -> LengthSource:
+        """Return the distribution with its lengths multiplied."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class UniformLengths:
+    """Lengths in tokens between `least` times the longest and the longest, all equally likely."""
+
+    longest_input: int
+    longest_output: int
+    least: float = 0.8
+
+    def draw(self, rng: random.Random) -> tuple[int, int]:
+        return self._draw(rng, self.longest_input), self._draw(rng, self.longest_output)
+
+    def scaled(self, factor: float) -> UniformLengths:
+        longest = max(1, round(self.longest_input * factor)), max(1, round(self.longest_output * factor))
+        return UniformLengths(*longest, self.least)
+
+    def _draw(self, rng: random.Random, longest: int) -> int:
+        return rng.randint(max(1, math.ceil(self.least * longest)), longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +115,10 @@ class Lengths:
             _log_normal(rng, self.mean_output, self.output_spread, factor=4.0),
         )
 
+    def scaled(self, factor: float) -> Lengths:
+        means = max(1, round(self.mean_input * factor)), max(1, round(self.mean_output * factor))
+        return Lengths(*means, self.input_spread, self.output_spread)
+
 
 def _log_normal(rng: random.Random, mean: int, sigma: float, factor: float) -> int:
     value = rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
@@ -97,11 +134,20 @@ def poisson_arrivals(rng: random.Random, rate: float, count: int) -> list[float]
 
 
 def synthetic_load(
-    seed: int, arrivals: Sequence[float], lengths: Lengths, *, vocab_size: int, context: int
+    seed: int,
+    arrivals: Sequence[float],
+    lengths: LengthSource,
+    *,
+    vocab_size: int,
+    context: int,
+    token_seed: int | None = None,
 ) -> tuple[list[TimedRequest], int]:
-    """Return a request of fresh random tokens for each arrival, and how many had to be cut to the context."""
+    """Return a request of fresh random tokens for each arrival, and how many had to be cut to the context.
+
+    Lengths follow from `seed`, tokens from `token_seed` if it is given.
+    """
     rng = random.Random(seed)
-    tokens = np.random.default_rng(seed)
+    tokens = np.random.default_rng(seed if token_seed is None else token_seed)
     load, num_cut = [], 0
     for at in arrivals:
         wanted = lengths.draw(rng)

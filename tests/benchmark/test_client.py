@@ -66,6 +66,17 @@ def test_events_are_found_wherever_they_are_cut(size: int):
     assert (record.completion_tokens, record.cached_tokens) == (2, 3)
 
 
+def test_tokens_without_text_came_at_the_end():
+    events = EVENTS.replace(b'"ab"', b'""').replace(b'"c"', b'""')
+    head = HEAD.replace(b"connection: close", b"content-length: %d" % len(events))
+    record = answered_by(sending(head + events))
+    assert (record.error, len(record.times), record.sizes) == (None, 1, array("i", [0]))
+    nothing = b"data: [DONE]\n\n"
+    assert (
+        answered_by(sending(HEAD.replace(b"close", b"close\r\ncontent-length: 14") + nothing)).error == "no text came"
+    )
+
+
 def test_a_wrong_number_of_tokens_is_an_error():
     events = EVENTS.replace(b'"completion_tokens": 2', b'"completion_tokens": 1')
     head = HEAD.replace(b"connection: close", b"content-length: %d" % len(events))
@@ -91,7 +102,7 @@ def test_a_request_without_an_end_is_given_up():
 
 def test_a_load_without_a_server_has_only_errors():
     load = [TimedRequest(0.01 * index, REQUEST.prompt, 2) for index in range(5)]
-    records = run_load(Target("http://127.0.0.1:1", "m"), load, processes=2)
+    records = run_load(Target("http://127.0.0.1:1", "m"), load, processes=2).records
     assert [record.index for record in records] == [0, 1, 2, 3, 4]
     assert all("no connection" in str(record.error) for record in records)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from measuring.shapes import SHAPES, make_shape, read_vocab_size
 
 SCRIPTS = Path(__file__).parents[2] / "benchmark"
 NEED_CUDA_PACKAGES = {"attention", "kernel_times"}
-WITH_JSON = {"offline", "latency", "serve", "pipeline", "structured", "interference", "timeline"}
+WITH_JSON = {"offline", "latency", "serve", "goodput", "pipeline", "structured", "interference", "timeline"}
 SERVER = ["--", sys.executable, "-m", "minisgl", "--port", "0", "--num-pages", "400"]
 
 
@@ -103,6 +104,34 @@ def test_serve_at_several_rates(tmp_path: Path):
     _, results = run(tmp_path, "serve", *work, *SERVER)
     for figures in results["loads"].values():
         assert (figures["requests"], figures["errors"], figures["ttft_ms"]["count"]) == (4, 0, 4)
+
+
+def test_goodput(tmp_path: Path):
+    """Two probes of sessions on a real server; another one that does not start costs only its own rows."""
+    file = tmp_path / "result.json"
+    sizes = ("--workload", "conversation", "--scale", "0.02", "--think", "0.01", "--requests", "8", "--warm-up", "2")
+    search = ("--range", "4,64", "--precision", "1", "--late", "60000", "--slo-ttft", "60000", "--slo-tpot", "60000")
+    pages = ("--page-size", "4", "--num-pages", "2000")
+    servers = (
+        "--server",
+        f"demo={shlex.join([*SERVER[1:], *pages])}",
+        "--server",
+        f"broken={sys.executable} -c exit(3)",
+    )
+    command = [sys.executable, str(SCRIPTS / "goodput.py"), *sizes, *search, *servers, "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 1, done.stderr
+    assert "conversation: 2 probes of 8 requests" in done.stdout
+    assert "broken: the server ended with 3" in done.stderr
+    demo, broken = json.loads(file.read_text())["results"]
+    assert (demo["found"], demo["failure"]) == ("at least 32.00", None)
+    assert [probe["rate"] for probe in demo["probes"]] == pytest.approx([16, 32])
+    for probe in demo["probes"]:
+        figures = probe["summary"]
+        assert (figures["requests"], figures["errors"], figures["good_share"]) == (8, 0, 1)
+        assert figures["hit_rate"] > 0.2  # of the turns before
+        assert probe["generator_cpu"] > 0
+    assert (broken["found"], broken["probes"]) == ("failed", [])
 
 
 def test_structured(tmp_path: Path):

@@ -9,7 +9,7 @@ import pytest
 from measuring.client import RequestRecord
 from measuring.statistics import Slo, spread, summarize
 
-SLO = Slo(ttft_ms=600, tbt_ms=100)
+SLO = Slo(ttft_ms=600, ttft_ms_per_1k=0, tpot_ms=100)
 
 
 def record(due: float, times: list[float], *, tokens: int | None = None, **changes: object) -> RequestRecord:
@@ -44,6 +44,14 @@ def test_a_request_sent_early_counts_from_then():
 def test_time_per_token_counts_tokens_and_not_events():
     assert record(0.0, [1.0, 2.0], tokens=5).time_per_token == pytest.approx(0.25)
     assert record(0.0, [1.0]).time_per_token is None
+
+
+def test_the_first_token_may_take_longer_after_a_long_prompt():
+    slo = Slo(ttft_ms=100, ttft_ms_per_1k=200, tpot_ms=100)
+    assert slo.ttft_limit_ms(2500) == pytest.approx(600)
+    assert slo.met_by(record(0.0, [0.59], prompt_tokens=2500))
+    assert not slo.met_by(record(0.0, [0.59], prompt_tokens=2000))
+    assert not slo.met_by(record(0.0, [0.5, 0.7], prompt_tokens=2500))
 
 
 def test_summary_of_a_load():

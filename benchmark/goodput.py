@@ -1,0 +1,223 @@
+r"""Search the highest request rate at which 99% of the requests hold the service level objectives, on several servers.
+
+A probe sends --warm-up and --requests requests at one rate and judges the latter; the next probe, at a rate chosen by
+bisection, begins when the server is idle again. The objectives: time to first token by prompt length, and each answer's
+mean time per token. A probe whose requests left too late says nothing about the server and is refused.
+
+Each --server is NAME=COMMAND, which is started for its turn and ended after it, or NAME=URL. Workloads: poisson (mean
+1,740 tokens in, 343 out, log-normal), 1k1k, 1k8k, 8k1k (InferenceX's shapes), conversation, agent (sessions with shared
+prefixes and think times), or the file of a trace (Mooncake's JSON lines, Azure's CSV), by default at 0.25 to 0.75 of
+its pace.
+
+    python benchmark/goodput.py --scale 0.05 --range 1,32 --requests 60 --server "demo=python -m minisgl --port 0"
+    python benchmark/goodput.py --workload mooncake.jsonl --workload agent --plot goodput.png \
+        --server "minisgl=python -m minisgl --model MODEL --port 0" --server "vllm=vllm serve MODEL --port 8000"
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from measuring.arguments import Output, add_output_arguments, make_parser, numbers, output_of
+from measuring.client import Target
+from measuring.idle import NotIdle
+from measuring.load_arguments import add_client_arguments, add_served_arguments, slo_of
+from measuring.online_workloads import LENGTHS, SESSIONS, OnlineWorkload, make_workload
+from measuring.probe import Judgement, Probe, Prober, Search
+from measuring.report import Cell, cell_text, table
+from measuring.search import Verdict, bisect, num_probes
+from measuring.server_process import LaunchFailed, ServerProcess, ask_served, exit_on_sigterm
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A server by name: a command that starts it, or the address of one that runs."""
+
+    name: str
+    command: list[str]
+    base_url: str | None
+
+
+def parse_contestant(text: str) -> Contestant:
+    name, equals, what = text.partition("=")
+    if not (name and equals and what):
+        raise argparse.ArgumentTypeError(f"NAME=COMMAND or NAME=URL, not {text!r}")
+    if what.startswith(("http://", "https://")):
+        return Contestant(name, [], what.rstrip("/").removesuffix("/v1"))
+    return Contestant(name, shlex.split(what), None)
+
+
+def parse_range(text: str) -> tuple[float, float]:
+    values = numbers(text)
+    if len(values) != 2 or not 0 < values[0] < values[1]:
+        raise argparse.ArgumentTypeError(f"two rates above 0, the lower one first, not {text!r}")
+    return values[0], values[1]
+
+
+def parse() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    server = add_served_arguments(parser)
+    server.add_argument(
+        "--server",
+        type=parse_contestant,
+        action="append",
+        required=True,
+        metavar="NAME=COMMAND",
+        help="or NAME=URL; repeated: measured in turns",
+    )
+    server.add_argument("--idle-timeout", type=float, default=60, metavar="S", help="to come to rest after a probe")
+    work = parser.add_argument_group("work")
+    work.add_argument(
+        "--workload",
+        action="append",
+        metavar="NAME",
+        help=f"of {', '.join([*LENGTHS, *SESSIONS])}, or a trace's file; may be repeated; none: poisson",
+    )
+    work.add_argument("--range", type=parse_range, metavar="LOW,HIGH", help="rates to search, requests a second")
+    work.add_argument("--precision", type=float, default=0.05, help="of the found rate")
+    work.add_argument("--share", type=float, default=0.99, help="of requests that must hold the objectives")
+    work.add_argument("--requests", type=int, default=300, metavar="N", help="judged in each probe")
+    work.add_argument("--warm-up", type=int, default=30, metavar="N", help="requests before them, not judged")
+    work.add_argument("--late", type=float, default=20, metavar="MS", help="p99 of sends that refuses a probe")
+    work.add_argument("--scale", type=float, default=1.0, metavar="X", help="times the lengths, but not a trace's")
+    work.add_argument("--think", type=float, default=1.0, metavar="X", help="times the think times of sessions")
+    work.add_argument("--rounds", type=int, default=1, metavar="N", help="of all servers, one after the other")
+    add_client_arguments(parser)
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    if args.requests < 1 or args.warm_up < 0:
+        parser.error("--requests must be at least 1, --warm-up at least 0")
+    if len({one.name for one in args.server}) < len(args.server):
+        parser.error("each --server needs a name of its own")
+    return args
+
+
+def make_workloads(args: argparse.Namespace) -> list[OnlineWorkload]:
+    """Return the workloads. SystemExit for a name that is neither a workload's nor a trace's file."""
+    count = args.requests + args.warm_up
+    try:
+        names = args.workload or ["poisson"]
+        return [make_workload(name, count, scale=args.scale, think=args.think) for name in names]
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"goodput: error: --workload: {error}") from None
+
+
+@contextmanager
+def running(contestant: Contestant, args: argparse.Namespace) -> Iterator[Prober]:
+    """Yield the means to probe a server, which is started before and ended after if it is a command."""
+    api_key = os.environ.get("OPENAI_API_KEY")
+
+    def prober(base_url: str) -> Prober:
+        served = ask_served(base_url, model=args.model, context=args.context, vocab_size=args.vocab, api_key=api_key)
+        target = Target(base_url, served.model, args.temperature, args.timeout, api_key)
+        rules = Judgement(slo_of(args), args.share, args.warm_up, args.late)
+        return Prober(target, served, rules, seed=args.seed, processes=args.processes, idle_timeout=args.idle_timeout)
+
+    if contestant.base_url is not None:
+        yield prober(contestant.base_url)
+        return
+    with ServerProcess(contestant.command, timeout=args.start_timeout) as server:
+        print(f"{contestant.name} is ready after {server.start_seconds:.1f} s", flush=True)
+        yield prober(server.base_url)
+
+
+def run_search(
+    search: Search, prober: Prober, workload: OnlineWorkload, args: argparse.Namespace, probe_numbers: Iterator[int]
+) -> None:
+    """Fill in the search. `idle.NotIdle` if the server no longer comes to rest; the probes so far are kept."""
+    low, high = args.range or workload.rates
+
+    def probe(rate: float) -> Verdict:
+        outcome = prober.probe(workload, rate, next(probe_numbers))
+        search.probes.append(outcome)
+        said = "".join(f"\n  error: {error}" for error in outcome.errors)
+        print(f"{search.server}, {search.workload}: {describe(outcome)}{said}", flush=True)
+        return outcome.verdict
+
+    search.bracket = bisect(probe, low, high, args.precision)
+
+
+def describe(probe: Probe) -> str:
+    """Return a probe in one line."""
+    said = f"{cell_text(probe.rate)}/s {probe.verdict}: "
+    if probe.summary is None:
+        said += f"the load generator was late, p99 {probe.late_p99_ms:.0f} ms (more --processes may help)"
+    else:
+        said += f"{probe.summary.good_share:.1%} within the objectives"
+    return said + (f" ({probe.cut} cut to the context)" if probe.cut else "")
+
+
+def print_searches(searches: Sequence[Search]) -> None:
+    """Print the found rates, and the figures of the probes that they come from."""
+    rows: list[list[Cell]] = []
+    for one in searches:
+        row: list[Cell] = [one.workload, one.server, one.round, one.found]
+        if (best := one.best) is None or (figures := best.summary) is None:
+            rows.append([*row, *[None] * 13])
+            continue
+        spreads = (figures.ttft_ms, figures.tpot_ms, figures.tbt_ms)
+        percentiles = [value for each in spreads for value in ((each.p50, each.p99) if each else (None, None))]
+        rows.append(
+            [
+                *row,
+                best.pace,
+                f"{figures.good_share:.1%}",
+                *percentiles,
+                figures.output_tokens_per_second,
+                f"{figures.hit_rate:.1%}",
+                f"{best.generator_cpu:.0%}",
+                best.late_p99_ms,
+                len(one.probes),
+            ]
+        )
+    latencies = ["TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "gap p50 ms", "p99"]
+    others = ["out tok/s", "hits", "generator CPU", "late p99 ms", "probes"]
+    print(table(["workload", "server", "round", "req/s", "pace", "good", *latencies, *others], rows))
+
+
+def save(searches: Sequence[Search], args: argparse.Namespace, output: Output) -> None:
+    output.save("goodput", args, [asdict(one) | {"found": one.found} for one in searches])
+
+
+def main() -> None:
+    args = parse()
+    output = output_of(args)
+    workloads = make_workloads(args)
+    searches: list[Search] = []
+    probe_numbers = itertools.count()
+    for one in workloads:
+        low, high = args.range or one.rates
+        count = num_probes(low, high, args.precision)
+        print(f"{one.name}: {count} probes of {args.requests} requests, {cell_text(low)} to {cell_text(high)} a second")
+    for round_number, contestant in itertools.product(range(1, args.rounds + 1), args.server):
+        measured = [Search(contestant.name, workload.name, round_number) for workload in workloads]
+        searches += measured
+        try:
+            with running(contestant, args) as prober:
+                for search, workload in zip(measured, workloads, strict=True):
+                    run_search(search, prober, workload, args, probe_numbers)
+                    save(searches, args, output)  # so that a later failure loses nothing
+        except (LaunchFailed, NotIdle, ValueError) as error:
+            print(f"goodput: error: {contestant.name}: {error}", file=sys.stderr, flush=True)
+            for search in measured:
+                search.failure = None if search.bracket else str(error)
+    print_searches(searches)
+    save(searches, args, output)
+    if output.plot:
+        from measuring.plot import plot_searches
+
+        plot_searches(output.plot, searches)
+    if any(search.failure for search in searches):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    exit_on_sigterm()
+    main()

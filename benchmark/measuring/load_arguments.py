@@ -1,0 +1,36 @@
+"""Flags of the scripts that put load on a server over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+
+from measuring.statistics import Slo
+
+
+def add_served_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the flags that say what a server serves, where it does not say so itself; return their group."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--model", metavar="NAME", help="as the server calls it; none: its first")
+    group.add_argument("--context", type=int, metavar="TOKENS", help="none: what /v1/models says, or else 4096")
+    group.add_argument("--vocab", type=int, metavar="N", help="token ids to draw from; none: asked for, or else 10000")
+    group.add_argument("--start-timeout", type=float, default=300, metavar="S", help="seconds for the server's start")
+    return group
+
+
+def add_client_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say how requests are sent and which answers are good."""
+    client = parser.add_argument_group("client")
+    client.add_argument("--temperature", type=float, default=0.6, help="of sampling")
+    client.add_argument("--seed", type=int, default=0, help="of arrivals, lengths and tokens")
+    client.add_argument("--processes", type=int, default=1, metavar="N", help="of the load generator")
+    client.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds a request may take")
+    slo = parser.add_argument_group("service level objectives")
+    slo.add_argument("--slo-ttft", type=float, default=500, metavar="MS", help="time to the first token")
+    slo.add_argument(
+        "--slo-ttft-per-1k", type=float, default=250, metavar="MS", help="more of it for each 1,000 prompt tokens"
+    )
+    slo.add_argument("--slo-tpot", type=float, default=50, metavar="MS", help="mean time between an answer's tokens")
+
+
+def slo_of(args: argparse.Namespace) -> Slo:
+    return Slo(args.slo_ttft, args.slo_ttft_per_1k, args.slo_tpot)
