@@ -51,8 +51,8 @@ def another(declared: Declaration) -> tuple[list[str], Any]:
         value = declared.kind(low if low != declared.default else low + 1)
         return [str(value)], value
     if declared.kind is str:
-        valid = {"attention": "torch", "root_path": "/some/path", "kv_events_config": '{"publisher":"zmq"}'}
-        value = valid.get(declared.name, "some")
+        valid = {"attention": "torch", "root_path": "/some/path", "otlp_endpoint": "http://some"}
+        value = {**valid, "kv_events_config": '{"publisher":"zmq"}'}.get(declared.name, "some")
         return [value], value
     return ["some", "other"], ("some", "other")
 

@@ -15,6 +15,7 @@ from minisgl.config import ConfigError
 from minisgl.logs import configure_logging, set_up_logging
 from minisgl.models.config.generation_config import load_sampling_defaults
 from minisgl.models.config.load_config import load_model_config
+from minisgl.server.api.tracing import check_otel
 from minisgl.server.supervisor import Supervisor, bind
 
 
@@ -36,6 +37,8 @@ def main() -> int:
             from minisgl.shell.shell_process import check_packages
 
             check_packages()
+        if config.otlp_endpoint is not None:
+            check_otel()
         listener = bind(config.host, config.port, config.http.send_timeout)
         folders = find()
         # An unsupported model is noticed before any process is started.

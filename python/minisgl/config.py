@@ -455,6 +455,15 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
             metavar="JSON",
         ),
     ] = None
+    otlp_endpoint: Annotated[
+        str | None,
+        Setting(
+            "URL of an OpenTelemetry collector (OTLP over HTTP) for traces of requests, such as "
+            "http://localhost:4318; needs the extra otel; none: no traces",
+            aliases=("--otlp-traces-endpoint",),
+            metavar="URL",
+        ),
+    ] = None
     shutdown_timeout: Annotated[
         float,
         Setting(
@@ -512,6 +521,8 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
             part.validate()
         if self.kv_events is not None and self.scheduler.cache != "radix":
             raise ConfigError("--kv-events-config needs --cache radix: without it no prefix is cached")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"--otlp-endpoint must be http://HOST:PORT or https://..., not {self.otlp_endpoint}")
         if self.shell and self.http.ssl_certfile is not None:
             raise ConfigError("--shell does not speak https: start it by itself, or leave --ssl-certfile out")
         if not all(self.model_names):

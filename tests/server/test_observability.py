@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
+import importlib.util
 import json
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from datetime import datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -16,6 +22,7 @@ import zmq
 from support.kv_subscriber import KVSubscriber
 from support.server import PATIENCE, Server, wait_until
 
+HAS_OTEL = importlib.util.find_spec("opentelemetry") is not None
 PAGE_SIZE = 8
 TOPIC = b"kv"
 
@@ -74,8 +81,44 @@ class Router:
         self._context.destroy(linger=0)
 
 
+class Collector(ThreadingHTTPServer):
+    """An OpenTelemetry collector: keeps what is posted to /v1/traces."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        bodies = self.bodies
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                assert self.path == "/v1/traces"
+                body = self.rfile.read(int(self.headers["content-length"]))
+                bodies.append(gzip.decompress(body) if self.headers["content-encoding"] == "gzip" else body)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args: object) -> None:
+                return
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def spans(self) -> list[Any]:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        requests = [ExportTraceServiceRequest.FromString(body) for body in self.bodies]
+        scopes = [scope for request in requests for part in request.resource_spans for scope in part.scope_spans]
+        return [span for scope in scopes for span in scope.spans]
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        yield collector
+        collector.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(collector: Collector) -> Iterator[Server]:
     config = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -84,7 +127,9 @@ def server() -> Iterator[Server]:
         "topic": TOPIC.decode(),
     }
     pages = ("--page-size", str(PAGE_SIZE), "--num-pages", "40")
-    flags = "--max-seq-len-override", "256", "--kv-events-config", json.dumps(config), "--log-format", "json"
+    flags = ["--max-seq-len-override", "256", "--kv-events-config", json.dumps(config), "--log-format", "json"]
+    if HAS_OTEL:
+        flags += ["--otlp-endpoint", f"http://127.0.0.1:{collector.server_port}"]
     with Server(*pages, *flags) as server:
         yield server
 
@@ -153,3 +198,38 @@ def test_each_line_of_the_log_is_an_object(server: Server) -> None:
     assert access["logger"] == "minisgl.server.api.http.middleware"
     assert {line["process"] for line in lines()} == {"main", "scheduler-0", "api"}
     assert all(datetime.fromisoformat(line["time"]).tzinfo for line in lines())
+
+
+@pytest.mark.skipif(not HAS_OTEL, reason="needs the extra otel")
+def test_a_trace_has_the_phases_of_a_request_below_its_clients_span(server: Server, collector: Collector) -> None:
+    trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    headers = {"traceparent": f"00-{trace_id}-{span_id}-01"}
+    body = {"messages": [{"role": "user", "content": "What is a page?"}], "max_tokens": 5, "temperature": 0}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE).json()
+
+    def ours() -> list[Any]:
+        return [span for span in collector.spans() if span.trace_id.hex() == trace_id]
+
+    wait_until(lambda: bool(ours()))
+    spans = {span.name: span for span in ours()}
+    request = spans.pop("chat demo")
+    assert request.parent_span_id.hex() == span_id
+    attributes = {one.key: one.value for one in request.attributes}
+    assert attributes["gen_ai.operation.name"].string_value == "chat"
+    assert attributes["gen_ai.usage.input_tokens"].int_value == answer["usage"]["prompt_tokens"]
+    assert attributes["gen_ai.usage.output_tokens"].int_value == answer["usage"]["completion_tokens"]
+    assert attributes["gen_ai.request.max_tokens"].int_value == 5
+    assert list(spans) == ["queue", "prefill", "decode"]
+    assert {span.parent_span_id for span in spans.values()} == {request.span_id}
+    times = [time for span in spans.values() for time in (span.start_time_unix_nano, span.end_time_unix_nano)]
+    assert times == sorted(times)
+    assert request.start_time_unix_nano <= times[0]
+    assert times[-1] <= request.end_time_unix_nano
+
+
+def test_a_missing_extra_ends_the_start() -> None:
+    code = "import sys; sys.modules['opentelemetry.sdk'] = None; sys.argv[1:] = ['--otlp-endpoint', 'http://localhost']"
+    command = [sys.executable, "-c", f"{code}; from minisgl.__main__ import main; sys.exit(main())"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("pip install 'minisgl[otel]'")

@@ -17,6 +17,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     text: TextOptions
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     min_tokens: int = 0  # no stop string ends the text before so many tokens
+    admitted: float | None = None  # time of its admission by `perf_counter`, one clock for all processes of a host
 
 
 class End(msgspec.Struct, frozen=True, array_like=True):

@@ -8,6 +8,7 @@ is the one place where slots, pages and locks are given back, and only after the
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -367,7 +368,8 @@ class Scheduler:
             self._end(request, "length")
 
     def _report_open(self, request: Request, cached_tokens: int) -> None:
-        opened = Open(request.seq_id, request.text, cached_tokens, request.sampling.min_tokens)
+        now = time.perf_counter()
+        opened = Open(request.seq_id, request.text, cached_tokens, request.sampling.min_tokens, now)
         self._report.opened.append(opened)
 
     def report(self) -> StepOutput:

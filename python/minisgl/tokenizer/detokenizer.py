@@ -60,7 +60,9 @@ class Detokenizer:
             if stop is None:
                 deltas[seq_id] = OutputDelta(seq_id, ids, text)
             else:
-                deltas[seq_id] = OutputDelta(seq_id, ids, text, "stop", state.cached_tokens, stop)
+                deltas[seq_id] = OutputDelta(
+                    seq_id, ids, text, "stop", state.cached_tokens, stop, admitted=state.admitted
+                )
                 del running[seq_id]
                 self._stopped.add(seq_id)
 
@@ -99,12 +101,13 @@ class Detokenizer:
 class _Sequence:
     """State of one running sequence."""
 
-    __slots__ = ("_feed", "_flush", "_quiet", "_stop", "cached_tokens", "feed", "include_stop", "matcher")
+    __slots__ = ("_feed", "_flush", "_quiet", "_stop", "admitted", "cached_tokens", "feed", "include_stop", "matcher")
 
     def __init__(self, decoder: TextDecoder, opened: Open) -> None:
         options = opened.text
         stream = decoder.stream(options.skip_special_tokens, options.keep, continues=options.continues)
         self.cached_tokens = opened.cached_tokens
+        self.admitted = opened.admitted
         self.include_stop = options.include_stop
         self.feed = self._feed = stream.feed
         self._flush = stream.flush
@@ -137,9 +140,9 @@ class _Sequence:
             text, stop = self.match(text)
             text += self.matcher.flush()
         if stop is not None:
-            return OutputDelta(end.seq_id, ids, shown + text, "stop", self.cached_tokens, stop)
-        text = shown + text
-        return OutputDelta(end.seq_id, ids, text, end.reason, self.cached_tokens, end.stop_token, excluded=end.excluded)
+            return OutputDelta(end.seq_id, ids, shown + text, "stop", self.cached_tokens, stop, admitted=self.admitted)
+        last = OutputDelta(end.seq_id, ids, shown + text, end.reason, self.cached_tokens, end.stop_token)
+        return msgspec.structs.replace(last, excluded=end.excluded, admitted=self.admitted)
 
 
 class StopMatcher:

@@ -22,6 +22,7 @@ from minisgl.server.api.http.errors import shutting_down
 from minisgl.server.api.http.server import Drain, Server
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.responses.store import open_store
+from minisgl.server.api.tracing import Tracer
 from minisgl.tokenizer.folder import model_parsers
 
 MESSAGES_A_TURN = 32  # taken from the inbox before requests get their turn
@@ -49,7 +50,8 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
         outboxes = [
             Outbox[ToTokenizer](context, worker.addresses.tokenizer(index)) for index in range(config.num_tokenizers)
         ]
-        client = EngineClient(outboxes, config.http.max_queued_requests)
+        tracer = None if config.otlp_endpoint is None else Tracer(config.otlp_endpoint, config.model_name)
+        client = EngineClient(outboxes, config.http.max_queued_requests, tracer)
         parsers = model_parsers(config)
         responses = open_store(config.http)
     loop = asyncio.get_running_loop()
@@ -80,6 +82,8 @@ async def serve(worker: Worker, sock: socket.socket) -> None:
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     ended, _ = await asyncio.wait({receiving, beating, serving}, return_when=asyncio.FIRST_COMPLETED)
     draining.cancel()
+    if tracer is not None:
+        await asyncio.to_thread(tracer.close)
     for task in ended:
         task.result()  # without its receiver the process would answer nobody: its error ends the process
 

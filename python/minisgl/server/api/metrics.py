@@ -52,6 +52,10 @@ class RequestMetrics:
         self.time_to_first_token = Histogram(FIRST_TOKEN_SECONDS)
         self.inter_token_latency = Histogram(TOKEN_SECONDS)
         self.request_latency = Histogram(REQUEST_SECONDS)  # from its submission to a sequence's end
+        self.queue_time = Histogram(REQUEST_SECONDS)  # from its submission to its first step
+        self.prefill_time = Histogram(REQUEST_SECONDS)  # from there to its first token
+        self.decode_time = Histogram(REQUEST_SECONDS)  # from there to its last
+        self.inference_time = Histogram(REQUEST_SECONDS)  # prefill and decode
         self.request_prompt_tokens = Histogram(TOKENS)
         self.request_generation_tokens = Histogram(TOKENS)
         self.failed_accepts = 0  # of connections, because the process may open no more files
@@ -65,32 +69,42 @@ class RequestMetrics:
 class SequenceClock:
     """Times at which one sequence got its tokens."""
 
-    __slots__ = ("_last", "_metrics", "_start", "_tokens")
+    __slots__ = ("_metrics", "_tokens", "admitted", "first_token", "last_token", "reason", "start")
 
     def __init__(self, metrics: RequestMetrics, start: float) -> None:
         self._metrics = metrics
-        self._start = start
-        self._last = start  # when the last token came
         self._tokens = 0
+        self.start = start
+        self.admitted: float | None = None  # known at the end: when its first step was planned
+        self.first_token: float | None = None
+        self.last_token = start
+        self.reason: FinishReason | None = None  # of its end
 
     def tokens(self, count: int, now: float) -> None:
         """Count tokens that have come at once, one at least."""
         metrics = self._metrics
         if self._tokens:
-            metrics.inter_token_latency.observe((now - self._last) / count, count)
+            metrics.inter_token_latency.observe((now - self.last_token) / count, count)
         else:
-            metrics.time_to_first_token.observe(now - self._start)
-        self._last = now
+            metrics.time_to_first_token.observe(now - self.start)
+            self.first_token = now
+        self.last_token = now
         self._tokens += count
         metrics.generation_tokens += count
 
-    def end(self, reason: FinishReason, now: float) -> None:
+    def end(self, reason: FinishReason, now: float, admitted: float | None = None) -> None:
         """Count the sequence's end."""
         metrics = self._metrics
         metrics.finished[reason] += 1
+        self.reason, self.admitted = reason, admitted
         if reason == "stop" or reason == "length":
-            metrics.request_latency.observe(now - self._start)
+            metrics.request_latency.observe(now - self.start)
             metrics.request_generation_tokens.observe(self._tokens)
+            if admitted is not None and self.first_token is not None:
+                metrics.queue_time.observe(admitted - self.start)
+                metrics.prefill_time.observe(self.first_token - admitted)
+                metrics.decode_time.observe(self.last_token - self.first_token)
+                metrics.inference_time.observe(self.last_token - admitted)
 
 
 class Exposition:
@@ -162,6 +176,10 @@ class Exposition:
             "time_to_first_token_seconds": ("from a request to its first token", requests.time_to_first_token),
             "inter_token_latency_seconds": ("from a token to the next", requests.inter_token_latency),
             "e2e_request_latency_seconds": ("from a request to the end of an answer", requests.request_latency),
+            "request_queue_time_seconds": ("from a request to its first step", requests.queue_time),
+            "request_prefill_time_seconds": ("from a request's first step to its first token", requests.prefill_time),
+            "request_decode_time_seconds": ("from a request's first token to its last", requests.decode_time),
+            "request_inference_time_seconds": ("prefill and decode of a request", requests.inference_time),
             "request_prompt_tokens": ("tokens of a prompt", requests.request_prompt_tokens),
             "request_generation_tokens": ("tokens of an answer", requests.request_generation_tokens),
         }

@@ -102,6 +102,7 @@ class Answer:
         self._started = False  # the status line has left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request: OpenRequest | None = None
         try:
             await asyncio.sleep(0)  # what made the job may have taken long
             with self._client.open(self._job, self._names) as request:
@@ -117,6 +118,9 @@ class Answer:
         except Exception:
             logger.exception("a request ended with an internal error", extra={"request_id": self._names[0]})
             await self._send_error(internal_error(), scope, receive, send)
+        finally:
+            if self._client.tracer is not None and request is not None:
+                self._client.tracer.record(request, scope)
 
     async def _watch(self, request: OpenRequest, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

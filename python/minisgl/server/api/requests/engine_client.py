@@ -27,6 +27,7 @@ from minisgl.server.api.http.errors import aborted, invalid, overloaded, refused
 from minisgl.server.api.metrics import RequestMetrics
 from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, OpenRequest
 from minisgl.server.api.requests.questions import Questions, R
+from minisgl.server.api.tracing import Tracer
 
 MAX_OPTION_BYTES = 64 * 1024 * 1024  # of all choices of a request: each carries the request's options to the scheduler
 HEARTBEAT_SECONDS = 1.0  # between an answer and the next question
@@ -36,9 +37,12 @@ OPTION_BYTES_A_TURN = 1024 * 1024
 
 
 class EngineClient:
-    """Owns every open request. `tokenizers` are the outboxes to the tokenizer workers."""
+    """Owns every open request. `tokenizers` are the outboxes to the tokenizer workers, `tracer` records its end."""
 
-    def __init__(self, tokenizers: Sequence[Sender[ToTokenizer]], max_sequences: int) -> None:
+    def __init__(
+        self, tokenizers: Sequence[Sender[ToTokenizer]], max_sequences: int, tracer: Tracer | None = None
+    ) -> None:
+        self.tracer = tracer
         self._tokenizers = tokenizers
         self._max_sequences = max_sequences
         self._next_seq_id = 1

@@ -140,7 +140,7 @@ class OpenRequest:
         self.prompt_ends: dict[int, str] = {}  # by prompt: how a conversation's prompt ends
         self.echoes: dict[int, Echo] = {}  # by prompt, of those who asked
         now = time.perf_counter()
-        self._clocks = [SequenceClock(metrics, now) for _ in self.seq_ids]
+        self.clocks = [SequenceClock(metrics, now) for _ in self.seq_ids]
         self._num_accepted = 0
         self._num_finished = 0
         self._cached_tokens: dict[int, int] = {}  # by prompt; n choices share what was found for the first of them
@@ -200,11 +200,11 @@ class OpenRequest:
     def put(self, output: OutputDelta, now: float) -> None:
         """Take output of a choice that came at this time of `perf_counter`."""
         index = output.seq_id - self.seq_ids.start
-        clock = self._clocks[index]
+        clock = self.clocks[index]
         if output.ids:
             clock.tokens(num_ids(output.ids), now)
         if output.finish is not None:
-            clock.end(output.finish, now)
+            clock.end(output.finish, now, output.admitted)
             if output.finish in ("abort", "error"):
                 names = self.field_names(output.seq_id)
                 self.fail(no_allowed_token(names) if output.excluded else generation_failed())
@@ -235,7 +235,7 @@ class OpenRequest:
 
     def aborted(self, seq_id: int) -> None:
         """Count a choice that has been given up."""
-        self._clocks[seq_id - self.seq_ids.start].end("abort", time.perf_counter())
+        self.clocks[seq_id - self.seq_ids.start].end("abort", time.perf_counter())
 
     def field_names(self, seq_id: int) -> dict[str, str]:
         """Return our name of a field -> the client's, in what is told of this sequence."""
