@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args
 from measuring.engines import ENGINES, EngineOptions
 from measuring.report import write_json
 from measuring.shapes import SHAPES, make_shape, read_context
-from minisgl.config import DEFAULT_PAGE_SIZE, BatchPolicyName, Device, KVCacheDtype, SchedulePolicy
+from minisgl.config import DEFAULT_PAGE_SIZE, BatchPolicyName, Device, KVCacheDtype, QuantizationMethod, SchedulePolicy
 
 T = TypeVar("T")
 
@@ -84,6 +84,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--page-size", type=int, default=DEFAULT_PAGE_SIZE, metavar="TOKENS", help="of minisgl's KV cache"
     )
     group.add_argument("--num-pages", type=int, metavar="PAGES", help="in minisgl's KV cache")
+    group.add_argument(
+        "--quantization",
+        default="auto",
+        choices=get_args(QuantizationMethod),
+        help="what minisgl rounds matrices to; auto: as the checkpoint has them",
+    )
     group.add_argument("--attn", default="auto", metavar="NAME", help="minisgl's attention backend")
     group.add_argument(
         "--kv-cache-dtype", default="auto", choices=get_args(KVCacheDtype), help="what minisgl stores K and V in"
@@ -148,6 +154,7 @@ def engine_options(args: argparse.Namespace, folder: Path, longest: int) -> Engi
         tp_size=args.tp,
         page_size=args.page_size,
         num_pages=args.num_pages,
+        quantization=args.quantization,
         attention=args.attn,
         kv_cache_dtype=args.kv_cache_dtype,
         graph_max_bs=args.graph,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from measuring.report import environment
 from measuring.shapes import read_vocab_size
 from measuring.workload import OfflineBatch
-from minisgl.config import DEFAULT_PAGE_SIZE, BatchPolicyName, Dtype, KVCacheDtype, SchedulePolicy
+from minisgl.config import DEFAULT_PAGE_SIZE, BatchPolicyName, Dtype, KVCacheDtype, QuantizationMethod, SchedulePolicy
 from minisgl.core import SamplingParams
 
 ENGINES = {
@@ -41,6 +41,7 @@ class EngineOptions:
     tp_size: int = 1  # not transformers
     page_size: int = DEFAULT_PAGE_SIZE  # minisgl
     num_pages: int | None = None  # minisgl
+    quantization: QuantizationMethod = "auto"  # minisgl
     attention: str = "auto"  # minisgl
     kv_cache_dtype: KVCacheDtype = "auto"  # minisgl
     graph_max_bs: int | None = None  # minisgl
@@ -83,6 +84,7 @@ class MinisglEngine:
             max_seq_len_override=options.max_seq_len,
             max_running_req=options.max_running_requests,
             memory_ratio=options.memory_ratio,
+            quantization=options.quantization,
             kv_cache_dtype=options.kv_cache_dtype,
             page_size=options.page_size,
             num_page_override=options.num_pages,

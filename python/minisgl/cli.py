@@ -61,7 +61,6 @@ NO_SUCH_FLAG = _by_flag(
         "--data-parallel-size --dp-size --dp": "start a server for each replica, behind a proxy",
         "--nnodes": "a server runs on one host",
         "--distributed-executor-backend": "each rank is a process of one host",
-        "--quantization": "weights are computed in --dtype; quantized checkpoints are not supported",
         "--enable-lora --lora-modules --lora-paths": "LoRA adapters are not supported: merge them into the weights",
         "--speculative-config --speculative-algorithm": "there is no speculative decoding",
         "--swap-space": "a request that loses its pages computes them again; nothing is swapped",

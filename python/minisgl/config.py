@@ -33,6 +33,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float16", "bfloat16", "float32"]
 LoadFormat = Literal["safetensors", "dummy"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+QuantizationMethod = Literal["auto", "fp8", "int8", "int4"]
 CacheType = Literal["radix", "naive"]
 KVCacheDtype = Literal["auto", "fp8_e4m3"]
 BatchPolicyName = Literal["prefill-first", "mixed"]
@@ -132,6 +133,13 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         LoadFormat,
         Setting("dummy: random weights", switches={"--dummy-weight": "dummy"}, values={"auto": "safetensors"}),
     ] = "safetensors"
+    quantization: Annotated[
+        QuantizationMethod,
+        Setting(
+            "auto: matrices as the checkpoint has them; fp8, int8, int4: rounded to these as they are loaded",
+            values=dict.fromkeys(("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "mxfp4"), "auto"),
+        ),
+    ] = "auto"
     attention: Annotated[
         str,
         Setting(

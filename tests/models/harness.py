@@ -13,6 +13,7 @@ from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.model_attention import LayerAttention, ModelAttention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.context import ForwardContext
+from minisgl.kernel.base import Ops
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.linear import bind_weights
@@ -29,11 +30,13 @@ class Tracked:
 
 
 class Harness:
-    def __init__(self, model: CausalLM, *, page_size: int = 4, num_pages: int = 300, seed: int = 0) -> None:
+    def __init__(
+        self, model: CausalLM, *, page_size: int = 4, num_pages: int = 300, seed: int = 0, ops: Ops | None = None
+    ) -> None:
         config = model.config
         device = model.lm_head.weight.device
         self.model = model
-        self.ops = TorchOps()
+        self.ops = ops or TorchOps()
         bind_weights(model, self.ops)
         self.page_size = page_size
         self.device = device

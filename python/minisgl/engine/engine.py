@@ -31,7 +31,7 @@ from minisgl.engine.state import SlotState
 from minisgl.kernel.availability import has_kernels, make_ops
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.linear import bind_weights
+from minisgl.layers.linear import bind_weights, product_labels
 from minisgl.limits import Limits
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.decoder import CausalLM
@@ -79,6 +79,8 @@ class Engine:
         with phase("load weights"):
             weights = self._queue.call(lambda: _load(config, model, tp, self.dtype, self.device, progress=progress))
             self._queue.call(lambda: bind_weights(weights, ops))
+        if tp.rank == 0 and config.quantization != "auto":
+            logger.info("products read %s", product_labels(weights))
         parts = _Parts(weights, self.num_slots, attention, ops, sampler, self.device)
         sizes = _graph_sizes(config, parts, max_prefill_tokens)
         needs = Needs()
@@ -218,6 +220,7 @@ def _load(
             dtype=dtype,
             device=device,
             load_format=config.load_format,
+            quantization=config.quantization,
             progress=progress,
         )
     except torch.OutOfMemoryError as error:

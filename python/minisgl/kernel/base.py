@@ -9,6 +9,8 @@ if TYPE_CHECKING:  # a model's config names activations and routings where torch
     import torch
     from torch import Tensor
 
+    from minisgl.quantization.rounding import Int4Grid
+
 Activation = Literal["silu", "gelu_tanh"]  # of a gated feed-forward block; gelu_tanh: gelu's tanh approximation
 
 
@@ -115,7 +117,12 @@ class Weight(Protocol):
 
     @property
     def tensor(self) -> Tensor:
-        """The matrix as the products read it."""
+        """The matrix as the products read it; where they differ, as those of many rows do."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """The layout and its product, in a few words for a log line."""
         ...
 
     def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -156,8 +163,11 @@ class Ops(Protocol):
         """ids [T] int64, weight [vocab, H] -> weight[ids], [T, H]."""
         ...
 
-    def bind(self, weight: Tensor) -> Weight:
-        """Return a loaded weight [out, in] with its products, in the layout that they read fastest."""
+    def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:
+        """Return a loaded weight [out, in] with its products, in the layout that they read fastest.
+
+        `grid`: the values that a weight rounded to 4 bits has, which some products read in its place.
+        """
         ...
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.base import Activation, Heads, Norm, Weight
+from minisgl.kernel.int4_weight import Int4Weight
 from minisgl.kernel.torch_ops import DenseWeight, TorchOps, activate_and_mul, store
+from minisgl.quantization.rounding import Int4Grid
 
 # Without 16-bit products: from so many rows on, turning the weight into float32 costs less than it saves.
 _MANY_ROWS = 4
@@ -34,10 +36,10 @@ class CpuOps(TorchOps):
         self._bfloat16_products = bfloat16_products
         self._rotations: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
-    def bind(self, weight: Tensor) -> Weight:
-        if self._bfloat16_products and weight.dtype == torch.bfloat16:
-            return PackedWeight(self, weight)
-        return DenseWeight(self, weight)
+    def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:
+        packs = self._bfloat16_products and weight.dtype == torch.bfloat16
+        dense = PackedWeight(self, weight) if packs else DenseWeight(self, weight)
+        return Int4Weight(self, weight, grid, dense) if grid is not None and Int4Weight.takes(weight) else dense
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and self._bfloat16_products):
@@ -80,6 +82,7 @@ class PackedWeight:
     def __init__(self, ops: CpuOps, weight: Tensor) -> None:
         self._ops = ops
         self.tensor: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self.label = "bfloat16 in oneDNN's layout"
 
     def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         y: Tensor

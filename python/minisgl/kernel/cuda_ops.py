@@ -24,6 +24,7 @@ from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.skinny_gemm import SkinnyGemm
 from minisgl.kernel.small_batch_gemm import MAX_ROWS, SmallBatchGemm
 from minisgl.kernel.torch_ops import DenseWeight, TorchOps, activate_and_mul
+from minisgl.quantization.rounding import Int4Grid
 
 _VECTOR_BYTES = 16
 _WARPS = 4  # of a block that works warp by warp
@@ -50,7 +51,7 @@ class CudaOps:
         for experts, top_k in needs.experts:
             self._moe.begin_compiling(dtype, experts, top_k)
 
-    def bind(self, weight: Tensor) -> Weight:
+    def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:  # noqa: ARG002 (no kernel reads 4 bits yet)
         return DenseWeight(self, weight)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:

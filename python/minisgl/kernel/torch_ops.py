@@ -22,6 +22,7 @@ from minisgl.kernel.base import (
     Routing,
     Weight,
 )
+from minisgl.quantization.rounding import Int4Grid
 
 
 class DenseWeight:
@@ -30,6 +31,7 @@ class DenseWeight:
     def __init__(self, ops: Ops, tensor: Tensor) -> None:
         self._ops = ops
         self.tensor = tensor
+        self.label = str(tensor.dtype).removeprefix("torch.")
 
     def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         return self._ops.linear(x, self.tensor, bias, residual)
@@ -48,7 +50,7 @@ class DenseWeight:
 class TorchOps:
     """Implements kernel.base.Ops."""
 
-    def bind(self, weight: Tensor) -> Weight:
+    def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:  # noqa: ARG002
         return DenseWeight(self, weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,6 +14,7 @@ from minisgl.distributed import TPGroup
 from minisgl.kernel.base import Ops, Weight
 from minisgl.layers.norm import RMSNorm, params_of
 from minisgl.layers.weight_slice import WeightSlice, row_slices, whole
+from minisgl.quantization.rounding import Int4Grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Linear(nn.Module):
     """A module whose weight [out, in] is read by products alone, which are bound to it when it has been loaded."""
 
     weight: nn.Parameter
+    grid: Int4Grid | None = None  # of a weight that was rounded to 4 bits, until it is bound
     product: Weight
 
 
@@ -49,9 +52,15 @@ def bind_weights(model: nn.Module, ops: Ops) -> None:
     """Bind loaded weights to the products of `ops`, before the first forward. A tied embedding keeps its own copy."""
     for module in model.modules():
         if isinstance(module, Linear):
-            module.product = ops.bind(module.weight)
+            module.product, module.grid = ops.bind(module.weight, module.grid), None
             if module.product.tensor is not module.weight:
                 module.weight = nn.Parameter(module.product.tensor, requires_grad=False)
+
+
+def product_labels(model: nn.Module) -> str:
+    """Tell how many bound weights are read in which layout."""
+    labels = Counter(module.product.label for module in model.modules() if isinstance(module, Linear))
+    return ", ".join(f"{count} matrices in {label}" for label, count in labels.items())
 
 
 class ColumnParallelLinear(Linear):

@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from minisgl.config import LoadFormat
+from minisgl.config import LoadFormat, QuantizationMethod
 from minisgl.distributed import TPGroup
 from minisgl.layers.weight_slice import Loadable, Stackable, WeightSlice
 from minisgl.models.checkpoint import Checkpoint
-from minisgl.models.config.model_config import ModelConfig, WeightError
+from minisgl.models.config.model_config import ModelConfig, UnsupportedModel, WeightError
 from minisgl.models.decoder import CausalLM
 from minisgl.models.hub import some
+from minisgl.models.online_quantization import describe, round_weights
 from minisgl.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -114,15 +115,26 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     load_format: LoadFormat = "safetensors",
+    quantization: QuantizationMethod = "auto",
     progress: bool = False,
     seed: int = 0,
 ) -> CausalLM:
-    """Return one rank's model, filled from the folder or ("dummy") with random weights. Raises ModelError."""
+    """Return one rank's model, filled from the folder or ("dummy") with random weights. Raises ModelError.
+
+    Weights that the checkpoint does not have so are rounded to `quantization`, unless it is "auto".
+    """
+    stored = config.quantization
+    if stored is not None and quantization not in ("auto", stored.kind):
+        raise UnsupportedModel(f"--quantization {quantization}: the checkpoint has weights of {stored.name} already")
     model = build_model(config, tp=tp, dtype=dtype, device=device)
     if load_format == "dummy":
         fill_random(model, config.initializer_range, seed=seed + tp.rank)
     else:
-        if config.quantization is not None and tp.rank == 0:
-            logger.info(config.quantization.describe(str(dtype).removeprefix("torch.")))
-        load_weights(model, Checkpoint(folder, config.checkpoint, config.quantization), folder, progress=progress)
+        if stored is not None and tp.rank == 0:
+            logger.info(stored.describe(str(dtype).removeprefix("torch.")))
+        load_weights(model, Checkpoint(folder, config.checkpoint, stored), folder, progress=progress)
+    if quantization != "auto" and stored is None:
+        if tp.rank == 0:
+            logger.info(describe(quantization, str(dtype).removeprefix("torch.")))
+        round_weights(model, quantization, tp)
     return model

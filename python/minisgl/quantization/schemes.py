@@ -20,12 +20,20 @@ class ScaledWeights:
     block: tuple[int, int] | None = None
     activations: Activations = "16 bits"
 
+    @property
+    def kind(self) -> str:
+        return self.dtype
+
 
 @dataclass(frozen=True, slots=True)
 class AwqWeights:
     """AWQ (Lin et al., 2023) as AutoAWQ's GEMM version packs it: 4 bits, interleaved, with zero points."""
 
     group_size: int  # input columns of a scale; -1: all
+
+    @property
+    def kind(self) -> str:
+        return "int4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,10 @@ class GptqWeights:
     group_size: int  # input columns of a scale; -1: all
     zero_offset: int  # 1 where zero points are stored less one (checkpoint_format gptq), 0 for gptq_v2
 
+    @property
+    def kind(self) -> str:
+        return f"int{self.bits}"
+
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
@@ -43,10 +55,18 @@ class PackedWeights:
 
     bits: int
 
+    @property
+    def kind(self) -> str:
+        return f"int{self.bits}"
+
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Weights:
     """OCP microscaling FP4 (2023) as gpt-oss stores its experts: pairs of e2m1 values, a power of two for 32."""
+
+    @property
+    def kind(self) -> str:
+        return "mxfp4"
 
 
 Scheme = ScaledWeights | AwqWeights | GptqWeights | PackedWeights | Mxfp4Weights
@@ -72,6 +92,12 @@ class Quantization:
             if not targets or names_module(targets, module):
                 return scheme
         return None
+
+    @property
+    def kind(self) -> str:
+        """fp8, int8 or int4 if all schemes have such weights, or mixed."""
+        kinds = {scheme.kind for _, scheme in self.schemes}
+        return kinds.pop() if len(kinds) == 1 else "mixed"
 
     def describe(self, dtype: str) -> str:
         """Tell in one line how the weights are computed with in a model of this dtype."""

@@ -1,0 +1,56 @@
+"""Weights on a grid of 4 bits on a CPU: read as such by few rows, and in the model's dtype by many."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minisgl.kernel.base import Activation, Norm, Ops, Weight
+from minisgl.kernel.torch_ops import activate_and_mul
+from minisgl.quantization.rounding import INT4_GROUP, Int4Grid
+
+_FEW_ROWS = 4  # above, the dense product is faster
+_OUTPUTS = 16  # torch packs so many together
+_MIDDLE = 8  # the level that torch subtracts
+
+
+class Int4Weight:
+    """Implements kernel.base.Weight: 4 bits in torch's layout beside a dense weight of the same values."""
+
+    def __init__(self, ops: Ops, weight: Tensor, grid: Int4Grid, dense: Weight) -> None:
+        self._ops = ops
+        self._dense = dense
+        self.tensor = dense.tensor
+        self._packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(grid.levels(weight), 1)
+        offsets = (_MIDDLE - grid.zeros) * grid.scales
+        self._scales_and_offsets = torch.stack((grid.scales.T, offsets.T), -1).to(weight.dtype)
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Return True for a weight whose shape torch can pack."""
+        return len(weight) % _OUTPUTS == 0
+
+    @property
+    def label(self) -> str:
+        return f"int4 up to {_FEW_ROWS} rows, above {self._dense.label}"
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        if len(x) > _FEW_ROWS:
+            return self._dense.linear(x, bias, residual)
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x.contiguous(), self._packed, INT4_GROUP, self._scales_and_offsets
+        )
+        if bias is not None:
+            y.add_(bias)
+        return y if residual is None else y.add_(residual)
+
+    def norm_linear(
+        self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        y = self.linear(x if norm is None else self._ops.rms_norm(x, norm), bias)
+        return y if out is None else out.copy_(y)
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
+    ) -> Tensor:
+        return activate_and_mul(self.norm_linear(x, norm, bias), activation)

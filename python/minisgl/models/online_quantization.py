@@ -1,0 +1,55 @@
+"""Rounds a loaded model's matrices to 8 or 4 bits, in place (`--quantization`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.distributed import TPGroup
+from minisgl.layers.embedding import LMHead
+from minisgl.layers.linear import Linear, RowParallelLinear
+from minisgl.layers.mlp import Experts
+from minisgl.models.config.model_config import UnsupportedModel
+from minisgl.quantization.rounding import INT4_GROUP, Int4Grid, Method, largest_of_rows, round_to_8_bits, round_to_int4
+
+
+@torch.no_grad()
+def round_weights(model: nn.Module, method: Method, tp: TPGroup) -> None:
+    """Round the matrices of attention and feed-forward blocks, with int4 the head's too, on every rank alike.
+
+    Embeddings, norms, biases and routers stay. 8 bits have a scale for each output, int4 for each INT4_GROUP inputs.
+    UnsupportedModel if a group would lie on two ranks.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            _round(name, module.w13.flatten(0, 1), method, None)
+            _round(name, module.w2.flatten(0, 1), method, tp)
+        elif isinstance(module, Linear):
+            if isinstance(module, LMHead):
+                if method != "int4":
+                    continue
+                if module.tied:  # the embedding stays as it is
+                    module.weight = nn.Parameter(module.weight.clone(), requires_grad=False)
+            module.grid = _round(name, module.weight, method, tp if isinstance(module, RowParallelLinear) else None)
+
+
+def _round(name: str, weight: Tensor, method: Method, divided: TPGroup | None) -> Int4Grid | None:
+    """Round a matrix, or this rank's columns of one that is `divided`."""
+    if method == "int4":
+        if weight.shape[1] % INT4_GROUP:
+            raise UnsupportedModel(
+                f"--quantization int4 has groups of {INT4_GROUP} inputs, which do not divide the {weight.shape[1]} "
+                f"of {name} on a rank"
+            )
+        return round_to_int4(weight)
+    largest = largest_of_rows(weight)
+    if divided is not None and divided.size > 1:
+        largest = divided.all_gather(largest).amax(1, keepdim=True)
+    round_to_8_bits(weight, method, largest)
+    return None
+
+
+def describe(method: Method, dtype: str) -> str:
+    """Tell in one line what is rounded and how it is computed with."""
+    scales = f"a scale for {INT4_GROUP} inputs, the head too" if method == "int4" else "a scale for each output"
+    return f"matrices are rounded to {method} as they are loaded ({scales}) and kept and multiplied in {dtype}"

@@ -1,0 +1,169 @@
+"""Rounding at load (--quantization): grids that hold exactly, alike on all ranks, and the products that read 4 bits."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minisgl.distributed import SingleRank
+from minisgl.kernel.base import Norm
+from minisgl.kernel.cpu_ops import CpuOps, multiplies_bfloat16
+from minisgl.kernel.int4_weight import Int4Weight
+from minisgl.layers.linear import product_labels
+from minisgl.models.config.load_config import load_model_config
+from minisgl.models.config.model_config import UnsupportedModel
+from minisgl.models.loading import load_model
+from minisgl.quantization.rounding import INT4_GROUP, largest_of_rows, round_to_8_bits, round_to_int4
+from models.harness import Harness
+from models.quantized import SHAPE, save_quantized
+from models.test_model_tp import Rank
+from models.test_model_weights import assert_same
+from models.test_models import prompt
+from models.tiny import make_model
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDE = {**SHAPE, "num_attention_heads": 8, "head_dim": 32, "intermediate_size": 256}  # groups of 32 on 4 ranks
+
+
+def load(folder: Path, tp: Any = None, **options: Any) -> Any:
+    config, tp = load_model_config(folder), tp or SingleRank()
+    return load_model(config, folder, tp=tp, device=CPU, **{"dtype": torch.float32, **options})
+
+
+def random_weight(dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn((48, 160), generator=generator) * torch.rand((48, 1), generator=generator)
+    weight[3, 32:64] = 0.0
+    weight[4, :64] = weight[4, :64].abs() + 1.0  # no zero between the least and the largest
+    return weight.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int4_values_are_on_their_grid_in_every_dtype(dtype: torch.dtype) -> None:
+    weight = random_weight(dtype)
+    rounded = weight.clone()
+    grid = round_to_int4(rounded)
+    levels = grid.levels(rounded)
+    assert 0 <= levels.min() < levels.max() <= 15
+    scales, zeros = (table.repeat_interleave(INT4_GROUP, 1) for table in (grid.scales, grid.zeros))
+    assert torch.equal(((levels - zeros) * scales).to(torch.bfloat16).to(dtype), rounded)
+    step = scales.max(1, keepdim=True).values
+    assert ((rounded.float() - weight.float()).abs() <= 1.2 * step).all()
+    assert (rounded.float() - weight.float()).norm() < 0.09 * weight.float().norm()
+
+
+@pytest.mark.parametrize(("method", "error"), [("fp8", 1 / 16), ("int8", 0.5 / 127)])
+def test_8_bits_keep_the_largest_of_a_row(method: Any, error: float) -> None:
+    weight = random_weight(torch.float32)
+    rounded = weight.clone()
+    round_to_8_bits(rounded, method, largest := largest_of_rows(weight))
+    assert torch.allclose(rounded.abs().amax(1, keepdim=True), largest)
+    bound = weight.abs() * error + largest * 2.0**-17 if method == "fp8" else largest * error * 1.001
+    assert ((rounded - weight).abs() <= bound).all()
+    assert max(len(row.unique()) for row in rounded / largest) <= 255
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 4, 5])
+def test_products_of_few_rows_read_4_bits(dtype: torch.dtype, rows: int) -> None:
+    ops = CpuOps(bfloat16_products=multiplies_bfloat16())
+    weight = random_weight(dtype)
+    grid = round_to_int4(weight)
+    bound = ops.bind(weight, grid)
+    assert isinstance(bound, Int4Weight)
+    x, bias, residual = (torch.randn(shape).to(dtype) for shape in ((rows, 160), (48,), (rows, 48)))
+    norm = Norm(torch.rand(160).to(dtype), 1e-6)
+    dense = ops.bind(weight)
+    for have, want in (
+        (bound.linear(x), dense.linear(x)),
+        (bound.linear(x, bias, residual.clone()), dense.linear(x, bias, residual.clone())),
+        (bound.norm_linear(x, norm, bias), dense.norm_linear(x, norm, bias)),
+        (
+            bound.norm_gated_linear(x, norm, bias, activation="silu"),
+            dense.norm_gated_linear(x, norm, bias, activation="silu"),
+        ),
+    ):
+        assert (have - want).abs().max() <= 16 * torch.finfo(dtype).eps * want.abs().max()
+    assert isinstance(ops.bind(weight[:-1], grid), type(dense)), "torch packs 16 outputs together"
+
+
+@pytest.mark.parametrize(("method", "head"), [("fp8", set()), ("int8", set()), ("int4", {"lm_head"})])
+@pytest.mark.parametrize(("kind", "experts"), [("qwen3-tied", set()), ("qwen3-moe", {"experts"})])
+def test_matrices_are_rounded_and_nothing_else(
+    tmp_path: Path, kind: str, experts: set[str], method: Any, head: set[str]
+) -> None:
+    make_model(kind, **WIDE, moe_intermediate_size=64).save_pretrained(tmp_path)
+    plain, rounded = (
+        dict(load(tmp_path, quantization=name).named_parameters(remove_duplicate=False)) for name in ("auto", method)
+    )
+    changed = {name.split(".")[-2] for name in plain if not torch.equal(plain[name], rounded[name])}
+    assert changed == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", *experts, *head}
+
+
+class Threads:
+    """Ranks that are threads of this process."""
+
+    def __init__(self, rank: int, peers: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self.peers, self.barrier = rank, len(peers), peers, barrier
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.barrier.wait(10)
+        self.peers[self.rank] = x
+        self.barrier.wait(10)
+        return torch.cat(self.peers, dim=-1)
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
+def test_ranks_round_as_one_does(tmp_path: Path, method: Any) -> None:
+    plain, by_hand = tmp_path / "plain", tmp_path / "rounded"
+    make_model("llama", **WIDE).save_pretrained(plain)
+    shutil.copytree(plain, by_hand)
+    tensors = load_file(plain / "model.safetensors")
+    for name, weight in tensors.items():
+        if name.endswith("_proj.weight") or (name == "lm_head.weight" and method == "int4"):
+            round_to_int4(weight) if method == "int4" else round_to_8_bits(weight, method, largest_of_rows(weight))
+    save_file(tensors, by_hand / "model.safetensors")
+    assert_same(load(plain, quantization=method), load(by_hand))
+    for size in (2, 4):
+        peers, barrier = [None] * size, threading.Barrier(size)
+        ranks = [Threads(rank, peers, barrier) for rank in range(size)]
+        with ThreadPoolExecutor(size) as pool:
+            models = list(pool.map(lambda tp: load(plain, tp, quantization=method), ranks))  # type: ignore[misc]
+        for rank, model in enumerate(models):
+            assert_same(model, load(by_hand, Rank(rank, size)))
+
+
+def test_int4_on_the_cpu_answers_as_its_dense_values(tmp_path: Path) -> None:
+    make_model("qwen3", **WIDE, vocab_size=208).save_pretrained(tmp_path)
+    tokens = prompt(12)
+    dense = Harness(load(tmp_path, quantization="int4"))
+    want = dense.step([(dense.add(tokens), 12)], every_token=True)
+    model = load(tmp_path, quantization="int4")
+    harness = Harness(model, ops=CpuOps(bfloat16_products=False))
+    assert product_labels(model) == "9 matrices in int4 up to 4 rows, above float32"
+    sequence = harness.add(tokens)
+    steps = torch.cat([harness.step([(sequence, count)], every_token=True) for count in (7, 1, 3, 1)])
+    assert (steps - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def test_what_cannot_be_rounded_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_model("llama").save_pretrained(tmp_path / "narrow")
+    with pytest.raises(UnsupportedModel, match=r"groups of 32 inputs, which do not divide the 72 of .*qkv_proj"):
+        load(tmp_path / "narrow", quantization="int4")
+    (tmp_path / "stored").mkdir()
+    quantized, plain = save_quantized(tmp_path / "stored", "llama", "fp8 tensor")
+    with pytest.raises(UnsupportedModel, match="--quantization int4: the checkpoint has weights of fp8 already"):
+        load(quantized, quantization="int4")
+    with caplog.at_level(logging.INFO, "minisgl"):
+        assert_same(load(quantized, quantization="fp8"), load(plain))
+        load(plain, quantization="int8")
+    assert "matrices are rounded to int8 as they are loaded (a scale for each output) and kept" in caplog.text
