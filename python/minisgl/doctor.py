@@ -30,6 +30,7 @@ from minisgl.engine.state import SlotState
 from minisgl.kernel.availability import kernels_missing, make_ops, one_line
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kernel.torch_ops import TorchOps
+from minisgl.quantization.rounding import round_to_int4
 from minisgl.settings import add_flags, read_flags
 from minisgl.tables import Color, colored, table
 
@@ -151,12 +152,20 @@ def examine(device: torch.device) -> Iterator[Finding]:
         yield from _attention(shape, device)
     else:
         yield _tried("operations of the CPU", lambda: _run_ops(device, dtype))
+        yield _tried("products of few rows with int4 weights", lambda: _run_int4(device, dtype))
     yield _tried("attention: torch", lambda: _run_attention("torch", shape, device))
     backend = "nccl" if device.type == "cuda" else "gloo"
     available = torch.distributed.is_available() and (
         torch.distributed.is_nccl_available() if backend == "nccl" else torch.distributed.is_gloo_available()
     )
+    yield Finding("weights of 8 and 4 bits", State.WORKS, _quantized(device))
     yield Finding(f"several ranks: {backend}", State.WORKS if available else State.ABSENT)
+
+
+def _quantized(device: torch.device) -> str:
+    """Tell what quantized weights are multiplied as."""
+    few = "; with --quantization int4 products of few rows read 4 bits" if device.type == "cpu" else ""
+    return f"dequantized to the model's dtype as they are loaded{few}"
 
 
 def verdict(findings: list[Finding], device: torch.device) -> str | None:
@@ -225,6 +234,14 @@ def _run_ops(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     ops = make_ops(device)
     exact = TorchOps().norm_linear(x.double(), Norm(norm.weight.double(), norm.eps), weight.double())
     return ops.norm_linear(x, norm, weight), exact
+
+
+def _run_int4(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(2, 2048, device=device, generator=generator).to(dtype)
+    weight = (torch.randn(768, 2048, device=device, generator=generator) / 32).to(dtype)
+    grid = round_to_int4(weight)
+    return make_ops(device).bind(weight, grid).linear(x), x.double() @ weight.double().T
 
 
 def _run_sampler(device: torch.device) -> tuple[Tensor, Tensor]:
