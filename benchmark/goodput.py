@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -34,6 +36,8 @@ from measuring.probe import Judgement, Probe, Prober, Search
 from measuring.report import Cell, cell_text, table
 from measuring.search import Verdict, bisect, num_probes
 from measuring.server_process import LaunchFailed, ServerProcess, ask_served, exit_on_sigterm
+
+SHORTEST_PROBE = 10  # times the objective for the first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,13 @@ def parse() -> argparse.Namespace:
     work.add_argument("--late", type=float, default=20, metavar="MS", help="p99 of sends that refuses a probe")
     work.add_argument("--scale", type=float, default=1.0, metavar="X", help="times the lengths, but not a trace's")
     work.add_argument("--think", type=float, default=1.0, metavar="X", help="times the think times of sessions")
+    work.add_argument(
+        "--budget",
+        type=float,
+        default=math.inf,
+        metavar="S",
+        help="seconds of a server's turn, its start included, after which no probe begins",
+    )
     work.add_argument("--rounds", type=int, default=1, metavar="N", help="of all servers, one after the other")
     add_client_arguments(parser)
     add_output_arguments(parser)
@@ -129,12 +140,24 @@ def running(contestant: Contestant, args: argparse.Namespace) -> Iterator[Prober
 
 
 def run_search(
-    search: Search, prober: Prober, workload: OnlineWorkload, args: argparse.Namespace, probe_numbers: Iterator[int]
+    search: Search,
+    prober: Prober,
+    workload: OnlineWorkload,
+    args: argparse.Namespace,
+    *,
+    probe_numbers: Iterator[int],
+    deadline: float,
 ) -> None:
-    """Fill in the search. `idle.NotIdle` if the server no longer comes to rest; the probes so far are kept."""
+    """Fill in the search. `idle.NotIdle` if the server no longer comes to rest; the probes so far are kept.
+
+    No probe begins after `deadline`, in `time.monotonic` seconds.
+    """
     low, high = args.range or workload.rates
 
-    def probe(rate: float) -> Verdict:
+    def probe(rate: float) -> Verdict | None:
+        if time.monotonic() > deadline:
+            print(f"{search.server}, {search.workload}: the budget is spent", flush=True)
+            return None
         outcome = prober.probe(workload, rate, next(probe_numbers))
         search.probes.append(outcome)
         said = "".join(f"\n  error: {error}" for error in outcome.errors)
@@ -158,9 +181,10 @@ def print_searches(searches: Sequence[Search]) -> None:
     """Print the found rates, and the figures of the probes that they come from."""
     rows: list[list[Cell]] = []
     for one in searches:
-        row: list[Cell] = [one.workload, one.server, one.round, one.found]
+        missed = one.bracket.missed if one.bracket else None
+        row: list[Cell] = [one.workload, one.server, one.round, one.found, missed]
         if (best := one.best) is None or (figures := best.summary) is None:
-            rows.append([*row, *[None] * 13])
+            rows.append([*row, *[None] * 12, len(one.probes)])
             continue
         spreads = (figures.ttft_ms, figures.tpot_ms, figures.tbt_ms)
         percentiles = [value for each in spreads for value in ((each.p50, each.p99) if each else (None, None))]
@@ -179,7 +203,7 @@ def print_searches(searches: Sequence[Search]) -> None:
         )
     latencies = ["TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "gap p50 ms", "p99"]
     others = ["out tok/s", "hits", "generator CPU", "late p99 ms", "probes"]
-    print(table(["workload", "server", "round", "req/s", "pace", "good", *latencies, *others], rows))
+    print(table(["workload", "server", "round", "req/s", "missed at", "pace", "good", *latencies, *others], rows))
 
 
 def save(searches: Sequence[Search], args: argparse.Namespace, output: Output) -> None:
@@ -194,15 +218,19 @@ def main() -> None:
     probe_numbers = itertools.count()
     for one in workloads:
         low, high = args.range or one.rates
+        if args.requests / high < SHORTEST_PROBE * args.slo_ttft / 1e3:
+            short = f"{args.requests / high:.1f} s at {cell_text(high)}/s is too short for a queue to show"
+            print(f"goodput: warning: {one.name}: a probe of {short}; more --requests", file=sys.stderr)
         count = num_probes(low, high, args.precision)
         print(f"{one.name}: {count} probes of {args.requests} requests, {cell_text(low)} to {cell_text(high)} a second")
     for round_number, contestant in itertools.product(range(1, args.rounds + 1), args.server):
         measured = [Search(contestant.name, workload.name, round_number) for workload in workloads]
         searches += measured
+        deadline = time.monotonic() + args.budget
         try:
             with running(contestant, args) as prober:
                 for search, workload in zip(measured, workloads, strict=True):
-                    run_search(search, prober, workload, args, probe_numbers)
+                    run_search(search, prober, workload, args, probe_numbers=probe_numbers, deadline=deadline)
                     save(searches, args, output)  # so that a later failure loses nothing
         except (LaunchFailed, NotIdle, ValueError) as error:
             print(f"goodput: error: {contestant.name}: {error}", file=sys.stderr, flush=True)

@@ -133,11 +133,14 @@ def make_workload(name: str, count: int, *, scale: float = 1.0, think: float = 1
     """Return `count` requests of the workload by this name, or of the trace in the file by this name.
 
     `scale` multiplies lengths, but not those of a trace; `think` multiplies think times. ValueError for a file that is
-    no trace, OSError for none.
+    no trace or too short a one, OSError for none.
     """
     if lengths := LENGTHS.get(name):
         return Synthetic(name, lengths.scaled(scale), count)
     if shape := SESSIONS.get(name):
         return Sessions(name, shape.scaled(scale, think), count)
     path = Path(name)
-    return Trace(path.stem, read_trace(path, count))
+    rows = read_trace(path, count)
+    if len(rows) < count:
+        raise ValueError(f"{name} has {len(rows)} requests, {count} are asked for")
+    return Trace(path.stem, rows)

@@ -65,6 +65,8 @@ class Search:
         """The found rate in words."""
         if self.bracket is None:
             return "failed"
+        if not self.probes:
+            return "not probed"
         if self.bracket.held is None:
             return f"below {cell_text(min(probe.rate for probe in self.probes))}"
         return ("at least " if self.bracket.is_lower_bound else "") + cell_text(self.bracket.held)

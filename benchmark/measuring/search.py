@@ -39,12 +39,13 @@ def num_probes(low: float, high: float, precision: float) -> int:
     return math.ceil(math.log2(math.log(high / low) / math.log1p(precision)) - 1e-9)
 
 
-def bisect(probe: Callable[[float], Verdict], low: float, high: float, precision: float) -> Bracket:
+def bisect(probe: Callable[[float], Verdict | None], low: float, high: float, precision: float) -> Bracket:
     """Probe the geometric mean of what is left until its ends differ by no more than `precision`, a ratio less 1.
 
     A server is taken to hold any rate below one that it held. The ends themselves are not probed: when every probe
-    holds, the last one is within `precision` of `high`. A refused rate is an upper end like one that missed.
-    ValueError unless 0 < low < high and precision is positive.
+    holds, the last one is within `precision` of `high`. A refused rate is an upper end like one that missed. A probe
+    that returns None ends the search: what was found so far counts. ValueError unless 0 < low < high and precision is
+    positive.
     """
     if not 0 < low < high or precision <= 0:
         raise ValueError(f"cannot search between {low:g} and {high:g} with a precision of {precision:g}")
@@ -58,4 +59,6 @@ def bisect(probe: Callable[[float], Verdict], low: float, high: float, precision
                 high = missed = rate
             case Verdict.REFUSED:
                 high = refused = rate
+            case None:
+                break
     return Bracket(held, missed, refused)

@@ -63,6 +63,19 @@ def test_a_range_that_cannot_be_searched(low: float, high: float, precision: flo
         bisect(held_below(1.0)[0], low, high, precision)
 
 
+def test_a_search_that_ends_early_keeps_what_it_found():
+    answers = iter([Verdict.HELD, Verdict.MISSED, None])
+    rates: list[float] = []
+
+    def probe(rate: float) -> Verdict | None:
+        rates.append(rate)
+        return next(answers)
+
+    assert bisect(probe, 1.0, 256.0, 0.05) == Bracket(16.0, 64.0, None)
+    assert rates == [16.0, 64.0, 32.0]
+    assert Search("server", "poisson", 1, bracket=Bracket(None, None, None)).found == "not probed"
+
+
 def test_a_narrow_range_needs_no_probe():
     assert num_probes(1.0, 1.05, 0.05) == 0
     assert num_probes(1.0, 1.10, 0.05) == 1

@@ -117,6 +117,8 @@ def test_a_trace_is_searched_around_its_pace(tmp_path):
     assert np.array_equal(load[0].prompt[:512], load[1].prompt[:512])
     with pytest.raises(ValueError, match="no rate follows"):
         make_workload(str(file), 1)
+    with pytest.raises(ValueError, match="has 9 requests, 10 are asked for"):
+        make_workload(str(file), 10)
     with pytest.raises(OSError):
         make_workload("no such file", 9)
 
