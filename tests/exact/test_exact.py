@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -124,13 +124,14 @@ def test_answers_are_those_of_transformers(cases: Cases, row: dict[str, Any]) ->
 @pytest.mark.parametrize("row", pairwise(ALL_COLUMNS), ids=lambda row: ",".join(map(str, row.values())))
 def test_every_family_policy_and_number_of_ranks(cases: Cases, row: dict[str, Any]) -> None:
     row = dict(row)
-    kind, tight = row.pop("kind"), row.pop("tight")
+    kind, tight, tp = row.pop("kind"), row.pop("tight"), row.pop("tp")
     case = cases.get(kind, 8, 32)
+    greedy, sampled = (case.greedy, case.sampled) if tp == 1 else (fewer(case.greedy), fewer(case.sampled))
     tokens = 336 if tight else 2400
-    with open_llm(case, tp_size=row.pop("tp"), cache_type=row.pop("cache"), tokens=tokens, **row) as llm:
+    with open_llm(case, tp_size=tp, cache_type=row.pop("cache"), tokens=tokens, **row) as llm:
         for _ in range(2):
-            check_greedy(llm, case.greedy)
-        check_sampled(llm, case.sampled)
+            check_greedy(llm, greedy)
+        check_sampled(llm, sampled)
         if tight:
             for _ in range(6):  # pages of 16 tokens are outgrown five times a round, of 1 token fifteen times
                 check_greedy(llm, cases.outgrowing(kind))
@@ -157,6 +158,11 @@ def test_ranks_choose_the_same_token(cases: Cases) -> None:
     with open_llm(case, page_size=4, chunk=64, tokens=2400, tp_size=2) as llm:
         for _ in range(3):
             check_sampled(llm, case.sampled)
+
+
+def fewer(expected: list[Expected]) -> list[Expected]:
+    """Half of the prompts and answers: over gloo one sum of ranks takes as long as a step of these models."""
+    return [replace(one, tokens=one.tokens[: len(one.tokens) // 2]) for one in expected[::2]]
 
 
 def check_greedy(llm: LLM, expected: list[Expected]) -> int:
