@@ -219,7 +219,7 @@ def test_metrics_count_requests(start_server: Callable[..., RunningServer]) -> N
     server.engine.wait_for(Abort)
     wait_until(lambda: metrics(server)["minisgl:num_requests_waiting"] == 3)
     after = metrics(server)
-    for prefix in ("minisgl:", "vllm:"):
+    for prefix in ("minisgl:", "vllm:", "sglang:"):
         expected = {
             "num_requests_waiting": 3,
             "num_requests_running": 0,
@@ -238,6 +238,8 @@ def test_metrics_count_requests(start_server: Callable[..., RunningServer]) -> N
             "e2e_request_latency_seconds_count": 5,
             "request_prompt_tokens_sum": 8,
             "request_generation_tokens_sum": 23,
+            "request_max_num_generation_tokens_sum": 5 + 3,
+            "request_max_num_generation_tokens_count": 2,
             "request_generation_tokens_bucket|5.0": 5,
             "request_generation_tokens_bucket|2.0": 0,
             "request_generation_tokens_bucket|+Inf": 5,

@@ -17,7 +17,7 @@ PAGES = sorted(
     {*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"} - {DOCS / "log.md"}
 )
 FOREIGN_NAMES = {"api.md", "deployment.md", "glossary.md", "structured_output.md"}  # have names of other systems
-FOLDERS = "python", "csrc", "tests", "benchmark", "tools", "docs", "scripts", ".ci"
+FOLDERS = "python", "csrc", "tests", "benchmark", "tools", "docs", "scripts", "deploy", ".ci"
 
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 CODE = re.compile(r"`([^`\n]+)`")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -233,3 +235,35 @@ def test_a_missing_extra_ends_the_start() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.strip().endswith("pip install 'minisgl[otel]'")
+
+
+VLLM_DASHBOARD = """
+    e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum e2e_request_latency_seconds_count
+    prompt_tokens_total generation_tokens_total inter_token_latency_seconds_bucket num_requests_running
+    num_requests_waiting time_to_first_token_seconds_bucket kv_cache_usage_perc request_prompt_tokens_bucket
+    request_generation_tokens_bucket request_success_total request_queue_time_seconds_sum
+    request_prefill_time_seconds_sum request_decode_time_seconds_sum request_max_num_generation_tokens_sum
+"""
+SGLANG_DASHBOARD = """
+    e2e_request_latency_seconds_bucket time_to_first_token_seconds_bucket num_running_reqs gen_throughput
+    cache_hit_rate num_queue_reqs
+"""
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards" / "serving.json"
+
+
+def test_dashboards_find_what_they_ask_for(server: Server) -> None:
+    generate(server, "so that times of a request are counted")
+    text = httpx.get(f"{server.url}/metrics").text
+    values = dict(re.findall(r'^([\w:]+){(?:model_name="demo"|.*le="\+Inf",.*)} (\S+)$', text, re.MULTILINE))
+    names = set(re.findall(r"^([\w:]+){", text, re.MULTILINE))
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    asked = {name for panel in panels for one in panel["targets"] for name in re.findall(r"minisgl:\w+", one["expr"])}
+    asked |= {f"vllm:{name}" for name in VLLM_DASHBOARD.split()} | {
+        f"sglang:{name}" for name in SGLANG_DASHBOARD.split()
+    }
+    assert len(asked) > 30
+    assert asked <= names
+    for phase in ("queue", "prefill", "decode"):
+        assert float(values[f"vllm:request_{phase}_time_seconds_count"]) > 0
+    loads = httpx.get(f"{server.url}/v1/loads").json()["loads"]
+    assert [load["max_total_num_tokens"] for load in loads] == [float(values["sglang:max_total_num_tokens"])] == [320]

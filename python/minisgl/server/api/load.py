@@ -17,9 +17,10 @@ class EngineLoad:
     max_tokens: int = 0  # that the KV cache holds
     prefix_tokens_queried: int = 0  # prompt tokens looked for in the cache, since the start
     prefix_tokens_hit: int = 0  # of these, found
+    generation_rate: float = 0.0  # tokens/s between the last two heartbeats
 
     @classmethod
-    def of(cls, counts: Mapping[str, int], page_size: int) -> EngineLoad:
+    def of(cls, counts: Mapping[str, int], page_size: int, generation_rate: float) -> EngineLoad:
         """Return the load that the scheduler's counts say; without any (before the first heartbeat) there is none."""
         pages = counts.get("pages", 0)
         unlocked = counts.get("pages_cached", 0) - counts.get("pages_locked", 0)
@@ -31,6 +32,7 @@ class EngineLoad:
             pages * page_size,
             counts.get("prefix_tokens_queried", 0),
             counts.get("prefix_tokens_hit", 0),
+            generation_rate,
         )
 
     @property

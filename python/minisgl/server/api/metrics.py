@@ -1,6 +1,7 @@
 """Counts that the API server keeps of every request, cheap since they are on the way of every token, and their text.
 
-/metrics writes them for Prometheus. Each metric has two names, minisgl's and vLLM's, which dashboards know.
+/metrics writes them for Prometheus. Each metric has three names, minisgl's and those that dashboards of vLLM and SGLang
+ask for; where SGLang has another word for it, it has that too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-PREFIXES = ("minisgl:", "vllm:")
+PREFIXES = ("minisgl:", "vllm:", "sglang:")
 TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.2, 0.4, 0.8, 2.5, 10.0)
 FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 480.0)
@@ -58,6 +59,7 @@ class RequestMetrics:
         self.inference_time = Histogram(REQUEST_SECONDS)  # prefill and decode
         self.request_prompt_tokens = Histogram(TOKENS)
         self.request_generation_tokens = Histogram(TOKENS)
+        self.request_max_num_generation_tokens = Histogram(TOKENS)  # of a request's longest sequence
         self.failed_accepts = 0  # of connections, because the process may open no more files
 
     def prompt(self, num_tokens: int) -> None:
@@ -69,11 +71,11 @@ class RequestMetrics:
 class SequenceClock:
     """Times at which one sequence got its tokens."""
 
-    __slots__ = ("_metrics", "_tokens", "admitted", "first_token", "last_token", "reason", "start")
+    __slots__ = ("_metrics", "admitted", "first_token", "last_token", "num_tokens", "reason", "start")
 
     def __init__(self, metrics: RequestMetrics, start: float) -> None:
         self._metrics = metrics
-        self._tokens = 0
+        self.num_tokens = 0
         self.start = start
         self.admitted: float | None = None  # known at the end: when its first step was planned
         self.first_token: float | None = None
@@ -83,13 +85,13 @@ class SequenceClock:
     def tokens(self, count: int, now: float) -> None:
         """Count tokens that have come at once, one at least."""
         metrics = self._metrics
-        if self._tokens:
+        if self.num_tokens:
             metrics.inter_token_latency.observe((now - self.last_token) / count, count)
         else:
             metrics.time_to_first_token.observe(now - self.start)
             self.first_token = now
         self.last_token = now
-        self._tokens += count
+        self.num_tokens += count
         metrics.generation_tokens += count
 
     def end(self, reason: FinishReason, now: float, admitted: float | None = None) -> None:
@@ -99,7 +101,7 @@ class SequenceClock:
         self.reason, self.admitted = reason, admitted
         if reason == "stop" or reason == "length":
             metrics.request_latency.observe(now - self.start)
-            metrics.request_generation_tokens.observe(self._tokens)
+            metrics.request_generation_tokens.observe(self.num_tokens)
             if admitted is not None and self.first_token is not None:
                 metrics.queue_time.observe(admitted - self.start)
                 metrics.prefill_time.observe(self.first_token - admitted)
@@ -110,11 +112,14 @@ class SequenceClock:
 class Exposition:
     """One look at all metrics, as a collector of the client library, which only writes the format."""
 
-    def __init__(self, model: str, requests: RequestMetrics, load: EngineLoad, retractions: int) -> None:
+    def __init__(
+        self, model: str, requests: RequestMetrics, load: EngineLoad, retractions: int, page_size: int
+    ) -> None:
         self._labels = {"model_name": model}
         self._requests = requests
         self._load = load
         self._retractions = retractions
+        self._page_size = page_size
 
     def text(self) -> bytes:
         from prometheus_client import CollectorRegistry, generate_latest  # slow to import, and few ask
@@ -131,8 +136,13 @@ class Exposition:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         names, values = list(self._labels), list(self._labels.values())
+        pages = {"block_size": str(self._page_size), "num_gpu_blocks": str(self._load.max_tokens // self._page_size)}
+        info = GaugeMetricFamily("vllm:cache_config_info", "pages of the KV cache", labels=[*names, *pages])
+        info.add_metric([*values, *pages.values()], 1)
+        yield info
         for prefix in PREFIXES:
-            for name, (text, value) in self._gauges().items():
+            gauges = self._gauges() | (self._sglang_gauges() if prefix == "sglang:" else {})
+            for name, (text, value) in gauges.items():
                 gauge = GaugeMetricFamily(prefix + name, text, labels=names)
                 gauge.add_metric(values, value)
                 yield gauge
@@ -159,6 +169,18 @@ class Exposition:
             "kv_cache_usage_perc": ("share of the KV cache that running sequences hold; 1 is all", load.usage),
         }
 
+    def _sglang_gauges(self) -> dict[str, tuple[str, float]]:
+        load = self._load
+        return {
+            "num_running_reqs": ("sequences that are computed", load.running),
+            "num_queue_reqs": ("sequences that wait for their turn", load.waiting),
+            "num_used_tokens": ("tokens in pages that running sequences hold", load.tokens_used),
+            "max_total_num_tokens": ("tokens that the KV cache holds", load.max_tokens),
+            "token_usage": ("share of the KV cache that running sequences hold; 1 is all", load.usage),
+            "cache_hit_rate": ("share of prompt tokens found in the cache, since the start", load.hit_rate),
+            "gen_throughput": ("tokens/s between the last two heartbeats", load.generation_rate),
+        }
+
     def _counters(self) -> dict[str, tuple[str, int]]:
         load, requests = self._load, self._requests
         return {
@@ -182,6 +204,10 @@ class Exposition:
             "request_inference_time_seconds": ("prefill and decode of a request", requests.inference_time),
             "request_prompt_tokens": ("tokens of a prompt", requests.request_prompt_tokens),
             "request_generation_tokens": ("tokens of an answer", requests.request_generation_tokens),
+            "request_max_num_generation_tokens": (
+                "tokens of a request's longest answer",
+                requests.request_max_num_generation_tokens,
+            ),
         }
 
 

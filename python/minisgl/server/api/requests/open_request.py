@@ -219,6 +219,9 @@ class OpenRequest:
             cached = self._cached_tokens.get(prompt, output.cached_tokens)
             self._cached_tokens[prompt] = min(cached, output.cached_tokens)
             self._num_finished += 1
+            if self._num_finished == len(self.clocks):
+                longest = max(clock.num_tokens for clock in self.clocks)
+                self._metrics.request_max_num_generation_tokens.observe(longest)
 
     def deliver(self) -> None:
         """Give the reader what has come, if that is what it waits for."""

@@ -119,7 +119,8 @@ class Service:
 
     def load(self) -> EngineLoad:
         """Return the engine's load at the last heartbeat."""
-        return EngineLoad.of(self.heartbeat.counts.get("scheduler-0", {}), self.config.engine.page_size)
+        counts = self.heartbeat.counts.get("scheduler-0", {})
+        return EngineLoad.of(counts, self.config.engine.page_size, self.heartbeat.generation_rate)
 
     def answer(
         self, request: Request, job: Job, writer: Writer, *, stream: bool, names: tuple[str, ...] = ()

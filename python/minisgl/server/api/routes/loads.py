@@ -85,7 +85,7 @@ class LoadRoutes:
             load.max_tokens,
             max_running,
             load.usage,
-            service.heartbeat.generation_rate,
+            load.generation_rate,
             load.hit_rate,
             max(load.usage, load.running / max_running),
         )

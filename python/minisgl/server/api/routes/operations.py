@@ -123,7 +123,8 @@ class StatusRoutes:
         """Return metrics as Prometheus text. The engine's counts are those of the last heartbeat."""
         service = self._service
         retractions = service.heartbeat.counts.get("scheduler-0", {}).get("retractions", 0)
-        text = Exposition(service.config.model_name, service.client.metrics, service.load(), retractions).text()
+        config, requests = service.config, service.client.metrics
+        text = Exposition(config.model_name, requests, service.load(), retractions, config.engine.page_size).text()
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
