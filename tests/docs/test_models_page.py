@@ -11,7 +11,11 @@ from minisgl.models.llama import MULTIMODAL
 from models.tiny import KINDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-WITH_TOWERS = {*MULTIMODAL, "Gemma3ForConditionalGeneration"}  # tested by their text models
+WITH_TOWERS = {
+    *MULTIMODAL,
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+}  # whose text is tested
 
 
 def rows() -> list[tuple[set[str], set[str], set[str]]]:

@@ -30,6 +30,7 @@ KINDS = (
     "ernie",
     "glm4-moe",
     "gpt-oss",
+    "gemma4",
 )
 NEW_TOKENS = 24
 

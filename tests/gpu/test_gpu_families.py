@@ -255,10 +255,24 @@ GPT_OSS_20B: dict[str, Any] = {
     "tie_word_embeddings": False,
     **HALF_WINDOWED,
 }
-WINDOWED = ("mistral-window", "gemma3", "olmo3", "exaone4", "gpt-oss")
+GEMMA_4_DENSE = GEMMA_3_12B | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 4,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+WINDOWED = ("mistral-window", "gemma3", "gemma4", "olmo3", "exaone4", "gpt-oss")
 SHAPES = {
     "exaone4": EXAONE_4,
     "gemma3": GEMMA_3_12B,
+    "gemma4": GEMMA_4_DENSE,
     "glm4": GLM_4_9B,
     "glm4-moe": GLM_4_5_AIR,
     "gpt-oss": GPT_OSS_20B,

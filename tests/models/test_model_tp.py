@@ -34,6 +34,7 @@ KINDS = (
     "glm4",
     "glm4-moe",
     "gpt-oss",
+    "gemma4",
 )
 QUANTIZED = ("fp8 blocks", "gptq desc_act")
 SIZES = {**dict.fromkeys(KINDS, (2, 3)), **dict.fromkeys(QUANTIZED, (2, 4))}  # ranks by model

@@ -100,6 +100,17 @@ GPT_OSS: dict[str, Any] = {
     "swiglu_limit": 1.5,  # so that some are clamped
     "rope_parameters": {**YARN_ROPE, "truncate": False},
 }
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": WINDOW,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 3,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 5.0,
+    "tie_word_embeddings": True,
+}
 # kind -> transformers' name of the family, and what its config has beside the shape
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -135,6 +146,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie": ("Ernie4_5", {"use_bias": True}),
     "glm4-moe": ("Glm4Moe", GLM4_MOE),
     "gpt-oss": ("GptOss", GPT_OSS),
+    "gemma4": ("Gemma4", GEMMA4),
 }
 FAMILIES = tuple(KINDS)
 
@@ -144,7 +156,7 @@ def make_model(kind: str, **changes: Any) -> Any:
 
     family, extra = KINDS[kind]
     torch.manual_seed(0)
-    text = "Text" if family == "Gemma3" else ""  # of a family whose other config has a vision tower
+    text = "Text" if family in ("Gemma3", "Gemma4") else ""  # of a family whose other config has a vision tower
     config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy({**SHAPE, **extra, **changes}))
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
@@ -156,4 +168,6 @@ def make_model(kind: str, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.2)
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
     return model.eval()

@@ -12,7 +12,7 @@ from minisgl.distributed import TPGroup
 from minisgl.kernel.base import Heads
 from minisgl.layers.layer_config import AttentionConfig, NormConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, zeros
-from minisgl.layers.norm import ProjectionNorm, RMSNorm, params_of
+from minisgl.layers.norm import ProjectionNorm, RMSNorm, UnweightedNorm, params_of
 from minisgl.layers.rotary import Rotary, paired_rows
 from minisgl.layers.weight_slice import WeightSlice, row_slices
 
@@ -59,7 +59,8 @@ class Attention(nn.Module):
         q_kept = paired_rows([range(tp.rank * share, (tp.rank + 1) * share)], dim, config.rope)
         v_kept = [range(head * dim, (head + 1) * dim) for head in config.kv_heads_of(tp.rank, tp.size)]
         k_kept = paired_rows(v_kept, dim, config.rope)
-        parts = [Part("q_proj", q_rows, q_kept), Part("k_proj", kv_rows, k_kept), Part("v_proj", kv_rows, v_kept)]
+        v_name = "k_proj" if config.k_is_v else "v_proj"
+        parts = [Part("q_proj", q_rows, q_kept), Part("k_proj", kv_rows, k_kept), Part(v_name, kv_rows, v_kept)]
         self.qkv_proj = ColumnParallelLinear(hidden_size, parts, bias=config.qkv_bias, dtype=dtype)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
@@ -69,6 +70,7 @@ class Attention(nn.Module):
         elif config.qk_norm == "projection":
             self.q_norm = ProjectionNorm(q_rows, norm, dtype=dtype, kept=q_kept, tp=tp)
             self.k_norm = ProjectionNorm(kv_rows, norm, dtype=dtype, kept=k_kept, tp=tp)
+        self.v_norm = UnweightedNorm(dim, norm, dtype=dtype) if config.v_norm else None
         self.sinks = HeadSinks(config.num_heads, tp, dtype=dtype) if config.has_sinks else None
         self.o_proj = RowParallelLinear(config.num_heads * dim, hidden_size, bias=config.out_bias, tp=tp, dtype=dtype)
 
@@ -83,6 +85,9 @@ class Attention(nn.Module):
             q, k, v = qkv.split([len(q_norm.weight), len(k_norm.weight), len(k_norm.weight)], dim=-1)
             qkv = torch.cat((q_norm(q, ctx), k_norm(k, ctx), v), dim=-1)
             q_norm = k_norm = None
+        if self.v_norm is not None:
+            v = qkv[:, -self.num_kv_heads * self.head_dim :].unflatten(-1, (-1, self.head_dim))
+            v.copy_(self.v_norm(v.contiguous(), ctx))
         heads = Heads(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,

@@ -41,6 +41,14 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """Only the first `share` of a head's pairs are rotated, by the frequencies that all would have (Gemma 4)."""
+
+    share: float
+    factor: float  # what the frequencies are divided by
+
+
+@dataclass(frozen=True, slots=True)
 class QueryScaling:
     """Rotated queries beyond the original context times 1 + beta * log(1 + floor(position / original)) (Llama 4)."""
 
@@ -49,7 +57,7 @@ class QueryScaling:
 
 
 QKNorm = Literal["none", "head", "projection"]
-RopeScaling: TypeAlias = Llama3Scaling | LinearScaling | YarnScaling
+RopeScaling: TypeAlias = Llama3Scaling | LinearScaling | YarnScaling | ProportionalScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,8 @@ class AttentionConfig:
     qk_norm: QKNorm = "none"  # of q and k before their rotation: each head by itself, or all heads together
     qkv_bias: bool = False
     out_bias: bool = False
+    v_norm: bool = False  # each head of v is normed, without weights (Gemma 4)
+    k_is_v: bool = False  # v is the product of k's matrix, before its norm and rotation (Gemma 4)
     has_sinks: bool = False  # a learned score of each head beside those of the positions, whose value is 0
 
     def heads_per_rank(self, tp_size: int) -> int:
@@ -153,3 +163,4 @@ class LayerConfig:
     mlp: MLPConfig | MoEConfig
     norms: NormNames = NormNames()
     residual_scale: float = 1.0  # factor of each block's output before it is added (Granite)
+    has_scalar: bool = False  # a learned factor of the layer's output (Gemma 4)

@@ -80,3 +80,10 @@ class ProjectionNorm(RMSNorm):
         normed = (x32 * torch.rsqrt(mean_square + self.config.eps)).to(self.weight.dtype)
         y = normed.mul_(self.weight).to(x.dtype)
         return y if residual is None else y.add_(residual)
+
+
+class UnweightedNorm(RMSNorm):
+    """RMSNorm whose weights are 1, of which the checkpoint has none."""
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:  # noqa: ARG002
+        return iter(())

@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl.layers.layer_config import LinearScaling, Llama3Scaling, QueryScaling, RopeConfig, YarnScaling
+from minisgl.layers.layer_config import (
+    LinearScaling,
+    Llama3Scaling,
+    ProportionalScaling,
+    QueryScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 
 class Rotary(nn.Module):
@@ -76,6 +83,9 @@ def frequencies(rotary_dim: int, rope: RopeConfig) -> Tensor:
             return plain / factor
         case Llama3Scaling():
             return _llama3(plain, rope.scaling)
+        case ProportionalScaling(share, factor):
+            rotated = torch.arange(len(plain), device="cpu") < int(share * rotary_dim // 2)
+            return plain / factor * rotated
         case YarnScaling():
             return _yarn(waves, rope.theta, rope.scaling)
     return plain

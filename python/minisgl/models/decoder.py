@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -10,12 +12,24 @@ from minisgl.distributed import TPGroup
 from minisgl.kernel.base import KernelNeeds, Ops, Product
 from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import LMHead, VocabEmbedding
-from minisgl.layers.layer_config import MoEConfig, RopeConfig
-from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
+from minisgl.layers.layer_config import MoEConfig
+from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear, empty
 from minisgl.layers.mlp import GatedMLP, Router, SparseMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary
+from minisgl.layers.weight_slice import WeightSlice, whole
 from minisgl.models.config.model_config import ModelConfig
+
+
+class LayerScalar(nn.Module):
+    """Learned factor of a layer's output, weight [1]."""
+
+    def __init__(self, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty(1, dtype=dtype)
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        yield whole(name, self.weight)
 
 
 class DecoderLayer(nn.Module):
@@ -45,11 +59,13 @@ class DecoderLayer(nn.Module):
             self.mlp = GatedMLP(layer.mlp, hidden_size, tp=tp, dtype=dtype)
         self.mlp_post_norm = norm(layer.norms.mlp_post)
         self.residual_scale = layer.residual_scale
+        self.layer_scalar = LayerScalar(dtype=dtype) if layer.has_scalar else None
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]; may overwrite x."""
         x = self._block(self.self_attn, self.attention_norm, self.attention_post_norm, x, ctx)
-        return self._block(self.mlp, self.mlp_norm, self.mlp_post_norm, x, ctx)
+        x = self._block(self.mlp, self.mlp_norm, self.mlp_post_norm, x, ctx)
+        return x if self.layer_scalar is None else x.mul_(self.layer_scalar.weight)
 
     def _block(
         self, block: nn.Module, norm: RMSNorm | None, post_norm: RMSNorm | None, x: Tensor, ctx: ForwardContext
@@ -74,14 +90,10 @@ class Decoder(nn.Module):
         size = config.hidden_size
         self.embedding_scale = config.embedding_scale
         self.embed_tokens = VocabEmbedding(config.vocab_size, size, tp=tp, dtype=dtype)
-        rotaries: dict[RopeConfig, Rotary] = {}
-        for layer in config.layers:
-            rope = layer.attention.rope
-            if rope not in rotaries:
-                rotaries[rope] = Rotary(layer.attention.head_dim, config.max_position_embeddings, rope)
+        kinds = [(layer.attention.head_dim, layer.attention.rope) for layer in config.layers]
+        rotaries = {kind: Rotary(kind[0], config.max_position_embeddings, kind[1]) for kind in dict.fromkeys(kinds)}
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, rotaries[layer.attention.rope], tp=tp, dtype=dtype)
-            for index, layer in enumerate(config.layers)
+            DecoderLayer(config, index, rotaries[kind], tp=tp, dtype=dtype) for index, kind in enumerate(kinds)
         )
         self.norm = RMSNorm(size, config.norm, dtype=dtype)
 
@@ -151,4 +163,7 @@ class CausalLM(nn.Module):
     def logits(self, states: Tensor, ctx: ForwardContext) -> Tensor:
         """Logits [S, vocab_size] of states [S, hidden_size] that the decoder gave."""
         logits: Tensor = self.lm_head(states, self.model.norm, ctx)
-        return logits if self.config.logits_scale == 1.0 else logits.mul_(self.config.logits_scale)
+        if self.config.logits_scale != 1.0:
+            logits.mul_(self.config.logits_scale)
+        cap = self.config.logits_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

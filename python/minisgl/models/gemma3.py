@@ -38,7 +38,7 @@ _DEFAULTS: Mapping[str, Any] = {  # of transformers' Gemma3TextConfig; published
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-_NORMS = NormNames(
+SANDWICH_NORMS = NormNames(
     attention="input_layernorm",
     attention_post="post_attention_layernorm",
     mlp="pre_feedforward_layernorm",
@@ -71,7 +71,7 @@ def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
     )
     sliding = dataclasses.replace(full, rope=window_rope, window=window if window < context_len else None)
     mlp = MLPConfig(reader.count("intermediate_size"), activation="gelu_tanh")
-    layers = [LayerConfig(sliding if slides else full, mlp, _NORMS) for slides in windowed]
+    layers = [LayerConfig(sliding if slides else full, mlp, SANDWICH_NORMS) for slides in windowed]
     model = read_model(architecture, reader, layers, context_len)
     return dataclasses.replace(
         model,

@@ -13,6 +13,7 @@ from minisgl.layers.layer_config import (
     LinearScaling,
     Llama3Scaling,
     NormConfig,
+    ProportionalScaling,
     QueryScaling,
     RopeConfig,
     YarnScaling,
@@ -132,12 +133,12 @@ def rope_parameters(reader: ConfigReader) -> Mapping[str, Any]:
 def parse_rope(reader: ConfigReader, parameters: Mapping[str, Any]) -> RopeConfig:
     """Read one kind of layer's rope; its `parameters` may leave theta and original length to the outer object."""
     rope, max_positions = ConfigReader(parameters), reader.count("max_position_embeddings")
-    if rope.get("partial_rotary_factor") not in (None, 1):
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "proportional" and rope.get("partial_rotary_factor") not in (None, 1):
         raise UnsupportedModel(f"partial_rotary_factor {brief(rope.get('partial_rotary_factor'))} is not supported")
     if rope.get("llama_4_scaling_beta") is not None:
         raise UnsupportedModel(f"llama_4_scaling_beta {brief(rope.get('llama_4_scaling_beta'))} is not supported")
     theta = rope.number("rope_theta", reader.number("rope_theta", 10000.0))
-    kind = rope.get("rope_type") or rope.get("type") or "default"
     original = rope.count("original_max_position_embeddings", max_positions)
     original = reader.count("original_max_position_embeddings", original)
     match kind:
@@ -149,6 +150,9 @@ def parse_rope(reader: ConfigReader, parameters: Mapping[str, Any]) -> RopeConfi
             return RopeConfig(theta, _llama3(rope, original))
         case "yarn":
             return RopeConfig(theta, _yarn(rope, "factor" in parameters, original, max_positions))
+        case "proportional":
+            share = rope.number("partial_rotary_factor", 1.0)
+            return RopeConfig(theta, ProportionalScaling(share, rope.number("factor", 1.0)))
         case "dynamic" if original >= max_positions:
             return RopeConfig(theta)  # nothing changes up to the original length, and no more is served
         case "dynamic":
@@ -157,7 +161,7 @@ def parse_rope(reader: ConfigReader, parameters: Mapping[str, Any]) -> RopeConfi
                 f"{max_positions}, original_max_position_embeddings {original}"
             )
     raise UnsupportedModel(
-        f"rope type {brief(kind)} is not supported; known are default, linear, llama3, yarn, dynamic"
+        f"rope type {brief(kind)} is not supported; known are default, linear, llama3, yarn, proportional, dynamic"
     )
 
 

@@ -42,6 +42,11 @@ _NEUTRAL: Mapping[str, Any] = {
     "num_experts": None,
     "num_local_experts": None,
     "n_routed_experts": None,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
+    "use_double_wide_mlp": False,
+    "attention_k_eq_v": False,
 }
 
 # Far above any model, and little enough for what is made by layer, expert or head before a weight is looked for.

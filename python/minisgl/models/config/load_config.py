@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from minisgl.models import gemma3, glm4_moe, gpt_oss, llama
+from minisgl.models import gemma3, gemma4, glm4_moe, gpt_oss, llama
 from minisgl.models.config.checkpoint_metadata import checkpoint_dtype, tokenizer_eos
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
@@ -22,6 +22,7 @@ FAMILIES: Mapping[str, Callable[[str, ConfigReader], ModelConfig]] = {
     **dict.fromkeys(llama.VARIANTS, llama.read_llama),
     **dict.fromkeys(llama.MULTIMODAL, llama.read_multimodal),
     **dict.fromkeys(gemma3.ARCHITECTURES, gemma3.read_gemma3),
+    **dict.fromkeys(gemma4.ARCHITECTURES, gemma4.read_gemma4),
     **dict.fromkeys(gpt_oss.ARCHITECTURES, gpt_oss.read_gpt_oss),
     **dict.fromkeys(glm4_moe.ARCHITECTURES, glm4_moe.read_glm4_moe),
 }

@@ -57,6 +57,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     embedding_scale: float = 1.0  # factor of the input embeddings
     logits_scale: float = 1.0  # factor of the logits
+    logits_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     checkpoint: CheckpointNames = CheckpointNames()
     quantization: Quantization | None = None  # how the checkpoint stores its matrices; None: in dtype or wider
 
@@ -66,7 +67,7 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionConfig:
-        """Attention of the first layer. All layers have its number and size of heads: they share one KV pool."""
+        """Attention of the first layer; those of some families differ in the number and size of their KV heads."""
         return self.layers[0].attention
 
     @property

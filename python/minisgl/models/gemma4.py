@@ -1,0 +1,128 @@
+"""Gemma 4, its dense text model (Gemma team, 2026): Gemma 3 with wider heads and fewer KV heads without a window.
+
+Embeddings by layer, layers that share KV (E2B, E4B) and experts beside the MLP (26B-A4B) are refused by name. Towers
+for images and sound are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl.layers.layer_config import AttentionConfig, LayerConfig, MLPConfig
+from minisgl.models.config.common_fields import (
+    MULTIMODAL_NAMES,
+    nested_text,
+    read_attention,
+    read_layer_types,
+    read_model,
+    read_ropes_by_type,
+)
+from minisgl.models.config.config_reader import ConfigReader, brief
+from minisgl.models.config.model_config import CheckpointNames, ModelConfig, UnsupportedModel
+from minisgl.models.gemma3 import SANDWICH_NORMS
+
+_TEXT, _WITH_TOWERS = "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"
+ARCHITECTURES = (_TEXT, _WITH_TOWERS)
+_DEFAULTS: Mapping[str, Any] = {  # of transformers' Gemma4TextConfig
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+}
+_TOWERS = ("model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
+_CHECKPOINT = dataclasses.replace(MULTIMODAL_NAMES, ignored=(*MULTIMODAL_NAMES.ignored, *_TOWERS))
+
+
+def read_gemma4(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """Read a config.json of an architecture in ARCHITECTURES. Raises UnsupportedModel."""
+    if architecture == _WITH_TOWERS:
+        reader = nested_text(reader)
+    reader = reader.with_defaults(_DEFAULTS)
+    if (activation := reader.get("hidden_activation")) != "gelu_pytorch_tanh":
+        raise UnsupportedModel(f"hidden_activation {brief(activation)} is not supported")
+    both_ways = reader.get("use_bidirectional_attention")
+    if both_ways not in (None, False, "vision"):  # images are not served
+        raise UnsupportedModel(f"use_bidirectional_attention {brief(both_ways)} is not supported")
+    num_layers, context_len = reader.count("num_hidden_layers"), reader.count("max_position_embeddings")
+    windowed = read_layer_types(reader, num_layers) or [(layer + 1) % 6 != 0 for layer in range(num_layers)]
+    windowed[-1] = False  # as transformers has it, whatever the file says
+    window = reader.count("sliding_window")
+    sliding, full = _read_attentions(reader, window if window < context_len else None)
+    _check_sizes(reader, full, windowed)
+    mlp = MLPConfig(reader.count("intermediate_size"), activation="gelu_tanh")
+    layers = [LayerConfig(sliding if slides else full, mlp, SANDWICH_NORMS, has_scalar=True) for slides in windowed]
+    cap = None if reader.get("final_logit_softcapping") is None else reader.number("final_logit_softcapping")
+    model = read_model(architecture, reader, layers, context_len)
+    return dataclasses.replace(
+        model,
+        norm=dataclasses.replace(model.norm, float32=True),
+        embedding_scale=reader.count("hidden_size") ** 0.5,
+        logits_softcap=cap,
+        checkpoint=_CHECKPOINT if architecture == _WITH_TOWERS else CheckpointNames(),
+    )
+
+
+def _read_attentions(reader: ConfigReader, window: int | None) -> tuple[AttentionConfig, AttentionConfig]:
+    """Attention of layers with a window, and of those without, whose heads have another size."""
+    theta = reader.number("rope_theta", 10_000.0)
+    full_rope, window_rope = read_ropes_by_type(reader, theta=theta, window_theta=theta)
+    has_bias = reader.flag("attention_bias")
+    sliding = dataclasses.replace(
+        read_attention(reader, window_rope),
+        scale=1.0,
+        window=window,
+        qk_norm="head",
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        v_norm=True,
+    )
+    k_is_v, saved = reader.flag("attention_k_eq_v"), _saved_sizes(reader)
+    num_kv_heads = saved.count("num_key_value_heads", reader.count("num_global_key_value_heads", sliding.num_kv_heads))
+    full = dataclasses.replace(
+        sliding,
+        rope=full_rope,
+        window=None,
+        head_dim=saved.count("head_dim", reader.count("global_head_dim")),
+        num_kv_heads=num_kv_heads if k_is_v else sliding.num_kv_heads,
+        k_is_v=k_is_v,
+    )
+    if full.head_dim % 2 or full.num_heads % full.num_kv_heads:
+        raise UnsupportedModel(
+            f"global_head_dim {full.head_dim} is odd, or num_attention_heads {full.num_heads} is not a multiple of "
+            f"num_global_key_value_heads {full.num_kv_heads}"
+        )
+    return sliding, full
+
+
+def _saved_sizes(reader: ConfigReader) -> ConfigReader:
+    """Sizes of layers without a window in a file that transformers has written, which names them layer by layer."""
+    layers = reader.get("per_layer_config") or {}
+    first: Any = next(iter(layers.values()), {}) if isinstance(layers, dict) else {}
+    return ConfigReader(first if isinstance(first, dict) else {})
+
+
+def _check_sizes(reader: ConfigReader, full: AttentionConfig, windowed: list[bool]) -> None:
+    """Refuse a per_layer_config, whose keys are layers as "5" or "05", that says more than these sizes."""
+    written = reader.get("per_layer_config")
+    if written is None:
+        return
+    sizes = {"head_dim": full.head_dim} | ({"num_key_value_heads": full.num_kv_heads} if full.k_is_v else {})
+    ours = {layer: sizes for layer, slides in enumerate(windowed) if not slides}
+    known = isinstance(written, dict) and all(layer.isdecimal() for layer in written)
+    if not known or {int(layer): sizes for layer, sizes in written.items()} != ours:
+        raise UnsupportedModel(f"per_layer_config {brief(written)} is not supported; known is {brief(ours)}")
