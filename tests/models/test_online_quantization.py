@@ -21,6 +21,7 @@ from minisgl.layers.linear import product_labels
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.models.loading import load_model
+from minisgl.quantization import rounding
 from minisgl.quantization.rounding import INT4_GROUP, largest_of_rows, round_to_8_bits, round_to_int4
 from models.harness import Harness
 from models.quantized import SHAPE, save_quantized
@@ -59,6 +60,17 @@ def test_int4_values_are_on_their_grid_in_every_dtype(dtype: torch.dtype) -> Non
     step = scales.max(1, keepdim=True).values
     assert ((rounded.float() - weight.float()).abs() <= 1.2 * step).all()
     assert (rounded.float() - weight.float()).norm() < 0.09 * weight.float().norm()
+
+
+def test_rows_are_rounded_alike_in_any_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, cut = random_weight(torch.bfloat16), random_weight(torch.bfloat16)
+    grid = round_to_int4(whole)
+    largest = largest_of_rows(whole)
+    monkeypatch.setattr(rounding, "_BLOCK", 7 * 160)
+    by_chunk = round_to_int4(cut)
+    assert torch.equal(whole, cut)
+    assert torch.equal(grid.levels(whole), by_chunk.levels(cut))
+    assert torch.equal(largest, largest_of_rows(cut))
 
 
 @pytest.mark.parametrize(("method", "error"), [("fp8", 1 / 16), ("int8", 0.5 / 127)])

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl.distributed import SingleRank
+from minisgl.models import checkpoint
 from minisgl.models.config.load_config import parse_config
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.quantization.dequantize import find_quantized
@@ -48,6 +49,28 @@ def test_values_are_exact_on_any_rank(pair: Callable[[str], Pair], name: str) ->
     for size in (2, 4):
         for rank in range(size):
             assert_same(load(quantized, tp=Rank(rank, size)), load(plain, tp=Rank(rank, size)))
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq", "gptq desc_act", "compressed int4 asymmetric"])
+def test_a_few_rows_are_dequantized_at_a_time(
+    pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """However large a matrix is: no copy of all its values is made beside the parameter."""
+    quantized, plain = pair(name)
+    seen: list[int] = []
+
+    def counted(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        seen.append(values.numel())
+        return copy(target, values)
+
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(checkpoint, "_BLOCK", 2000)
+    want = load(plain, tp=Rank(1, 2))
+    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    have = load(quantized, tp=Rank(1, 2))
+    monkeypatch.undo()
+    assert_same(have, want)
+    assert sum(size <= 2000 for size in seen) > 100
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "gptq desc_act"])
