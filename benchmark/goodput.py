@@ -110,6 +110,10 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def rules_of(args: argparse.Namespace) -> Judgement:
+    return Judgement(slo_of(args), args.share, args.warm_up, args.late)
+
+
 def make_workloads(args: argparse.Namespace) -> list[OnlineWorkload]:
     """Return the workloads. SystemExit for a name that is neither a workload's nor a trace's file."""
     count = args.requests + args.warm_up
@@ -128,8 +132,9 @@ def running(contestant: Contestant, args: argparse.Namespace) -> Iterator[Prober
     def prober(base_url: str) -> Prober:
         served = ask_served(base_url, model=args.model, context=args.context, vocab_size=args.vocab, api_key=api_key)
         target = Target(base_url, served.model, args.temperature, args.timeout, api_key)
-        rules = Judgement(slo_of(args), args.share, args.warm_up, args.late)
-        return Prober(target, served, rules, seed=args.seed, processes=args.processes, idle_timeout=args.idle_timeout)
+        return Prober(
+            target, served, rules_of(args), seed=args.seed, processes=args.processes, idle_timeout=args.idle_timeout
+        )
 
     if contestant.base_url is not None:
         yield prober(contestant.base_url)
@@ -241,7 +246,7 @@ def main() -> None:
     if output.plot:
         from measuring.plot import plot_searches
 
-        plot_searches(output.plot, searches)
+        plot_searches(output.plot, searches, rules_of(args))
     if any(search.failure for search in searches):
         sys.exit(1)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from measuring.client import RequestRecord
-from measuring.probe import Search
+from measuring.probe import Judgement, Search
 from measuring.report import cell_text
 from measuring.statistics import FloatArray, LoadSummary, Spread
 
@@ -103,8 +103,11 @@ def _percentiles(axis: Any, title: str, names: Sequence[str], spreads: Sequence[
     axis.legend()
 
 
-def plot_searches(path: Path, searches: Sequence[Search]) -> None:
-    """Draw, by rate, the share within the objectives and percentiles of TTFT and TPOT: a row of plots a workload."""
+def plot_searches(path: Path, searches: Sequence[Search], rules: Judgement) -> None:
+    """Draw, by rate, the share within the objectives and percentiles of TTFT and TPOT: a row of plots a workload.
+
+    Dotted lines are the wanted share and the objective for TPOT; that for TTFT differs from prompt to prompt.
+    """
     workloads = list(dict.fromkeys(search.workload for search in searches))
     servers = list(dict.fromkeys(search.server for search in searches))
     with _grid(path, len(workloads), 3) as rows:
@@ -127,8 +130,14 @@ def plot_searches(path: Path, searches: Sequence[Search]) -> None:
             share.set(title=f"{workload}: within the objectives", ylabel="% of requests", ylim=(-3, 103))
             ttft.set(title=f"{workload}: time to first token", ylabel="ms", yscale="log")
             tpot.set(title=f"{workload}: time per output token", ylabel="ms", yscale="log")
+            share.axhline(rules.share * 100, color="gray", linestyle=":")
+            tpot.axhline(rules.slo.tpot_ms, color="gray", linestyle=":")
+            for axis in (ttft, tpot):
+                axis.yaxis.set_major_formatter("{x:g}")
+                axis.yaxis.set_minor_formatter("{x:g}")
             for axis in (share, ttft, tpot):
-                axis.set(xlabel="requests/s", xscale="log")
+                axis.set(xlabel="requests/s")
+                axis.set_xlim(left=0)
                 axis.legend(fontsize=7)
 
 
