@@ -225,6 +225,30 @@ def test_neutral_values_are_accepted(server: RunningServer, neutral: dict[str, A
     sent(server, chat(**neutral))
 
 
+def test_verbosity_is_the_chat_templates(server: RunningServer) -> None:
+    prompt = sent(server, chat(verbosity="low", prediction={"type": "content", "content": "x"})).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.template_kwargs == {"verbosity": "low"}
+    assert server.post(PATH, json=chat(verbosity="loud")).status_code == 400
+    assert server.post(PATH, json=chat(modalities=["text", "audio"])).status_code == 400
+
+
+def test_the_service_tier_is_told_again(server: RunningServer) -> None:
+    whole = server.sdk.chat.completions.create(**chat(service_tier="flex"))
+    assert whole.service_tier == "flex"
+    asked = chat(service_tier="flex", stream=True, stream_options={"include_usage": True})
+    assert {chunk.service_tier for chunk in server.sdk.chat.completions.create(**asked)} == {"flex"}
+    assert "service_tier" not in server.post(PATH, json=chat()).json()
+
+
+@pytest.mark.parametrize("path", ["/v1/moderations", "/v1/files"])
+def test_routes_of_openai_that_are_not_here_are_told_in_its_shape(server: RunningServer, path: str) -> None:
+    response = server.post(path, json={"input": "x"})
+    assert response.status_code == 404
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert path in response.json()["error"]["message"]
+
+
 def test_seeds_of_choices(server: RunningServer) -> None:
     """A seed always gives the same seeds, none gives fresh ones; choices differ."""
     first, again, longer = (sent(server, chat(seed=42, n=n)).seeds for n in (2, 2, 3))

@@ -322,7 +322,6 @@ def test_no_schema_of_a_tool_is_an_internal_error_or_more_than_its_limit(
 
 NAMED = {"type": "function", "function": {"name": "nothing"}}
 BAD_TOOLS: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),
     ({"tools": [WEATHER, {"type": "function", "function": {"name": "a b"}}]}, "tools.1.function.name"),
     ({"tools": [{"type": "function", "function": {"name": "x" * 257}}]}, "tools.0.function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f", "description": 1}}]}, "tools.0.function.description"),
@@ -418,3 +417,43 @@ def test_messages_of_a_conversation_with_calls(server: RunningServer) -> None:
         {"role": "assistant", "content": "I will not.", "refusal": "I will not."},
         {"role": "assistant", "content": "No."},
     ]
+
+
+CUSTOM = {"type": "custom", "custom": {"name": "patch"}}
+
+
+def test_tools_that_are_no_functions_are_passed_over_and_the_log_says_so_once(
+    hermes: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    tools = [CUSTOM, WEATHER, {"type": "web_search"}]
+    for _ in range(2):
+        found = sent(hermes, say("Hi", tools=tools)).prompt
+        assert isinstance(found, ChatPrompt)
+        assert found.tools == [WEATHER]
+    lines = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    assert sorted("'custom'" in line for line in lines) == [False, True]
+    demand = {"type": "custom", "custom": {"name": "patch"}}
+    assert refusal(hermes, say("Hi", tools=tools, tool_choice=demand)) == "tool_choice"
+    assert refusal(hermes, say("Hi", tools=[CUSTOM], tool_choice="required")) == "tool_choice"
+    assert answer(hermes, say("Hi", tools=[CUSTOM]))["message"]["content"] == "Hi"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_choice_has_calls_of_its_own(hermes: RunningServer, stream: bool) -> None:
+    response = hermes.post(PATH, json=say(*CALL, *TIME_CALL, n=2, stream=stream))
+    if stream:
+        deltas = [chunk["choices"][0] for chunk in parse_events(response.text)]
+        calls = [
+            (choice["index"], call["index"], call["id"])
+            for choice in deltas
+            for call in choice["delta"].get("tool_calls", [])
+            if "id" in call
+        ]
+    else:
+        calls = [
+            (choice["index"], index, call["id"])
+            for choice in response.json()["choices"]
+            for index, call in enumerate(choice["message"]["tool_calls"])
+        ]
+    assert sorted(place[:2] for place in calls) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len({call_id for _, _, call_id in calls}) == 4

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from minisgl.core import Grammar, InvalidRequest
 from minisgl.limits import Limits
@@ -39,6 +40,7 @@ def chat_job(body: ChatBody, use: ToolUse, limits: Limits, parsers: Parsers, mod
         logprobs=body.logprobs,
         prompt_logprobs=body.prompt_logprobs,
         token_ids=body.return_token_ids,
+        service_tier=UNSET if body.service_tier is None else body.service_tier,
     )
     return _job(body, limits, parsers, use, messages), options
 

@@ -55,6 +55,7 @@ class ChatOptions:
     logprobs: bool = False
     prompt_logprobs: int | None = None
     token_ids: bool = False
+    service_tier: str | UnsetType = UNSET
 
 
 class Choice:
@@ -166,22 +167,25 @@ class ChatWriter(Writer):
         usage: Usage | UnsetType | None = None if self._options.include_usage else UNSET
         if self._options.continuous_usage:
             usage = self._with_details(usage_of(self._request))
-        chunk = ChatChunk(self.id, self._created, self._options.model, [choice], usage, *self._of_prompt([delta]))
-        return server_sent_event(chunk)
+        options = self._options
+        written = (self.id, self._created, options.model, [choice], usage, options.service_tier)
+        return server_sent_event(ChatChunk(*written, *self._of_prompt([delta])))
 
     def last_events(self, usage: Usage) -> bytes:
         if not self._options.include_usage:
             return b""
         usage = self._with_details(usage)
-        return server_sent_event(ChatChunk(self.id, self._created, self._options.model, [], usage))
+        options = self._options
+        return server_sent_event(ChatChunk(self.id, self._created, options.model, [], usage, options.service_tier))
 
     # A whole answer.
 
     def body(self, choices: list[Delta], usage: Usage) -> bytes:
         written = [self._whole(delta) for delta in choices]
         usage = self._with_details(usage)
-        model = self._options.model
-        return encode(ChatCompletion(self.id, self._created, model, written, usage, *self._of_prompt(choices)))
+        options = self._options
+        told = (self.id, self._created, options.model, written, usage, options.service_tier)
+        return encode(ChatCompletion(*told, *self._of_prompt(choices)))
 
     def _whole(self, delta: Delta) -> ChatChoice:
         choice = self._choices[delta.index]

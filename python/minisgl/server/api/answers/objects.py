@@ -112,6 +112,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="chat.
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
@@ -156,6 +157,7 @@ class ChatChunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.compl
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    service_tier: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 

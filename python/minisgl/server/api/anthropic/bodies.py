@@ -11,7 +11,7 @@ from minisgl.core import SamplingParams
 from minisgl.limits import MAX_OPENAI_TEMPERATURE
 from minisgl.request_fields import RequestField, request_fields
 from minisgl.server.api.bodies.request_body import EMPTY, STRING, Body, CacheSalt, Priority, RequestId, any_of
-from minisgl.server.api.bodies.schema import MAX_MESSAGES
+from minisgl.server.api.bodies.schema import MAX_MESSAGES, TemplateKwargs
 
 SAMPLING = request_fields(SamplingParams)
 
@@ -106,9 +106,7 @@ class ConversationBody(Body):
         OutputFormat | None,
         RequestField("Older name of output_config.format.", {"type": "json_schema", "schema": {"type": "object"}}),
     ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any], RequestField("Given to the chat template by name.", {"enable_thinking": False})
-    ] = Field({})
+    chat_template_kwargs: TemplateKwargs = Field({})
 
 
 class CountTokensBody(ConversationBody):

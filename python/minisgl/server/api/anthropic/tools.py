@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from minisgl.core import InvalidRequest
 from minisgl.server.api.bodies import conversation
 from minisgl.server.api.bodies.conversation import Tool, ToolUse, check_function, member, optional_member
+
+CUSTOM = "custom"
 
 
 def tool_use(tools: list[dict[str, Any]] | None, choice: dict[str, Any] | None) -> ToolUse:
@@ -15,14 +18,12 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: dict[str, Any] | None) 
     Tools that Anthropic defines, and runs or has trained its models for, are passed over: those have a type. A choice
     that demands one is refused.
     """
-    custom = [_tool(tool, f"tools.{index}") for index, tool in enumerate(tools or []) if _is_custom(tool, index)]
+    kinds = [optional_member(tool, "type", str, f"tools.{index}") or CUSTOM for index, tool in enumerate(tools or [])]
+    custom = [_tool(tool, f"tools.{index}") for index, tool in enumerate(tools or []) if kinds[index] == CUSTOM]
     choice = {"type": "auto"} if choice is None else choice
     parallel = not optional_member(choice, "disable_parallel_tool_use", bool, "tool_choice")
-    return conversation.tool_use(custom, _openai_choice(choice, custom), parallel)
-
-
-def _is_custom(tool: dict[str, Any], index: int) -> bool:
-    return optional_member(tool, "type", str, f"tools.{index}") in (None, "custom")
+    use = conversation.tool_use(custom, _openai_choice(choice, custom), parallel)
+    return replace(use, passed_over=frozenset(kinds) - {CUSTOM})
 
 
 def _tool(tool: dict[str, Any], path: str) -> Tool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from minisgl.core import InvalidRequest
@@ -48,23 +48,33 @@ class ToolUse:
     named: bool = False  # the client chose it: the call is what it asked for, and no reason to stop
     strict: frozenset[str] = frozenset()  # tools whose arguments follow their schemas, also if the model may choose
     parallel: bool = True  # more than one call in an answer
+    passed_over: frozenset[str] = frozenset()  # types of tools that are no functions, and of which nobody is told
 
 
 def tool_use(tools: list[Tool] | None, choice: Any, parallel: bool) -> ToolUse:
-    """Return the meaning of `tools`, `tool_choice` and `parallel_tool_calls`; InvalidRequest naming the field."""
-    for index, tool in enumerate(tools or []):
-        if tool.get("type") != "function":
-            path = f"tools.{index}.type"
-            raise InvalidRequest(path, f"{path} must be 'function', not {tool.get('type')!r:.80}")
-        check_function(member(tool, "function", dict, f"tools.{index}"), f"tools.{index}.function")
-    schemas = {tool["function"]["name"]: schema_of(tool) for tool in tools or []}
-    strict = frozenset(tool["function"]["name"] for tool in tools or [] if tool["function"].get("strict"))
+    """Return the meaning of `tools`, `tool_choice` and `parallel_tool_calls`; InvalidRequest naming the field.
+
+    Tools that are no functions, custom ones and those that OpenAI hosts, are passed over unless the choice demands one.
+    """
+    kinds = [member(tool, "type", str, f"tools.{index}") for index, tool in enumerate(tools or [])]
+    functions = []
+    for index, (tool, kind) in enumerate(zip(tools or [], kinds, strict=True)):
+        if kind == "function":
+            check_function(member(tool, "function", dict, f"tools.{index}"), f"tools.{index}.function")
+            functions.append(tool)
+    use = _use_of_functions(functions, choice, parallel)
+    return replace(use, passed_over=frozenset(kinds) - {"function"})
+
+
+def _use_of_functions(tools: list[Tool], choice: Any, parallel: bool) -> ToolUse:
+    schemas = {tool["function"]["name"]: schema_of(tool) for tool in tools}
+    strict = frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict"))
     if choice == "none":
         return ToolUse()
     if choice == "auto":
         return ToolUse(tools or None, schemas, strict=strict, parallel=parallel)
     if not tools:
-        raise InvalidRequest("tool_choice", "tool_choice is only allowed when tools are given")
+        raise InvalidRequest("tool_choice", "tool_choice is only allowed when tools are given that are functions")
     if choice == "required":
         return ToolUse(tools, schemas, required=True, strict=strict, parallel=parallel)
     if isinstance(choice, dict) and choice.get("type") == "function":

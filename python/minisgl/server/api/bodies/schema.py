@@ -119,6 +119,9 @@ class ConversationBody(Body):
         ReasoningEffort | None,
         RequestField("Given to the chat template; `none`: without a thought.", "low"),
     ] = None
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None, RequestField("Given to the chat template.", "low")
+    ] = None
     chat_template_kwargs: TemplateKwargs = Field({})
     add_generation_prompt: Annotated[
         bool | None, RequestField("The prompt ends with the begin of an answer; none: unless continued.", True)
@@ -147,11 +150,11 @@ class ConversationBody(Body):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables of the chat template: the effort under the names that templates use, and those given by name."""
-        if self.reasoning_effort is None:
-            return self.chat_template_kwargs
-        thinks = self.reasoning_effort != "none"
-        effort = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
-        return effort | self.chat_template_kwargs
+        found: dict[str, Any] = {} if self.verbosity is None else {"verbosity": self.verbosity}
+        if self.reasoning_effort is not None:
+            thinks = self.reasoning_effort != "none"
+            found |= {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        return found | self.chat_template_kwargs
 
 
 class ChatBody(OpenAIBody, ConversationBody):
@@ -164,12 +167,13 @@ class ChatBody(OpenAIBody, ConversationBody):
         "audio": NEVER,
         "modalities": (["text"],),
         "web_search_options": NEVER,
-        "verbosity": ("medium",),
         "documents": EMPTY,
         "chat_template": NEVER,
         "thinking_token_budget": NEVER,
         "add_special_tokens": OFF,
     }
+
+    no_effect: ClassVar[frozenset[str]] = OpenAIBody.no_effect - {"service_tier"}
 
     example_fields: ClassVar[tuple[str, ...]] = ("messages", "max_completion_tokens", "temperature")
 
@@ -188,6 +192,7 @@ class ChatBody(OpenAIBody, ConversationBody):
     include_reasoning: Annotated[bool, RequestField("Write the thought (vLLM).", True)] = True
     separate_reasoning: Annotated[bool, RequestField("The thought is no part of the content (SGLang).", True)] = True
     echo: Annotated[bool, RequestField("The answer begins with the message that it continues.", False)] = False
+    service_tier: Annotated[str | None, RequestField("Told again in the answer.", "auto", max_length=64)] = None
 
     @property
     def token_limit(self) -> int | None:

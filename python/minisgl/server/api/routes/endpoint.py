@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Any]]  # of a Response or another ASGI application
 Json = dict[str, Any]
+
+MAX_LOGGED_TYPES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,18 @@ class Topic(Protocol):
 
 
 class IgnoredTools:
-    """Says once that tools which the model may call are of no use to a model without a known form of calls."""
+    """Says once which types of tools are passed over, and that the model has no known form of calls, if it has none."""
 
     def __init__(self) -> None:
         self._logged = False
+        self._logged_types: set[str] = set()
 
     def log(self, use: ToolUse, parsers: Parsers) -> None:
+        for kind in islice(use.passed_over - self._logged_types, MAX_LOGGED_TYPES - len(self._logged_types)):
+            self._logged_types.add(kind)
+            logger.warning(
+                "requests have tools of the type %.80r, which are passed over: only functions are known", kind
+            )
         if self._logged or not use.schemas or use.required or parsers.tool_calls != NONE:
             return
         self._logged = True
