@@ -18,8 +18,9 @@ from support.server import Server
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server("--model", "demo", "--dtype", "float32", "--page-size", "8") as server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    store = tmp_path_factory.mktemp("store") / "responses.db"
+    with Server("--model", "demo", "--dtype", "float32", "--page-size", "8", "--response-store", str(store)) as server:
         yield server
         server.wait_idle()
 
@@ -324,3 +325,55 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(client: OpenAI) -> 
                     jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
     assert called >= 3
     assert spoke >= 1
+
+
+def response_params(case: Case, **changes: Any) -> dict[str, Any]:
+    """A case as /v1/responses takes it."""
+    wanted = {"model": "demo", "input": list(case.messages), "temperature": 0, "max_output_tokens": case.max_tokens}
+    if case.tools:
+        wanted["tools"] = [{"type": "function", **tool["function"]} for tool in case.tools]
+    if case.chat_template_kwargs:
+        wanted["extra_body"] = {"chat_template_kwargs": case.chat_template_kwargs}
+    return wanted | changes
+
+
+def test_a_response_calls_a_tool_and_another_tells_what_it_returned(client: OpenAI) -> None:
+    """As agents do it: with the items sent back, or with the id of the response that is kept."""
+    told = 0
+    for case in cases("tools", 2, calls):
+        with client.responses.stream(**response_params(case)) as stream:
+            first = stream.get_final_response()
+        assert first.status == "completed"
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "4711"}
+            for item in first.output
+            if item.type == "function_call"
+        ]
+        sent_back = [*case.messages, *(item.to_dict() for item in first.output), *results]
+        stateless = client.responses.create(**response_params(case, input=sent_back))
+        kept = client.responses.create(**response_params(case, input=results, previous_response_id=first.id))
+        assert stateless.output_text == kept.output_text
+        told += kept.output_text == "The result is: 4711"
+    assert told
+
+
+def test_a_response_thinks_and_answers(client: OpenAI) -> None:
+    (case,) = cases("thinking", 1, lambda case: case.thinks and not case.answer.startswith("<tool_call>"))
+    response = client.responses.create(**response_params(case))
+    thought, message = response.output
+    assert thought.type == "reasoning"
+    assert message.type == "message"
+    assert [part.text for part in thought.content or []] == [case.thought]
+    assert (response.output_text, thought.summary) == (case.answer, [])
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens > len(case.thought)
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+def test_a_response_is_parsed_into_a_type(client: OpenAI) -> None:
+    response = client.responses.parse(model="demo", input="Ann is 41 years old.", temperature=0, text_format=Person)
+    assert response.output_parsed == Person(name="Ann", age=41)

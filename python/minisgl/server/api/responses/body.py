@@ -87,7 +87,7 @@ class ResponsesBody(RequestBody):
         "safety_identifier",
         "store",
         "user",
-    } | {"context_management", "max_tool_calls", "prompt_cache_options", "stream_options"}
+    } | {"client_metadata", "context_management", "max_tool_calls", "prompt_cache_options", "stream_options"}
 
     example_fields: ClassVar[tuple[str, ...]] = ("input", "max_output_tokens", "temperature")
 
