@@ -83,7 +83,13 @@ class ProjectionNorm(RMSNorm):
 
 
 class UnweightedNorm(RMSNorm):
-    """RMSNorm whose weights are 1, of which the checkpoint has none."""
+    """RMSNorm whose weights are 1: constants, which no checkpoint has."""
+
+    def __init__(self, size: int, config: NormConfig, *, dtype: torch.dtype) -> None:
+        super().__init__(size, config, dtype=dtype)
+        ones = self.weight.data
+        del self.weight
+        self.register_buffer("weight", ones, persistent=False)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:  # noqa: ARG002
         return iter(())

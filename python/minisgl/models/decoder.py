@@ -13,7 +13,7 @@ from minisgl.kernel.base import KernelNeeds, Ops, Product
 from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import LMHead, VocabEmbedding
 from minisgl.layers.layer_config import MoEConfig
-from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear, empty
+from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl.layers.mlp import GatedMLP, Router, SparseMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary
@@ -26,7 +26,7 @@ class LayerScalar(nn.Module):
 
     def __init__(self, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = empty(1, dtype=dtype)
+        self.weight = nn.Parameter(torch.ones(1, dtype=dtype), requires_grad=False)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         yield whole(name, self.weight)
