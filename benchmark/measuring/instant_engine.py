@@ -28,6 +28,7 @@ from minisgl.models.config.load_config import load_model_config
 from minisgl.process.worker import Worker
 from minisgl.scheduler.loop import make_loop
 from minisgl.scheduler.process import SchedulerServer
+from minisgl.step_cost import StepCost
 
 LETTERS = 4096  # how many are drawn before they repeat
 
@@ -50,6 +51,7 @@ class InstantEngine:
         self.num_slots = num_slots
         self.num_pages = num_slots * pages_for(limits.max_seq_len, page_size)
         self.limits = limits
+        self.step_cost: StepCost | None = None  # its steps are equally long
         self._step_seconds = step_seconds
         self._letters = np.random.default_rng(0).choice(letters, LETTERS).astype(np.int32)
         self._free_at = 0.0  # when the last step launched is done

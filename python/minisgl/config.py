@@ -274,11 +274,22 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
     batch_policy: Annotated[
         BatchPolicyName,
         Setting(
-            "prefill-first: prompts before decodes; mixed: every decode in every step, prompts in what is left of "
-            "--max-prefill-length",
+            "mixed: every decode in every step, and prompts in what --target-tbt leaves; prefill-first: prompts before "
+            "decodes",
             switches={"--enable-mixed-chunk": "mixed"},
         ),
-    ] = "prefill-first"
+    ] = "mixed"
+    target_tbt: Annotated[
+        float,
+        Setting(
+            "time that a step of --batch-policy mixed may take while somebody waits for the next token; 0: no bound "
+            "but --max-prefill-length",
+            metavar="MILLISECONDS",
+            ge=0,
+            le=MAX_SECONDS * 1000,
+            unit="milliseconds",
+        ),
+    ] = 35.0
     schedule_policy: Annotated[
         SchedulePolicy, Setting("who enters first: fcfs: who came first; lpm: longest cached prefix")
     ] = "fcfs"

@@ -15,7 +15,17 @@ from measuring.shapes import SHAPES, make_shape, read_vocab_size
 
 SCRIPTS = Path(__file__).parents[2] / "benchmark"
 NEED_CUDA_PACKAGES = {"attention", "kernel_times"}
-WITH_JSON = {"offline", "latency", "serve", "goodput", "pipeline", "structured", "interference", "timeline"}
+WITH_JSON = {
+    "offline",
+    "latency",
+    "serve",
+    "goodput",
+    "pipeline",
+    "structured",
+    "interference",
+    "timeline",
+    "simulate",
+}
 SERVER = ["--", sys.executable, "-m", "minisgl", "--port", "0", "--num-pages", "400"]
 
 
@@ -156,6 +166,12 @@ def test_pipeline(tmp_path: Path):
     assert set(figures["processes"]) == {"scheduler", "tokenizer", "detokenizer", "api", "load generator"}
     assert set(figures["profiles"]) == {"scheduler", "tokenizer", "detokenizer", "api"}
     assert figures["tokens_per_event"] >= 1
+
+
+def test_simulate(tmp_path: Path):
+    stdout, results = run(tmp_path, "simulate", "--requests", "12", "--policies", "prefill-first,mixed:0:512,mixed")
+    assert "tbt p99 ms" in stdout
+    assert {tuple(found) for found in results.values()} == {("prefill-first", "mixed:0:512", "mixed")}
 
 
 @pytest.mark.parametrize("script", sorted({path.stem for path in SCRIPTS.glob("*.py")} - NEED_CUDA_PACKAGES))

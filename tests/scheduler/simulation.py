@@ -20,6 +20,7 @@ from minisgl.message.types import LogprobRows, PositionLogprobs, unpack_ids
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.token_scores import pack_logprobs
+from minisgl.step_cost import StepCost
 from minisgl.structured_output.protocol import Matcher, Progress
 from minisgl.tokenizer.detokenizer import unpack_logprobs
 
@@ -285,6 +286,8 @@ class World:
     schedule_policy: str = "fcfs"
     cache: str = "radix"
     overlap: bool = True
+    cost: StepCost | None = None
+    target_tbt: float = 35.0  # milliseconds, by `cost`
     fails: Callable[[Batch], bool] = lambda _: False
     fails_at_launch: bool = False
     answers: dict[int, list[int]] = field(default_factory=dict)
@@ -301,6 +304,7 @@ class World:
                 max_prefill_tokens=self.chunk,
                 batch_policy=self.batch_policy,  # type: ignore[arg-type]
                 schedule_policy=self.schedule_policy,  # type: ignore[arg-type]
+                target_tbt=self.target_tbt,
             ),
             cache=make_cache(self.cache, self.page_size),  # type: ignore[arg-type]
             num_pages=self.num_pages,
@@ -308,8 +312,10 @@ class World:
             max_seq_len=min(self.max_seq_len, self.num_pages * self.page_size),
             eos_token_ids=(EOS,),
             grammars=SimulatedGrammars(),
+            cost=self.cost,
         )
-        self.loop = StepLoop(self.scheduler, self.device, overlap=self.overlap)
+        # Time stands still: it must not decide what a test sees.
+        self.loop = StepLoop(self.scheduler, self.device, overlap=self.overlap, clock=lambda: 0.0)
 
     def add(
         self, seq_id: int, prompt: list[int] | Int32Array, *, priority: int = 0, salt: bytes = b"", **params: object

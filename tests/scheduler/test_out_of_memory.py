@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from minisgl.core import Batch, DeviceOutOfMemory, SamplingParams
-from minisgl.scheduler.batch_policy import SMALL_STEP, STEPS_TO_RECOVER, StepLimits
 from minisgl.scheduler.loop import StepLoop
+from minisgl.scheduler.step_limits import SMALL_STEP, STEPS_TO_RECOVER, StepLimits
 from scheduler.simulation import EOS, World, expected_answer, random_prompt
 
 WORLDS: list[dict[str, object]] = [

@@ -12,7 +12,6 @@ import pytest
 
 from minisgl.core import Batch, SamplingParams
 from minisgl.message.types import TextOptions
-from minisgl.scheduler.batch_policy import chunk_lengths, mixed, prefill_first
 from minisgl.scheduler.request import MAX_PASSED, Request, WaitingQueue
 from scheduler.simulation import EOS, World, expected_answer, random_prompt
 
@@ -481,19 +480,6 @@ def test_stop_token_ids_end_their_own_request_only() -> None:
     assert world.answers[0] == answer[: answer.index(answer[4]) + 1]
     assert world.ends == {0: "stop", 1: "length"}
     assert world.answers[1] == answer
-
-
-def test_policy() -> None:
-    def lengths(remaining: list[int], budget: int) -> list[int]:
-        return prefill_first(np.array(remaining, dtype=np.int32), budget).tolist()
-
-    assert lengths([1, 1, 0], 8) == [1, 1, 0]  # decodes, whatever the budget
-    assert lengths([1, 5, 0, 9], 8) == [0, 5, 0, 3]  # prompts first, in order, in chunks
-    assert lengths([0, 0], 8) == [0, 0]
-    assert lengths([2, 2, 1], 3) == [2, 1, 0]  # two tokens are a prompt's
-    assert mixed(np.array([1, 5, 0, 9, 1], dtype=np.int32), 8).tolist() == [1, 5, 0, 1, 1]
-    assert mixed(np.array([1, 1, 5], dtype=np.int32), 2).tolist() == [1, 1, 1]  # a prompt always moves
-    assert chunk_lengths(np.array([3, 3, 3], dtype=np.int32), 4).tolist() == [3, 1, 0]
 
 
 def test_policy_imports_no_torch() -> None:

@@ -28,6 +28,7 @@ from minisgl.engine.memory import CPU_SEQUENCES, GIB, Needs, graphs_bytes, pool_
 from minisgl.engine.queue import make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
+from minisgl.engine.step_costs import estimate, measure
 from minisgl.kernel.availability import has_kernels, make_ops
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
@@ -37,6 +38,7 @@ from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.decoder import CausalLM
 from minisgl.models.loading import build_model, load_model
 from minisgl.progress import progress_bar
+from minisgl.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class Engine:
         self.dtype = resolve_dtype(config, model.dtype)
         self.page_size = config.page_size
         self.num_slots = config.max_running_requests
+        self.step_cost: StepCost | None = None
         self._kv_format = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
         self._processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self._tp = tp
@@ -112,6 +115,19 @@ class Engine:
         if sizes is not None:
             with phase("capture CUDA graphs"), progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:
                 self._graphs = self._queue.call(lambda: Graphs(self._runner, sizes, max_seq_len, bar.update))
+        if self.device.type == "cuda":
+            with phase("measure a step's time"):
+                self.step_cost = measure(
+                    self._run,
+                    num_pages=self.num_pages,
+                    page_size=self.page_size,
+                    num_slots=self.num_slots,
+                    max_seq_len=max_seq_len,
+                    max_prefill_tokens=max_prefill_tokens,
+                )
+        else:
+            weight_bytes = sum(weight.nbytes for weight in weights.parameters())
+            self.step_cost = estimate(weight_bytes, weights.layer_weights * len(specs), specs)
 
     @property
     def bitmask(self) -> Int32Array:
@@ -138,6 +154,11 @@ class Engine:
             return self._sample(batch, forwarded(), on_device)
 
         return self._queue.submit(sample)
+
+    def _run(self, batch: Batch) -> None:
+        """Run a whole step."""
+        self.forward(batch)
+        self.sample(batch)()
 
     def _forward(self, batch: Batch) -> ForwardOutput:
         self._runner.state.apply(batch)

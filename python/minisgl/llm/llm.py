@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _STEPS_TO_REST = 4  # more than are in flight
 _SETTINGS = (SourceConfig, EngineConfig, SchedulerConfig)  # that are keywords of LLM
+# Nobody reads along, and whole prompts first make the largest decode batches soonest.
+_OWN_DEFAULTS = {"batch_policy": "prefill-first"}
 _TUPLES = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words")
 
 Prompt = str | Sequence[int]
@@ -52,7 +54,9 @@ Message = dict[str, Any]
 def _signature() -> Signature:
     """Return LLM's signature with the declared settings by name, for `help` and for completion at a prompt."""
     keywords = [
-        Parameter(one.keyword, Parameter.KEYWORD_ONLY, default=one.default, annotation=one.hint)
+        Parameter(
+            one.keyword, Parameter.KEYWORD_ONLY, default=_OWN_DEFAULTS.get(one.name, one.default), annotation=one.hint
+        )
         for struct in _SETTINGS
         for one in declarations(struct)
         if one.name not in ("model", "dtype")
@@ -304,7 +308,7 @@ def _read_settings(keywords: dict[str, Any]) -> tuple[SourceConfig, EngineConfig
     """Return the settings that LLM's keywords give. TypeError for one that is unknown."""
     source = SourceConfig(**take_keywords(SourceConfig, keywords))
     engine = EngineConfig(model_path="", **take_keywords(EngineConfig, keywords))
-    scheduler = SchedulerConfig(**take_keywords(SchedulerConfig, keywords))
+    scheduler = SchedulerConfig(**_OWN_DEFAULTS | take_keywords(SchedulerConfig, keywords))
     if keywords:
         known = sorted(one.keyword for kind in _SETTINGS for one in declarations(kind))
         raise TypeError(f"LLM has no keyword {', '.join(keywords)}; it has {', '.join(known)}")

@@ -1,43 +1,174 @@
-"""Policy of a step: the requests that it extends, by how many tokens, in what order, within which bounds. Pure.
+"""Policy of a step: the requests that it extends, by how many tokens, in what order. Pure.
 
 `remaining[i]` is how many known tokens of running request i have no KV yet: 0 when all it may do is in flight, 1 when
-the next step is a decode, more while its prompt is being prefilled.
+the next step is a decode, more while its prompt is being prefilled. `start_pos[i]` counts its tokens that have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+import math
+from typing import Protocol
 
 import numpy as np
 
-from minisgl.config import BatchPolicyName
-from minisgl.core import Batch, IndexArray, Int32Array
+from minisgl.config import SchedulerConfig
+from minisgl.core import Batch, BoolArray, IndexArray, Int32Array
+from minisgl.scheduler.learned_cost import LearnedCost
+from minisgl.step_cost import StepCost
 
-BatchPolicy: TypeAlias = Callable[[Int32Array, int], Int32Array]
-
-
-def chunk_lengths(remaining: Int32Array, budget: int) -> Int32Array:
-    """Share a budget of tokens among prompts in order: each gets all it needs while the budget lasts."""
-    before = np.cumsum(remaining) - remaining
-    query_lens: Int32Array = np.clip(budget - before, 0, remaining).astype(np.int32)
-    return query_lens
+TOKENS = StepCost(prefill_token=1.0)  # a room counted in tokens
+LANE = 0.5  # share of a long prompt's chunk that shorter prompts may have
+PREFILL_SHARE = 0.25  # least share of a step's time for prompts, where decodes alone miss the target
 
 
-def prefill_first(remaining: Int32Array, budget: int) -> Int32Array:
-    """Return the tokens of each request in the next step: chunks of prompts if there are any, else one a decode."""
+class Chunks:
+    """Chunks of prompts that share the room of a step.
+
+    In order of admission each prompt gets all it needs. The first that does not fit is the head: it gets what is left.
+    Shorter prompts behind it may take up to `lane` of that, the shortest first, so that none waits for a long one;
+    and since the head has its share of every step, no flow of short ones can hold it up for ever.
+
+    Say a room of 100 tokens, a lane of a half, and prompts of 20, 500, 300 and 10 tokens: 20, then of the 80 left up to
+    40 go to shorter ones, 10 and 30, and the head has the other 40.
+    """
+
+    def __init__(self, unit: StepCost, room: float, lane: float) -> None:
+        self._unit = unit
+        self._left = room  # behind all prompts that fit whole
+        self._lane = lane
+        self._head: int | None = None
+        self._prompts: list[tuple[int, int, float]] = []  # first position, tokens, cost
+
+    def accepts(self, start_pos: int, length: int) -> bool:
+        """Return True if a prompt would get tokens, were it added."""
+        if not self._prompts:
+            return True
+        first_token = self._unit.prefill(start_pos, 1)
+        if self._head is None:
+            return first_token <= self._left
+        cost = self._unit.prefill(start_pos, length)
+        before = sum(other for _, _, other in self._prompts[self._head + 1 :] if other <= cost)
+        return cost < self._prompts[self._head][2] and before + first_token <= self._lane * self._left
+
+    @property
+    def is_crowded(self) -> bool:
+        """True if some prompt does not fit whole."""
+        return self._head is not None
+
+    @property
+    def is_full(self) -> bool:
+        """True if no prompt would be accepted, however short."""
+        return bool(self._prompts) and not self.accepts(0, 1)
+
+    def add(self, start_pos: int, length: int) -> None:
+        """Add a prompt of so many remaining tokens behind those of its KV."""
+        cost = self._unit.prefill(start_pos, length)
+        if self._head is None:
+            if cost <= self._left:
+                self._left -= cost
+            else:
+                self._head = len(self._prompts)
+        self._prompts.append((start_pos, length, cost))
+
+    def lengths(self) -> Int32Array:
+        """Return the tokens of each prompt in the step, in the order in which they were added."""
+        lengths = np.array([length for _, length, _ in self._prompts], dtype=np.int32)
+        if self._head is None:
+            return lengths
+        lengths[self._head :] = 0
+        lane = self._lane * self._left
+        left = self._left - lane
+        shorter = [i for i in range(self._head + 1, len(lengths)) if self._prompts[i][2] < self._prompts[self._head][2]]
+        for i in sorted(shorter, key=lambda i: self._prompts[i][2]):
+            start_pos, length, _ = self._prompts[i]
+            lengths[i] = chunk = min(length, self._unit.chunk_within(lane, start_pos))
+            lane -= self._unit.prefill(start_pos, chunk)
+            if chunk < length:
+                break
+        start_pos, length, _ = self._prompts[self._head]
+        # The first prompt moves in any case.
+        lengths[self._head] = max(self._unit.chunk_within(left + lane, start_pos), int(self._head == 0))
+        return lengths
+
+
+class BatchPolicy(Protocol):
+    """Rows of a step: `chunks` says what prompts may have, and once those that enter are added, `query_lens` all."""
+
+    def chunks(self, start_pos: Int32Array, remaining: Int32Array, max_tokens: int) -> Chunks:
+        """Return the running requests' chunks in a step of at most `max_tokens` prompt tokens."""
+        ...
+
+    def query_lens(self, remaining: Int32Array, chunks: Chunks) -> Int32Array:
+        """Return the tokens of each request in the step; its prompts are those of `chunks`, in order."""
+        ...
+
+    def record(self, batch: Batch, seconds: float) -> None:
+        """Take the seconds that a step has taken."""
+        ...
+
+
+class PrefillFirst:
+    """A step holds chunks of prompts if there are any, in order of admission, else a token of each decode."""
+
+    def chunks(self, start_pos: Int32Array, remaining: Int32Array, max_tokens: int) -> Chunks:
+        return _with_prompts(Chunks(TOKENS, max_tokens, lane=0.0), start_pos, remaining)
+
+    def query_lens(self, remaining: Int32Array, chunks: Chunks) -> Int32Array:
+        is_prompt = remaining > 1
+        return _query_lens(np.zeros_like(remaining), is_prompt, chunks) if is_prompt.any() else remaining
+
+    def record(self, batch: Batch, seconds: float) -> None:
+        pass
+
+
+class Mixed:
+    """Each decode has its token in every step, and prompts what is left of the target: even times between tokens.
+
+    `target`: seconds that a step may take by `cost` while somebody streams. Where the decodes take most of it or more,
+    prompts still get PREFILL_SHARE of the step. Without a cost model, and when nobody streams, tokens are the bound.
+    """
+
+    def __init__(self, cost: LearnedCost | None = None, target: float = math.inf) -> None:
+        self._cost = cost
+        self._target = target
+
+    def chunks(self, start_pos: Int32Array, remaining: Int32Array, max_tokens: int) -> Chunks:
+        is_decode = remaining == 1
+        tokens = max(max_tokens - int(is_decode.sum()), 1)
+        unit, room = TOKENS, float(tokens)
+        if self._cost is not None and math.isfinite(self._target) and is_decode.any():
+            unit = self._cost.model
+            decodes = unit.fixed + unit.decodes(start_pos[is_decode])
+            least = decodes * PREFILL_SHARE / (1 - PREFILL_SHARE)
+            room = min(max(self._target / self._cost.ratio - decodes, least), tokens * unit.prefill_token)
+        return _with_prompts(Chunks(unit, room, LANE), start_pos, remaining)
+
+    def query_lens(self, remaining: Int32Array, chunks: Chunks) -> Int32Array:
+        return _query_lens((remaining == 1).astype(np.int32), remaining > 1, chunks)
+
+    def record(self, batch: Batch, seconds: float) -> None:
+        if self._cost is not None:
+            self._cost.record(batch, seconds)
+
+
+def _with_prompts(chunks: Chunks, start_pos: Int32Array, remaining: Int32Array) -> Chunks:
     is_prompt = remaining > 1
-    if is_prompt.any():
-        return chunk_lengths(np.where(is_prompt, remaining, 0).astype(np.int32), budget)
-    return remaining
+    for start, length in zip(start_pos[is_prompt].tolist(), remaining[is_prompt].tolist(), strict=True):
+        chunks.add(start, length)
+    return chunks
 
 
-def mixed(remaining: Int32Array, budget: int) -> Int32Array:
-    """Give each decode its token in every step, and prompts the rest of the budget: even times between tokens."""
-    prompts = np.where(remaining > 1, remaining, 0).astype(np.int32)
-    decodes = np.where(remaining == 1, remaining, 0).astype(np.int32)
-    query_lens: Int32Array = decodes + chunk_lengths(prompts, max(budget - int(decodes.sum()), 1))
-    return query_lens
+def _query_lens(decodes: Int32Array, is_prompt: BoolArray, chunks: Chunks) -> Int32Array:
+    decodes[is_prompt] = chunks.lengths()
+    return decodes
+
+
+def make_batch_policy(config: SchedulerConfig, cost: StepCost | None) -> BatchPolicy:
+    """Return the configured policy. Without a cost model, steps are bounded by tokens alone."""
+    if config.batch_policy == "prefill-first":
+        return PrefillFirst()
+    target = config.target_tbt / 1e3 if config.target_tbt else math.inf
+    return Mixed(None if cost is None else LearnedCost(cost), target)
 
 
 def longest_first(slots: IndexArray, kv_lens: Int32Array) -> IndexArray:
@@ -47,57 +178,3 @@ def longest_first(slots: IndexArray, kv_lens: Int32Array) -> IndexArray:
     """
     ordered: IndexArray = slots[np.argsort(-kv_lens, kind="stable")]
     return ordered
-
-
-BATCH_POLICIES: Mapping[BatchPolicyName, BatchPolicy] = {"prefill-first": prefill_first, "mixed": mixed}
-
-
-STEPS_TO_RECOVER = 64  # completed steps after which lowered bounds are doubled, at first
-SMALL_STEP = 64  # tokens: prefills are not made smaller than this
-
-
-class StepLimits:
-    """Tokens of a step's prefills, and requests that run at a time.
-
-    A step that failed halves what made it large: the tokens of its prefills or, where these are few, the number of its
-    requests. When bounds have risen too soon, the next rise takes twice as many steps, so that requests that lost
-    their work get it done.
-    """
-
-    def __init__(self, max_prefill_tokens: int, max_running: int) -> None:
-        self._configured = max_prefill_tokens, max_running
-        self.prefill_tokens = max_prefill_tokens
-        self.running = max_running
-        self._completed = 0  # steps since the bounds were changed
-        self._backoff = STEPS_TO_RECOVER
-        self._has_risen = False
-
-    def lower(self, batch: Batch) -> None:
-        """Make the next steps smaller than this one, which failed."""
-        prefill_tokens = int(batch.query_lens[batch.query_lens > 1].sum())
-        if prefill_tokens > SMALL_STEP:
-            self.prefill_tokens = max(prefill_tokens // 2, SMALL_STEP)
-        else:
-            self.running = max(len(batch.slots) // 2, 1)
-        self._completed = 0
-        if self._has_risen:
-            self._backoff, self._has_risen = 2 * self._backoff, False
-
-    def completed(self) -> None:
-        """Count a step that did not fail."""
-        self._completed += 1
-        if self._completed < self._backoff:
-            return
-        self._completed = 0
-        if (self.prefill_tokens, self.running) == self._configured:
-            self._backoff, self._has_risen = STEPS_TO_RECOVER, False
-            return
-        most_tokens, most_running = self._configured
-        self.prefill_tokens = min(2 * self.prefill_tokens, most_tokens)
-        self.running = min(2 * self.running, most_running)
-        self._has_risen = True
-
-
-def is_small(batch: Batch) -> bool:
-    """True if a step cannot be made smaller: it has one request, which fails because of itself."""
-    return len(batch.slots) == 1 and batch.num_tokens <= SMALL_STEP

@@ -12,9 +12,10 @@ from them: no token has to be sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from time import sleep
+from dataclasses import dataclass
+from time import perf_counter, sleep
 from typing import Protocol, TypeVar
 
 from minisgl.config import SchedulerConfig
@@ -27,6 +28,7 @@ from minisgl.message.to_detokenizer import StepOutput
 from minisgl.message.to_scheduler import Bitmask, ToRank
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.step_cost import StepCost
 from minisgl.structured_output.protocol import Grammars
 
 T = TypeVar("T")
@@ -61,20 +63,38 @@ class StepEngine(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    batch: Batch
+    pending: PendingStep
+    at: float  # seconds on the loop's clock
+
+
 class StepLoop:
     """Launches step n + 1 before it reads the tokens of step n (`overlap`), or after.
 
+    `clock` counts seconds. A step ran from its launch, or from the end of the step before it, to its own end.
     `retries`: the requests of a step for which the device had too little memory go on in smaller ones. With several
     ranks they cannot: the others may wait in a collective for the one that failed.
     """
 
-    def __init__(self, scheduler: Scheduler, engine: StepEngine, *, overlap: bool, retries: bool = True) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine: StepEngine,
+        *,
+        overlap: bool,
+        retries: bool = True,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         self.scheduler = scheduler
         self._engine = engine
         self._depth = 1 if overlap else 0
         self._retries = retries
         self._launching: Batch | None = None
-        self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
+        self._in_flight: deque[_Launched] = deque()
+        self._clock = clock
+        self._completed_at = 0.0
         self._failure: DeviceOutOfMemory | None = None  # of a step that cannot be taken back
 
     @property
@@ -109,7 +129,8 @@ class StepLoop:
     def _launch_and_complete(self) -> None:
         batch = self._launching = self.scheduler.schedule()
         if batch is not None:
-            self._in_flight.append((batch, self._launch(batch)))
+            at = self._clock()
+            self._in_flight.append(_Launched(batch, self._launch(batch), at))
             self._launching = None
         elif not self._in_flight and self.scheduler.is_compiling:
             sleep(COMPILE_POLL)
@@ -121,7 +142,7 @@ class StepLoop:
         with suppress(DeviceOutOfMemory):
             while self._in_flight:
                 self._complete_oldest()
-        failed = [batch for batch, _ in self._in_flight]
+        failed = [launched.batch for launched in self._in_flight]
         self._in_flight.clear()
         if self._launching is not None:
             failed.append(self._launching)
@@ -139,10 +160,12 @@ class StepLoop:
         return self._engine.sample(batch, bitmask)
 
     def _complete_oldest(self) -> None:
-        oldest, pending = self._in_flight[0]
-        result = pending()
+        oldest = self._in_flight[0]
+        result = oldest.pending()
         self._in_flight.popleft()  # not before: Ctrl-C may end the wait
-        self.scheduler.complete(oldest, result)
+        begin, self._completed_at = max(oldest.at, self._completed_at), self._clock()
+        self.scheduler.record(oldest.batch, self._completed_at - begin)
+        self.scheduler.complete(oldest.batch, result)
 
 
 class LeadingEngine:
@@ -203,6 +226,7 @@ class SchedulableEngine(StepEngine, Protocol):
     num_pages: int
     num_slots: int
     limits: Limits
+    step_cost: StepCost | None
 
 
 def make_loop(
@@ -225,6 +249,7 @@ def make_loop(
         max_seq_len=engine.limits.max_seq_len,
         eos_token_ids=model.eos_token_ids,
         grammars=grammars,
+        cost=engine.step_cost,
     )
     if not followers:
         return StepLoop(scheduler, engine, overlap=config.overlap)

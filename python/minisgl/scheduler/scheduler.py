@@ -8,6 +8,7 @@ is the one place where slots, pages and locks are given back, and only after the
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 
@@ -27,11 +28,13 @@ from minisgl.core import (
 from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.message.to_detokenizer import End, Open, StepOutput
 from minisgl.message.types import TextOptions, pack_ids
-from minisgl.scheduler.batch_policy import BATCH_POLICIES, StepLimits, is_small, longest_first
+from minisgl.scheduler.batch_policy import Chunks, longest_first, make_batch_policy
 from minisgl.scheduler.request import Request, RequestState, WaitingQueue
 from minisgl.scheduler.request_pages import RequestPages
+from minisgl.scheduler.step_limits import StepLimits, is_small
 from minisgl.scheduler.table import SlotTable
 from minisgl.scheduler.token_scores import report_logprobs, report_prompt, scored_tokens
+from minisgl.step_cost import StepCost
 from minisgl.structured_output.protocol import Grammars, NoGrammars, Progress
 
 logger = logging.getLogger(__name__)
@@ -58,9 +61,10 @@ class Scheduler:
         max_seq_len: int,
         eos_token_ids: tuple[int, ...],
         grammars: Grammars | None = None,
+        cost: StepCost | None = None,
     ) -> None:
         self._limits = StepLimits(config.max_prefill_tokens, num_slots)
-        self._batch_policy = BATCH_POLICIES[config.batch_policy]
+        self._batch_policy = make_batch_policy(config, cost)
         self._table = SlotTable(num_slots, max_seq_len, cache.page_size)
         self._pages = RequestPages(cache, num_pages, self._table)
         self._eos = np.asarray(eos_token_ids, dtype=np.int32)
@@ -139,9 +143,13 @@ class Scheduler:
         self._retire()
         if not self._make_room():
             return None
-        new_rows = self._admit()
         running, table = self._running_array, self._table
-        query_lens = self._batch_policy(table.remaining(running), self._limits.prefill_tokens)
+        chunks = self._batch_policy.chunks(
+            table.cached_len[running], table.remaining(running), self._limits.prefill_tokens
+        )
+        new_rows = self._admit(chunks)
+        running = self._running_array
+        query_lens = self._batch_policy.query_lens(table.remaining(running), chunks)
         chosen = query_lens > 0
         if not chosen.any():
             return None
@@ -183,29 +191,37 @@ class Scheduler:
 
     # --- admission --------------------------------------------------------------------------------------------
 
-    def _admit(self) -> list[NewRow]:
-        """Move waiting requests to slots while a step's prefill budget and the pages last."""
+    def _admit(self, chunks: Chunks) -> list[NewRow]:
+        """Move waiting requests to slots while the step has tokens for them and the pages last; add them to `chunks`.
+
+        Where a longer prompt fills the step, a short one may enter beside it, but not beside one of higher priority.
+        """
         table = self._table
         new_rows: list[NewRow] = []
-        if not self._waiting or not table.num_free:
+        if not self._waiting or chunks.is_full:
             return new_rows
-        remaining = table.remaining(self._running_array)
-        budget = self._limits.prefill_tokens - int(remaining[remaining > 1].sum())
-        if budget <= 0 or len(self._running) >= self._limits.running:
-            return new_rows
+        prompts = self._running_array[table.remaining(self._running_array) > 1].tolist()
+        highest = max((table.request(slot).priority for slot in prompts), default=-math.inf)
         for request in self._waiting.candidates(
             lambda request: not _is_compiling(request), lambda request: self._pages.match(request).cached_len
         ):
+            if not table.num_free or len(self._running) >= self._limits.running or chunks.is_full:
+                break
+            if chunks.is_crowded and request.priority < highest:
+                break
             prefix = self._pages.match(request)
             waits = request.prompt_scored and not self._waiting.is_overdue(request)
             if waits and self._pages.is_being_prefilled(request, prefix.cached_len, self._running_array):
                 continue
+            highest = max(highest, request.priority)
+            remaining = min(len(request.token_ids), request.max_len - 1) - prefix.cached_len  # as in the table
+            if not chunks.accepts(prefix.cached_len, remaining):
+                continue
             if not self._pages.reserve(request, prefix, self._headroom()):
                 break
             new_rows.append(self._enter(request, prefix))
-            budget -= len(request.token_ids) - prefix.cached_len
-            if not table.num_free or budget <= 0 or len(self._running) >= self._limits.running:
-                break
+            if remaining > 1:
+                chunks.add(prefix.cached_len, remaining)
         return new_rows
 
     def _headroom(self) -> int:
@@ -299,6 +315,10 @@ class Scheduler:
         self._completed_step = batch.step
         self._limits.completed()
         self._retire()
+
+    def record(self, batch: Batch, seconds: float) -> None:
+        """Take how long a completed step ran on the device: what the next ones hold may depend on it."""
+        self._batch_policy.record(batch, seconds)
 
     def take_back(self, batches: Sequence[Batch]) -> None:
         """Undo plans that were not executed: of a step for which the device had too little memory, and of those behind.

@@ -36,7 +36,8 @@ ENGINE_FLAGS = "dtype device attention page_size num_pages memory_ratio max_runn
 SCHEDULER_FLAGS = "cache max_prefill_tokens overlap".split()
 # Fewer running requests than prompts, so that some wait; small chunks, so that prompts are cut.
 ENGINE_DEFAULTS = {"dtype": "float32", "attention": "torch", "max_running_requests": 8}
-SCHEDULER_DEFAULTS = {"max_prefill_tokens": 96}
+# No step depends on the time.
+SCHEDULER_DEFAULTS = {"max_prefill_tokens": 96, "target_tbt": 0.0}
 GRAPH_MAX_BS = 8
 
 

@@ -1,0 +1,233 @@
+"""Latencies of batch policies, simulated: the real scheduler and step loop, and a device that is a formula.
+
+The formula is a roofline of Llama-3.1-8B on an H200: weights read once or multiplied with every token, whichever takes
+longer, attention, and K and V read by decodes. The scheduler's cost model is measured on it as an engine measures its
+own. Nothing depends on the machine, so a run says what a policy does and what a change of it would do.
+
+    python benchmark/simulate.py
+    python benchmark/simulate.py --policies mixed:35,mixed:50 --workloads poisson --rate 10
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from measuring.arguments import make_parser
+from measuring.report import Cell, table, write_json
+from measuring.statistics import spread
+from minisgl.config import SchedulerConfig
+from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, SamplingParams, StepResult
+from minisgl.engine.step_costs import measure
+from minisgl.kvcache import make_cache
+from minisgl.scheduler.loop import StepLoop
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.step_cost import StepCost
+
+PAGE_SIZE, NUM_PAGES, NUM_SLOTS, MAX_SEQ_LEN = 64, 12_000, 256, 32_768
+POLICIES = "prefill-first,mixed:0:512,mixed:0:2048,mixed:0,mixed:20,mixed:35,mixed:50"
+WORKLOADS = ("bursts", "poisson", "at-once")
+HOST_SECONDS = 3e-4  # of the host for each step, beside the device
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Seconds of a step of Llama-3.1-8B on an H200, fitted to measured prefills and decodes."""
+
+    launch: float = 0.6e-3
+    weights: float = 3.6e-3
+    token: float = 23e-6
+    context: float = 1.0e-9  # a token of a chunk, a token that it attends to
+    decode_context: float = 31e-9  # 128 KiB of K and V
+    sharpness: float = 4.0  # of the bend between memory and arithmetic
+
+    def seconds(self, batch: Batch) -> float:
+        starts, tokens = batch.start_pos.astype(np.float64), batch.query_lens.astype(np.float64)
+        is_decode = batch.query_lens == 1
+        memory, arithmetic = self.weights, self.token * batch.num_tokens
+        products: float = (memory**self.sharpness + arithmetic**self.sharpness) ** (1 / self.sharpness)
+        attended = float((tokens * (starts + tokens / 2))[~is_decode].sum())
+        read = float(starts[is_decode].sum())
+        return self.launch + products + self.context * attended + self.decode_context * read
+
+
+class Clock:
+    """Simulated time in seconds."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Device:
+    """Executes steps one behind the other."""
+
+    bitmask: Int32Array = np.zeros((0, 1), dtype=np.int32)
+
+    def __init__(self, clock: Clock, roofline: Roofline) -> None:
+        self._clock = clock
+        self._roofline = roofline
+        self._free_at = 0.0
+
+    def forward(self, batch: Batch) -> None:
+        self._clock.now += HOST_SECONDS
+        self._free_at = max(self._free_at, self._clock.now) + self._roofline.seconds(batch)
+
+    def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> PendingStep:  # noqa: ARG002
+        done = self._free_at
+
+        def wait() -> StepResult[AnyArray]:
+            self._clock.now = max(self._clock.now, done)
+            return StepResult(np.full(int(batch.needs_sample.sum()), 5, dtype=np.int32))
+
+        return wait
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    at: float  # seconds
+    prompt: int  # tokens
+    output: int
+
+
+@dataclass(slots=True)
+class Times:
+    """Times of one request's tokens."""
+
+    arrival: float
+    tokens: list[float] = field(default_factory=list)
+
+
+def measured_cost(roofline: Roofline, max_prefill_tokens: int) -> StepCost:
+    """Return what an engine with this device would find."""
+    clock = Clock()
+
+    def run(batch: Batch) -> None:
+        clock.now += HOST_SECONDS + roofline.seconds(batch)
+
+    cost = measure(
+        run,
+        num_pages=NUM_PAGES,
+        page_size=PAGE_SIZE,
+        num_slots=NUM_SLOTS,
+        max_seq_len=MAX_SEQ_LEN,
+        max_prefill_tokens=max_prefill_tokens,
+        clock=clock,
+    )
+    assert cost is not None
+    return cost
+
+
+def simulate(config: SchedulerConfig, arrivals: Sequence[Arrival], roofline: Roofline) -> list[Times]:
+    """Serve all arrivals."""
+    clock = Clock()
+    scheduler = Scheduler(
+        config,
+        cache=make_cache(config.cache, PAGE_SIZE),
+        num_pages=NUM_PAGES,
+        num_slots=NUM_SLOTS,
+        max_seq_len=MAX_SEQ_LEN,
+        eos_token_ids=(),
+        cost=measured_cost(roofline, config.max_prefill_tokens),
+    )
+    loop = StepLoop(scheduler, Device(clock, roofline), overlap=config.overlap, clock=clock)
+    rng = np.random.default_rng(0)
+    times: list[Times] = []
+    while len(times) < len(arrivals) or loop.has_work:
+        if not loop.has_work:
+            clock.now = max(clock.now, arrivals[len(times)].at)
+        while len(times) < len(arrivals) and arrivals[len(times)].at <= clock.now:
+            one = arrivals[len(times)]
+            prompt = rng.integers(0, 100_000, one.prompt, dtype=np.int32)
+            scheduler.add(len(times), prompt, SamplingParams(max_tokens=one.output, ignore_eos=True), seed=0)
+            times.append(Times(one.at))
+        for seq_id in loop.step().seq_ids:
+            times[seq_id].tokens.append(clock.now)
+    scheduler.check_idle()
+    return times
+
+
+def lengths(rng: np.random.Generator, mean: float, sigma: float, count: int, most: int) -> list[int]:
+    """Return log-normal lengths of this mean."""
+    values = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+    return [int(value) for value in np.clip(values, 2, most)]
+
+
+def make_workload(name: str, rate: float, count: int) -> list[Arrival]:
+    """Return code completions in bursts, conversations of a Poisson process, or these all at once."""
+    rng = np.random.default_rng(1)
+    if name == "bursts":
+        prompts, outputs = lengths(rng, 2136, 1.0, count, 16_000), lengths(rng, 25, 0.8, count, 400)
+        at = np.arange(count) // 50 * 4.0 + rng.uniform(0, 1.0, count)  # 50 requests in a second of four
+    else:
+        prompts, outputs = lengths(rng, 1740, 1.0, count, 16_000), lengths(rng, 343, 0.8, count, 4000)
+        at = np.cumsum(rng.exponential(1 / rate, count)) * (name == "poisson")
+    return [Arrival(*one) for one in zip(sorted(at.tolist()), prompts, outputs, strict=True)]
+
+
+def make_config(text: str) -> SchedulerConfig:
+    """Return the configuration of POLICY[:TARGET_TBT[:MAX_PREFILL_LENGTH]]."""
+    given = text.split(":")
+    policy, target, tokens = [*given, *("35", "8192")[len(given) - 1 :]]
+    config = SchedulerConfig(batch_policy=policy, target_tbt=float(target), max_prefill_tokens=int(tokens))  # type: ignore[arg-type]
+    config.validate()
+    return config
+
+
+def figures(times: Sequence[Times]) -> dict[str, float]:
+    """Return percentiles in ms, and output tokens a second."""
+    ttft = spread([one.tokens[0] - one.arrival for one in times])
+    gaps = spread(np.concatenate([np.diff(one.tokens) for one in times]))
+    whole = spread([one.tokens[-1] - one.arrival for one in times])
+    assert ttft is not None
+    assert gaps is not None
+    assert whole is not None
+    seconds = max(one.tokens[-1] for one in times) - times[0].arrival
+    return {
+        "ttft_p50_ms": 1e3 * ttft.p50,
+        "ttft_p99_ms": 1e3 * ttft.p99,
+        "tbt_p50_ms": 1e3 * gaps.p50,
+        "tbt_p90_ms": 1e3 * gaps.p90,
+        "tbt_p99_ms": 1e3 * gaps.p99,
+        "e2e_p50_s": whole.p50,
+        "e2e_p99_s": whole.p99,
+        "output_tok_s": sum(len(one.tokens) for one in times) / seconds,
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--policies", default=POLICIES, metavar="POLICY[:MS[:TOKENS]],...", help="with target and chunk"
+    )
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), metavar="NAME,...", help=", ".join(WORKLOADS))
+    parser.add_argument(
+        "--rate", type=float, default=7.0, metavar="N", help="requests a second of the workload poisson"
+    )
+    parser.add_argument("--requests", type=int, default=600, metavar="N", help="of each workload")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for workload in args.workloads.split(","):
+        arrivals = make_workload(workload, args.rate, args.requests)
+        results[workload] = {
+            policy: figures(simulate(make_config(policy), arrivals, Roofline())) for policy in args.policies.split(",")
+        }
+        rows: list[list[Cell]] = [[policy, *found.values()] for policy, found in results[workload].items()]
+        print(table([workload, *(name.replace("_", " ") for name in next(iter(results[workload].values())))], rows))
+        print(flush=True)
+    if args.json:
+        write_json(args.json, "simulate", vars(args), results)
+
+
+if __name__ == "__main__":
+    main()

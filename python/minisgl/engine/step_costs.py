@@ -1,0 +1,97 @@
+"""Coefficients of a step's cost model: measured on a GPU, estimated for a CPU, whose first steps correct them.
+
+Batches of the measurement have a prompt or some decodes of random text, whose K and V lie in pages of the real pool.
+All ranks of a group run the same ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from minisgl.attention.base import AttentionSpec
+from minisgl.core import Batch
+from minisgl.step_cost import StepCost
+
+SMALL_CHUNK, LARGE_CHUNK = 256, 1024  # tokens between which a prompt's seconds are a line
+LONG_CONTEXT = 8192  # tokens before a chunk
+DECODES, DECODE_CONTEXT = 32, 2048  # rows, tokens before each
+RUNS = 2  # of each step; the faster counts
+
+CPU_BYTES = 12e9  # a second that a CPU reads
+CPU_OPERATIONS = 2e11  # a second that its products make
+CPU_ATTENTION = 2e10  # the same of its attention
+
+NOTHING = 1e-9  # seconds: a token of a prompt takes at least this
+
+
+def estimate(weight_bytes: int, weights_per_token: int, specs: Sequence[AttentionSpec]) -> StepCost:
+    """Return what a CPU may take: the weights read once, `weights_per_token` products for each token, attention."""
+    token = 2 * weights_per_token / CPU_OPERATIONS
+    context = sum(4 * spec.num_heads * spec.head_dim for spec in specs) / CPU_ATTENTION
+    return StepCost(
+        prefill_token=token,
+        prefill_context=context,
+        decode_row=token,
+        decode_context=context,
+        fixed=weight_bytes / CPU_BYTES,
+    )
+
+
+def measure(
+    run: Callable[[Batch], object],
+    *,
+    num_pages: int,
+    page_size: int,
+    num_slots: int,
+    max_seq_len: int,
+    max_prefill_tokens: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> StepCost | None:
+    """Return the coefficients from ten steps of `run`, which waits for their end. None: too small an engine."""
+
+    def seconds(rows: int, start_pos: int, query_len: int) -> float:
+        batch = _batch(rows, start_pos, query_len, num_pages, page_size)
+        times = []
+        for _ in range(RUNS):
+            begin = clock()
+            run(batch)
+            times.append(clock() - begin)
+        return min(times)
+
+    large = min(LARGE_CHUNK, max_prefill_tokens, max_seq_len - 1)
+    small = min(SMALL_CHUNK, large // 2)
+    behind = min(LONG_CONTEXT, max_seq_len - 1 - small)
+    rows, context = min(DECODES, num_slots), min(DECODE_CONTEXT, max_seq_len - 2)
+    if small < 2 or behind < 1 or context < 2:
+        return None
+    short_prompt = seconds(1, 0, small)
+    attended = max((seconds(1, behind, small) - short_prompt) / (small * behind), 0.0)
+    # Two points of a line, without what their tokens attend to.
+    first, second = (
+        taken - attended * length**2 / 2 for taken, length in ((short_prompt, small), (seconds(1, 0, large), large))
+    )
+    token = max((second - first) / (large - small), NOTHING)
+    return StepCost(
+        prefill_token=token,
+        prefill_context=attended,
+        decode_row=token,  # beside a chunk, which the weights are read for
+        decode_context=max((seconds(rows, context, 1) - seconds(rows, 1, 1)) / (rows * (context - 1)), 0.0),
+        fixed=max(first - token * small, 0.0),
+    )
+
+
+def _batch(rows: int, start_pos: int, query_len: int, num_pages: int, page_size: int) -> Batch:
+    """Return a step of equal rows. As far as the pool reaches, none of them shares a page."""
+    pages = -(-(start_pos + query_len) // page_size)
+    slots, indices = np.divmod(np.arange(rows * pages, dtype=np.int32), pages)
+    return Batch(
+        step=0,
+        slots=np.arange(rows, dtype=np.int32),
+        start_pos=np.full(rows, start_pos, dtype=np.int32),
+        query_lens=np.full(rows, query_len, dtype=np.int32),
+        needs_sample=np.ones(rows, dtype=np.bool_),
+        new_pages=np.stack([slots, indices, np.arange(rows * pages, dtype=np.int32) % num_pages], axis=1),
+    )

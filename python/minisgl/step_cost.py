@@ -1,0 +1,45 @@
+"""Cost model of a step: the seconds that a plan takes, by what it computes. Pure.
+
+A step is a fixed part, the products of its tokens, and the attention of each token to those before it. The engine
+measures or estimates the five coefficients at its start (`engine.step_costs`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from minisgl.core import Batch, Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a step: a sum of what its rows take."""
+
+    prefill_token: float  # above 0
+    prefill_context: float = 0.0  # for each token of a chunk and each token that it attends to
+    decode_row: float = 0.0
+    decode_context: float = 0.0  # for each token that a decode attends to
+    fixed: float = 0.0
+
+    def prefill(self, start_pos: int, length: int) -> float:
+        """Return the seconds of a chunk of `length` tokens behind `start_pos` others, without the fixed part."""
+        return length * (self.prefill_token + self.prefill_context * (start_pos + length / 2))
+
+    def decodes(self, start_pos: Int32Array) -> float:
+        """Return the seconds of decodes behind so many tokens, [rows], without the fixed part."""
+        return len(start_pos) * self.decode_row + float(start_pos.sum()) * self.decode_context
+
+    def chunk_within(self, seconds: float, start_pos: int) -> int:
+        """Return the tokens of the longest chunk behind `start_pos` others that takes no longer than this."""
+        if seconds <= 0:
+            return 0
+        linear = self.prefill_token + self.prefill_context * start_pos
+        return math.floor(2 * seconds / (linear + math.sqrt(linear**2 + 2 * self.prefill_context * seconds)) + 1e-9)
+
+    def seconds(self, batch: Batch) -> float:
+        """Return the seconds of a whole step."""
+        is_prefill = batch.query_lens > 1
+        starts, lengths = batch.start_pos[is_prefill].tolist(), batch.query_lens[is_prefill].tolist()
+        prefills = sum(map(self.prefill, starts, lengths))
+        return self.fixed + prefills + self.decodes(batch.start_pos[~is_prefill])

@@ -1,0 +1,65 @@
+"""Coefficients of a step's cost model: a measurement finds those of the device, an estimate is of the right size."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from minisgl.core import Batch
+from minisgl.engine.step_costs import DECODES, measure
+from minisgl.step_cost import StepCost
+
+DEVICE = StepCost(prefill_token=20e-6, prefill_context=2e-9, decode_row=50e-6, decode_context=30e-9, fixed=2e-3)
+
+
+class TimedDevice:
+    """Takes as long as the formula says, and longer for the first step of each kind."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.now = 0.0
+        self.steps = 0
+        self._num_pages, self._page_size = num_pages, page_size
+        self._seen: set[tuple[int, int]] = set()
+
+    def run(self, batch: Batch) -> None:
+        self.steps += 1
+        kind = int(batch.start_pos[0]), batch.num_tokens
+        self.now += DEVICE.seconds(batch) * (1 if kind in self._seen else 30)
+        self._seen.add(kind)
+        slots, indices, pages = batch.new_pages.T
+        assert pages.max() < self._num_pages
+        # Each row has a page for each of its places.
+        reach = (batch.start_pos + batch.query_lens - 1) // self._page_size
+        for row, last in zip(batch.slots.tolist(), reach.tolist(), strict=True):
+            assert indices[slots == row].tolist() == list(range(last + 1))
+        if len(pages) <= self._num_pages:
+            assert len(np.unique(pages)) == len(pages)
+
+
+@pytest.mark.parametrize(("num_pages", "page_size"), [(50_000, 16), (100, 1)])
+@pytest.mark.parametrize("max_seq_len", [40_000, 700, 20])
+def test_a_measurement_finds_the_device(num_pages: int, page_size: int, max_seq_len: int) -> None:
+    device = TimedDevice(num_pages, page_size)
+    cost = measure(
+        device.run,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_slots=DECODES,
+        max_seq_len=max_seq_len,
+        max_prefill_tokens=8192,
+        clock=lambda: device.now,
+    )
+    assert cost is not None
+    assert device.steps == 10
+    # A decode beside a chunk is a token more.
+    assert dataclasses.astuple(cost) == pytest.approx(
+        dataclasses.astuple(dataclasses.replace(DEVICE, decode_row=DEVICE.prefill_token)), rel=1e-6
+    )
+
+
+def test_an_engine_too_small_is_not_measured() -> None:
+    device = TimedDevice(10, 1)
+    sizes = {"num_pages": 10, "page_size": 1, "num_slots": 2, "max_seq_len": 3, "max_prefill_tokens": 1}
+    assert measure(device.run, **sizes, clock=lambda: device.now) is None

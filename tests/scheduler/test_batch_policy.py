@@ -1,0 +1,246 @@
+"""Tokens of each request in a step: who gets them, within which bounds, and what measured steps change."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from minisgl.config import SchedulerConfig
+from minisgl.core import Batch, Int32Array, SamplingParams, StepResult
+from minisgl.kvcache import make_cache
+from minisgl.scheduler.batch_policy import LANE, PREFILL_SHARE, TOKENS, BatchPolicy, Chunks, Mixed, PrefillFirst
+from minisgl.scheduler.learned_cost import LearnedCost
+from minisgl.scheduler.loop import StepLoop
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.step_cost import StepCost
+from scheduler.simulation import World
+
+COST = StepCost(prefill_token=20e-6, prefill_context=2e-9, decode_row=20e-6, decode_context=30e-9, fixed=2e-3)
+TARGET = 35e-3
+
+
+def ids(values: list[int]) -> Int32Array:
+    return np.array(values, dtype=np.int32)
+
+
+def lengths(
+    policy: BatchPolicy, remaining: list[int], max_tokens: int, start_pos: list[int] | None = None
+) -> list[int]:
+    """Tokens of each request."""
+    chunks = policy.chunks(ids(start_pos or [0] * len(remaining)), ids(remaining), max_tokens)
+    return policy.query_lens(ids(remaining), chunks).tolist()
+
+
+def step(start_pos: list[int], query_lens: list[int]) -> Batch:
+    rows = len(start_pos)
+    none, all_rows = np.zeros((0, 3), dtype=np.int32), np.ones(rows, dtype=np.bool_)
+    return Batch(0, np.arange(rows, dtype=np.int32), ids(start_pos), ids(query_lens), all_rows, none)
+
+
+def test_prefill_first() -> None:
+    policy = PrefillFirst()
+    assert lengths(policy, [1, 1, 0], 8) == [1, 1, 0]  # decodes, whatever the budget
+    assert lengths(policy, [1, 5, 0, 9], 8) == [0, 5, 0, 3]  # prompts first, in order, in chunks
+    assert lengths(policy, [0, 0], 8) == [0, 0]
+    assert lengths(policy, [2, 2, 1], 3) == [2, 1, 0]  # two tokens are a prompt's
+    assert lengths(policy, [3, 3, 3], 4) == [3, 1, 0]
+    assert lengths(policy, [500, 3], 8) == [8, 0]
+
+
+def test_mixed_without_a_cost_model() -> None:
+    policy = Mixed()
+    assert lengths(policy, [1, 5, 0, 9, 1], 8) == [1, 5, 0, 1, 1]
+    assert lengths(policy, [1, 1, 5], 2) == [1, 1, 1]  # a prompt always moves
+    assert lengths(policy, [5, 9], 8) == [5, 3]
+    assert lengths(policy, [500, 3], 8) == [5, 3]  # the short one enters beside the long one
+    assert lengths(policy, [500, 30], 8) == [4, 4]
+    assert lengths(policy, [30, 500], 8) == [8, 0]
+    assert lengths(policy, [20, 500, 300, 10], 100) == [20, 40, 30, 10]
+
+
+def random_chunks(rng: random.Random) -> tuple[Chunks, StepCost, float, list[tuple[int, int]]]:
+    unit = rng.choice([COST, TOKENS])
+    room = rng.choice([0.1, 1.0, 40.0, 1000.0, 9999.5]) * unit.prefill_token
+    chunks = Chunks(unit, room, LANE)
+    prompts = [(rng.choice([0, 10, 30_000]), int(10 ** rng.uniform(0.4, 4.5))) for _ in range(rng.randint(0, 8))]
+    for start_pos, length in prompts:
+        chunks.add(start_pos, length)
+    return chunks, unit, room, prompts
+
+
+def test_chunks_share_a_room() -> None:
+    """They keep to it, long prompts move and short ones need not wait for them; what is accepted gets tokens."""
+    rng = random.Random(5)
+    seen_heads = 0
+    for _ in range(3000):
+        chunks, unit, room, prompts = random_chunks(rng)
+        got = chunks.lengths().tolist()
+        costs = [unit.prefill(start, length) for start, length in prompts]
+        spent = [unit.prefill(start, taken) for (start, _), taken in zip(prompts, got, strict=True)]
+        assert sum(spent) <= room * (1 + 1e-6) or (sum(got) == got[0] == 1)
+        assert all(0 <= taken <= length for taken, (_, length) in zip(got, prompts, strict=True))
+        head = next((i for i, cost in enumerate(itertools.accumulate(costs)) if cost > room), None)
+        assert chunks.is_crowded == (head is not None)
+        whole = [length for _, length in prompts]
+        assert got[:head] == whole[:head]
+        if head is not None:
+            seen_heads += 1
+            left = room - sum(costs[:head])
+            one_token = unit.prefill(sum(prompts[head]), 1)
+            assert spent[head] >= (1 - LANE) * left - one_token
+            assert sum(spent) >= left - 9 * one_token  # nothing is left over
+            shorter = [cost for cost in costs[head + 1 :] if cost < costs[head]]
+            if shorter and min(shorter) <= LANE * left:
+                assert got[head + 1 + costs[head + 1 :].index(min(shorter))] > 0
+        start, length = rng.choice([0, 500]), int(10 ** rng.uniform(0.4, 4))
+        accepted = chunks.accepts(start, length)
+        assert not (chunks.is_full and accepted)
+        chunks.add(start, length)
+        assert accepted == (chunks.lengths()[-1] > 0)
+    assert seen_heads > 1000
+
+
+def test_a_step_keeps_to_the_target_while_somebody_streams() -> None:
+    """Or, where decodes alone take most of it, prompts have their least share of the step."""
+    rng = random.Random(6)
+    in_time = 0
+    for _ in range(2000):
+        remaining = [rng.choice([0, 1, 1, 1, int(10 ** rng.uniform(0.4, 4.5))]) for _ in range(rng.randint(1, 300))]
+        start_pos = [rng.randint(0, 9000) for _ in remaining]
+        learned = LearnedCost(COST)
+        learned.ratio = rng.choice([0.5, 1.0, 3.0])
+        max_tokens = rng.choice([200, 8192])
+        query_lens = lengths(Mixed(learned, TARGET), remaining, max_tokens, start_pos)
+        streams = [taken for left, taken in zip(remaining, query_lens, strict=True) if left == 1]
+        prompts = sum(query_lens) - len(streams)
+        assert all(taken == 1 for taken in streams)
+        assert prompts <= max(max_tokens - len(streams), 1)
+        waiting = sum(left for left in remaining if left > 1)
+        assert (prompts > 0) == (waiting > 0)
+        if not streams:
+            assert prompts == min(waiting, max_tokens)  # all of it
+            continue
+        decodes = COST.fixed + COST.decodes(ids([s for s, left in zip(start_pos, remaining, strict=True) if left == 1]))
+        rows = [(start, taken) for start, taken in zip(start_pos, query_lens, strict=True) if taken]
+        # Chunks of one token are counted as decodes.
+        seconds = COST.seconds(step([start for start, _ in rows], [taken for _, taken in rows])) * learned.ratio
+        bound = max(TARGET, decodes * learned.ratio / (1 - PREFILL_SHARE))
+        if waiting:
+            assert seconds <= bound * (1 + 1e-6) + learned.ratio * 1e-3
+            in_time += bound == TARGET
+    assert in_time > 500
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_long_prompt_a_flow_of_short_ones_and_a_stream(overlap: bool) -> None:
+    """The stream has a token in every step, who is short waits for nobody, and the long prompt moves half as fast."""
+    cost = StepCost(prefill_token=1e-3, decode_row=1e-3, fixed=1e-3)
+    world = World(
+        batch_policy="mixed",
+        num_pages=4000,
+        page_size=1,
+        max_seq_len=3000,
+        chunk=500,
+        cost=cost,
+        overlap=overlap,
+    )
+    world.add(0, [1, 2], max_tokens=900, ignore_eos=True)
+    for _ in range(3):
+        world.step()
+    world.add(1, [3] * 990, max_tokens=1, ignore_eos=True)  # 30 tokens a step, were it alone
+    world.add(2, [4] * 600, max_tokens=1, ignore_eos=True)
+    steps, before = 0, len(world.answers[0])
+    for steps in range(1, 200):
+        if steps % 2:
+            world.add(100 + steps, [5 + steps % 40] * 12, max_tokens=1, ignore_eos=True)
+        world.step()
+        if steps % 2:
+            assert world.entered[-1] == 100 + steps
+        if 1 in world.ends:
+            break
+    assert len(world.answers[0]) - before == steps
+    assert steps < 2 * 990 / 30 + 3
+    world.run()
+    assert 2 in world.ends
+
+
+@pytest.mark.parametrize(("priority", "enters"), [(0, False), (1, True)])
+def test_nobody_enters_beside_a_long_prompt_of_higher_priority(priority: int, enters: bool) -> None:
+    world = World(batch_policy="mixed", num_pages=400, page_size=1, chunk=10)
+    world.add(0, [1] * 90, max_tokens=1, priority=1)
+    world.step()
+    world.add(1, [2] * 3, max_tokens=1, priority=priority)
+    world.step()
+    assert (1 in world.entered) is enters
+    world.run()
+
+
+class Clock:
+    """Time that a device spends."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedDevice:
+    """Takes `ratio` times as long as COST says for each step, one behind the other."""
+
+    def __init__(self, clock: Clock, ratio: float) -> None:
+        self._clock, self._ratio = clock, ratio
+        self._free_at = 0.0
+        self.streaming: list[float] = []  # seconds of each step of decodes and chunks
+
+    def forward(self, batch: Batch) -> None:
+        seconds = self._ratio * COST.seconds(batch)
+        self._free_at = max(self._free_at, self._clock.now) + seconds
+        if 1 < batch.query_lens.max() < batch.num_tokens:
+            self.streaming.append(seconds)
+
+    def sample(self, batch: Batch, _bitmask: Int32Array | None = None) -> object:
+        done = self._free_at
+
+        def wait() -> StepResult:
+            self._clock.now = max(self._clock.now, done)
+            return StepResult(np.full(int(batch.needs_sample.sum()), 5, dtype=np.int32))
+
+        return wait
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("ratio", [0.2, 1.0, 8.0])
+def test_measured_steps_correct_the_model(ratio: float, overlap: bool) -> None:
+    clock = Clock()
+    device = TimedDevice(clock, ratio)
+    scheduler = Scheduler(
+        SchedulerConfig(),
+        cache=make_cache("radix", 16),
+        num_pages=20_000,
+        num_slots=4,
+        max_seq_len=100_000,
+        eos_token_ids=(7,),
+        cost=COST,
+    )
+    loop = StepLoop(scheduler, device, overlap=overlap, clock=clock)  # type: ignore[arg-type]
+    scheduler.add(0, ids([1, 2, 3]), SamplingParams(max_tokens=500), seed=0)
+    loop.step()
+    scheduler.add(1, np.zeros(60_000, dtype=np.int32), SamplingParams(max_tokens=1), seed=0)
+    while len(device.streaming) < 40 and loop.has_work:
+        loop.step()
+    settled = device.streaming[20:-1]  # the last chunk is what is left
+    assert len(settled) > 5
+    assert settled == pytest.approx([TARGET] * len(settled), rel=0.15)
+
+
+def test_one_slow_step_changes_little() -> None:
+    learned, chunk = LearnedCost(COST), step([0], [1000])
+    for _ in range(20):
+        learned.record(chunk, COST.seconds(chunk))
+    learned.record(chunk, 5 * COST.seconds(chunk))
+    assert 1 < learned.ratio < 1.5
+    learned.record(step([0], [1]), 100.0)  # a decode has nothing to tell
+    assert learned.ratio < 1.5
