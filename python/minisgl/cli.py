@@ -73,7 +73,6 @@ NO_SUCH_FLAG = _by_flag(
         "--grammar-backend --guided-decoding-backend --structured-outputs-config": "grammars are always llguidance's",
         "--chat-template-content-format": "content is given to the template as its form asks",
         "--log-requests --enable-log-requests": "requests' texts are never logged; --access-log has a line for each",
-        "--watchdog-timeout": "/health fails after --health-timeout without a heartbeat",
     }
 )
 

@@ -238,6 +238,18 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             le=64,
         ),
     ] = 1
+    hang_timeout: Annotated[
+        float,
+        Setting(
+            "after which a rank that hangs ends all: it gives no sign of life, or no step ends and no CPU computes it; "
+            "longer than any step on a GPU; 0: never",
+            aliases=("--watchdog-timeout",),
+            metavar="SECONDS",
+            ge=0,
+            le=MAX_SECONDS,
+            unit="seconds",
+        ),
+    ] = 20.0
 
     def validate(self) -> None:
         super().validate()

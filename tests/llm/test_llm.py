@@ -217,6 +217,19 @@ def test_a_rank_that_dies_ends_the_call_that_needs_it() -> None:
                 llm.generate(["abc"] * 50, params)
 
 
+def test_a_rank_that_is_stopped_ends_the_call_that_needs_it() -> None:
+    """Gloo alone would wait for 300 seconds, and so beyond this test's limit."""
+    with LLM("demo", max_running_req=2, tp_size=2, hang_timeout=3.0) as llm:
+        llm.generate("abc", SamplingParams(max_tokens=2))
+        (child,) = llm._ranks._children
+        threading.Timer(0.3, child.process.send_signal, [signal.SIGSTOP]).start()
+        params = SamplingParams(max_tokens=2000, ignore_eos=True)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="scheduler-1 hangs: it has not answered for"):
+                llm.generate(["abc"] * 50, params)
+    assert child.process.poll() == -signal.SIGKILL
+
+
 def test_a_rank_that_dies_before_it_joins_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rendezvous alone would wait for 300 seconds, and so beyond this test's limit."""
     started: list[subprocess.Popen[bytes]] = []

@@ -14,7 +14,7 @@ import zmq
 from minisgl.core import Batch, Int32Array, NewRow, SamplingFlags, SamplingParams, ScoredTokens
 from minisgl.message.socket import Addresses, Inbox, Outbox
 from minisgl.message.to_scheduler import Bitmask, ToRank
-from minisgl.scheduler.loop import MAX_IN_FLIGHT, follow
+from minisgl.scheduler.loop import MAX_IN_FLIGHT, StepCounts, follow
 
 
 def ids(*values: int) -> Int32Array:
@@ -140,9 +140,10 @@ def test_a_following_rank_waits_for_the_steps_that_read_the_bitmask_before_it_wr
             raise Stop
         return message
 
-    engine = FollowedEngine()
+    engine, counts = FollowedEngine(), StepCounts()
     with pytest.raises(Stop):
-        follow(engine, SimpleNamespace(receive=receive))  # type: ignore[arg-type]
+        follow(engine, SimpleNamespace(receive=receive), counts)  # type: ignore[arg-type]
+    assert counts.begun == 21
     assert engine.sampled == [(step, [step]) for step in constrained]
     assert engine.longest > MAX_IN_FLIGHT  # otherwise it would hold for want of overlap
 

@@ -23,7 +23,7 @@ import zmq
 
 from minisgl.server.supervisor import REPEAT_SECONDS
 from models.tiny import VOCAB, make_model
-from support.server import PATIENCE, Server, is_alive, wait_until, worker_pids
+from support.server import PATIENCE, Server, is_alive, wait_until, worker_pids, worker_processes
 from support.tiny_tokenizer import save_byte_tokenizer
 
 SCHEDULER = "minisgl.scheduler.process"
@@ -299,6 +299,20 @@ def test_a_dead_worker_ends_the_server_with_an_error_to_every_request(worker: st
         assert server.process.returncode == 1
         assert "died (killed by signal 9)" in errors()
         assert not any(map(is_alive, pids.values()))
+
+
+def test_a_stopped_rank_ends_the_server_with_an_error_to_every_request(folder: Path) -> None:
+    """Gloo alone would wait for 300 seconds. A server that waits for requests is not taken for a hanging one."""
+    with Server("--model", str(folder), "--tp", "2", "--hang-timeout", "3") as server:
+        time.sleep(4.0)
+        errors = _open_request(server)
+        processes = worker_processes(server.process.pid)
+        _, second = [pid for pid, module in processes if module == SCHEDULER]
+        os.kill(second, signal.SIGSTOP)
+        assert errors().endswith("the process scheduler-1 hangs")
+        assert server.process.wait(PATIENCE) == 1
+        assert "scheduler-1 hangs: it has not answered for" in server.log[-1]
+        assert not any(is_alive(pid) for pid, _ in processes)
 
 
 def test_a_worker_that_dies_at_start_ends_the_start(folder: Path) -> None:

@@ -122,8 +122,13 @@ def cpu_seconds(pid: int) -> float:
 
 
 def worker_pids(parent: int) -> dict[str, int]:
-    """The worker processes of a supervisor, by the name of their entry function's module."""
-    pids = {}
+    """The worker processes of a supervisor, by the name of their entry function's module; of equals, one."""
+    return {module: pid for pid, module in worker_processes(parent)}
+
+
+def worker_processes(parent: int) -> list[tuple[int, str]]:
+    """The worker processes of a supervisor in the order of their start: pid and module of the entry function."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             status = (path / "stat").read_text().rpartition(")")[2].split()
@@ -132,8 +137,8 @@ def worker_pids(parent: int) -> dict[str, int]:
             continue
         if int(status[1]) == parent and "minisgl.process.worker" in command:
             entry = command[command.index("minisgl.process.worker") + 1]
-            pids[entry.partition(":")[0]] = int(path.name)
-    return pids
+            pids.append((int(path.name), entry.partition(":")[0]))
+    return sorted(pids)
 
 
 def is_alive(pid: int) -> bool:

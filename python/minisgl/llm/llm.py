@@ -22,6 +22,7 @@ from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParam
 from minisgl.engine.device import join_ranks
 from minisgl.engine.engine import Engine
 from minisgl.llm.rank_processes import RankLost, RankProcesses
+from minisgl.message.control import Progress
 from minisgl.message.to_api import OutputDelta
 from minisgl.message.types import PositionLogprobs, TextOptions, unpack_ids
 from minisgl.models.config.generation_config import load_sampling_defaults
@@ -137,9 +138,16 @@ class LLM:
                 self._lock = threading.Lock()  # calls from several threads are served one after another
                 self._num_seqs = 0  # of the call that runs: they are numbered from 0
                 self.loop = make_loop(scheduling, self._engine, model_config, followers, grammars)
+                self._ranks.watch_progress(self._progress)
         except BaseException:
             self._ranks.close()
             raise
+
+    def _progress(self) -> Progress:
+        """Return how far rank 0 is. Between calls nobody waits for a step."""
+        if not self._lock.locked():
+            return Progress(self.loop.counts.begun, self.loop.counts.begun)
+        return self.loop.counts.progress(self._engine.device.type == "cpu")
 
     @contextmanager
     def _phase(self, text: str) -> Iterator[None]:

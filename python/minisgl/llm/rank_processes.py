@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import zmq
@@ -16,25 +16,18 @@ import zmq
 from minisgl.config import ConfigError, ServerConfig
 from minisgl.distributed import TPGroup
 from minisgl.limits import Limits
-from minisgl.message.control import Failed, Ready, Serve, Start, ToSupervisor
+from minisgl.message.control import Failed, Progress, Ready, Serve, Start, ToSupervisor
 from minisgl.message.socket import Addresses, Outbox
 from minisgl.message.to_scheduler import ToRank
 from minisgl.process.child import Child, start_worker
+from minisgl.process.hang_watch import PING_SECONDS, RankWatch
 from minisgl.process.machine import cpu_environment, make_run_dir
 
 _GRACE = 1.0  # seconds: a connection breaks before its process has ended
 
 
 class RankLost(ConfigError, RuntimeError):
-    """A rank's process has ended: at the start by what it says, later by itself."""
-
-
-def _lost(child: Child, message: ToSupervisor | None = None) -> RankLost:
-    """Return an error with what the process said at last, if anything."""
-    while message is None or not isinstance(message, Failed):
-        if (message := child.pipe.receive()) is None:
-            return RankLost(f"{child.name}: it died")
-    return RankLost(f"{child.name}: {message.message}")
+    """A rank's process has ended, at the start by what it says, later by itself; or it hung and was ended."""
 
 
 def _abort_after(process: subprocess.Popen[bytes], group: TPGroup, closed: threading.Event) -> None:
@@ -43,11 +36,21 @@ def _abort_after(process: subprocess.Popen[bytes], group: TPGroup, closed: threa
         group.abort()
 
 
+def _look_until(closed: threading.Event, ranks: weakref.ref[RankProcesses]) -> None:
+    while not closed.wait(PING_SECONDS / 2) and (one := ranks()) is not None:
+        one.look()
+        del one  # whose end this thread must not delay
+
+
 class RankProcesses:
     """Ranks 1 and up. They end when `close` closes their control pipes, or with the caller."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._closed = threading.Event()
+        self._reading = threading.Lock()  # of the control pipes
+        self._failures: dict[str, str] = {}  # by process, what it said at last
+        self._hang: str | None = None
+        self._hang_timeout = config.engine.hang_timeout
         self._run_dir = make_run_dir()
         self._remove_run_dir = weakref.finalize(self, shutil.rmtree, self._run_dir, ignore_errors=True)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -66,7 +69,19 @@ class RankProcesses:
         """Raise RankLost if one has ended."""
         for child in self._children:
             if child.process.poll() is not None:
-                raise _lost(child)
+                raise self._lost(child)
+
+    def _lost(self, child: Child, message: ToSupervisor | None = None) -> RankLost:
+        """Return an error with what the process said at last, if anything."""
+        if self._hang is not None:
+            return RankLost(self._hang)
+        with self._reading:
+            if child.name in self._failures:
+                return RankLost(f"{child.name}: {self._failures[child.name]}")
+            while message is None or not isinstance(message, Failed):
+                if (message := child.pipe.receive()) is None:
+                    return RankLost(f"{child.name}: it died")
+        return RankLost(f"{child.name}: {message.message}")
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -88,19 +103,46 @@ class RankProcesses:
             args = (child.process, group, self._closed)  # not self, whose end is theirs
             threading.Thread(target=_abort_after, args=args, name=f"watch {child.name}", daemon=True).start()
 
+    def watch_progress(self, progress: Callable[[], Progress]) -> None:
+        """End all of them from now on when one hangs: they are to be ready. `progress`: rank 0's, in this process."""
+        if not self._children or not self._hang_timeout:
+            return
+        self._progress = progress
+        children = dict(enumerate(self._children, start=1))
+        self._watch = RankWatch(children, len(children) + 1, self._hang_timeout)
+        args = self._closed, weakref.ref(self)
+        threading.Thread(target=_look_until, args=args, name="watch progress", daemon=True).start()
+
+    def look(self) -> None:
+        """Hear what the ranks say, and end them if one hangs: rank 0 leaves its collective, and `check` says why."""
+        with self._reading:
+            if self._closed.is_set() or self._hang is not None:
+                return
+            for child in self._children:
+                while isinstance(message := child.pipe.receive_within(0), Progress):
+                    self._watch.answer(child.name, message)
+                if isinstance(message, Failed):
+                    self._failures[child.name] = message.message
+            self._watch.answer_here(self._progress())
+            self._hang = self._watch.look()
+            if self._hang is not None:
+                for child in self._children:
+                    child.process.kill()
+
     def outboxes(self, limits: Limits) -> list[Outbox[ToRank]]:
         """Wait until all are ready, let them begin, and return where their plans go. Raises RankLost."""
         for child in self._children:
             while not isinstance(message := child.pipe.receive(), Ready):
                 if message is None or isinstance(message, Failed):
-                    raise _lost(child, message)
+                    raise self._lost(child, message)
             child.pipe.send(Serve(limits))
         return [Outbox(self._context, self.addresses.rank(rank)) for rank, _ in enumerate(self._children, start=1)]
 
     def close(self) -> None:
         self._closed.set()
         for child in self._children:
-            child.pipe.close()
+            with self._reading:
+                child.pipe.close()
             child.process.kill()
             child.process.wait()
         self._context.destroy(linger=0)

@@ -6,7 +6,9 @@ the worker is.
 
 from __future__ import annotations
 
+import select
 import socket
+import threading
 from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -44,6 +46,10 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     grace: float = 1.0  # seconds that the API server has to answer its clients
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Say how far you are. Only ranks are asked."""
+
+
 class Phase(msgspec.Struct, frozen=True, tag=True):
     """A phase of the worker's start has ended: its name, and the seconds it took."""
 
@@ -61,14 +67,22 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
     """Every request that came before Drain is answered."""
 
 
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """A rank's answer to a Ping."""
+
+    begun: int = 0  # steps that it has begun to launch
+    finished: int = 0  # steps whose tokens it has read: rank 0 alone reads them all
+    cpu_seconds: float = 0.0  # that its process has computed, where steps run on the CPU
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The worker cannot go on, in one line."""
 
     message: str
 
 
-ToWorker: TypeAlias = Start | Serve | Drain | Shutdown
-ToSupervisor: TypeAlias = Phase | Ready | Drained | Failed
+ToWorker: TypeAlias = Start | Serve | Drain | Ping | Shutdown
+ToSupervisor: TypeAlias = Phase | Ready | Drained | Progress | Failed
 
 
 class ControlPipe(Generic[T]):
@@ -79,14 +93,16 @@ class ControlPipe(Generic[T]):
         self._decoder = msgspec.json.Decoder(receives)
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
+        self._sending = threading.Lock()
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send, unless the other side is gone: its reader learns that by itself."""
+        """Send, from any thread, unless the other side is gone: its reader learns that by itself."""
         try:
-            self._socket.sendall(self._encoder.encode(message) + b"\n")
+            with self._sending:
+                self._socket.sendall(self._encoder.encode(message) + b"\n")
         except (BrokenPipeError, ConnectionResetError):
             return
 
@@ -103,6 +119,12 @@ class ControlPipe(Generic[T]):
         line, _, rest = bytes(self._buffer).partition(b"\n")
         self._buffer = bytearray(rest)
         return self._decoder.decode(line)
+
+    def receive_within(self, seconds: float) -> T | None:
+        """Wait so long for the next message; None if there is none, or when the other side has closed."""
+        if not self.has_buffered and not select.select([self._socket], [], [], seconds)[0]:
+            return None
+        return self.receive()
 
     @property
     def has_buffered(self) -> bool:

@@ -28,6 +28,8 @@ from minisgl.message.control import (
     Drained,
     Failed,
     Phase,
+    Ping,
+    Progress,
     Ready,
     Serve,
     Shutdown,
@@ -55,6 +57,7 @@ class Worker:
         self._run_dir = first.run_dir
         self._serve: queue.SimpleQueue[Limits] = queue.SimpleQueue()
         self._on_drain: Callable[[], object] = self.drained
+        self._progress: Callable[[], Progress] = Progress
         self._on_shutdown: Callable[[Shutdown], None] = lambda _shutdown: os._exit(0)
         threading.Thread(target=self._watch, name="control", daemon=True).start()
 
@@ -64,6 +67,8 @@ class Worker:
                 self._serve.put(message.limits)
             elif isinstance(message, Drain):
                 self._on_drain()
+            elif isinstance(message, Ping):
+                self._pipe.send(self._progress())
             elif isinstance(message, Shutdown):
                 self._on_shutdown(message)
         if self._is_orphan():
@@ -81,6 +86,10 @@ class Worker:
     def on_drain(self, callback: Callable[[], object]) -> None:
         """Call this, from the control thread, when the supervisor wants no new requests. Register it before `ready`."""
         self._on_drain = callback
+
+    def on_ping(self, progress: Callable[[], Progress]) -> None:
+        """Call this, from the control thread, when the supervisor asks how far this rank is."""
+        self._progress = progress
 
     def on_shutdown(self, callback: Callable[[Shutdown], None]) -> None:
         """Call this, from the control thread, instead of exiting at once. The supervisor waits `grace` seconds."""

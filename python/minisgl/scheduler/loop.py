@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from time import perf_counter, sleep
+from time import perf_counter, process_time, sleep
 from typing import Protocol, TypeVar
 
 from minisgl.config import SchedulerConfig
@@ -23,6 +23,7 @@ from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, PendingStep
 from minisgl.kvcache import make_cache
 from minisgl.kvcache.base import CacheObserver
 from minisgl.limits import Limits
+from minisgl.message.control import Progress
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import StepOutput
 from minisgl.message.to_scheduler import Bitmask, ToRank
@@ -70,6 +71,18 @@ class _Launched:
     at: float  # seconds on the loop's clock
 
 
+@dataclass(slots=True)
+class StepCounts:
+    """Steps that a rank has begun to launch, and those that it has finished, for whoever watches it."""
+
+    begun: int = 0
+    finished: int = 0
+
+    def progress(self, computes_here: bool) -> Progress:
+        """Return a rank's answer to a ping; `computes_here`: its device is the CPU."""
+        return Progress(self.begun, self.finished, process_time() if computes_here else 0.0)
+
+
 class StepLoop:
     """Launches step n + 1 before it reads the tokens of step n (`overlap`), or after.
 
@@ -91,6 +104,7 @@ class StepLoop:
         self._engine = engine
         self._depth = 1 if overlap else 0
         self._retries = retries
+        self.counts = StepCounts()
         self._launching: Batch | None = None
         self._in_flight: deque[_Launched] = deque()
         self._clock = clock
@@ -129,6 +143,7 @@ class StepLoop:
     def _launch_and_complete(self) -> None:
         batch = self._launching = self.scheduler.schedule()
         if batch is not None:
+            self.counts.begun = batch.step + 1
             at = self._clock()
             self._in_flight.append(_Launched(batch, self._launch(batch), at))
             self._launching = None
@@ -147,6 +162,7 @@ class StepLoop:
         if self._launching is not None:
             failed.append(self._launching)
             self._launching = None
+        self.counts.finished = failed[-1].step + 1
         self.scheduler.take_back(failed)
 
     def _launch(self, batch: Batch) -> PendingStep:
@@ -163,6 +179,7 @@ class StepLoop:
         oldest = self._in_flight[0]
         result = oldest.pending()
         self._in_flight.popleft()  # not before: Ctrl-C may end the wait
+        self.counts.finished = oldest.batch.step + 1
         begin, self._completed_at = max(oldest.at, self._completed_at), self._clock()
         self.scheduler.record(oldest.batch, self._completed_at - begin)
         self.scheduler.complete(oldest.batch, result)
@@ -193,11 +210,12 @@ class LeadingEngine:
             follower.send(message)
 
 
-def follow(engine: StepEngine, inbox: Inbox[ToRank]) -> None:
+def follow(engine: StepEngine, inbox: Inbox[ToRank], counts: StepCounts) -> None:
     """Execute the plans of rank 0 for ever."""
     in_flight: deque[PendingStep] = deque()
     while True:
         batch = _expect(Batch, inbox.receive())
+        counts.begun = batch.step + 1
         engine.forward(batch)
         bitmask = None
         if batch.constrained:

@@ -17,7 +17,7 @@ from minisgl.message.types import Abort, FlushCache, Flushed, ProcessCounts, Rep
 from minisgl.models.config.load_config import load_model_config
 from minisgl.process.worker import Worker
 from minisgl.scheduler.kv_publisher import KVPublisher
-from minisgl.scheduler.loop import StepLoop, follow, make_loop
+from minisgl.scheduler.loop import StepCounts, StepLoop, follow, make_loop
 from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.tokenizer.files import load_tokenizer
 
@@ -104,10 +104,13 @@ def run(worker: Worker) -> None:
         progress=worker.index == 0 and logger.isEnabledFor(logging.INFO),
         max_prefill_tokens=config.scheduler.max_prefill_tokens,
     )
+    computes_here = engine.device.type == "cpu"
     if worker.index > 0:
+        counts = StepCounts()
+        worker.on_ping(lambda: counts.progress(computes_here))
         plans: Inbox[ToRank] = Inbox(context, worker.addresses.rank(worker.index), ToRank)
         worker.ready()
-        follow(engine, plans)
+        follow(engine, plans, counts)
     logger.info("engine: %s", engine.describe())
     inbox: Inbox[ToScheduler] = Inbox(context, worker.addresses.scheduler, ToScheduler)
     detokenizer: Outbox[ToDetokenizer] = Outbox(context, worker.addresses.detokenizer)
@@ -115,5 +118,6 @@ def run(worker: Worker) -> None:
     observer = None if kv_publisher is None else kv_publisher.recorder
     loop = make_loop(config.scheduler, engine, model, followers, grammars, observer)
     process = SchedulerServer(loop, inbox, detokenizer, kv_publisher)
+    worker.on_ping(lambda: loop.counts.progress(computes_here))
     worker.ready(engine.limits)
     process.run_forever()

@@ -20,8 +20,9 @@ import msgspec
 
 from minisgl.config import ConfigError, HttpConfig, ServerConfig
 from minisgl.limits import Limits
-from minisgl.message.control import Drain, Drained, Failed, Phase, Ready, Serve, Shutdown, Start, ToSupervisor
+from minisgl.message.control import Drain, Drained, Failed, Phase, Progress, Ready, Serve, Shutdown, Start, ToSupervisor
 from minisgl.process.child import Child, start_worker
+from minisgl.process.hang_watch import RankWatch
 from minisgl.process.machine import cpu_environment, make_run_dir, raise_open_files
 from minisgl.shell.shell_process import ShellProcess, origin
 
@@ -117,6 +118,7 @@ class Supervisor:
         self._signals = SignalSocket()  # first: from here on a signal leaves nothing behind
         self._run_dir = make_run_dir()
         self._children: list[Child] = []
+        self._ranks: RankWatch | None = None  # while serving
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._signals, selectors.EVENT_READ, None)
         self._shell: ShellProcess | None = None
@@ -202,6 +204,9 @@ class Supervisor:
 
     def _watch(self) -> None:
         """Return after SIGTERM."""
+        size = self._config.engine.tp_size
+        ranks = {rank: child for rank in range(size) for child in self._children if child.name == f"scheduler-{rank}"}
+        self._ranks = RankWatch(ranks, size, self._config.engine.hang_timeout)
         try:
             while True:
                 for child, message in self._messages():
@@ -235,8 +240,12 @@ class Supervisor:
     def _messages(self, timeout: float | None = None) -> Iterator[tuple[Child, ToSupervisor]]:
         """Wait for workers to say something, for up to `timeout` seconds.
 
-        Raises WorkerFailed when one fails or is gone, Interrupted after a signal or when the shell has ended.
+        Raises WorkerFailed when one fails, hangs or is gone, Interrupted after a signal or when the shell has ended.
         """
+        if self._ranks is not None:
+            if (hang := self._ranks.look()) is not None:
+                raise WorkerFailed(hang, told=f"the process {hang.partition(':')[0]}")
+            timeout = min((seconds for seconds in (timeout, self._ranks.pause) if seconds is not None), default=None)
         sources = self._selector.select(timeout)
         signals = self._signals.receive()  # first: whoever ends all of a group's processes means no failure
         has_terminal = self._shell is None or self._shell.process.poll() is not None
@@ -256,7 +265,11 @@ class Supervisor:
                 if isinstance(message, Failed):
                     text = f"{child.name}: {message.message}" if child.ready else message.message
                     raise WorkerFailed(text, told=f"the process {child.name} has failed")
-                yield child, message
+                if isinstance(message, Progress):
+                    if self._ranks is not None:
+                        self._ranks.answer(child.name, message)
+                else:
+                    yield child, message
                 if not child.pipe.has_buffered:
                     break
 
