@@ -11,7 +11,9 @@ from api_harness import MODEL, RawClient, RunningServer
 from pydantic_core import from_json
 
 from minisgl.config import SamplingDefaults
+from minisgl.message.to_api import OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import ChatPrompt, Encode, Generate
+from minisgl.message.types import pack_ids
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
@@ -412,10 +414,20 @@ def test_what_cannot_be_read_is_answered_in_anthropics_shape(server: RunningServ
 
 
 def test_an_error_ends_a_stream(server: RunningServer) -> None:
-    *_, last = found = events(server, {**HELLO, "messages": [{"role": "user", "content": "fail now"}]})
-    assert found[0]["type"] == "message_start"
+    client = RawClient(server.port)
+    client.post(PATH, {**HELLO, "messages": [{"role": "user", "content": "hold"}], "stream": True})
+    begun = client.read_until(b"event: ping")
+    assert begun.startswith(b"HTTP/1.1 200 OK")
+    (generate,) = server.engine.of_type(Generate)
+    server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], pack_ids([1]), "some text")]))
+    client.read_until(b"some text")
+    server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], b"", "", "error")]))
+    name, _, data = client.read_all().decode().partition("event: ")[2].partition("\ndata: ")
+    assert name == "error"
+    last = json.loads(data.partition("\n\n")[0])
     assert last["error"] == {"type": "api_error", "message": "the generation failed in the server"}
-    assert last["request_id"]
+    assert last["type"] == "error"
+    assert f"x-request-id: {last['request_id']}" in begun.decode()
 
 
 def test_the_key_may_stand_in_x_api_key(start_server: Callable[..., RunningServer]) -> None:
