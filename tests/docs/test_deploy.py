@@ -1,4 +1,4 @@
-"""Commands in deploy/ are command lines of the server, and what they mount is there."""
+"""Commands in deploy/ are command lines of the server, and files that they mount are there."""
 
 from __future__ import annotations
 

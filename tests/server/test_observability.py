@@ -1,4 +1,4 @@
-"""What routers and operators learn of the real server: cached prefixes, metrics, logs."""
+"""Views of the real server for routers and operators: cached prefixes, metrics, logs, traces."""
 
 from __future__ import annotations
 
@@ -218,6 +218,7 @@ def test_a_trace_has_the_phases_of_a_request_below_its_clients_span(server: Serv
     assert request.parent_span_id.hex() == span_id
     attributes = {one.key: one.value for one in request.attributes}
     assert attributes["gen_ai.operation.name"].string_value == "chat"
+    assert attributes["gen_ai.response.id"].string_value == answer["id"]
     assert attributes["gen_ai.usage.input_tokens"].int_value == answer["usage"]["prompt_tokens"]
     assert attributes["gen_ai.usage.output_tokens"].int_value == answer["usage"]["completion_tokens"]
     assert attributes["gen_ai.request.max_tokens"].int_value == 5

@@ -83,7 +83,9 @@ def tokenizer(model: Path) -> TextTokenizer:
 
 def request(prompt: Any, seq_ids: tuple[int, ...] = (1,), **sampling: Any) -> Generate:
     seeds = [1000 + seq_id for seq_id in seq_ids]
-    return Generate(list(seq_ids), seeds, prompt, SamplingParams(**sampling), TextOptions(stop=("x",)))
+    return Generate(
+        list(seq_ids), seeds, prompt, SamplingParams(**sampling), TextOptions(stop=("x",)), request_id="an-id"
+    )
 
 
 # --- admission ---
@@ -187,6 +189,8 @@ def test_an_error_of_ours_is_one_requests_500_and_its_text_is_in_the_log_alone(
         caplog.clear()
         assert admit(broken, tokenizer, LIMITS, GRAMMARS) == (Refused([1, 2], status=500), [])
         assert "Traceback" in caplog.text
+        assert caplog.records[0].request_id == "an-id"  # type: ignore[attr-defined]
+        assert "request an-id" in caplog.text
     template = Grammar("template", "%grammar a [1, 2, 3]")
     caplog.clear()
     assert admit(request(TextPrompt("a"), grammar=template, max_tokens=3), tokenizer, LIMITS, GRAMMARS)[0] == Refused(

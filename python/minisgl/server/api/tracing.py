@@ -61,7 +61,7 @@ class Tracer:
         self._trace = trace
         self._model = model
 
-    def record(self, request: OpenRequest, scope: Scope) -> None:
+    def record(self, request: OpenRequest, answer_id: str, scope: Scope) -> None:
         """Make the spans of a request whose answer has ended; its client's traceparent is the parent."""
         trace = self._trace
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -71,7 +71,7 @@ class Tracer:
             f"{operation} {self._model}",
             self._propagator.extract(headers),
             trace.SpanKind.SERVER,
-            dict(self._attributes(request, operation, scope["path"])),
+            {**dict(self._attributes(request)), "gen_ai.operation.name": operation, "gen_ai.response.id": answer_id},
             start_time=_nanoseconds(request.clocks[0].start + epoch),
         )
         if request.has_failed or any(clock.reason in (None, "abort", "error") for clock in request.clocks):
@@ -88,9 +88,8 @@ class Tracer:
                 phase.end(_nanoseconds(end + epoch))
         span.end(_nanoseconds(time.time()))
 
-    def _attributes(self, request: OpenRequest, operation: str, path: str) -> Iterator[tuple[str, Any]]:
+    def _attributes(self, request: OpenRequest) -> Iterator[tuple[str, Any]]:
         sampling = request.job.sampling
-        yield "gen_ai.operation.name", operation
         yield "gen_ai.provider.name", "minisgl"
         yield "gen_ai.request.model", self._model
         yield "gen_ai.response.model", self._model
@@ -104,8 +103,7 @@ class Tracer:
         yield "gen_ai.usage.output_tokens", request.completion_tokens
         yield "gen_ai.usage.cache_read.input_tokens", request.cached_tokens
         yield "gen_ai.response.finish_reasons", [clock.reason or "abort" for clock in request.clocks]
-        yield "gen_ai.response.id", request.id
-        yield "url.path", path
+        yield "minisgl.request_id", request.id
 
     def close(self) -> None:
         """Send what is left, for a moment."""

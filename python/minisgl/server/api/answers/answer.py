@@ -120,7 +120,7 @@ class Answer:
             await self._send_error(internal_error(), scope, receive, send)
         finally:
             if self._client.tracer is not None and request is not None:
-                self._client.tracer.record(request, scope)
+                self._client.tracer.record(request, self._writer.id, scope)
 
     async def _watch(self, request: OpenRequest, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
