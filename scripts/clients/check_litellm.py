@@ -57,6 +57,13 @@ def main() -> None:
     if shaped.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(shaped.choices[0].message.content)["sum"], int)
 
+    item = {"model": "openai/demo", "api_base": URL, "input": MESSAGES, "temperature": 0, "max_output_tokens": 32}
+    response = litellm.responses(**item)
+    assert response.status in ("completed", "incomplete")
+    assert response.output[0].content[0].text == text
+    *_, last = litellm.responses(**item, stream=True)
+    assert last.response.output[0].content[0].text == text
+
     for change, kind in (
         ({"model": "openai/nothing"}, litellm.NotFoundError),
         ({"temperature": 9}, litellm.BadRequestError),

@@ -66,7 +66,7 @@ class TextOptions(BaseModel):
 
     format: TextFormat | None = Field(default=None, description="Form of the answer's text.")
     verbosity: Literal["low", "medium", "high"] | None = Field(
-        default=None, description="No effect.", examples=["medium"]
+        default=None, description="Given to the chat template.", examples=["medium"]
     )
 
 

@@ -34,6 +34,7 @@ NAMES = {  # fields of a chat -> those that the client has written
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
 }
 
 
@@ -94,6 +95,7 @@ def _chat_body(body: ResponsesBody, messages: list[Message], tools: ChatTools, l
         "max_completion_tokens": body.token_limit,
         "parallel_tool_calls": body.parallel_tool_calls,
         "chat_template_kwargs": body.chat_template_kwargs,
+        "verbosity": None if body.text is None else body.text.verbosity,
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "logprobs": body.num_logprobs is not None,
         "top_logprobs": body.num_logprobs,

@@ -28,17 +28,18 @@ class ChatTools:
 
 def chat_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> ChatTools:
     """Return the chat's tools and choice; InvalidRequest naming the field that is wrong."""
-    functions: list[Tool] = []
+    shown: list[Tool] = []
     warnings: list[str] = []
     for index, tool in enumerate(tools):
         path = f"tools.{index}"
         kind = member(tool, "type", str, path)
         if kind == "function":
-            functions.append(_chat_function(dict(tool), path))
+            shown.append(_chat_function(dict(tool), path))
         else:
+            shown.append({"type": kind})  # a chat passes it over
             warnings.append(f"{path}: tools of the type {kind!r:.80} are not supported; the model is not told of it")
-    names = [function["function"]["name"] for function in functions]
-    return ChatTools(functions, _chat_choice(choice, names, has_tools=bool(tools)), warnings)
+    names = [tool["function"]["name"] for tool in shown if "function" in tool]
+    return ChatTools(shown, _chat_choice(choice, names, has_tools=bool(tools)), warnings)
 
 
 def _chat_function(tool: dict[str, Any], path: str) -> Tool:
