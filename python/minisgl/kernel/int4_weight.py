@@ -11,19 +11,20 @@ from minisgl.quantization.rounding import INT4_GROUP, Int4Grid
 
 _FEW_ROWS = 4  # above, the dense product is faster
 _OUTPUTS = 16  # torch packs so many together
-_MIDDLE = 8  # the level that torch subtracts
 
 
 class Int4Weight:
-    """Implements kernel.base.Weight: 4 bits in torch's layout beside a dense weight of the same values."""
+    """Implements kernel.base.Weight: 4 bits in torch's layout beside a dense weight of the same values.
+
+    Of the dense weight each value is rounded to its dtype, of the other none.
+    """
 
     def __init__(self, ops: Ops, weight: Tensor, grid: Int4Grid, dense: Weight) -> None:
         self._ops = ops
         self._dense = dense
         self.tensor = dense.tensor
         self._packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(grid.levels(weight), 1)
-        offsets = (_MIDDLE - grid.zeros) * grid.scales
-        self._scales_and_offsets = torch.stack((grid.scales.T, offsets.T), -1).to(weight.dtype)
+        self._scales_and_offsets = torch.stack((grid.scales.T, grid.offsets.T), -1).to(weight.dtype)
 
     @staticmethod
     def takes(weight: Tensor) -> bool:

@@ -13,30 +13,26 @@ Method = Literal["fp8", "int8", "int4"]
 
 INT4_GROUP = 32  # input columns of a scale
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
-_INT4_LEVELS = 15
-_SHARES = (1.0, 0.92)  # of a group's range that its levels cover; which one errs less is tried
+_INT4_STEPS, _INT4_MIDDLE = 15, 8
 _BLOCK = 1 << 20  # values at a time: they stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Grid:
-    """Values that a weight [out, in] has: (q - zero) * scale of its group of input columns, q in 0 to 15.
+    """Values that a weight [out, in] has: (q - 8) * scale + offset of its group of input columns, q in 0 to 15.
 
-    `scales` and `zeros` are float32 [out, groups]. A scale has four significant bits and q - zero has as many, so every
-    value is one of bfloat16, and a product may read q or the value.
+    `scales` and `offsets` are bfloat16 [out, groups], so that models of any dtype have the same grid. In a weight of 16
+    bits the values are rounded once more.
     """
 
     scales: Tensor
-    zeros: Tensor
+    offsets: Tensor
 
     def levels(self, weight: Tensor) -> Tensor:
         """Return q, int32 [out, in], of a weight on this grid."""
         q = torch.empty(weight.shape, dtype=torch.int32, device=weight.device)
-        scales = self.scales.clamp_min(torch.finfo(torch.float32).tiny)
         for rows in _chunks(weight):
-            groups = weight[rows].float().unflatten(1, (-1, INT4_GROUP))  # type: ignore[no-untyped-call]
-            steps = (groups / scales[rows].unsqueeze(2)).add_(self.zeros[rows].unsqueeze(2))
-            q[rows] = steps.round_().flatten(1).int()
+            q[rows] = _levels(_groups(weight[rows]), self.scales[rows], self.offsets[rows]).flatten(1).int()
         return q
 
 
@@ -55,41 +51,32 @@ def round_to_8_bits(weight: Tensor, method: Literal["fp8", "int8"], largest: Ten
 
 
 def round_to_int4(weight: Tensor) -> Int4Grid:
-    """Round [out, in], of which INT4_GROUP divides the columns, to a grid, which is returned."""
-    scales = weight.new_empty((len(weight), weight.shape[1] // INT4_GROUP), dtype=torch.float32)
-    zeros = torch.empty_like(scales)
+    """Round [out, in], of which INT4_GROUP divides the columns, to the grid of its groups' extremes, which is returned.
+
+    llama.cpp's Q4_1 has such a grid, too: a scale and an offset.
+    """
+    scales = weight.new_empty((len(weight), weight.shape[1] // INT4_GROUP), dtype=torch.bfloat16)
+    offsets = torch.empty_like(scales)
     for rows in _chunks(weight):
-        groups = weight[rows].float().unflatten(1, (-1, INT4_GROUP))  # type: ignore[no-untyped-call]
+        groups = _groups(weight[rows])
         low, high = torch.aminmax(groups, dim=2)
-        low.clamp_(max=0)
-        high.clamp_(min=0)
-        best: tuple[Tensor, ...] | None = None
-        for share in _SHARES:
-            scale = _four_bits((high - low) * (share / _INT4_LEVELS))
-            zero = (-low * share / scale).round_().clamp_(0, _INT4_LEVELS)
-            steps = (groups / scale.unsqueeze(2)).round_().add_(zero.unsqueeze(2)).clamp_(0, _INT4_LEVELS)
-            values = steps.sub_(zero.unsqueeze(2)).mul_(scale.unsqueeze(2))
-            error = torch.linalg.vector_norm(values - groups, dim=2)
-            found = scale, zero, values, error
-            best = found if best is None else _better(best, found)
-        assert best is not None
-        scales[rows], zeros[rows] = best[:2]
-        weight[rows] = best[2].flatten(1).to(weight.dtype)
-    return Int4Grid(scales, zeros)
+        scales[rows] = ((high - low) / _INT4_STEPS).clamp_min_(torch.finfo(torch.float16).tiny)
+        offsets[rows] = low + _INT4_MIDDLE * scales[rows].float()
+        steps = _levels(groups, scales[rows], offsets[rows]).sub_(_INT4_MIDDLE)
+        values = steps.mul_(scales[rows].float().unsqueeze(2)).add_(offsets[rows].float().unsqueeze(2))
+        weight[rows] = values.flatten(1).to(weight.dtype)
+    return Int4Grid(scales, offsets)
 
 
-def _better(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Take of each group the scale, zero, values and error with the smaller error."""
-    first = one[3] <= other[3]
-    return tuple(
-        torch.where(first.unsqueeze(2) if a.ndim == 3 else first, a, b) for a, b in zip(one, other, strict=True)
-    )
+def _groups(rows: Tensor) -> Tensor:
+    """[out, in] -> float32 [out, groups, INT4_GROUP]."""
+    return rows.float().view(len(rows), -1, INT4_GROUP)
 
 
-def _four_bits(x: Tensor) -> Tensor:
-    """Round positive values to four significant bits, away from zero."""
-    mantissa, exponent = torch.frexp(x.clamp_min(torch.finfo(torch.float32).tiny))
-    return torch.ldexp(mantissa.mul_(16).ceil_().div_(16), exponent)
+def _levels(groups: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
+    """Return the nearest q, as float32, of values [out, groups, INT4_GROUP]."""
+    steps = (groups - offsets.float().unsqueeze(2)).div_(scales.float().unsqueeze(2))
+    return steps.round_().add_(_INT4_MIDDLE).clamp_(0, _INT4_STEPS)
 
 
 def _chunks(weight: Tensor) -> Iterator[slice]:
