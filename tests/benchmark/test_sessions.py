@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -71,6 +73,36 @@ def test_a_turn_follows_the_last_of_its_session():
     for follows in (0, 3, 7):
         with pytest.raises(ValueError, match="request 3 follows"):
             sessions_of([*load, TimedRequest(1.0, prompt, 1, follows=follows)])
+
+
+class OneToken(BaseHTTPRequestHandler):
+    """Answers every request with one token."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        body = b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n'
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_turn_leaves_when_its_user_has_thought_about_the_answer_before():
+    prompt = np.arange(3, dtype=np.int32)
+    load = [TimedRequest(0.0, prompt, 1), TimedRequest(0.05, prompt, 1, 0), TimedRequest(0.1, prompt, 1)]
+    with ThreadingHTTPServer(("127.0.0.1", 0), OneToken) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        run = run_load(Target(f"http://127.0.0.1:{server.server_port}", "m"), load, processes=2)
+        server.shutdown()
+    first, second, other = run.records
+    assert [record.error for record in run.records] == [None] * 3
+    assert second.due >= first.times[-1] + 0.05
+    assert second.sent is not None
+    assert second.sent >= second.due - 0.002  # a timer of milliseconds
+    assert other.due == 0.1
 
 
 def test_a_failed_turn_ends_its_session():
