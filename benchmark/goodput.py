@@ -95,9 +95,8 @@ def parse() -> argparse.Namespace:
     work.add_argument(
         "--budget",
         type=float,
-        default=math.inf,
         metavar="S",
-        help="seconds of a server's turn, its start included, after which no probe begins",
+        help="seconds of a server's turn, its start included, after which no probe begins; none: no limit",
     )
     work.add_argument("--rounds", type=int, default=1, metavar="N", help="of all servers, one after the other")
     add_client_arguments(parser)
@@ -105,6 +104,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.requests < 1 or args.warm_up < 0:
         parser.error("--requests must be at least 1, --warm-up at least 0")
+    if args.precision <= 0 or not 0 < args.share <= 1:
+        parser.error("--precision must be above 0, --share above 0 and at most 1")
     if len({one.name for one in args.server}) < len(args.server):
         parser.error("each --server needs a name of its own")
     return args
@@ -231,7 +232,7 @@ def main() -> None:
     for round_number, contestant in itertools.product(range(1, args.rounds + 1), args.server):
         measured = [Search(contestant.name, workload.name, round_number) for workload in workloads]
         searches += measured
-        deadline = time.monotonic() + args.budget
+        deadline = math.inf if args.budget is None else time.monotonic() + args.budget
         try:
             with running(contestant, args) as prober:
                 for search, workload in zip(measured, workloads, strict=True):
