@@ -9,7 +9,7 @@ Each --server is NAME=COMMAND, which is started for its turn and ended after it,
 prefixes and think times), or the file of a trace (Mooncake's JSON lines, Azure's CSV), by default at 0.25 to 0.75 of
 its pace.
 
-    python benchmark/goodput.py --scale 0.05 --range 1,32 --requests 60 --server "demo=python -m minisgl --port 0"
+    python benchmark/goodput.py --scale 0.02 --range 1,16 --slo-tpot 400 --server "demo=python -m minisgl --port 0"
     python benchmark/goodput.py --workload mooncake.jsonl --workload agent --plot goodput.png \
         --server "minisgl=python -m minisgl --model MODEL --port 0" --server "vllm=vllm serve MODEL --port 8000"
 """
