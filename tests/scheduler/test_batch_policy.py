@@ -107,7 +107,7 @@ def test_a_step_keeps_to_the_target_while_somebody_streams() -> None:
     """Or, where decodes alone take most of it, prompts have their least share of the step."""
     rng = random.Random(6)
     in_time = 0
-    for _ in range(2000):
+    for _ in range(600):
         remaining = [rng.choice([0, 1, 1, 1, int(10 ** rng.uniform(0.4, 4.5))]) for _ in range(rng.randint(1, 300))]
         start_pos = [rng.randint(0, 9000) for _ in remaining]
         learned = LearnedCost(COST)
@@ -131,7 +131,7 @@ def test_a_step_keeps_to_the_target_while_somebody_streams() -> None:
         if waiting:
             assert seconds <= bound * (1 + 1e-6) + learned.ratio * 1e-3
             in_time += bound == TARGET
-    assert in_time > 500
+    assert in_time > 150
 
 
 @pytest.mark.parametrize("overlap", [True, False])
