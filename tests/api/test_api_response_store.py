@@ -68,6 +68,10 @@ def test_a_conversation_goes_on_from_a_response(server: RunningServer) -> None:
     with pytest.raises(openai.BadRequestError, match=r"input\.0\.id: there is no item"):
         ours.responses.create(model="test-model", input=[unknown])
 
+    null: Any = {"role": "user", "content": "x", "id": None, "type": None}
+    kept = ours.responses.create(model="test-model", input=[null])
+    assert [item.id for item in ours.responses.input_items.list(kept.id)] == [f"msg_{kept.id[5:]}_i0"]
+
     pages = ours.responses.input_items.list(second.id, limit=1, order="asc")
     assert [item.to_dict()["content"][0]["text"] for item in pages] == [text for _, text in conversation[:3]]  # type: ignore[index]
     newest = ours.responses.input_items.list(second.id)

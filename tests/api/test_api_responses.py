@@ -267,6 +267,7 @@ def test_items_become_the_messages_of_a_chat(server: RunningServer, items: Any, 
         ({"type": "function_call_output", "call_id": "c", "output": 5}, "input.1.output"),
         ({"type": "reasoning", "content": "x", "encrypted_content": 5}, "input.1.encrypted_content"),
         ({"type": "item_reference", "id": 5}, "input.1.id"),
+        ({"role": "user", "content": "x", "id": {}}, "input.1.id"),
     ],
 )
 def test_a_wrong_item_is_refused_by_its_path(server: RunningServer, item: dict[str, Any], field: str) -> None:

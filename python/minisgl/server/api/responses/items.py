@@ -60,6 +60,7 @@ def messages_of(items: Sequence[Item], path_of: Callable[[int], str]) -> list[Me
     conversation = _Conversation()
     for index, item in enumerate(items):
         path = path_of(index)
+        optional_member(item, "id", str, path)
         match item_type(item, path):
             case "message":
                 conversation.add_message(item, path)
@@ -83,14 +84,14 @@ def kept_items(items: Sequence[Item], number: str) -> list[Item]:
 
 
 def _kept(item: Item, id_end: str) -> Item:
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     if kind != "message":
         return {**item, "id": item.get("id") or PREFIXES.get(kind, "item") + id_end}
     content = item["content"]
     if isinstance(content, str):
         content = [{"type": "output_text" if item["role"] == "assistant" else "input_text", "text": content}]
-    kept = {"id": item.get("id") or f"msg{id_end}", "type": kind, "status": "completed", **item, "content": content}
-    return {name: value for name, value in kept.items() if value is not None}
+    given = {name: value for name, value in item.items() if value is not None and value != ""}
+    return {"id": f"msg{id_end}", "type": kind, "status": "completed", **given, "content": content}
 
 
 def item_type(item: Item, path: str) -> str:
