@@ -115,6 +115,7 @@ def measured_cost(roofline: Roofline, max_prefill_tokens: int) -> StepCost:
         num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,
         num_slots=NUM_SLOTS,
+        vocab_size=2,
         max_seq_len=MAX_SEQ_LEN,
         max_prefill_tokens=max_prefill_tokens,
         clock=clock,

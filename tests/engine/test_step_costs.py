@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from minisgl import LLM
 from minisgl.core import Batch
 from minisgl.engine.step_costs import DECODES, measure
 from minisgl.step_cost import StepCost
@@ -31,6 +32,8 @@ class TimedDevice:
         slots, indices, pages = batch.new_pages.T
         assert pages.max() < self._num_pages
         # Each row has a page for each of its places.
+        known = {row.slot: len(row.token_ids) for row in batch.new_rows}
+        assert known == dict(zip(batch.slots.tolist(), (batch.start_pos + batch.query_lens).tolist(), strict=True))
         reach = (batch.start_pos + batch.query_lens - 1) // self._page_size
         for row, last in zip(batch.slots.tolist(), reach.tolist(), strict=True):
             assert indices[slots == row].tolist() == list(range(last + 1))
@@ -47,6 +50,7 @@ def test_a_measurement_finds_the_device(num_pages: int, page_size: int, max_seq_
         num_pages=num_pages,
         page_size=page_size,
         num_slots=DECODES,
+        vocab_size=100,
         max_seq_len=max_seq_len,
         max_prefill_tokens=8192,
         clock=lambda: device.now,
@@ -61,5 +65,28 @@ def test_a_measurement_finds_the_device(num_pages: int, page_size: int, max_seq_
 
 def test_an_engine_too_small_is_not_measured() -> None:
     device = TimedDevice(10, 1)
-    sizes = {"num_pages": 10, "page_size": 1, "num_slots": 2, "max_seq_len": 3, "max_prefill_tokens": 1}
+    sizes = {
+        "num_pages": 10,
+        "page_size": 1,
+        "num_slots": 2,
+        "vocab_size": 100,
+        "max_seq_len": 3,
+        "max_prefill_tokens": 1,
+    }
     assert measure(device.run, **sizes, clock=lambda: device.now) is None
+
+
+def test_a_decode_of_the_measurement_attends_to_its_context() -> None:
+    """A captured decode takes its lengths from the device, whatever the plan says."""
+    lengths: list[list[int]] = []
+    with LLM("demo", device="cpu", max_running_req=4, num_page_override=400, page_size=16) as llm:
+        engine = llm._engine
+
+        def run(batch: Batch) -> None:
+            engine._run(batch)
+            lengths.append(engine._runner.state.lengths[batch.slots.tolist()].tolist())
+
+        sizes = {"num_pages": 400, "page_size": 16, "num_slots": 4, "vocab_size": 256, "max_seq_len": 600}
+        assert measure(run, **sizes, max_prefill_tokens=512) is not None
+    assert [600] * 4 in lengths  # with the sampled one
+    assert [3] * 4 in lengths

@@ -122,6 +122,7 @@ class Engine:
                     num_pages=self.num_pages,
                     page_size=self.page_size,
                     num_slots=self.num_slots,
+                    vocab_size=model.vocab_size,
                     max_seq_len=max_seq_len,
                     max_prefill_tokens=max_prefill_tokens,
                 )

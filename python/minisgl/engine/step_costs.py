@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from minisgl.attention.base import AttentionSpec
-from minisgl.core import Batch
+from minisgl.core import Batch, Int32Array, NewRow, SamplingParams
 from minisgl.step_cost import StepCost
 
 SMALL_CHUNK, LARGE_CHUNK = 256, 1024  # tokens between which a prompt's seconds are a line
@@ -46,14 +46,18 @@ def measure(
     num_pages: int,
     page_size: int,
     num_slots: int,
+    vocab_size: int,
     max_seq_len: int,
     max_prefill_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepCost | None:
     """Return the coefficients from ten steps of `run`, which waits for their end. None: too small an engine."""
 
+    random = np.random.default_rng(0)
+
     def seconds(rows: int, start_pos: int, query_len: int) -> float:
-        batch = _batch(rows, start_pos, query_len, num_pages, page_size)
+        token_ids = random.integers(vocab_size, size=(rows, start_pos + query_len), dtype=np.int32)
+        batch = _batch(token_ids, start_pos, num_pages, page_size)
         times = []
         for _ in range(RUNS):
             begin = clock()
@@ -83,15 +87,22 @@ def measure(
     )
 
 
-def _batch(rows: int, start_pos: int, query_len: int, num_pages: int, page_size: int) -> Batch:
-    """Return a step of equal rows. As far as the pool reaches, none of them shares a page."""
-    pages = -(-(start_pos + query_len) // page_size)
+def _batch(token_ids: Int32Array, start_pos: int, num_pages: int, page_size: int) -> Batch:
+    """Return a step of all tokens [rows, n] from `start_pos` on, for rows that enter with it.
+
+    As far as the pool reaches, none of them shares a page. They enter, for captured decodes read lengths and tokens of
+    the device's own.
+    """
+    rows, known = token_ids.shape
+    pages = -(-known // page_size)
     slots, indices = np.divmod(np.arange(rows * pages, dtype=np.int32), pages)
+    none = np.zeros(0, dtype=np.int32)
     return Batch(
         step=0,
         slots=np.arange(rows, dtype=np.int32),
         start_pos=np.full(rows, start_pos, dtype=np.int32),
-        query_lens=np.full(rows, query_len, dtype=np.int32),
+        query_lens=np.full(rows, known - start_pos, dtype=np.int32),
         needs_sample=np.ones(rows, dtype=np.bool_),
         new_pages=np.stack([slots, indices, np.arange(rows * pages, dtype=np.int32) % num_pages], axis=1),
+        new_rows=[NewRow(slot, ids, none, SamplingParams(), 0, known) for slot, ids in enumerate(token_ids)],
     )
