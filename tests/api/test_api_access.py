@@ -44,7 +44,11 @@ def test_every_route_wants_a_key_but_the_open_ones(start_server: Callable[..., R
                 assert response.status_code in (200, 405), path
             else:
                 assert response.status_code == 401, path
-                assert response.json()["error"]["code"] == "invalid_api_key"
+                error = response.json()["error"]
+                if path.startswith("/v1/messages"):
+                    assert error["type"] == "authentication_error"  # in Anthropic's shape
+                else:
+                    assert error["code"] == "invalid_api_key"
                 assert response.headers["www-authenticate"] == "Bearer"
                 assert response.headers["x-request-id"]
     assert not server.engine.of_type(Generate)
