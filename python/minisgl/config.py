@@ -526,7 +526,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
-        """Where KV events are published; None: nowhere. ConfigError if the JSON cannot be read."""
+        """Return the places where KV events are published; None: nowhere. ConfigError if the JSON cannot be read."""
         return None if self.kv_events_config is None else KVEventsConfig.parse(self.kv_events_config)
 
     @property

@@ -13,7 +13,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where and how KV events are published. Nothing is unless `publisher` or `enable_kv_cache_events` says so."""
+    """Places and form of KV events; none are published unless `publisher` or `enable_kv_cache_events` says so."""
 
     enable_kv_cache_events: bool | None = None  # vLLM's; SGLang has `publisher` alone
     publisher: Literal["zmq", "null"] | None = None

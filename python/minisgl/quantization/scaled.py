@@ -44,7 +44,7 @@ class ScaledMatrix:
         return values.mul_(self._by_element(self._scale, *index))
 
     def _by_element(self, stored: StoredTensor, rows: slice, columns: slice) -> Tensor:
-        """What is stored for each unit, as float32 that broadcasts to [rows, columns]."""
+        """Return the values stored for each unit, as float32 that broadcasts to [rows, columns]."""
         axes = [units(part, unit) for part, unit in zip((rows, columns), self._unit, strict=True)]
         found = stored.read(*[part for part, _ in axes[: len(stored.shape)]]).float()
         found = found.reshape(-1, 1) if found.ndim < 2 else found

@@ -1,4 +1,4 @@
-"""What a request's head says to every layer: its route, and the API whose words its client reads."""
+"""Readings of a request's head that every layer needs: its route, and the API whose words its client reads."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def _as_items(value: Any) -> Any:
 
 
 class ReasoningOptions(BaseModel):
-    """How the model thinks. Summaries are not made, so `summary` has no effect."""
+    """Settings of how the model thinks. Summaries are not made, so `summary` has no effect."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

@@ -1,4 +1,4 @@
-"""What requests for responses take from the store and leave in it; without a store, errors that name its flag."""
+"""Responses that requests take from the store and leave in it; without a store, errors that name its flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the body of a response to a job for the engine and the form of its answer: as a chat completion's."""
+"""Turns the body of a response into a chat completion's job for the engine, and its answer into a response."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ CREATE INDEX IF NOT EXISTS responses_bytes ON responses (bytes);
 
 
 class TooMuchStored(Exception):
-    """What is asked for has more bytes, values or items than are read at a time."""
+    """More bytes, values or items are asked for than are read at a time."""
 
 
 class MissingResponse(Exception):
