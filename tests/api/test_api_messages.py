@@ -252,7 +252,7 @@ def test_the_models_recommendations_count(start_server: Callable[..., RunningSer
 
 
 def test_the_prompt_is_counted_as_it_is_sent(server: RunningServer) -> None:
-    """The same prompt goes to the tokenizer, with system, tools and thoughts, and its count comes back."""
+    """The tokenizer gets a message's own prompt, with system, tools and thoughts, and its count comes back."""
     conversation = {
         **{name: HELLO[name] for name in ("model", "messages")},
         "system": "S",

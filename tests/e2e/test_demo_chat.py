@@ -338,7 +338,7 @@ def response_params(case: Case, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_response_calls_a_tool_and_another_tells_what_it_returned(client: OpenAI) -> None:
-    """As agents do it: with the items sent back, or with the id of the response that is kept."""
+    """Agents send the items back, or the id of the response that is kept."""
     told = 0
     for case in cases("tools", 2, calls):
         with client.responses.stream(**response_params(case)) as stream:

@@ -95,7 +95,7 @@ def test_refused_by_name(change: dict[str, Any], message: str) -> None:
 
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
-    """As gpt-oss-20b is published: blocks and scales, and everything else in the file's dtype."""
+    """Blocks and scales, and everything else in the file's dtype: gpt-oss-20b is published so."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     theirs = make_model("gpt-oss", hidden_size=64, intermediate_size=32)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from minisgl.distributed import SingleRank
 from minisgl.kernel.base import Norm
 from minisgl.kernel.cpu_ops import CpuOps, multiplies_bfloat16
-from minisgl.kernel.int4_weight import Int4Weight
+from minisgl.kernel.cpu_weights import Int4Weight
 from minisgl.layers.linear import product_labels
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel

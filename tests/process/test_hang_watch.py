@@ -85,7 +85,7 @@ def test_an_answer_a_little_late_is_no_hang() -> None:
 
 
 def test_time_in_which_nobody_looked_does_not_count() -> None:
-    """As when the machine slept: the ranks have not had it either."""
+    """While the machine sleeps nobody looks, and the ranks do not run either."""
     one = HangWatch(2, LIMIT)
     one.look(PING_SECONDS)
     assert one.look(3600.0)[1] is None

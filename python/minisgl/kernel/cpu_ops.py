@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernel.base import Activation, Heads, Norm, Weight
-from minisgl.kernel.int4_weight import Int4Weight
-from minisgl.kernel.torch_ops import DenseWeight, TorchOps, activate_and_mul, store
+from minisgl.kernel.base import Heads, Norm, Weight
+from minisgl.kernel.cpu_weights import Int4Weight, PackedWeight
+from minisgl.kernel.torch_ops import DenseWeight, TorchOps, store
 from minisgl.quantization.rounding import Int4Grid
 
 # Without 16-bit products: from so many rows on, turning the weight into float32 costs less than it saves.
@@ -74,34 +74,6 @@ class CpuOps(TorchOps):
             cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
             self._rotations = cos_sin, positions, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         return self._rotations[2], self._rotations[3]
-
-
-class PackedWeight:
-    """Implements kernel.base.Weight: bfloat16 in oneDNN's layout."""
-
-    def __init__(self, ops: CpuOps, weight: Tensor) -> None:
-        self._ops = ops
-        self.tensor: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self.label = "bfloat16 in oneDNN's layout"
-
-    def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        y: Tensor
-        if residual is None:
-            y = torch.ops.mkldnn._linear_pointwise(x, self.tensor, bias, "none", [], "")
-        else:
-            y = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.tensor, bias, "add")
-        return y
-
-    def norm_linear(
-        self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        y = self.linear(x if norm is None else self._ops.rms_norm(x, norm), bias)
-        return y if out is None else out.copy_(y)
-
-    def norm_gated_linear(
-        self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
-    ) -> Tensor:
-        return activate_and_mul(self.norm_linear(x, norm, bias), activation)
 
 
 def _norm_rope_store(

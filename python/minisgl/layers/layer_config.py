@@ -42,7 +42,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class ProportionalScaling:
-    """Only the first `share` of a head's pairs are rotated, by the frequencies that all would have (Gemma 4)."""
+    """Rotation of only the first `share` of a head's pairs, by the frequencies that all would have (Gemma 4)."""
 
     share: float
     factor: float  # what the frequencies are divided by

@@ -46,13 +46,18 @@ SANDWICH_NORMS = NormNames(
 )
 
 
+def check_activation(reader: ConfigReader) -> None:
+    """Raise UnsupportedModel for another activation than that of all published models."""
+    if (activation := reader.get("hidden_activation")) != "gelu_pytorch_tanh":
+        raise UnsupportedModel(f"hidden_activation {brief(activation)} is not supported")
+
+
 def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
     """Read a config.json of an architecture in ARCHITECTURES. Raises UnsupportedModel."""
     if architecture == _WITH_VISION:
         reader = nested_text(reader)
     reader = reader.with_defaults(_DEFAULTS)
-    if (activation := reader.get("hidden_activation")) != "gelu_pytorch_tanh":
-        raise UnsupportedModel(f"hidden_activation {brief(activation)} is not supported")
+    check_activation(reader)
     num_layers, context_len = reader.count("num_hidden_layers"), reader.count("max_position_embeddings")
     pattern, window = reader.count("sliding_window_pattern"), reader.count("sliding_window")
     windowed = read_layer_types(reader, num_layers) or [(layer + 1) % pattern != 0 for layer in range(num_layers)]

@@ -21,7 +21,7 @@ from minisgl.models.config.common_fields import (
 )
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import CheckpointNames, ModelConfig, UnsupportedModel
-from minisgl.models.gemma3 import SANDWICH_NORMS
+from minisgl.models.gemma3 import SANDWICH_NORMS, check_activation
 
 _TEXT, _WITH_TOWERS = "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"
 ARCHITECTURES = (_TEXT, _WITH_TOWERS)
@@ -53,8 +53,7 @@ def read_gemma4(architecture: str, reader: ConfigReader) -> ModelConfig:
     if architecture == _WITH_TOWERS:
         reader = nested_text(reader)
     reader = reader.with_defaults(_DEFAULTS)
-    if (activation := reader.get("hidden_activation")) != "gelu_pytorch_tanh":
-        raise UnsupportedModel(f"hidden_activation {brief(activation)} is not supported")
+    check_activation(reader)
     both_ways = reader.get("use_bidirectional_attention")
     if both_ways not in (None, False, "vision"):  # images are not served
         raise UnsupportedModel(f"use_bidirectional_attention {brief(both_ways)} is not supported")

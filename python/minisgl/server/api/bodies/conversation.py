@@ -237,20 +237,29 @@ def _content(message: Message, path: str) -> str:
         if message["role"] != "assistant" or not any(message.get(name) for name in others):
             raise InvalidRequest(f"{path}.content", f"{path}.content is required")
         return message.get("refusal") or ""
+    return content_text(content, f"{path}.content", TEXT_PARTS)
+
+
+def content_text(content: Any, path: str, text_parts: Mapping[str, str]) -> str:
+    """Return content as one text: a string, or parts of which each has a line; InvalidRequest naming a wrong part.
+
+    `text_parts` says by type of a part where its text is.
+    """
     if isinstance(content, list):
-        return "\n".join([_text_of_part(part, f"{path}.content.{index}") for index, part in enumerate(content)])
+        parts = [_text_of_part(part, f"{path}.{index}", text_parts) for index, part in enumerate(content)]
+        return "\n".join(parts)
     if not isinstance(content, str):
-        raise InvalidRequest(f"{path}.content", f"{path}.content must be a string or a list of text parts")
+        raise InvalidRequest(path, f"{path} must be a string or a list of text parts")
     return content
 
 
-def _text_of_part(part: Any, path: str) -> str:
+def _text_of_part(part: Any, path: str, text_parts: Mapping[str, str]) -> str:
     if not isinstance(part, dict):
         raise InvalidRequest(path, f"{path} must be an object with a type")
     kind = part.get("type")
-    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in text_parts:
         raise InvalidRequest(f"{path}.type", f"{path}.type: only text parts are supported, not {kind!r:.80}")
-    return member(part, TEXT_PARTS[kind], str, path)
+    return member(part, text_parts[kind], str, path)
 
 
 def _template_call(call: Any, path: str) -> dict[str, Any]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from minisgl.core import InvalidRequest
-from minisgl.server.api.bodies.conversation import Message, member, optional_member
+from minisgl.server.api.bodies.conversation import Message, content_text, member, optional_member
 from minisgl.server.api.bodies.schema import MAX_MESSAGES
 from minisgl.server.api.responses.body import Item
 
@@ -104,24 +103,6 @@ def item_type(item: Item, path: str) -> str:
     return kind
 
 
-def text_of(content: Any, path: str) -> str:
-    """Return content as one text: a string, or parts of which each has a line; InvalidRequest naming a wrong part."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequest(path, f"{path} must be a string or a list of text parts")
-    return "\n".join([_text_of_part(part, f"{path}.{index}") for index, part in enumerate(content)])
-
-
-def _text_of_part(part: Any, path: str) -> str:
-    if not isinstance(part, dict):
-        raise InvalidRequest(path, f"{path} must be an object with a type")
-    kind = part.get("type")
-    if not isinstance(kind, str) or kind not in TEXT_PARTS:
-        raise InvalidRequest(f"{path}.type", f"{path}.type: only text parts are supported, not {kind!r:.80}")
-    return member(part, TEXT_PARTS[kind], str, path)
-
-
 class _Conversation:
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -131,14 +112,16 @@ class _Conversation:
         role = item.get("role")
         if role not in ROLES:
             raise InvalidRequest(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}")
-        text = text_of(item.get("content"), f"{path}.content")
+        text = content_text(item.get("content"), f"{path}.content", TEXT_PARTS)
         if role == "assistant":
             self._open_turn("content", "tool_calls")["content"] = text
         else:
             self._end_turn({"role": role, "content": text})
 
     def add_thought(self, item: Item, path: str) -> None:
-        content, summary = (text_of(item.get(name) or "", f"{path}.{name}") for name in ("content", "summary"))
+        content, summary = (
+            content_text(item.get(name) or "", f"{path}.{name}", TEXT_PARTS) for name in ("content", "summary")
+        )
         sealed = optional_member(item, "encrypted_content", str, path) or ""
         if thought := content or unseal(sealed) or summary:
             turn = self._open_turn("content", "tool_calls")
@@ -150,7 +133,7 @@ class _Conversation:
         self._open_turn().setdefault("tool_calls", []).append(call)
 
     def add_output(self, item: Item, path: str) -> None:
-        text = text_of(item.get("output"), f"{path}.output")
+        text = content_text(item.get("output"), f"{path}.output", TEXT_PARTS)
         self._end_turn({"role": "tool", "tool_call_id": member(item, "call_id", str, path), "content": text})
 
     def _open_turn(self, *endings: str) -> Message:
