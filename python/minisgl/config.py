@@ -478,6 +478,13 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     reasoning_parser: Annotated[
         ReasoningParserName, Setting("form of the model's thoughts; auto: as its chat template shows")
     ] = "auto"
+    structured_output_additional_properties: Annotated[
+        bool,
+        Setting(
+            "objects may have keys that their schema does not name, unless it forbids them, as in JSON Schema; else, "
+            "as with xgrammar in vLLM and SGLang, only if it allows them"
+        ),
+    ] = False
     kv_events_config: Annotated[
         str | None,
         Setting(

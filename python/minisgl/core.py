@@ -62,12 +62,13 @@ MIN_TEMPERATURE = 1e-5  # below it requests are greedy: quotients of logits migh
 class Grammar(msgspec.Struct, frozen=True):
     """Form that the output must have.
 
-    `text` is the JSON text of the schema for json_schema, nothing for json_object, the expression for regex, a JSON
-    list of strings for choice, EBNF in GBNF's notation for ebnf, and llguidance's own notation for lark. A template is
-    the server's own, never a client's: Lark that `structured_output.translate` completes.
+    `text` is the JSON text of the schema for json_schema and closed_json_schema, nothing for json_object, the
+    expression for regex, a JSON list of strings for choice, EBNF in GBNF's notation for ebnf, and llguidance's own
+    notation for lark. Under closed_json_schema an object has no other keys than its schema names, unless this says so.
+    A template is the server's own, never a client's: Lark that `structured_output.translate` completes.
     """
 
-    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark", "template"]
+    kind: Literal["json_object", "json_schema", "closed_json_schema", "regex", "choice", "ebnf", "lark", "template"]
     text: str = ""
 
     def check_size(self, field: str) -> None:

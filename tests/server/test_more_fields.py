@@ -100,6 +100,11 @@ def test_structured_output(server: Server, route: str, fields: dict[str, Any], e
     assert answer["choices"][0]["finish_reason"] == "stop" or "json_object" in str(fields)
 
 
+def test_a_schema_that_says_nothing_of_other_keys_allows_none(server: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    assert json.loads(text_of(ask(server, max_tokens=24, guided_json=schema))) == {"a": 1}
+
+
 def test_a_format_that_is_text_changes_nothing(server: Server) -> None:
     assert text_of(ask(server, response_format={"type": "text"})) == text_of(ask(server))
 

@@ -14,6 +14,7 @@ import pytest
 from llguidance import LLMatcher
 
 from minisgl.core import Grammar, InvalidRequest
+from minisgl.structured_output.grammar_template import with_closed_schemas
 from minisgl.structured_output.translate import to_llguidance
 from minisgl.structured_output.trial_process import byte_vocabulary
 from minisgl.structured_output.validator import GrammarValidator
@@ -111,6 +112,32 @@ def test_what_is_drawn_under_our_own_schemas_is_valid(drawer: Drawer, request: p
     assert draw_and_check(drawer, schemas, draws) > 0.5
 
 
+NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+ITEMS = {"type": "array", "items": NAMED, "maxItems": 2}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "allowed"),
+    [
+        (NAMED, '{"a": 1}', True),
+        (NAMED, '{"a": 1, "b": 2}', False),
+        (ITEMS, '[{"a": 1}, {"a": 1, "b": 2}]', False),
+        ({"anyOf": [NAMED, {"type": "null"}]}, '{"a": 1, "b": 2}', False),
+        ({"$ref": "#/$defs/it", "$defs": {"it": NAMED}}, '{"a": 1, "b": 2}', False),
+        ({"properties": {"properties": NAMED}}, '{"properties": {"a": 1, "b": 2}}', False),
+        ({**NAMED, "additionalProperties": True}, '{"a": 1, "b": 2}', True),
+        ({**NAMED, "required": ["a", "b"]}, '{"a": 1, "b": 2}', True),
+        ({"type": "object"}, '{"a": 1, "b": 2}', True),
+        ({"allOf": [NAMED, {"properties": {"b": {}}, "required": ["b"]}]}, '{"a": 1, "b": 2}', True),
+        ({**NAMED, "anyOf": [{"required": ["b"]}, {"required": ["c"]}]}, '{"a": 1, "b": 2}', True),
+        ({"const": NAMED}, json.dumps(NAMED), True),
+    ],
+)
+def test_closed_schemas(schema: Any, text: str, allowed: bool) -> None:
+    assert is_allowed(schema, text), "as JSON Schema has it"
+    assert is_allowed(schema, text, closed=True) == allowed
+
+
 def test_our_own_schemas_are_supported(validator: GrammarValidator) -> None:
     for schema in own_schemas().values():
         validator.validate(grammar_of(schema))
@@ -152,9 +179,10 @@ def test_allowed(schema: Any, text: str) -> None:
     assert is_allowed(schema, text)
 
 
-def is_allowed(schema: Any, text: str) -> bool:
+def is_allowed(schema: Any, text: str, *, closed: bool = False) -> bool:
     vocabulary = byte_vocabulary({})
-    matcher = LLMatcher(vocabulary, to_llguidance(grammar_of(schema)), log_level=0)
+    grammar = with_closed_schemas(grammar_of(schema)) if closed else grammar_of(schema)
+    matcher = LLMatcher(vocabulary, to_llguidance(grammar), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     tokens = vocabulary.tokenize_bytes(text.encode())
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())

@@ -20,6 +20,7 @@ from minisgl.models.hub import demo_folder
 from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS
 from minisgl.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from minisgl.parsers.streaming import CallArguments, CallStart, Content
+from minisgl.structured_output.grammar_template import with_closed_schemas
 from minisgl.structured_output.tool_grammar import calls_grammar, check_strict, either, free_grammar, schemas_to_enforce
 from minisgl.structured_output.translate import complete_template, field_of, named_tokens, to_llguidance
 from minisgl.structured_output.validator import GrammarValidator
@@ -361,6 +362,18 @@ def test_a_model_is_free_to_call_but_not_to_call_wrongly(
         before = "Hm <b> {</think>" if end == OPEN else "<think>Hm</think>\n"
         assert allows(found, tokenizer, before + call)
         assert not allows(matcher(grammar, end, REASONING_FORMATS["qwen3"]), tokenizer, before + wrong[0])
+
+
+@pytest.mark.parametrize("end", [THOUGHTLESS, PLAIN])
+def test_closed_schemas_of_arguments(tokenizer: Tokenizer, matcher: Callable[..., LLMatcher], end: str) -> None:
+    """The grammars of tools are within templates, those of answers after a thought too."""
+    tools = {"on": {"type": "object", "properties": {"at": {}}}, "now": {"type": "object", "properties": {"zone": {}}}}
+    grammar = free_grammar("hermes", schemas_to_enforce(tools, {"on"}), parallel=False)
+    closed = with_closed_schemas(fitter_for(tokenizer, REASONING_FORMATS["qwen3"]).fit(grammar, PROMPT, end))
+    thought = "<think>Hm</think>\n" if end == PLAIN else ""
+    cases = ("on", {"at": 1, "b": 2}, False), ("on", {"at": 1}, True), ("now", {"b": 2}, True)
+    for name, arguments, allowed in cases:
+        assert allows(matcher(closed), tokenizer, thought + written("hermes", name, arguments)) == allowed
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -133,7 +133,7 @@ def estimated_cost(grammar: Grammar) -> int:
 
     It takes a time in proportion to the text. In a schema each string is looked at by itself, and numbers are added.
     """
-    if grammar.kind != "json_schema":
+    if grammar.kind not in ("json_schema", "closed_json_schema"):
         return _written_out(grammar.text)
     cost = 0
     for found in _STRING_OR_NUMBER.findall(grammar.text):

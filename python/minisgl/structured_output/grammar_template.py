@@ -48,6 +48,21 @@ def grammar_rule(name: str, grammar: Grammar) -> str:
     return f"%grammar {name} {json.dumps([grammar.kind, grammar.text], ensure_ascii=False)}"
 
 
+def with_closed_schemas(grammar: Grammar) -> Grammar:
+    """Return the grammar with every json_schema, also those within a template, as closed_json_schema."""
+    if grammar.kind == "json_schema":
+        return Grammar("closed_json_schema", grammar.text)
+    if grammar.kind != "template":
+        return grammar
+
+    def closed(found: re.Match[str]) -> str:
+        if not found["rule"]:
+            return found[0]
+        return grammar_rule(found["rule"], with_closed_schemas(Grammar(*json.loads(found["grammar"]))))
+
+    return Grammar("template", DIRECTIVE.sub(closed, grammar.text))
+
+
 def after_thought(grammar: Grammar, form: ReasoningFormat, tokens: Container[str], *, is_open: bool) -> Grammar:
     """Return the template of a free thought and then the grammar.
 

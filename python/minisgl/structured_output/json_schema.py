@@ -43,8 +43,11 @@ _CLASS = re.compile(r"(?<!\\)((?:\\\\)*)\[(?:[^\]\\]|\\.)*\]")
 EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
 
-def prepared_schema(text: str, field: str) -> dict[str, Any]:
-    """Return the schema of a JSON text as llguidance is to see it; InvalidRequest if it is none or out of bounds."""
+def prepared_schema(text: str, field: str, *, closes: bool = False) -> dict[str, Any]:
+    """Return the schema of a JSON text as llguidance is to see it; InvalidRequest if it is none or out of bounds.
+
+    `closes`: an object whose schema names its keys, and says nothing of others, has no others.
+    """
     try:
         schema = json.loads(text, parse_constant=_no_number)
     except RecursionError:
@@ -58,6 +61,11 @@ def prepared_schema(text: str, field: str) -> dict[str, Any]:
     if _depth(schema) > MAX_DEPTH:
         raise InvalidRequest(field, f"the schema is nested deeper than {MAX_DEPTH} levels")
     prepared: dict[str, Any] = _prepare(schema, field)
+    if closes:
+        parts = list(_subschemas(prepared))
+        if not any(map(_joins_objects, parts)):
+            for part in parts:
+                _close_object(part)
     prepared.pop("x-guidance", None)  # would change what is refused
     return prepared
 
@@ -109,6 +117,36 @@ def _prepare_inner(value: Json, field: str) -> Json:
     if isinstance(value, list):
         return [_prepare_inner(one, field) for one in value]
     return value
+
+
+def _subschemas(schema: Json) -> Iterator[dict[str, Any]]:
+    """Yield a schema and all within it, without what is data."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from _subschemas(one)
+    elif isinstance(schema, dict):
+        yield schema
+        for keyword, value in schema.items():
+            if keyword in SCHEMA_MAPS and isinstance(value, dict):
+                yield from _subschemas(list(value.values()))
+            elif keyword not in DATA_KEYWORDS:
+                yield from _subschemas(value)
+
+
+def _joins_objects(schema: dict[str, Any]) -> bool:
+    """Return True if several schemas name keys of one object: none of them knows the others' keys."""
+    branches = schema.get("allOf")
+    count = len(branches) if isinstance(branches, list) else 0
+    return count > 1 or (bool(count or schema.keys() & {"$ref", "anyOf", "oneOf"}) and "properties" in schema)
+
+
+def _close_object(schema: dict[str, Any]) -> None:
+    names, required = schema.get("properties"), schema.get("required")
+    if not isinstance(names, dict) or not names or schema.keys() & {"additionalProperties", "unevaluatedProperties"}:
+        return
+    if isinstance(required, list) and not all(isinstance(name, str) and name in names for name in required):
+        return
+    schema["additionalProperties"] = False
 
 
 def _close_range(schema: dict[str, Any]) -> None:

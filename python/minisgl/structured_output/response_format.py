@@ -69,7 +69,9 @@ class StructuredOutputs(BaseModel):
     structural_tag: None = Field(default=None, description="not supported")
     whitespace_pattern: None = Field(default=None, description="not supported")
     disable_any_whitespace: Literal[False] | None = Field(default=None, description="not supported")
-    disable_additional_properties: Literal[False] | None = Field(default=None, description="not supported")
+    disable_additional_properties: bool | None = Field(
+        default=None, description="true: objects have no keys that the schema does not name; else the server decides"
+    )
     disable_fallback: bool | None = Field(default=None, description="no effect: there is nothing to fall back on")
 
     def grammars(self) -> dict[str, Grammar]:
@@ -79,7 +81,7 @@ class StructuredOutputs(BaseModel):
             known = "json, json_object, regex, choice and grammar"
             raise InvalidRequest(name, f"{name} is unknown: structured_outputs takes {known}")
         found = {
-            "json": None if self.json_ is None else schema_grammar(self.json_),
+            "json": None if self.json_ is None else schema_grammar(self.json_, self.disable_additional_properties),
             "json_object": Grammar("json_object") if self.json_object else None,
             "regex": None if self.regex is None else Grammar("regex", self.regex),
             "choice": None if self.choice is None else choice_grammar(self.choice),
@@ -88,8 +90,9 @@ class StructuredOutputs(BaseModel):
         return {f"structured_outputs.{name}": grammar for name, grammar in found.items() if grammar is not None}
 
 
-def schema_grammar(schema: Schema) -> Grammar:
-    return Grammar("json_schema", schema if isinstance(schema, str) else encode(schema).decode())
+def schema_grammar(schema: Schema, closed: bool | None = None) -> Grammar:
+    text = schema if isinstance(schema, str) else encode(schema).decode()
+    return Grammar("closed_json_schema" if closed else "json_schema", text)
 
 
 def choice_grammar(choices: list[str]) -> Grammar:

@@ -101,7 +101,8 @@ def schemas_to_enforce(tools: Tools, strict: AbstractSet[str]) -> Tools:
 
 
 def _loose(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": {key: {} for key in schema.get("properties") or {}}}
+    names = schema.get("properties") or {}
+    return {"type": "object", "properties": {key: {} for key in names}, "additionalProperties": True}
 
 
 def _template(begin: list[str], rules: Iterable[str]) -> Grammar:

@@ -26,7 +26,8 @@ PARSER_LIMITS = LLParserLimits(precompute_large_lexemes=False, verbose_errors=Fa
 # core.MAX_GRAMMAR_CHARS.
 STACK_BYTES = 256 * 2**20
 NOT_COMPLETE = "a template is no grammar before it is completed"
-FIELDS = {"json_object": "response_format", "json_schema": "response_format"}  # where most clients write it
+SCHEMA_KINDS = ("json_object", "json_schema", "closed_json_schema")
+FIELDS = dict.fromkeys(SCHEMA_KINDS, "response_format")  # where most clients write it
 
 # Where JSON may have whitespace: a space, or a new line that is indented. Without a bound, models that are unsure what
 # comes next write whitespace for ever.
@@ -57,7 +58,7 @@ def to_llguidance(grammar: Grammar) -> str:
 
     Most of what can be wrong is found by a trial only (`validator`).
     """
-    if grammar.kind in ("json_object", "json_schema"):
+    if grammar.kind in SCHEMA_KINDS:
         return LLMatcher.grammar_from_json_schema(_schema(grammar), overrides=SCHEMA_OPTIONS)
     return LLMatcher.grammar_from_lark(_as_lark(grammar))
 
@@ -98,7 +99,7 @@ def lark_rule(name: str, grammar: Grammar) -> str:
     named = field_of(grammar)
     grammar.check_size(named)
     match grammar.kind:
-        case "json_object" | "json_schema":
+        case "json_object" | "json_schema" | "closed_json_schema":
             return _json_rule(name, _schema(grammar))
         case "regex":
             return f"{name}: /{_within_slashes(grammar.text, named)}/"
@@ -155,7 +156,9 @@ def _within_slashes(expression: str, field: str) -> str:
 
 
 def _schema(grammar: Grammar) -> dict[str, object]:
-    return {"type": "object"} if grammar.kind == "json_object" else prepared_schema(grammar.text, field_of(grammar))
+    if grammar.kind == "json_object":
+        return {"type": "object"}
+    return prepared_schema(grammar.text, field_of(grammar), closes=grammar.kind == "closed_json_schema")
 
 
 def _json_rule(name: str, schema: dict[str, object]) -> str:

@@ -16,7 +16,7 @@ from minisgl.core import Grammar, InvalidRequest
 from minisgl.message.to_tokenizer import ChatPrompt, IdsPrompt, TextPrompt
 from minisgl.parsers.reasoning import Place, ReasoningFormat, start_of_answer
 from minisgl.structured_output.compile_queue import CompileQueue, estimated_cost
-from minisgl.structured_output.grammar_template import after_thought
+from minisgl.structured_output.grammar_template import after_thought, with_closed_schemas
 from minisgl.structured_output.translate import field_of
 from minisgl.structured_output.trial_process import GrammarCheck, Trial, TrialProcess, TrialsEnded
 
@@ -73,7 +73,8 @@ class GrammarValidator:
     """Finds what is wrong with the grammars of requests to one model.
 
     `named_tokens`: tokens that grammars may name, by id; `reasoning`: how the model writes thoughts, None if it writes
-    none. It may be called from several threads. Checks go on while it is polled.
+    none; `closes_objects`: schemas are followed as closed_json_schema. It may be called from several threads. Checks go
+    on while it is polled.
     """
 
     def __init__(
@@ -81,10 +82,12 @@ class GrammarValidator:
         named_tokens: Mapping[int, str],
         reasoning: ReasoningFormat | None = None,
         *,
+        closes_objects: bool = False,
         time_limit: float = TIME_LIMIT,
     ) -> None:
         self._named_tokens = named_tokens
         self._reasoning = reasoning
+        self._closes_objects = closes_objects
         self._time_limit = time_limit
         self._process: TrialProcess | None = None  # started when it is needed
         self._queue: CompileQueue[Grammar] = CompileQueue()
@@ -97,6 +100,7 @@ class GrammarValidator:
 
     def fit(self, grammar: Grammar, prompt: TextPrompt | IdsPrompt | ChatPrompt, prompt_end: str) -> Grammar:
         """Return the grammar as the model is to follow it after this prompt: a thought may come first."""
+        grammar = with_closed_schemas(grammar) if self._closes_objects else grammar
         if self._reasoning is None or not isinstance(prompt, ChatPrompt):
             return grammar
         continued = prompt.messages[-1].get("content", "") if prompt.continue_final_message else ""
@@ -215,7 +219,7 @@ def _digest(grammar: Grammar) -> bytes:
 
 def _called(grammar: Grammar) -> str:
     match grammar.kind:
-        case "json_object" | "json_schema":
+        case "json_object" | "json_schema" | "closed_json_schema":
             return "JSON schema"
         case "regex" | "choice":
             return "regular expression"

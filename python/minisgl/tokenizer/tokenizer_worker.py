@@ -39,7 +39,8 @@ def run(worker: Worker) -> None:
     with worker.phase("load tokenizer"):
         tokenizer = TextTokenizer.from_folder(folder, worker.config.source.chat_template)
         reasoning = model_parsers(worker.config).reasoning_format
-        grammars = GrammarValidator(named_tokens(tokenizer.tokenizer), reasoning)
+        closes_objects = not worker.config.structured_output_additional_properties
+        grammars = GrammarValidator(named_tokens(tokenizer.tokenizer), reasoning, closes_objects=closes_objects)
     context = zmq.Context()
     inbox: Inbox[ToTokenizer] = Inbox(context, worker.addresses.tokenizer(worker.index), ToTokenizer)
     api: Outbox[ToApi] = Outbox(context, worker.addresses.api)
