@@ -331,6 +331,9 @@ def test_unknown_routes_and_methods(server: RunningServer) -> None:
     check_error(server.post("/v1/chat/completions/"), 404, None)
     check_error(server.get(CHAT), 405, None)
     check_error(server.post("/v1/models"), 405, None)
+    response = server.post("/v1/responses/resp_1")  # whose two methods are two routes
+    check_error(response, 405, None)
+    assert response.headers["allow"] == "DELETE, GET, HEAD"
 
 
 def test_what_a_retry_cannot_help_is_not_retried(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,6 +242,7 @@ STREAMS: list[tuple[str, Json]] = [
     ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True}),
     ("/v1/completions", {"logprobs": 2, "echo": True}),
     ("/generate", {"logprobs": 2}),
+    ("/v1/responses", {}),
     ("/v1/messages", {}),
 ]
 
@@ -272,13 +273,21 @@ def test_answers_are_as_documented(server: RunningServer, path: str, change: Jso
         response = server.post(path, json={**example, **change})
     assert response.status_code == 200, response.text
     kind = response.headers["content-type"].partition(";")[0]
-    schema = {**content[kind]["schema"], "components": DOCUMENT["components"]}
+    schema = content[kind]["schema"]
     texts = [response.text]
     if kind == "text/event-stream":
-        texts = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+        datas = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+        for data in datas:
+            jsonschema.validate({"data": data}, schema)
+        data_schema = schema["properties"]["data"]
+        done, data_schema = data_schema.get("anyOf", [{}, data_schema])
+        ends = [data for data in datas if data == done.get("const")]
+        assert ends == datas[len(datas) - ("const" in done) :], "the last event, where there is such an end"
+        assert data_schema["contentMediaType"] == "application/json"
+        schema, texts = data_schema["contentSchema"], datas[: len(datas) - len(ends)]
     assert texts
     for text in texts:
-        jsonschema.validate(json.loads(text), schema)
+        jsonschema.validate(json.loads(text), {**schema, "components": DOCUMENT["components"]})
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])

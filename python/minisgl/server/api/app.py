@@ -12,6 +12,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from minisgl.config import ServerConfig
 from minisgl.core import InvalidRequest
@@ -135,4 +136,11 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     route = f"{request.method} {request.url.path}"
     texts = {404: f"there is no route {route}", 405: f"the method is not allowed: {route}"}
     text = texts.get(error.status_code, error.detail)
-    return ApiError(error.status_code, text, headers=error.headers).response(request.scope)
+    headers = {"allow": _allowed_methods(request)} if error.status_code == 405 else error.headers
+    return ApiError(error.status_code, text, headers=headers).response(request.scope)
+
+
+def _allowed_methods(request: Request) -> str:
+    """Return the methods of all routes of a request's path; Starlette names those of the first one."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in routes for method in route.methods}))

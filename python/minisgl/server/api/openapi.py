@@ -82,7 +82,8 @@ def _operations(
 ) -> Iterator[tuple[str, Json]]:
     content = {endpoint.media_type: {"schema": _one_of([schemas[answer] for answer in endpoint.answers])}}
     if endpoint.events:
-        content[EVENT_STREAM] = {"schema": _one_of([schemas[event] for event in endpoint.events])}
+        events = [schemas[event] for event in endpoint.events]
+        content[EVENT_STREAM] = {"schema": _event_schema(events, ends_with_done=endpoint.ends_with_done)}
     wants_key = _wants_key(path, config)
     statuses = {*ERRORS_OF_ALL, *endpoint.errors}
     statuses |= {401} if wants_key else set()
@@ -107,6 +108,14 @@ def _operations(
     for method in endpoint.methods:
         name = path.strip("/").translate(str.maketrans("/{}", "___")).rstrip("_")
         yield method.lower(), {**operation, "operationId": f"{method.lower()}_{name}"}
+
+
+def _event_schema(events: Sequence[Json], *, ends_with_done: bool) -> Json:
+    """Return the schema of a server-sent event, whose data is one of these as a JSON text, or a stream's last."""
+    data: Json = {"contentMediaType": "application/json", "contentSchema": _one_of(events)}
+    if ends_with_done:
+        data = _one_of([{"const": "[DONE]"}, data])
+    return {"type": "object", "properties": {"data": {"type": "string", **data}}, "required": ["data"]}
 
 
 def _wants_key(path: str, config: ServerConfig) -> bool:

@@ -48,6 +48,7 @@ class Endpoint:
     bodies: tuple[type[Body], ...] = ()  # types of which a request's body is one
     answers: tuple[Any, ...] = (Json,)  # types of which the answer is one
     events: tuple[Any, ...] = ()  # types of a stream's events, if the body asks for a stream
+    ends_with_done: bool = False  # a stream's last event is [DONE]
     media_type: str = "application/json"
     errors: tuple[int, ...] = ()  # statuses besides those that every route, or every one with a body, may answer
     error: type[msgspec.Struct] = ErrorBody  # form of its errors

@@ -11,6 +11,7 @@ from minisgl.server.api.answers.completions import CompletionWriter, GenerateWri
 from minisgl.server.api.answers.objects import ChatChunk, ChatCompletion, Generated, TextCompletion
 from minisgl.server.api.answers.sglang import SglangAnswer, SglangWriter, is_sglang, sglang_job
 from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
+from minisgl.server.api.http.errors import ErrorBody
 from minisgl.server.api.routes.endpoint import Endpoint, Service
 
 GENERATION_ERRORS = (499,)
@@ -28,7 +29,8 @@ class GenerationRoutes:
                 ("POST",),
                 (ChatBody,),
                 (ChatCompletion,),
-                (ChatChunk,),
+                (ChatChunk, ErrorBody),
+                ends_with_done=True,
                 errors=GENERATION_ERRORS,
             ),
             Endpoint(
@@ -37,7 +39,8 @@ class GenerationRoutes:
                 ("POST",),
                 (CompletionBody,),
                 (TextCompletion,),
-                (TextCompletion,),
+                (TextCompletion, ErrorBody),
+                ends_with_done=True,
                 errors=GENERATION_ERRORS,
             ),
             Endpoint(
@@ -46,7 +49,8 @@ class GenerationRoutes:
                 ("POST",),
                 (GenerateBody, SglangBody),
                 (Generated, SglangAnswer),
-                (Generated, SglangAnswer),
+                (Generated, SglangAnswer, ErrorBody),
+                ends_with_done=True,
                 errors=GENERATION_ERRORS,
             ),
         ]
