@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from minisgl.attention.base import AttentionPlan
     from minisgl.attention.fused import FusedRows
     from minisgl.kernel.base import Ops
+    from minisgl.kernel.recurrent_rows import RecurrentRows
     from minisgl.kvcache.pool import KVPool
 
 
@@ -27,4 +28,5 @@ class ForwardContext:
     ops: Ops
     attention: Mapping[int, AttentionPlan]  # by layer, but for those in `fused`
     fused: Mapping[int, FusedRows] = field(default_factory=dict)  # by layer, in place of norm_rope_store and a plan
+    recurrent: RecurrentRows | None = None  # where some layers are recurrent
     logits: Tensor | None = None  # [S, vocab_size]: where the model leaves them; None: in a new tensor

@@ -15,6 +15,8 @@ WITH_TOWERS = {
     *MULTIMODAL,
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 }  # whose text is tested
 
 

@@ -31,7 +31,11 @@ KINDS = (
     "glm4-moe",
     "gpt-oss",
     "gemma4",
+    "qwen3-next",
+    "qwen3.5",
+    "qwen3.5-moe",
 )
+HYBRID_KINDS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")  # whose prefixes are not reused
 NEW_TOKENS = 24
 
 
@@ -47,7 +51,8 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> N
     ) as llm:
         first, again = (llm.generate(prompts, params) for _ in range(2))
         assert llm.retractions >= 3
-        assert sum(answer["cached_tokens"] for answer in again) > 0
+        if kind not in HYBRID_KINDS:
+            assert sum(answer["cached_tokens"] for answer in again) > 0
         llm.check_idle()
     for prompt, one, other in zip(prompts, first, again, strict=True):
         oracle.check_greedy(prompt, one["token_ids"])

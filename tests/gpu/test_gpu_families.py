@@ -99,6 +99,44 @@ QWEN3_30B_A3B = QWEN3 | {
     "mlp_only_layers": [],
     "tie_word_embeddings": False,
 }
+QWEN3_5: dict[str, Any] = {
+    "head_dim": 256,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000000.0, "rope_type": "default"},
+    "tie_word_embeddings": False,
+}
+QWEN3_5_9B = QWEN3_5 | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_key_value_heads": 4,
+}
+QWEN3_5_35B_A3B = QWEN3_5 | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+}
+QWEN3_NEXT_80B_A3B = QWEN3_5_35B_A3B | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "intermediate_size": 5120,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+}
 GEMMA_3_12B: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -287,6 +325,9 @@ SHAPES = {
     "qwen2": QWEN2_5_7B,
     "qwen3-0.6b": QWEN3_06B,
     "qwen3-14b": QWEN3_14B,
+    "qwen3-next": QWEN3_NEXT_80B_A3B,
+    "qwen3.5": QWEN3_5_9B,
+    "qwen3.5-moe": QWEN3_5_35B_A3B,
     "qwen3_moe": QWEN3_30B_A3B,
     "seed-oss": SEED_OSS,
     "smollm3": SMOLLM3_3B,
@@ -317,7 +358,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
             # As trained routers do, prefer few experts: with nearly equal ones rounding would change who is eighth.
             weight.data *= 8
-        if request.param == "gemma3" and "norm" in name:  # of which the checkpoint holds w - 1
+        centred = request.param == "gemma3" or ("linear_attention" in SHAPES[request.param].get("layer_types", ()))
+        if centred and "norm" in name and "linear_attn" not in name:  # of which the checkpoint holds w - 1
             weight.data.uniform_(-0.3, 0.3)
     model.save_pretrained(path)
     return path

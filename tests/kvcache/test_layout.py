@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from minisgl.config import EngineConfig
-from minisgl.engine.memory import Room, pool_pages
+from minisgl.engine.memory import Room, describe_states, pool_pages, slots_with_states
 from minisgl.kvcache.layout import KVLayout, Store, paged_kv
 from minisgl.kvcache.pool import KVPool
 
@@ -33,8 +32,19 @@ def test_stores_by_slot_are_subtracted_before_pages_are_counted() -> None:
     room = Room(device - layout.state_bytes(7), total=device, free=device)
     config = EngineConfig(model_path="")
     assert pool_pages(config, page_bytes=layout.page_bytes, useful_pages=1000, room=room) == 100
-    with pytest.raises(ValueError, match="stores by token only"):
-        KVPool(layout, 10, CPU)
+    pool = KVPool(layout, 10, CPU, num_slots=7)
+    assert [tuple(tensor.shape) for tensor in pool.states(1)] == [(8, 32, 128, 128)]
+    assert sum(pool.states(layer)[0].nbytes for layer in range(3)) == layout.state_bytes(7)
+    assert pool.states(0)[0].data_ptr() != pool.states(1)[0].data_ptr()
+    assert tuple(pool.keys(3).shape) == (11, 16, 2, 256)
+
+
+def test_states_limit_the_running_requests() -> None:
+    layout = KVLayout(16, ((Store((1 << 20,), torch.float32, per="slot"),), paged_kv(2, 256, BF16)))
+    assert slots_with_states(256, layout, room=4096 << 20) == 256
+    assert slots_with_states(256, layout, room=1024 << 20) == 127, "half of it in states of 4 MiB, one of them scratch"
+    assert slots_with_states(256, layout, room=1 << 20) == 1
+    assert "keep 4.0 MiB of each running request, so 127 requests run" in describe_states(layout, 127, 256)
 
 
 def test_layers_of_one_pool_may_differ() -> None:

@@ -9,15 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl.attention.base import AttentionInputs, AttentionSpec
+from minisgl.attention.base import AttentionInputs, AttentionSpec, RecurrentSpec
 from minisgl.attention.model_attention import LayerAttention, ModelAttention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.context import ForwardContext
 from minisgl.kernel.base import Ops
+from minisgl.kernel.recurrent_rows import recurrent_rows
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.kvcache.pool import KVPool
+from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import bind_weights
 from minisgl.models.decoder import CausalLM
+
+MAX_SEQUENCES = 8
 
 
 @dataclass
@@ -27,6 +31,7 @@ class Tracked:
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
     done: int = 0
+    slot: int = 0
 
 
 class Harness:
@@ -40,20 +45,26 @@ class Harness:
         bind_weights(model, self.ops)
         self.page_size = page_size
         self.device = device
-        specs = [
-            AttentionSpec.of(layer.attention, tp_size=model.tp.size, page_size=page_size, dtype=model.dtype)
-            for layer in config.layers
-        ]
-        backends = {spec: TorchAttention(spec) for spec in specs}
-        self.attention = ModelAttention([LayerAttention("", spec, backends[spec], backends[spec]) for spec in specs])
-        self.pool = KVPool(self.attention.kv_layout, num_pages, device)
+        backends: dict[AttentionSpec, TorchAttention] = {}
+        layers: list[LayerAttention | RecurrentSpec] = []
+        for layer in config.layers:
+            if isinstance(layer.attention, AttentionConfig):
+                spec = AttentionSpec.of(layer.attention, tp_size=model.tp.size, page_size=page_size, dtype=model.dtype)
+                backend = backends.setdefault(spec, TorchAttention(spec))
+                layers.append(LayerAttention("", spec, backend, backend))
+            else:
+                layers.append(RecurrentSpec.of(layer.attention, tp_size=model.tp.size, dtype=model.dtype))
+        self.attention = ModelAttention(layers)
+        self.pool = KVPool(self.attention.kv_layout, num_pages, device, num_slots=MAX_SEQUENCES)
+        self.slots = 0
         # What nobody wrote must not matter: NaN would spread through a masked product, so large but finite.
-        self.pool.keys(0).fill_(50.0)
-        self.pool.values(0).fill_(50.0)
+        for tensor in self.pool.states(0):
+            tensor.fill_(50.0)
         self.free = np.random.default_rng(seed).permutation(num_pages).tolist()
 
     def add(self, tokens: Sequence[int]) -> Tracked:
-        return Tracked(list(tokens))
+        self.slots += 1
+        return Tracked(list(tokens), slot=self.slots - 1)
 
     def add_sharing(self, tokens: Sequence[int], other: Tracked, prefix: int) -> Tracked:
         """A sequence that begins with whole pages of another's, as after a hit of the prefix cache."""
@@ -92,6 +103,10 @@ class Harness:
             page_table=table.to(self.device),
         )
         every_row_samples = every_token or max(lengths) == 1
+        recurrent = None
+        if self.attention.history is not None:
+            row_slots, places = self._tensor([seq.slot for seq, _ in rows]), self._tensor(positions)
+            recurrent = recurrent_rows(inputs.query_lens, row_slots, places, self.attention.history, self._tensor)
         ctx = ForwardContext(
             input_ids=self._tensor(tokens),
             positions=self._tensor(positions),
@@ -100,6 +115,7 @@ class Harness:
             kv=self.pool,
             ops=self.ops,
             attention=self.attention.plan(inputs),
+            recurrent=recurrent,
         )
         logits: torch.Tensor = self.model(ctx)
         return logits

@@ -35,6 +35,8 @@ KINDS = (
     "glm4-moe",
     "gpt-oss",
     "gemma4",
+    "qwen3-next",
+    "qwen3.5-moe",
 )
 QUANTIZED = ("fp8 blocks", "gptq desc_act")
 SIZES = {**dict.fromkeys(KINDS, (2, 3)), **dict.fromkeys(QUANTIZED, (2, 4))}  # ranks by model

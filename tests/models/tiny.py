@@ -111,6 +111,22 @@ GEMMA4: dict[str, Any] = {
     "final_logit_softcapping": 5.0,
     "tie_word_embeddings": True,
 }
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 6,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+QWEN_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 36,
+}
 # kind -> transformers' name of the family, and what its config has beside the shape
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -147,6 +163,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("Glm4Moe", GLM4_MOE),
     "gpt-oss": ("GptOss", GPT_OSS),
     "gemma4": ("Gemma4", GEMMA4),
+    "qwen3-next": ("Qwen3Next", {**HYBRID, **QWEN_EXPERTS, "mlp_only_layers": [1]}),
+    "qwen3.5": ("Qwen3_5", HYBRID),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**HYBRID, **QWEN_EXPERTS}),
 }
 FAMILIES = tuple(KINDS)
 
@@ -156,7 +175,9 @@ def make_model(kind: str, **changes: Any) -> Any:
 
     family, extra = KINDS[kind]
     torch.manual_seed(0)
-    text = "Text" if family in ("Gemma3", "Gemma4") else ""  # of a family whose other config has a vision tower
+    text = (
+        "Text" if family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
+    )  # of a family whose other config has a vision tower
     config = getattr(transformers, f"{family}{text}Config")(**copy.deepcopy({**SHAPE, **extra, **changes}))
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
@@ -165,6 +186,8 @@ def make_model(kind: str, **changes: Any) -> Any:
                 parameter.uniform_(0.5, 1.5)
             if name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.2)
+            if name.endswith("A_log"):  # so slow a decay that a state remembers whole prompts
+                parameter.uniform_(-6.0, -2.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.2)

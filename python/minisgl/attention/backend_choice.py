@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minisgl.attention.base import AttentionBackend, AttentionSpec
+from minisgl.attention.base import AttentionBackend, AttentionSpec, LayerSpec
 from minisgl.attention.cpu_backend import CpuAttention
 from minisgl.attention.cuda_home import provide_cuda_home
 from minisgl.attention.decode_splits import fused_decode_unsupported
@@ -60,28 +60,29 @@ def preferences(role: Role, spec: AttentionSpec, capability: Capability) -> tupl
     return ("fused", *(("fi", "fa") if spec.group <= 2 else ("fa", "fi")), "varlen", "torch")
 
 
-def make_attention(name: str, layers: Sequence[AttentionSpec], device: torch.device) -> ModelAttention:
+def make_attention(name: str, layers: Sequence[LayerSpec], device: torch.device) -> ModelAttention:
     """Return the layers' backends: those that --attn names where they support a layer, else the next best.
 
     Raises ConfigError where the GPU cannot read the pool.
     """
     chosen: dict[AttentionSpec, LayerAttention] = {}
+    attending = [spec for spec in layers if isinstance(spec, AttentionSpec)]
     if device.type == "cpu":
         if name not in ("auto", "torch"):
             logger.info("--attn %s is for GPUs; on the CPU attention runs in torch", name)
-        for spec in layers:
+        for spec in attending:
             backend: AttentionBackend = CpuAttention(spec)
             chosen.setdefault(spec, LayerAttention("torch", spec, backend, backend))
-        return ModelAttention([chosen[spec] for spec in layers])
+        return ModelAttention([chosen[spec] if isinstance(spec, AttentionSpec) else spec for spec in layers])
     capability = torch.cuda.get_device_capability(device)
-    if capability < FP8 and any(spec.fp8_kv for spec in layers):
+    if capability < FP8 and any(spec.fp8_kv for spec in attending):
         raise ConfigError(
             f"--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability {FP8[0]}.{FP8[1]} or later, "
             f"not {capability[0]}.{capability[1]}"
         )
     chooser = Chooser(CANDIDATES, capability)
     all_fused: dict[AttentionSpec, FusedDecode] = {}  # by spec without its window: for all windows, in one memory
-    for spec in dict.fromkeys(layers):
+    for spec in dict.fromkeys(attending):
         prefill, decode = (
             chooser.choose_working(asked, role, spec, device)
             for asked, role in zip(attention_names(name), ROLES, strict=True)
@@ -97,10 +98,10 @@ def make_attention(name: str, layers: Sequence[AttentionSpec], device: torch.dev
         )
     if capability not in TESTED:
         logger.warning("attention is not tested on GPUs of compute capability %d.%d", *capability)
-    titles = Counter(chosen[spec].title for spec in layers)
+    titles = Counter(chosen[spec].title for spec in attending)
     for title, count in titles.items():
         logger.info("attention%s: %s", f" of {count} layers" if len(titles) > 1 else "", title)
-    return ModelAttention([chosen[spec] for spec in layers])
+    return ModelAttention([chosen[spec] if isinstance(spec, AttentionSpec) else spec for spec in layers])
 
 
 def make_backend(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBackend:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from minisgl.core import Int32Array
 from minisgl.kvcache.layout import Store, paged_kv
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.layer_config import AttentionConfig
+from minisgl.layers.layer_config import AttentionConfig, DeltaNetConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,25 @@ class AttentionSpec:
     def kv_stores(self, dtype: torch.dtype | None = None) -> tuple[Store, Store]:
         """Return what the layer keeps of a token, in `kv_dtype` or another: K and V."""
         return paged_kv(self.num_kv_heads, self.head_dim, dtype or self.kv_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec:
+    """State that a layer without attention keeps of each slot on one rank, whatever the length of its sequence."""
+
+    stores: tuple[Store, ...]
+    history: int  # inputs in front of a token that it reads
+
+    @classmethod
+    def of(cls, config: DeltaNetConfig, *, tp_size: int, dtype: torch.dtype) -> RecurrentSpec:
+        """Return the last inputs of the convolution, and the float32 memory of each value head."""
+        history = config.conv_size - 1
+        inputs = (history, config.channels_per_rank(tp_size))
+        memory = (config.num_value_heads // tp_size, config.key_dim, config.value_dim)
+        return cls((Store(inputs, dtype, per="slot"), Store(memory, torch.float32, per="slot")), history)
+
+
+LayerSpec: TypeAlias = AttentionSpec | RecurrentSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionPlan, AttentionSpec
+from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionPlan, AttentionSpec, RecurrentSpec
 from minisgl.core import Int32Array
 from minisgl.kvcache.layout import KVLayout, Store
 
@@ -34,10 +34,16 @@ class LayerAttention:
 
 
 class ModelAttention:
-    """Plans a step for all layers."""
+    """Plans a step for all layers that attend. The others keep a state by slot, which stands in the layout."""
 
-    def __init__(self, layers: Sequence[LayerAttention]) -> None:
-        self.layers = tuple(layers)
+    def __init__(self, layers: Sequence[LayerAttention | RecurrentSpec]) -> None:
+        self._attending = {index: layer for index, layer in enumerate(layers) if isinstance(layer, LayerAttention)}
+        self.layers = tuple(self._attending.values())
+        self._stores = tuple(
+            layer.stores if isinstance(layer, RecurrentSpec) else layer.spec.kv_stores() for layer in layers
+        )
+        # Inputs in front of a token that recurrent layers read; None: there are no such layers.
+        self.history = max((layer.history for layer in layers if isinstance(layer, RecurrentSpec)), default=None)
 
     @property
     def graph_safe(self) -> bool:
@@ -46,8 +52,8 @@ class ModelAttention:
 
     @property
     def prefill_graph_safe(self) -> bool:
-        """True if a CUDA graph may hold any step."""
-        return all(layer.prefill.prefill_graph_safe for layer in self.layers)
+        """True if a CUDA graph may hold any step. Chunks of a recurrent layer are laid out on the host."""
+        return self.history is None and all(layer.prefill.prefill_graph_safe for layer in self.layers)
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -57,7 +63,7 @@ class ModelAttention:
             raise ValueError("layers whose FP8 pages are upcast share one buffer, so they must store alike")
         return KVLayout(
             page_size=self.layers[0].spec.page_size,
-            layers=tuple(layer.spec.kv_stores() for layer in self.layers),
+            layers=self._stores,
             upcast=upcast.pop() if upcast else (),
         )
 
@@ -69,21 +75,21 @@ class ModelAttention:
     def plan(self, inputs: AttentionInputs) -> Mapping[int, AttentionPlan]:
         """Return each layer's plan for a step that is launched operation by operation, or for a graph of any step."""
         decode = int(inputs.query_lens.max()) == 1
-        backends = [layer.decode if decode else layer.prefill for layer in self.layers]
-        plans = {backend: backend.plan(inputs) for backend in dict.fromkeys(backends)}
-        return {layer: plans[backend] for layer, backend in enumerate(backends)}
+        backends = {index: layer.decode if decode else layer.prefill for index, layer in self._attending.items()}
+        plans = {backend: backend.plan(inputs) for backend in dict.fromkeys(backends.values())}
+        return {index: plans[backend] for index, backend in backends.items()}
 
     def capture_decode(self, rows: int) -> CapturedDecode:
         """Return the attention of a captured decode of so many rows. The largest number is asked for first."""
-        return CapturedDecode(self.layers, rows)
+        return CapturedDecode(self._attending, rows)
 
 
 class CapturedDecode:
     """Attention of one captured decode, in its capture and in its replays."""
 
-    def __init__(self, layers: Sequence[LayerAttention], rows: int) -> None:
+    def __init__(self, layers: Mapping[int, LayerAttention], rows: int) -> None:
         self._layers = layers
-        backends = dict.fromkeys(layer.decode for layer in layers if layer.fused is None)
+        backends = dict.fromkeys(layer.decode for layer in layers.values() if layer.fused is None)
         self._graphed = {backend: backend.graphed_decode(rows) for backend in backends}
         self.prepare(np.zeros(rows, dtype=np.int32))
 
@@ -95,13 +101,13 @@ class CapturedDecode:
     def plan(self, inputs: AttentionInputs) -> Mapping[int, AttentionPlan]:
         """Return the plan of each layer that is not fused, as `GraphedDecode.plan` makes it."""
         plans = {backend: (graphed or backend).plan(inputs) for backend, graphed in self._graphed.items()}
-        return {index: plans[layer.decode] for index, layer in enumerate(self._layers) if layer.fused is None}
+        return {index: plans[layer.decode] for index, layer in self._layers.items() if layer.fused is None}
 
     def fused_rows(self, slots: Tensor, kv_lens: Tensor, page_table: Tensor) -> Mapping[int, FusedRows]:
         """Return the attention of each layer that is fused; arguments as in `FusedDecode.rows`."""
-        specs = {layer.spec: layer.fused for layer in self._layers if layer.fused is not None}
+        specs = {layer.spec: layer.fused for layer in self._layers.values() if layer.fused is not None}
         rows = {spec: fused.rows(slots, kv_lens, page_table, spec.window) for spec, fused in specs.items()}
-        return {index: rows[layer.spec] for index, layer in enumerate(self._layers) if layer.fused is not None}
+        return {index: rows[layer.spec] for index, layer in self._layers.items() if layer.fused is not None}
 
     def prepare(self, positions: Int32Array) -> None:
         """Do the host's work for the next replay, as in `GraphedDecode.prepare`."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.backend_choice import make_attention
-from minisgl.attention.base import AttentionSpec
+from minisgl.attention.base import AttentionSpec, LayerSpec, RecurrentSpec
 from minisgl.attention.model_attention import ModelAttention
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import Batch, Int32Array, PendingStep, SamplingFlags, StepResult, pages_for
@@ -24,7 +24,17 @@ from minisgl.distributed import TPGroup
 from minisgl.engine.device import bound_primitive_caches, resolve_device, resolve_dtype
 from minisgl.engine.forward import ForwardOutput, StepRunner
 from minisgl.engine.graphs import DecodeGraphs, Graphs, GraphSizes, decode_graph_sizes, prefill_graph_sizes
-from minisgl.engine.memory import CPU_SEQUENCES, GIB, Needs, graphs_bytes, pool_pages, room_for_pool, steps_bytes
+from minisgl.engine.memory import (
+    CPU_SEQUENCES,
+    GIB,
+    Needs,
+    describe_states,
+    graphs_bytes,
+    pool_pages,
+    room_for_pool,
+    slots_with_states,
+    steps_bytes,
+)
 from minisgl.engine.queue import make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
@@ -32,6 +42,7 @@ from minisgl.engine.step_costs import estimate, measure
 from minisgl.kernel.availability import has_kernels, make_ops
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
+from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import bind_weights, product_labels
 from minisgl.limits import Limits
 from minisgl.models.config.model_config import ModelConfig
@@ -67,7 +78,8 @@ class Engine:
         self._processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self._tp = tp
         context_len = _context_len(config, model)
-        specs = _attention_specs(config, model, tp, self.dtype)
+        specs = _layer_specs(config, model, tp, self.dtype)
+        attending = [spec for spec in specs if isinstance(spec, AttentionSpec)]
         if self.device.type == "cpu":
             bound_primitive_caches()
         with phase("load kernels"):  # first: threads go on compiling them while weights are loaded
@@ -76,7 +88,7 @@ class Engine:
             sampler = _make_sampler(self.device, self.dtype)
             if self.device.type == "cuda":
                 on_paper = build_model(model, tp=tp, dtype=self.dtype, device=torch.device("meta"))
-                ops.begin_compiling(on_paper.kernel_needs(specs[0].kv_dtype))
+                ops.begin_compiling(on_paper.kernel_needs(attending[0].kv_dtype))
             attention = self._queue.call(lambda: make_attention(config.attention, specs, self.device))
             attention.begin_compiling(self.num_slots)
         with phase("load weights"):
@@ -84,6 +96,12 @@ class Engine:
             self._queue.call(lambda: bind_weights(weights, ops))
         if tp.rank == 0 and config.quantization != "auto":
             logger.info("products read %s", product_labels(weights))
+        layout = attention.kv_layout
+        if layout.has_states:
+            room = room_for_pool(self.device, config.memory_ratio, tp.size, Needs())
+            self.num_slots = slots_with_states(self.num_slots, layout, tp.smallest(room.pool))
+            if tp.rank == 0:
+                logger.info(describe_states(layout, self.num_slots, config.max_running_requests))
         parts = _Parts(weights, self.num_slots, attention, ops, sampler, self.device)
         sizes = _graph_sizes(config, parts, max_prefill_tokens)
         needs = Needs()
@@ -93,10 +111,10 @@ class Engine:
         with phase("allocate the KV cache"):
             useful_sequences = self.num_slots if self.device.type == "cuda" else min(self.num_slots, CPU_SEQUENCES)
             room = room_for_pool(self.device, config.memory_ratio, tp.size, needs)
-            state_bytes = parts.attention.kv_layout.state_bytes(self.num_slots)
+            state_bytes = layout.state_bytes(self.num_slots)
             self.num_pages = pool_pages(
                 config,
-                page_bytes=parts.attention.kv_layout.page_bytes,
+                page_bytes=layout.page_bytes,
                 useful_pages=useful_sequences * pages_for(context_len, self.page_size),
                 room=dataclasses.replace(room, pool=tp.smallest(room.pool) - state_bytes),
             )
@@ -128,7 +146,7 @@ class Engine:
                 )
         else:
             weight_bytes = sum(weight.nbytes for weight in weights.parameters())
-            self.step_cost = estimate(weight_bytes, weights.layer_weights * len(specs), specs)
+            self.step_cost = estimate(weight_bytes, weights.layer_weights * len(specs), attending)
 
     @property
     def bitmask(self) -> Int32Array:
@@ -213,7 +231,7 @@ class _Parts:
     device: torch.device
 
     def runner(self, num_pages: int, max_seq_len: int) -> StepRunner:
-        kv = KVPool(self.attention.kv_layout, num_pages, self.device)
+        kv = KVPool(self.attention.kv_layout, num_pages, self.device, num_slots=self.num_slots)
         state = SlotState(
             num_slots=self.num_slots,
             max_seq_len=max_seq_len,
@@ -260,7 +278,8 @@ def _measure(parts: _Parts, sizes: GraphSizes | None, context_len: int, max_pref
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(parts.device)
     runner = parts.runner(0, context_len)
-    steps = steps_bytes(runner, before, context_len, max_prefill_tokens)
+    states = parts.attention.kv_layout.state_bytes(parts.num_slots)  # the trial's are the real ones, and counted apart
+    steps = steps_bytes(runner, before, context_len, max_prefill_tokens) - states
     torch.cuda.empty_cache()
     graphs = 0 if sizes is None else graphs_bytes(runner, sizes, context_len)
     del runner
@@ -268,8 +287,8 @@ def _measure(parts: _Parts, sizes: GraphSizes | None, context_len: int, max_pref
     return Needs(steps, graphs)
 
 
-def _attention_specs(config: EngineConfig, model: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> list[AttentionSpec]:
-    """Return what each layer's attention is on a rank."""
+def _layer_specs(config: EngineConfig, model: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> list[LayerSpec]:
+    """Return each layer's attention on a rank, or the state that it keeps in the place of it."""
     return [
         AttentionSpec.of(
             layer.attention,
@@ -279,6 +298,8 @@ def _attention_specs(config: EngineConfig, model: ModelConfig, tp: TPGroup, dtyp
             norm_dtype=torch.float32 if model.norm.float32 else None,
             fp8_kv=config.kv_cache_dtype == "fp8_e4m3",
         )
+        if isinstance(layer.attention, AttentionConfig)
+        else RecurrentSpec.of(layer.attention, tp_size=tp.size, dtype=dtype)
         for layer in model.layers
     ]
 
@@ -289,7 +310,7 @@ def _graph_sizes(config: EngineConfig, parts: _Parts, max_prefill_tokens: int) -
         if config.cuda_graph_max_bs is not None:
             logger.info("--cuda-graph-max-bs is for GPUs and not used on the CPU")
         return None
-    max_bs = config.max_running_requests
+    max_bs = parts.num_slots
     if config.cuda_graph_max_bs is not None:
         max_bs = min(config.cuda_graph_max_bs, max_bs)
     if max_bs == 0:

@@ -23,6 +23,7 @@ from minisgl.engine.processing import process_logits
 from minisgl.engine.sampler import Sampler, compute_logprobs
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
+from minisgl.kernel.recurrent_rows import RecurrentRows, SingleRows, recurrent_rows
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.decoder import CausalLM
 
@@ -157,7 +158,15 @@ class StepRunner:
             kv=self.kv,
             ops=self.ops,
             attention=self.attention.plan(attended),
+            recurrent=self._recurrent_rows(query_lens, slots, positions),
         )
+
+    def _recurrent_rows(self, query_lens: Int32Array, slots: Tensor, positions: Tensor) -> RecurrentRows | None:
+        """Return the rows as recurrent layers take them, if there are any such layers."""
+        history = self.attention.history
+        if history is None:
+            return None
+        return recurrent_rows(query_lens, slots, positions, history, lambda array: upload(array, self.state.device))
 
     def read(
         self,
@@ -253,5 +262,6 @@ class StepRunner:
             ops=self.ops,
             attention=attention.plan(inputs),
             fused=attention.fused_rows(slots, made.kv_lens, state.page_table),
+            recurrent=RecurrentRows(SingleRows(slots, made.positions)),
             logits=logits,
         )

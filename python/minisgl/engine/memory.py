@@ -19,12 +19,14 @@ from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import Batch, Int32Array, SamplingFlags, ScoredTokens, StepResult
 from minisgl.engine.forward import StepRunner
 from minisgl.engine.graphs import Graphs, GraphSizes
+from minisgl.kvcache.layout import KVLayout
 from minisgl.limits import MAX_LOGPROBS
 
 CPU_POOL_LIMIT = 8 << 30  # bytes: more is of no use to a CPU and would surprise its owner
 # Sequences of full length, or many shorter ones, that a pool on the CPU holds: what it caches becomes the process's
 # memory page by page, and a CPU has not the time to use more.
 CPU_SEQUENCES = 16
+STATE_SHARE = 0.5  # of the room for the pool that recurrent states may take; the rest is for pages
 GIB = float(1 << 30)
 
 
@@ -54,6 +56,19 @@ def room_for_pool(device: torch.device, memory_ratio: float, tp_size: int, needs
     page = os.sysconf("SC_PAGE_SIZE")
     free = int(os.sysconf("SC_AVPHYS_PAGES") * page)
     return Room(min(int(free * memory_ratio), CPU_POOL_LIMIT) // tp_size, free, free)
+
+
+def slots_with_states(wanted: int, layout: KVLayout, room: int) -> int:
+    """Return how many of the `wanted` requests may run: their states take at most STATE_SHARE of the room's bytes."""
+    state = layout.state_bytes(1) - layout.state_bytes(0)
+    return max(min(wanted, int(STATE_SHARE * room) // state - 1), 1)
+
+
+def describe_states(layout: KVLayout, num_slots: int, wanted: int) -> str:
+    """Tell what the states of running requests take, and whether they limit their number."""
+    state = layout.state_bytes(1) - layout.state_bytes(0)
+    limited = f", so {num_slots} requests run at a time and not {wanted}" if num_slots < wanted else ""
+    return f"recurrent layers keep {state / 2**20:.1f} MiB of each running request{limited}"
 
 
 def pool_pages(config: EngineConfig, *, page_bytes: int, useful_pages: int, room: Room) -> int:

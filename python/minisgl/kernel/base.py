@@ -9,6 +9,7 @@ if TYPE_CHECKING:  # a model's config names activations and routings where torch
     import torch
     from torch import Tensor
 
+    from minisgl.kernel.recurrent_rows import SingleRows
     from minisgl.quantization.rounding import Int4Grid
 
 Activation = Literal["silu", "gelu_tanh"]  # of a gated feed-forward block; gelu_tanh: gelu's tanh approximation
@@ -77,6 +78,28 @@ class Heads:
     cos_sin: Tensor
     q_norm: Norm | None  # of each head, before its rotation (Qwen3)
     k_norm: Norm | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """Heads and small weights of a Gated DeltaNet layer on one rank.
+
+    A projection [T, width] of its input holds q and k of all key heads, v of all value heads (together the `channels`
+    of the convolution), the gate z, and a logit b of the step and a of the decay for each value head.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: Tensor  # [conv_size, channels] float32, the newest input's weights last
+    a_log: Tensor  # [value_heads] float32
+    dt_bias: Tensor  # [value_heads] float32
+    norm: Norm  # of each value head's output
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
 
 class Product(NamedTuple):
@@ -205,6 +228,16 @@ class Ops(Protocol):
         """Split qkv [T, (heads + 2 * kv_heads) * head_dim]; norm and rotate q and k as `heads` says; write k and v to
         the rows `out_cache_loc` of the caches [pages, page_size, kv_heads, head_dim], in qkv's dtype or float8_e4m3fn,
         where what is beyond 448 becomes 448. Returns q [T, heads, head_dim].
+        """
+        ...
+
+    def delta_step(
+        self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows
+    ) -> Tensor:
+        """One token of each row through a Gated DeltaNet: projected [R, width] -> [R, value_heads * value_dim].
+
+        Updates the rows' `inputs` [slots, conv_size - 1, channels] and `memory` [slots, value_heads, key_dim,
+        value_dim] float32. Slots may repeat only as scratch.
         """
         ...
 

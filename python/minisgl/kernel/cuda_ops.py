@@ -10,6 +10,7 @@ from minisgl.kernel.base import (
     NO_BIASES,
     Activation,
     DecodeInputs,
+    DeltaHeads,
     ExpertActivation,
     ExpertBiases,
     Heads,
@@ -20,6 +21,7 @@ from minisgl.kernel.base import (
 )
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_moe import CudaMoe
+from minisgl.kernel.recurrent_rows import SingleRows
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.skinny_gemm import SkinnyGemm
 from minisgl.kernel.small_batch_gemm import MAX_ROWS, SmallBatchGemm
@@ -203,6 +205,11 @@ class CudaOps:
             width=width,
         )
         return DecodeInputs(input_ids, positions, out_cache_loc, kv_lens, table)
+
+    def delta_step(
+        self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows
+    ) -> Tensor:
+        return self._torch.delta_step(projected, heads, inputs, memory, rows)
 
     def moe(
         self,

@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl.kernel import delta_rule
 from minisgl.kernel.base import (
     NO_BIASES,
     Activation,
     ClampedSwiGLU,
     DecodeInputs,
+    DeltaHeads,
     ExpertActivation,
     ExpertBiases,
     Heads,
@@ -22,6 +24,7 @@ from minisgl.kernel.base import (
     Routing,
     Weight,
 )
+from minisgl.kernel.recurrent_rows import SingleRows
 from minisgl.quantization.rounding import Int4Grid
 
 
@@ -101,6 +104,11 @@ class TorchOps:
         store(k_cache.flatten(0, 1), out_cache_loc, _rotate(k, cos, sin))
         store(v_cache.flatten(0, 1), out_cache_loc, v)
         return _rotate(q, cos, sin)
+
+    def delta_step(
+        self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows
+    ) -> Tensor:
+        return delta_rule.step(projected, heads, inputs, memory, rows)
 
     def moe(
         self,

@@ -53,6 +53,11 @@ class KVLayout:
         """
         return (num_slots + 1) * self._bytes("slot")
 
+    @property
+    def has_states(self) -> bool:
+        """True if some layer keeps a state by slot."""
+        return self._bytes("slot") > 0
+
     def _bytes(self, per: Literal["token", "slot"]) -> int:
         stores = [*self.upcast, *(store for layer in self.layers for store in layer)]
         return sum(store.entry_bytes for store in stores if store.per == per)

@@ -13,16 +13,15 @@ from minisgl.kvcache.layout import KVLayout, Store
 
 
 class KVPool:
-    """K and V of every layer as [pages, page_size, kv_heads, head_dim].
+    """K and V of every layer as [pages, page_size, kv_heads, head_dim], and the states of recurrent layers by slot.
 
     One page more than `num_pages` is allocated: the last is a scratch page that nobody owns. Padding rows of a
-    captured graph write there. Stores by slot get their tensors here with the first model that has any.
+    captured graph write there, and to the state of the scratch slot, the last of `num_slots` + 1.
     """
 
-    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
-        if layout.state_bytes(0):
-            raise ValueError("the pool holds stores by token only")
+    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device, *, num_slots: int = 0) -> None:
         self.num_pages = num_pages
+        self.num_slots = num_slots
         self.page_size = layout.page_size
         self.scratch_page = num_pages
         # One allocation for all stores that are alike: the sum of many would be rounded up by torch.
@@ -40,9 +39,13 @@ class KVPool:
     def values(self, layer: int) -> Tensor:
         return self._layers[layer][1]
 
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        """Return what a recurrent layer keeps: of each of its stores [slots + 1, *shape]."""
+        return self._layers[layer]
+
     def _allocate(self, store: Store, count: int, device: torch.device) -> list[Tensor]:
-        shape = (count, self.num_pages + 1, self.page_size, *store.shape)
-        return list(_zeros(shape, store.dtype, device))
+        entries = (self.num_pages + 1, self.page_size) if store.per == "token" else (self.num_slots + 1,)
+        return list(_zeros((count, *entries, *store.shape), store.dtype, device))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -56,11 +56,21 @@ class Attention(nn.Module):
         self.head_dim = dim = config.head_dim
         q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
         share = self.num_heads * dim
-        q_kept = paired_rows([range(tp.rank * share, (tp.rank + 1) * share)], dim, config.rope)
+        q_all = [range(tp.rank * share, (tp.rank + 1) * share)]
+        gate_kept: list[range] = []
+        if config.output_gate:  # q_proj has a head's query, then its gate
+            heads = range(tp.rank * self.num_heads, (tp.rank + 1) * self.num_heads)
+            q_all = [range(2 * head * dim, (2 * head + 1) * dim) for head in heads]
+            gate_kept = [range((2 * head + 1) * dim, (2 * head + 2) * dim) for head in heads]
+            q_rows *= 2
+        q_kept = paired_rows(q_all, dim, config.rope)
         v_kept = [range(head * dim, (head + 1) * dim) for head in config.kv_heads_of(tp.rank, tp.size)]
         k_kept = paired_rows(v_kept, dim, config.rope)
         v_name = "k_proj" if config.k_is_v else "v_proj"
         parts = [Part("q_proj", q_rows, q_kept), Part("k_proj", kv_rows, k_kept), Part(v_name, kv_rows, v_kept)]
+        if config.output_gate:
+            parts.append(Part("q_proj", q_rows, gate_kept))
+        self.output_gate = config.output_gate
         self.qkv_proj = ColumnParallelLinear(hidden_size, parts, bias=config.qkv_bias, dtype=dtype)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
@@ -76,7 +86,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
         """Attend to norm(x), plus `residual`."""
-        qkv = self.qkv_proj(x, norm)
+        qkv, gate = self.qkv_proj(x, norm), None
+        if self.output_gate:
+            gate = qkv[:, -self.num_heads * self.head_dim :]
+            qkv = qkv[:, : -self.num_heads * self.head_dim].contiguous()
         if self.rotary.query_scale is not None:  # a rotation keeps the factor
             scale = self.rotary.query_scale[ctx.positions].to(qkv.dtype).unsqueeze(-1)
             qkv[:, : self.num_heads * self.head_dim].mul_(scale)
@@ -103,5 +116,8 @@ class Attention(nn.Module):
             q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.out_cache_loc, keys, values)
             sinks = None if self.sinks is None else self.sinks.weight
             attended = ctx.attention[self.layer].forward(self.layer, q, ctx.kv, sinks)
-        y: Tensor = self.o_proj(attended.flatten(1), residual)
+        attended = attended.flatten(1)
+        if gate is not None:
+            attended = attended * torch.sigmoid(gate)
+        y: Tensor = self.o_proj(attended, residual)
         return y

@@ -94,6 +94,7 @@ class AttentionConfig:
     v_norm: bool = False  # each head of v is normed, without weights (Gemma 4)
     k_is_v: bool = False  # v is the product of k's matrix, before its norm and rotation (Gemma 4)
     has_sinks: bool = False  # a learned score of each head beside those of the positions, whose value is 0
+    output_gate: bool = False  # each head's output times the sigmoid of a gate, which stands in q_proj behind its query
 
     def heads_per_rank(self, tp_size: int) -> int:
         """Query heads of each tensor-parallel rank."""
@@ -108,6 +109,25 @@ class AttentionConfig:
         heads, group = self.heads_per_rank(tp_size), self.num_heads // self.num_kv_heads
         block = math.gcd(heads, group)
         return [head // group for head in range(rank * heads, (rank + 1) * heads, block)]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetConfig:
+    """Gated DeltaNet (Yang et al., 2024) of one layer: a state of fixed size in the place of K and V.
+
+    Each key head serves `num_value_heads / num_key_heads` value heads.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of a head
+    value_dim: int  # of a head
+    conv_size: int  # inputs, its own included, that the convolution of q, k and v reads for a token
+    grouped: bool = False  # the checkpoint has q, k, v and z, then b and a, of each key head together (Qwen3-Next)
+
+    def channels_per_rank(self, tp_size: int) -> int:
+        """Channels of q, k and v together on each tensor-parallel rank."""
+        return (2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim) // tp_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +147,7 @@ class MoEConfig:
     intermediate_size: int  # of one expert
     routing: Routing
     shared_intermediate_size: int = 0  # of the gated block that every token goes to besides; 0: there is none
+    shared_gate: bool = False  # its output times the sigmoid of a product with the token (Qwen2-MoE)
     choice_bias: bool = False  # of the scores when experts are chosen (DeepSeek V3)
     float32_router: bool = False  # its product is float32
     activation: ExpertActivation = "silu"
@@ -159,7 +180,7 @@ class NormNames:
 class LayerConfig:
     """One decoder layer."""
 
-    attention: AttentionConfig
+    attention: AttentionConfig | DeltaNetConfig
     mlp: MLPConfig | MoEConfig
     norms: NormNames = NormNames()
     residual_scale: float = 1.0  # factor of each block's output before it is added (Granite)

@@ -39,7 +39,10 @@ class GatedMLP(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """experts(norm(x)) + shared_experts(norm(x)): [T, hidden_size] -> [T, hidden_size]. Every rank has the router."""
+    """experts(norm(x)) + shared_experts(norm(x)): [T, hidden_size] -> [T, hidden_size]. Every rank has the router.
+
+    A shared expert with a gate (Qwen) is added times sigmoid(gate(norm(x))).
+    """
 
     def __init__(self, config: MoEConfig, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
@@ -49,8 +52,13 @@ class SparseMLP(nn.Module):
         self.router = Router(config, hidden_size, dtype=dtype)
         experts = InterleavedExperts if config.interleaved else Experts
         self.experts = experts(config, hidden_size, tp=tp, dtype=dtype)
-        shared = MLPConfig(config.shared_intermediate_size)
-        self.shared_experts = GatedMLP(shared, hidden_size, tp=tp, dtype=dtype) if shared.intermediate_size else None
+        shared: GatedMLP | None = None
+        if config.shared_intermediate_size:
+            shared = GatedMLP(MLPConfig(config.shared_intermediate_size), hidden_size, tp=tp, dtype=dtype)
+        # Named as in the checkpoints.
+        self.shared_experts = None if config.shared_gate else shared
+        self.shared_expert = shared if config.shared_gate else None
+        self.shared_expert_gate = TokenGate(hidden_size, dtype=dtype) if config.shared_gate else None
 
     def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
         """Send each token of norm(x) to its experts, plus `residual`."""
@@ -61,6 +69,8 @@ class SparseMLP(nn.Module):
         y = self.tp.all_reduce(y)
         if self.shared_experts is not None:
             y = self.shared_experts(normed, None, ctx, residual=y)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            y = y.addcmul_(self.shared_expert(normed, None, ctx), self.shared_expert_gate(normed, ctx))
         return y if residual is None else y.add_(residual)
 
     @property
@@ -84,6 +94,20 @@ class SparseMLP(nn.Module):
     def graph_safe(self, ops: Ops) -> bool:
         """True if its work is the same whatever the data."""
         return ops.moe_graph_safe(self.experts.w13, self.experts.w2, self.routing, self._biases, self.activation)
+
+
+class TokenGate(nn.Module):
+    """sigmoid(weight @ x): [T, hidden_size] -> [T, 1]. Every rank has it."""
+
+    def __init__(self, hidden_size: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty(1, hidden_size, dtype=dtype)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        return ctx.ops.linear(x, self.weight).sigmoid_()
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        yield whole(f"{name}.weight", self.weight)
 
 
 class Router(nn.Module):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,9 @@ from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
 from minisgl.kernel.base import KernelNeeds, Ops, Product
 from minisgl.layers.attention import Attention
+from minisgl.layers.delta_net import GatedDeltaNet
 from minisgl.layers.embedding import LMHead, VocabEmbedding
-from minisgl.layers.layer_config import MoEConfig
+from minisgl.layers.layer_config import AttentionConfig, MoEConfig, RopeConfig
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl.layers.mlp import GatedMLP, Router, SparseMLP
 from minisgl.layers.norm import RMSNorm
@@ -41,7 +43,15 @@ class DecoderLayer(nn.Module):
     stands between. A family that scales a block's output (Granite) has its own addition.
     """
 
-    def __init__(self, config: ModelConfig, index: int, rotary: Rotary, *, tp: TPGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        rotaries: Mapping[tuple[int, RopeConfig], Rotary],
+        *,
+        tp: TPGroup,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         layer, hidden_size = config.layers[index], config.hidden_size
 
@@ -49,7 +59,14 @@ class DecoderLayer(nn.Module):
             return None if name is None else RMSNorm(hidden_size, config.norm, dtype=dtype, checkpoint_name=name)
 
         self.attention_norm = norm(layer.norms.attention)
-        self.self_attn = Attention(layer.attention, index, hidden_size, rotary, config.norm, tp=tp, dtype=dtype)
+        # Named as in the checkpoints.
+        self.self_attn: Attention | None = None
+        self.linear_attn: GatedDeltaNet | None = None
+        if isinstance(layer.attention, AttentionConfig):
+            rotary = rotaries[layer.attention.head_dim, layer.attention.rope]
+            self.self_attn = Attention(layer.attention, index, hidden_size, rotary, config.norm, tp=tp, dtype=dtype)
+        else:
+            self.linear_attn = GatedDeltaNet(layer.attention, index, hidden_size, config.norm, tp=tp, dtype=dtype)
         self.attention_post_norm = norm(layer.norms.attention_post)
         self.mlp_norm = norm(layer.norms.mlp)
         self.mlp: nn.Module
@@ -61,9 +78,14 @@ class DecoderLayer(nn.Module):
         self.residual_scale = layer.residual_scale
         self.layer_scalar = LayerScalar(dtype=dtype) if layer.has_scalar else None
 
+    @property
+    def attention(self) -> Attention | GatedDeltaNet:
+        """The block in which tokens meet."""
+        return self.self_attn or cast(GatedDeltaNet, self.linear_attn)
+
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]; may overwrite x."""
-        x = self._block(self.self_attn, self.attention_norm, self.attention_post_norm, x, ctx)
+        x = self._block(self.attention, self.attention_norm, self.attention_post_norm, x, ctx)
         x = self._block(self.mlp, self.mlp_norm, self.mlp_post_norm, x, ctx)
         return x if self.layer_scalar is None else x.mul_(self.layer_scalar.weight)
 
@@ -90,10 +112,10 @@ class Decoder(nn.Module):
         size = config.hidden_size
         self.embedding_scale = config.embedding_scale
         self.embed_tokens = VocabEmbedding(config.vocab_size, size, tp=tp, dtype=dtype)
-        kinds = [(layer.attention.head_dim, layer.attention.rope) for layer in config.layers]
-        rotaries = {kind: Rotary(kind[0], config.max_position_embeddings, kind[1]) for kind in dict.fromkeys(kinds)}
+        kinds = dict.fromkeys((attention.head_dim, attention.rope) for attention in config.attentions)
+        rotaries = {kind: Rotary(kind[0], config.max_position_embeddings, kind[1]) for kind in kinds}
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, rotaries[kind], tp=tp, dtype=dtype) for index, kind in enumerate(kinds)
+            DecoderLayer(config, index, rotaries, tp=tp, dtype=dtype) for index in range(config.num_layers)
         )
         self.norm = RMSNorm(size, config.norm, dtype=dtype)
 
@@ -131,7 +153,7 @@ class CausalLM(nn.Module):
         width, size = self.lm_head.weight.shape
         products, experts = {Product(width, size, norm=True, gate=None)}, set()
         for layer in (module for module in self.modules() if isinstance(module, DecoderLayer)):
-            for block, norm in ((layer.self_attn, layer.attention_norm), (layer.mlp, layer.mlp_norm)):
+            for block, norm in ((layer.attention, layer.attention_norm), (layer.mlp, layer.mlp_norm)):
                 gate = block.activation if isinstance(block, GatedMLP) else None
                 for module in block.children():
                     if isinstance(module, ColumnParallelLinear | RowParallelLinear | Router):
@@ -144,7 +166,7 @@ class CausalLM(nn.Module):
             dtype=self.dtype,
             kv_dtype=kv_dtype,
             norm_dtype=self.model.norm.weight.dtype,
-            head_dims=frozenset(layer.attention.head_dim for layer in self.config.layers),
+            head_dims=frozenset(attention.head_dim for attention in self.config.attentions),
             products=frozenset(products),
             experts=frozenset(experts),
         )

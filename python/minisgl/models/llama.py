@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minisgl.kernel.base import Routing
-from minisgl.layers.layer_config import NO_ROPE, LayerConfig, MLPConfig, MoEConfig, NormNames, QKNorm, RopeConfig
+from minisgl.layers.layer_config import NO_ROPE, LayerConfig, MLPConfig, NormNames, QKNorm, RopeConfig
 from minisgl.models.config.common_fields import (
     MULTIMODAL_NAMES,
     nested_text,
     read_attention,
     read_context_len,
+    read_experts,
     read_layer_types,
     read_model,
     read_rope,
@@ -77,7 +77,6 @@ _GLM = {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128, "
 _SEED_OSS = {"attention_bias": True, "head_dim": 128}
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
 _QWEN_WINDOWS = {**_QWEN_WINDOW, "max_window_layers": 28}
-_EXPERTS = ("num_experts", "num_local_experts")  # one key under two names; transformers 5 writes the second
 
 VARIANTS: Mapping[str, Variant] = {
     "LlamaForCausalLM": Variant(mlp_bias="mlp_bias"),
@@ -149,7 +148,7 @@ def read_llama(architecture: str, reader: ConfigReader) -> ModelConfig:
         out_bias=_has_bias(reader, variant.out_bias),
     )
     dense = MLPConfig(reader.count("intermediate_size"), bias=_has_bias(reader, variant.mlp_bias))
-    experts = _read_experts(reader, num_layers) if variant.experts else {}
+    experts = read_experts(reader, num_layers) if variant.experts else {}
     windows = _read_windows(reader, variant, sliding, context_len)
     embedding_scale = residual_scale = logits_divisor = 1.0
     if variant.multipliers:
@@ -243,18 +242,3 @@ def _read_windows(
     if variant.windows == "all" and not all(sliding):
         raise UnsupportedModel("layer_types that differ are not supported for this architecture")
     return [window if slides else None for slides in sliding]
-
-
-def _read_experts(reader: ConfigReader, num_layers: int) -> dict[int, MoEConfig]:
-    """The sparse layers by index."""
-    key = next((key for key in _EXPERTS if reader.get(key) is not None), _EXPERTS[0])
-    num_experts, chosen = reader.count(key), reader.count("num_experts_per_tok")
-    if chosen > num_experts:
-        raise UnsupportedModel(f"num_experts_per_tok {chosen} is more than {key} {num_experts}")
-    dense = reader.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
-        raise UnsupportedModel(f"mlp_only_layers must be a list of layers, not {brief(dense)}")
-    step = reader.count("decoder_sparse_step", 1)
-    routing = Routing(chosen, renormalize=reader.flag("norm_topk_prob"))
-    experts = MoEConfig(num_experts, reader.count("moe_intermediate_size"), routing)
-    return {layer: experts for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0}

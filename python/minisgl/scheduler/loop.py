@@ -11,6 +11,7 @@ from them: no token has to be sent.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,6 +32,8 @@ from minisgl.models.config.model_config import ModelConfig
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.step_cost import StepCost
 from minisgl.structured_output.protocol import Grammars
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -259,9 +262,13 @@ def make_loop(
 
     `observer` learns which prefixes are cached.
     """
+    cache = config.cache
+    if model.is_hybrid and cache == "radix":
+        logger.info("no prefix is reused: recurrent layers would need their state behind it, which is not kept")
+        cache = "naive"
     scheduler = Scheduler(
         config,
-        cache=make_cache(config.cache, engine.page_size, observer),
+        cache=make_cache(cache, engine.page_size, observer),
         num_pages=engine.num_pages,
         num_slots=engine.num_slots,
         max_seq_len=engine.limits.max_seq_len,

@@ -7,11 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from minisgl.kernel.base import Routing
 from minisgl.layers.layer_config import (
     AttentionConfig,
     LayerConfig,
     LinearScaling,
     Llama3Scaling,
+    MoEConfig,
     NormConfig,
     ProportionalScaling,
     QueryScaling,
@@ -20,6 +22,8 @@ from minisgl.layers.layer_config import (
 )
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import CheckpointNames, ModelConfig, UnsupportedModel
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts")  # one key under two names; transformers 5 writes the second
 
 # Text model of a checkpoint that has a vision tower too, as transformers 5 and as transformers 4 name its tensors.
 MULTIMODAL_NAMES = CheckpointNames(
@@ -71,6 +75,21 @@ def read_layer_types(reader: ConfigReader, num_layers: int) -> list[bool] | None
     if len(types) != num_layers:
         raise UnsupportedModel(f"layer_types names {len(types)} layers, but num_hidden_layers is {num_layers}")
     return [kind == "sliding_attention" for kind in types]
+
+
+def read_experts(reader: ConfigReader, num_layers: int) -> dict[int, MoEConfig]:
+    """Read the sparse layers, by index, of Qwen's families."""
+    key = next((key for key in _EXPERT_COUNTS if reader.get(key) is not None), _EXPERT_COUNTS[0])
+    num_experts, chosen = reader.count(key), reader.count("num_experts_per_tok")
+    if chosen > num_experts:
+        raise UnsupportedModel(f"num_experts_per_tok {chosen} is more than {key} {num_experts}")
+    dense = reader.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise UnsupportedModel(f"mlp_only_layers must be a list of layers, not {brief(dense)}")
+    step = reader.count("decoder_sparse_step", 1)
+    routing = Routing(chosen, renormalize=reader.flag("norm_topk_prob"))
+    experts = MoEConfig(num_experts, reader.count("moe_intermediate_size"), routing)
+    return {layer: experts for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0}
 
 
 def read_model(architecture: str, reader: ConfigReader, layers: Sequence[LayerConfig], context_len: int) -> ModelConfig:

@@ -66,14 +66,24 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def attentions(self) -> tuple[AttentionConfig, ...]:
+        """Attention of the layers that have any: all but the recurrent ones of a hybrid model."""
+        return tuple(layer.attention for layer in self.layers if isinstance(layer.attention, AttentionConfig))
+
+    @property
     def attention(self) -> AttentionConfig:
-        """Attention of the first layer; those of some families differ in the number and size of their KV heads."""
-        return self.layers[0].attention
+        """Attention of the first such layer; those of some families differ in the number and size of KV heads."""
+        return self.attentions[0]
+
+    @property
+    def is_hybrid(self) -> bool:
+        """True if some layers are recurrent: they keep a state by slot, which no page of a prefix brings back."""
+        return len(self.attentions) < len(self.layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Sliding window by layer."""
-        return tuple(layer.attention.window for layer in self.layers)
+        """Sliding window of each layer that attends."""
+        return tuple(attention.window for attention in self.attentions)
 
     @property
     def experts_per_token(self) -> int:
@@ -87,10 +97,11 @@ class ModelConfig:
         """
         for layer in self.layers:
             expert = " of an expert" if isinstance(layer.mlp, MoEConfig) else ""
-            divided = {
-                "attention heads": layer.attention.num_heads,
-                f"intermediate size{expert}": layer.mlp.intermediate_size,
-            }
+            if isinstance(layer.attention, AttentionConfig):
+                divided = {"attention heads": layer.attention.num_heads}
+            else:
+                divided = {"key heads of linear attention": layer.attention.num_key_heads}
+            divided[f"intermediate size{expert}"] = layer.mlp.intermediate_size
             if isinstance(layer.mlp, MoEConfig):
                 divided["intermediate size of the shared experts"] = layer.mlp.shared_intermediate_size
             for what, count in divided.items():

@@ -1,0 +1,106 @@
+"""Rows of a step as recurrent layers take them: those of one token together, longer ones cut into chunks.
+
+A row of one token is one step of the recurrence. Longer rows are laid out in chunks of equal size, the last of a row
+padded, so that all chunks are computed in the same products. Chunks depend on each other only within a row: chunk i of
+every row comes before chunk i + 1 of any, and the longest rows come first, so that the rows which have a chunk i are
+always the first ones. Say rows of 5, 1 and 9 tokens come in chunks of 4: the second is a single step; chunk 0 holds 4
+tokens of the row of 9 and 4 of the row of 5, chunk 1 holds 4 and 1, and chunk 2 the last one of the row of 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+CHUNK = 64  # tokens: a chunk's products grow with its square, the number of dependent chunks falls
+_SMALLEST = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SingleRows:
+    """Rows of one token."""
+
+    slots: Tensor  # [R] int64
+    positions: Tensor  # [R] int64; a token at position 0 begins with a state of zeros
+    tokens: Tensor | None = None  # [R] int64: of the step's T tokens; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedRows:
+    """Rows of several tokens, R of them with n tokens in all, the longest first."""
+
+    slots: Tensor  # [R] int64
+    positions: Tensor  # [R] int64: of each row's first token; at 0 it begins with a state of zeros
+    tokens: Tensor  # [n] int64: of the step's T tokens, row after row
+    places: Tensor  # [n] int64: of each token in [chunks * size]
+    size: int  # tokens of a chunk
+    active: tuple[int, ...]  # rows that have a chunk 0, 1, ...: their sum is the number of chunks
+    extended: Tensor  # [n] int64: of each token among the rows' tokens with `history` inputs in front of each row
+    before: Tensor  # [R, history] int64: of these inputs there
+    last: Tensor  # [R, history] int64: of the inputs that the next step finds in front
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentRows:
+    """All rows of a step."""
+
+    single: SingleRows | None
+    chunked: ChunkedRows | None = None
+
+
+def recurrent_rows(
+    query_lens: NDArray[np.int32],
+    slots: Tensor,
+    positions: Tensor,
+    history: int,
+    upload: Callable[[NDArray[np.int64]], Tensor],
+) -> RecurrentRows:
+    """Return the layout of rows of `query_lens` [rows] tokens in `slots` [rows] int64, at positions [T] int64.
+
+    `history`: inputs in front of a token that a convolution reads. `upload` copies to the device.
+    """
+    if int(query_lens.max()) == 1:
+        return RecurrentRows(SingleRows(slots, positions))
+    starts = np.cumsum(query_lens, dtype=np.int64) - query_lens
+    alone, long = np.flatnonzero(query_lens == 1), np.flatnonzero(query_lens > 1)
+    long = long[np.argsort(-query_lens[long], kind="stable")]
+    lengths = query_lens[long].astype(np.int64)
+    size = min(CHUNK, max(_SMALLEST, 1 << int(lengths[0] - 1).bit_length()))
+    active = [int((lengths > first).sum()) for first in range(0, int(lengths[0]), size)]
+    ends = np.cumsum(lengths)
+    row = np.repeat(np.arange(len(long)), lengths)
+    within = np.arange(ends[-1]) - (ends - lengths)[row]  # place of each token in its row
+    first_chunks = np.cumsum(active) - active
+    inputs, shift = np.arange(history), history * np.arange(len(long))
+    host = [
+        alone,
+        starts[alone],
+        long,
+        starts[long],
+        starts[long][row] + within,
+        (first_chunks[within // size] + row) * size + within % size,
+        np.arange(ends[-1]) + history + shift[row],
+        ((ends - lengths + shift)[:, None] + inputs).ravel(),
+        ((ends + shift)[:, None] + inputs).ravel(),
+    ]
+    packed = upload(np.concatenate(host).astype(np.int64, copy=False))
+    on_device = torch.split(packed, [len(array) for array in host])
+    alone_rows, alone_tokens, long_rows, begins, tokens, places, extended, before, last = on_device
+    chunked = ChunkedRows(
+        slots=slots[long_rows],
+        positions=positions[begins],
+        tokens=tokens,
+        places=places,
+        size=size,
+        active=tuple(active),
+        extended=extended,
+        before=before.view(-1, history),
+        last=last.view(-1, history),
+    )
+    single = SingleRows(slots[alone_rows], positions[alone_tokens], alone_tokens) if len(alone) else None
+    return RecurrentRows(single, chunked)
