@@ -154,10 +154,9 @@ def examine(device: torch.device) -> Iterator[Finding]:
         yield _tried("operations of the CPU", lambda: _run_ops(device, dtype))
         yield _tried("products of few rows with int4 weights", lambda: _run_int4(device, dtype))
     yield _tried("attention: torch", lambda: _run_attention("torch", shape, device))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    available = torch.distributed.is_available() and (
-        torch.distributed.is_nccl_available() if backend == "nccl" else torch.distributed.is_gloo_available()
-    )
+    backend, available = "shared memory", torch.distributed.is_available()
+    if device.type == "cuda":
+        backend, available = "nccl", available and torch.distributed.is_nccl_available()
     yield Finding("weights of 8 and 4 bits", State.WORKS, _quantized(device))
     yield Finding(f"several ranks: {backend}", State.WORKS if available else State.ABSENT)
 

@@ -163,7 +163,7 @@ def test_ranks_choose_the_same_token(cases: Cases) -> None:
 
 
 def fewer(expected: list[Expected]) -> list[Expected]:
-    """Half of the prompts and answers: over gloo one sum of ranks takes as long as a step of these models."""
+    """Half of the prompts and answers: ranks that share few cores wait for one another in every layer."""
     return [replace(one, tokens=one.tokens[: len(one.tokens) // 2]) for one in expected[::2]]
 
 

@@ -218,7 +218,7 @@ def test_a_rank_that_dies_ends_the_call_that_needs_it() -> None:
 
 
 def test_a_rank_that_is_stopped_ends_the_call_that_needs_it() -> None:
-    """Gloo alone would wait for 300 seconds, and so beyond this test's limit."""
+    """A collective alone would wait for 300 seconds, and so beyond this test's limit."""
     with LLM("demo", max_running_req=2, tp_size=2, hang_timeout=3.0) as llm:
         llm.generate("abc", SamplingParams(max_tokens=2))
         (child,) = llm._ranks._children

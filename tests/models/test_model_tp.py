@@ -1,4 +1,4 @@
-"""Tensor parallelism over gloo: the logits of one rank, on every rank, each reading only its share."""
+"""Tensor parallelism on the CPU: the logits of one rank, on every rank, each reading only its share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from minisgl.distributed import ProcessGroupTP, SingleRank, TPGroup
+from minisgl.distributed import SingleRank, TPGroup
+from minisgl.distributed.shared_memory import SharedMemoryTP
 from minisgl.models.checkpoint import StoredTensor
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel
@@ -56,11 +56,12 @@ def logits_of(folder: Path, tp: TPGroup) -> torch.Tensor:
 def run_rank(rank: int, rendezvous: str, folders: dict[str, Path], out: Path) -> None:
     """Four ranks, then fewer of the same processes: starting one costs more than all it does."""
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    four = ProcessGroupTP.connect(rank=rank, size=4, init_method=rendezvous, device=device, timeout_s=60)
-    smaller = {size: dist.new_group(list(range(size))) for size in (3, 2)}
-    groups: dict[int, TPGroup] = {4: four}
-    groups |= {size: ProcessGroupTP(group) for size, group in smaller.items() if rank < size}
+    groups = {
+        size: SharedMemoryTP.connect(rank=rank, size=size, init_method=f"{rendezvous}-{size}", timeout_s=60)
+        for size in (4, 3, 2)
+        if rank < size
+    }
+    four = groups[4]
     results: dict[str, Any] = {
         f"{kind} {size}": logits_of(folders[kind], tp)
         for size, tp in groups.items()
@@ -70,8 +71,14 @@ def run_rank(rank: int, rendezvous: str, folders: dict[str, Path], out: Path) ->
     half = torch.full((2, 3), float(rank + 1), dtype=torch.bfloat16)
     results["sum"] = four.all_reduce(half.clone())
     results["gathered"] = four.all_gather(half)
+    generator = torch.Generator().manual_seed(rank)
+    long = torch.randn(3, 200_001, generator=generator)  # pieces of shared memory, the last of them not full
+    results["long sum"] = four.all_reduce(long.clone(), torch.ones_like(long))
+    results["long gathered"] = four.all_gather(long)
+    results["smallest"] = four.smallest(10 - rank)
     torch.save(results, out / f"{rank}.pt")
-    four.close()
+    for group in groups.values():
+        group.close()
 
 
 def test_logits_do_not_depend_on_the_number_of_ranks(saved: Callable[[str], tuple[Any, Path]], tmp_path: Path) -> None:
@@ -105,9 +112,13 @@ def test_logits_do_not_depend_on_the_number_of_ranks(saved: Callable[[str], tupl
             assert (logits - want[kind]).abs().max() < 1e-4 * want[kind].abs().max()
             for other in results[1:size]:
                 assert torch.equal(other[f"{kind} {size}"], logits)
+    parts = [torch.randn(3, 200_001, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
     for result in results:
         assert torch.equal(result["sum"], torch.full((2, 3), 10.0, dtype=torch.bfloat16))
         assert result["gathered"].tolist() == [[1.0] * 3 + [2.0] * 3 + [3.0] * 3 + [4.0] * 3] * 2
+        assert torch.equal(result["long sum"], sum(parts) + 1)
+        assert torch.equal(result["long gathered"], torch.cat(parts, dim=1))
+        assert result["smallest"] == 7
 
 
 class Rank:

@@ -302,7 +302,7 @@ def test_a_dead_worker_ends_the_server_with_an_error_to_every_request(worker: st
 
 
 def test_a_stopped_rank_ends_the_server_with_an_error_to_every_request(folder: Path) -> None:
-    """Gloo alone would wait for 300 seconds. A server that waits for requests is not taken for a hanging one."""
+    """A collective would wait for 300 seconds. A server that waits for requests is not taken for a hanging one."""
     with Server("--model", str(folder), "--tp", "2", "--hang-timeout", "3") as server:
         time.sleep(4.0)
         errors = _open_request(server)

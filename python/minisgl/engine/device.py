@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.distributed import ProcessGroupTP, SingleRank, TPGroup
+from minisgl.distributed import SingleRank, TPGroup
+from minisgl.distributed.nccl import NcclTP
+from minisgl.distributed.shared_memory import SharedMemoryTP
 from minisgl.message.socket import Addresses
 from minisgl.process.machine import PRIMITIVE_CACHES
 
@@ -44,12 +46,11 @@ def join_ranks(
     """Return this rank's tensor-parallel group, once all ranks are there; `check` may end the wait by raising."""
     if config.tp_size == 1:
         return SingleRank()
-    device = resolve_device(config, rank)
+    device, meeting = resolve_device(config, rank), addresses.rendezvous
     if device.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tp_size))
-    return ProcessGroupTP.connect(
-        rank=rank, size=config.tp_size, init_method=addresses.rendezvous, device=device, check=check
-    )
+        return SharedMemoryTP.connect(rank=rank, size=config.tp_size, init_method=meeting, check=check)
+    return NcclTP.connect(rank=rank, size=config.tp_size, init_method=meeting, device=device, check=check)
 
 
 def bound_primitive_caches() -> None:

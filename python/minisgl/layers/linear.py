@@ -115,9 +115,10 @@ class RowParallelLinear(Linear):
         """The product, plus `residual` [T, out_features], which may be overwritten."""
         if self.tp.size == 1:
             return self.product.linear(x, self.bias, residual)
-        y = self.tp.all_reduce(self.product.linear(x))
-        if self.bias is not None:
-            y.add_(self.bias)
+        y = self.product.linear(x)
+        if self.bias is None:
+            return self.tp.all_reduce(y, residual)
+        y = self.tp.all_reduce(y).add_(self.bias)
         return y if residual is None else y.add_(residual)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
