@@ -33,9 +33,8 @@ KINDS = (
     "gemma4",
     "qwen3-next",
     "qwen3.5",
-    "qwen3.5-moe",
 )
-HYBRID_KINDS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")  # whose prefixes are not reused
+HYBRID_KINDS = ("qwen3-next", "qwen3.5")  # whose prefixes are not reused
 NEW_TOKENS = 24
 
 

@@ -84,13 +84,17 @@ def step(projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, r
     window = torch.cat((inputs[rows.slots].masked_fill(fresh, 0), parts.qkv.unsqueeze(1)), dim=1)
     inputs.index_copy_(0, rows.slots, window[:, 1:])
     q, k, v = _split_heads(F.silu((window.float() * heads.conv).sum(1)), heads)
-    state = _states(memory, rows.slots, fresh, heads) * parts.decay.exp()[..., None, None]
-    k, q = (x[:, :, None, None] for x in (k, q))
-    correction = (v - torch.matmul(k, state).squeeze(-2)) * parts.beta.unsqueeze(-1)
-    state += k.transpose(-1, -2) * correction.unsqueeze(-2)
+    # q' S is read with k' S, before S becomes decay S + k correction': the memories are passed over once less.
+    state = _states(memory, rows.slots, fresh, heads)
+    group, flat = state.shape[2], state.flatten(0, 2)  # [R * value_heads, key_dim, value_dim]
+    both = torch.stack((k, q), dim=-2).repeat_interleave(group, dim=1).flatten(0, 1)
+    decay = parts.decay.exp().view(-1, 1, 1)
+    read = torch.bmm(both, flat).mul_(decay)  # [R * value_heads, 2, value_dim]
+    correction = (v.flatten(0, 2) - read[:, 0]).mul_(parts.beta.reshape(-1, 1)).unsqueeze(1)
+    attended = torch.baddbmm(read[:, 1:], (k * q).sum(-1).repeat_interleave(group, dim=1).view(-1, 1, 1), correction)
+    flat.mul_(decay).baddbmm_(both[:, :1].transpose(1, 2), correction)
     memory.index_copy_(0, rows.slots, state.flatten(1, 2))
-    attended = torch.matmul(q, state).squeeze(-2)
-    return _finish(attended.flatten(1, 2), parts.z, heads)
+    return _finish(attended.view(parts.z.shape), parts.z, heads)
 
 
 def chunks(projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: ChunkedRows) -> Tensor:
