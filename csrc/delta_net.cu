@@ -65,10 +65,10 @@ __device__ __forceinline__ float sum_of_warps(const float (*part)[VALUE_DIM], in
   return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    delta_step(const T* projected, const float* mixed, float* memory, const float* a_log, const float* dt_bias,
-               const T* norm_weight, const long long* slots, const long long* positions, T* out, int key_heads,
-               int value_heads, int width, float eps) {
+extern "C" __global__ void __launch_bounds__(THREADS) delta_step(
+    const T* projected, const float* mixed, float* memory, const float* a_log, const float* dt_bias,
+    const T* norm_weight, const long long* slots, const long long* positions, T* out, int key_heads, int value_heads,
+    int width, float eps) {
   __shared__ alignas(16) float part[WARPS][VALUE_DIM], q[KEY_DIM], k[KEY_DIM], correction[VALUE_DIM];
   __shared__ float scratch[32];
   int head = blockIdx.x, row = blockIdx.y, thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;

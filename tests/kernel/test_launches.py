@@ -19,13 +19,16 @@ from minisgl.core import SamplingFlags
 from minisgl.engine.queue import token_copier
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Heads, KernelNeeds, Norm, Product, Routing
+from minisgl.kernel.recurrent_rows import SingleRows
 from minisgl.kernel.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
+from support.delta_net import make_layer, projection
 
 CSRC = Path(minisgl.__file__).parent / "csrc"
 CPU = torch.device("cpu")
 WRAPPERS = (
     "minisgl.attention.fused",
     "minisgl.engine.cuda_sampler",
+    "minisgl.kernel.cuda_delta",
     "minisgl.kernel.cuda_moe",
     "minisgl.kernel.cuda_ops",
     "minisgl.kernel.skinny_gemm",
@@ -180,6 +183,7 @@ def test_every_wrapper_passes_what_its_kernels_declare(launched: list[str]) -> N
     run_ops(half, half)
     run_ops(torch.float16, fp8)
     run_moe(half)
+    run_delta_net(half)
     run_attention(half, fp8)
     run_sampling(half)
     assert set(launched) == declared()
@@ -220,6 +224,17 @@ def run_moe(dtype: torch.dtype) -> None:
     for tokens in (4, 100, 200):  # routed in the products, by one block, by many
         x, scores = torch.zeros(tokens, 64, dtype=dtype), torch.zeros(tokens, 8, dtype=dtype)
         CudaOps(CPU).moe(x, scores, w13, w2, Routing(2, renormalize=True))
+
+
+def run_delta_net(dtype: torch.dtype) -> None:
+    from minisgl.kernel.compile import Compiler
+    from minisgl.kernel.cuda_delta import CudaDelta
+
+    layer = make_layer(2, 4, 128, 128, slots=3, dtype=dtype, device="cpu")
+    projected, step = projection(layer.heads, 2, dtype, "cpu"), CudaDelta(Compiler(CPU))
+    assert step.supports(projected, layer.heads, layer.inputs)
+    rows = SingleRows(torch.tensor([2, 0]), torch.tensor([0, 7]))
+    assert step(projected, layer.heads, layer.inputs, layer.memory, rows).shape == (2, 4 * 128)
 
 
 def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:

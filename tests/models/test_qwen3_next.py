@@ -111,7 +111,7 @@ def test_a_state_of_qwen3_next_is_some_75_mb_and_divides_by_rank() -> None:
         ]
         total = sum(store.entry_bytes for spec in specs for store in spec.stores)
         assert total == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) // size
-    with pytest.raises(UnsupportedModel, match=r"over 32 ranks does not divide the model's key heads of linear attention \(16\)"):
+    with pytest.raises(UnsupportedModel, match=r"over 32 ranks does not divide .*key heads of linear attention \(16\)"):
         parse_config(QWEN3_NEXT_80B).check_tp(32)
 
 
