@@ -32,9 +32,7 @@ KINDS = (
     "gpt-oss",
     "gemma4",
     "qwen3-next",
-    "qwen3.5",
 )
-HYBRID_KINDS = ("qwen3-next", "qwen3.5")  # whose prefixes are not reused
 NEW_TOKENS = 24
 
 
@@ -50,8 +48,8 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> N
     ) as llm:
         first, again = (llm.generate(prompts, params) for _ in range(2))
         assert llm.retractions >= 3
-        if kind not in HYBRID_KINDS:
-            assert sum(answer["cached_tokens"] for answer in again) > 0
+        reuses = kind != "qwen3-next"  # whose recurrent layers would need their state behind a prefix
+        assert (sum(answer["cached_tokens"] for answer in again) > 0) == reuses
         llm.check_idle()
     for prompt, one, other in zip(prompts, first, again, strict=True):
         oracle.check_greedy(prompt, one["token_ids"])
