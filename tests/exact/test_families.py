@@ -30,6 +30,8 @@ KINDS = (
     "ernie",
     "glm4-moe",
     "gpt-oss",
+    "deepseek-v2",
+    "deepseek-v3",
     "gemma4",
     "qwen3-next",
 )

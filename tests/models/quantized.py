@@ -212,7 +212,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
 def quantized_modules(config: dict[str, Any], names: list[str]) -> list[str]:
     """Modules to quantize of a tiny model: the layers' matrices, but none that the config leaves out."""
     ignored = ("down_proj",) if "config_groups" in config else ()
-    modules = [name.removesuffix(".weight") for name in names if name.endswith("_proj.weight")]
+    modules = [name.removesuffix(".weight") for name in names if name.endswith(("_proj.weight", "_with_mqa.weight"))]
     return [module for module in modules if not module.endswith(ignored or ("-",))]
 
 

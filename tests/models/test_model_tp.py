@@ -34,6 +34,8 @@ KINDS = (
     "glm4",
     "glm4-moe",
     "gpt-oss",
+    "deepseek-v2",
+    "deepseek-v3",
     "gemma4",
     "qwen3-next",
     "qwen3.5-moe",

@@ -127,6 +127,35 @@ QWEN_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 36,
 }
+DEEPSEEK: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+DEEPSEEK_V2 = {
+    **DEEPSEEK,
+    "q_lora_rank": None,
+    "n_shared_experts": 2,
+    "topk_method": "group_limited_greedy",
+    "n_group": 4,
+    "topk_group": 2,
+}
+DEEPSEEK_V3 = {
+    **DEEPSEEK,
+    "q_lora_rank": 40,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_parameters": {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 1.2},
+}
+GLM4_MOE_LITE = {**DEEPSEEK, "q_lora_rank": 40, "n_group": 1, "topk_group": 1, "head_dim": 16, "pad_token_id": 0}
 # kind -> transformers' name of the family, and what its config has beside the shape
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -162,6 +191,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie": ("Ernie4_5", {"use_bias": True}),
     "glm4-moe": ("Glm4Moe", GLM4_MOE),
     "gpt-oss": ("GptOss", GPT_OSS),
+    "deepseek-v2": ("DeepseekV2", DEEPSEEK_V2),
+    "deepseek-v3": ("DeepseekV3", DEEPSEEK_V3),
+    "glm4-moe-lite": ("Glm4MoeLite", GLM4_MOE_LITE),
     "gemma4": ("Gemma4", GEMMA4),
     "qwen3-next": ("Qwen3Next", {**HYBRID, **QWEN_EXPERTS, "mlp_only_layers": [1]}),
     "qwen3.5": ("Qwen3_5", HYBRID),

@@ -206,6 +206,8 @@ def _unsupported(spec: AttentionSpec, head_dims: range | tuple[int, ...]) -> str
         return f"it has no kernels for heads of {spec.head_dim}"
     if spec.has_sinks:
         return "it has no attention sinks here"
+    if spec.latent_dim is not None:
+        return "it has no latent attention here"
     return None
 
 

@@ -18,8 +18,7 @@ from minisgl.layers.layer_config import AttentionConfig, DeltaNetConfig
 class AttentionSpec:
     """Attention of one layer as one rank computes it, and the pages that it reads.
 
-    Backends are chosen by it. A cap on scores and a size of value heads become fields here with the first model that
-    has them.
+    Backends are chosen by it. A cap on scores becomes a field here with the first model that has one.
     """
 
     num_heads: int
@@ -32,6 +31,7 @@ class AttentionSpec:
     norm_dtype: torch.dtype | None = None  # of the weights of norms of q and k, if there are any; None: dtype
     scale: float | None = None  # factor of q @ k; None: head_dim ** -0.5
     has_sinks: bool = False  # each head's softmax has one more score, which `AttentionPlan.forward` is given
+    latent_dim: int | None = None  # the first dimensions of a key are its value (MLA); None: V is stored beside K
 
     @classmethod
     def of(
@@ -56,6 +56,7 @@ class AttentionSpec:
             norm_dtype=norm_dtype,
             scale=config.scale,
             has_sinks=config.has_sinks,
+            latent_dim=None if config.latent is None else config.latent.kv_rank,
         )
 
     @property
@@ -73,9 +74,10 @@ class AttentionSpec:
         """Element type of the pool."""
         return torch.float8_e4m3fn if self.fp8_kv else self.dtype
 
-    def kv_stores(self, dtype: torch.dtype | None = None) -> tuple[Store, Store]:
-        """Return what the layer keeps of a token, in `kv_dtype` or another: K and V."""
-        return paged_kv(self.num_kv_heads, self.head_dim, dtype or self.kv_dtype)
+    def kv_stores(self, dtype: torch.dtype | None = None) -> tuple[Store, ...]:
+        """Return what the layer keeps of a token, in `kv_dtype` or another: K and V, or K alone if V is part of it."""
+        stores = paged_kv(self.num_kv_heads, self.head_dim, dtype or self.kv_dtype)
+        return stores if self.latent_dim is None else stores[:1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class AttentionPlan(Protocol):
     """One step's attention in the layers of one spec, made by their backend's `plan`."""
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:
-        """Attend with q [T, heads, head_dim] to the layer's pages and return [T, heads, head_dim].
+        """Attend with q [T, heads, head_dim] to the layer's pages; return [T, heads, head_dim, or latent_dim].
 
         A query at position i attends to the positions j <= i, of them to j > i - window where the spec has a window.
         `sinks` [heads], where the spec has them: a score beside those of the positions, whose value is 0. K and V of

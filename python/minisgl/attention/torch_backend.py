@@ -45,7 +45,7 @@ class PaddedDecode:
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
         k = _gather(keys, self.pages).to(q.dtype).transpose(1, 2)
-        v = _gather(values, self.pages).to(q.dtype).transpose(1, 2)
+        v = k if values is keys else _gather(values, self.pages).to(q.dtype).transpose(1, 2)
         # The query heads that share a KV head stand as so many queries of it: nothing is repeated.
         grouped = q.reshape(q.shape[0], keys.shape[2], -1, q.shape[2])
         if sinks is not None:
@@ -65,22 +65,25 @@ class PrefillRow:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """Implements attention.base.AttentionPlan."""
+    """Implements attention.base.AttentionPlan. Latent attention takes whole keys for values and cuts the result."""
 
     decodes: Sequence[Decode]
     prefills: Sequence[PrefillRow]
-    scale: float
+    spec: AttentionSpec
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:
-        keys, values = kv.keys(layer), kv.values(layer)
+        return self._attend(q, kv.keys(layer), kv.values(layer), sinks)[..., : self.spec.latent_dim]
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+        scale = self.spec.softmax_scale
         if len(self.decodes) == 1 and self.decodes[0].tokens is None:
-            return self.decodes[0].attend(q, keys, values, self.scale, sinks)
+            return self.decodes[0].attend(q, keys, values, scale, sinks)
         out = torch.empty_like(q)
         for decode in self.decodes:
             assert decode.tokens is not None
-            out[decode.tokens] = decode.attend(q[decode.tokens], keys, values, self.scale, sinks)
+            out[decode.tokens] = decode.attend(q[decode.tokens], keys, values, scale, sinks)
         for row in self.prefills:
-            out[row.tokens] = _attend(q[row.tokens], keys, values, row, self.scale, sinks)
+            out[row.tokens] = _attend(q[row.tokens], keys, values, row, scale, sinks)
         return out
 
 
@@ -107,7 +110,7 @@ class TorchAttention:
         return TorchPlan(
             decodes=self._decodes(inputs, first, decode, window),
             prefills=[part for row in prefill for part in self._prefill(inputs, int(first[row]), int(row), window)],
-            scale=self.spec.softmax_scale,
+            spec=self.spec,
         )
 
     def graphed_decode(self, rows: int) -> None:  # noqa: ARG002
@@ -201,7 +204,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: flo
     if sinks is not None:
         return _attend_row_with_sinks(q, keys, values, row, scale, sinks)
     k = _gather(keys, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
-    v = _gather(values, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
+    v = k if values is keys else _gather(values, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
     y = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k,

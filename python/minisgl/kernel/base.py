@@ -31,7 +31,7 @@ class Routing:
     """Choice of a token's experts: the `top_k` with the largest scores, which are their weights too.
 
     With `groups` (DeepSeek V3) the experts stand in so many equal groups, and only those of the `top_groups` compete
-    whose two best scores have the largest sums.
+    whose best `group_scores` scores have the largest sums.
     """
 
     top_k: int
@@ -39,6 +39,7 @@ class Routing:
     score: Literal["softmax", "sigmoid"] = "softmax"  # of a router's logits
     groups: int = 1
     top_groups: int = 1
+    group_scores: int = 2  # of each group, that are added: 2 in DeepSeek V3, 1 in V2
     scale: float = 1.0  # factor of the weights
 
     @property
@@ -238,6 +239,25 @@ class Ops(Protocol):
 
         Updates the rows' `inputs` [slots, conv_size - 1, channels] and `memory` [slots, value_heads, key_dim,
         value_dim] float32. Slots may repeat only as scratch.
+        """
+        ...
+
+    def norm_rope_store_latent(
+        self,
+        q_rope: Tensor,
+        row: Tensor,
+        norm: Norm,
+        cos_sin: Tensor,
+        positions: Tensor,
+        out_cache_loc: Tensor,
+        cache: Tensor,
+        query: Tensor,
+    ) -> None:
+        """Finish the queries and the cache's rows of latent attention, whose latents have `rank` = len(norm.weight).
+
+        Row [T, rank + rope_dim] is written to the rows `out_cache_loc` of the cache [pages, page_size, 1, rank +
+        rope_dim], in its dtype or float8_e4m3fn: its first part normed, its second rotated by cos_sin [max_positions,
+        rope_dim]. q_rope [T, heads, rope_dim] is rotated into the end of query [T, heads, rank + rope_dim].
         """
         ...
 

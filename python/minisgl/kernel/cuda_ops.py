@@ -170,6 +170,19 @@ class CudaOps:
         )
         return q
 
+    def norm_rope_store_latent(
+        self,
+        q_rope: Tensor,
+        row: Tensor,
+        norm: Norm,
+        cos_sin: Tensor,
+        positions: Tensor,
+        out_cache_loc: Tensor,
+        cache: Tensor,
+        query: Tensor,
+    ) -> None:
+        self._torch.norm_rope_store_latent(q_rope, row, norm, cos_sin, positions, out_cache_loc, cache, query)
+
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         size = weight.shape[1]
         if not _vectorizes(weight, size) or not len(ids):

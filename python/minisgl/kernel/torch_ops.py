@@ -110,6 +110,23 @@ class TorchOps:
     ) -> Tensor:
         return delta_rule.step(projected, heads, inputs, memory, rows)
 
+    def norm_rope_store_latent(
+        self,
+        q_rope: Tensor,
+        row: Tensor,
+        norm: Norm,
+        cos_sin: Tensor,
+        positions: Tensor,
+        out_cache_loc: Tensor,
+        cache: Tensor,
+        query: Tensor,
+    ) -> None:
+        latent, key = row.unsqueeze(1).tensor_split([len(norm.weight)], dim=-1)
+        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+        stored = torch.cat((self.rms_norm(latent, norm), _rotate(key, cos, sin)), dim=-1)
+        store(cache.flatten(0, 1), out_cache_loc, stored)
+        query[..., len(norm.weight) :] = _rotate(q_rope, cos, sin)
+
     def moe(
         self,
         x: Tensor,
@@ -166,7 +183,7 @@ def route(router_logits: Tensor, routing: Routing, bias: Tensor | None = None) -
     choice = scores if bias is None else scores + bias
     if routing.groups > 1:
         grouped = choice.view(len(choice), routing.groups, -1)
-        best = grouped.topk(2).values.sum(-1).topk(routing.top_groups).indices
+        best = grouped.topk(routing.group_scores).values.sum(-1).topk(routing.top_groups).indices
         competes = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, value=True)
         choice = grouped.masked_fill(~competes.unsqueeze(-1), -torch.inf).flatten(-2)
     experts = choice.topk(routing.top_k).indices

@@ -15,6 +15,8 @@ from minisgl.kvcache.layout import KVLayout, Store
 class KVPool:
     """K and V of every layer as [pages, page_size, kv_heads, head_dim], and the states of recurrent layers by slot.
 
+    Where V is the beginning of K, as in latent attention, there is K alone.
+
     One page more than `num_pages` is allocated: the last is a scratch page that nobody owns. Padding rows of a
     captured graph write there, and to the state of the scratch slot, the last of `num_slots` + 1.
     """
@@ -37,7 +39,8 @@ class KVPool:
         return self._layers[layer][0]
 
     def values(self, layer: int) -> Tensor:
-        return self._layers[layer][1]
+        """V, or K where the layer's V is its beginning."""
+        return self._layers[layer][-1]
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         """Return what a recurrent layer keeps: of each of its stores [slots + 1, *shape]."""

@@ -79,8 +79,23 @@ NO_ROPE = RopeConfig(theta=1.0, partial_factor=0.0)  # positions are known by th
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek V2, 2024), whose cache has one row a token for all heads.
+
+    The row is a latent, of which each head makes a key and a value by its own matrices, and a rotated part that ends
+    the key of every head.
+    """
+
+    kv_rank: int  # size of the latent
+    nope_dim: int  # of a head's query and key: dimensions without a rope
+    rope_dim: int  # of a head's query and key: dimensions with one
+    value_dim: int  # of a head's value
+    q_rank: int | None  # size between the two matrices that make the queries; None: one matrix makes them
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Grouped-query attention of one layer."""
+    """Grouped-query attention of one layer; a latent one has a single KV head of `latent.kv_rank + latent.rope_dim`."""
 
     num_heads: int
     num_kv_heads: int
@@ -95,6 +110,12 @@ class AttentionConfig:
     k_is_v: bool = False  # v is the product of k's matrix, before its norm and rotation (Gemma 4)
     has_sinks: bool = False  # a learned score of each head beside those of the positions, whose value is 0
     output_gate: bool = False  # each head's output times the sigmoid of a gate, which stands in q_proj behind its query
+    latent: LatentConfig | None = None
+
+    @property
+    def rope_head_dim(self) -> int:
+        """Dimensions of a head that its rope is for, if not all of them are rotated: see RopeConfig.rotary_dim."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def heads_per_rank(self, tp_size: int) -> int:
         """Query heads of each tensor-parallel rank."""

@@ -14,6 +14,7 @@ from minisgl.kernel.base import KernelNeeds, Ops, Product
 from minisgl.layers.attention import Attention
 from minisgl.layers.delta_net import GatedDeltaNet
 from minisgl.layers.embedding import LMHead, VocabEmbedding
+from minisgl.layers.latent_attention import LatentAttention
 from minisgl.layers.layer_config import AttentionConfig, MoEConfig, RopeConfig
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl.layers.mlp import GatedMLP, Router, SparseMLP
@@ -60,11 +61,12 @@ class DecoderLayer(nn.Module):
 
         self.attention_norm = norm(layer.norms.attention)
         # Named as in the checkpoints.
-        self.self_attn: Attention | None = None
+        self.self_attn: Attention | LatentAttention | None = None
         self.linear_attn: GatedDeltaNet | None = None
         if isinstance(layer.attention, AttentionConfig):
-            rotary = rotaries[layer.attention.head_dim, layer.attention.rope]
-            self.self_attn = Attention(layer.attention, index, hidden_size, rotary, config.norm, tp=tp, dtype=dtype)
+            kind = Attention if layer.attention.latent is None else LatentAttention
+            rotary = rotaries[layer.attention.rope_head_dim, layer.attention.rope]
+            self.self_attn = kind(layer.attention, index, hidden_size, rotary, config.norm, tp=tp, dtype=dtype)
         else:
             self.linear_attn = GatedDeltaNet(layer.attention, index, hidden_size, config.norm, tp=tp, dtype=dtype)
         self.attention_post_norm = norm(layer.norms.attention_post)
@@ -79,7 +81,7 @@ class DecoderLayer(nn.Module):
         self.layer_scalar = LayerScalar(dtype=dtype) if layer.has_scalar else None
 
     @property
-    def attention(self) -> Attention | GatedDeltaNet:
+    def attention(self) -> Attention | LatentAttention | GatedDeltaNet:
         """The block in which tokens meet."""
         return self.self_attn or cast(GatedDeltaNet, self.linear_attn)
 
@@ -112,7 +114,7 @@ class Decoder(nn.Module):
         size = config.hidden_size
         self.embedding_scale = config.embedding_scale
         self.embed_tokens = VocabEmbedding(config.vocab_size, size, tp=tp, dtype=dtype)
-        kinds = dict.fromkeys((attention.head_dim, attention.rope) for attention in config.attentions)
+        kinds = dict.fromkeys((attention.rope_head_dim, attention.rope) for attention in config.attentions)
         rotaries = {kind: Rotary(kind[0], config.max_position_embeddings, kind[1]) for kind in kinds}
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, rotaries, tp=tp, dtype=dtype) for index in range(config.num_layers)
@@ -166,7 +168,7 @@ class CausalLM(nn.Module):
             dtype=self.dtype,
             kv_dtype=kv_dtype,
             norm_dtype=self.model.norm.weight.dtype,
-            head_dims=frozenset(attention.head_dim for attention in self.config.attentions),
+            head_dims=frozenset(one.head_dim for one in self.config.attentions if one.latent is None),
             products=frozenset(products),
             experts=frozenset(experts),
         )

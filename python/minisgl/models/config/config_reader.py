@@ -47,6 +47,10 @@ _NEUTRAL: Mapping[str, Any] = {
     "enable_moe_block": False,
     "use_double_wide_mlp": False,
     "attention_k_eq_v": False,
+    "q_lora_rank": None,
+    "kv_lora_rank": None,
+    "moe_layer_freq": 1,
+    "index_topk": None,
 }
 
 # Far above any model, and little enough for what is made by layer, expert or head before a weight is looked for.
@@ -54,6 +58,7 @@ MAX_COUNT = 2**30
 MOST = {"num_hidden_layers": 1024, "num_attention_heads": 65_536, "num_key_value_heads": 65_536, "head_dim": 65_536}
 _EXPERTS = "num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts"
 MOST |= dict.fromkeys((*_EXPERTS, "n_group", "topk_group"), 65_536)
+MOST |= dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 65_536)
 MOST |= dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"), 2**24)
 MOST |= dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 2**24)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from minisgl.models import gemma3, gemma4, glm4_moe, gpt_oss, llama, qwen3_next
+from minisgl.models import deepseek, gemma3, gemma4, glm4_moe, gpt_oss, llama, qwen3_next
 from minisgl.models.config.checkpoint_metadata import checkpoint_dtype, tokenizer_eos
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
@@ -26,6 +26,7 @@ FAMILIES: Mapping[str, Callable[[str, ConfigReader], ModelConfig]] = {
     **dict.fromkeys(gpt_oss.ARCHITECTURES, gpt_oss.read_gpt_oss),
     **dict.fromkeys(qwen3_next.ARCHITECTURES, qwen3_next.read_qwen3_next),
     **dict.fromkeys(glm4_moe.ARCHITECTURES, glm4_moe.read_glm4_moe),
+    **dict.fromkeys(deepseek.ARCHITECTURES, deepseek.read_deepseek),
 }
 
 
