@@ -1,10 +1,11 @@
-"""langchain-openai against the server at MINISGL_URL: chat, streams, tools, structured output, completions."""
+"""langchain-openai and langchain-anthropic: chats, streams, tools, structured output, completions."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 
+from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
@@ -59,7 +60,10 @@ def main() -> None:
     plain = OpenAI(model="demo", base_url=URL, temperature=0, max_tokens=8)
     assert plain.invoke("Once upon")
     assert "".join(plain.stream("Once upon")) == plain.invoke("Once upon")
-    print(f"langchain-openai: fine; it said {whole.content!r}")
+    claude = ChatAnthropic(model="demo", max_tokens=64, temperature=0)
+    assert claude.invoke(messages).content == whole.content
+    assert "".join(chunk.text for chunk in claude.stream(messages)) == whole.content
+    print("chat, stream, batch, log-probabilities, a tool, typed answers, completions; ChatAnthropic")
 
 
 main()

@@ -1,4 +1,4 @@
-"""openai-agents against the server at MINISGL_URL, by its default, /v1/responses: tools, streams, typed output."""
+"""openai-agents by its default, /v1/responses: tools, streams, typed output."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def main() -> None:
     assert (await Runner.run(hosted, "Hello!")).final_output
     typed = Agent(name="c", model="demo", output_type=Person, model_settings=SETTINGS)
     assert (await Runner.run(typed, "Ann is 41 years old.")).final_output == Person(name="Ann", age=41)
-    print(f"openai-agents: fine; it said {whole.final_output!r}")
+    print("an agent with a tool, streamed too, hosted tools, a typed answer over /v1/responses")
 
 
 asyncio.run(main())
