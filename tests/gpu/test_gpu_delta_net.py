@@ -23,20 +23,18 @@ def error(found: torch.Tensor, book: torch.Tensor) -> float:
 @pytest.mark.parametrize(("key_heads", "value_heads"), [(4, 8), (2, 2), (2, 6)])
 @pytest.mark.parametrize("rows", [1, 5, 17])
 def test_a_step(dtype: torch.dtype, key_heads: int, value_heads: int, rows: int) -> None:
-    from minisgl.kernel.compile import Compiler
-    from minisgl.kernel.cuda_delta import CudaDelta
+    from minisgl.kernel.cuda_ops import CudaOps
 
     torch.manual_seed(rows)
     layer = make_layer(key_heads, value_heads, 128, 128, slots=20, dtype=dtype, device="cuda")
-    step = CudaDelta(Compiler(torch.device("cuda", 0)))
+    ops = CudaOps(torch.device("cuda", 0))
     slots = torch.randperm(19, device="cuda")[:rows]
     want = layer.copy()
     for turn in range(3):
         projected = projection(layer.heads, rows, dtype, "cuda")
         positions = torch.arange(rows, device="cuda") % 3 + turn
         single = SingleRows(slots, positions)
-        assert step.supports(projected, layer.heads, layer.inputs)
-        out = step(projected, layer.heads, layer.inputs, layer.memory, single)
+        out = ops.delta_step(projected, layer.heads, layer.inputs, layer.memory, single)
         book = torch.cat(
             [
                 by_the_book(projected[row : row + 1], want, int(slots[row]), fresh=int(positions[row]) == 0)

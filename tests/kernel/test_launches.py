@@ -196,7 +196,9 @@ def run_ops(dtype: torch.dtype, cache: torch.dtype) -> None:
     products = frozenset(
         {Product(2048, 1024, True, None), Product(2048, 1024, True, "silu"), Product(1024, 1024, False, None)}
     )
-    ops.begin_compiling(KernelNeeds(dtype, cache, dtype, frozenset({128}), products, frozenset({(8, 2)})))
+    ops.begin_compiling(
+        KernelNeeds(dtype, cache, dtype, frozenset({128}), products, frozenset({(8, 2)}), frozenset({4}))
+    )
     weight, bias = torch.zeros(2048, 1024, dtype=dtype), torch.zeros(2048, dtype=dtype)
     norm = Norm(torch.zeros(1024, dtype=dtype), 1e-6)
     for rows in (1, 20, 70):  # skinny, a small batch, torch's
@@ -227,14 +229,12 @@ def run_moe(dtype: torch.dtype) -> None:
 
 
 def run_delta_net(dtype: torch.dtype) -> None:
-    from minisgl.kernel.compile import Compiler
-    from minisgl.kernel.cuda_delta import CudaDelta
+    from minisgl.kernel.cuda_ops import CudaOps
 
     layer = make_layer(2, 4, 128, 128, slots=3, dtype=dtype, device="cpu")
-    projected, step = projection(layer.heads, 2, dtype, "cpu"), CudaDelta(Compiler(CPU))
-    assert step.supports(projected, layer.heads, layer.inputs)
-    rows = SingleRows(torch.tensor([2, 0]), torch.tensor([0, 7]))
-    assert step(projected, layer.heads, layer.inputs, layer.memory, rows).shape == (2, 4 * 128)
+    projected, rows = projection(layer.heads, 2, dtype, "cpu"), SingleRows(torch.tensor([2, 0]), torch.tensor([0, 7]))
+    out = CudaOps(CPU).delta_step(projected, layer.heads, layer.inputs, layer.memory, rows)
+    assert out.shape == (2, 4 * 128)
 
 
 def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:

@@ -122,6 +122,7 @@ class KernelNeeds:
     head_dims: frozenset[int]
     products: frozenset[Product]
     experts: frozenset[tuple[int, int]]  # of sparse layers: how many, and how many a token goes to
+    delta_taps: frozenset[int] = frozenset()  # of recurrent layers: inputs that a convolution reads
 
 
 class DecodeInputs(NamedTuple):

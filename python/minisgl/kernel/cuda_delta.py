@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,10 @@ class CudaDelta:
     def __init__(self, compiler: Compiler, threads: int = _THREADS) -> None:
         self._compiler = compiler
         self._threads = threads
+
+    def begin_compiling(self, dtype: torch.dtype, taps: Iterable[int]) -> None:
+        """Begin to compile, in threads, for heads of the usual size."""
+        self._compiler.begin(_spec("delta_step", dtype, each, self._threads) for each in taps)
 
     def supports(self, projected: Tensor, heads: DeltaHeads, inputs: Tensor) -> bool:
         """Return True if the kernels can take a step of these heads."""

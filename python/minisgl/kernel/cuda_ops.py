@@ -20,6 +20,7 @@ from minisgl.kernel.base import (
     Weight,
 )
 from minisgl.kernel.compile import Compiler
+from minisgl.kernel.cuda_delta import CudaDelta
 from minisgl.kernel.cuda_moe import CudaMoe
 from minisgl.kernel.recurrent_rows import SingleRows
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
@@ -42,6 +43,7 @@ class CudaOps:
         self._skinny = SkinnyGemm(self._compiler)
         self._small_batch = SmallBatchGemm(self._compiler)
         self._moe = CudaMoe(self._compiler)
+        self._delta = CudaDelta(self._compiler)
 
     def begin_compiling(self, needs: KernelNeeds) -> None:
         dtype, norm_dtype, begin = needs.dtype, needs.norm_dtype, self._compiler.begin
@@ -50,6 +52,7 @@ class CudaOps:
         begin(_activate_and_mul(dtype, product.gate) for product in needs.products if product.gate is not None)
         self._skinny.begin_compiling(dtype, needs.products, norms_late=_norms_late(dtype, norm_dtype))
         self._small_batch.begin_compiling(dtype, needs.products)
+        self._delta.begin_compiling(dtype, needs.delta_taps)
         for experts, top_k in needs.experts:
             self._moe.begin_compiling(dtype, experts, top_k)
 
@@ -222,7 +225,8 @@ class CudaOps:
     def delta_step(
         self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows
     ) -> Tensor:
-        return self._torch.delta_step(projected, heads, inputs, memory, rows)
+        step = self._delta if self._delta.supports(projected, heads, inputs) else self._torch.delta_step
+        return step(projected, heads, inputs, memory, rows)
 
     def moe(
         self,

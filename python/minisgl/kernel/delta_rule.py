@@ -151,14 +151,18 @@ def delta_rule(
     reads = (q @ k.transpose(-1, -2)).unsqueeze(2) * between
     right = torch.cat((v, k.unsqueeze(2) * total.exp().unsqueeze(-1)), dim=-1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    corrections, from_state = solved[..., :value_dim], solved[..., value_dim:]
-    queries = q.unsqueeze(2) * total.exp().unsqueeze(-1)
-    keys = (k.unsqueeze(2) * (total[..., -1:] - total).exp().unsqueeze(-1)).transpose(-1, -2)
-    passed = total[..., -1].exp()[..., None, None]
+    corrections, from_state = solved[..., :value_dim].contiguous(), solved[..., value_dim:]
+    # What corrections and reads take from the state behind the chunk before: one product of twice the rows.
+    reading = torch.cat((from_state, q.unsqueeze(2) * total.exp().unsqueeze(-1)), dim=-2).flatten(0, 2)
+    keys = (k.unsqueeze(2) * (total[..., -1:] - total).exp().unsqueeze(-1)).flatten(0, 2).transpose(-1, -2)
+    passed = total[..., -1].exp().view(-1, 1, 1)
     out = torch.empty_like(corrections)
+    heads, states = state.shape[1] * state.shape[2], state.flatten(0, 2)
+    flat_out, flat_corrections, reads = (x.flatten(0, 2) for x in (out, corrections, reads))
     for rows, end in zip(active, accumulate(active), strict=True):
-        chunk, before = slice(end - rows, end), state[:rows]
-        new = corrections[chunk] - from_state[chunk] @ before
-        out[chunk] = queries[chunk] @ before + reads[chunk] @ new
-        before.mul_(passed[chunk]).add_(keys[chunk] @ new)
+        chunk, before = slice((end - rows) * heads, end * heads), states[: rows * heads]
+        read = torch.bmm(reading[chunk], before)
+        new = flat_corrections[chunk].sub_(read[:, :size])
+        torch.baddbmm(read[:, size:], reads[chunk], new, out=flat_out[chunk])
+        before.mul_(passed[chunk]).baddbmm_(keys[chunk], new)
     return out

@@ -15,7 +15,7 @@ from minisgl.layers.attention import Attention
 from minisgl.layers.delta_net import GatedDeltaNet
 from minisgl.layers.embedding import LMHead, VocabEmbedding
 from minisgl.layers.latent_attention import LatentAttention
-from minisgl.layers.layer_config import AttentionConfig, MoEConfig, RopeConfig
+from minisgl.layers.layer_config import AttentionConfig, DeltaNetConfig, MoEConfig, RopeConfig
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl.layers.mlp import GatedMLP, Router, SparseMLP
 from minisgl.layers.norm import RMSNorm
@@ -171,6 +171,9 @@ class CausalLM(nn.Module):
             head_dims=frozenset(one.head_dim for one in self.config.attentions if one.latent is None),
             products=frozenset(products),
             experts=frozenset(experts),
+            delta_taps=frozenset(
+                layer.attention.conv_size for layer in self.config.layers if isinstance(layer.attention, DeltaNetConfig)
+            ),
         )
 
     @property
