@@ -238,6 +238,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             le=64,
         ),
     ] = 1
+    custom_all_reduce: Annotated[
+        bool,
+        Setting("leave every sum over GPUs to NCCL, small ones too", flags=("--disable-custom-all-reduce",)),
+    ] = True
     hang_timeout: Annotated[
         float,
         Setting(

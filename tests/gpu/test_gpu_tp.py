@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 
 from minisgl import LLM, SamplingParams
 from minisgl.core import Grammar
+from minisgl.distributed.nccl import NcclTP
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,6 +28,70 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PROMPTS = ["Hello", "a b c", "What is Minisgl?", "Write a word.", "1 2 3 4 5"] * 4
+
+
+ROW = 5120  # values of a row of states
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    """All that the test of two ranks asks of one, which saves what it got."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    tp = NcclTP.connect(rank=rank, size=2, init_method=f"file://{folder / 'rendezvous'}", device=device, timeout_s=8.0)
+    generator = torch.Generator(device)
+
+    def values(seed: int, rows: int) -> list[torch.Tensor]:
+        """Those of both ranks."""
+        generator.manual_seed(seed)
+        return [torch.randn((rows, ROW), device=device, generator=generator).bfloat16() for _ in range(2)]
+
+    wrong: list[Any] = []
+    for rows in (1, 2, 3, 8, 64, 100, 410, 2, 1):  # 10 KB to 4 MB
+        both = values(rows, rows)
+        ours, nccl = tp.all_reduce(both[rank].clone()), both[rank].clone()
+        dist.all_reduce(nccl)
+        exact = sum(value.double() for value in both).to(torch.bfloat16)
+        if not (torch.equal(ours, nccl) and torch.equal(ours, exact)):
+            wrong.append(f"{rows} rows")
+    used = tp.pushes
+
+    x, y, residual = (torch.zeros((8, ROW), device=device, dtype=torch.bfloat16) for _ in range(3))
+    tp.all_reduce(x.clone(), residual)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(65):
+            y.copy_(tp.all_reduce(x.clone(), residual))
+    for epoch in range(40):
+        both = values(epoch, 9)
+        x.copy_(both[rank][:8])
+        residual.copy_(both[0][1:])
+        graph.replay()
+        wanted = both[0][:8] + both[1][:8] + residual
+        if not torch.equal(y, wanted):
+            wrong.append(f"replay {epoch}")
+    tp.check()
+    error = ""
+    if rank == 0:  # the other one stops
+        tp.all_reduce(x)
+        torch.cuda.synchronize()
+        try:
+            tp.check()
+        except RuntimeError as late:
+            error = str(late)
+    torch.save((used, wrong, error), folder / f"{rank}.pt")
+    while not (folder / "0.pt").exists():
+        time.sleep(0.05)
+    del graph
+    tp.abort()
+
+
+def test_two_gpus_sum_without_nccl(tmp_path: Path) -> None:
+    """Eagerly and in graphs, in 2,600 calls, the bits of NCCL's sum; a rank that stops is named."""
+    multiprocessing.spawn(run_rank, args=(tmp_path,), nprocs=2, join=True)
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert [used for used, _, _ in results] == [True, True]
+    assert [wrong for _, wrong, _ in results] == [[], []]
+    assert results[0][2] == "rank 1 did not come to an all-reduce within 8 s"
 
 
 def tokens_of(tp_size: int, dtype: str, attention: str) -> list[list[int]]:

@@ -28,6 +28,7 @@ CPU = torch.device("cpu")
 WRAPPERS = (
     "minisgl.attention.fused",
     "minisgl.engine.cuda_sampler",
+    "minisgl.kernel.all_reduce",
     "minisgl.kernel.cuda_delta",
     "minisgl.kernel.cuda_moe",
     "minisgl.kernel.cuda_ops",
@@ -186,6 +187,7 @@ def test_every_wrapper_passes_what_its_kernels_declare(launched: list[str]) -> N
     run_delta_net(half)
     run_attention(half, fp8)
     run_sampling(half)
+    run_collectives(half)
     assert set(launched) == declared()
 
 
@@ -267,3 +269,19 @@ def run_sampling(dtype: torch.dtype) -> None:
         for flags in (SamplingFlags.SAMPLED, SamplingFlags.SAMPLED | SamplingFlags.PROCESSED):
             sampled = sampler.sample(logits, slots, state, flags, bitmask)
     token_copier(CPU)(sampled, torch.zeros(8, dtype=torch.int32))
+
+
+def run_collectives(dtype: torch.dtype) -> None:
+    from minisgl.kernel.all_reduce import PushAllReduce, PushSizes
+    from minisgl.kernel.compile import Compiler
+
+    memory: Any = SimpleNamespace(addresses=torch.zeros(4, dtype=torch.int64))
+    push = PushAllReduce(Compiler(CPU), 1, memory, PushSizes(1024, 4096), timeout_s=1.0)
+    x = torch.zeros(8, 64, dtype=dtype)
+    for one in (x, x.repeat(2, 1)):  # one shot, two shots
+        assert push.supports(one)
+        push(one)
+        push(one, one.clone())
+    assert not push.supports(x.repeat(5, 1))
+    push.abort()
+    push.check()

@@ -34,6 +34,10 @@ class TPGroup(Protocol):
         """The smallest of the ranks' values; waits for all of them."""
         ...
 
+    def check(self) -> None:
+        """Raise RuntimeError, which names the rank, if one did not come to a collective that has ended."""
+        ...
+
     def abort(self) -> None:
         """End the collectives that wait for a rank which is gone; from any thread. None can be called afterwards."""
         ...
@@ -57,6 +61,9 @@ class SingleRank:
 
     def smallest(self, value: int) -> int:
         return value
+
+    def check(self) -> None:
+        pass
 
     def abort(self) -> None:
         pass

@@ -1,28 +1,34 @@
-"""Ranks on GPUs of one host, over NCCL."""
+"""Ranks on GPUs of one host: NCCL, and kernels of csrc/ that sum what is small faster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from minisgl.distributed.group import meet
+from minisgl.kernel.availability import kernels_missing
+
+if TYPE_CHECKING:
+    from minisgl.kernel.all_reduce import PushAllReduce
 
 # torch 2.13 renamed it and warns of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class NcclTP:
-    """This process's default group of torch.distributed."""
+    """This process's default group of torch.distributed. `push`: sums what it supports, and NCCL the rest."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, push: PushAllReduce | None = None) -> None:
         self.rank = group.rank()
         self.size = group.size()
         self._device = device
         self._group = group
+        self._push = push
         self._aborted = False
 
     @classmethod
@@ -35,24 +41,44 @@ class NcclTP:
         device: torch.device,
         timeout_s: float = 300.0,
         check: Callable[[], None] = lambda: None,
+        push: bool = True,
     ) -> NcclTP:
-        """Meet the other ranks, as `meet` does."""
+        """Meet the other ranks, as `meet` does. Without `push` all sums are NCCL's."""
         store = meet(rank, size, init_method, timeout_s, check)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
         assert dist.group.WORLD is not None
-        return cls(dist.group.WORLD, device)
+        joined = cls(dist.group.WORLD, device)
+        if push and joined.smallest(kernels_missing(device) is None):
+            from minisgl.kernel.all_reduce import connect_push
+
+            joined._push = connect_push(dist.group.WORLD, device, joined.smallest, timeout_s)
+        return joined
+
+    @property
+    def pushes(self) -> bool:
+        """True if our own kernels sum what they support."""
+        return self._push is not None
+
+    def check(self) -> None:
+        if self._push is not None:
+            self._push.check()
 
     def abort(self) -> None:
+        if self._push is not None:
+            self._push.abort()
         if not self._aborted:
             self._aborted = True
             self._group.abort()
 
     def close(self) -> None:
         self.abort()  # destroying alone waits until every rank does it
+        self._push = None
         dist.destroy_process_group(self._group)
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self._push is not None and self._push.supports(x):
+            return self._push(x, residual)
         dist.all_reduce(x, group=self._group)
         return x if residual is None else x.add_(residual)
 
@@ -62,6 +88,6 @@ class NcclTP:
         return flat.view(self.size, *x.shape).movedim(0, -2).reshape(*x.shape[:-1], self.size * x.shape[-1])
 
     def smallest(self, value: int) -> int:
-        tensor = torch.tensor([value], device=self._device)
+        tensor = torch.tensor([int(value)], device=self._device)
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group)
         return int(tensor.item())

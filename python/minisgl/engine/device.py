@@ -50,7 +50,14 @@ def join_ranks(
     if device.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tp_size))
         return SharedMemoryTP.connect(rank=rank, size=config.tp_size, init_method=meeting, check=check)
-    return NcclTP.connect(rank=rank, size=config.tp_size, init_method=meeting, device=device, check=check)
+    return NcclTP.connect(
+        rank=rank,
+        size=config.tp_size,
+        init_method=meeting,
+        device=device,
+        check=check,
+        push=config.custom_all_reduce,
+    )
 
 
 def bound_primitive_caches() -> None:

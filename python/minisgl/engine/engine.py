@@ -19,7 +19,7 @@ from minisgl.attention.backend_choice import make_attention
 from minisgl.attention.base import AttentionSpec, LayerSpec, RecurrentSpec
 from minisgl.attention.model_attention import ModelAttention
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.core import Batch, Int32Array, PendingStep, SamplingFlags, StepResult, pages_for
+from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, SamplingFlags, StepResult, pages_for
 from minisgl.distributed import TPGroup
 from minisgl.engine.device import bound_primitive_caches, resolve_device, resolve_dtype
 from minisgl.engine.forward import ForwardOutput, StepRunner
@@ -172,7 +172,14 @@ class Engine:
             on_device = None if words is None else words.to(self.device, non_blocking=True)
             return self._sample(batch, forwarded(), on_device)
 
-        return self._queue.submit(sample)
+        pending = self._queue.submit(sample)
+
+        def result() -> StepResult[AnyArray]:
+            step = pending()
+            self._tp.check()  # before anybody sees tokens of sums that lack a rank's part
+            return step
+
+        return result
 
     def _run(self, batch: Batch) -> None:
         """Run a whole step."""

@@ -1,0 +1,202 @@
+"""All-reduce by writing into the peers' GPU memory: csrc/all_reduce.cu on one allocation of torch's symmetric memory.
+
+NCCL takes some 20 us for a few rows of a model's states, of which a decode sums two a layer; a write to a peer arrives
+in 1 or 2. Ranks are GPUs of one host that reach each other's memory. That they do is proved at the start; where they do
+not, and for large tensors, NCCL does it. All is captured by CUDA graphs: which buffer is next, the device knows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+from minisgl.kernel.availability import one_line
+from minisgl.kernel.compile import Compiler
+from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
+
+logger = logging.getLogger(__name__)
+
+# As in all_reduce.cu.
+_VECTOR_BYTES = 16
+_BUFFERS = 3
+_EMPTY = -(2**31)
+_CONTROL_WORDS = 4
+
+_DTYPES = {torch.bfloat16, torch.float16, torch.float32} & set(SCALAR_NAMES)
+
+
+class PushSizes(NamedTuple):
+    """Bytes up to which a way of all_reduce.cu is the fastest."""
+
+    one_shot: int
+    two_shot: int  # 0: never
+
+    def buffer_bytes(self, ranks: int) -> int:
+        """Return the size of a rank's buffer for one call."""
+        return max(ranks * self.one_shot, 2 * self.two_shot + ranks * _VECTOR_BYTES)
+
+
+# By number of ranks. For 2 measured on H200 (docs/performance.md). For 4 and 8 not measured: one_shot as published for
+# SGLang's kernels of this kind on H200, two_shot a guess.
+PUSH_SIZES = {2: PushSizes(4 << 20, 16 << 20), 4: PushSizes(384 << 10, 8 << 20), 8: PushSizes(128 << 10, 8 << 20)}
+
+
+class LaunchShape(NamedTuple):
+    """Threads of a block, and blocks at most: so many as can run at a time."""
+
+    threads: int = 512
+    max_blocks: int = 264
+
+
+class PeerMemory(Protocol):
+    """Memory of equal size on each rank's GPU, which all ranks can write to while this lives."""
+
+    @property
+    def addresses(self) -> Tensor:
+        """Where each rank's begins, int64 [ranks], on this rank's GPU."""
+        ...
+
+
+class PushAllReduce:
+    """A rank's side of the group. All ranks make the same calls in the same order, eagerly or in CUDA graphs.
+
+    `memory`: three buffers of `sizes.buffer_bytes` on each rank, filled with EMPTY before any rank's first call.
+    """
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        rank: int,
+        memory: PeerMemory,
+        sizes: PushSizes,
+        *,
+        timeout_s: float,
+        shape: LaunchShape = LaunchShape(),  # noqa: B008
+    ) -> None:
+        self._compiler = compiler
+        self._rank = rank
+        self._memory = memory
+        self._ranks = len(memory.addresses)
+        self._sizes = sizes
+        self._timeout_ns = int(timeout_s * 1e9)
+        self._timeout_s = timeout_s
+        self._shape = shape
+        self._control = torch.zeros(_CONTROL_WORDS, dtype=torch.int32, device=memory.addresses.device)
+        self._status = torch.zeros(2, dtype=torch.int32, pin_memory=memory.addresses.is_cuda)
+
+    def supports(self, x: Tensor) -> bool:
+        """Return True if this is the way to sum x over ranks; all say the same."""
+        return (
+            0 < x.nbytes <= max(self._sizes)
+            and x.nbytes % _VECTOR_BYTES == 0
+            and x.data_ptr() % _VECTOR_BYTES == 0
+            and x.is_contiguous()
+            and x.dtype in _DTYPES
+        )
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sum over ranks, plus `residual`, which is contiguous and as large as x; overwrites x."""
+        vectors = x.nbytes // _VECTOR_BYTES
+        one_shot = x.nbytes <= self._sizes.one_shot
+        kernel = self._compiler.kernel(_spec, self._ranks, x.dtype, one_shot, self._shape.threads)
+        worked_on = vectors if one_shot else -(-vectors // self._ranks)
+        kernel(
+            (min(-(-worked_on // self._shape.threads), self._shape.max_blocks),),
+            self._shape.threads,
+            x=x,
+            residual=residual,
+            out=x,
+            addresses=self._memory.addresses,
+            control=self._control,
+            status=self._status,
+            rank=self._rank,
+            vectors=vectors,
+            buffer_bytes=self._sizes.buffer_bytes(self._ranks),
+            patience=self._timeout_ns,
+        )
+        return x
+
+    def abort(self) -> None:
+        """End calls that wait for a rank, and those that come; from any thread."""
+        self._status[0] = 1
+
+    def check(self) -> None:
+        """Raise RuntimeError if a rank did not come in time to a call that has ended."""
+        late_rank = int(self._status[1])
+        if late_rank:
+            raise RuntimeError(f"rank {late_rank - 1} did not come to an all-reduce within {self._timeout_s:.0f} s")
+
+
+def _spec(ranks: int, dtype: torch.dtype, one_shot: bool, threads: int) -> KernelSpec:
+    macros: Macros = {"RANKS": ranks, "SCALAR": SCALAR_NAMES[dtype], "THREADS": threads}
+    return KernelSpec("all_reduce.cu", "one_shot" if one_shot else "two_shot", macros)
+
+
+class SymmetricMemory:
+    """Memory of a group's ranks, `size` bytes on each GPU, which all can write to. RuntimeError if torch cannot."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, size: int) -> None:
+        # Setting up a multicast object can hang on some hosts, and nothing here uses one.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        self.words = symm_mem.empty(size // 4, dtype=torch.int32, device=device)
+        self._handle = symm_mem.rendezvous(self.words, group)  # whose end would unmap the peers' memory
+        self.addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
+
+    def of(self, rank: int, count: int) -> Tensor:
+        """Return the first words of a rank's memory, int32 [count]."""
+        return self._handle.get_buffer(rank, (count,), torch.int32)
+
+
+def connect_push(
+    group: dist.ProcessGroup, device: torch.device, smallest: Callable[[int], int], timeout_s: float
+) -> PushAllReduce | None:
+    """Return this rank's side; None, after a log line, if some rank cannot reach another.
+
+    `smallest`: the least of the ranks' values, when all have come, behind what their current streams have been given.
+    """
+    rank, ranks = group.rank(), group.size()
+    why = _obstacle(rank, ranks, device)
+    memory: SymmetricMemory | None = None
+    if smallest(why is None):
+        sizes = PUSH_SIZES[ranks]
+        try:
+            memory = SymmetricMemory(group, device, _BUFFERS * sizes.buffer_bytes(ranks))
+        except Exception as error:  # whatever torch, the driver or the container makes of it
+            why = f"no symmetric memory: {one_line(error)}"
+        if smallest(memory is not None) and memory is not None:
+            if smallest(_reaches_all(memory, rank, ranks, smallest)):
+                memory.words.fill_(_EMPTY)
+                smallest(1)
+                return PushAllReduce(Compiler(device), rank, memory, sizes, timeout_s=timeout_s)
+            why = "what one GPU writes another does not read"
+    if why is not None:
+        logger.warning("all-reduce by NCCL alone, slower for small batches: rank %d: %s", rank, why)
+    return None
+
+
+def _obstacle(rank: int, ranks: int, device: torch.device) -> str | None:
+    """Return why this rank need not try."""
+    if ranks not in PUSH_SIZES:
+        return f"the kernels are for {', '.join(map(str, PUSH_SIZES))} ranks"
+    unreachable = [
+        str(peer) for peer in range(ranks) if peer != rank and not torch.cuda.can_device_access_peer(device, peer)
+    ]
+    return f"no peer access from {device} to GPU {', '.join(unreachable)}" if unreachable else None
+
+
+def _reaches_all(memory: SymmetricMemory, rank: int, ranks: int, smallest: Callable[[int], int]) -> bool:
+    """Write a word to each rank's memory, and look for those of all ranks in each."""
+    for peer in range(ranks):
+        memory.of(peer, ranks)[rank] = rank + 1
+    smallest(1)
+    wanted = list(range(1, ranks + 1))
+    found = [(memory.of(peer, ranks) + 0).tolist() for peer in range(ranks)]  # read by a kernel
+    smallest(1)
+    return all(words == wanted for words in found)

@@ -1,0 +1,103 @@
+"""The kernels of csrc/all_reduce.cu with 2, 4 and 8 ranks that share one GPU, each on a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.kernel.all_reduce import LaunchShape, PushAllReduce, PushSizes
+from minisgl.kernel.compile import Compiler
+
+pytestmark = pytest.mark.gpu
+
+EMPTY = -(2**31)
+ONE_SHOT, TWO_SHOT = PushSizes(1 << 19, 0), PushSizes(0, 1 << 19)
+
+
+@dataclass(frozen=True)
+class SharedGpu:
+    """Memory of all ranks on one GPU."""
+
+    words: Tensor  # int32 [ranks, n]
+    addresses: Tensor
+
+
+class Ranks:
+    def __init__(self, ranks: int, sizes: PushSizes, timeout_s: float = 20.0) -> None:
+        device = torch.device("cuda", 0)
+        words = torch.full((ranks, 3 * sizes.buffer_bytes(ranks) // 4), EMPTY, dtype=torch.int32, device=device)
+        memory = SharedGpu(words, torch.tensor([row.data_ptr() for row in words], device=device))
+        compiler = Compiler(device)
+        shape = LaunchShape(threads=128, max_blocks=8)  # the blocks of all ranks must run at a time
+        self.sides = [PushAllReduce(compiler, r, memory, sizes, timeout_s=timeout_s, shape=shape) for r in range(ranks)]
+        self.streams = [torch.cuda.Stream() for _ in range(ranks)]
+        torch.cuda.synchronize()
+
+    def __call__(self, values: Sequence[Tensor], residual: Tensor | None = None) -> list[Tensor]:
+        """What each rank gets of copies of the values."""
+        got = [value.clone() for value in values]
+        torch.cuda.synchronize()
+        for side, stream, x in zip(self.sides, self.streams, got, strict=True):
+            with torch.cuda.stream(stream):
+                side(x, residual)
+        torch.cuda.synchronize()
+        return got
+
+
+def sum_of(values: Sequence[Tensor], residual: Tensor | None = None) -> Tensor:
+    """In float32 and in the order of the ranks, rounded; then the residual, rounded again."""
+    total = torch.zeros_like(values[0], dtype=torch.float32)
+    for value in values:
+        total += value.float()
+    rounded = total.to(values[0].dtype)
+    return rounded if residual is None else rounded + residual
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sizes", [ONE_SHOT, TWO_SHOT], ids=["one_shot", "two_shot"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_rank_gets_the_sum_bit_for_bit(ranks: int, sizes: PushSizes, dtype: torch.dtype) -> None:
+    """Of vectors that no number of ranks, blocks or threads divides, in turns, so that buffers are used again."""
+    torch.manual_seed(ranks)
+    group = Ranks(ranks, sizes)
+    vector = 16 // dtype.itemsize
+    for vectors in (1, 3, 640, 32768, 129, 5, 4097, 7, 20001, 2, 8):
+        values = [torch.randn(vectors * vector, device="cuda").to(dtype) for _ in range(ranks)]
+        values[0][::3] = -0.0
+        values[-1][::6] = -0.0
+        for residual in (None, torch.randn_like(values[0])):
+            want = sum_of(values, residual)
+            first, *others = group(values, residual)
+            assert torch.equal(first, want)
+            assert all(torch.equal(other.view(torch.int16), first.view(torch.int16)) for other in others)
+    for side in group.sides:
+        side.check()
+
+
+@pytest.mark.parametrize("sizes", [ONE_SHOT, TWO_SHOT], ids=["one_shot", "two_shot"])
+def test_a_rank_that_does_not_come_is_named(sizes: PushSizes) -> None:
+    group = Ranks(4, sizes, timeout_s=0.2)
+    x = torch.ones(4096, device="cuda")
+    for rank in (0, 1, 3):
+        with torch.cuda.stream(group.streams[rank]):
+            group.sides[rank](x.clone())
+    torch.cuda.synchronize()
+    for rank in (0, 1, 3):
+        with pytest.raises(RuntimeError, match="rank 2 did not come to an all-reduce"):
+            group.sides[rank].check()
+    with torch.cuda.stream(group.streams[0]):
+        group.sides[0](x.clone())  # and what follows does not wait again
+    torch.cuda.synchronize()
+
+
+def test_an_abort_ends_a_call_that_waits() -> None:
+    group = Ranks(2, ONE_SHOT, timeout_s=1000.0)
+    with torch.cuda.stream(group.streams[0]):
+        group.sides[0](torch.ones(4096, device="cuda"))
+    group.sides[0].abort()
+    torch.cuda.synchronize()
+    group.sides[0].check()
