@@ -25,6 +25,7 @@
 #include "mma.cuh"
 
 #define INF __int_as_float(0x7f800000)
+constexpr float LOG2_E = 1.44269504f;  // of scores, which become exponents of two
 constexpr int THREADS = WARPS * 32;
 constexpr int TILE = 16;
 constexpr int STRIPS = HEAD_DIM / 32;  // of 32 dimensions: 8 a thread
@@ -274,16 +275,17 @@ __device__ __forceinline__ bool find_split(
 }
 
 // grid: (CLUSTER, KV heads, rows or more). `lengths` [rows], the new token included. `window`: positions a query sees, itself
-// included; 0: all. `records` [rows * KV heads, CLUSTER, max_splits, RECORD]; `counters` [rows * KV heads, CLUSTER] are zero
+// included; 0: all. `sinks` [heads]: a score of each query head besides, whose value is 0. `records` [rows * KV heads, CLUSTER, max_splits, RECORD]; `counters` [rows * KV heads, CLUSTER] are zero
 // before and after.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_attention(
     const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride, int rows,
-    const float* cos_sin, OPTIONAL const W* q_norm, OPTIONAL const W* k_norm, float eps, C* k_cache, C* v_cache, T* out,
-    float softmax_scale, int window,
+    const float* cos_sin, OPTIONAL const W* q_norm, OPTIONAL const W* k_norm, float eps, C* k_cache, C* v_cache,
+    OPTIONAL const T* sinks, T* out, float softmax_scale, int window,
     int num_kv_splits, int min_tiles, int max_tiles, int max_splits, float* records, int* counters) {
   __shared__ alignas(16) M q[8][STRIDE];
   __shared__ alignas(16) T new_k[HEAD_DIM], new_v[HEAD_DIM];
   __shared__ float partial_max[PARTIALS][8], partial_sum[PARTIALS][8], partial[WARPS][GROUP][HEAD_DIM];
+  __shared__ float new_share[8];  // of the new token's value in its partial
   __shared__ float block_max[CLUSTER][GROUP], block_sum[CLUSTER][GROUP], block[CLUSTER][SHARE];
   __shared__ bool is_last;
   Cutting cutting = {num_kv_splits, min_tiles, max_tiles, max_splits};
@@ -292,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
   Unit unit = {(int)blockIdx.z, (int)blockIdx.y};
   Cache cache;
   cache.token_stride = (long long)kv_heads * HEAD_DIM;
-  const float scale = softmax_scale * 1.44269504f;  // for powers of two
+  const float scale = softmax_scale * LOG2_E;
 
   bool is_spare = (int)blockIdx.z >= rows;
   int index = (blockIdx.z - rows) * kv_heads + blockIdx.y;  // of the split that a spare cluster takes
@@ -408,7 +410,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
       float dot = 0.f;
       for (int d = lane; d < HEAD_DIM; d += 32) dot += to_float(q[head][d]) * to_float(new_k[d]);
       dot = warp_sum(dot);
-      if (lane == 0) partial_max[WARPS][head] = has_new ? dot * scale : -INF, partial_sum[WARPS][head] = has_new;
+      if (lane == 0) {
+        // The sink counts once in a row: beside the new token.
+        float score = dot * scale, sink = sinks ? to_float(sinks[unit.kv_head * GROUP + head]) * LOG2_E : -INF;
+        float best = fmaxf(score, sink), share = exp2f(score - best);
+        partial_max[WARPS][head] = has_new ? best : -INF;
+        partial_sum[WARPS][head] = has_new ? share + exp2f(sink - best) : 0.f;
+        new_share[head] = share;
+      }
     }
     __syncthreads();
     int pair = unit.row * kv_heads + unit.kv_head, splits = unit.splits;
@@ -424,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
       for (int w = 0; w < WARPS; ++w) best = fmaxf(best, partial_max[w][head]);
       float base = best == -INF ? 0.f : best;  // a block may have no token at all
       float weight = exp2f(partial_max[WARPS][head] - base);
-      float total = partial_sum[WARPS][head] * weight, y = has_new ? to_float(new_v[d]) * weight : 0.f;
+      float total = partial_sum[WARPS][head] * weight, y = has_new ? to_float(new_v[d]) * new_share[head] * weight : 0.f;
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) {
         weight = exp2f(partial_max[w][head] - base);

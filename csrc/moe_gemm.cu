@@ -11,6 +11,7 @@
 // WARPGROUP: four warps at a time multiply together with Hopper's wgmma (sm_90a), straight from shared memory; then
 // PAIRS is 1, WARPS_N a multiple of 4, WARPS_M 1 and TILES 16.
 // ROUTE: for few tokens; each pair is a tile, and each block finds out its expert itself, without a plan.
+// CLAMPED: the activation is gpt-oss's, with `alpha` and `limit`; otherwise silu.
 #include "mma.cuh"
 #include "moe.cuh"
 
@@ -62,11 +63,20 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address) {
 }
 #endif
 
-// GATED: out[pair] = silu(gate) * up with weight [experts, 2 * N, K], x row pair / divisor.
-// Otherwise: out[pair] = (weight @ x[pair / divisor]) * pair_weights[pair] with weight [experts, N, K].
+// A gate and its up, rounded already.
+__device__ __forceinline__ float activated(float gate, float up, float alpha, float limit) {
+  if (!CLAMPED) return rounded(gate / (1.f + __expf(-gate))) * up;
+  gate = fminf(gate, limit), up = fminf(fmaxf(up, -limit), limit);
+  return gate / (1.f + __expf(-alpha * gate)) * (up + 1.f);
+}
+
+// GATED: out[pair] = activation(gate, up) with weight [experts, 2 * N, K], bias [experts, 2 * N] and x row pair / divisor.
+// Otherwise: out[pair] = (weight @ x[pair / divisor] + bias) * pair_weights[pair] with weight [experts, N, K], bias
+// [experts, N].
 template <bool GATED> __device__ __forceinline__ void grouped_product(
-    const T* x, int divisor, const T* weight, const T* router_logits, bool renormalize, const int* order,
-    const Tile* tiles, const int* tile_count, const float* pair_weights, T* out, int N, int K) {
+    const T* x, int divisor, const T* weight, const T* bias, float alpha, float limit, const T* router_logits,
+    bool renormalize, const int* order, const Tile* tiles, const int* tile_count, const float* pair_weights, T* out, int N,
+    int K) {
   extern __shared__ __align__(1024) char memory[];
   __shared__ int pair_of[BLOCK_M];
   constexpr int OUTPUTS = GATED ? HALF : BLOCK_N;
@@ -193,18 +203,24 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   __syncthreads();
   constexpr int STRIDE = OUTPUTS + 8;
   T* result = (T*)memory;
+  if (bias) bias += (long long)tile.expert * (GATED ? 2 : 1) * N;
 #pragma unroll
-  for (int p = 0; p < PAIRS; ++p)
+  for (int p = 0; p < PAIRS; ++p) {
+    float added[2][2] = {};  // to the low and the high half's outputs, of which a thread has two
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int output = first + (warp_row * PAIRS + p) * 16 + (lane >> 2) + (i & 1) * 8 + (!GATED && i >= 2 ? HALF : 0);
+      if (bias && output < N) added[i >> 1][i & 1] = to_float(bias[output + (GATED && i >= 2 ? N : 0)]);
+    }
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         int token = (warp_token * TILES + t) * 8 + (lane & 3) * 2 + (i & 1);
         int output = (warp_row * PAIRS + p) * 16 + (lane >> 2) + (i >> 1) * 8;
-        float low = acc[0][p][t][i], high = acc[1][p][t][i];
+        float low = acc[0][p][t][i] + added[0][i >> 1], high = acc[1][p][t][i] + added[1][i >> 1];
         if (GATED) {
-          float gate = rounded(low);
-          result[token * STRIDE + output] = from_float<T>(rounded(gate / (1.f + __expf(-gate))) * rounded(high));
+          result[token * STRIDE + output] = from_float<T>(activated(rounded(low), rounded(high), alpha, limit));
         } else {
 #if ROUTE
           float scale = weights[blockIdx.y % TOP_K];
@@ -215,6 +231,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
           result[token * STRIDE + HALF + output] = from_float<T>(high * scale);
         }
       }
+  }
   __syncthreads();
   for (int i = thread; i < tile.count * (OUTPUTS / 8); i += THREADS) {
     int token = i / (OUTPUTS / 8), column = i % (OUTPUTS / 8) * 8;
@@ -224,15 +241,17 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_gated(
-    const T* x, int divisor, const T* weight, const T* router_logits, int renormalize, OPTIONAL const int* order,
-    OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K) {
+    const T* x, int divisor, const T* weight, OPTIONAL const T* bias, float alpha, float limit, const T* router_logits,
+    int renormalize, OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
+    OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<true>(
-      x, divisor, weight, router_logits, renormalize, order, tiles, tile_count, pair_weights, out, N, K);
+      x, divisor, weight, bias, alpha, limit, router_logits, renormalize, order, tiles, tile_count, pair_weights, out, N, K);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_weighted(
-    const T* x, int divisor, const T* weight, const T* router_logits, int renormalize, OPTIONAL const int* order,
-    OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K) {
+    const T* x, int divisor, const T* weight, OPTIONAL const T* bias, float alpha, float limit, const T* router_logits,
+    int renormalize, OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
+    OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<false>(
-      x, divisor, weight, router_logits, renormalize, order, tiles, tile_count, pair_weights, out, N, K);
+      x, divisor, weight, bias, alpha, limit, router_logits, renormalize, order, tiles, tile_count, pair_weights, out, N, K);
 }

@@ -75,6 +75,35 @@ SHAPES = {
         model_type="llama",
         more={"max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE},
     ),
+    "gpt-oss-20b": Shape(
+        2880,
+        24,
+        64,
+        8,
+        2880,
+        tied=False,
+        vocab=201088,
+        architecture="GptOssForCausalLM",
+        model_type="gpt_oss",
+        more={
+            "attention_bias": True,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 32,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "rope_theta": 150000,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+        },
+    ),
     "smollm2-135m": Shape(
         576,
         30,
@@ -93,7 +122,8 @@ SHAPES = {
 def make_shape(name: str, folder: Path) -> Path:
     """Write a folder for a shape: a configuration and a tokenizer of one token a byte. No weights."""
     shape = SHAPES[name]
-    path = folder / (name if shape.model_type == "llama" else f"qwen3-{name}")
+    is_qwen = shape.model_type.startswith("qwen")
+    path = folder / (f"qwen3-{name}" if is_qwen else name)
     path.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": [shape.architecture],
@@ -117,7 +147,7 @@ def make_shape(name: str, folder: Path) -> Path:
         "vocab_size": shape.vocab,
         **shape.more,
     }
-    if shape.model_type != "llama":
+    if is_qwen:
         config |= {"max_window_layers": shape.layers, "sliding_window": None, "use_sliding_window": False}
     (path / "config.json").write_text(json.dumps(config, indent=1))
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))

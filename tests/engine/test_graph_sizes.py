@@ -65,4 +65,6 @@ def test_the_products_of_a_model_are_known_before_its_weights(tmp_path: Path) ->
     assert (dense.head_dims, dense.norm_dtype, dense.experts) == ({128}, torch.bfloat16, frozenset())
     sparse = on_paper(make_shape("30b-a3b", tmp_path)).kernel_needs(torch.float8_e4m3fn)
     assert {(128, 2048, False, None), (5120, 2048, True, None)} <= sparse.products, "router; q, k and v"
-    assert sparse.experts == {(128, 8)}
+    assert sparse.experts == {(128, 8, False)}
+    clamped = on_paper(make_shape("gpt-oss-20b", tmp_path)).kernel_needs(torch.bfloat16)
+    assert clamped.experts == {(32, 4, True)}

@@ -41,6 +41,7 @@ class Step:
     caches: list[Tensor]  # K and V
     qkv: Tensor
     heads: Heads
+    sinks: Tensor | None  # [heads]
 
     def inputs(self) -> DecodeInputs:
         """Where the new tokens stand, for those who store and attend by themselves."""
@@ -53,7 +54,7 @@ class Step:
         """With the new K and V stored in `caches`."""
         kv_lens = self.all_lengths[self.slots]
         rows = fused_decode(self.spec).rows(self.slots, kv_lens, self.page_table, window)
-        return rows.forward(self.qkv, self.heads, self.caches[0], self.caches[1])
+        return rows.forward(self.qkv, self.heads, self.caches[0], self.caches[1], self.sinks)
 
 
 def make_step(spec: AttentionSpec, lengths: list[int], *, norm: bool = True) -> Step:
@@ -73,7 +74,8 @@ def make_step(spec: AttentionSpec, lengths: list[int], *, norm: bool = True) -> 
     norm_dtype = spec.norm_dtype or spec.dtype
     norms = [Norm(torch.randn(spec.head_dim, device=DEVICE).to(norm_dtype), 1e-6) if norm else None for _ in "qk"]
     heads = Heads(spec.num_heads, spec.num_kv_heads, table, *norms)
-    return Step(spec, lengths, slots, all_lengths, page_table, caches, qkv.to(spec.dtype), heads)
+    sinks = (2 * torch.randn(spec.num_heads, device=DEVICE)).to(spec.dtype) if spec.has_sinks else None
+    return Step(spec, lengths, slots, all_lengths, page_table, caches, qkv.to(spec.dtype), heads, sinks)
 
 
 BF16, F16 = torch.bfloat16, torch.float16

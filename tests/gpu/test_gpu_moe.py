@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel.base import Ops, Routing
+from minisgl.kernel.base import ClampedSwiGLU, ExpertBiases, Ops, Routing
 from minisgl.kernel.torch_ops import TorchOps
 
 pytestmark = pytest.mark.gpu
@@ -85,6 +85,31 @@ def test_every_tiling(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
             )
             error = relative_error(out, reference)
             assert error < TOLERANCE[dtype], f"{tiling}, {hidden} x {intermediate}: {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("experts", "top_k", "hidden", "intermediate"), [(32, 4, 2880, 2880), (6, 2, 64, 200), (16, 4, 360, 1440)]
+)
+def test_biases_and_clamped_swiglu(
+    ops: Ops, dtype: torch.dtype, experts: int, top_k: int, hidden: int, intermediate: int
+) -> None:
+    """gpt-oss's experts; on the ranks but the first the second bias is missing."""
+    w13, w2 = layer(experts, hidden, intermediate, dtype)
+    w13_bias, w2_bias = (torch.randn(experts, len(weight[0]), device="cuda").to(dtype) for weight in (w13, w2))
+    routing, activation = Routing(top_k, renormalize=True), ClampedSwiGLU(1.702, 1.5)  # so that many are clamped
+    for tokens in (1, 2, 7, 33, 129, 500, 2100):
+        x = torch.randn(tokens, hidden, device="cuda").to(dtype)
+        scores = distinct_scores(tokens, experts, dtype)
+        for biases in (ExpertBiases(w13=w13_bias, w2=w2_bias), ExpertBiases(w13=w13_bias)):
+            assert ops.moe_graph_safe(w13, w2, routing, biases, activation)
+            out = ops.moe(x, scores, w13, w2, routing, biases, activation)
+            in_double = ExpertBiases(*(None if bias is None else bias.double() for bias in biases))
+            reference = TorchOps().moe(
+                x.double(), scores.double(), w13.double(), w2.double(), routing, in_double, activation
+            )
+            error = relative_error(out, reference)
+            assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"
 
 
 @pytest.mark.parametrize("tokens", [16, 600])

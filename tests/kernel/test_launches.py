@@ -18,7 +18,7 @@ from minisgl.attention.base import AttentionSpec
 from minisgl.core import SamplingFlags
 from minisgl.engine.queue import token_copier
 from minisgl.engine.state import SlotState
-from minisgl.kernel.base import Heads, KernelNeeds, Norm, Product, Routing
+from minisgl.kernel.base import ClampedSwiGLU, ExpertBiases, ExpertKind, Heads, KernelNeeds, Norm, Product, Routing
 from minisgl.kernel.recurrent_rows import SingleRows
 from minisgl.kernel.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
 from support.delta_net import make_layer, projection
@@ -199,7 +199,9 @@ def run_ops(dtype: torch.dtype, cache: torch.dtype) -> None:
         {Product(2048, 1024, True, None), Product(2048, 1024, True, "silu"), Product(1024, 1024, False, None)}
     )
     ops.begin_compiling(
-        KernelNeeds(dtype, cache, dtype, frozenset({128}), products, frozenset({(8, 2)}), frozenset({4}))
+        KernelNeeds(
+            dtype, cache, dtype, frozenset({128}), products, frozenset({ExpertKind(8, 2, clamped=True)}), frozenset({4})
+        )
     )
     weight, bias = torch.zeros(2048, 1024, dtype=dtype), torch.zeros(2048, dtype=dtype)
     norm = Norm(torch.zeros(1024, dtype=dtype), 1e-6)
@@ -225,9 +227,11 @@ def run_moe(dtype: torch.dtype) -> None:
     from minisgl.kernel.cuda_ops import CudaOps
 
     w13, w2 = torch.zeros(8, 64, 64, dtype=dtype), torch.zeros(8, 64, 32, dtype=dtype)
+    biases = ExpertBiases(w13=torch.zeros(8, 64, dtype=dtype), w2=torch.zeros(8, 64, dtype=dtype))
     for tokens in (4, 100, 200):  # routed in the products, by one block, by many
         x, scores = torch.zeros(tokens, 64, dtype=dtype), torch.zeros(tokens, 8, dtype=dtype)
         CudaOps(CPU).moe(x, scores, w13, w2, Routing(2, renormalize=True))
+        CudaOps(CPU).moe(x, scores, w13, w2, Routing(2, renormalize=True), biases, ClampedSwiGLU(1.702, 7.0))
 
 
 def run_delta_net(dtype: torch.dtype) -> None:
@@ -250,7 +254,9 @@ def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:
     table = torch.ones(9, 20, dtype=torch.int32)
     caches = [torch.zeros(2, 16, 2, 128).to(cache) for _ in range(2)]
     rows = fused.rows(slots, lengths, table, 64)
-    rows.forward(torch.zeros(3, 12 * 128, dtype=dtype), Heads(8, 2, torch.zeros(99, 128), None, None), *caches)
+    qkv, heads = torch.zeros(3, 12 * 128, dtype=dtype), Heads(8, 2, torch.zeros(99, 128), None, None)
+    rows.forward(qkv, heads, *caches)
+    rows.forward(qkv, heads, *caches, sinks=torch.zeros(8, dtype=dtype))
     upcaster = PageUpcaster(spec, CPU)
     upcast = tuple(torch.zeros(2, 16, 2, 128, dtype=dtype) for _ in range(2))
     pool: Any = SimpleNamespace(keys=lambda _: caches[0], values=lambda _: caches[1], upcast_buffer=upcast)

@@ -170,6 +170,8 @@ def _fa_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
         return f"it is built for compute capability 8.x and 9.0, not {capability[0]}.{capability[1]}"
     if capability[0] == 8 and spec.window is not None:  # github.com/sgl-project/sgl-flash-attn, pull request 50
         return "on compute capability 8.x it was seen to read wrong keys where a window slides (sgl-flash-attn#50)"
+    if spec.has_sinks and spec.dtype != torch.bfloat16:
+        return "it takes attention sinks in bfloat16 alone"
     why = _unsupported(spec, head_dims=range(16, 257, 16) if spec.fp8_kv else range(8, 257, 8))
     if why is None and spec.fp8_kv:  # whose pages a kernel of ours upcasts
         why = import_error("cuda.core", "cuda-core", "cuda")
@@ -204,8 +206,6 @@ def _unsupported(spec: AttentionSpec, head_dims: range | tuple[int, ...]) -> str
         return f"it is for bfloat16 and float16, not {str(spec.dtype).removeprefix('torch.')}"
     if spec.head_dim not in head_dims:
         return f"it has no kernels for heads of {spec.head_dim}"
-    if spec.has_sinks:
-        return "it has no attention sinks here"
     if spec.latent_dim is not None:
         return "it has no latent attention here"
     return None

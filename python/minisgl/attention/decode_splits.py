@@ -23,8 +23,6 @@ def fused_decode_unsupported(spec: AttentionSpec, capability: tuple[int, int]) -
         return f"it is for up to {_MAX_GROUP} query heads a KV head, not {spec.group}"
     if spec.page_size & (spec.page_size - 1):
         return f"it is for pages of a power of two, not {spec.page_size}"
-    if spec.has_sinks:
-        return "it has no attention sinks"
     return None
 
 

@@ -35,7 +35,7 @@ class Fa3Plan:
     upcaster: PageUpcaster | None
     seen: PageList | None  # for the upcaster
 
-    def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:  # noqa: ARG002
+    def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:
         keys, values = kv.keys(layer), kv.values(layer)
         if self.upcaster is not None and self.seen is not None:
             keys, values = self.upcaster.upcast(layer, kv, self.seen)
@@ -52,6 +52,7 @@ class Fa3Plan:
             window_size=(window_left(self.spec.window), 0),
             num_splits=self.num_splits,
             scheduler_metadata=self.schedule,
+            sinks=sinks,
         )
         return out
 

@@ -10,6 +10,7 @@ is planned again only when that changes, and then while the device works on the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs, AttentionSpec, window_left
 from minisgl.attention.page_kernels import PageList, make_flattener
+from minisgl.attention.sinks import add_sinks
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
 
@@ -115,9 +117,13 @@ class FlashInferPlan:
 
     wrapper: Any
 
-    def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        out: Tensor = self.wrapper.run(q, (kv.keys(layer), kv.values(layer)))
-        return out
+    def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:
+        out: Tensor
+        if sinks is None:
+            out = self.wrapper.run(q, (kv.keys(layer), kv.values(layer)))
+            return out
+        out, log2_sums = self.wrapper.run(q, (kv.keys(layer), kv.values(layer)), return_lse=True)
+        return add_sinks(out, log2_sums * math.log(2), sinks)
 
 
 class GraphedFlashInfer:

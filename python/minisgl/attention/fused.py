@@ -110,8 +110,13 @@ class FusedRows:
     kv_lens: Tensor  # [B] int32
     page_table: Tensor  # [slots, pages] int32
 
-    def forward(self, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Store k and v of qkv [B, (heads + 2 * kv_heads) * head_dim], and attend: [B, heads, head_dim]."""
+    def forward(
+        self, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Store k and v of qkv [B, (heads + 2 * kv_heads) * head_dim], and attend: [B, heads, head_dim].
+
+        `sinks` [heads]: as in `AttentionPlan.forward`.
+        """
         splits, rows = self.splits, len(qkv)
         out = qkv.new_empty((rows, heads.num_heads, k_cache.shape[-1]))
         units = rows * heads.num_kv_heads
@@ -133,6 +138,7 @@ class FusedRows:
             eps=0.0 if heads.q_norm is None else heads.q_norm.eps,
             k_cache=k_cache,
             v_cache=v_cache,
+            sinks=sinks,
             out=out,
             softmax_scale=self.scale,
             window=self.window or 0,

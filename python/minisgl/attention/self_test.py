@@ -52,6 +52,7 @@ class AttentionTest:
             page_table=torch.arange(3 * width, dtype=torch.int32, device=device).flip(0).view(3, width).contiguous(),
         )
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        self.sinks = torch.linspace(-2, 4, spec.num_heads, device=device).to(spec.dtype) if spec.has_sinks else None
         self.qkv = torch.randn(int(starts[-1]), width, device=device, generator=generator).to(spec.dtype)
 
     @property
@@ -62,11 +63,11 @@ class AttentionTest:
 
     def run(self, backend: AttentionBackend) -> Tensor:
         """Return the backend's answer, [T, heads, head_dim]."""
-        return backend.plan(self.inputs).forward(0, self.q, self.pool)
+        return backend.plan(self.inputs).forward(0, self.q, self.pool, self.sinks)
 
     def right(self, q: Tensor) -> Tensor:
         """Return the answer for these queries in float32."""
-        return TorchAttention(self.spec).plan(self.inputs).forward(0, q.float(), self.exact)
+        return TorchAttention(self.spec).plan(self.inputs).forward(0, q.float(), self.exact, self.sinks)
 
 
 def self_test_error(

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs, AttentionSpec, shorter_window, window_left
+from minisgl.attention.sinks import add_sinks
 from minisgl.attention.torch_backend import read_pages
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
@@ -45,12 +46,13 @@ class VarlenPlan:
     window: int | None
     scale: float
 
-    def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:  # noqa: ARG002
+    def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:
         keys, values = kv.keys(layer).flatten(0, 1), kv.values(layer).flatten(0, 1)
         parts = []
         for group in self.groups:
             k, v = (read_pages(pool, group.places).to(q.dtype) for pool in (keys, values))
-            parts.append(_attend(q[group.tokens], k, v, group, self.window, self.scale))
+            attended, lse = _attend(q[group.tokens], k, v, group, self.window, self.scale)
+            parts.append(attended if sinks is None else add_sinks(attended, lse.t(), sinks))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -109,12 +111,15 @@ def _split(query_lens: Int32Array, key_lens: Int32Array) -> Iterator[slice]:
     yield slice(first, len(query_lens))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | None, scale: float) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attend with q [T, heads, d] to k and v [K, kv_heads, d]; a row's last query sees its last key.
 
+    Return [T, heads, d] and the scores' log-sum-exp [heads, T] float32.
     torch.nn.attention.varlen is a wrapper of this operation whose arguments differ between torch 2.11 and 2.13.
     """
-    out: Tensor = torch.ops.aten._flash_attention_forward(
+    attended, lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
         k,
         v,
@@ -128,5 +133,5 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: VarlenGroup, window: int | N
         scale=scale,
         window_size_left=window_left(window),
         window_size_right=0,
-    )[0]
-    return out
+    )
+    return attended, lse

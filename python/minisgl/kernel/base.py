@@ -112,6 +112,14 @@ class Product(NamedTuple):
     gate: Activation | None  # of a gated one
 
 
+class ExpertKind(NamedTuple):
+    """Sparse layer as kernels are compiled for it; a token goes to `top_k` experts, `clamped`: by a ClampedSwiGLU."""
+
+    num_experts: int
+    top_k: int
+    clamped: bool
+
+
 @dataclass(frozen=True, slots=True)
 class KernelNeeds:
     """Kernels that a model's steps will ask for."""
@@ -121,7 +129,7 @@ class KernelNeeds:
     norm_dtype: torch.dtype  # of the norms' weights
     head_dims: frozenset[int]
     products: frozenset[Product]
-    experts: frozenset[tuple[int, int]]  # of sparse layers: how many, and how many a token goes to
+    experts: frozenset[ExpertKind]
     delta_taps: frozenset[int] = frozenset()  # of recurrent layers: inputs that a convolution reads
 
 

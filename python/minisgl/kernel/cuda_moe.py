@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel.base import Routing
+from minisgl.kernel.base import NO_BIASES, ClampedSwiGLU, ExpertActivation, ExpertBiases, ExpertKind, Routing
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 
@@ -79,21 +79,33 @@ class CudaMoe:
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
 
-    def begin_compiling(self, dtype: torch.dtype, experts: int, top_k: int) -> None:
-        """Begin to compile the kernels for this many experts, of which a token goes to `top_k`."""
+    def begin_compiling(self, dtype: torch.dtype, experts: ExpertKind) -> None:
+        """Begin to compile the kernels of these experts."""
         tilings = [_FEW, *(tiling for _, tiling in _TILINGS), self._many]
-        self._compiler.begin([_plan_spec("moe_combine", dtype, experts, top_k)])
-        self._compiler.begin(_product_spec("moe_gated", dtype, tiling, experts, top_k) for tiling in tilings)
+        count, top_k, clamped = experts
+        self._compiler.begin([_plan_spec("moe_combine", dtype, count, top_k)])
+        self._compiler.begin(_product_spec("moe_gated", dtype, tiling, count, top_k, clamped) for tiling in tilings)
 
     @staticmethod
-    def supports(w13: Tensor, w2: Tensor, top_k: int) -> bool:
+    def supports(w13: Tensor, w2: Tensor, routing: Routing, choice_bias: Tensor | None) -> bool:
         """Return True if the kernels can do a layer of these weights, whatever the number of tokens."""
+        if not routing.plain or choice_bias is not None:
+            return False
         experts, hidden, intermediate = w2.shape
-        sizes = hidden % 8 == 0 and intermediate % 8 == 0 and experts <= _MAX_EXPERTS and top_k <= _MAX_TOP_K
+        sizes = hidden % 8 == 0 and intermediate % 8 == 0 and experts <= _MAX_EXPERTS and routing.top_k <= _MAX_TOP_K
         whole = w13.is_contiguous() and w2.is_contiguous()
         return sizes and whole and w2.dtype in (torch.bfloat16, torch.float16)
 
-    def __call__(self, x: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, routing: Routing) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        routing: Routing,
+        biases: ExpertBiases = NO_BIASES,
+        activation: ExpertActivation = "silu",
+    ) -> Tensor:
         """Compute Ops.moe."""
         x, router_logits, top_k = x.contiguous(), router_logits.contiguous(), routing.top_k
         tokens, hidden = x.shape
@@ -106,7 +118,10 @@ class CudaMoe:
         max_tiles = pairs if plan is None else len(plan.tiles)
         inner = x.new_empty((pairs, intermediate))
         outputs = x.new_empty((pairs, hidden))
-        routed: dict[str, Any] = {
+        clamped = isinstance(activation, ClampedSwiGLU)
+        shared: dict[str, Any] = {
+            "alpha": activation.alpha if isinstance(activation, ClampedSwiGLU) else 0.0,
+            "limit": activation.limit if isinstance(activation, ClampedSwiGLU) else 0.0,
             "router_logits": router_logits,
             "renormalize": routing.renormalize,
             "order": None if plan is None else plan.order,
@@ -114,29 +129,31 @@ class CudaMoe:
             "tile_count": None if plan is None else plan.tile_count,
             "pair_weights": None if plan is None else plan.weights,
         }
-        gated = self._compiler.kernel(_product_spec, "moe_gated", x.dtype, tiling, experts, top_k)
+        gated = self._compiler.kernel(_product_spec, "moe_gated", x.dtype, tiling, experts, top_k, clamped)
         gated(
             (-(-intermediate // (tiling.block_n // 2)), max_tiles),
             tiling.threads,
             x=x,
             divisor=top_k,
             weight=w13,
+            bias=biases.w13,
             out=inner,
             N=intermediate,
             K=hidden,
-            **routed,
+            **shared,
         )
-        weighted = self._compiler.kernel(_product_spec, "moe_weighted", x.dtype, tiling, experts, top_k)
+        weighted = self._compiler.kernel(_product_spec, "moe_weighted", x.dtype, tiling, experts, top_k, clamped)
         weighted(
             (-(-hidden // tiling.block_n), max_tiles),
             tiling.threads,
             x=inner,
             divisor=1,
             weight=w2,
+            bias=biases.w2,
             out=outputs,
             N=hidden,
             K=intermediate,
-            **routed,
+            **shared,
         )
         out = torch.empty_like(x)
         combine = self._compiler.kernel(_plan_spec, "moe_combine", x.dtype, experts, top_k)
@@ -208,7 +225,9 @@ def _plan_spec(kernel: str, dtype: torch.dtype, experts: int, top_k: int) -> Ker
     return KernelSpec("moe.cu", kernel, {"SCALAR": SCALAR_NAMES[dtype], "EXPERTS": experts, "TOP_K": top_k})
 
 
-def _product_spec(kernel: str, dtype: torch.dtype, tiling: _Tiling, experts: int, top_k: int) -> KernelSpec:
+def _product_spec(
+    kernel: str, dtype: torch.dtype, tiling: _Tiling, experts: int, top_k: int, clamped: bool
+) -> KernelSpec:
     macros: Macros = {
         "SCALAR": SCALAR_NAMES[dtype],
         "PAIRS": tiling.pairs,
@@ -218,6 +237,7 @@ def _product_spec(kernel: str, dtype: torch.dtype, tiling: _Tiling, experts: int
         "STAGES": tiling.stages,
         "WARPGROUP": int(tiling.warpgroup),
         "ROUTE": int(tiling.route),
+        "CLAMPED": int(clamped),
         "EXPERTS": experts,
         "TOP_K": top_k,
     }

@@ -53,8 +53,8 @@ class CudaOps:
         self._skinny.begin_compiling(dtype, needs.products, norms_late=_norms_late(dtype, norm_dtype))
         self._small_batch.begin_compiling(dtype, needs.products)
         self._delta.begin_compiling(dtype, needs.delta_taps)
-        for experts, top_k in needs.experts:
-            self._moe.begin_compiling(dtype, experts, top_k)
+        for experts in needs.experts:
+            self._moe.begin_compiling(dtype, experts)
 
     def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:  # noqa: ARG002 (no kernel reads 4 bits yet)
         return DenseWeight(self, weight)
@@ -240,7 +240,7 @@ class CudaOps:
     ) -> Tensor:
         if not self.moe_graph_safe(w13, w2, routing, biases, activation):
             return self._torch.moe(x, router_logits, w13, w2, routing, biases, activation)
-        return self._moe(x, router_logits, w13, w2, routing)
+        return self._moe(x, router_logits, w13, w2, routing, biases, activation)
 
     def moe_graph_safe(
         self,
@@ -248,11 +248,10 @@ class CudaOps:
         w2: Tensor,
         routing: Routing,
         biases: ExpertBiases = NO_BIASES,
-        activation: ExpertActivation = "silu",
+        activation: ExpertActivation = "silu",  # noqa: ARG002
         /,
     ) -> bool:
-        plain = routing.plain and all(bias is None for bias in biases) and activation == "silu"
-        return plain and self._moe.supports(w13, w2, routing.top_k)
+        return self._moe.supports(w13, w2, routing, biases.choice)
 
 
 def _norms_late(dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:

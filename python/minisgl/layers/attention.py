@@ -109,12 +109,12 @@ class Attention(nn.Module):
             k_norm=params_of(k_norm),
         )
         keys, values = ctx.kv.keys(self.layer), ctx.kv.values(self.layer)
+        sinks = None if self.sinks is None else self.sinks.weight
         fused = ctx.fused.get(self.layer)
         if fused is not None:
-            attended = fused.forward(qkv, heads, keys, values)
+            attended = fused.forward(qkv, heads, keys, values, sinks)
         else:
             q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.out_cache_loc, keys, values)
-            sinks = None if self.sinks is None else self.sinks.weight
             attended = ctx.attention[self.layer].forward(self.layer, q, ctx.kv, sinks)
         attended = attended.flatten(1)
         if gate is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
-from minisgl.kernel.base import ExpertBiases, Ops
+from minisgl.kernel.base import ClampedSwiGLU, ExpertBiases, ExpertKind, Ops
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, empty, zeros
 from minisgl.layers.norm import RMSNorm, params_of
@@ -83,10 +83,11 @@ class SparseMLP(nn.Module):
         return ExpertBiases(self.router.choice_bias, experts.w13_bias, experts.w2_bias if first else None)
 
     @property
-    def plain(self) -> bool:
-        """True if nothing is asked of the experts' kernels that csrc/ does not have."""
-        biases = any(bias is not None for bias in self._biases)
-        return self.routing.plain and not biases and self.activation == "silu"
+    def kernel_experts(self) -> ExpertKind | None:
+        """Kind of experts for which kernels are compiled; None if csrc/ has none for their routing."""
+        if not self.routing.plain or self.router.choice_bias is not None:
+            return None
+        return ExpertKind(len(self.experts.w13), self.routing.top_k, isinstance(self.activation, ClampedSwiGLU))
 
     @property
     def idle_weights(self) -> int:

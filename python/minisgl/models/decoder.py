@@ -162,8 +162,8 @@ class CausalLM(nn.Module):
                         width, size = module.weight.shape
                         begins = isinstance(module, ColumnParallelLinear)
                         products.add(Product(width, size, begins and norm is not None, gate if begins else None))
-                if isinstance(block, SparseMLP) and block.plain:
-                    experts.add((len(block.experts.w13), block.routing.top_k))
+                if isinstance(block, SparseMLP) and block.kernel_experts is not None:
+                    experts.add(block.kernel_experts)
         return KernelNeeds(
             dtype=self.dtype,
             kv_dtype=kv_dtype,
