@@ -20,6 +20,17 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }
+_QWEN3_5 = {
+    "full_attention_interval": 4,  # the other layers are recurrent
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000000.0, "rope_type": "default"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,36 @@ SHAPES = {
             "norm_topk_prob": True,
             "num_experts": 128,
             "num_experts_per_tok": 8,
+        },
+    ),
+    "qwen3.5-9b": Shape(
+        4096,
+        32,
+        16,
+        4,
+        12288,
+        tied=False,
+        vocab=248320,
+        architecture="Qwen3_5ForCausalLM",
+        model_type="qwen3_5_text",
+        more=_QWEN3_5,
+    ),
+    "qwen3.5-35b-a3b": Shape(
+        2048,
+        40,
+        16,
+        2,
+        0,
+        tied=False,
+        vocab=248320,
+        architecture="Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        more={
+            **_QWEN3_5,
+            "moe_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "shared_expert_intermediate_size": 512,
         },
     ),
     "llama-8b": Shape(
@@ -122,8 +163,8 @@ SHAPES = {
 def make_shape(name: str, folder: Path) -> Path:
     """Write a folder for a shape: a configuration and a tokenizer of one token a byte. No weights."""
     shape = SHAPES[name]
-    is_qwen = shape.model_type.startswith("qwen")
-    path = folder / (f"qwen3-{name}" if is_qwen else name)
+    is_qwen3 = shape.model_type in ("qwen3", "qwen3_moe")
+    path = folder / (f"qwen3-{name}" if is_qwen3 else name)
     path.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": [shape.architecture],
@@ -147,7 +188,7 @@ def make_shape(name: str, folder: Path) -> Path:
         "vocab_size": shape.vocab,
         **shape.more,
     }
-    if is_qwen:
+    if is_qwen3:
         config |= {"max_window_layers": shape.layers, "sliding_window": None, "use_sliding_window": False}
     (path / "config.json").write_text(json.dumps(config, indent=1))
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
