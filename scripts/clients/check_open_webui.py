@@ -19,6 +19,8 @@ SETTINGS = {
     "DATA_DIR": str(Path("data").resolve()),
     "RAG_EMBEDDING_ENGINE": "openai",  # no model is downloaded for documents
     "OFFLINE_MODE": "True",
+    # Its own tools are a prompt of 26,000 bytes, which are the demo model's tokens.
+    "DEFAULT_MODEL_PARAMS": '{"function_calling": "legacy"}',
     # The page asks the model for a title, tags and what to ask next; the demo model has none.
     **{f"ENABLE_{name}_GENERATION": "False" for name in ("TITLE", "TAGS", "FOLLOW_UP")},
 }
