@@ -19,11 +19,12 @@ from minisgl.server.api.anthropic import bodies as anthropic
 from minisgl.server.api.bodies import schema
 from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.openapi import body_components, declaration_of
+from minisgl.server.api.pooling import bodies as pooling
 from minisgl.server.api.responses.body import ResponsesBody
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 MARKED = re.compile(r"(<!-- fields (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-BODIES = {**vars(schema), **vars(anthropic), "ResponsesBody": ResponsesBody}
+BODIES = {**vars(schema), **vars(anthropic), **vars(pooling), "ResponsesBody": ResponsesBody}
 LIMITS = Limits(max_seq_len=1, vocab_size=1)  # those that only a model has are named
 LIMIT_WORDS = {
     "max_seq_len": "the context length",
@@ -73,6 +74,8 @@ def _kind(schema: dict[str, Any]) -> str:
     if schema["type"] != "array":
         return str(schema["type"])
     item = schema["items"]
+    if "anyOf" in item:
+        return f"list of {' or '.join(f'{_kind(kind)}s' for kind in item['anyOf'])}"
     return f"list of {_kind(item)}s" if "type" in item and item["type"] != "array" else "list of lists of integers"
 
 

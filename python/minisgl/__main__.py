@@ -42,9 +42,13 @@ def main() -> int:
         listener = bind(config.host, config.port, config.http.send_timeout)
         folders = find()
         # An unsupported model is noticed before any process is started.
-        load_model_config(folders.model).check_tp(config.engine.tp_size)
-        defaults = load_sampling_defaults(config.source.generation_config, folders.model)
-        config = msgspec.structs.replace(config.located(folders.model, folders.tokenizer), sampling_defaults=defaults)
+        model = load_model_config(folders.model, config.engine.runner, config.engine.convert)
+        model.check_tp(config.engine.tp_size)
+        config = msgspec.structs.replace(
+            config.located(folders.model, folders.tokenizer),
+            sampling_defaults=load_sampling_defaults(config.source.generation_config, folders.model),
+            pooling=model.pooling,
+        )
         supervisor = Supervisor(config, listener)
     except ConfigError as error:
         print(f"minisgl: error: {error}", file=sys.stderr)

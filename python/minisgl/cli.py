@@ -69,7 +69,7 @@ NO_SUCH_FLAG = _by_flag(
         "--tokenizer-revision": "give --tokenizer as a folder, or leave both out",
         "--tokenizer-mode": "the tokenizer is always the fast one (tokenizer.json)",
         "--hf-overrides --json-model-override-args --rope-scaling": "change config.json in a folder of your own",
-        "--is-embedding --task --runner": "only generation is supported",
+        "--task": "give --runner pooling, and --convert embed or classify where the model's folder does not say it",
         "--grammar-backend --guided-decoding-backend --structured-outputs-config": "grammars are always llguidance's",
         "--chat-template-content-format": "content is given to the template as its form asks",
         "--log-requests --enable-log-requests": "requests' texts are never logged; --access-log has a line for each",

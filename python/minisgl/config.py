@@ -23,6 +23,7 @@ import msgspec
 
 from minisgl.kv_events_config import KVEventsConfig
 from minisgl.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS, Limits
+from minisgl.pooling.pooling_config import Convert, PoolingConfig, Runner
 from minisgl.settings import ConfigError as ConfigError
 from minisgl.settings import Setting, Settings
 
@@ -128,6 +129,22 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     dtype: Annotated[
         Dtype,
         Setting("of weights and computation; auto: the checkpoint's", values={"half": "float16", "float": "float32"}),
+    ] = "auto"
+    runner: Annotated[
+        Runner,
+        Setting(
+            "generate: text; pooling: embeddings, scores or classes; auto: pooling if the folder has a modules.json of "
+            "sentence-transformers or the architecture no head for text",
+            switches={"--is-embedding": "pooling"},
+        ),
+    ] = "auto"
+    convert: Annotated[
+        Convert,
+        Setting(
+            "what a pooling model makes: embed: embeddings; classify: classes, or of a causal reranker the score that "
+            "it answers yes; auto: as the architecture and modules.json say",
+            values={"none": "auto"},
+        ),
     ] = "auto"
     load_format: Annotated[
         LoadFormat,
@@ -446,6 +463,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     http: HttpConfig = HttpConfig()
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # read from the model's folder
+    pooling: PoolingConfig | None = None  # read from the model's folder; None: the model generates
     model_names: Annotated[
         tuple[str, ...],
         Setting(

@@ -313,17 +313,23 @@ class Logprobs(Generic[A]):
 class StepResult(Generic[A]):
     """Outcome of a step, on the device and then on the host. Its Batch says which log-probabilities there are."""
 
-    tokens: A  # int32[S]: sampled, in the order of the rows that sample
+    tokens: A  # int32[S]: sampled, in the order of the rows that sample; of a pooling model none
     logprobs: Logprobs[A] | None = None  # of the tokens of `ScoredTokens.rows`
     prompt_logprobs: Logprobs[A] | None = None  # of `ScoredTokens.prompt_lens`, row after row
+    vectors: A | None = None  # float32[S, size] of a pooling model, in place of tokens
 
     def map(self, convert: Callable[[A], B]) -> StepResult[B]:
         """Convert each array."""
+        return self.map_rest(convert(self.tokens), convert)
+
+    def map_rest(self, tokens: B, convert: Callable[[A], B]) -> StepResult[B]:
+        """Convert each array but the tokens, in whose place are these."""
         output, prompt = self.logprobs, self.prompt_logprobs
         return StepResult(
-            convert(self.tokens),
+            tokens,
             None if output is None else output.map(convert),
             None if prompt is None else prompt.map(convert),
+            None if self.vectors is None else convert(self.vectors),
         )
 
 

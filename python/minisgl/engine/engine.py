@@ -35,6 +35,7 @@ from minisgl.engine.memory import (
     slots_with_states,
     steps_bytes,
 )
+from minisgl.engine.pooling import PoolingRunner
 from minisgl.engine.queue import make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
@@ -46,8 +47,9 @@ from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import bind_weights, product_labels
 from minisgl.limits import Limits
 from minisgl.models.config.model_config import ModelConfig
-from minisgl.models.decoder import CausalLM
+from minisgl.models.decoder import DecoderModel
 from minisgl.models.loading import build_model, load_model
+from minisgl.models.pooling_model import PoolingModel
 from minisgl.progress import progress_bar
 from minisgl.step_cost import StepCost
 
@@ -230,7 +232,7 @@ class Engine:
 class _Parts:
     """Parts of a runner, whatever the size of its pool."""
 
-    model: CausalLM
+    model: DecoderModel
     num_slots: int
     attention: ModelAttention
     ops: Ops
@@ -246,19 +248,14 @@ class _Parts:
             scratch_page=kv.scratch_page,
             device=self.device,
         )
-        return StepRunner(
-            self.model,
-            kv,
-            state,
-            self.attention,
-            self.ops,
-            self.sampler,
-        )
+        if isinstance(self.model, PoolingModel):
+            return PoolingRunner(self.model, kv, state, self.attention, self.ops, self.sampler)
+        return StepRunner(self.model, kv, state, self.attention, self.ops, self.sampler)
 
 
 def _load(
     config: EngineConfig, model: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device, *, progress: bool
-) -> CausalLM:
+) -> DecoderModel:
     try:
         return load_model(
             model,
@@ -317,6 +314,8 @@ def _graph_sizes(config: EngineConfig, parts: _Parts, max_prefill_tokens: int) -
         if config.cuda_graph_max_bs is not None:
             logger.info("--cuda-graph-max-bs is for GPUs and not used on the CPU")
         return None
+    if isinstance(parts.model, PoolingModel):
+        return None  # nothing is decoded
     max_bs = parts.num_slots
     if config.cuda_graph_max_bs is not None:
         max_bs = min(config.cuda_graph_max_bs, max_bs)

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from minisgl.core import AnyArray, DeviceOutOfMemory, Int32Array, Logprobs, PendingStep, StepResult
+from minisgl.core import AnyArray, DeviceOutOfMemory, Int32Array, PendingStep, StepResult
 from minisgl.engine.cpu_threads import StepThreads, name_thread
 from minisgl.kernel.availability import kernels_missing
 from minisgl.kernel.signature import KernelSpec
@@ -107,12 +107,12 @@ class _CudaStep:
         self,
         buffer: OutputBuffer,
         count: int,
-        logprobs: tuple[Logprobs[Tensor] | None, Logprobs[Tensor] | None],  # on the host when the event is done
+        rest: StepResult[Tensor],  # what there is beside tokens, on the host when the event is done
         give_back: Callable[[OutputBuffer], None],
     ) -> None:
         self._buffer: OutputBuffer | None = buffer
         self._tokens: Int32Array = buffer.memory.numpy()[:count]
-        self._logprobs = logprobs
+        self._rest = rest
         self._give_back = give_back
 
     def __call__(self) -> StepResult[AnyArray]:
@@ -122,17 +122,13 @@ class _CudaStep:
             self._tokens = self._tokens.copy()
             self._buffer = None  # first: Ctrl-C must not let it be given back twice
             self._give_back(buffer)
-        return StepResult(self._tokens, *(None if one is None else one.map(_as_array) for one in self._logprobs))
+        return self._rest.map_rest(self._tokens, _as_array)
 
 
-def _copy_to_host(logprobs: Logprobs[Tensor] | None) -> Logprobs[Tensor] | None:
-    """Return copies in pinned memory, there when the stream has come so far."""
-
-    def copy(tensor: Tensor) -> Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-
-    return None if logprobs is None else logprobs.map(copy)
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    """Return a copy in pinned memory, there when the stream has come so far."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 class CudaQueue:
@@ -154,11 +150,11 @@ class CudaQueue:
 
     def _launch_step(self, step: Callable[[], StepResult[Tensor]]) -> _CudaStep:
         result = step()
-        logprobs = _copy_to_host(result.logprobs), _copy_to_host(result.prompt_logprobs)
+        rest = result.map_rest(result.tokens, _copy_to_host)
         buffer = self._free.pop() if self._free else self._make_buffer()  # behind all that may find no memory
         self._copy_tokens(result.tokens, buffer.memory)
         buffer.done.record(self._stream)
-        return _CudaStep(buffer, len(result.tokens), logprobs, self._free.append)
+        return _CudaStep(buffer, len(result.tokens), rest, self._free.append)
 
     def _make_buffer(self) -> OutputBuffer:
         memory = torch.empty(self._num_slots, dtype=torch.int32, pin_memory=True)

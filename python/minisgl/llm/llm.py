@@ -1,4 +1,6 @@
-"""LLM: generation from Python, without a server. It has a scheduler and an engine in the caller's process.
+"""LLM: generation and embeddings from Python, without a server.
+
+It has a scheduler and an engine in the caller's process.
 
 The parameters are those of Mini-SGLang's LLM, so that programs written for it run unchanged.
 """
@@ -11,23 +13,27 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from inspect import Parameter, Signature
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import torch
 
 from minisgl.config import EngineConfig, SamplingDefaults, SchedulerConfig, ServerConfig, SourceConfig
-from minisgl.core import FinishReason, Int32Array, InvalidRequest, SamplingParams, room_for_output
+from minisgl.core import Int32Array, InvalidRequest, SamplingParams, room_for_output
 from minisgl.engine.device import join_ranks
 from minisgl.engine.engine import Engine
+from minisgl.llm.completion import Answer
+from minisgl.llm.completion import Completion as Completion
 from minisgl.llm.rank_processes import RankLost, RankProcesses
 from minisgl.message.control import Progress
-from minisgl.message.to_api import OutputDelta
-from minisgl.message.types import PositionLogprobs, TextOptions, unpack_ids
+from minisgl.message.to_tokenizer import PairPrompt
+from minisgl.message.types import TextOptions
 from minisgl.models.config.generation_config import load_sampling_defaults
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.hub import find_model
+from minisgl.pooling.pooling_config import NO_TEXT, NO_VECTORS, PoolingConfig
+from minisgl.pooling.vectors import Float32Array, activated, check_dimensions, cosine, embedding
 from minisgl.progress import progress_bar
 from minisgl.scheduler.loop import make_loop
 from minisgl.seeds import choice_seed, random_seed
@@ -38,6 +44,7 @@ from minisgl.structured_output.validator import GrammarValidator
 from minisgl.tokenizer.admission import check_vocabulary, resolve_bad_words
 from minisgl.tokenizer.decoders import make_decoder
 from minisgl.tokenizer.detokenizer import Detokenizer
+from minisgl.tokenizer.pairs import encode_pair
 from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -72,17 +79,6 @@ def _signature() -> Signature:
     )
 
 
-class Completion(TypedDict):
-    """One prompt's answer."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    cached_tokens: int  # of the prompt, found in the prefix cache
-    logprobs: NotRequired[list[PositionLogprobs]]  # of each token, if asked for
-    prompt_logprobs: NotRequired[list[PositionLogprobs]]  # of each token of the prompt but the first, if asked for
-
-
 class LLM:
     """A loaded model. Raises ConfigError when it cannot be loaded; `close` (or `with`) gives the device back.
 
@@ -107,12 +103,14 @@ class LLM:
         folder, tokenizer_folder = find_model(source, weights=config.load_format != "dummy")
         server = server.located(folder, tokenizer_folder)
         config = server.engine
-        model_config = load_model_config(folder)
+        model_config = load_model_config(folder, config.runner, config.convert)
+        self._pooling = pooling = model_config.pooling
         self._default_params = _default_params(load_sampling_defaults(source.generation_config, folder))
         model_config.check_tp(config.tp_size)
         self.phases: dict[str, float] = {}  # seconds of each phase of the start
         with self._phase("load tokenizer"):
-            self.tokenizer = TextTokenizer.from_folder(tokenizer_folder, server.source.chat_template)
+            reranks = pooling is not None and bool(pooling.answer_ids)
+            self.tokenizer = TextTokenizer.from_folder(tokenizer_folder, server.source.chat_template, reranks=reranks)
             self._decoder = make_decoder(self.tokenizer.tokenizer)
             self._validator = GrammarValidator(named_tokens(self.tokenizer.tokenizer))
         self._ranks = RankProcesses(server)
@@ -170,7 +168,8 @@ class LLM:
         served, before anything runs.
         """
         ids = [self._encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
-        return self._run(ids, self._params_for(ids, sampling_params), use_tqdm, continues=True)
+        answers = self._run(ids, self._params_for(ids, sampling_params), use_tqdm, continues=True)
+        return [answer.completion for answer in answers]
 
     def chat(
         self,
@@ -184,7 +183,86 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: list[Any] = list(messages) if several else [messages]
         ids = [self._known(self.tokenizer.encode_chat(list(one), None, template_kwargs)) for one in conversations]
-        return self._run(ids, self._params_for(ids, sampling_params), use_tqdm, continues=False)
+        answers = self._run(ids, self._params_for(ids, sampling_params), use_tqdm, continues=False)
+        return [answer.completion for answer in answers]
+
+    def embed(
+        self,
+        prompts: str | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        use_tqdm: bool = False,
+    ) -> Float32Array:
+        """Return the embeddings [prompts, dimensions] of texts or token ids, in order.
+
+        `dimensions` None: all; `normalize` None: as the model says. Raises InvalidRequest, also for other models.
+        """
+        pooling = self._pools("embedding")
+        check_dimensions(dimensions, pooling)
+        ids = [self._encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        vectors = self._vectors(ids, use_tqdm)
+        return _stacked(
+            [embedding(vector, pooling, dimensions, normalize) for vector in vectors], dimensions or pooling.size
+        )
+
+    def classify(self, prompts: str | Sequence[Prompt], *, use_tqdm: bool = False) -> Float32Array:
+        """Return the probability of each class [prompts, classes]. Raises InvalidRequest, also for other models."""
+        pooling = self._pools("classes")
+        ids = [self._encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        vectors = self._vectors(ids, use_tqdm)
+        return _stacked([activated(vector, pooling.activation) for vector in vectors], pooling.size)
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_tqdm: bool = False,
+    ) -> list[float]:
+        """Return the score of each document for the query of its place, or for the only one.
+
+        A reranker's score is a probability, that of embeddings the cosine. `instruction` is for rerankers whose form of
+        prompt has one. Raises InvalidRequest.
+        """
+        documents = [documents] if isinstance(documents, str) else documents
+        queries = [queries] if isinstance(queries, str) else queries
+        if len(queries) not in (1, len(documents)):
+            raise InvalidRequest("queries", f"{len(queries)} queries, but {len(documents)} documents")
+        pooling = self._pools()
+        if pooling.makes == "embedding":
+            vectors = self._vectors([self._encode(text) for text in [*queries, *documents]], use_tqdm)
+            firsts = vectors[: len(queries)] * (len(documents) // len(queries))
+            return [cosine(*pair) for pair in zip(firsts, vectors[len(queries) :], strict=True)]
+        if not pooling.is_reranker:
+            raise InvalidRequest("model", f"this model knows {pooling.size} classes and scores no pairs")
+        pairs = zip(list(queries) * (len(documents) // len(queries)), documents, strict=True)
+        limits = self._engine.limits
+        ids = [
+            self._known(encode_pair(PairPrompt(query, document, instruction), self.tokenizer, limits))
+            for query, document in pairs
+        ]
+        return [float(activated(vector, pooling.activation)[0]) for vector in self._vectors(ids, use_tqdm)]
+
+    def _pools(self, makes: str | None = None) -> PoolingConfig:
+        """Return what the model makes of prompts; InvalidRequest if it is not that."""
+        pooling = self._pooling
+        if pooling is None:
+            raise InvalidRequest("model", NO_VECTORS)
+        if makes not in (None, pooling.makes):
+            raise InvalidRequest("model", f"this model makes no {makes}, but {pooling.makes}")
+        return pooling
+
+    def _vectors(self, ids: list[Int32Array], use_tqdm: bool) -> list[Float32Array]:
+        """Return the vector of each prompt."""
+        params = SamplingParams(max_tokens=0)
+        for one in ids:
+            room_for_output(len(one), 0, self._engine.limits)
+        answers = self._run(ids, [params] * len(ids), use_tqdm, continues=False)
+        if any(answer.completion["finish_reason"] == "error" for answer in answers):
+            raise RuntimeError("the device has too little memory for one of the prompts alone")
+        return [np.frombuffer(answer.vector, dtype="<f4") for answer in answers]
 
     def close(self) -> None:
         """End the engine and give its memory back; the object cannot be used afterwards, but closed again."""
@@ -232,6 +310,8 @@ class LLM:
     ) -> list[SamplingParams]:
         """Return one validated SamplingParams a prompt, with max_tokens resolved."""
         self._require_open()
+        if self._pooling is not None:
+            raise InvalidRequest("model", NO_TEXT)
         if params is None or isinstance(params, SamplingParams):
             params = [params or self._default_params] * len(prompts)
         if len(params) != len(prompts):
@@ -256,7 +336,7 @@ class LLM:
 
     def _run(
         self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool, *, continues: bool
-    ) -> list[Completion]:
+    ) -> list[Answer]:
         """Answer the prompts alone; `continues`: the answers' texts go on from the prompts'."""
         with self._lock:
             self._require_open()
@@ -290,13 +370,13 @@ class LLM:
 
     def _answer(
         self, prompts: list[Int32Array], params: list[SamplingParams], use_tqdm: bool, *, continues: bool
-    ) -> list[Completion]:
+    ) -> list[Answer]:
         scheduler, detokenizer = self.loop.scheduler, Detokenizer(self._decoder)
         for seq_id, (ids, one) in enumerate(zip(prompts, params, strict=True)):
             seed = choice_seed(random_seed() if one.seed is None else one.seed, 0)
             scheduler.add(seq_id, ids, one, seed, text=TextOptions(one.stop, continues=continues))
 
-        answers = [_Answer(one) for one in params]
+        answers = [Answer(one) for one in params]
         with progress_bar("Generating", len(prompts), unit="request", leave=True, shown=use_tqdm) as bar:
             while self.loop.has_work:
                 report = self.loop.step()
@@ -309,7 +389,12 @@ class LLM:
                     bar.update(piece.finish is not None)
                 for message in stopped:
                     scheduler.end(message.seq_id, "stop")
-        return [answer.completion for answer in answers]
+        return answers
+
+
+def _stacked(rows: list[Float32Array], width: int) -> Float32Array:
+    """Return the rows [n, width], of which there may be none."""
+    return np.stack(rows) if rows else np.empty((0, width), dtype=np.float32)
 
 
 def _read_settings(keywords: dict[str, Any]) -> tuple[SourceConfig, EngineConfig, SchedulerConfig]:
@@ -337,42 +422,3 @@ def _with_tuples(params: SamplingParams) -> SamplingParams:
             raise InvalidRequest(name, f"{name} must be a list, not a text")
     lists = {name: tuple(value) for name, value in given.items() if value is not None and not isinstance(value, tuple)}
     return msgspec.structs.replace(params, **lists) if lists else params
-
-
-class _Answer:
-    """Gathers the pieces of one sequence, until the last brings its completion.
-
-    Then it lets go of them: thousands of pieces a sequence are joined and freed while the device is at work.
-    """
-
-    completion: Completion
-
-    def __init__(self, sampling: SamplingParams) -> None:
-        self._sampling = sampling
-        self._texts: list[str] = []
-        self._ids: list[bytes] = []
-        self._logprobs: list[PositionLogprobs] = []
-        self._prompt_logprobs: list[PositionLogprobs] = []
-
-    def take(self, piece: OutputDelta) -> None:
-        self._texts.append(piece.text)
-        self._ids.append(piece.ids)
-        self._logprobs += piece.logprobs
-        self._prompt_logprobs += piece.prompt_logprobs
-        if piece.finish is not None:
-            self.completion = self._complete(piece.finish, piece.cached_tokens)
-            self._texts.clear()
-            self._ids.clear()
-
-    def _complete(self, finish_reason: FinishReason, cached_tokens: int) -> Completion:
-        completion = Completion(
-            text="".join(self._texts),
-            token_ids=unpack_ids(b"".join(self._ids)).tolist(),
-            finish_reason=finish_reason,
-            cached_tokens=cached_tokens,
-        )
-        if self._sampling.logprobs is not None:
-            completion["logprobs"] = self._logprobs
-        if self._sampling.prompt_logprobs is not None:
-            completion["prompt_logprobs"] = self._prompt_logprobs
-        return completion

@@ -55,6 +55,7 @@ class OutputDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: list[PositionLogprobs] = []  # in the first delta, if asked for: of all ids but the first
     excluded: bool = False  # in the last delta: the error is that no allowed token could follow the grammar
     admitted: float | None = None  # in the last delta: when its first step was planned, by `perf_counter`
+    vector: bytes = b""  # in the only delta of a pooled prompt: little-endian float32
 
 
 class OutputDeltas(msgspec.Struct, frozen=True, tag=True):

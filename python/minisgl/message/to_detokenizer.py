@@ -29,6 +29,13 @@ class End(msgspec.Struct, frozen=True, array_like=True):
     excluded: bool = False  # an error: its `allowed_token_ids` left nothing that its grammar allows
 
 
+class Pooled(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Vector of a whole prompt, of which an End in the same step is all that follows."""
+
+    seq_id: int
+    vector: bytes  # little-endian float32
+
+
 class StepOutput(msgspec.Struct, tag=True):
     """Outcome of a step, applied in this order: opened, tokens, ended. The scheduler fills it while it plans."""
 
@@ -38,6 +45,7 @@ class StepOutput(msgspec.Struct, tag=True):
     ended: list[End] = []
     logprobs: LogprobRows | None = None  # of the tokens, for those sequences that ask
     prompt_logprobs: list[LogprobRows] = []  # of whole prompts but their first tokens
+    pooled: list[Pooled] = []  # of a pooling model, in place of tokens
 
     def __bool__(self) -> bool:
         return bool(self.opened or self.seq_ids or self.ended)

@@ -23,6 +23,14 @@ class IdsPrompt(msgspec.Struct, frozen=True, tag=True):
     ids: PackedIds
 
 
+class PairPrompt(msgspec.Struct, frozen=True, tag=True):
+    """A query and a document whose relevance to it is asked, in the form that the reranker was trained on."""
+
+    query: str
+    document: str
+    instruction: str | None = None  # None: the form's own
+
+
 class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
     """A conversation for the model's chat template. The template writes the special tokens itself."""
 
@@ -33,16 +41,20 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
     continue_final_message: bool = False  # leave the last message open, to be written on
 
 
+Prompt: TypeAlias = TextPrompt | IdsPrompt | ChatPrompt | PairPrompt
+
+
 class Generate(msgspec.Struct, frozen=True, tag=True):
-    """One prompt, answered once for each of `seq_ids` (n choices)."""
+    """One prompt, answered once for each of `seq_ids` (n choices), by a pooling model with its vector."""
 
     seq_ids: list[int]
     seeds: list[int]  # one per sequence
-    prompt: TextPrompt | IdsPrompt | ChatPrompt
+    prompt: Prompt
     sampling: SamplingParams
     text: TextOptions
     priority: int = 0  # larger goes first
-    truncate: int | None = None  # keep at most so many tokens of the prompt, the last; -1: as many as fit
+    truncate: int | None = None  # keep at most so many tokens of the prompt; -1: as many as fit
+    keep_first: bool = False  # of a prompt that is cut, and of a pair its document; otherwise the last
     fewer_tokens: bool = False  # than max_tokens, where the context holds no more; otherwise it is refused
     echo: bool = False  # answer with the prompt's text as well
     cache_salt: str = ""  # prefixes are shared between requests of the same salt only

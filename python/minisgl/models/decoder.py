@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -134,8 +136,8 @@ class Decoder(nn.Module):
         return torch.tensor(self.embedding_scale, dtype=x.dtype, device="cpu").item()
 
 
-class CausalLM(nn.Module):
-    """A decoder and its head. Module names are the checkpoint's, so that loading maps few."""
+class DecoderModel(nn.Module, ABC):
+    """A decoder and what reads its states. Module names are the checkpoint's, so that loading maps few."""
 
     def __init__(self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
@@ -143,8 +145,10 @@ class CausalLM(nn.Module):
         self.dtype = dtype
         self.tp = tp
         self.model = Decoder(config, tp=tp, dtype=dtype)
-        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied_to=tied_to, tp=tp, dtype=dtype)
+
+    @abstractmethod
+    def logits(self, states: Tensor, ctx: ForwardContext) -> Tensor:
+        """[S, n] of states [S, hidden_size] that the decoder gave, the same on every rank."""
 
     def graph_safe(self, ops: Ops) -> bool:
         """True if a decode launches the same work whatever its data, so that a CUDA graph may hold it."""
@@ -152,8 +156,7 @@ class CausalLM(nn.Module):
 
     def kernel_needs(self, kv_dtype: torch.dtype) -> KernelNeeds:
         """The kernels that steps over a KV pool of this dtype will ask for."""
-        width, size = self.lm_head.weight.shape
-        products, experts = {Product(width, size, norm=True, gate=None)}, set()
+        products, experts = set(), set()
         for layer in (module for module in self.modules() if isinstance(module, DecoderLayer)):
             for block, norm in ((layer.attention, layer.attention_norm), (layer.mlp, layer.mlp_norm)):
                 gate = block.activation if isinstance(block, GatedMLP) else None
@@ -182,6 +185,20 @@ class CausalLM(nn.Module):
         layer = self.model.layers[-1]
         idle = sum(module.idle_weights for module in layer.modules() if isinstance(module, SparseMLP))
         return sum(weight.numel() for weight in layer.parameters()) - idle
+
+
+class CausalLM(DecoderModel):
+    """A decoder and the head that says what may follow."""
+
+    def __init__(self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype) -> None:
+        super().__init__(config, tp=tp, dtype=dtype)
+        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, tied_to=tied_to, tp=tp, dtype=dtype)
+
+    def kernel_needs(self, kv_dtype: torch.dtype) -> KernelNeeds:
+        needs = super().kernel_needs(kv_dtype)
+        width, size = self.lm_head.weight.shape
+        return replace(needs, products=needs.products | {Product(width, size, norm=True, gate=None)})
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Logits [S, vocab_size] of the tokens that sample, in the model's dtype, the same on every rank."""

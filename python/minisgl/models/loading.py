@@ -19,9 +19,10 @@ from minisgl.distributed import TPGroup
 from minisgl.layers.weight_slice import Loadable, Stackable, WeightSlice
 from minisgl.models.checkpoint import Checkpoint
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel, WeightError
-from minisgl.models.decoder import CausalLM
+from minisgl.models.decoder import CausalLM, DecoderModel
 from minisgl.models.hub import some
 from minisgl.models.online_quantization import describe, round_weights
+from minisgl.models.pooling_model import PoolingModel
 from minisgl.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -100,10 +101,12 @@ def _check(
             raise WeightError(f"{name} has shape {list(shape)}, but config.json asks for {list(parts[0].shape)}")
 
 
-def build_model(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def build_model(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> DecoderModel:
     """Return one rank's model with unfilled weights, made where it stays; on the meta device it takes no memory."""
     config.check_tp(tp.size)
     with torch.device(device):
+        if config.pooling is not None:
+            return PoolingModel(config, config.pooling, tp=tp, dtype=dtype).eval()
         return CausalLM(config, tp=tp, dtype=dtype).eval()
 
 
@@ -118,7 +121,7 @@ def load_model(
     quantization: QuantizationMethod = "auto",
     progress: bool = False,
     seed: int = 0,
-) -> CausalLM:
+) -> DecoderModel:
     """Return one rank's model, filled from the folder or ("dummy") with random weights. Raises ModelError.
 
     Weights that the checkpoint does not have so are rounded to `quantization`, unless it is "auto".

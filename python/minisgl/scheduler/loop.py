@@ -266,6 +266,9 @@ def make_loop(
     if model.is_hybrid and cache == "radix":
         logger.info("no prefix is reused: recurrent layers would need their state behind it, which is not kept")
         cache = "naive"
+    if model.pooling is not None and not model.pooling.reuses_prefixes and cache == "radix":
+        logger.info("no prefix is reused: a mean needs the states of all tokens")
+        cache = "naive"
     scheduler = Scheduler(
         config,
         cache=make_cache(cache, engine.page_size, observer),
@@ -275,6 +278,7 @@ def make_loop(
         eos_token_ids=model.eos_token_ids,
         grammars=grammars,
         cost=engine.step_cost,
+        pools=model.pooling is not None,
     )
     if not followers:
         return StepLoop(scheduler, engine, overlap=config.overlap)

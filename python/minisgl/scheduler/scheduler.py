@@ -26,7 +26,7 @@ from minisgl.core import (
     StepResult,
 )
 from minisgl.kvcache.base import CacheHandle, CacheManager
-from minisgl.message.to_detokenizer import End, Open, StepOutput
+from minisgl.message.to_detokenizer import End, Open, Pooled, StepOutput
 from minisgl.message.types import TextOptions, pack_ids
 from minisgl.scheduler.batch_policy import Chunks, longest_first, make_batch_policy
 from minisgl.scheduler.request import Request, RequestState, WaitingQueue
@@ -62,7 +62,10 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         grammars: Grammars | None = None,
         cost: StepCost | None = None,
+        pools: bool = False,
     ) -> None:
+        """`pools`: the model makes a vector of each prompt, which ends its request, and no token."""
+        self._pooling = pools
         self._limits = StepLimits(config.max_prefill_tokens, num_slots)
         self._batch_policy = make_batch_policy(config, cost)
         self._table = SlotTable(num_slots, max_seq_len, cache.page_size)
@@ -103,7 +106,7 @@ class Scheduler:
             prompt_ids,
             sampling,
             seed,
-            max_len=len(prompt_ids) + sampling.max_tokens,
+            max_len=len(prompt_ids) + (1 if self._pooling else sampling.max_tokens),
             arrival=self._arrivals,
             prompt_len=len(prompt_ids),
             text=text or TextOptions(),
@@ -117,7 +120,7 @@ class Scheduler:
         self._arrivals += 1
         self._by_seq_id[seq_id] = request
         self._waiting.add(request)
-        if request.prompt_scored and sampling.max_tokens == 0:
+        if request.prompt_scored and request.max_len == len(prompt_ids):
             self._end(request, "length")  # there is nothing to compute
 
     def end(self, seq_id: int, reason: FinishReason) -> None:
@@ -282,9 +285,26 @@ class Scheduler:
     # --- a step is complete -----------------------------------------------------------------------------------
 
     def complete(self, batch: Batch, result: StepResult[AnyArray]) -> None:
-        """Take what a step brought: a token for each row that samples, in row order, and log-probabilities."""
-        table, tokens = self._table, result.tokens
+        """Take what a step brought: a token or a vector for each row that samples, in row order, log-probabilities."""
         slots = batch.slots[batch.needs_sample].astype(np.intp)
+        if result.vectors is not None:
+            self._take_vectors(slots, result.vectors)
+        else:
+            self._take_tokens(batch, slots, result)
+        self._completed_step = batch.step
+        self._limits.completed()
+        self._retire()
+
+    def _take_vectors(self, slots: IndexArray, vectors: AnyArray) -> None:
+        """Report the vectors [S, size] of whole prompts, whose requests end with them."""
+        for slot, vector in zip(slots.tolist(), vectors, strict=True):
+            if self._table.live[slot]:
+                request = self._table.request(slot)
+                self._report.pooled.append(Pooled(request.seq_id, vector.astype("<f4").tobytes()))
+                self._end(request, "stop")
+
+    def _take_tokens(self, batch: Batch, slots: IndexArray, result: StepResult[AnyArray]) -> None:
+        table, tokens = self._table, result.tokens
         if batch.logprobs is not None:
             report_logprobs(self._report, table, batch, batch.logprobs, result)
         live = table.live[slots]  # the others ended while the step ran: their tokens are dropped
@@ -312,9 +332,6 @@ class Scheduler:
                 self._end(request, "length")
         if not batch.needs_sample.all():
             self._end_unsampled(batch)
-        self._completed_step = batch.step
-        self._limits.completed()
-        self._retire()
 
     def record(self, batch: Batch, seconds: float) -> None:
         """Take how long a completed step ran on the device: what the next ones hold may depend on it."""

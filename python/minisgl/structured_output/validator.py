@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from minisgl.core import Grammar, InvalidRequest
-from minisgl.message.to_tokenizer import ChatPrompt, IdsPrompt, TextPrompt
+from minisgl.message.to_tokenizer import ChatPrompt, Prompt
 from minisgl.parsers.reasoning import Place, ReasoningFormat, start_of_answer
 from minisgl.structured_output.compile_queue import CompileQueue, estimated_cost
 from minisgl.structured_output.grammar_template import after_thought, with_closed_schemas
@@ -98,7 +98,7 @@ class GrammarValidator:
         self._heard = 0.0  # from the process, or to it while nothing was under way: a time of `monotonic`
         self._lock = threading.RLock()
 
-    def fit(self, grammar: Grammar, prompt: TextPrompt | IdsPrompt | ChatPrompt, prompt_end: str) -> Grammar:
+    def fit(self, grammar: Grammar, prompt: Prompt, prompt_end: str) -> Grammar:
         """Return the grammar as the model is to follow it after this prompt: a thought may come first."""
         grammar = with_closed_schemas(grammar) if self._closes_objects else grammar
         if self._reasoning is None or not isinstance(prompt, ChatPrompt):

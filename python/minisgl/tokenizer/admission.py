@@ -19,11 +19,12 @@ from minisgl.core import (
 from minisgl.limits import Limits
 from minisgl.message.to_api import Accepted, Echo, Refused
 from minisgl.message.to_scheduler import Add
-from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, TextPrompt
+from minisgl.message.to_tokenizer import ChatPrompt, Generate, IdsPrompt, PairPrompt, Prompt, TextPrompt
 from minisgl.message.types import pack_ids, unpack_ids
 from minisgl.structured_output.compile_queue import QueueFull
 from minisgl.structured_output.translate import field_of
 from minisgl.structured_output.validator import GrammarValidator, PendingCheck
+from minisgl.tokenizer.pairs import encode_pair
 from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,8 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars:
     field = prompt_field(request.prompt)
     check, grammar_field = None, ""
     try:
-        ids = encode_prompt(request.prompt, tokenizer, limits, tokens_to_keep(request, limits))
+        keep = tokens_to_keep(request, limits)
+        ids = encode_prompt(request.prompt, tokenizer, limits, keep, keep_first=request.keep_first)
         check_vocabulary(ids, limits)
         asked, fewer = request.sampling.max_tokens, request.fewer_tokens
         max_tokens = resolve_max_tokens(len(ids), asked, limits, fewer=fewer)
@@ -105,7 +107,7 @@ def admit(request: Generate, tokenizer: TextTokenizer, limits: Limits, grammars:
     return Admission(Accepted(request.seq_ids, packed, echo, end), adds, check, grammar_field)
 
 
-def prompt_field(prompt: TextPrompt | IdsPrompt | ChatPrompt) -> str:
+def prompt_field(prompt: Prompt) -> str:
     """Name the request's field for the prompt."""
     return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
 
@@ -119,16 +121,27 @@ def tokens_to_keep(request: Generate, limits: Limits) -> int | None:
 
 
 def encode_prompt(
-    prompt: TextPrompt | IdsPrompt | ChatPrompt, tokenizer: TextTokenizer, limits: Limits, keep: int | None = None
+    prompt: Prompt,
+    tokenizer: TextTokenizer,
+    limits: Limits,
+    keep: int | None = None,
+    *,
+    keep_first: bool = False,
 ) -> Int32Array:
-    """Return the prompt's ids, whichever way it was given: all, or the last `keep` of them."""
+    """Return the prompt's ids, whichever way it was given: all, or the last `keep` of them, or the first."""
+    if isinstance(prompt, PairPrompt):
+        return encode_pair(prompt, tokenizer, limits, keep)
     if isinstance(prompt, IdsPrompt):
         ids = unpack_ids(prompt.ids)
-        return ids if keep is None else ids[-keep:]
+        if keep is None:
+            return ids
+        return ids[:keep] if keep_first else ids[-keep:]
     field = prompt_field(prompt)
     text, add_special_tokens = prompt_text(prompt, tokenizer)
     if keep is None:
         return tokenizer.encode_fitting(text, limits, add_special_tokens, field)
+    if keep_first:
+        return tokenizer.encode_first(text, keep, add_special_tokens, field)
     return tokenizer.encode_last(text, keep, add_special_tokens, field)
 
 

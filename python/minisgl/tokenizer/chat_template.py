@@ -51,6 +51,12 @@ class ChatTemplates:
         self._environment = _Environment()
         self._compiled = {name: self._compile(name) for name in _USED if name in sources}
 
+    @property
+    def takes_pairs(self) -> bool:
+        """True if the default template knows the roles query and document, as those of rerankers do."""
+        source = self._sources.get("default", "")
+        return all(re.search(f"[\"']{role}[\"']", source) for role in ("query", "document"))
+
     def render(
         self,
         messages: list[Message],

@@ -73,6 +73,9 @@ class Detokenizer:
             self._stopped.discard(end.seq_id)
         stopped = [Stopped(seq_id) for seq_id in deltas if seq_id in self._stopped] if self._stopped else []
         self._add_logprobs(deltas, step)
+        for pooled in step.pooled:
+            if pooled.seq_id in deltas:
+                deltas[pooled.seq_id] = msgspec.structs.replace(deltas[pooled.seq_id], vector=pooled.vector)
         return list(deltas.values()), stopped
 
     def _tokens_with_text(self, step: StepOutput) -> list[int]:

@@ -24,14 +24,18 @@ CHARS_PER_TOKEN = 8
 
 
 class TextTokenizer:
-    """Tokenizer of a model with its chat templates. What a client sent wrong raises InvalidRequest."""
+    """Tokenizer of a model with its chat templates. What a client sent wrong raises InvalidRequest.
 
-    def __init__(self, tokenizer: Tokenizer, templates: ChatTemplates) -> None:
+    `reranks`: the model is a causal one that scores pairs of a query and a document.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, templates: ChatTemplates, *, reranks: bool = False) -> None:
         self.tokenizer = tokenizer
+        self.reranks = reranks
         self._templates = templates
 
     @classmethod
-    def from_folder(cls, path: str | Path, chat_template: str | None = None) -> TextTokenizer:
+    def from_folder(cls, path: str | Path, chat_template: str | None = None, *, reranks: bool = False) -> TextTokenizer:
         """Load from a model folder, with the chat template of a file if one is given.
 
         Raises ConfigError if the tokenizer or the template cannot be used.
@@ -41,22 +45,39 @@ class TextTokenizer:
         templates = ChatTemplates(
             chat_templates(folder, config, chat_template), special_tokens(config), model_name=folder.resolve().name
         )
-        return cls(load_tokenizer(folder), templates)
+        return cls(load_tokenizer(folder), templates, reranks=reranks)
 
-    def encode(self, text: str, add_special_tokens: bool = True, field: str = "prompt") -> Int32Array:
-        """Return the ids of a text, with the special tokens (BOS) that the tokenizer adds unless told not to."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            code = ord(text[error.start])
-            raise InvalidRequest(
-                field, f"character {error.start} of the text is half of a surrogate pair (U+{code:04X})"
-            ) from None
-        encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    @property
+    def takes_pairs(self) -> bool:
+        """True if the chat template has a place for a query and a document."""
+        return self._templates.takes_pairs
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, field: str = "prompt", *, pair: str | None = None
+    ) -> Int32Array:
+        """Return the ids of a text, with the special tokens (BOS) that the tokenizer adds unless told not to.
+
+        `pair`: a second text, joined to it as the tokenizer does.
+        """
+        for one in (text, pair or ""):
+            try:
+                one.encode()
+            except UnicodeEncodeError as error:
+                code = ord(one[error.start])
+                raise InvalidRequest(
+                    field, f"character {error.start} of the text is half of a surrogate pair (U+{code:04X})"
+                ) from None
+        sent = text if pair is None else (text, pair)
+        encoding = self.tokenizer.encode_batch_fast([sent], add_special_tokens=add_special_tokens)[0]
         return np.array(encoding.ids, dtype=np.int32)
 
     def encode_fitting(self, text: str, limits: Limits, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
         """Return the ids of a text; InvalidRequest, without encoding it whole, if it surely exceeds the context."""
+        self.check_length(text, limits, field, add_special_tokens)
+        return self.encode(text, add_special_tokens, field)
+
+    def check_length(self, text: str, limits: Limits, field: str, add_special_tokens: bool = False) -> None:
+        """Raise InvalidRequest for a text that surely exceeds the context, after a look at its beginning."""
         max_tokens = limits.max_seq_len
         probe = max_tokens * CHARS_PER_TOKEN
         if len(text) > probe:
@@ -67,7 +88,27 @@ class TextTokenizer:
             if self._outnumbers(count, max_tokens):
                 found = f"the first {probe} of the prompt's {len(text)} characters are {count} tokens"
                 raise InvalidRequest(field, f"{found}, but {limits.context_limit}", CONTEXT_LENGTH_EXCEEDED)
-        return self.encode(text, add_special_tokens, field)
+
+    def most_chars(self, num_tokens: int) -> int:
+        """Return the most characters that so many tokens can stand for."""
+        return num_tokens * self._longest_token
+
+    def encode_first(self, text: str, num_tokens: int, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
+        """Return the first `num_tokens` ids of a text, among them the special tokens that begin and end it."""
+        ids = np.empty(0, dtype=np.int32)
+        for chars in (num_tokens * CHARS_PER_TOKEN, self.most_chars(num_tokens)):
+            head = text[:chars]
+            ids = self.encode(head, add_special_tokens, field)
+            if len(head) == len(text) or self._outnumbers(len(ids), num_tokens):
+                break
+        if len(ids) <= num_tokens:
+            return ids
+        plain = self.encode(head, add_special_tokens=False, field=field)
+        added = len(ids) - len(plain)
+        begins = (at for at in range(added + 1) if np.array_equal(ids[at : at + len(plain)], plain))
+        front = next(begins, 0)
+        ends = ids[front + len(plain) :] if added < num_tokens else ids[:0]
+        return np.concatenate([ids[: num_tokens - len(ends)], ends])
 
     def encode_last(self, text: str, num_tokens: int, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
         """Return the last `num_tokens` ids of a text, among them the special tokens (BOS) that begin it."""

@@ -37,7 +37,10 @@ def run(worker: Worker) -> None:
     """Run the process: load, say ready, serve until the supervisor ends it."""
     folder = worker.config.tokenizer_folder
     with worker.phase("load tokenizer"):
-        tokenizer = TextTokenizer.from_folder(folder, worker.config.source.chat_template)
+        pooling = worker.config.pooling
+        tokenizer = TextTokenizer.from_folder(
+            folder, worker.config.source.chat_template, reranks=pooling is not None and bool(pooling.answer_ids)
+        )
         reasoning = model_parsers(worker.config).reasoning_format
         closes_objects = not worker.config.structured_output_additional_properties
         grammars = GrammarValidator(named_tokens(tokenizer.tokenizer), reasoning, closes_objects=closes_objects)

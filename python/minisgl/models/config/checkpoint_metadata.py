@@ -6,6 +6,7 @@ A file that is not there or cannot be read says nothing here; what needs it will
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +53,29 @@ def tokenizer_eos(folder: Path) -> int | None:
     """The id of the tokenizer's eos_token. Some folders name there alone what ends a turn."""
     try:
         config = load_tokenizer_config(folder)
-        text = special_tokens(config).get("eos_token")
-        if text is None:
-            return None
-        listed = config.get("added_tokens_decoder")
-        for token_id, token in listed.items() if isinstance(listed, dict) else ():
-            if isinstance(token, dict) and token.get("content") == text and token_id.isdecimal():
-                return int(token_id)
-        content = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_TokenizerJson)
-        for added in content.added_tokens:
-            if added.content == text:
-                return added.id
-        vocabulary = msgspec.json.decode(content.model, type=_Model).vocab
-    except (OSError, ConfigError, msgspec.DecodeError):
+    except (OSError, ConfigError):
         return None
-    if isinstance(vocabulary, dict):
-        return vocabulary.get(text)
-    return next((index for index, (piece, _) in enumerate(vocabulary) if piece == text), None)
+    text = special_tokens(config).get("eos_token")
+    if text is None:
+        return None
+    listed = config.get("added_tokens_decoder")
+    for token_id, token in listed.items() if isinstance(listed, dict) else ():
+        if isinstance(token, dict) and token.get("content") == text and token_id.isdecimal():
+            return int(token_id)
+    return vocabulary_ids(folder, [text]).get(text)
+
+
+def vocabulary_ids(folder: Path, texts: Sequence[str]) -> dict[str, int]:
+    """Return the ids of those tokens that tokenizer.json has, spelt as there."""
+    try:
+        content = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_TokenizerJson)
+        found = {added.content: added.id for added in content.added_tokens if added.content in texts}
+        missing = [text for text in texts if text not in found]
+        if missing:
+            vocabulary = msgspec.json.decode(content.model, type=_Model).vocab
+            if not isinstance(vocabulary, dict):
+                vocabulary = {piece: index for index, (piece, _) in enumerate(vocabulary)}
+            found |= {text: vocabulary[text] for text in missing if text in vocabulary}
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from minisgl.models.config.checkpoint_metadata import checkpoint_dtype, tokenize
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
 from minisgl.models.config.quantization_config import read_quantization
+from minisgl.models.config.read_pooling import CAUSAL, CLASSIFIER, HEADLESS, read_pooling
+from minisgl.pooling.pooling_config import Convert, PoolingConfig, Runner
 
 # Architecture -> the function that reads its config.json. A family is one file in `models/`, and one line here.
 FAMILIES: Mapping[str, Callable[[str, ConfigReader], ModelConfig]] = {
@@ -29,9 +32,14 @@ FAMILIES: Mapping[str, Callable[[str, ConfigReader], ModelConfig]] = {
     **dict.fromkeys(deepseek.ARCHITECTURES, deepseek.read_deepseek),
 }
 
+_ENCODERS = re.compile("bert|electra|mpnet|xlnet|longformer|t5|gtemodel|newmodel|bidirec", re.IGNORECASE)
 
-def load_model_config(folder: Path) -> ModelConfig:
-    """Read config.json and, if they are there, what other files add to it. Raises UnsupportedModel."""
+
+def load_model_config(folder: Path, runner: Runner = "auto", convert: Convert = "auto") -> ModelConfig:
+    """Read config.json and, if they are there, what other files add to it. Raises UnsupportedModel.
+
+    `runner` and `convert` say if the model generates or pools, as in `EngineConfig`.
+    """
     if not folder.is_dir():
         raise UnsupportedModel(f"{folder} is not a folder")
     if not (folder / "config.json").is_file():
@@ -40,7 +48,25 @@ def load_model_config(folder: Path) -> ModelConfig:
     if not (raw.get("dtype") or raw.get("torch_dtype")):
         raw = {**raw, "dtype": checkpoint_dtype(folder)}
     generation = folder / "generation_config.json"
-    return parse_config(raw, _read_json(generation) if generation.is_file() else {}, tokenizer_eos(folder))
+    model = parse_config(raw, _read_json(generation) if generation.is_file() else {}, tokenizer_eos(folder))
+    pooling = read_pooling(folder, raw, model, runner, convert)
+    return model if pooling is None else _pooling_model(model, pooling)
+
+
+def _pooling_model(model: ModelConfig, pooling: PoolingConfig) -> ModelConfig:
+    """Return the model without a language model's head; its checkpoint may name the decoder's tensors without a prefix.
+
+    No prompt is longer than what it was made for.
+    """
+    bare = tuple((name, f"model.{name}") for name in ("embed_tokens.", "layers.", "norm."))
+    reads_head = bool(pooling.answer_ids) and not model.tie_word_embeddings
+    names = dataclasses.replace(
+        model.checkpoint,
+        renamed=(*model.checkpoint.renamed, *bare),
+        ignored=(*model.checkpoint.ignored, *(() if reads_head else ("lm_head.",))),
+    )
+    longest = min(model.max_position_embeddings, pooling.max_seq_len or model.max_position_embeddings)
+    return dataclasses.replace(model, checkpoint=names, pooling=pooling, max_position_embeddings=longest)
 
 
 def parse_config(
@@ -59,9 +85,16 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures")
     if not isinstance(names, list) or not names:
         raise UnsupportedModel("config.json names no architecture (key architectures)")
-    for name in names:
-        if name in FAMILIES:
-            return str(name)
+    for name in map(str, names):
+        for ending in ("", CLASSIFIER, HEADLESS):
+            family = name if not ending else name.removesuffix(ending) + CAUSAL
+            if name.endswith(ending) and family in FAMILIES:
+                return family
+    if any(_ENCODERS.search(str(name)) for name in names):
+        raise UnsupportedModel(
+            f"architecture {', '.join(map(str, names))} is a bidirectional encoder, which is not supported: embeddings "
+            "and scores are served of causal models, such as Qwen3-Embedding and Qwen3-Reranker"
+        )
     known = ", ".join(sorted(FAMILIES))
     raise UnsupportedModel(f"architecture {', '.join(map(str, names))} is not supported; known are {known}")
 

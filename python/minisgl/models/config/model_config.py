@@ -7,6 +7,7 @@ from typing import Literal
 
 from minisgl.config import ConfigError
 from minisgl.layers.layer_config import AttentionConfig, LayerConfig, MoEConfig, NormConfig
+from minisgl.pooling.pooling_config import PoolingConfig
 from minisgl.quantization.schemes import Quantization
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -43,7 +44,7 @@ class CheckpointNames:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder with its two vocabulary matrices."""
+    """A decoder with its two vocabulary matrices, or, if it pools, without the second."""
 
     architecture: str
     vocab_size: int
@@ -60,6 +61,7 @@ class ModelConfig:
     logits_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     checkpoint: CheckpointNames = CheckpointNames()
     quantization: Quantization | None = None  # how the checkpoint stores its matrices; None: in dtype or wider
+    pooling: PoolingConfig | None = None  # what it makes of prompts; None: text
 
     @property
     def num_layers(self) -> int:

@@ -31,10 +31,12 @@ from minisgl.server.api.routes.loads import LoadRoutes
 from minisgl.server.api.routes.messages import MessagesRoutes
 from minisgl.server.api.routes.models import ModelRoutes, TokenRoutes
 from minisgl.server.api.routes.operations import ControlRoutes, StatusRoutes
+from minisgl.server.api.routes.pooling import PoolingRoutes
 from minisgl.server.api.routes.responses import ResponsesRoutes
 
 TOPICS: dict[str, Callable[[Service], Topic]] = {
     "generation": GenerationRoutes,
+    "pooling": PoolingRoutes,
     "responses": ResponsesRoutes,
     "messages": MessagesRoutes,
     "models": ModelRoutes,

@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from minisgl.server.api.requests.open_request import OpenRequest
 
 FLUSH_MILLISECONDS = 1000  # at the server's end, for spans that have not been sent
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/messages": "chat", "/v1/responses": "chat"}
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+    "/v1/embeddings": "embeddings",
+}
 
 
 def check_otel() -> None:

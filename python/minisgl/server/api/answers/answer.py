@@ -34,6 +34,7 @@ class Writer(ABC):
     """Writes what the engine gave, in the form of one route. A stream begins, fails and ends as OpenAI's by default."""
 
     stream_end: ClassVar[bytes] = b"data: [DONE]\n\n"
+    in_thread: ClassVar[bool] = False  # a whole answer takes long to write, which a thread of its own does
     id: str  # of the answer
 
     @abstractmethod
@@ -144,9 +145,9 @@ class Answer:
         self._writer.begin(request)
         await asyncio.sleep(0)  # of thousands of choices each step takes a turn of its own
         sampling, usage = request.job.sampling, usage_of(request)
-        if sampling.logprobs is None and sampling.prompt_logprobs is None:
+        if not self._writer.in_thread and sampling.logprobs is None and sampling.prompt_logprobs is None:
             data = self._writer.body(choices, usage)
-        else:  # log-probabilities of many tokens are made into objects for seconds, which lets other threads in between
+        else:  # log-probabilities of many tokens are made into objects for seconds, other threads come in between
             data = await asyncio.to_thread(self._writer.body, choices, usage)
         await self._writer.keep()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]

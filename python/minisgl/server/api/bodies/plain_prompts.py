@@ -20,7 +20,7 @@ def parse_prompts(
     value: Any, limits: Limits, *, add_special_tokens: bool = True, cut: bool = False
 ) -> list[PlainPrompt]:
     """Return the prompts of a completion request, in order. With `cut` they may be longer than the context."""
-    if isinstance(value, str) or _is_ids(value):
+    if isinstance(value, str) or is_ids(value):
         return [parse_prompt(value, limits, add_special_tokens=add_special_tokens, cut=cut)]
     if not isinstance(value, list):
         raise InvalidRequest("prompt", f"prompt must be {_KINDS}")
@@ -58,7 +58,8 @@ def parse_prompt(
     raise InvalidRequest(param, f"{param} must be a string or a list of token ids")
 
 
-def _is_ids(value: Any) -> bool:
+def is_ids(value: Any) -> bool:
+    """Return True for a list that begins with a token id."""
     return isinstance(value, list) and bool(value) and type(value[0]) is int
 
 

@@ -127,6 +127,7 @@ class EngineClient:
                     job.text,
                     job.priority,
                     job.truncate,
+                    job.keep_first,
                     job.fewer_tokens,
                     job.echo,
                     job.cache_salt,

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from minisgl.core import FinishReason, SamplingParams
 from minisgl.message.to_api import Accepted, Echo, OutputDelta
-from minisgl.message.to_tokenizer import ChatPrompt, IdsPrompt, TextPrompt
+from minisgl.message.to_tokenizer import Prompt
 from minisgl.message.types import PackedIds, PositionLogprobs, TextOptions, num_ids, unpack_ids
 from minisgl.server.api.http.errors import generation_failed, no_allowed_token
 from minisgl.server.api.metrics import RequestMetrics, SequenceClock
@@ -23,7 +23,7 @@ from minisgl.server.api.metrics import RequestMetrics, SequenceClock
 class Delta:
     """Output of one choice since its reader last looked."""
 
-    __slots__ = ("_ids", "_stop_ids", "_texts", "ended_by", "finish", "index", "logprobs", "prompt_logprobs")
+    __slots__ = ("_ids", "_stop_ids", "_texts", "ended_by", "finish", "index", "logprobs", "prompt_logprobs", "vector")
 
     def __init__(self, index: int, stop_ids: Sequence[int] = ()) -> None:
         """`stop_ids`: the tokens that the request named to end it."""
@@ -32,6 +32,7 @@ class Delta:
         self.ended_by: str | int | None = None  # a stop string or a token, of the model's own or named
         self.logprobs: list[PositionLogprobs] = []  # of the ids, if asked for
         self.prompt_logprobs: list[PositionLogprobs] = []  # of all but the prompt's first id, if asked for; once
+        self.vector = b""  # of a pooled prompt: little-endian float32
         self._stop_ids = stop_ids
         self._texts: list[str] = []
         self._ids: list[PackedIds] = []
@@ -46,6 +47,7 @@ class Delta:
         if output.finish is not None:
             self.finish = output.finish
             self.ended_by = output.stop_reason
+            self.vector = output.vector
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -89,16 +91,19 @@ class ClientGone(Exception):
 class Job:
     """Order of one HTTP request: each prompt, answered n times. Choice i answers prompt i // n."""
 
-    prompts: Sequence[TextPrompt | IdsPrompt | ChatPrompt]
+    prompts: Sequence[Prompt]
     n: int
     sampling: SamplingParams
     text: TextOptions
     priority: int = 0
     field_names: Mapping[str, str] = field(default_factory=dict)  # our name of a field -> the client's
     truncate: int | None = None  # tokens of each prompt to keep; -1: as many as fit
+    keep_first: bool = False  # those at the beginning of a prompt that is cut, not at its end
     fewer_tokens: bool = False  # than sampling.max_tokens are wanted where the context holds no more
     echo: bool = False  # the prompts' texts are wanted back
     cache_salt: str = ""
+    prompt_fields: Sequence[str] = ()  # the client's name of each prompt; (): `prompt`, with a place if there are more
+    pools: bool = False  # a vector is wanted of each prompt, and no text
     client: str = ""  # who sent it, as `http.gates.client_of` calls it
 
     @property
@@ -243,7 +248,9 @@ class OpenRequest:
     def field_names(self, seq_id: int) -> dict[str, str]:
         """Return our name of a field -> the client's, in what is told of this sequence."""
         names = dict(self.job.field_names)
-        if len(self.job.prompts) > 1:
+        if self.job.prompt_fields:
+            names["prompt"] = self.job.prompt_fields[self._prompt_of(seq_id)]
+        elif len(self.job.prompts) > 1:
             names["prompt"] = f"prompt.{self._prompt_of(seq_id)}"
         return names
 

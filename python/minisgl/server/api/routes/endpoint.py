@@ -18,11 +18,12 @@ from starlette.responses import Response
 from minisgl.config import ServerConfig
 from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import NONE, Parsers
+from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.server.api.answers.answer import Answer, Writer
 from minisgl.server.api.bodies.body import MAX_ITEMS, B, UnknownFields, check_numbers, read_body, read_fields, validate
 from minisgl.server.api.bodies.conversation import ToolUse
 from minisgl.server.api.bodies.request_body import Body, RequestBody
-from minisgl.server.api.http.errors import ErrorBody, model_not_found
+from minisgl.server.api.http.errors import ApiError, ErrorBody, model_not_found
 from minisgl.server.api.http.gates import client_of
 from minisgl.server.api.http.middleware import request_id_of
 from minisgl.server.api.load import EngineLoad
@@ -135,7 +136,12 @@ class Service:
     def answer(
         self, request: Request, job: Job, writer: Writer, *, stream: bool, names: tuple[str, ...] = ()
     ) -> Answer:
-        """Return the answer that submits a job; `names` are its client's own, for /abort."""
+        """Return the answer that submits a job; `names` are its client's own, for /abort.
+
+        ApiError if the model generates no text, and that is wanted.
+        """
+        if self.config.pooling is not None and not job.pools:
+            raise ApiError(400, NO_TEXT, code="model_not_supported")
         job = replace(job, client=client_of(request))
         return Answer(self.client, job, writer, stream=stream, names=(request_id_of(request), *names))
 

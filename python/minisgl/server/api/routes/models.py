@@ -53,7 +53,7 @@ class ModelRoutes:
                 "model_path": config.engine.model_path,
                 "tokenizer_path": str(config.tokenizer_folder),
                 "served_model_name": config.model_name,
-                "is_generation": True,
+                "is_generation": config.pooling is None,
                 "max_model_len": self._service.limits.max_seq_len,
             }
         )

@@ -1,0 +1,83 @@
+"""Steps of a pooling model: each row that reaches the end of its prompt brings a vector in place of a token.
+
+The mean needs the states of all tokens, so a row's sum is kept in its slot from chunk to chunk; nothing of a prompt may
+come from the prefix cache. A chunk at position 0 begins the sum anew, whoever had the slot before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.attention.model_attention import ModelAttention
+from minisgl.core import Batch, Int32Array, StepResult
+from minisgl.engine.device import upload
+from minisgl.engine.forward import ForwardOutput, StepInputs, StepRunner, step_inputs, views_like
+from minisgl.engine.sampler import Sampler
+from minisgl.engine.state import SlotState
+from minisgl.kernel.base import Ops
+from minisgl.kvcache.pool import KVPool
+from minisgl.models.pooling_model import PoolingModel
+
+
+class PoolingRunner(StepRunner):
+    """StepRunner whose steps sample nothing."""
+
+    def __init__(
+        self,
+        model: PoolingModel,
+        kv: KVPool,
+        state: SlotState,
+        attention: ModelAttention,
+        ops: Ops,
+        sampler: Sampler,
+    ) -> None:
+        super().__init__(model, kv, state, attention, ops, sampler)
+        self._sums: Tensor | None = None  # [slots, size] float32: of the tokens of each slot so far
+        if model.pooling.method == "mean":
+            self._sums = torch.zeros((len(state.lengths), model.pooling.size), device=state.device)
+
+    def forward(self, batch: Batch) -> ForwardOutput:
+        """Run the model; leave the vectors of the rows that sample in place of logits."""
+        host = step_inputs(batch)
+        inputs = views_like(upload(np.concatenate(host), self.state.device), host)
+        slots = inputs.sampling_slots.long()
+        last_tokens = inputs.logits_indices[: len(slots)].long()
+        ctx = self.context(
+            inputs, batch.query_lens, host.kv_lens, logits_indices=last_tokens if self._sums is None else None
+        )
+        vectors = self.model.logits(self.model.model(ctx), ctx)
+        if self._sums is not None:
+            vectors = self._means(self._sums, vectors, batch, host, inputs)
+        return ForwardOutput(vectors, slots)
+
+    def _means(
+        self,
+        sums: Tensor,
+        states: Tensor,
+        batch: Batch,
+        host: StepInputs[Int32Array],
+        inputs: StepInputs[Tensor],
+    ) -> Tensor:
+        """Add the states [T, size] of this step to the slots' sums; return the means [S, size] of whole prompts."""
+        slots = inputs.slots.long()
+        carried = upload((batch.start_pos > 0).astype(np.float32), self.state.device).unsqueeze(1)
+        sums[slots] *= carried
+        sums.index_add_(0, inputs.token_slots.long(), states)
+        lengths = upload(host.kv_lens[batch.needs_sample].astype(np.float32), self.state.device).unsqueeze(1)
+        return sums[inputs.sampling_slots.long()] / lengths
+
+    def sample(
+        self,
+        batch: Batch,  # noqa: ARG002
+        forwarded: ForwardOutput,
+        bitmask: Tensor | None = None,  # noqa: ARG002
+        *,
+        replay: Callable[[], Tensor] | None = None,  # noqa: ARG002
+        processed_logprobs: bool = False,  # noqa: ARG002
+    ) -> StepResult[Tensor]:
+        """Return the vectors; no token is chosen."""
+        return StepResult(forwarded.slots.int()[:0], vectors=forwarded.logits)

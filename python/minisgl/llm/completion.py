@@ -1,0 +1,61 @@
+"""Answers of LLM, gathered piece by piece."""
+
+from __future__ import annotations
+
+from typing import NotRequired, TypedDict
+
+from minisgl.core import FinishReason, SamplingParams
+from minisgl.message.to_api import OutputDelta
+from minisgl.message.types import PositionLogprobs, unpack_ids
+
+
+class Completion(TypedDict):
+    """One prompt's answer."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    cached_tokens: int  # of the prompt, found in the prefix cache
+    logprobs: NotRequired[list[PositionLogprobs]]  # of each token, if asked for
+    prompt_logprobs: NotRequired[list[PositionLogprobs]]  # of each token of the prompt but the first, if asked for
+
+
+class Answer:
+    """Gathers the pieces of one sequence, until the last brings its completion.
+
+    Then it lets go of them: thousands of pieces a sequence are joined and freed while the device is at work.
+    """
+
+    completion: Completion
+    vector: bytes = b""  # of a pooled prompt: little-endian float32
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self._sampling = sampling
+        self._texts: list[str] = []
+        self._ids: list[bytes] = []
+        self._logprobs: list[PositionLogprobs] = []
+        self._prompt_logprobs: list[PositionLogprobs] = []
+
+    def take(self, piece: OutputDelta) -> None:
+        self._texts.append(piece.text)
+        self._ids.append(piece.ids)
+        self._logprobs += piece.logprobs
+        self._prompt_logprobs += piece.prompt_logprobs
+        if piece.finish is not None:
+            self.vector = piece.vector
+            self.completion = self._complete(piece.finish, piece.cached_tokens)
+            self._texts.clear()
+            self._ids.clear()
+
+    def _complete(self, finish_reason: FinishReason, cached_tokens: int) -> Completion:
+        completion = Completion(
+            text="".join(self._texts),
+            token_ids=unpack_ids(b"".join(self._ids)).tolist(),
+            finish_reason=finish_reason,
+            cached_tokens=cached_tokens,
+        )
+        if self._sampling.logprobs is not None:
+            completion["logprobs"] = self._logprobs
+        if self._sampling.prompt_logprobs is not None:
+            completion["prompt_logprobs"] = self._prompt_logprobs
+        return completion

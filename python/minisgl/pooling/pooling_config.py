@@ -1,0 +1,43 @@
+"""Description of a pooling model: what it makes of a prompt in place of an answer. Pure: every process knows it."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+Runner: TypeAlias = Literal["auto", "generate", "pooling"]
+Convert: TypeAlias = Literal["auto", "embed", "classify"]
+PoolingMethod: TypeAlias = Literal["last", "mean"]
+Activation: TypeAlias = Literal["sigmoid", "softmax", "identity"]
+
+NO_TEXT = "this model generates no text: it makes embeddings, scores or classes (runner pooling)"
+NO_VECTORS = "this model generates text: it is loaded with --runner pooling for embeddings, scores and classes"
+
+
+class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A vector of each prompt: its embedding, or the logit of each class.
+
+    Scores of (query, document) pairs are the probability of the only class. `answer_ids` are the tokens whose logits a
+    causal reranker compares, (no, yes): the logit of its class is their difference; of one token it is its own.
+    """
+
+    makes: Literal["embedding", "classes"]
+    method: PoolingMethod
+    size: int  # values of a vector
+    normalize: bool = True  # embeddings have length 1
+    dimensions: tuple[int, ...] = ()  # that embeddings may be cut to, where the model names them; (): any
+    labels: tuple[str, ...] = ()  # of the classes
+    activation: Activation = "identity"  # from logits to what is told of the classes
+    answer_ids: tuple[int, ...] = ()
+    max_seq_len: int | None = None  # tokens that the model was made for, if its folder says so
+
+    @property
+    def is_reranker(self) -> bool:
+        """True if it scores pairs: it knows one class."""
+        return self.makes == "classes" and self.size == 1
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """True if a vector needs no states of tokens that are in the prefix cache: a mean needs all."""
+        return self.method == "last"

@@ -1,0 +1,90 @@
+"""Orders to the engine for bodies of the routes that pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from minisgl.core import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, SamplingParams
+from minisgl.limits import Limits
+from minisgl.message.to_tokenizer import IdsPrompt, PairPrompt, Prompt, TextPrompt
+from minisgl.message.types import TextOptions, pack_ids
+from minisgl.server.api.bodies.plain_prompts import checked_ids, is_ids
+from minisgl.server.api.pooling.bodies import PoolingBody
+from minisgl.server.api.requests.open_request import Job
+
+MAX_INPUTS = 2048  # of one request, as OpenAI has it
+MAX_PAIR_CHARS = 16 * 1024 * 1024  # of queries, which each pair carries
+
+_KINDS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
+
+
+def vectors_job(value: Any, body: PoolingBody, limits: Limits) -> Job:
+    """Return the job that makes a vector of each input; InvalidRequest for one that is wrong."""
+    if isinstance(value, str) or is_ids(value):
+        return make_job([_prompt(value, "input", body, limits)], ["input"], body)
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("input", f"input must be {_KINDS}, and not empty")
+    check_count("input", len(value))
+    names = [f"input.{index}" for index in range(len(value))]
+    if len(set(map(type, value))) > 1:
+        raise InvalidRequest("input", f"input must be {_KINDS}")
+    return make_job([_prompt(one, name, body, limits) for name, one in zip(names, value, strict=True)], names, body)
+
+
+def text_job(names: Sequence[str], texts: Sequence[str], body: PoolingBody) -> Job:
+    """Return the job that makes a vector of each text."""
+    check_count(names[-1].partition(".")[0], len(texts))
+    return make_job([TextPrompt(text, body.add_special_tokens) for text in texts], names, body)
+
+
+def pair_job(
+    queries: Sequence[str], documents: Sequence[str], name: str, instruction: str | None, body: PoolingBody
+) -> Job:
+    """Return the job that scores each query with the document of its place; `name` is the documents' field."""
+    check_count(name, len(documents))
+    if sum(map(len, queries)) > MAX_PAIR_CHARS:
+        raise InvalidRequest(
+            name,
+            f"{name}: with the query of each they have more than {MAX_PAIR_CHARS} characters: send fewer at a time",
+        )
+    if body.truncation_side == "left":
+        raise InvalidRequest("truncation_side", "truncation_side: the document of a pair is cut at its end")
+    pairs = [PairPrompt(query, document, instruction) for query, document in zip(queries, documents, strict=True)]
+    return make_job(pairs, [f"{name}.{index}" for index in range(len(pairs))], body)
+
+
+def make_job(prompts: Sequence[Prompt], names: Sequence[str], body: PoolingBody) -> Job:
+    """Return the job that pools these prompts, whose fields have these names."""
+    return Job(
+        prompts,
+        1,
+        SamplingParams(max_tokens=0),
+        TextOptions(),
+        body.priority,
+        truncate=body.tokens_to_keep,
+        keep_first=body.truncation_side != "left",
+        prompt_fields=names,
+        cache_salt=body.cache_salt or "",
+        pools=True,
+    )
+
+
+def check_count(name: str, count: int) -> None:
+    """Raise InvalidRequest for more inputs than a request may have."""
+    if count > MAX_INPUTS:
+        raise InvalidRequest(name, f"{name}: at most {MAX_INPUTS} are allowed in a request, not {count}")
+
+
+def _prompt(value: Any, name: str, body: PoolingBody, limits: Limits) -> Prompt:
+    if isinstance(value, str):
+        return TextPrompt(value, body.add_special_tokens)
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest(name, f"{name} must be a text or a list of token ids, and not empty")
+    if body.truncate_prompt_tokens is None and len(value) > limits.max_seq_len:
+        raise InvalidRequest(
+            name, f"{name} has {len(value)} tokens, but {limits.context_limit}", CONTEXT_LENGTH_EXCEEDED
+        )
+    most = limits.max_seq_len
+    kept = value[-most:] if body.truncation_side == "left" else value[:most]
+    return IdsPrompt(pack_ids(checked_ids(kept, limits, name)))
