@@ -43,12 +43,12 @@ __device__ __forceinline__ void sort(
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_route(
-    const T* router_logits, int tokens, int renormalize, int* experts, float* weights) {
+    const T* router_logits, int tokens, int weighting, int* experts, float* weights) {
   wait_for_predecessor();
   start_successor();
   int token = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
   if (token < tokens)
-    route(router_logits + (long long)token * EXPERTS, renormalize, experts + token * TOP_K, weights + token * TOP_K);
+    route(router_logits + (long long)token * EXPERTS, weighting, experts + token * TOP_K, weights + token * TOP_K);
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_sort(
@@ -60,13 +60,13 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_sort(
 
 // Route and sort in one block, for few tokens.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_plan(
-    const T* router_logits, int tokens, int renormalize, int tile_rows, float* weights, int* order, Tile* tiles,
+    const T* router_logits, int tokens, int weighting, int tile_rows, float* weights, int* order, Tile* tiles,
     int* tile_count) {
   __shared__ int experts[PLAN_TOKENS * TOP_K];
   wait_for_predecessor();
   start_successor();
   for (int token = threadIdx.x >> 5; token < tokens; token += blockDim.x >> 5)
-    route(router_logits + token * EXPERTS, renormalize, experts + token * TOP_K, weights + token * TOP_K);
+    route(router_logits + token * EXPERTS, weighting, experts + token * TOP_K, weights + token * TOP_K);
   __syncthreads();
   sort(tokens * TOP_K, tile_rows, experts, order, tiles, tile_count);
 }

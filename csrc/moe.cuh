@@ -13,8 +13,12 @@ __device__ __forceinline__ unsigned order_of(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+// How a token's experts are weighed: by their probabilities, these divided by their sum, or as the logits say: the
+// weights of experts that were chosen before, and -1 for the others.
+enum Weighting { PROBABILITIES, RENORMALIZED, CHOSEN };
+
 // One warp: the TOP_K most likely experts of softmax(logits [EXPERTS]), the first of equals, and their weights.
-__device__ __forceinline__ void route(const T* logits, bool renormalize, int* experts, float* weights) {
+__device__ __forceinline__ void route(const T* logits, int weighting, int* experts, float* weights) {
   constexpr int PER_LANE = (EXPERTS + 31) / 32;
   constexpr unsigned ALL = 0xffffffffu;
   int lane = threadIdx.x & 31;
@@ -28,7 +32,8 @@ __device__ __forceinline__ void route(const T* logits, bool renormalize, int* ex
   for (int offset = 16; offset > 0; offset >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, offset));
   float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) sum += x[i] = __expf(x[i] - largest);
+  for (int i = 0; i < PER_LANE; ++i)
+    if (weighting != CHOSEN) sum += x[i] = __expf(x[i] - largest);
   sum = warp_sum(sum);
 
   float mine = 0.f, chosen_sum = 0.f;
@@ -51,7 +56,7 @@ __device__ __forceinline__ void route(const T* logits, bool renormalize, int* ex
   }
   if (lane < TOP_K) {
     experts[lane] = my_expert;
-    weights[lane] = rounded(mine / (renormalize ? chosen_sum : sum));
+    weights[lane] = weighting == CHOSEN ? mine : rounded(mine / (weighting == RENORMALIZED ? chosen_sum : sum));
   }
 }
 #endif

@@ -75,7 +75,7 @@ __device__ __forceinline__ float activated(float gate, float up, float alpha, fl
 // [experts, N].
 template <bool GATED> __device__ __forceinline__ void grouped_product(
     const T* x, int divisor, const T* weight, const T* bias, float alpha, float limit, const T* router_logits,
-    bool renormalize, const int* order, const Tile* tiles, const int* tile_count, const float* pair_weights, T* out, int N,
+    int weighting, const int* order, const Tile* tiles, const int* tile_count, const float* pair_weights, T* out, int N,
     int K) {
   extern __shared__ __align__(1024) char memory[];
   __shared__ int pair_of[BLOCK_M];
@@ -91,7 +91,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 #if ROUTE
   __shared__ int experts[TOP_K];
   __shared__ float weights[TOP_K];
-  if (warp == 0) route(router_logits + blockIdx.y / TOP_K * EXPERTS, renormalize, experts, weights);
+  if (warp == 0) route(router_logits + blockIdx.y / TOP_K * EXPERTS, weighting, experts, weights);
   __syncthreads();
   tile = {experts[blockIdx.y % TOP_K], (int)blockIdx.y, 1, 0};
 #else
@@ -242,16 +242,16 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_gated(
     const T* x, int divisor, const T* weight, OPTIONAL const T* bias, float alpha, float limit, const T* router_logits,
-    int renormalize, OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
+    int weighting, OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
     OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<true>(
-      x, divisor, weight, bias, alpha, limit, router_logits, renormalize, order, tiles, tile_count, pair_weights, out, N, K);
+      x, divisor, weight, bias, alpha, limit, router_logits, weighting, order, tiles, tile_count, pair_weights, out, N, K);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_weighted(
     const T* x, int divisor, const T* weight, OPTIONAL const T* bias, float alpha, float limit, const T* router_logits,
-    int renormalize, OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
+    int weighting, OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
     OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<false>(
-      x, divisor, weight, bias, alpha, limit, router_logits, renormalize, order, tiles, tile_count, pair_weights, out, N, K);
+      x, divisor, weight, bias, alpha, limit, router_logits, weighting, order, tiles, tile_count, pair_weights, out, N, K);
 }

@@ -321,11 +321,10 @@ def _graph_sizes(config: EngineConfig, parts: _Parts, max_prefill_tokens: int) -
         max_bs = min(config.cuda_graph_max_bs, max_bs)
     if max_bs == 0:
         return None
-    unsafe = "" if parts.attention.graph_safe else "attention"
-    if not parts.model.graph_safe(parts.ops):
-        unsafe = unsafe and f"{unsafe} and " + "experts"
-    if unsafe:
-        logger.warning("steps run without CUDA graphs, which cannot hold this %s", unsafe)
+    safe = {"attention": parts.attention.graph_safe, "experts": parts.model.graph_safe(parts.ops)}
+    if not all(safe.values()):
+        unsafe = " and ".join(name for name in safe if not safe[name])
+        logger.warning("steps run without CUDA graphs, which cannot hold the %s", unsafe)
         return None
     prefill = []
     if parts.attention.prefill_graph_safe:

@@ -288,14 +288,6 @@ class Ops(Protocol):
         """
         ...
 
-    def moe_graph_safe(
-        self,
-        w13: Tensor,
-        w2: Tensor,
-        routing: Routing,
-        biases: ExpertBiases = NO_BIASES,
-        activation: ExpertActivation = "silu",
-        /,
-    ) -> bool:
+    def moe_graph_safe(self, w13: Tensor, w2: Tensor, top_k: int, /) -> bool:
         """Return True if `moe` launches the same work with these whatever its data, as a CUDA graph demands."""
         ...

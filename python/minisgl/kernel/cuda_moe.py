@@ -5,6 +5,7 @@ Nothing is read back: the grids are as large as any routing could need, and bloc
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from minisgl.kernel.base import NO_BIASES, ClampedSwiGLU, ExpertActivation, ExpertBiases, ExpertKind, Routing
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.kernel.torch_ops import route
 
 _MAX_EXPERTS = 512
 _MAX_TOP_K = 32
@@ -73,6 +75,14 @@ class _Plan(NamedTuple):
     weights: Tensor  # [pairs] float32
 
 
+class _Weighting(IntEnum):
+    """How the kernels weigh a token's experts, as csrc/moe.cuh has it."""
+
+    PROBABILITIES = 0
+    RENORMALIZED = 1
+    CHOSEN = 2  # by torch, for routings other than the largest probabilities of a softmax
+
+
 class CudaMoe:
     """Implements kernel.base.Ops.moe for 16-bit floats."""
 
@@ -87,12 +97,10 @@ class CudaMoe:
         self._compiler.begin(_product_spec("moe_gated", dtype, tiling, count, top_k, clamped) for tiling in tilings)
 
     @staticmethod
-    def supports(w13: Tensor, w2: Tensor, routing: Routing, choice_bias: Tensor | None) -> bool:
+    def supports(w13: Tensor, w2: Tensor, top_k: int) -> bool:
         """Return True if the kernels can do a layer of these weights, whatever the number of tokens."""
-        if not routing.plain or choice_bias is not None:
-            return False
         experts, hidden, intermediate = w2.shape
-        sizes = hidden % 8 == 0 and intermediate % 8 == 0 and experts <= _MAX_EXPERTS and routing.top_k <= _MAX_TOP_K
+        sizes = hidden % 8 == 0 and intermediate % 8 == 0 and experts <= _MAX_EXPERTS and top_k <= _MAX_TOP_K
         whole = w13.is_contiguous() and w2.is_contiguous()
         return sizes and whole and w2.dtype in (torch.bfloat16, torch.float16)
 
@@ -107,14 +115,18 @@ class CudaMoe:
         activation: ExpertActivation = "silu",
     ) -> Tensor:
         """Compute Ops.moe."""
-        x, router_logits, top_k = x.contiguous(), router_logits.contiguous(), routing.top_k
+        x, top_k = x.contiguous(), routing.top_k
+        weighting = _Weighting.RENORMALIZED if routing.renormalize else _Weighting.PROBABILITIES
+        if not routing.plain or biases.choice is not None or router_logits.dtype != x.dtype:
+            router_logits, weighting = _chosen(router_logits, routing, biases.choice, x.dtype), _Weighting.CHOSEN
+        router_logits = router_logits.contiguous()
         tokens, hidden = x.shape
         experts, _, intermediate = w2.shape
         pairs = tokens * top_k
         if not tokens:
             return torch.empty_like(x)
         tiling = self._tiling(pairs, experts)
-        plan = None if tiling.route else self._plan(router_logits, routing, tiling.block_m)
+        plan = None if tiling.route else self._plan(router_logits, weighting, top_k, tiling.block_m)
         max_tiles = pairs if plan is None else len(plan.tiles)
         inner = x.new_empty((pairs, intermediate))
         outputs = x.new_empty((pairs, hidden))
@@ -123,7 +135,7 @@ class CudaMoe:
             "alpha": activation.alpha if isinstance(activation, ClampedSwiGLU) else 0.0,
             "limit": activation.limit if isinstance(activation, ClampedSwiGLU) else 0.0,
             "router_logits": router_logits,
-            "renormalize": routing.renormalize,
+            "weighting": weighting,
             "order": None if plan is None else plan.order,
             "tiles": None if plan is None else plan.tiles,
             "tile_count": None if plan is None else plan.tile_count,
@@ -161,9 +173,8 @@ class CudaMoe:
         combine((-(-vectors // 256),), 256, y=outputs, out=out, tokens=tokens, H=hidden)
         return out
 
-    def _plan(self, router_logits: Tensor, routing: Routing, tile_rows: int) -> _Plan:
+    def _plan(self, router_logits: Tensor, weighting: _Weighting, top_k: int, tile_rows: int) -> _Plan:
         (tokens, experts), device = router_logits.shape, router_logits.device
-        top_k = routing.top_k
         pairs = tokens * top_k
         touched = min(pairs, experts)
         plan = _Plan(
@@ -179,7 +190,7 @@ class CudaMoe:
                 min(max(32 * tokens, 128), _PLAN_THREADS),
                 router_logits=router_logits,
                 tokens=tokens,
-                renormalize=routing.renormalize,
+                weighting=weighting,
                 tile_rows=tile_rows,
                 weights=plan.weights,
                 order=plan.order,
@@ -194,7 +205,7 @@ class CudaMoe:
             _ROUTE_THREADS,
             router_logits=router_logits,
             tokens=tokens,
-            renormalize=routing.renormalize,
+            weighting=weighting,
             experts=chosen,
             weights=plan.weights,
         )
@@ -219,6 +230,12 @@ class CudaMoe:
     @property
     def _many(self) -> _Tiling:
         return _MANY_ON_HOPPER if self._compiler.arch == 90 else _MANY
+
+
+def _chosen(router_logits: Tensor, routing: Routing, choice_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return [T, experts] with the weights of each token's experts, and -1 for the others."""
+    weights, experts = route(router_logits, routing, choice_bias)
+    return router_logits.new_full(router_logits.shape, -1.0, dtype=dtype).scatter_(-1, experts, weights.to(dtype))
 
 
 def _plan_spec(kernel: str, dtype: torch.dtype, experts: int, top_k: int) -> KernelSpec:

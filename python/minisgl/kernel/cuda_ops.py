@@ -238,20 +238,12 @@ class CudaOps:
         biases: ExpertBiases = NO_BIASES,
         activation: ExpertActivation = "silu",
     ) -> Tensor:
-        if not self.moe_graph_safe(w13, w2, routing, biases, activation):
+        if not self.moe_graph_safe(w13, w2, routing.top_k):
             return self._torch.moe(x, router_logits, w13, w2, routing, biases, activation)
         return self._moe(x, router_logits, w13, w2, routing, biases, activation)
 
-    def moe_graph_safe(
-        self,
-        w13: Tensor,
-        w2: Tensor,
-        routing: Routing,
-        biases: ExpertBiases = NO_BIASES,
-        activation: ExpertActivation = "silu",  # noqa: ARG002
-        /,
-    ) -> bool:
-        return self._moe.supports(w13, w2, routing, biases.choice)
+    def moe_graph_safe(self, w13: Tensor, w2: Tensor, top_k: int, /) -> bool:
+        return self._moe.supports(w13, w2, top_k)
 
 
 def _norms_late(dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:

@@ -83,10 +83,8 @@ class SparseMLP(nn.Module):
         return ExpertBiases(self.router.choice_bias, experts.w13_bias, experts.w2_bias if first else None)
 
     @property
-    def kernel_experts(self) -> ExpertKind | None:
-        """Kind of experts for which kernels are compiled; None if csrc/ has none for their routing."""
-        if not self.routing.plain or self.router.choice_bias is not None:
-            return None
+    def kernel_experts(self) -> ExpertKind:
+        """Kind of experts for which kernels are compiled."""
         return ExpertKind(len(self.experts.w13), self.routing.top_k, isinstance(self.activation, ClampedSwiGLU))
 
     @property
@@ -97,7 +95,7 @@ class SparseMLP(nn.Module):
 
     def graph_safe(self, ops: Ops) -> bool:
         """True if its work is the same whatever the data."""
-        return ops.moe_graph_safe(self.experts.w13, self.experts.w2, self.routing, self._biases, self.activation)
+        return ops.moe_graph_safe(self.experts.w13, self.experts.w2, self.routing.top_k)
 
 
 class TokenGate(nn.Module):

@@ -165,7 +165,7 @@ class DecoderModel(nn.Module, ABC):
                         width, size = module.weight.shape
                         begins = isinstance(module, ColumnParallelLinear)
                         products.add(Product(width, size, begins and norm is not None, gate if begins else None))
-                if isinstance(block, SparseMLP) and block.kernel_experts is not None:
+                if isinstance(block, SparseMLP):
                     experts.add(block.kernel_experts)
         return KernelNeeds(
             dtype=self.dtype,
