@@ -377,6 +377,9 @@ class HttpConfig(Settings, frozen=True, kw_only=True):
     ssl_keyfile: Annotated[str | None, Setting("private key, for https", metavar="FILE")] = None
     ssl_certfile: Annotated[str | None, Setting("certificate, for https", metavar="FILE")] = None
     max_body_bytes: Annotated[int, Setting("largest body of a request", metavar="BYTES", ge=1)] = 8 * 1024 * 1024
+    ui: Annotated[
+        bool, Setting("no page at / that shows the server at work, and no /debug/state", flags=("--disable-ui",))
+    ] = True
     response_store: Annotated[
         str | None,
         Setting("SQLite file that keeps the responses of /v1/responses; none: they are not kept", metavar="FILE"),

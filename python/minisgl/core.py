@@ -370,6 +370,16 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return int(self.query_lens.sum())
 
 
+class CacheNode(msgspec.Struct, frozen=True):
+    """A node of the tree of cached prefixes: a run of pages that all prefixes through it share."""
+
+    id: int  # number of its last page, which is in the tree once
+    parent: int | None  # None: it begins a prefix
+    pages: int
+    end: int  # tokens of the whole prefix
+    locks: int  # running requests that hold it
+
+
 def pages_for(num_tokens: int, page_size: int) -> int:
     """Return the number of pages that hold this many tokens."""
     return math.ceil(num_tokens / page_size)

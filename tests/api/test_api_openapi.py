@@ -32,7 +32,7 @@ from minisgl.server.api.openapi import body_example, declaration_of, openapi_doc
 from minisgl.server.api.responses.body import ResponsesBody
 from minisgl.server.api.routes.endpoint import Service
 
-OWN = {"/openapi.json", "/docs", "/redoc", "/docs/{file}"}  # what shows the document is not in it
+OWN = {"/openapi.json", "/docs", "/redoc", "/docs/{file}", "/", "/guide/{page}"}  # pages for people are not in it
 ROUTES: dict[type[Body], str] = {
     ChatBody: "/v1/chat/completions",
     CompletionBody: "/v1/completions",

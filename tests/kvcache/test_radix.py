@@ -399,3 +399,27 @@ def broken(what: str) -> RadixCache:
 def test_check_notices(what: str) -> None:
     with pytest.raises(BrokenInvariant):
         broken(what).check()
+
+
+# ---- showing ----
+
+
+def test_a_picture_of_the_tree_has_its_largest_nodes_below_their_parents() -> None:
+    cache = RadixCache(page_size=2)
+    cache.insert(span(0, 20), span(0, 10))
+    fork = cache.insert(np.concatenate([span(0, 8), span(50, 62)]), np.concatenate([span(0, 4), span(20, 26)])).handle
+    for start in range(100, 600, 2):
+        cache.insert(span(start, start + 2), ids(30 + start // 2))
+    cache.lock(fork)
+    nodes = cache.tree(4)
+    assert [(node.id, node.parent, node.pages, node.end, node.locks) for node in nodes[:3]] == [
+        (3, None, 4, 8, 1),
+        (25, 3, 6, 20, 1),  # of equal ones the newest first
+        (9, 3, 6, 20, 0),
+    ]
+    assert len(nodes) == 4
+    assert len(cache.tree(1000)) == 3 + 250
+    assert sum(node.pages for node in cache.tree(1000)) == cache.cached_pages
+    for start in range(1000, 3000, 2):
+        cache.insert(span(start, start + 2), ids(1000 + start))
+    assert len(cache.tree(10_000)) <= 3 + 256, "of a node's many children the newest are looked at"

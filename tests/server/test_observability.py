@@ -176,6 +176,52 @@ def test_a_router_knows_the_cached_prefixes(server: Server, router: Router) -> N
     wait_until(is_empty)
 
 
+def state_of(server: Server, since: int = -1) -> dict[str, Any]:
+    state: dict[str, Any] = httpx.get(f"{server.url}/debug/state?since={since}", timeout=PATIENCE).json()
+    return state
+
+
+def test_the_glass_box_shows_all_work_and_the_numbers_of_metrics(server: Server) -> None:
+    httpx.post(f"{server.url}/flush_cache", timeout=PATIENCE)
+    before = state_of(server)  # from here on steps are recorded
+    text = "a prompt that comes a second time, and finds its pages in the cache"
+    for _ in range(2):
+        ids = generate(server, text)
+    for number in range(5):
+        generate(server, f"{number} of some that fill all pages of the cache, so that others must be evicted {number}")
+    server.wait_idle()
+    after = state_of(server, before["steps"][-1]["step"] if before["steps"] else -1)
+    was, now, steps = before["load"], after["load"], after["steps"]
+    queried, hit = (now[name] - was[name] for name in ("prefix_tokens_queried", "prefix_tokens_hit"))
+    assert queried == after["prompt_tokens"] - before["prompt_tokens"]
+    assert hit >= (len(ids) - 12 - 1) // PAGE_SIZE * PAGE_SIZE
+    assert sum(step["prefill_tokens"] for step in steps) == queried - hit
+    assert sum(step["decodes"] * step["count"] for step in steps) == 7 * 11, "a prompt's last chunk brings the first"
+    counts, nodes = after["engine"]["counts"], after["engine"]["nodes"]
+    assert sum(node["pages"] for node in nodes) == counts["pages_cached"]
+    assert counts["pages_evicted"] > before["engine"]["counts"]["pages_evicted"]
+    assert after["engine"]["sequences"] == []
+
+    metrics = httpx.get(f"{server.url}/metrics").text
+    values = dict(re.findall(r'^minisgl:([\w:]+){model_name="demo"} (\S+)$', metrics, re.MULTILINE))
+    told = {
+        "num_requests_running": now["running"],
+        "num_requests_waiting": now["waiting"],
+        "kv_cache_usage_perc": now["tokens_used"] / now["max_tokens"],
+        "prefix_cache_queries_total": now["prefix_tokens_queried"],
+        "prefix_cache_hits_total": now["prefix_tokens_hit"],
+        "num_preemptions_total": counts["retractions"],
+        "evicted_pages_total": counts["pages_evicted"],
+        "prompt_tokens_total": after["prompt_tokens"],
+        "generation_tokens_total": after["generation_tokens"],
+        "time_to_first_token_seconds_count": sum(after["time_to_first_token"]["counts"]),
+        "time_to_first_token_seconds_sum": after["time_to_first_token"]["sum"],
+        "inter_token_latency_seconds_count": sum(after["time_between_tokens"]["counts"]),
+        "inter_token_latency_seconds_sum": after["time_between_tokens"]["sum"],
+    }
+    assert {name: float(values[name]) for name in told} == {name: float(value) for name, value in told.items()}
+
+
 def test_a_late_subscriber_asks_for_a_replay(server: Server, router: Router) -> None:
     generate(server, "whatever fills a few pages of the cache, all of them whole")
     wait_until(lambda: server.info()["scheduler-0"]["pages_cached"] > 0)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from minisgl.core import Int32Array
+from minisgl.core import CacheNode, Int32Array
 
 
 class BrokenInvariant(AssertionError):
@@ -114,6 +114,9 @@ class CacheManager(Protocol):
 
     def reset(self) -> Int32Array:
         """Forget all that is not locked; the pages returned belong to the caller."""
+
+    def tree(self, max_nodes: int) -> list[CacheNode]:
+        """Return some of the tree's nodes, parents first and the largest of what was found; bounded in time, too."""
 
     def owned_pages(self) -> Int32Array:
         """Return all cached pages, in no particular order; for checks, slow."""

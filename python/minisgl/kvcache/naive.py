@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from minisgl.core import Int32Array
+from minisgl.core import CacheNode, Int32Array
 from minisgl.kvcache.base import (
     CacheHandle,
     InsertResult,
@@ -48,6 +48,9 @@ class NaiveCache:
 
     def reset(self) -> Int32Array:
         return empty_pages()
+
+    def tree(self, max_nodes: int) -> list[CacheNode]:  # noqa: ARG002
+        return []
 
     def owned_pages(self) -> Int32Array:
         return empty_pages()

@@ -89,6 +89,7 @@ class PagePool:
     def __init__(self, num_pages: int, cache: CacheManager) -> None:
         self.allocator = PageAllocator(num_pages)
         self.cache = cache
+        self.evicted = 0  # pages that the cache gave up for requests, since the start
 
     @property
     def num_pages(self) -> int:
@@ -109,6 +110,7 @@ class PagePool:
         missing = num_pages - self.allocator.num_free
         if missing > 0:
             self.allocator.free(self.cache.evict(missing))
+            self.evicted += missing
         return self.allocator.allocate(num_pages)
 
     def free(self, pages: Int32Array) -> None:

@@ -15,13 +15,15 @@ stands before the first page's tokens in the root's map, and no two such keys of
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count, islice
 
 import numpy as np
 
-from minisgl.core import Int32Array
+from minisgl.core import CacheNode, Int32Array
 from minisgl.kvcache.base import (
     BrokenInvariant,
     CacheHandle,
@@ -36,6 +38,7 @@ from minisgl.kvcache.base import (
 
 _TOKEN_BYTES = 4
 _GONE = -1  # the `end` of an evicted node
+_LOOKED_AT = 256  # newest children of a node among which `tree` finds the largest
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -254,6 +257,25 @@ class RadixCache:
             del leaf.parent.children[leaf.key]
             del self._queue[leaf]
             leaf.parent, leaf.end = None, _GONE
+
+    # ---- showing ----
+
+    def tree(self, max_nodes: int) -> list[CacheNode]:
+        order = count()  # of nodes of the same size, those that were found first
+        found: list[CacheNode] = []
+        heap = [(-len(node.pages), next(order), node) for node in self._newest(self._root)]
+        heapq.heapify(heap)
+        while heap and len(found) < max_nodes:
+            *_, node = heapq.heappop(heap)
+            parent = node.parent
+            above = None if parent is None or parent is self._root else int(parent.pages[-1])
+            found.append(CacheNode(int(node.pages[-1]), above, len(node.pages), node.end, node.locks))
+            for child in self._newest(node):
+                heapq.heappush(heap, (-len(child.pages), next(order), child))
+        return found
+
+    def _newest(self, node: _Node) -> list[_Node]:
+        return list(islice(reversed(node.children.values()), _LOOKED_AT))
 
     # ---- checking ----
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from minisgl.core import FinishReason
+from minisgl.message.engine_state import StateReport
 from minisgl.message.types import Flushed, PackedIds, PositionLogprobs, Report
 
 RefusalStatus: TypeAlias = Literal[400, 500, 503]  # HTTP's
@@ -95,5 +96,5 @@ class Unanswered(msgspec.Struct, frozen=True, tag=True):
     status: RefusalStatus = 400
 
 
-Reply: TypeAlias = Encoded | Decoded | Described | Flushed | Unanswered
+Reply: TypeAlias = Encoded | Decoded | Described | Flushed | StateReport | Unanswered
 ToApi: TypeAlias = Accepted | Refused | OutputDeltas | Report | Reply

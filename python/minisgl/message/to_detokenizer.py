@@ -7,6 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from minisgl.core import FinishReason
+from minisgl.message.engine_state import StateReport
 from minisgl.message.types import Flushed, LogprobRows, PackedIds, Report, TextOptions
 
 
@@ -51,4 +52,4 @@ class StepOutput(msgspec.Struct, tag=True):
         return bool(self.opened or self.seq_ids or self.ended)
 
 
-ToDetokenizer: TypeAlias = StepOutput | Report | Flushed
+ToDetokenizer: TypeAlias = StepOutput | Report | Flushed | StateReport

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from minisgl.core import Batch, Int32Array, SamplingParams
+from minisgl.message.engine_state import InspectState
 from minisgl.message.types import Abort, FlushCache, PackedIds, StatsRequest, TextOptions
 
 
@@ -29,7 +30,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     seq_id: int
 
 
-ToScheduler: TypeAlias = Add | Abort | Stopped | StatsRequest | FlushCache
+ToScheduler: TypeAlias = Add | Abort | Stopped | StatsRequest | FlushCache | InspectState
 
 
 class Bitmask(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from minisgl.core import SamplingParams
+from minisgl.message.engine_state import InspectState
 from minisgl.message.types import Abort, FlushCache, PackedIds, StatsRequest, TextOptions
 
 
@@ -83,5 +84,5 @@ class Describe(msgspec.Struct, frozen=True, tag=True):
     query: int
 
 
-Question: TypeAlias = Encode | Decode | Describe | FlushCache  # each gets one answer, which names its query
+Question: TypeAlias = Encode | Decode | Describe | FlushCache | InspectState  # each gets one answer, with its query
 ToTokenizer: TypeAlias = Generate | Abort | StatsRequest | Question

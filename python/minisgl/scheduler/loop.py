@@ -30,6 +30,7 @@ from minisgl.message.to_detokenizer import StepOutput
 from minisgl.message.to_scheduler import Bitmask, ToRank
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.scheduler.scheduler import Scheduler
+from minisgl.scheduler.step_trace import StepTrace
 from minisgl.step_cost import StepCost
 from minisgl.structured_output.protocol import Grammars
 
@@ -112,6 +113,7 @@ class StepLoop:
         self._in_flight: deque[_Launched] = deque()
         self._clock = clock
         self._completed_at = 0.0
+        self.trace: StepTrace | None = None  # while somebody looks
         self._failure: DeviceOutOfMemory | None = None  # of a step that cannot be taken back
 
     @property
@@ -185,6 +187,8 @@ class StepLoop:
         self.counts.finished = oldest.batch.step + 1
         begin, self._completed_at = max(oldest.at, self._completed_at), self._clock()
         self.scheduler.record(oldest.batch, self._completed_at - begin)
+        if self.trace is not None:
+            self.trace.add(oldest.batch, self.scheduler.seq_ids(oldest.batch), begin, self._completed_at)
         self.scheduler.complete(oldest.batch, result)
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from time import perf_counter
 
 import zmq
 
+from minisgl.message.engine_state import EngineState, InspectState, StateReport
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_scheduler import Add, Stopped, ToRank, ToScheduler
@@ -18,10 +20,15 @@ from minisgl.models.config.load_config import load_model_config
 from minisgl.process.worker import Worker
 from minisgl.scheduler.kv_publisher import KVPublisher
 from minisgl.scheduler.loop import StepCounts, StepLoop, follow, make_loop
+from minisgl.scheduler.step_trace import StepTrace
 from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.tokenizer.files import load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+WATCH_SECONDS = 15.0  # after the last look, in which steps are recorded for the next
+MAX_SEQUENCES = 128  # that are told to whoever looks: running ones, and as many that wait
+MAX_NODES = 192  # of the tree of cached prefixes
 
 
 class SchedulerServer:
@@ -39,6 +46,7 @@ class SchedulerServer:
         self._inbox = inbox
         self._detokenizer = detokenizer
         self._kv_publisher = kv_publisher
+        self._inspected = 0.0  # seconds of `perf_counter`
 
     def run_forever(self) -> None:
         while True:
@@ -74,8 +82,25 @@ class SchedulerServer:
             case StatsRequest():
                 counts = ProcessCounts("scheduler-0", self._scheduler.counts())
                 self._detokenizer.send(Report(message.query, [*message.counts, counts]))
+                if self._loop.trace is not None and perf_counter() - self._inspected > WATCH_SECONDS:
+                    self._loop.trace = None
+            case InspectState():
+                self._detokenizer.send(StateReport(message.query, self._state(message.since)))
             case FlushCache():
                 self._detokenizer.send(Flushed(message.query, self._scheduler.flush_cache()))
+
+    def _state(self, since: int) -> EngineState:
+        """Return the state, with the steps after one; record steps from here on."""
+        loop, scheduler = self._loop, self._scheduler
+        self._inspected = perf_counter()
+        loop.trace = loop.trace or StepTrace()
+        return EngineState(
+            time=self._inspected,
+            counts=scheduler.counts(),
+            sequences=scheduler.sequences(MAX_SEQUENCES),
+            nodes=scheduler.tree(MAX_NODES),
+            steps=loop.trace.since(since),
+        )
 
 
 def run(worker: Worker) -> None:

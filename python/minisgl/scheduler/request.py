@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import islice
+from typing import Literal
 
 from minisgl.config import SchedulePolicy
 from minisgl.core import AnyArray, Int32Array, Logprobs, SamplingParams
 from minisgl.kvcache.base import CacheHandle
+from minisgl.message.engine_state import SequenceState
 from minisgl.message.types import TextOptions
 from minisgl.structured_output.protocol import Matcher
 
@@ -31,6 +33,13 @@ class RequestState(Enum):
     RUNNING = auto()
     RETRACTED = auto()  # waits again, with the tokens it has
     FINISHED = auto()
+
+
+STATE_NAMES: dict[RequestState, Literal["waiting", "running", "retracted"]] = {
+    RequestState.WAITING: "waiting",
+    RequestState.RUNNING: "running",
+    RequestState.RETRACTED: "retracted",
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +64,7 @@ class Request:
     reserved_pages: int = 0  # promised for its known tokens at admission and not yet allocated
     prompt_scores: list[Logprobs[AnyArray]] = field(default_factory=list)  # of its tokens so far
     prompt_scored: bool = False  # nobody wants any, or all have been reported
+    hit_tokens: int = 0  # found in the cache when it entered
     failures: int = 0  # small steps of this request alone, since its last token, that found too little memory
     matcher: Matcher | None = None  # stands behind its last known token, through retractions too
 
@@ -62,6 +72,23 @@ class Request:
     def precedence(self) -> tuple[int, int]:
         """Smaller goes first, and is retracted last."""
         return -self.priority, self.arrival
+
+
+def sequence_state(request: Request, computed: int, known: int) -> SequenceState:
+    """Return what is told of a request that has so many tokens, and K and V of so many."""
+    held = [] if request.prefix is None else request.prefix.pages[-1:].tolist()
+    return SequenceState(
+        seq_id=request.seq_id,
+        request_id=request.request_id,
+        state=STATE_NAMES[request.state],
+        prompt=request.prompt_len,
+        hit=request.hit_tokens,
+        computed=computed,
+        known=known,
+        limit=request.max_len,
+        priority=request.priority,
+        node=held[0] if held else None,
+    )
 
 
 MAX_PASSED = 16  # younger requests of the same priority that may be admitted before one

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from minisgl.core import IndexArray, Int32Array, pages_for
+from minisgl.core import CacheNode, IndexArray, Int32Array, pages_for
 from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.kvcache.pages import PagePool
 from minisgl.scheduler.request import Request
@@ -128,6 +128,10 @@ class RequestPages:
         """Take known tokens from the cache whose K and V were never written: those beyond the first `written`."""
         self._pool.free(self._cache.forget(request.token_ids, written, request.salt))
 
+    def tree(self, max_nodes: int) -> list[CacheNode]:
+        """Return the largest nodes of the tree of cached prefixes."""
+        return self._cache.tree(max_nodes)
+
     def flush_cache(self) -> int:
         """Forget every cached prefix that is not locked; return the number of pages that it freed."""
         return self._pool.flush_cache()
@@ -140,6 +144,7 @@ class RequestPages:
             "pages_cached": self._cache.cached_pages,
             "pages_locked": self._cache.locked_pages,
             "pages_reserved": self._reserved,
+            "pages_evicted": self._pool.evicted,
         }
 
     def check_idle(self) -> None:

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import (
     AnyArray,
     Batch,
+    CacheNode,
     FinishReason,
     IndexArray,
     Int32Array,
@@ -26,10 +28,11 @@ from minisgl.core import (
     StepResult,
 )
 from minisgl.kvcache.base import CacheHandle, CacheManager
+from minisgl.message.engine_state import SequenceState
 from minisgl.message.to_detokenizer import End, Open, Pooled, StepOutput
 from minisgl.message.types import TextOptions, pack_ids
 from minisgl.scheduler.batch_policy import Chunks, longest_first, make_batch_policy
-from minisgl.scheduler.request import Request, RequestState, WaitingQueue
+from minisgl.scheduler.request import Request, RequestState, WaitingQueue, sequence_state
 from minisgl.scheduler.request_pages import RequestPages
 from minisgl.scheduler.step_limits import StepLimits, is_small
 from minisgl.scheduler.table import SlotTable
@@ -239,6 +242,7 @@ class Scheduler:
             self._prefix_tokens_queried += len(request.token_ids)
             self._prefix_tokens_hit += prefix.cached_len
         self._waiting.admitted(request)
+        request.hit_tokens = prefix.cached_len
         request.state = RequestState.RUNNING
         self._running.append(self._table.enter(request, prefix.pages))
         self._running_array = np.asarray(self._running, dtype=np.intp)
@@ -461,6 +465,25 @@ class Scheduler:
             "prefix_tokens_queried": self._prefix_tokens_queried,
             "prefix_tokens_hit": self._prefix_tokens_hit,
         }
+
+    def seq_ids(self, batch: Batch) -> list[int]:
+        """Return the sequence of each row of a step that is not yet complete."""
+        found: list[int] = self._table.seq_id[batch.slots].tolist()
+        return found
+
+    def sequences(self, limit: int) -> list[SequenceState]:
+        """Return up to `limit` of those that run, by admission, and as many of those that wait."""
+        table = self._table
+        running = map(table.request, self._running[:limit])
+        found = [
+            sequence_state(request, int(table.cached_len[request.slot]), int(table.known_len[request.slot]))
+            for request in running
+        ]
+        return found + [sequence_state(request, 0, len(request.token_ids)) for request in islice(self._waiting, limit)]
+
+    def tree(self, max_nodes: int) -> list[CacheNode]:
+        """Return the largest nodes of the tree of cached prefixes."""
+        return self._pages.tree(max_nodes)
 
     def flush_cache(self) -> int:
         """Forget every cached prefix that is not locked; return the number of pages that it freed."""

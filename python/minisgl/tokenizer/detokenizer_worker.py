@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zmq
 
+from minisgl.message.engine_state import StateReport
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_api import OutputDeltas, ToApi
 from minisgl.message.to_detokenizer import StepOutput, ToDetokenizer
@@ -31,7 +32,7 @@ def run(worker: Worker) -> None:
                 api.send(OutputDeltas(deltas))
             for stop in stopped:
                 scheduler.send(stop)
-        elif isinstance(message, Flushed):
+        elif isinstance(message, Flushed | StateReport):
             api.send(message)
         else:
             counts = ProcessCounts(

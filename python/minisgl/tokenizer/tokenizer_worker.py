@@ -15,6 +15,7 @@ import zmq
 
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
+from minisgl.message.engine_state import InspectState
 from minisgl.message.socket import Inbox, Outbox, Sender
 from minisgl.message.to_api import Decoded, Described, Encoded, Reply, ToApi, Unanswered
 from minisgl.message.to_scheduler import ToScheduler
@@ -65,7 +66,7 @@ def run(worker: Worker) -> None:
             case StatsRequest(query):
                 counts = ProcessCounts(f"tokenizer-{worker.index}", {"sequences": gate.num_waiting})
                 scheduler.send(StatsRequest(query, [counts]))
-            case FlushCache():
+            case FlushCache() | InspectState():
                 scheduler.send(message)
             case Encode() | Decode():
                 api.send(reply_to(message, tokenizer, limits))

@@ -27,6 +27,7 @@ from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.responses.store import ResponseStore
 from minisgl.server.api.routes.endpoint import Endpoint, Service, Topic
 from minisgl.server.api.routes.generation import GenerationRoutes
+from minisgl.server.api.routes.glass_box import GlassBoxRoutes
 from minisgl.server.api.routes.loads import LoadRoutes
 from minisgl.server.api.routes.messages import MessagesRoutes
 from minisgl.server.api.routes.models import ModelRoutes, TokenRoutes
@@ -43,6 +44,7 @@ TOPICS: dict[str, Callable[[Service], Topic]] = {
     "tokens": TokenRoutes,
     "status": StatusRoutes,
     "loads": LoadRoutes,
+    "glass box": GlassBoxRoutes,
     "control": ControlRoutes,
 }
 LARGEST_BODIES = 128  # held at a time, of the largest size: 1 GiB of those that are allowed by default

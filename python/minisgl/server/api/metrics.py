@@ -7,7 +7,7 @@ ask for; where SGLang has another word for it, it has that too.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minisgl.core import FinishReason
@@ -113,12 +113,13 @@ class Exposition:
     """One look at all metrics, as a collector of the client library, which only writes the format."""
 
     def __init__(
-        self, model: str, requests: RequestMetrics, load: EngineLoad, retractions: int, page_size: int
+        self, model: str, requests: RequestMetrics, load: EngineLoad, counts: Mapping[str, int], page_size: int
     ) -> None:
         self._labels = {"model_name": model}
         self._requests = requests
         self._load = load
-        self._retractions = retractions
+        self._retractions = counts.get("retractions", 0)
+        self._evicted_pages = counts.get("pages_evicted", 0)
         self._page_size = page_size
 
     def text(self) -> bytes:
@@ -186,6 +187,7 @@ class Exposition:
         return {
             "prefix_cache_queries": ("prompt tokens looked for in the cache", load.prefix_tokens_queried),
             "prefix_cache_hits": ("prompt tokens found in the cache", load.prefix_tokens_hit),
+            "evicted_pages": ("pages of the cache that gave way to requests", self._evicted_pages),
             "num_preemptions": ("sequences that had to make room and wait again", self._retractions),
             "prompt_tokens": ("tokens of accepted prompts", requests.prompt_tokens),
             "generation_tokens": ("tokens generated", requests.generation_tokens),

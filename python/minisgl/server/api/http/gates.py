@@ -26,7 +26,8 @@ DOCS_ROUTES = frozenset(
     {"/openapi.json", "/docs", "/redoc"}
     | {f"/docs/{file}" for file in ("swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js", "favicon.png")}
 )
-OPEN_ROUTES = DOCS_ROUTES | {"/health", "/ready", "/ping", "/version"}  # all others want a key, if there are keys
+GUIDE_ROUTE = "/guide/"  # and the pages below it
+OPEN_ROUTES = DOCS_ROUTES | {"/", "/health", "/ready", "/ping", "/version"}  # all others want a key, if there are keys
 CONTROL_ROUTES = frozenset({"/flush_cache", "/reset_prefix_cache", "/abort", "/abort_request"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 GET_ROUTES_THAT_ACT = frozenset({"/flush_cache", "/health_generate"})
@@ -94,7 +95,8 @@ def key_check(http: HttpConfig) -> Check:
         key = _key_sent(keys + admin, scope)
         if key is not None:
             scope.setdefault("state", {})["api_key"] = key
-        return unauthorized() if keys and path not in OPEN_ROUTES and key is None else None
+        is_open = path in OPEN_ROUTES or path.startswith(GUIDE_ROUTE)
+        return unauthorized() if keys and not is_open and key is None else None
 
     return check
 

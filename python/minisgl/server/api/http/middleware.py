@@ -15,7 +15,7 @@ from minisgl.server.api.http.request_head import speaks_anthropic
 
 logger = logging.getLogger(__name__)
 
-PROBES = frozenset({"/health", "/ready", "/ping", "/metrics"})  # asked every few seconds: logged as debug
+PROBES = frozenset({"/health", "/ready", "/ping", "/metrics", "/debug/state"})  # asked often: logged as debug
 NO_ANSWER = 499  # status of a request whose client left before its answer began
 MAX_PATH = 200  # characters
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")

@@ -289,6 +289,10 @@ class Heartbeat:
             self.generation_rate = (generated - self._generated) / max(now - self._last, 1e-3)
             self._generated, self._last = generated, now
 
+    def note(self, counts: dict[str, int]) -> None:
+        """Take counts of the scheduler that came with another answer: /metrics tells the newest."""
+        self.counts["scheduler-0"] = counts
+
     @property
     def age(self) -> float:
         """Seconds since all processes last answered."""

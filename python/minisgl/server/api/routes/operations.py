@@ -122,9 +122,9 @@ class StatusRoutes:
     async def metrics(self, _request: Request) -> Response:
         """Return metrics as Prometheus text. The engine's counts are those of the last heartbeat."""
         service = self._service
-        retractions = service.heartbeat.counts.get("scheduler-0", {}).get("retractions", 0)
+        counts = service.heartbeat.counts.get("scheduler-0", {})
         config, requests = service.config, service.client.metrics
-        text = Exposition(config.model_name, requests, service.load(), retractions, config.engine.page_size).text()
+        text = Exposition(config.model_name, requests, service.load(), counts, config.engine.page_size).text()
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
 

@@ -1,0 +1,149 @@
+"""The page at /: a chat and the glass box, which shows the server at work, and what it reads.
+
+The page is one file without foreign parts. Its script and style are allowed by their hashes and nothing else is, so a
+text of a client or of the model cannot run. It may be read without a key, its data may not.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+import minisgl
+from minisgl import __version__
+from minisgl.core import FinishReason, InvalidRequest
+from minisgl.message.engine_state import EngineState, StepRecord
+from minisgl.server.api.load import EngineLoad
+from minisgl.server.api.metrics import Histogram
+from minisgl.server.api.requests.inspector import Inspector
+from minisgl.server.api.routes.endpoint import Endpoint, Service, json_response
+
+UI = Path(minisgl.__file__).parent / "ui"
+INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+MAX_STEP = 2**63 - 1
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """A histogram of /metrics. Times are seconds."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]  # up to each bound, and beyond the last
+    sum: float
+
+
+class DebugState(msgspec.Struct, frozen=True, kw_only=True):
+    """State of the server at one look; its totals are those of /metrics."""
+
+    version: str
+    model: str
+    page_size: int
+    max_seq_len: int
+    max_running: int
+    cache: str
+    load: EngineLoad
+    engine: EngineState
+    steps: list[StepRecord]  # after the one asked for
+    prompt_tokens: int  # since the start, and so are the others
+    generation_tokens: int
+    finished: dict[FinishReason, int]  # sequences
+    time_to_first_token: Latency
+    time_between_tokens: Latency
+
+
+class GlassBoxRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._inspector = Inspector(service.client, service.heartbeat)
+
+    def endpoints(self) -> list[Endpoint]:
+        if not self._service.config.http.ui:
+            return []
+        return [
+            Endpoint("/", self.page, documented=False),
+            Endpoint("/guide/{page}", self.guide, documented=False),
+            Endpoint("/debug/state", self.state, answers=(DebugState,), errors=(400,)),
+        ]
+
+    async def page(self, _request: Request) -> Response:
+        """Return the page."""
+        html, headers = self._page
+        return Response(html, headers=headers, media_type="text/html")
+
+    @cached_property
+    def _page(self) -> tuple[bytes, dict[str, str]]:
+        html = (UI / "index.html").read_text(encoding="utf-8")
+        return html.encode(), {
+            "content-security-policy": content_security_policy(html),
+            "cache-control": "no-cache",
+            "referrer-policy": "no-referrer",
+            "x-content-type-options": "nosniff",
+        }
+
+    async def guide(self, request: Request) -> Response:
+        """Return a page of the documentation, as text."""
+        path = self._guide.get(request.path_params["page"])
+        if path is None:
+            raise HTTPException(404)
+        headers = {"x-content-type-options": "nosniff"}
+        return Response(path.read_bytes(), headers=headers, media_type="text/plain")
+
+    @cached_property
+    def _guide(self) -> dict[str, Path]:
+        return {path.name: path for path in (UI / "guide").glob("*.md")}
+
+    async def state(self, request: Request) -> Response:
+        """Return requests, steps, pages and cached prefixes of the engine, and the totals of /metrics.
+
+        With `?since=N`, only steps after that one are told. Steps are recorded while somebody asks.
+        """
+        service = self._service
+        state, steps = await self._inspector.look(_since(request))
+        config, metrics = service.config, service.client.metrics
+        return json_response(
+            DebugState(
+                version=__version__,
+                model=config.model_name,
+                page_size=config.engine.page_size,
+                max_seq_len=service.limits.max_seq_len,
+                max_running=config.engine.max_running_requests,
+                cache=config.scheduler.cache,
+                load=service.load(),
+                engine=msgspec.structs.replace(state, steps=[]),
+                steps=steps,
+                prompt_tokens=metrics.prompt_tokens,
+                generation_tokens=metrics.generation_tokens,
+                finished=metrics.finished,
+                time_to_first_token=_latency(metrics.time_to_first_token),
+                time_between_tokens=_latency(metrics.inter_token_latency),
+            )
+        )
+
+
+def content_security_policy(html: str) -> str:
+    """Return the policy of a page that needs nothing but its own inline script and style, and this server."""
+    sources = {"script": "", "style": ""}
+    for tag, text in INLINE.findall(html):
+        sources[tag] += f" 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    return (
+        f"default-src 'none'; script-src{sources['script']}; style-src{sources['style']}; connect-src 'self'; "
+        "img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _since(request: Request) -> int:
+    text = request.query_params.get("since", "-1")
+    if not re.fullmatch(r"-1|[0-9]{1,19}", text, re.ASCII) or int(text) > MAX_STEP:
+        raise InvalidRequest("since", f"since must be the number of a step, or -1, not {text[:40]!r}")
+    return int(text)
+
+
+def _latency(histogram: Histogram) -> Latency:
+    return Latency(histogram.bounds, list(histogram.counts), histogram.sum)
