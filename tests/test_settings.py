@@ -161,7 +161,7 @@ def test_the_model_may_stand_bare_behind_serve() -> None:
 
 
 def test_the_declared_parsers_are_those_there_are() -> None:
-    assert set(get_args(ToolCallParserName)) == {"auto", "none", *TOOL_CALL_PARSERS}
+    assert set(get_args(ToolCallParserName)) == {"auto", "none", "harmony", *TOOL_CALL_PARSERS}
     assert set(get_args(ReasoningParserName)) == {"auto", "none", *REASONING_FORMATS}
 
 

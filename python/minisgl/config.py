@@ -42,8 +42,8 @@ SchedulePolicy = Literal["fcfs", "lpm"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 ModelSource = Literal["huggingface", "modelscope"]
-ToolCallParserName = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral"]
-ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"]
+ToolCallParserName = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "harmony"]
+ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "harmony"]
 DEFAULT_PAGE_SIZE = 64
 ATTENTION_BACKENDS = ("auto", "fa", "fi", "varlen", "torch")
 DECODE_ATTENTION = (*ATTENTION_BACKENDS, "fused")
@@ -497,11 +497,17 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
                 "llama3": "llama3_json",
                 "llama4_pythonic": "pythonic",
                 "llama4_json": "llama3_json",
+                "openai": "harmony",
+                "gpt-oss": "harmony",
             },
         ),
     ] = "auto"
     reasoning_parser: Annotated[
-        ReasoningParserName, Setting("form of the model's thoughts; auto: as its chat template shows")
+        ReasoningParserName,
+        Setting(
+            "form of the model's thoughts; auto: as its chat template shows",
+            values={"openai_gptoss": "harmony", "gpt-oss": "harmony"},  # of vLLM and SGLang
+        ),
     ] = "auto"
     structured_output_additional_properties: Annotated[
         bool,

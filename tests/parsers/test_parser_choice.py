@@ -21,6 +21,7 @@ MISTRAL_NAMED = "{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}"
 MAGISTRAL = MISTRAL_NAMED + "{{ '[THINK]' + thinking + '[/THINK]' }}"
 DEEPSEEK_R1 = "{% set content = content.split('</think>')[-1] %}{{ '<｜Assistant｜>' + content }}"
 GLM = "{{ '<tool_call>' + name + '<arg_key>' + key + '</arg_key>' }}"
+GPT_OSS = "{{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}"
 PLAIN = "{{ '<|im_start|>' + message.role }}"
 
 
@@ -37,6 +38,7 @@ PLAIN = "{{ '<|im_start|>' + message.role }}"
         (MAGISTRAL, "mistral", "mistral", "mistral_named"),
         (DEEPSEEK_R1, "none", "deepseek_r1", "none"),
         (GLM, "none", "none", "none"),  # looks like another's form
+        (GPT_OSS, "harmony", "harmony", "harmony"),
         (PLAIN, "none", "none", "none"),
     ],
 )

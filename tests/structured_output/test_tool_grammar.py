@@ -231,7 +231,7 @@ def test_calls_or_content(matcher: Callable[..., LLMatcher], tokenizer: Tokenize
         "mistral": '[TOOL_CALLS][{"name": "now", "arguments": {}}]',
         "mistral_named": "[TOOL_CALLS]now[ARGS]{}",
     }[form]
-    grammar = either(calls_grammar(form, TOOLS, parallel=False), SCHEMA)
+    grammar = either(form, calls_grammar(form, TOOLS, parallel=False), SCHEMA)
     for end, before in ((THOUGHTLESS, ""), (PLAIN, ""), (PLAIN, "<think>Hm</think>")):
         for answer, expected in ((text, True), ('{"a": 1}', True), ('{"a": 2}', False), ("Hi", False)):
             found = matcher(grammar, end, REASONING_FORMATS["qwen3"])

@@ -6,7 +6,9 @@ import secrets
 import string
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
+from minisgl.parsers.harmony import HARMONY, SHOWN_BY, HarmonyParser
 from minisgl.parsers.json_forms import HermesParser, LlamaJsonParser, MistralParser
 from minisgl.parsers.pythonic import PythonicParser
 from minisgl.parsers.qwen_coder import QwenCoderParser
@@ -29,6 +31,8 @@ TOOL_CALL_PARSERS: dict[str, type[ToolCallParser]] = {  # where a chat template 
 def shown_tool_call_parser(templates: Iterable[str]) -> str:
     """Name the parser for the form of calls that these chat templates show; none if they show none."""
     text = "\n".join(templates)
+    if SHOWN_BY in text:
+        return HARMONY
     for name, kind in TOOL_CALL_PARSERS.items():
         if _shows(text, kind.shown_by) and not any(other in text for other in kind.contradicted_by):
             return name
@@ -67,10 +71,17 @@ class Parsers:
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
-        return REASONING_FORMATS.get(self.reasoning)
+        return REASONING_FORMATS.get(HARMONY if self.is_harmony else self.reasoning)
+
+    @property
+    def is_harmony(self) -> bool:
+        """True if answers have channels, of which one parser takes thoughts, content and calls."""
+        return HARMONY in (self.tool_calls, self.reasoning)
 
     def markers(self, *, tools: bool, reasoning: bool) -> tuple[str, ...]:
         """Return the markers that must stay in the text for these parsers, even where they are special tokens."""
+        if self.is_harmony:
+            return HarmonyParser.kept
         markers: tuple[str, ...] = ()
         form = self.reasoning_format
         if reasoning and form is not None:
@@ -81,8 +92,12 @@ class Parsers:
 
     def parser(
         self, tools: Tools | None, *, reasoning: bool, prompt_end: str, continued: str = ""
-    ) -> OutputParser | None:
+    ) -> AnswerParser | None:
         """Make the parser of one answer that begins as `start_of_answer` says; None if none is needed."""
+        if self.is_harmony:
+            names = tools if tools and self.tool_calls == HARMONY else ()
+            thoughts = reasoning and self.reasoning == HARMONY
+            return HarmonyParser(names, long_id, thoughts=thoughts, prompt_end=prompt_end, continued=continued)
         form = self.reasoning_format if reasoning else None
         reasoning_parser = None if form is None else ReasoningParser(form, start_of_answer(form, prompt_end, continued))
         tool_call_parser = None
@@ -132,6 +147,9 @@ class OutputParser:
         if self._tool_calls is not None:
             return self._tool_calls.feed(text)
         return [Content(text)] if text else []
+
+
+AnswerParser: TypeAlias = OutputParser | HarmonyParser
 
 
 def long_id() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from minisgl.parsers.harmony import END, HARMONY, SHOWN_BY
 from minisgl.parsers.streaming import Content, Event, Reasoning, possible_start
 
 
@@ -20,9 +21,11 @@ class ReasoningFormat:
     closing: str
     starts_inside: bool = False  # even where neither prompt nor answer has the opening marker
     shown_by: tuple[str, ...] = ()  # texts that such chat templates have, all of them; none: by flag alone
+    has_channels: bool = False  # the answer has a marker in front of it too: `HarmonyParser` reads them
 
 
 REASONING_FORMATS = {  # by the name of the parser; where several are shown, the first counts
+    HARMONY: ReasoningFormat(SHOWN_BY, END, shown_by=(SHOWN_BY,), has_channels=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", shown_by=("[THINK]",)),
     "deepseek_r1": ReasoningFormat("<think>", "</think>", shown_by=("</think>", "<｜Assistant｜>"), starts_inside=True),
     "qwen3": ReasoningFormat("<think>", "</think>", shown_by=("</think>",)),

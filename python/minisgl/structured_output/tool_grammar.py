@@ -16,12 +16,14 @@ from urllib.parse import unquote
 import msgspec
 
 from minisgl.core import MAX_GRAMMAR_CHARS, Grammar, InvalidRequest
+from minisgl.parsers.harmony import CONSTRAIN, HARMONY, MESSAGE, HarmonyParser
 from minisgl.parsers.json_forms import HermesParser, LlamaJsonParser, MistralParser
 from minisgl.parsers.plain_values import SAYS_NOTHING, Allowance, is_exact, texts_of, types_of
 from minisgl.parsers.pythonic import PythonicParser
 from minisgl.parsers.qwen_coder import QwenCoderParser
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
 from minisgl.structured_output.grammar_template import ANY_TEXT, grammar_rule, marker, text_literal, until_rule
+from minisgl.structured_output.harmony_grammar import final_message
 
 _DEFINITIONS = ("$defs", "definitions")
 _BY_PARAMETER_KEYWORDS = frozenset(("type", "properties", "required", "additionalProperties", *_DEFINITIONS))
@@ -33,7 +35,7 @@ class CallForm:
     """Form in which a model writes calls."""
 
     rules: Callable[[Tools, bool], Iterable[str]]  # of `call`: one, behind the marker; or several, if that is allowed
-    parser: type[ToolCallParser]
+    parser: type[ToolCallParser] | type[HarmonyParser]
     between: str | None  # calls with a marker each; None: there is one marker, or none
     head: str = ""  # with which an answer that is a call begins, where no marker does
     by_parameter: bool = False  # there is a rule for each parameter, and none for all arguments together
@@ -60,6 +62,8 @@ def free_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
 
     Where a call begins, one of these tools must follow, with its arguments. InvalidRequest if it would be too long.
     """
+    if form == HARMONY:
+        return either(form, calls_grammar(form, tools, parallel=parallel), Grammar("regex", "(?s:.*)"))
     how = FORMS[form]
     calls = _containing(*how.parser.markers)
     if how.head:
@@ -72,8 +76,9 @@ def free_grammar(form: str, tools: Tools, *, parallel: bool) -> Grammar:
     return _template(rules, how.rules(tools, parallel))
 
 
-def either(calls: Grammar, content: Grammar) -> Grammar:
-    """Return the template of calls, or else of content that is constrained too."""
+def either(form: str, calls: Grammar, content: Grammar) -> Grammar:
+    """Return the template of calls in this form, or else of content that is constrained too."""
+    content = final_message(content) if form == HARMONY else content
     rules = ["start: calls | content", grammar_rule("calls", calls), grammar_rule("content", content)]
     return Grammar("template", "\n".join(rules))
 
@@ -240,6 +245,14 @@ def _mistral_named(tools: Tools, _parallel: bool) -> Iterator[str]:
         yield _whole_schema_rule(f"arguments_{index}", schema)
 
 
+def _harmony(tools: Tools, _parallel: bool) -> Iterator[str]:
+    yield f"call: {_alternatives('call', tools)}"
+    for index, (name, schema) in enumerate(tools.items()):
+        header = text_literal(f"commentary to=functions.{name} ")
+        yield f'call_{index}: {header} {marker(CONSTRAIN)}? "json" {marker(MESSAGE)} arguments_{index}'
+        yield _whole_schema_rule(f"arguments_{index}", schema)
+
+
 def _pythonic(tools: Tools, parallel: bool) -> Iterator[str]:
     yield f"call: {text_literal('[')} {_repeated('one', ', ', parallel)} {text_literal(']')}"
     yield f"one: {_alternatives('one', tools)}"
@@ -286,6 +299,7 @@ def _qwen_coder(tools: Tools, _parallel: bool) -> Iterator[str]:
 
 
 FORMS = {
+    HARMONY: CallForm(_harmony, HarmonyParser, None),
     "hermes": CallForm(_hermes, HermesParser, "\n"),
     "qwen3_coder": CallForm(_qwen_coder, QwenCoderParser, "\n", by_parameter=True),
     "llama3_json": CallForm(_llama_json, LlamaJsonParser, None, head="{"),

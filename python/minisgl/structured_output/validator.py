@@ -17,6 +17,7 @@ from minisgl.message.to_tokenizer import ChatPrompt, Prompt
 from minisgl.parsers.reasoning import Place, ReasoningFormat, start_of_answer
 from minisgl.structured_output.compile_queue import CompileQueue, estimated_cost
 from minisgl.structured_output.grammar_template import after_thought, with_closed_schemas
+from minisgl.structured_output.harmony_grammar import after_analysis
 from minisgl.structured_output.translate import field_of
 from minisgl.structured_output.trial_process import GrammarCheck, Trial, TrialProcess, TrialsEnded
 
@@ -107,6 +108,8 @@ class GrammarValidator:
         start = start_of_answer(self._reasoning, prompt_end, continued)
         if start is Place.OUTSIDE:
             return grammar
+        if self._reasoning.has_channels:
+            return after_analysis(grammar)
         tokens = frozenset(self._named_tokens.values())
         return after_thought(grammar, self._reasoning, tokens, is_open=start is Place.INSIDE)
 

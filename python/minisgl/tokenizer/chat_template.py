@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minisgl.config import ConfigError
 from minisgl.core import InvalidRequest
+from minisgl.tokenizer.harmony_messages import harmony_kwargs, harmony_messages, is_harmony
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ class ChatTemplates:
         name = self._choose(tools)
         knows_developer = "developer" in self._sources[name]
         normalized = [_normalize(message, knows_developer) for message in messages]
+        if is_harmony(self._sources[name]):
+            normalized, template_kwargs = harmony_messages(normalized), harmony_kwargs(template_kwargs)
         if continue_final_message:
             normalized[-1]["content"] = f"{normalized[-1].get('content', '')}{_END_TAG}"
         variables: dict[str, Any] = {

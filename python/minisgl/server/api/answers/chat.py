@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from minisgl.core import Grammar, InvalidRequest
 from minisgl.limits import Limits
-from minisgl.parsers.parser_choice import NONE, OutputParser, Parsers
+from minisgl.parsers.parser_choice import NONE, AnswerParser, Parsers
 from minisgl.server.api.answers.chat_writer import ChatOptions
 from minisgl.server.api.bodies.conversation import Message, ToolUse, template_messages
 from minisgl.server.api.bodies.request_body import GRAMMAR_FIELDS
@@ -86,16 +86,16 @@ def _calls_grammar(parsers: Parsers, use: ToolUse, content: Grammar | None) -> G
         raise InvalidRequest(
             "tools", "with constrained content, tools cannot be left to this model's choice: see tool_choice"
         )
-    return either(calls, content)
+    return either(form, calls, content)
 
 
 def _parser_maker(
     body: ChatBody, parsers: Parsers, use: ToolUse, messages: list[Message]
-) -> Callable[[str], OutputParser | None]:
+) -> Callable[[str], AnswerParser | None]:
     """Return what makes the parser of each choice, once the end of the prompt is known."""
     continued = messages[-1]["content"] if body.continue_final_message else ""
 
-    def make(prompt_end: str) -> OutputParser | None:
+    def make(prompt_end: str) -> AnswerParser | None:
         return parsers.parser(
             use.schemas, reasoning=body.separate_reasoning, prompt_end=prompt_end, continued=continued
         )

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.json import encode
 
 from minisgl.message.types import PositionLogprobs, unpack_ids
-from minisgl.parsers.parser_choice import OutputParser
+from minisgl.parsers.parser_choice import AnswerParser
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
 from minisgl.server.api.answers.answer import Writer, usage_of
 from minisgl.server.api.answers.logprob_forms import chat_logprobs, prompt_logprobs
@@ -43,7 +43,7 @@ class ChatOptions:
     """Form of an answer."""
 
     model: str
-    parser: Callable[[str], OutputParser | None]  # of each choice; it gets the end of the prompt
+    parser: Callable[[str], AnswerParser | None]  # of each choice; it gets the end of the prompt
     role: str = "assistant"
     echo: str = ""  # what the content begins with
     include_usage: bool = False
@@ -61,7 +61,7 @@ class ChatOptions:
 class Choice:
     """One choice: its parser, and what waits for a chunk to go with."""
 
-    def __init__(self, options: ChatOptions, parser: OutputParser | None) -> None:
+    def __init__(self, options: ChatOptions, parser: AnswerParser | None) -> None:
         self._options = options
         self._parser = parser
         self.num_calls = 0  # that have been written

@@ -1,0 +1,205 @@
+"""Takes apart what gpt-oss writes (OpenAI's Harmony format, 2025): messages of several channels, behind each other.
+
+    <|channel|>analysis<|message|>We need the weather.<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Oslo"}<|call|>
+
+(without the line break). The prompt ends with `<|start|>assistant`, and what ends the answer, `<|call|>` or
+`<|return|>`, is no part of its text. `analysis` is thought, what goes `to=functions.NAME` a call, everything else
+content: the `final` channel, and `commentary` that the user is to see. The recipient may stand before the channel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from enum import Enum, auto
+from typing import ClassVar
+
+from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning, find_first, possible_start
+
+HARMONY = "harmony"  # value of both flags
+START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+CONSTRAIN = "<|constrain|>"
+SHOWN_BY = f"{CHANNEL}analysis{MESSAGE}"
+MAX_HEADER = 1024  # characters
+
+_LAST = (END, "<|call|>", "<|return|>")
+_ENDS = (*_LAST, START, CHANNEL)  # models forget to end a message
+_HEADS = (CHANNEL, MESSAGE, START, "to=")
+_CHANNEL_NAME = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+class _Kind(Enum):
+    """Part of the answer that a message belongs to."""
+
+    CONTENT = auto()
+    THOUGHT = auto()
+    FRAMED_THOUGHT = auto()  # content with its markers, for who wants thoughts in the content
+    CALL = auto()
+
+
+class HarmonyParser:
+    """Reads one answer; a part that no header names is content.
+
+    `tools`: names that the client has declared, of which calls are read; none: calls are content. Without `thoughts`
+    they stay in the content, with their markers.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = (CHANNEL,)  # with which a call begins
+    kept: ClassVar[tuple[str, ...]] = (START, CHANNEL, MESSAGE, CONSTRAIN, *_LAST)
+
+    def __init__(
+        self,
+        tools: Collection[str],
+        new_id: Callable[[], str],
+        *,
+        thoughts: bool = True,
+        prompt_end: str = "",
+        continued: str = "",
+    ) -> None:
+        self.reasoning_tokens = 0  # so far, markers included
+        self._tools = tools
+        self._new_id = new_id
+        self._thoughts = thoughts
+        self._header_tokens = 0  # of a header that is not complete
+        self._num_calls = 0
+        self._buffer = ""  # not consumed yet
+        self._events: list[Event] = []
+        self._shown: set[_Kind] = set()  # what the answer has some text of already
+        self._kind = _Kind.CONTENT  # of the message at hand
+        self._begun = False  # it has some text
+        self._state = self._first_header
+        _, start, header = prompt_end.rpartition(START)
+        if continued.strip():
+            self._state = self._text
+        elif start and any(end in header for end in _LAST):
+            self._state = self._between
+        elif start and MESSAGE in header:
+            self._open(header)
+
+    def feed(self, text: str, num_tokens: int = 0) -> list[Event]:
+        """Take the text that `num_tokens` tokens brought; return the events that are certain with it."""
+        thinks = self._thinks
+        self._buffer += text
+        while self._buffer and self._state():
+            pass
+        if thinks or self._thinks:
+            self.reasoning_tokens += num_tokens + self._header_tokens
+            self._header_tokens = 0
+        elif self._state in (self._first_header, self._header, self._between):
+            self._header_tokens += num_tokens
+        else:
+            self._header_tokens = 0
+        events, self._events = self._events, []
+        return events
+
+    def finish(self) -> list[Event]:
+        """Return the events of what was held back, when no text follows. A header without a message says nothing."""
+        text, self._buffer = self._buffer, ""
+        if self._state == self._text:
+            self._say(text)
+            if self._kind is _Kind.CALL:
+                self._close()
+        elif self._state != self._header and text.strip():
+            self._kind, self._begun = _Kind.CONTENT, False
+            self._say(text)
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def _thinks(self) -> bool:
+        return self._state == self._text and self._kind in (_Kind.THOUGHT, _Kind.FRAMED_THOUGHT)
+
+    # The states take text from the buffer; False: they need more.
+
+    def _first_header(self) -> bool:
+        """Look if a header goes on where the prompt ends, or the model answers without any."""
+        stripped = self._buffer.lstrip()
+        if stripped.startswith(_HEADS):
+            self._state = self._between if stripped.startswith(START) else self._header
+        elif any(head.startswith(stripped) for head in _HEADS):
+            return False
+        else:
+            self._begin(_Kind.CONTENT)
+        return True
+
+    def _between(self) -> bool:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer.startswith((START, CHANNEL)):
+            self._buffer = self._buffer.removeprefix(START)
+            self._state = self._header
+        elif any(marker.startswith(self._buffer) for marker in (START, CHANNEL)):
+            return False
+        else:
+            self._begin(_Kind.CONTENT)
+        return True
+
+    def _header(self) -> bool:
+        end = self._buffer.find(MESSAGE, 0, MAX_HEADER)
+        if end >= 0:
+            header, self._buffer = self._buffer[:end], self._buffer[end + len(MESSAGE) :]
+            self._open(header)
+        elif len(self._buffer) < MAX_HEADER:
+            return False
+        else:
+            self._begin(_Kind.CONTENT)
+            self._say(self._buffer[:MAX_HEADER])
+            self._buffer = self._buffer[MAX_HEADER:]
+        return True
+
+    def _text(self) -> bool:
+        found = find_first(self._buffer, _ENDS)
+        end = possible_start(self._buffer, _ENDS) if found is None else found[0]
+        text, self._buffer = self._buffer[:end], self._buffer[end:]
+        self._say(text)
+        if found is None:
+            return False
+        if found[1] in _LAST:
+            self._buffer = self._buffer[len(found[1]) :]
+        self._close()
+        return True
+
+    # Messages.
+
+    def _open(self, header: str) -> None:
+        channel, recipient = _CHANNEL_NAME.search(header), _RECIPIENT.search(header)
+        address = "" if recipient is None else recipient[1]
+        name = address.removeprefix("functions.")
+        if self._tools and name and (name != address or name in self._tools):
+            self._begin(_Kind.CALL)
+            self._events.append(CallStart(self._num_calls, self._new_id(), name))
+            self._num_calls += 1
+        elif channel is not None and channel[1] == "analysis":
+            self._begin(_Kind.THOUGHT if self._thoughts else _Kind.FRAMED_THOUGHT)
+        else:
+            self._begin(_Kind.CONTENT)
+
+    def _begin(self, kind: _Kind) -> None:
+        self._kind, self._begun = kind, False
+        self._state = self._text
+
+    def _say(self, text: str) -> None:
+        if self._kind is _Kind.CALL and not self._begun:
+            text = text.lstrip()
+        if not text:
+            return
+        if not self._begun:
+            self._begun = True
+            if self._kind in self._shown:
+                text = f"\n\n{text}"
+            elif self._kind is _Kind.FRAMED_THOUGHT:
+                text = SHOWN_BY + text
+            if self._kind in (_Kind.THOUGHT, _Kind.CONTENT):
+                self._shown.add(self._kind)
+        if self._kind is _Kind.CALL:
+            self._events.append(CallArguments(self._num_calls - 1, text))
+        else:
+            self._events.append(Reasoning(text) if self._kind is _Kind.THOUGHT else Content(text))
+
+    def _close(self) -> None:
+        if self._kind is _Kind.CALL and not self._begun:
+            self._say("{}")
+        elif self._kind is _Kind.FRAMED_THOUGHT and self._begun:
+            self._events.append(Content(END))
+        self._state = self._between

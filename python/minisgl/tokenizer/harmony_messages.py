@@ -1,0 +1,70 @@
+"""Conversations for chat templates in OpenAI's Harmony format (gpt-oss), which take fewer forms than clients send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from minisgl.parsers.harmony import SHOWN_BY
+
+Message = dict[str, Any]
+
+_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # what the models have not seen
+
+
+def is_harmony(template: str) -> bool:
+    """Return True if a chat template writes Harmony's channels."""
+    return SHOWN_BY in template
+
+
+def harmony_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return variables of a template with the nearest effort of thinking that the models know: low, medium or high."""
+    effort = kwargs.get("reasoning_effort")
+    nearest = _EFFORTS.get(effort) if isinstance(effort, str) else None
+    return dict(kwargs) if nearest is None else {**kwargs, "reasoning_effort": nearest}
+
+
+def harmony_messages(messages: list[Message]) -> list[Message]:
+    """Return messages with one call each, followed by its result, and with a thought or content beside it, not both.
+
+    The templates show the first call of a message alone, take each result for that of the call before it, and refuse
+    a thought beside content: the two are joined.
+    """
+    return list(_in_turns(messages))
+
+
+def _in_turns(messages: list[Message]) -> Iterator[Message]:
+    moved: set[int] = set()  # messages that stand behind their call already
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if index in moved:
+            continue
+        if message.get("role") != "assistant" or not isinstance(calls, list) or not calls:
+            yield message
+            continue
+        rest = _joined(message)
+        for call in calls:
+            yield {**rest, "tool_calls": [call]}
+            rest = {"role": "assistant"}
+            result = _result_of(call, messages, index) if len(calls) > 1 else None
+            if result is not None and result not in moved:
+                moved.add(result)
+                yield messages[result]
+
+
+def _joined(message: Message) -> Message:
+    thought, content = message.get("thinking"), message.get("content")
+    if not (thought and content and isinstance(thought, str) and isinstance(content, str)):
+        return message
+    return {**message, "thinking": f"{thought}\n\n{content}", "content": ""}
+
+
+def _result_of(call: Any, messages: list[Message], index: int) -> int | None:
+    """Return the place of a call's result among the tools' messages that follow at once."""
+    number = call.get("id") if isinstance(call, dict) else None
+    for place in range(index + 1, len(messages)):
+        if messages[place].get("role") != "tool":
+            break
+        if number is not None and messages[place].get("tool_call_id") == number:
+            return place
+    return None

@@ -1,0 +1,70 @@
+"""What templates in Harmony's format are given, with a template that takes as little as gpt-oss's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minisgl.tokenizer.chat_template import ChatTemplates
+
+TEMPLATE = """
+{%- set ns = namespace(name=none) %}
+{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
+{%- for m in messages %}
+  {%- if m.tool_calls %}
+    {%- if m.content and m.thinking %}{{ raise_exception('a thought beside content') }}{% endif %}
+    {%- set call = m.tool_calls[0].function or m.tool_calls[0] %}
+    {%- if m.content or m.thinking %}
+      {{- '<|start|>assistant<|channel|>analysis<|message|>' + (m.content or m.thinking) + '<|end|>' }}
+    {%- endif %}
+    {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+    {{- (call.arguments | tojson) + '<|call|>' }}
+    {%- set ns.name = call.name %}
+  {%- elif m.role == 'tool' %}
+    {{- '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' + m.content + '<|end|>' }}
+  {%- else %}
+    {{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
+"""
+
+
+def rendered(messages: list[dict[str, Any]], **variables: Any) -> str:
+    return ChatTemplates({"default": TEMPLATE}, {}).render(messages, None, {"reasoning_effort": None} | variables, True)
+
+
+def called(*names: str) -> list[dict[str, Any]]:
+    return [{"id": name, "type": "function", "function": {"name": name, "arguments": '{"a": 1}'}} for name in names]
+
+
+def result(of: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": of, "content": f"of {of}"}
+
+
+def test_what_the_model_wrote_comes_back_whole() -> None:
+    """A thought, content beside a call, and several calls, whose results are known by their ids."""
+    answer = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": called("f", "g")}
+    text = rendered([{"role": "user", "content": "Hi"}, answer, result("g"), result("f")])
+    call = '<|start|>assistant to=functions.{0}<|channel|>commentary json<|message|>{{"a": 1}}<|call|>'
+    told = "<|start|>functions.{0} to=assistant<|channel|>commentary<|message|>of {0}<|end|>"
+    assert text == (
+        "<|start|>system<|message|>Reasoning: medium<|end|><|start|>user<|message|>Hi<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>Hm.\n\nI look.<|end|>"
+        f"{(call + told).format('f')}{(call + told).format('g')}<|start|>assistant"
+    )
+
+
+def test_one_call_is_left_as_it_is() -> None:
+    text = rendered([{"role": "assistant", "content": "", "tool_calls": called("f")}, result("other")])
+    assert text.count("to=functions.f") == 1
+    assert "<|start|>functions.f to=assistant<|channel|>commentary<|message|>of other" in text
+
+
+@pytest.mark.parametrize(
+    ("effort", "told"),
+    [("low", "low"), ("medium", "medium"), ("high", "high"), ("none", "low"), ("minimal", "low"), ("xhigh", "high")],
+)
+def test_efforts_are_those_that_the_models_know(effort: str, told: str) -> None:
+    assert f"Reasoning: {told}<" in rendered([{"role": "user", "content": "Hi"}], reasoning_effort=effort)
