@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,16 @@ def tokens_of(tp_size: int, dtype: str, attention: str) -> list[list[int]]:
         answers = llm.generate(PROMPTS, params)
         llm.check_idle()
     return [answer["token_ids"] for answer in answers]
+
+
+def test_a_rank_that_dies_ends_the_call_that_needs_it() -> None:
+    with LLM("demo", "bfloat16", tp_size=2, max_running_req=8) as llm:
+        llm.generate(PROMPTS, SamplingParams(max_tokens=2))
+        (child,) = llm._ranks._children
+        threading.Timer(0.3, child.process.kill).start()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="scheduler-1: it died"):
+                llm.generate(PROMPTS * 20, SamplingParams(max_tokens=1000, ignore_eos=True))
 
 
 def test_two_gpus_answer_as_one_does() -> None:

@@ -35,7 +35,7 @@ class TPGroup(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise RuntimeError, which names the rank, if one did not come to a collective that has ended."""
+        """Raise RuntimeError if a collective has ended because a rank, which it names, did not come, or by `abort`."""
         ...
 
     def abort(self) -> None:

@@ -61,15 +61,18 @@ class NcclTP:
         return self._push is not None
 
     def check(self) -> None:
+        if self._aborted:  # what has ended since may lack a rank's part
+            raise RuntimeError("the collectives were ended")
         if self._push is not None:
             self._push.check()
 
     def abort(self) -> None:
+        if self._aborted:
+            return
+        self._aborted = True
         if self._push is not None:
             self._push.abort()
-        if not self._aborted:
-            self._aborted = True
-            self._group.abort()
+        self._group.abort()
 
     def close(self) -> None:
         self.abort()  # destroying alone waits until every rank does it
