@@ -1,0 +1,88 @@
+"""Microseconds of a sum over GPUs by size: our kernels beside NCCL, each 20 times in a CUDA graph.
+
+Floor: the bytes that any all-reduce must send from each GPU, 2 (N - 1) / N of the tensor, at NVLink's 450 GB/s.
+
+    python benchmark/all_reduce.py --ranks 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from measuring.arguments import integers
+from measuring.report import table
+from minisgl.distributed.nccl import NcclTP
+
+CALLS = 20  # in a graph
+RUNS = 15
+NVLINK_BYTES = 450e3  # a microsecond and direction, of an H100 or H200
+SIZES = (4096, 10240, 32768, 81920, 131072, 262144, 655360, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20)
+
+
+def microseconds(add_up: Callable[[Tensor], object], x: Tensor) -> float:
+    """Return the time of one call, the median of graphs of them; all ranks call this at the same time."""
+    for _ in range(2):
+        add_up(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            add_up(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    dist.barrier()
+    times: list[float] = []
+    for _ in range(RUNS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / CALLS)
+    return statistics.median(times)
+
+
+def run_rank(rank: int, ranks: int, sizes: tuple[int, ...], meeting: str) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    tp = NcclTP.connect(rank=rank, size=ranks, init_method=meeting, device=device)
+    rows = []
+    for size in sizes:
+        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        floor = 2 * (ranks - 1) / ranks * size / NVLINK_BYTES
+        rows.append([size, microseconds(tp.all_reduce, x), microseconds(dist.all_reduce, x), floor])
+    tp.check()
+    if rank == 0:
+        print(table(["bytes", "Minisgl us", "NCCL us", "floor us"], rows))
+    dist.barrier()
+    tp.abort()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="GPUs (default: 2)")
+    parser.add_argument("--sizes", type=integers, default=SIZES, metavar="SIZES", help="bytes of bfloat16 values")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = f"file://{Path(folder) / 'rendezvous'}"
+        processes = multiprocessing.get_context("spawn")
+        ranks = [
+            processes.Process(target=run_rank, args=(rank, args.ranks, args.sizes, meeting))
+            for rank in range(args.ranks)
+        ]
+        for one in ranks:
+            one.start()
+        for one in ranks:
+            one.join()
+
+
+if __name__ == "__main__":
+    main()
