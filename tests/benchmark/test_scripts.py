@@ -182,7 +182,7 @@ def test_help(script: str):
     assert "--json" in done.stdout or script not in WITH_JSON
 
 
-@pytest.mark.parametrize("name", ["0.6b", "30b-a3b", "llama-8b", "gpt-oss-20b", "smollm2-135m"])
+@pytest.mark.parametrize("name", ["0.6b", "30b-a3b", "llama-8b", "gpt-oss-20b", "deepseek-v2-lite", "smollm2-135m"])
 def test_shapes_are_models_with_their_sizes(name: str, tmp_path: Path):
     from minisgl.models.config.load_config import load_model_config
     from minisgl.tokenizer.text import TextTokenizer

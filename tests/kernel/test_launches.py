@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import minisgl
-from minisgl.attention.base import AttentionSpec
+from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.core import SamplingFlags
 from minisgl.engine.queue import token_copier
 from minisgl.engine.state import SlotState
@@ -27,11 +27,14 @@ CSRC = Path(minisgl.__file__).parent / "csrc"
 CPU = torch.device("cpu")
 WRAPPERS = (
     "minisgl.attention.fused",
+    "minisgl.attention.latent_decode",
     "minisgl.engine.cuda_sampler",
     "minisgl.kernel.all_reduce",
     "minisgl.kernel.cuda_delta",
+    "minisgl.kernel.cuda_latent",
     "minisgl.kernel.cuda_moe",
     "minisgl.kernel.cuda_ops",
+    "minisgl.kernel.cuda_routing",
     "minisgl.kernel.skinny_gemm",
     "minisgl.kernel.small_batch_gemm",
 )
@@ -200,7 +203,14 @@ def run_ops(dtype: torch.dtype, cache: torch.dtype) -> None:
     )
     ops.begin_compiling(
         KernelNeeds(
-            dtype, cache, dtype, frozenset({128}), products, frozenset({ExpertKind(8, 2, clamped=True)}), frozenset({4})
+            dtype,
+            cache,
+            dtype,
+            frozenset({128}),
+            products,
+            frozenset({ExpertKind(8, 2, clamped=True)}),
+            delta_taps=frozenset({4}),
+            latents=frozenset({(32, 16)}),
         )
     )
     weight, bias = torch.zeros(2048, 1024, dtype=dtype), torch.zeros(2048, dtype=dtype)
@@ -221,10 +231,16 @@ def run_ops(dtype: torch.dtype, cache: torch.dtype) -> None:
     for norms in ((head, head), (None, None)):
         heads = Heads(8, 2, torch.zeros(99, 128), *norms)
         ops.norm_rope_store(torch.zeros(3, 12 * 128, dtype=dtype), heads, slots, inputs.out_cache_loc, *caches)
+    q_rope, row = torch.zeros(3, 8, 16, dtype=dtype), torch.zeros(3, 48, dtype=dtype)
+    places, latents = (slots, inputs.out_cache_loc), torch.zeros(2, 16, 1, 48).to(cache)
+    latent_norm, query = Norm(torch.zeros(32, dtype=dtype), 1e-6), torch.zeros(3, 8, 48, dtype=dtype)
+    ops.norm_rope_store_latent(q_rope, row, latent_norm, torch.zeros(99, 16), *places, latents, query)
 
 
 def run_moe(dtype: torch.dtype) -> None:
+    from minisgl.kernel.compile import Compiler
     from minisgl.kernel.cuda_ops import CudaOps
+    from minisgl.kernel.cuda_routing import CudaRouting
 
     w13, w2 = torch.zeros(8, 64, 64, dtype=dtype), torch.zeros(8, 64, 32, dtype=dtype)
     biases = ExpertBiases(w13=torch.zeros(8, 64, dtype=dtype), w2=torch.zeros(8, 64, dtype=dtype))
@@ -232,6 +248,9 @@ def run_moe(dtype: torch.dtype) -> None:
         x, scores = torch.zeros(tokens, 64, dtype=dtype), torch.zeros(tokens, 8, dtype=dtype)
         CudaOps(CPU).moe(x, scores, w13, w2, Routing(2, renormalize=True))
         CudaOps(CPU).moe(x, scores, w13, w2, Routing(2, renormalize=True), biases, ClampedSwiGLU(1.702, 7.0))
+        grouped = Routing(2, renormalize=True, score="sigmoid", groups=4, top_groups=2)
+        weights, experts = CudaRouting(Compiler(CPU))(scores.float(), grouped, torch.zeros(8))
+        assert weights.shape == experts.shape == (tokens, 2)
 
 
 def run_delta_net(dtype: torch.dtype) -> None:
@@ -245,6 +264,7 @@ def run_delta_net(dtype: torch.dtype) -> None:
 
 def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:
     from minisgl.attention.fused import FusedDecode
+    from minisgl.attention.latent_decode import LatentDecode
     from minisgl.attention.page_kernels import PageUpcaster
 
     spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=dtype, fp8_kv=True)
@@ -257,6 +277,13 @@ def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:
     qkv, heads = torch.zeros(3, 12 * 128, dtype=dtype), Heads(8, 2, torch.zeros(99, 128), None, None)
     rows.forward(qkv, heads, *caches)
     rows.forward(qkv, heads, *caches, sinks=torch.zeros(8, dtype=dtype))
+    latent = AttentionSpec(16, 1, 576, 16, dtype, latent_dim=512)
+    for rows_of_step in (3, 200):  # in splits or not
+        ones = np.ones(rows_of_step, dtype=np.int32)
+        lens, pages = torch.ones(rows_of_step, dtype=torch.int32), torch.ones(rows_of_step, 20, dtype=torch.int32)
+        decode = LatentDecode(latent, CPU).plan(AttentionInputs(ones, ones, lens, lens, pages))
+        latents: Any = SimpleNamespace(keys=lambda _: torch.zeros(2, 16, 1, 576, dtype=dtype))
+        assert decode.forward(0, torch.zeros(rows_of_step, 16, 576, dtype=dtype), latents).shape[2] == 512
     upcaster = PageUpcaster(spec, CPU)
     upcast = tuple(torch.zeros(2, 16, 2, 128, dtype=dtype) for _ in range(2))
     pool: Any = SimpleNamespace(keys=lambda _: caches[0], values=lambda _: caches[1], upcast_buffer=upcast)

@@ -20,7 +20,7 @@ import torch
 from minisgl.attention.base import AttentionBackend, AttentionSpec, LayerSpec
 from minisgl.attention.cpu_backend import CpuAttention
 from minisgl.attention.cuda_home import provide_cuda_home
-from minisgl.attention.decode_splits import fused_decode_unsupported
+from minisgl.attention.decode_splits import fused_decode_unsupported, latent_decode_unsupported
 from minisgl.attention.model_attention import LayerAttention, ModelAttention
 from minisgl.attention.self_test import ROLES, Role, self_test_error
 from minisgl.attention.torch_backend import TorchAttention
@@ -53,6 +53,8 @@ class Candidate:
 
 def preferences(role: Role, spec: AttentionSpec, capability: Capability) -> tuple[str, ...]:
     """Return the backends' names, the fastest first."""
+    if spec.latent_dim is not None:
+        return ("torch",)  # `latent` has no figures yet: --attn torch,latent
     if capability[0] >= 10:
         return ("fused", "fi", "varlen", "torch") if role == "decode" else ("fi", "varlen", "torch")
     if role == "prefill":
@@ -204,10 +206,10 @@ def _varlen_unsupported(spec: AttentionSpec, capability: Capability) -> str | No
 def _unsupported(spec: AttentionSpec, head_dims: range | tuple[int, ...]) -> str | None:
     if spec.dtype not in SIXTEEN_BITS:
         return f"it is for bfloat16 and float16, not {str(spec.dtype).removeprefix('torch.')}"
-    if spec.head_dim not in head_dims:
-        return f"it has no kernels for heads of {spec.head_dim}"
     if spec.latent_dim is not None:
         return "it has no latent attention here"
+    if spec.head_dim not in head_dims:
+        return f"it has no kernels for heads of {spec.head_dim}"
     return None
 
 
@@ -236,6 +238,16 @@ def _make_fi(spec: AttentionSpec, device: torch.device) -> AttentionBackend:
     return FlashInfer(spec, device)
 
 
+def _latent_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
+    return import_error("cuda.core", "cuda-core", "cuda") or latent_decode_unsupported(spec, capability)
+
+
+def _make_latent(spec: AttentionSpec, device: torch.device) -> AttentionBackend:
+    from minisgl.attention.latent_decode import LatentDecode
+
+    return LatentDecode(spec, device)
+
+
 def _make_fused(spec: AttentionSpec, device: torch.device) -> FusedDecode:
     from minisgl.attention.fused import FusedDecode
 
@@ -248,6 +260,7 @@ CANDIDATES: Mapping[str, Candidate] = {
     "varlen": Candidate(
         "torch's FlashAttention 2 (varlen)", _varlen_unsupported, lambda spec, _: VarlenAttention(spec)
     ),
+    "latent": Candidate("the decode kernel for latents (latent)", _latent_unsupported, _make_latent),
     "fused": Candidate("the fused decode kernel (fused)", _fused_unsupported, make=None),
     "torch": Candidate("torch", lambda *_: None, lambda spec, _: TorchAttention(spec, MAX_SCORES)),
 }

@@ -8,6 +8,7 @@ import torch
 
 from minisgl.attention.base import AttentionSpec
 
+LATENT_HEADS = 16  # of a block of csrc/latent_decode.cu
 _MAX_GROUP = 8  # query heads of a KV head: rows of a tensor-core instruction
 
 
@@ -95,3 +96,20 @@ def decode_splits(
     # So many that the last of the waves in which they work leaves the fewest places empty.
     blocks = min((3, 4), key=lambda blocks: -(-units // (blocks * num_sms)) * blocks)
     return DecodeSplits(1, 4, blocks, spare_clusters=256)
+
+
+def latent_decode_unsupported(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
+    """Return why the kernel cannot decode these layers; None if it can."""
+    if capability[0] not in (9, 10):
+        return f"it needs a GPU of compute capability 9.0 or 10.x, not {capability[0]}.{capability[1]}"
+    if spec.latent_dim is None:
+        return "it is for latent attention"
+    if spec.latent_dim != 512 or spec.head_dim != 576:
+        return f"it has kernels for latents of 512 + 64, not of {spec.latent_dim} in {spec.head_dim}"
+    if spec.num_heads > 2 * LATENT_HEADS:
+        return f"it is for up to {2 * LATENT_HEADS} heads, not {spec.num_heads}"
+    if spec.fp8_kv:
+        return "it does not read latents in 8 bits (--kv-cache-dtype fp8_e4m3)"
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"it is for bfloat16 and float16, not {str(spec.dtype).removeprefix('torch.')}"
+    return None

@@ -205,6 +205,8 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: flo
         return _attend_row_with_sinks(q, keys, values, row, scale, sinks)
     k = _gather(keys, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
     v = k if values is keys else _gather(values, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
+    if k.shape[1] == 1:  # a view, where enable_gqa makes copies
+        k, v = (one.expand(-1, q.shape[1], -1, -1) for one in (k, v))
     y = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k,
@@ -212,7 +214,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: flo
         attn_mask=row.mask,
         is_causal=row.mask is None,
         scale=scale,
-        enable_gqa=True,
+        enable_gqa=k.shape[1] != q.shape[1],
     )
     return y.squeeze(0).transpose(0, 1)
 

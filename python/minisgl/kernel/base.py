@@ -131,6 +131,7 @@ class KernelNeeds:
     products: frozenset[Product]
     experts: frozenset[ExpertKind]
     delta_taps: frozenset[int] = frozenset()  # of recurrent layers: inputs that a convolution reads
+    latents: frozenset[tuple[int, int]] = frozenset()  # of latent attention: size of the latent, and of what is rotated
 
 
 class DecodeInputs(NamedTuple):

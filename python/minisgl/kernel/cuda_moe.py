@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minisgl.kernel.base import NO_BIASES, ClampedSwiGLU, ExpertActivation, ExpertBiases, ExpertKind, Routing
 from minisgl.kernel.compile import Compiler
+from minisgl.kernel.cuda_routing import CudaRouting
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.torch_ops import route
 
@@ -80,7 +81,7 @@ class _Weighting(IntEnum):
 
     PROBABILITIES = 0
     RENORMALIZED = 1
-    CHOSEN = 2  # by torch, for routings other than the largest probabilities of a softmax
+    CHOSEN = 2  # before, for routings other than the largest probabilities of a softmax
 
 
 class CudaMoe:
@@ -88,6 +89,7 @@ class CudaMoe:
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
+        self._routing = CudaRouting(compiler)
 
     def begin_compiling(self, dtype: torch.dtype, experts: ExpertKind) -> None:
         """Begin to compile the kernels of these experts."""
@@ -118,7 +120,7 @@ class CudaMoe:
         x, top_k = x.contiguous(), routing.top_k
         weighting = _Weighting.RENORMALIZED if routing.renormalize else _Weighting.PROBABILITIES
         if not routing.plain or biases.choice is not None or router_logits.dtype != x.dtype:
-            router_logits, weighting = _chosen(router_logits, routing, biases.choice, x.dtype), _Weighting.CHOSEN
+            router_logits, weighting = self._chosen(router_logits, routing, biases.choice, x.dtype), _Weighting.CHOSEN
         router_logits = router_logits.contiguous()
         tokens, hidden = x.shape
         experts, _, intermediate = w2.shape
@@ -172,6 +174,15 @@ class CudaMoe:
         vectors = tokens * hidden // 8
         combine((-(-vectors // 256),), 256, y=outputs, out=out, tokens=tokens, H=hidden)
         return out
+
+    def _chosen(
+        self, router_logits: Tensor, routing: Routing, choice_bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Return [T, experts] with the weights of each token's experts, and -1 for the others."""
+        choose = self._routing if CudaRouting.supports(routing) else route
+        weights, experts = choose(router_logits, routing, choice_bias)
+        table = router_logits.new_full(router_logits.shape, -1.0, dtype=dtype)
+        return table.scatter_(-1, experts.long(), weights.to(dtype))
 
     def _plan(self, router_logits: Tensor, weighting: _Weighting, top_k: int, tile_rows: int) -> _Plan:
         (tokens, experts), device = router_logits.shape, router_logits.device
@@ -230,12 +241,6 @@ class CudaMoe:
     @property
     def _many(self) -> _Tiling:
         return _MANY_ON_HOPPER if self._compiler.arch == 90 else _MANY
-
-
-def _chosen(router_logits: Tensor, routing: Routing, choice_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return [T, experts] with the weights of each token's experts, and -1 for the others."""
-    weights, experts = route(router_logits, routing, choice_bias)
-    return router_logits.new_full(router_logits.shape, -1.0, dtype=dtype).scatter_(-1, experts, weights.to(dtype))
 
 
 def _plan_spec(kernel: str, dtype: torch.dtype, experts: int, top_k: int) -> KernelSpec:

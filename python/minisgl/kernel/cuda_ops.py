@@ -21,6 +21,7 @@ from minisgl.kernel.base import (
 )
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_delta import CudaDelta
+from minisgl.kernel.cuda_latent import CudaLatent
 from minisgl.kernel.cuda_moe import CudaMoe
 from minisgl.kernel.recurrent_rows import SingleRows
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
@@ -44,12 +45,15 @@ class CudaOps:
         self._small_batch = SmallBatchGemm(self._compiler)
         self._moe = CudaMoe(self._compiler)
         self._delta = CudaDelta(self._compiler)
+        self._latent = CudaLatent(self._compiler)
 
     def begin_compiling(self, needs: KernelNeeds) -> None:
         dtype, norm_dtype, begin = needs.dtype, needs.norm_dtype, self._compiler.begin
         begin([_decode_inputs(), _embed(dtype), _rms_norm(dtype, norm_dtype)])
         begin(_norm_rope_store(dtype, needs.kv_dtype, norm_dtype, each) for each in needs.head_dims)
         begin(_activate_and_mul(dtype, product.gate) for product in needs.products if product.gate is not None)
+        for rank, rope in needs.latents:
+            self._latent.begin_compiling(dtype, needs.kv_dtype, norm_dtype, rank, rope)
         self._skinny.begin_compiling(dtype, needs.products, norms_late=_norms_late(dtype, norm_dtype))
         self._small_batch.begin_compiling(dtype, needs.products)
         self._delta.begin_compiling(dtype, needs.delta_taps)
@@ -184,7 +188,7 @@ class CudaOps:
         cache: Tensor,
         query: Tensor,
     ) -> None:
-        self._torch.norm_rope_store_latent(q_rope, row, norm, cos_sin, positions, out_cache_loc, cache, query)
+        self._latent(q_rope, row, norm, cos_sin, positions, out_cache_loc, cache, query)
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         size = weight.shape[1]

@@ -172,6 +172,9 @@ class DecoderModel(nn.Module, ABC):
             kv_dtype=kv_dtype,
             norm_dtype=self.model.norm.weight.dtype,
             head_dims=frozenset(one.head_dim for one in self.config.attentions if one.latent is None),
+            latents=frozenset(
+                (one.latent.kv_rank, one.latent.rope_dim) for one in self.config.attentions if one.latent
+            ),
             products=frozenset(products),
             experts=frozenset(experts),
             delta_taps=frozenset(

@@ -1,0 +1,183 @@
+"""Latent attention (MLA) on a GPU: attention over latents, what is stored of them, and the choice of experts that the
+models with it have, each against float64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.attention.backend_choice import CANDIDATES, make_backend
+from minisgl.attention.base import AttentionInputs, AttentionSpec
+from minisgl.core import Int32Array
+from minisgl.kernel.base import ExpertBiases, Norm, Routing
+from minisgl.kernel.torch_ops import TorchOps, route
+from minisgl.kvcache.layout import KVLayout
+from minisgl.kvcache.pool import KVPool
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+RANK, ROPE = 512, 64
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the norm of a result
+
+
+class Latents:
+    """A pool of random latents, and rows whose pages are anywhere in it."""
+
+    def __init__(self, heads: int, page_size: int, dtype: torch.dtype, longest: int) -> None:
+        self.spec = AttentionSpec(heads, 1, RANK + ROPE, page_size, dtype, scale=192**-0.5, latent_dim=RANK)
+        self.generator = torch.Generator(DEVICE).manual_seed(heads + page_size)
+        self.width = -(-longest // page_size)
+        self.pool = KVPool(KVLayout(page_size, (self.spec.kv_stores(),)), 2 * self.width, DEVICE)
+        self.pool.keys(0).normal_(generator=self.generator)
+
+    def inputs(self, query_lens: Int32Array, kv_lens: Int32Array) -> AttentionInputs:
+        starts = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32, device=DEVICE)
+        shape = (len(query_lens), self.width)
+        table = torch.randint(0, 2 * self.width, shape, dtype=torch.int32, device=DEVICE, generator=self.generator)
+        return AttentionInputs(query_lens, kv_lens, starts, torch.from_numpy(kv_lens).to(DEVICE), table)
+
+    def queries(self, tokens: int) -> Tensor:
+        shape = (tokens, self.spec.num_heads, RANK + ROPE)
+        return torch.randn(shape, device=DEVICE, generator=self.generator).to(self.spec.dtype)
+
+    def exact(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
+        """[T, heads, RANK] in float64."""
+        out, start = [], 0
+        for row, (count, length) in enumerate(zip(inputs.query_lens, inputs.kv_lens, strict=True)):
+            pages = inputs.page_table[row, : -(-int(length) // self.spec.page_size)]
+            keys = self.pool.keys(0)[pages.long()].flatten(0, 1)[:length, 0].double()
+            scores = torch.einsum("qhd,kd->hqk", q[start : start + count].double(), keys) * self.spec.softmax_scale
+            seen = torch.ones(count, length, dtype=torch.bool, device=DEVICE).tril(int(length) - int(count))
+            shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            out.append(torch.einsum("hqk,kd->qhd", shares, keys[:, :RANK]))
+            start += int(count)
+        return torch.cat(out)
+
+    def check(self, have: Tensor, q: Tensor, inputs: AttentionInputs) -> None:
+        want = self.exact(q, inputs)
+        assert have.shape == want.shape
+        worst = ((have.double() - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)).max()
+        assert worst < TOLERANCE[self.spec.dtype], f"relative error {worst:.1e}"
+
+
+def lengths(*values: int) -> Int32Array:
+    return np.array(values, dtype=np.int32)
+
+
+@pytest.mark.parametrize("name", ["latent", "torch"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("heads", [8, 16, 20, 128])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_attention(name: str, page_size: int, heads: int, dtype: torch.dtype) -> None:
+    world = Latents(heads, page_size, dtype, longest=1500)
+    why = CANDIDATES[name].unsupported(world.spec, torch.cuda.get_device_capability(DEVICE))
+    if why:
+        pytest.skip(why)
+    backend = make_backend(name, world.spec, DEVICE)
+    decode = lengths(1, 1, 1, 1, 1), lengths(1, 1500, 64, 65, 700)
+    mixed = lengths(1, 300, 1, 64, 17), lengths(900, 300, 1, 1000, 17)
+    for query_lens, kv_lens in (decode,) if name == "latent" else (decode, mixed):
+        inputs, q = world.inputs(query_lens, kv_lens), world.queries(int(query_lens.sum()))
+        world.check(backend.plan(inputs).forward(0, q, world.pool), q, inputs)
+
+
+@pytest.mark.parametrize("heads", [16, 20])
+@pytest.mark.parametrize("rows", [1, 32, 300])
+def test_captured_decodes_follow_the_lengths(heads: int, rows: int) -> None:
+    world = Latents(heads, 16, torch.bfloat16, longest=4000)
+    why = CANDIDATES["latent"].unsupported(world.spec, torch.cuda.get_device_capability(DEVICE))
+    if why:
+        pytest.skip(why)
+    backend, ones = make_backend("latent", world.spec, DEVICE), np.ones(rows, dtype=np.int32)
+    inputs, q = world.inputs(ones, np.full(rows, 4000, dtype=np.int32)), world.queries(rows)
+    backend.plan(inputs).forward(0, q, world.pool)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.plan(inputs).forward(0, q, world.pool)
+    for longest in (1, 100, 4000):
+        kv_lens = np.random.default_rng(longest).integers(1, longest + 1, rows, dtype=np.int32)
+        inputs.kv_lens_device.copy_(torch.from_numpy(kv_lens))
+        graph.replay()
+        world.check(out, q, AttentionInputs(ones, kv_lens, inputs.query_starts, *inputs_on_device(inputs)))
+
+
+def inputs_on_device(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    return inputs.kv_lens_device, inputs.page_table
+
+
+@pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("norm", [None, torch.float32])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads", [1, 16, 128])
+def test_norm_rope_store(heads: int, dtype: torch.dtype, norm: torch.dtype | None, cache: torch.dtype | None) -> None:
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    torch.manual_seed(0)
+    for tokens in (1, 3, 200):
+        q = torch.randn(tokens, heads * (128 + ROPE), device=DEVICE).to(dtype)
+        row = torch.randn(tokens, 40 + RANK + ROPE, device=DEVICE).to(dtype)[:, 40:]
+        q_rope = q[:, heads * 128 :].view(tokens, heads, ROPE)
+        weight = torch.rand(RANK, device=DEVICE).to(norm or dtype) + 0.5
+        cos_sin = torch.randn(500, ROPE, device=DEVICE)
+        positions, places = torch.randperm(500, device=DEVICE)[:tokens], torch.randperm(512, device=DEVICE)[:tokens]
+        results = []
+        for ops, wide in ((CudaOps(DEVICE), False), (TorchOps(), True)):
+            pool = torch.zeros(32, 16, 1, RANK + ROPE, device=DEVICE).to(cache or (torch.double if wide else dtype))
+            query = torch.zeros(tokens, heads, RANK + ROPE, device=DEVICE, dtype=torch.double if wide else dtype)
+            given = [each.double() if wide else each for each in (q_rope, row, weight)]
+            ops.norm_rope_store_latent(
+                given[0], given[1], Norm(given[2], 1e-6), cos_sin, positions, places, pool, query
+            )
+            results.append((pool.double(), query.double()))
+        (pool, query), (exact_pool, exact_query) = results
+        tolerance = 0.04 if cache else TOLERANCE[dtype]
+        assert (pool - exact_pool).norm() < tolerance * exact_pool.norm()
+        assert (query - exact_query).norm() < TOLERANCE[dtype] * exact_query.norm()
+
+
+ROUTINGS = [
+    (256, Routing(8, renormalize=True, score="sigmoid", groups=8, top_groups=4, scale=2.5)),
+    (384, Routing(8, renormalize=True, score="sigmoid", scale=2.8)),
+    (160, Routing(6, renormalize=False, groups=8, top_groups=3, group_scores=1, scale=16.0)),
+    (64, Routing(6, renormalize=False, group_scores=1)),
+    (7, Routing(7, renormalize=True)),
+]
+
+
+@pytest.mark.parametrize(("experts", "routing"), ROUTINGS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_choice_of_experts(experts: int, routing: Routing, biased: bool) -> None:
+    from minisgl.kernel.compile import Compiler
+    from minisgl.kernel.cuda_routing import CudaRouting
+
+    torch.manual_seed(0)
+    bias = torch.randn(experts, device=DEVICE) * 0.3 if biased else None
+    for tokens in (1, 5, 1000):
+        logits = torch.randn(tokens, experts, device=DEVICE) * 2
+        weights, chosen = CudaRouting(Compiler(DEVICE))(logits, routing, bias)
+        exact, right = route(logits, routing, bias)
+        order, right_order = chosen.argsort(-1), right.argsort(-1)
+        assert torch.equal(chosen.gather(1, order).long(), right.gather(1, right_order))
+        torch.testing.assert_close(weights.gather(1, order), exact.gather(1, right_order), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_experts_that_are_chosen_so(dtype: torch.dtype) -> None:
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    torch.manual_seed(0)
+    experts, hidden, size = 64, 256, 96
+    w13 = (torch.randn(experts, 2 * size, hidden, device=DEVICE) * hidden**-0.5).to(dtype)
+    w2 = (torch.randn(experts, hidden, size, device=DEVICE) * size**-0.5).to(dtype)
+    biases = ExpertBiases(choice=torch.randn(experts, device=DEVICE) * 0.3)
+    routing = Routing(6, renormalize=True, score="sigmoid", groups=8, top_groups=4, scale=2.5)
+    for tokens in (1, 5, 33, 129, 700):
+        x = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
+        logits = torch.randn(tokens, experts, device=DEVICE) * 2
+        have = CudaOps(DEVICE).moe(x, logits, w13, w2, routing, biases).double()
+        want = TorchOps().moe(x.double(), logits, w13.double(), w2.double(), routing, biases)
+        assert (have - want).norm() < (1e-2 if dtype == torch.bfloat16 else 2e-3) * want.norm(), tokens
