@@ -16,7 +16,9 @@ DOCS = ROOT / "docs"
 PAGES = sorted(
     {*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"} - {DOCS / "log.md"}
 )
-FOREIGN_NAMES = {"api.md", "deployment.md", "glossary.md", "structured_output.md"}  # have names of other systems
+FOREIGN_NAMES = {  # have names of other systems
+    *("api.md", "deployment.md", "from-sglang.md", "from-vllm.md", "glossary.md", "structured_output.md"),
+}
 FOLDERS = "python", "csrc", "tests", "benchmark", "tools", "docs", "scripts", "deploy", ".ci"
 
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
