@@ -12,7 +12,7 @@ TEMPLATE = """
 {%- set ns = namespace(name=none) %}
 {{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
 {%- for m in messages %}
-  {%- if m.tool_calls %}
+  {%- if 'tool_calls' in m %}
     {%- if m.content and m.thinking %}{{ raise_exception('a thought beside content') }}{% endif %}
     {%- set call = m.tool_calls[0].function or m.tool_calls[0] %}
     {%- if m.content or m.thinking %}
@@ -60,6 +60,11 @@ def test_one_call_is_left_as_it_is() -> None:
     text = rendered([{"role": "assistant", "content": "", "tool_calls": called("f")}, result("other")])
     assert text.count("to=functions.f") == 1
     assert "<|start|>functions.f to=assistant<|channel|>commentary<|message|>of other" in text
+
+
+def test_an_answer_of_a_thought_alone() -> None:
+    text = rendered([{"role": "assistant", "reasoning": "Hm.", "tool_calls": []}, {"role": "user", "content": "Hi"}])
+    assert "<|start|>assistant<|message|><|end|><|start|>user<|message|>Hi<|end|>" in text
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def harmony_messages(messages: list[Message]) -> list[Message]:
     """Return messages with one call each, followed by its result, and with a thought or content beside it, not both.
 
     The templates show the first call of a message alone, take each result for that of the call before it, and refuse
-    a thought beside content: the two are joined.
+    a thought beside content: the two are joined. They fail on an answer without content, and on no calls in a list.
     """
     return list(_in_turns(messages))
 
@@ -39,8 +39,11 @@ def _in_turns(messages: list[Message]) -> Iterator[Message]:
         calls = message.get("tool_calls")
         if index in moved:
             continue
-        if message.get("role") != "assistant" or not isinstance(calls, list) or not calls:
+        if message.get("role") != "assistant":
             yield message
+            continue
+        if not isinstance(calls, list) or not calls:
+            yield {"content": "", **{key: value for key, value in message.items() if key != "tool_calls"}}
             continue
         rest = _joined(message)
         for call in calls:
