@@ -11,6 +11,7 @@ import torch
 
 from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.cpu_backend import CpuAttention
+from minisgl.attention.sinks import add_sinks
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.kernel.base import Heads, Norm, Routing
 from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
@@ -204,6 +205,15 @@ def test_attention_is_the_formula(
     assert have.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(have.double(), torch.stack(want), rtol=tolerance, atol=tolerance)
+
+
+def test_sinks_added_to_an_output_are_those_of_the_softmax() -> None:
+    """For backends that return the log-sum-exp; sinks far above and far below the scores too."""
+    torch.manual_seed(0)
+    scores, values, sinks = torch.randn(7, 5, 9), torch.randn(9, 16), torch.tensor([-90.0, -1.0, 0.0, 3.0, 90.0])
+    have = add_sinks(scores.softmax(-1) @ values, scores.logsumexp(-1), sinks)
+    with_sinks = torch.cat((scores, sinks.expand(7, 5).unsqueeze(-1)), dim=-1)
+    torch.testing.assert_close(have, with_sinks.softmax(-1)[..., :-1] @ values)
 
 
 @pytest.mark.parametrize("window", [None, 100])
