@@ -17,6 +17,7 @@
 //
 // GATED: the weight's first half gates its second: y [M, N / 2] = activation(gate) * up.
 // K is a multiple of 64, N of 8 (GATED: of 16). T is bf16 or f16.
+#include "hopper.cuh"
 #include "mma.cuh"
 
 constexpr int BLOCK_M = 64;              // as many as a wgmma instruction has
@@ -34,60 +35,8 @@ constexpr int OWN = (BLOCK_M + SPLIT - 1) / SPLIT;    // rows of x, at most, who
 constexpr int TURNS = (OWN * (OUTPUTS / 4) + CONSUMERS - 1) / CONSUMERS;  // in which its threads do that, four sums each
 constexpr bool FETCHES = !GATED && TURNS <= 16;      // the residual before the sums are there, if registers hold it
 
-struct alignas(64) TensorMap { unsigned char opaque[128]; };
-using Barrier = unsigned long long;
-
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
 
-__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void init(Barrier* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void expect(Barrier* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void arrive(Barrier* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-// Until the barrier has completed the phase of this parity.
-__device__ __forceinline__ void wait(Barrier* barrier, int parity) {
-  unsigned done = 0;
-  while (!done)
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
-}
-
-// The box of a matrix that begins at this column and row; rows beyond the matrix are zeros.
-__device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int column, int row, Barrier* barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-               ::"r"(shared_address(to)), "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier)) : "memory");
-}
-
-// All threads of the cluster are here. Orders nothing but the initialization of barriers, which has a fence of its own.
-__device__ __forceinline__ void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
-// Address of the same place in another block of the cluster.
-__device__ __forceinline__ unsigned address_in(int block, const void* p) {
-  unsigned there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
-  return there;
-}
-
-// Two sums to a place in a block of the cluster, for the barrier there.
-__device__ __forceinline__ void push(unsigned to, float a, float b, unsigned barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
-               ::"r"(to), "f"(a), "f"(b), "r"(barrier) : "memory");
-}
-
-// wgmma's operands: the accumulators c[0], c[1], ... with the numbers of their registers, ten at a time.
-#define TEN(d) "%" #d "0,%" #d "1,%" #d "2,%" #d "3,%" #d "4,%" #d "5,%" #d "6,%" #d "7,%" #d "8,%" #d "9,"
-#define FOUR(t) "+f"(c[t][0]), "+f"(c[t][1]), "+f"(c[t][2]), "+f"(c[t][3])
-#define SIXTEEN(t) FOUR(t), FOUR(t + 1), FOUR(t + 2), FOUR(t + 3)
-#define NAME(type) #type
-#define TYPE(type) NAME(type)
 #define WGMMA(n, registers, a, b)                                                                          \
   "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." TYPE(SCALAR) "." TYPE(SCALAR) " {" registers "}, " a ", " b \
   ", 1, 1, 1, 0, 0;"
@@ -111,11 +60,6 @@ template <int AT> __device__ __forceinline__ void multiply_add(
       asm volatile(WGMMA("8", "%0,%1,%2,%3", "%4", "%5") : FOUR(0) : "l"(a), "l"(b));
     multiply_add<AT + PIECE>(c + PIECE / 8, a, b + (PIECE * LINE >> 4));
   }
-}
-
-// Matrix descriptor of rows of 128 bytes, swizzled, eight of them 1024 bytes apart from the next eight.
-__device__ __forceinline__ unsigned long long descriptor(unsigned address) {
-  return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(

@@ -21,6 +21,7 @@ from minisgl.engine.state import SlotState
 from minisgl.kernel.base import ClampedSwiGLU, ExpertBiases, ExpertKind, Heads, KernelNeeds, Norm, Product, Routing
 from minisgl.kernel.recurrent_rows import SingleRows
 from minisgl.kernel.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
+from minisgl.quantization.levels import LevelFormat, Levels
 from support.delta_net import make_layer, projection
 
 CSRC = Path(minisgl.__file__).parent / "csrc"
@@ -35,6 +36,8 @@ WRAPPERS = (
     "minisgl.kernel.cuda_moe",
     "minisgl.kernel.cuda_ops",
     "minisgl.kernel.cuda_routing",
+    "minisgl.kernel.fp8_gemm",
+    "minisgl.kernel.quantized_gemm",
     "minisgl.kernel.skinny_gemm",
     "minisgl.kernel.small_batch_gemm",
 )
@@ -87,9 +90,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels launched, in order, by wrappers that were imported without CUDA's packages."""
     names: list[str] = []
     compile_module = ModuleType("minisgl.kernel.compile")
-    compile_module.__dict__.update(
-        Compiler=lambda _: Recorder(names), tensor_map=lambda matrix, rows, columns: (matrix, rows, columns)
-    )
+    compile_module.__dict__.update(Compiler=lambda _: Recorder(names), tensor_map=lambda tensor, *box: (tensor, *box))
     for name in WRAPPERS:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "minisgl.kernel.compile", compile_module)
@@ -186,6 +187,7 @@ def test_every_wrapper_passes_what_its_kernels_declare(launched: list[str]) -> N
     half, fp8 = torch.bfloat16, torch.float8_e4m3fn
     run_ops(half, half)
     run_ops(torch.float16, fp8)
+    run_quantized()
     run_moe(half)
     run_delta_net(half)
     run_attention(half, fp8)
@@ -235,6 +237,26 @@ def run_ops(dtype: torch.dtype, cache: torch.dtype) -> None:
     places, latents = (slots, inputs.out_cache_loc), torch.zeros(2, 16, 1, 48).to(cache)
     latent_norm, query = Norm(torch.zeros(32, dtype=dtype), 1e-6), torch.zeros(3, 8, 48, dtype=dtype)
     ops.norm_rope_store_latent(q_rope, row, latent_norm, torch.zeros(99, 16), *places, latents, query)
+
+
+def run_quantized() -> None:
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    ops, dtype = CudaOps(CPU), torch.bfloat16
+    norm, bias = Norm(torch.zeros(256, dtype=dtype), 1e-6), torch.zeros(512, dtype=dtype)
+    forms = LevelFormat("fp8"), LevelFormat("int4", 128, zeros=True), LevelFormat("int8")
+    for form in (*forms, LevelFormat("fp8", 128, rounds_x=True)):
+        for gated in (False, True):
+            assert ops.keeps(form, 512, 256, dtype)
+            levels = Levels.empty(form, torch.Size((512, 256)), CPU)
+            levels.scales.zero_()
+            weight = ops.bind_levels(levels, dtype, gated=gated)
+            for rows in (1, 60) if form.rounds_x else (1, 60, 70):
+                x, residual = torch.zeros(rows, 256, dtype=dtype), torch.zeros(rows, 512, dtype=dtype)
+                weight.linear(x, bias, residual)
+                weight.norm_linear(x, norm, out=residual)
+                if gated:
+                    weight.norm_gated_linear(x, norm, bias, activation="silu")
 
 
 def run_moe(dtype: torch.dtype) -> None:

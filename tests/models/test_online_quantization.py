@@ -17,7 +17,8 @@ from minisgl.distributed import SingleRank
 from minisgl.kernel.base import Norm
 from minisgl.kernel.cpu_ops import CpuOps, multiplies_bfloat16
 from minisgl.kernel.cpu_weights import Int4Weight
-from minisgl.layers.linear import product_labels
+from minisgl.kernel.torch_ops import TorchOps
+from minisgl.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, bind_weights, product_labels
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.models.loading import load_model
@@ -135,6 +136,22 @@ class Threads:
         self.peers[self.rank] = x
         self.barrier.wait(10)
         return torch.cat(self.peers, dim=-1)
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8"])
+def test_levels_of_8_bits_are_what_is_rounded_to(tmp_path: Path, method: Any) -> None:
+    """A weight that stays quantized is rounded when it is filled, a dense one in the end: to the same values."""
+    make_model("llama", **WIDE).save_pretrained(tmp_path)
+    for options in ({}, {"load_format": "dummy"}):
+        dense = load(tmp_path, quantization=method, **options)
+        model = load(tmp_path, quantization=method, keeps=lambda *_: True, **options)
+        linears = [module for module in model.modules() if isinstance(module, ColumnParallelLinear | RowParallelLinear)]
+        assert all(module.weight.is_meta and module.levels is not None for module in linears)
+        for each in (model, dense):
+            bind_weights(each, TorchOps())
+        for have, want in zip(model.modules(), dense.modules(), strict=True):
+            if isinstance(have, Linear) and isinstance(want, Linear):
+                assert torch.equal(have.product.tensor, want.product.tensor)
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4"])

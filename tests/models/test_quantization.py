@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl.distributed import SingleRank
+from minisgl.kernel.torch_ops import TorchOps
+from minisgl.layers.linear import Linear, RowParallelLinear, bind_weights
 from minisgl.models import checkpoint
 from minisgl.models.config.load_config import parse_config
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
@@ -102,7 +104,7 @@ class InMemory:
         return self.tensor[index]
 
 
-NAMES = {torch.uint8: "U8", torch.int32: "I32", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
+NAMES = {torch.uint8: "U8", torch.int32: "I32", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "awq", "gptq desc_act", "compressed int4 asymmetric"])
@@ -117,6 +119,46 @@ def test_parts_that_end_inside_words_groups_and_blocks(name: str) -> None:
     for rows in (slice(0, 96), slice(3, 5), slice(7, 50), slice(95, 96)):
         for columns in (slice(0, 128), slice(1, 2), slice(31, 97), slice(39, 41)):
             assert torch.equal(matrix.read(rows, columns), torch.from_numpy(meant[rows, columns]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_levels_are_the_values(name: str) -> None:
+    """What a GPU keeps of a matrix: small numbers and scales, of any rows and of columns that cut no group."""
+    config, write = FORMATS[name]
+    tensors, meant = write(np.random.default_rng(1), 96, 256)
+    quantization = parse_config({**LLAMA, "quantization_config": config}).quantization
+    assert quantization is not None
+    stored = {f"up.{leaf}": InMemory(tensor, NAMES.get(tensor.dtype, "F32")) for leaf, tensor in tensors.items()}
+    matrix = find_quantized(stored, quantization).matrices["up.weight"]
+    form = matrix.level_format(slice(0, 256))
+    if form is None:
+        assert matrix.level_format(slice(128, 256)) is None
+        return
+    for rows in (slice(0, 96), slice(3, 5)):
+        for columns in (slice(0, 256), slice(128, 256)):
+            levels = matrix.levels(rows, columns)
+            assert levels.format == matrix.level_format(columns) == form
+            assert torch.equal(levels.values(), matrix.read(rows, columns))
+    assert torch.equal(matrix.levels(slice(0, 96), slice(0, 256)).values(), torch.from_numpy(meant))
+    assert form.group == 0 or matrix.level_format(slice(8, 256)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_stay_quantized_on_every_rank(pair: Callable[[str], Pair], dtype: torch.dtype) -> None:
+    """Levels that products would read are those of the values, merged and divided as these are."""
+    for name, kept in (("compressed fp8 channel", {1, 2, 4}), ("awq", {1, 2})):
+        quantized, plain = pair(name)
+        for size in (1, 2, 4):
+            tp = SingleRank() if size == 1 else Rank(size - 1, size)
+            model = load(quantized, tp=tp, dtype=dtype, keeps=lambda *_: True)
+            divided = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
+            assert any(module.weight.is_meta for module in divided) == (size in kept)
+            bind_weights(model, TorchOps())
+            dense = load(plain, tp=tp, dtype=dtype)
+            bind_weights(dense, TorchOps())
+            for have, want in zip(model.modules(), dense.modules(), strict=True):
+                if isinstance(have, Linear) and isinstance(want, Linear):
+                    assert torch.equal(have.product.tensor, want.product.tensor)
 
 
 def test_mxfp4_as_transformers_reads_it() -> None:

@@ -94,9 +94,11 @@ class Engine:
             attention = self._queue.call(lambda: make_attention(config.attention, specs, self.device))
             attention.begin_compiling(self.num_slots)
         with phase("load weights"):
-            weights = self._queue.call(lambda: _load(config, model, tp, self.dtype, self.device, progress=progress))
+            weights = self._queue.call(
+                lambda: _load(config, model, tp, self.dtype, self.device, ops, progress=progress)
+            )
             self._queue.call(lambda: bind_weights(weights, ops))
-        if tp.rank == 0 and config.quantization != "auto":
+        if tp.rank == 0 and (config.quantization != "auto" or model.quantization is not None):
             logger.info("products read %s", product_labels(weights))
         layout = attention.kv_layout
         if layout.has_states:
@@ -254,7 +256,14 @@ class _Parts:
 
 
 def _load(
-    config: EngineConfig, model: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device, *, progress: bool
+    config: EngineConfig,
+    model: ModelConfig,
+    tp: TPGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+    *,
+    progress: bool,
 ) -> DecoderModel:
     try:
         return load_model(
@@ -263,6 +272,7 @@ def _load(
             tp=tp,
             dtype=dtype,
             device=device,
+            keeps=ops.keeps,
             load_format=config.load_format,
             quantization=config.quantization,
             progress=progress,

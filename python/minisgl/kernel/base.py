@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # a model's config names activations and routings where torch
     from torch import Tensor
 
     from minisgl.kernel.recurrent_rows import SingleRows
+    from minisgl.quantization.levels import LevelFormat, Levels
     from minisgl.quantization.rounding import Int4Grid
 
 Activation = Literal["silu", "gelu_tanh"]  # of a gated feed-forward block; gelu_tanh: gelu's tanh approximation
@@ -202,6 +203,14 @@ class Ops(Protocol):
 
         `grid`: the values that a weight rounded to 4 bits has, which some products read in its place.
         """
+        ...
+
+    def keeps(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
+        """Return True if products in `dtype` read a weight [width, size] of this format as it is."""
+        ...
+
+    def bind_levels(self, levels: Levels, dtype: torch.dtype, *, gated: bool) -> Weight:
+        """Return a loaded quantized weight with its products. `gated`: only `norm_gated_linear` reads it."""
         ...
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:

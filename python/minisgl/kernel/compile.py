@@ -137,9 +137,8 @@ def _module_key(spec: KernelSpec) -> _ModuleKey:
     return spec.file, frozenset(spec.macros.items()), spec.shared_bytes, spec.sm_shared_bytes
 
 
-def tensor_map(matrix: Tensor, rows: int, columns: int) -> TensorMapDescriptor:
-    """Describe a matrix of 16-bit values, of which the tensor memory accelerator fetches boxes [rows, columns]."""
-    view = StridedMemoryView.from_any_interface(matrix.view(torch.uint16), stream_ptr=-1)
-    return view.as_tensor_map(
-        (rows, columns), swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=TensorMapL2Promotion.L2_256B
-    )
+def tensor_map(tensor: Tensor, *box: int) -> TensorMapDescriptor:
+    """Describe a tensor of 8 or 16-bit values, of which the tensor memory accelerator fetches boxes of this shape."""
+    bits = torch.uint8 if tensor.itemsize == 1 else torch.uint16
+    view = StridedMemoryView.from_any_interface(tensor.view(bits), stream_ptr=-1)
+    return view.as_tensor_map(box, swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=TensorMapL2Promotion.L2_256B)

@@ -23,11 +23,16 @@ from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_delta import CudaDelta
 from minisgl.kernel.cuda_latent import CudaLatent
 from minisgl.kernel.cuda_moe import CudaMoe
+from minisgl.kernel.cuda_weights import Fp8Weight, QuantizedWeight
+from minisgl.kernel.fp8_gemm import Fp8Gemm, fp8_matrix
+from minisgl.kernel.quantized_gemm import QuantizedGemm
 from minisgl.kernel.recurrent_rows import SingleRows
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.skinny_gemm import SkinnyGemm
 from minisgl.kernel.small_batch_gemm import MAX_ROWS, SmallBatchGemm
 from minisgl.kernel.torch_ops import DenseWeight, TorchOps, activate_and_mul
+from minisgl.quantization.gpu_layout import pack_levels
+from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.rounding import Int4Grid
 
 _VECTOR_BYTES = 16
@@ -43,6 +48,8 @@ class CudaOps:
         self._torch = TorchOps()
         self._skinny = SkinnyGemm(self._compiler)
         self._small_batch = SmallBatchGemm(self._compiler)
+        self._quantized = QuantizedGemm(self._compiler)
+        self._fp8 = Fp8Gemm(self._compiler)
         self._moe = CudaMoe(self._compiler)
         self._delta = CudaDelta(self._compiler)
         self._latent = CudaLatent(self._compiler)
@@ -62,6 +69,16 @@ class CudaOps:
 
     def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:  # noqa: ARG002 (no kernel reads 4 bits yet)
         return DenseWeight(self, weight)
+
+    def keeps(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
+        return self._quantized.supports(form, width, size, dtype)  # all that self._fp8 supports too
+
+    def bind_levels(self, levels: Levels, dtype: torch.dtype, *, gated: bool) -> Weight:
+        if self._fp8.supports(levels.format, *levels.shape, dtype):
+            matrix = fp8_matrix(levels, gated=gated)
+            if matrix is not None:
+                return Fp8Weight(self._fp8, matrix, self.activate_and_mul)
+        return QuantizedWeight(self, self._quantized, pack_levels(levels, dtype, gated=gated), dtype)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         size = x.shape[-1]

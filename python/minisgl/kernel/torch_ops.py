@@ -25,6 +25,7 @@ from minisgl.kernel.base import (
     Weight,
 )
 from minisgl.kernel.recurrent_rows import SingleRows
+from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.rounding import Int4Grid
 
 
@@ -55,6 +56,12 @@ class TorchOps:
 
     def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:  # noqa: ARG002
         return DenseWeight(self, weight)
+
+    def keeps(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:  # noqa: ARG002
+        return False
+
+    def bind_levels(self, levels: Levels, dtype: torch.dtype, *, gated: bool) -> Weight:  # noqa: ARG002
+        return self.bind(levels.values().to(dtype))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         y = self._product(x, weight, bias)

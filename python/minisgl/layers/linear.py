@@ -14,6 +14,7 @@ from minisgl.distributed import TPGroup
 from minisgl.kernel.base import Ops, Weight
 from minisgl.layers.norm import RMSNorm, params_of
 from minisgl.layers.weight_slice import WeightSlice, row_slices, whole
+from minisgl.quantization.levels import Levels
 from minisgl.quantization.rounding import Int4Grid
 
 
@@ -40,18 +41,40 @@ def zeros(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
 
 
+def unallocated(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter without memory yet."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+
+
 class Linear(nn.Module):
-    """A module whose weight [out, in] is read by products alone, which are bound to it when it has been loaded."""
+    """A module whose weight [out, in] is read by products alone, which are bound to it when it has been loaded.
+
+    Until then `levels` may stand for the weight, or `grid` say what values it has. A weight that levels stand for stays
+    on the meta device: it has a shape and no memory.
+    """
 
     weight: nn.Parameter
-    grid: Int4Grid | None = None  # of a weight that was rounded to 4 bits, until it is bound
+    levels: Levels | None = None
+    grid: Int4Grid | None = None  # of a weight that was rounded to 4 bits
+    gated = False  # its first half gates its second
     product: Weight
+
+
+def allocate(module: Linear, device: torch.device) -> None:
+    """Give an unallocated weight its memory."""
+    if module.weight.is_meta:
+        module.weight = nn.Parameter(torch.empty_like(module.weight, device=device), requires_grad=False)
 
 
 def bind_weights(model: nn.Module, ops: Ops) -> None:
     """Bind loaded weights to the products of `ops`, before the first forward. A tied embedding keeps its own copy."""
     for module in model.modules():
-        if isinstance(module, Linear):
+        if not isinstance(module, Linear):
+            continue
+        if module.levels is not None:
+            module.product = ops.bind_levels(module.levels, module.weight.dtype, gated=module.gated)
+            module.levels = None
+        else:
             module.product, module.grid = ops.bind(module.weight, module.grid), None
             if module.product.tensor is not module.weight:
                 module.weight = nn.Parameter(module.product.tensor, requires_grad=False)
@@ -71,11 +94,14 @@ class ColumnParallelLinear(Linear):
     are one matrix (Phi-3), from `mlp.gate_up_proj.weight`.
     """
 
-    def __init__(self, in_features: int, parts: Sequence[Part], *, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, in_features: int, parts: Sequence[Part], *, bias: bool, dtype: torch.dtype, gated: bool = False
+    ) -> None:
         super().__init__()
         self.parts = parts
+        self.gated = gated
         rows = sum(len(kept) for part in parts for kept in part.kept)
-        self.weight = empty(rows, in_features, dtype=dtype)
+        self.weight = unallocated(rows, in_features, dtype=dtype)
         self.bias = zeros(rows, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
@@ -108,7 +134,7 @@ class RowParallelLinear(Linear):
         super().__init__()
         self.tp = tp
         self.in_features = in_features
-        self.weight = empty(out_features, in_features // tp.size, dtype=dtype)
+        self.weight = unallocated(out_features, in_features // tp.size, dtype=dtype)
         self.bias = zeros(out_features, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

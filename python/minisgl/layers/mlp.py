@@ -27,7 +27,7 @@ class GatedMLP(nn.Module):
         size, bias = config.intermediate_size, config.bias
         self.activation = config.activation
         parts = [Part.even(name, size, tp) for name in ("gate_proj", "up_proj")]
-        self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, bias=bias, dtype=dtype)
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, bias=bias, dtype=dtype, gated=True)
         self.down_proj = RowParallelLinear(size, hidden_size, bias=bias, tp=tp, dtype=dtype)
 
     def forward(self, x: Tensor, norm: RMSNorm | None, _: ForwardContext, residual: Tensor | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from minisgl.models.config.model_config import CheckpointNames, WeightError
 from minisgl.models.hub import checkpoint_files
 from minisgl.quantization.dequantize import QuantizedTensors, find_quantized
+from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.matrix import QuantizedMatrix
 from minisgl.quantization.schemes import Quantization
 
@@ -99,17 +100,32 @@ class Checkpoint:
                 raise WeightError(f"{name} is stored as {tensor.dtype}, and config.json does not say how to read it")
             target.copy_(tensor.read(*source))
             return
-        first, *others = [range(*axis.indices(size)) for axis, size in zip(source, tensor.shape, strict=True)]
-        columns = [slice(axis.start, axis[-1] + 1) for axis in others]
-        steps = tuple(slice(None, None, axis.step) for axis in (first, *others))  # of axes that are reordered
-        count = max(_BLOCK // max(math.prod(map(len, others)) * first.step, 1), 1)
-        for start in range(0, len(first), count):
-            rows = first[start : start + count]
+        for at, rows, columns, steps in _parts(tensor.shape, source):
             try:
-                values = tensor.read(slice(rows[0], rows[-1] + 1), *columns)
+                values = tensor.read(rows, *columns)
             except ValueError as error:
                 raise WeightError(f"{name}: {error}") from error
-            target[start : start + len(rows)].copy_(values[steps])
+            target[at].copy_(values[steps])
+
+    def level_format(self, name: str, source: tuple[slice, ...]) -> LevelFormat | None:
+        """Return how the columns of a part are stored, if `read_levels_into` can read them as they are."""
+        tensor = self._tensors[name]
+        if isinstance(tensor, StoredTensor) or len(tensor.shape) != 2:
+            return None
+        start, stop, step = source[1].indices(tensor.shape[1])
+        return tensor.level_format(slice(start, stop)) if step == 1 else None
+
+    def read_levels_into(self, target: Levels, name: str, source: tuple[slice, ...]) -> None:
+        """Fill `target`, of the part's `level_format`, from a part of a quantized matrix, a few rows at a time."""
+        tensor = self._tensors[name]
+        if isinstance(tensor, StoredTensor):
+            raise TypeError(f"{name} is not quantized")
+        for at, rows, columns, steps in _parts(tensor.shape, source):
+            try:
+                values = tensor.levels(rows, *columns)
+            except ValueError as error:
+                raise WeightError(f"{name}: {error}") from error
+            target[at].copy_(values[steps[0]])
 
     def _find_zero_biases(self, stored: dict[str, StoredTensor]) -> Iterator[str]:
         """Biases of quantized modules that are all zero: AutoGPTQ writes them for models without biases."""
@@ -124,6 +140,22 @@ class Checkpoint:
             largest = max(float(scale.read().float().max()) for scale in scales.values())
             risk = ": with --kv-cache-dtype fp8_e4m3 what is beyond 448 is cut off" if largest > 1 else ""
             logger.info("%d scales of an 8-bit KV cache, up to %.3g, are left aside%s", len(scales), largest, risk)
+
+
+def _parts(
+    shape: tuple[int, ...], source: tuple[slice, ...]
+) -> Iterator[tuple[slice, slice, list[slice], tuple[slice, ...]]]:
+    """Divide what `source` takes of a matrix into blocks of rows.
+
+    Each is: where it goes in the target, the rows and columns to read, and the steps by which they are reordered.
+    """
+    first, *others = [range(*axis.indices(size)) for axis, size in zip(source, shape, strict=True)]
+    columns = [slice(axis.start, axis[-1] + 1) for axis in others]
+    steps = tuple(slice(None, None, axis.step) for axis in (first, *others))
+    count = max(_BLOCK // max(math.prod(map(len, others)) * first.step, 1), 1)
+    for start in range(0, len(first), count):
+        rows = first[start : start + count]
+        yield slice(start, start + len(rows)), slice(rows[0], rows[-1] + 1), columns, steps
 
 
 def _open(path: Path) -> Any:  # safe_open's methods have no types

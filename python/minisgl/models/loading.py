@@ -10,17 +10,20 @@ import logging
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minisgl.config import LoadFormat, QuantizationMethod
 from minisgl.distributed import TPGroup
+from minisgl.layers.linear import Linear
 from minisgl.layers.weight_slice import Loadable, Stackable, WeightSlice
 from minisgl.models.checkpoint import Checkpoint
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel, WeightError
 from minisgl.models.decoder import CausalLM, DecoderModel
 from minisgl.models.hub import some
+from minisgl.models.linear_filling import Keeps, LinearFilling, WeightForms
 from minisgl.models.online_quantization import describe, round_weights
 from minisgl.models.pooling_model import PoolingModel
 from minisgl.progress import progress_bar
@@ -34,33 +37,57 @@ _DERIVED = ("rotary_emb.inv_freq",)
 def model_slices(model: nn.Module, found: Container[str] = ()) -> Iterator[WeightSlice]:
     """Slices that the model keeps of a checkpoint with the tensors `found`, in the order of its modules."""
     for name, module in model.named_modules():
-        stacked = list(module.stacked_slices(name)) if isinstance(module, Stackable) else []
-        if stacked and stacked[0].name in found:
-            yield from stacked
-        elif isinstance(module, Loadable):
-            yield from module.weight_slices(name)
+        yield from _module_slices(name, module, found)
+
+
+def _module_slices(name: str, module: nn.Module, found: Container[str]) -> Iterator[WeightSlice]:
+    stacked = list(module.stacked_slices(name)) if isinstance(module, Stackable) else []
+    if stacked and stacked[0].name in found:
+        yield from stacked
+    elif isinstance(module, Loadable):
+        yield from module.weight_slices(name)
+
+
+class _Slice(NamedTuple):
+    """A slice, and what fills it if it has no memory yet."""
+
+    part: WeightSlice
+    filling: LinearFilling | None
+
+
+def _slices(model: nn.Module, forms: WeightForms, found: Container[str] = ()) -> Iterator[_Slice]:
+    for name, module in model.named_modules():
+        parts = list(_module_slices(name, module, found))
+        filling = LinearFilling(module, forms, parts) if isinstance(module, Linear) else None
+        for part in parts:
+            yield _Slice(part, filling if part.target.is_meta else None)
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, checkpoint: Checkpoint, folder: Path, *, progress: bool = False) -> None:
+def load_weights(
+    model: nn.Module, checkpoint: Checkpoint, folder: Path, forms: WeightForms, *, progress: bool = False
+) -> None:
     """Fill the model. If the checkpoint does not fit, WeightError names tensor and shapes before anything is read."""
-    wanted: dict[str, list[WeightSlice]] = defaultdict(list)
+    wanted: dict[str, list[_Slice]] = defaultdict(list)
     found = checkpoint.shapes
-    for part in model_slices(model, found):
-        wanted[part.name].append(part)
-    _check(wanted, found, folder, ignored=checkpoint.zero_biases)
+    for each in _slices(model, forms, found):
+        wanted[each.part.name].append(each)
+    _check({name: [part for part, _ in parts] for name, parts in wanted.items()}, found, folder, checkpoint.zero_biases)
 
-    kept = [part for parts in wanted.values() for part in parts]
+    kept = [part for parts in wanted.values() for part, _ in parts]
     size = sum(part.target.numel() * part.target.element_size() for part in kept if not part.tied)
     bar = progress_bar("Loading weights", size, unit="B", leave=True, shown=progress)
     with bar:
         for name in checkpoint:
-            for part in wanted.get(name, ()):
+            for part, filling in wanted.get(name, ()):
                 if part.tied:
                     continue
-                checkpoint.read_into(part.target, name, part.source)
-                if part.offset:
-                    part.target.add_(part.offset)
+                if filling is not None:
+                    filling.read(checkpoint, part)
+                else:
+                    checkpoint.read_into(part.target, name, part.source)
+                    if part.offset:
+                        part.target.add_(part.offset)
                 bar.update(part.target.numel() * part.target.element_size())
     for part in kept:
         if not part.tied or part.name not in found:
@@ -75,19 +102,24 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, folder: Path, *, prog
 
 
 @torch.no_grad()
-def fill_random(model: nn.Module, std: float, *, seed: int) -> None:
+def fill_random(model: nn.Module, std: float, forms: WeightForms, *, seed: int) -> None:
     """Fill matrices from normal(0, std) on their device; norms stay 1, biases and padding stay 0."""
-    generator: torch.Generator | None = None
-    for part in model_slices(model):
+    generator = torch.Generator(forms.device).manual_seed(seed)
+
+    def draw(target: Tensor) -> None:
+        target.normal_(std=std, generator=generator)
+
+    for part, filling in _slices(model, forms):
         if part.tied or part.target.ndim < 2:
             continue
-        if generator is None:
-            generator = torch.Generator(part.target.device).manual_seed(seed)
-        part.target.normal_(std=std, generator=generator)
+        if filling is None:
+            draw(part.target)
+        else:
+            filling.fill(part, draw)
 
 
 def _check(
-    wanted: dict[str, list[WeightSlice]], found: dict[str, tuple[int, ...]], folder: Path, *, ignored: Container[str]
+    wanted: dict[str, list[WeightSlice]], found: dict[str, tuple[int, ...]], folder: Path, ignored: Container[str]
 ) -> None:
     missing = [name for name, parts in wanted.items() if name not in found and not parts[0].tied]
     if missing:
@@ -102,7 +134,10 @@ def _check(
 
 
 def build_model(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> DecoderModel:
-    """Return one rank's model with unfilled weights, made where it stays; on the meta device it takes no memory."""
+    """Return one rank's model, made where it stays; on the meta device it takes no memory.
+
+    Its weights are not filled, and those of linear layers have no memory yet (`layers.linear.allocate`).
+    """
     config.check_tp(tp.size)
     with torch.device(device):
         if config.pooling is not None:
@@ -117,6 +152,7 @@ def load_model(
     tp: TPGroup,
     dtype: torch.dtype,
     device: torch.device,
+    keeps: Keeps | None = None,
     load_format: LoadFormat = "safetensors",
     quantization: QuantizationMethod = "auto",
     progress: bool = False,
@@ -124,20 +160,23 @@ def load_model(
 ) -> DecoderModel:
     """Return one rank's model, filled from the folder or ("dummy") with random weights. Raises ModelError.
 
-    Weights that the checkpoint does not have so are rounded to `quantization`, unless it is "auto".
+    Weights that the checkpoint does not have so are rounded to `quantization`, unless it is "auto". Quantized weights
+    of linear layers stay so where `keeps` says that their products read them.
     """
     stored = config.quantization
     if stored is not None and quantization not in ("auto", stored.kind):
         raise UnsupportedModel(f"--quantization {quantization}: the checkpoint has weights of {stored.name} already")
+    method = None if quantization == "auto" or stored is not None else quantization
+    forms = WeightForms(device, tp, keeps, method)
     model = build_model(config, tp=tp, dtype=dtype, device=device)
     if load_format == "dummy":
-        fill_random(model, config.initializer_range, seed=seed + tp.rank)
+        fill_random(model, config.initializer_range, forms, seed=seed + tp.rank)
     else:
         if stored is not None and tp.rank == 0:
             logger.info(stored.describe(str(dtype).removeprefix("torch.")))
-        load_weights(model, Checkpoint(folder, config.checkpoint, stored), folder, progress=progress)
-    if quantization != "auto" and stored is None:
+        load_weights(model, Checkpoint(folder, config.checkpoint, stored), folder, forms, progress=progress)
+    if method is not None:
         if tp.rank == 0:
-            logger.info(describe(quantization, str(dtype).removeprefix("torch.")))
-        round_weights(model, quantization, tp)
+            logger.info(describe(method, str(dtype).removeprefix("torch.")))
+        round_weights(model, method, tp)
     return model

@@ -17,6 +17,8 @@ from minisgl.quantization.rounding import INT4_GROUP, Int4Grid, Method, largest_
 def round_weights(model: nn.Module, method: Method, tp: TPGroup) -> None:
     """Round the matrices of attention and feed-forward blocks, with int4 the head's too, on every rank alike.
 
+    Those that were rounded when they were filled (`linear_filling`) are left alone.
+
     Embeddings, norms, biases and routers stay. 8 bits have a scale for each output, int4 for each INT4_GROUP inputs.
     UnsupportedModel if a group would lie on two ranks.
     """
@@ -24,7 +26,7 @@ def round_weights(model: nn.Module, method: Method, tp: TPGroup) -> None:
         if isinstance(module, Experts):
             _round(name, module.w13.flatten(0, 1), method, None)
             _round(name, module.w2.flatten(0, 1), method, tp)
-        elif isinstance(module, Linear):
+        elif isinstance(module, Linear) and module.levels is None:
             if isinstance(module, LMHead):
                 if method != "int4":
                     continue

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from minisgl.quantization.levels import LevelFormat, Levels
+
 
 class StoredTensor(Protocol):
     """A tensor of a checkpoint, read in parts."""
@@ -37,6 +39,16 @@ class QuantizedMatrix(Protocol):
         """
         ...
 
+    def level_format(self, columns: slice) -> LevelFormat | None:
+        """Return what `levels` gives of these columns; None for what is no matrix of small numbers and their scales, or
+        if a group would be cut.
+        """
+        ...
+
+    def levels(self, rows: slice, columns: slice) -> Levels:
+        """Return a part as it is stored, of columns that have a `level_format`."""
+        ...
+
 
 def check_shape(name: str, tensor: StoredTensor, *shape: int) -> None:
     """Raise ValueError if a stored tensor has another shape than its format asks for."""
@@ -64,3 +76,8 @@ def within(part: slice, unit: int) -> slice:
     """Return where a part lies in the positions of the units that hold it."""
     start = part.start % unit
     return slice(start, start + part.stop - part.start)
+
+
+def cuts(columns: slice, group: int) -> bool:
+    """Return True if a part of the columns begins or ends inside a group."""
+    return bool(columns.start % group or columns.stop % group)

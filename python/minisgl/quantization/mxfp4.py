@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minisgl.quantization.levels import Levels
 from minisgl.quantization.matrix import StoredTensor, check_shape, units, within
 
 _GROUP = 32  # values of a scale, in 16 bytes
@@ -35,3 +36,9 @@ class Mxfp4Experts:
         values = torch.stack((_VALUES[(pairs & 15).int()], _VALUES[(pairs >> 4).int()]), dim=-1).flatten(-2)
         scaled = torch.ldexp(values, exponents.unsqueeze(-1)).flatten(-2)
         return scaled[..., within(columns, _GROUP)].transpose(1, 2)
+
+    def level_format(self, columns: slice) -> None:
+        """Return None: experts are no matrix."""
+
+    def levels(self, rows: slice, columns: slice) -> Levels:
+        raise NotImplementedError

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.quantization.matrix import StoredTensor, check_shape, units, unpack, within
+from minisgl.quantization.levels import LevelFormat, Levels
+from minisgl.quantization.matrix import StoredTensor, check_shape, cuts, units, unpack, within
 from minisgl.quantization.schemes import AwqWeights, GptqWeights, PackedWeights
 
 _AWQ_BITS, _AWQ_WORD = 4, 8
+_LARGEST_GROUP = 128  # columns of a scale, in levels
 _AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], device="cpu")  # place of each of a word's columns, from the low end
 
 
@@ -37,6 +39,17 @@ class AwqMatrix:
         zeros = _awq_unpack(self._qzeros.read(groups, words))[:, kept]
         scales = self._scales.read(groups, rows).float()
         return ((values - zeros[group_of]) * scales[group_of]).T
+
+    def level_format(self, columns: slice) -> LevelFormat | None:
+        return _int4_format(self._group, columns, zeros=True)
+
+    def levels(self, rows: slice, columns: slice) -> Levels:
+        words, _ = units(rows, _AWQ_WORD)
+        groups, _ = units(columns, self._group)
+        kept = within(rows, _AWQ_WORD)
+        codes = _awq_unpack(self._qweight.read(columns, words))[:, kept]
+        zeros = _awq_unpack(self._qzeros.read(groups, words))[:, kept]
+        return _int4_levels(codes.T, self._scales.read(groups, rows).T, zeros.T, self._group, columns)
 
 
 def _awq_unpack(words: Tensor) -> Tensor:
@@ -85,6 +98,19 @@ class GptqMatrix:
         scales = self._scales.read(groups, rows).float()
         return values.sub_(zeros.T[:, group_of]).mul_(scales.T[:, group_of])
 
+    def level_format(self, columns: slice) -> LevelFormat | None:
+        in_order = self._g_idx is None or _in_order(self._g_idx, self._group)
+        return _int4_format(self._group, columns, zeros=True) if self._scheme.bits == 4 and in_order else None
+
+    def levels(self, rows: slice, columns: slice) -> Levels:
+        words, _ = units(columns, self._per_word)
+        codes = unpack(self._qweight.read(words, rows).T, 4)[:, within(columns, self._per_word)]
+        groups, _ = units(columns, self._group)
+        zero_words, _ = units(rows, self._per_word)
+        zeros = unpack(self._qzeros.read(groups, zero_words), 4)[:, within(rows, self._per_word)]
+        zeros = (zeros + self._scheme.zero_offset) % 16
+        return _int4_levels(codes, self._scales.read(groups, rows).T, zeros.T, self._group, columns)
+
 
 class PackedMatrix:
     """Implements QuantizedMatrix for compressed-tensors.
@@ -130,6 +156,44 @@ class PackedMatrix:
             zeros = unpack(self._zero_point.read(zero_words, groups).T, self._bits)[:, within(rows, self._per_word)]
             values.sub_(zeros.T[:, group_of])
         return values.mul_(self._scale.read(rows, groups).float()[:, group_of])
+
+    def level_format(self, columns: slice) -> LevelFormat | None:
+        in_order = self._g_idx is None or _in_order(self._g_idx, self._group)
+        zeros = self._zero_point is not None
+        return _int4_format(self._group, columns, zeros=zeros) if self._bits == 4 and in_order else None
+
+    def levels(self, rows: slice, columns: slice) -> Levels:
+        words, _ = units(columns, self._per_word)
+        codes = unpack(self._packed.read(rows, words), 4)[:, within(columns, self._per_word)]
+        groups, _ = units(columns, self._group)
+        zeros = None
+        if self._zero_point is not None:
+            zero_words, _ = units(rows, self._per_word)
+            zeros = unpack(self._zero_point.read(zero_words, groups).T, 4)[:, within(rows, self._per_word)].T
+        return _int4_levels(codes, self._scale.read(rows, groups), zeros, self._group, columns)
+
+
+def _int4_format(group: int, columns: slice, *, zeros: bool) -> LevelFormat | None:
+    """Return the format of columns with groups of `group`; those of larger groups are counted as smaller ones."""
+    if group % _LARGEST_GROUP == 0:
+        group = _LARGEST_GROUP
+    return None if cuts(columns, group) else LevelFormat("int4", group, zeros)
+
+
+def _int4_levels(codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, columns: slice) -> Levels:
+    """codes [rows, columns], scales and zeros [rows, groups that hold the columns]."""
+    form = _int4_format(group, columns, zeros=zeros is not None)
+    if form is None:
+        raise ValueError("these columns have no format")
+    _, each = units(columns, group)
+    each = each[:: form.group]
+    zeros = None if zeros is None else zeros[:, each].to(torch.uint8)
+    return Levels(form, codes.to(torch.uint8), scales[:, each].float(), zeros)
+
+
+def _in_order(g_idx: StoredTensor, group: int) -> bool:
+    found = g_idx.read().long()
+    return torch.equal(found, torch.arange(len(found)) // group)
 
 
 def _groups(g_idx: StoredTensor | None, columns: slice, group: int, count: int) -> tuple[slice, Tensor]:

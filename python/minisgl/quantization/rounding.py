@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
+
 Method = Literal["fp8", "int8", "int4"]
 
 INT4_GROUP = 32  # input columns of a scale
@@ -48,6 +50,19 @@ def round_to_8_bits(weight: Tensor, method: Literal["fp8", "int8"], largest: Ten
         steps = weight[rows].float().div_(scales[rows])
         steps = steps.to(torch.float8_e4m3fn).float() if method == "fp8" else steps.round_()
         weight[rows] = steps.mul_(scales[rows]).to(weight.dtype)
+
+
+def levels_of_8_bits(weight: Tensor, method: Literal["fp8", "int8"], largest: Tensor) -> Levels:
+    """Return what `round_to_8_bits` would round [out, in] to, which stays as it is."""
+    levels = Levels.empty(LevelFormat(method), weight.shape, weight.device)
+    torch.div(largest, _LARGEST[method], out=levels.scales).clamp_min_(torch.finfo(torch.float32).tiny)
+    for rows in _chunks(weight):
+        steps = weight[rows].float().div_(levels.scales[rows])
+        if method == "fp8":
+            levels.codes[rows] = steps.to(torch.float8_e4m3fn).view(torch.uint8)
+        else:
+            levels.codes[rows] = steps.round_().add_(MIDDLE[method]).to(torch.uint8)
+    return levels
 
 
 def round_to_int4(weight: Tensor) -> Int4Grid:

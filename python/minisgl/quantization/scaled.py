@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from minisgl.quantization.matrix import StoredTensor, check_shape, units
+from minisgl.quantization.levels import Kind, LevelFormat, Levels
+from minisgl.quantization.matrix import StoredTensor, check_shape, cuts, units
+from minisgl.quantization.schemes import ScaledWeights
 
 
 class ScaledMatrix:
     """Implements QuantizedMatrix: (weight - zero_point) * scale.
 
-    `scale` is [], [1], [out], [out, 1], [out, groups], or with `block` (rows, columns) one for each block, of which the
+    `scale` is [], [1], [out], [out, 1], [out, groups], or with a block (rows, columns) one for each block, of which the
     last of an axis may be cut short. `zero_point` has the scale's shape.
     """
 
     def __init__(
-        self, weight: StoredTensor, scale: StoredTensor, zero_point: StoredTensor | None, block: tuple[int, int] | None
+        self, weight: StoredTensor, scale: StoredTensor, zero_point: StoredTensor | None, scheme: ScaledWeights
     ) -> None:
+        block = scheme.block
+        self._rounds_x = scheme.dtype == "fp8" and scheme.activations == "dynamic 8 bits"
         if len(weight.shape) != 2:
             raise ValueError(f"the weight has shape {list(weight.shape)}, but only matrices are quantized so")
         self.shape = weight.shape
@@ -42,6 +47,23 @@ class ScaledMatrix:
         if self._zero_point is not None:
             values.sub_(self._by_element(self._zero_point, *index))
         return values.mul_(self._by_element(self._scale, *index))
+
+    def level_format(self, columns: slice) -> LevelFormat | None:
+        kind: Kind = "fp8" if self._weight.dtype == "F8_E4M3" else "int8"
+        unit = self._unit[1]
+        group = 0 if unit >= self.shape[1] else unit
+        if self._zero_point is not None or (group and (kind == "int8" or cuts(columns, group))):
+            return None
+        return LevelFormat(kind, group, rounds_x=self._rounds_x)
+
+    def levels(self, rows: slice, columns: slice) -> Levels:
+        form = self.level_format(columns)
+        if form is None:
+            raise ValueError("these columns have no format")
+        codes = self._weight.read(rows, columns).view(torch.uint8)
+        scales = self._by_element(self._scale, rows, columns)
+        scales = scales[:, :: form.group or len(scales[0])].expand(len(codes), form.groups(codes.shape[1]))
+        return Levels(form, codes if form.kind == "fp8" else codes ^ 128, scales)
 
     def _by_element(self, stored: StoredTensor, rows: slice, columns: slice) -> Tensor:
         """Return the values stored for each unit, as float32 that broadcasts to [rows, columns]."""

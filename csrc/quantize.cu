@@ -1,0 +1,73 @@
+// Rows of x in FP8: e4m3 with a scale by which the largest of a row, or of its GROUP columns, becomes 448.
+//
+// A block has a row, a thread 8 columns at a time, so that 16 threads have a group of 128. NORM: RMS-normed first, as by
+// norm.cu. Scales are float32: GROUP [K / 128, stride], rows beside one another; else [M].
+#include "fp8.cuh"
+
+constexpr int MOST = 4;  // turns of a row that stay in registers
+
+extern "C" __global__ void __launch_bounds__(1024) quantize(
+    const T* x, OPTIONAL const W* norm, float eps, e4m3* codes, float* scales, int stride, int K) {
+  __shared__ float scratch[32], sums[32];
+  int row = blockIdx.x, count = (K / 8 + blockDim.x - 1) / blockDim.x;
+  wait_for_predecessor();
+  start_successor();
+  const T* from = x + (long long)row * K;
+  Vec<8> kept[MOST];
+  float square = 0.f, largest = 0.f;
+#pragma unroll
+  for (int turn = 0; turn < MOST; ++turn) {
+    int at = (threadIdx.x + turn * blockDim.x) * 8;
+    kept[turn] = {};
+    if (turn < count && at < K) kept[turn] = *(const Vec<8>*)(from + at);
+    if (norm)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) square += to_float(kept[turn].v[i]) * to_float(kept[turn].v[i]);
+  }
+  float factor = norm ? rsqrtf(block_sum(square, sums) / K + eps) : 1.f;
+#pragma unroll
+  for (int turn = 0; turn < MOST; ++turn) {
+    int at = (threadIdx.x + turn * blockDim.x) * 8;
+    if (turn >= count) break;
+    if (norm && at < K) {
+      Vec<8, W> weight = *(const Vec<8, W>*)(norm + at);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) kept[turn].v[i] = from_float<T>(times_norm(to_float(kept[turn].v[i]) * factor, weight.v[i]));
+    }
+    float most = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(to_float(kept[turn].v[i])));
+    if (GROUP) {
+#pragma unroll
+      for (int offset = 8; offset > 0; offset >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
+      float scale = fmaxf(most, 1e-10f) / 448.f;
+      if (at < K && (threadIdx.x & 15) == 0) scales[(long long)(at / 128) * stride + row] = scale;
+      if (at < K) {
+        Vec<8, e4m3> y;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y.v[i] = from_float<e4m3>(__fdiv_rn(to_float(kept[turn].v[i]), scale));
+        *(Vec<8, e4m3>*)(codes + (long long)row * K + at) = y;
+      }
+    }
+    largest = fmaxf(largest, most);
+  }
+  if (GROUP) return;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = largest;
+  __syncthreads();
+  largest = (threadIdx.x & 31) < blockDim.x / 32 ? scratch[threadIdx.x & 31] : 0.f;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+  float scale = fmaxf(largest, 1e-10f) / 448.f;
+  if (threadIdx.x == 0) scales[row] = scale;
+#pragma unroll
+  for (int turn = 0; turn < MOST; ++turn) {
+    int at = (threadIdx.x + turn * blockDim.x) * 8;
+    if (turn >= count || at >= K) break;
+    Vec<8, e4m3> y;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) y.v[i] = from_float<e4m3>(__fdiv_rn(to_float(kept[turn].v[i]), scale));
+    *(Vec<8, e4m3>*)(codes + (long long)row * K + at) = y;
+  }
+}

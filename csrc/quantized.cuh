@@ -1,0 +1,72 @@
+// Quantized weights as the products read them: packed by quantization/gpu_layout.py, decoded in registers.
+//
+// Tiles of 64 rows and CHUNK_K columns lie one after another, those of 64 rows in a line. In a tile a thread of a
+// warpgroup finds its 16 bytes at 16 * its number: the values that `mma` (mma.cuh) wants of it as a left operand, of
+// row g and row g + 8 of its warp's 16. For example lane 5 of warp 2 has rows 33 and 41 of the tile (g = 1, p = 1). In
+// 8 bits its words are: columns 2, 3, 10, 11 of row 33, then of row 41; columns 18, 19, 26, 27 of row 33, of row 41.
+// In 4 bits a word has 8 values of a row: columns 2, 3, 10, 11, 18, 19, 26, 27, then of row 41; then 32 columns later.
+//
+// Macros: WEIGHT is E4M3, INT8 or INT4. GROUP columns have a scale for each row, which is multiplied into float32 sums;
+// 0: all columns, so that it is left to the end. The bits of two values of e4m3 lie in 16 such that one `and` finds
+// the first pair of a word in T's place; two shifts bring the second.
+#pragma once
+#include "mma.cuh"
+
+#define E4M3 0
+#define INT8 1
+#define INT4 2
+
+constexpr int WEIGHT_BITS = WEIGHT == INT4 ? 4 : 8;
+constexpr int CHUNK_K = 256 / WEIGHT_BITS;  // columns that 16 bytes of each lane have
+constexpr int CHUNK = 2048;                 // bytes of 64 rows
+constexpr int STEPS = CHUNK_K / 16;         // products that a chunk is the left operand of
+constexpr unsigned ONES = Is<T>::bf16 ? 0x43004300 : 0x64006400;  // 128 or 1024, twice: integers lie behind it
+
+__device__ __forceinline__ unsigned subtract(unsigned a, unsigned b) {
+  unsigned c;
+  if constexpr (Is<T>::bf16)
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(c) : "r"(b), "r"(0xbf80bf80u), "r"(a));
+  else
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
+// A group's scale and what its zero point is subtracted as: 24 bits of a float32, and 8 of an integer.
+struct Scale {
+  unsigned word;
+  __device__ __forceinline__ float factor() const { return __uint_as_float(WEIGHT == E4M3 ? word : word & 0xffffff00u); }
+  __device__ __forceinline__ unsigned zero() const { return ONES + (word & 0xff) * 0x10001; }
+};
+
+// Integers of 8 bits, less 128, at the low ends of two halves.
+__device__ __forceinline__ unsigned decode_int8(unsigned pair) {
+  if constexpr (Is<T>::bf16)  // 128 and the low 7 bits, less 128 or 256: bf16 has no more bits
+    return subtract((pair & 0x007f007f) | ONES, (~pair & 0x00800080) | ONES);
+  else
+    return subtract(pair | ONES, ONES + 0x00800080);
+}
+
+// Value k of T, k = 0, 1, ...: of the two halves of a word of 8-bit values, of the four of one of 4-bit values.
+__device__ __forceinline__ unsigned decode(unsigned word, int k, unsigned zero) {
+  if constexpr (WEIGHT == E4M3) {
+    // T has room for more exponents: those of e4m3 make a number too small by a power of two.
+    if constexpr (Is<T>::bf16)
+      return multiply(k == 0 ? word & 0x87f087f0 : ((word << 4) & 0x80f080f0) | ((word >> 4) & 0x07000700), 0x7b807b80);
+    else
+      return multiply(k == 0 ? word & 0xbf80bf80 : ((word << 7) & 0x3f803f80) | ((word << 1) & 0x80008000), 0x5c005c00);
+  } else if constexpr (WEIGHT == INT8) {
+    return decode_int8(word >> (8 * k) & 0x00ff00ff);
+  } else {
+    return subtract((word >> (4 * k) & 0x000f000f) | ONES, zero);
+  }
+}
+
+// Left operand of step s of a chunk. `low` and `high`: zero points of the rows g and g + 8.
+__device__ __forceinline__ void decode_step(unsigned (&a)[4], const uint4& chunk, int s, unsigned low, unsigned high) {
+  constexpr int STEPS_OF_WORD = STEPS / 2;
+  bool later = s >= STEPS_OF_WORD;
+  unsigned row = later ? chunk.z : chunk.x, other = later ? chunk.w : chunk.y;
+  int k = s % STEPS_OF_WORD * 2;
+  a[0] = decode(row, k, low), a[1] = decode(other, k, high);
+  a[2] = decode(row, k + 1, low), a[3] = decode(other, k + 1, high);
+}

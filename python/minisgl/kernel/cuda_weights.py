@@ -1,0 +1,89 @@
+"""Quantized weights on a GPU: kept as small numbers, and multiplied in the model's dtype or in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minisgl.kernel.base import Activation, Norm, Ops
+from minisgl.kernel.fp8_gemm import Fp8Gemm, Fp8Matrix
+from minisgl.kernel.quantized_gemm import MAX_ROWS, QuantizedGemm
+from minisgl.quantization.gpu_layout import PackedLevels
+
+Activate = Callable[[Tensor, Activation], Tensor]
+"""activation(first half) * second half of each row."""
+
+
+class QuantizedWeight:
+    """Implements kernel.base.Weight.
+
+    Few rows are multiplied as the weight is read (csrc/quantized_gemm.cu). For many its values are written to memory
+    that is free again afterwards, so that a library multiplies them.
+    """
+
+    def __init__(self, ops: Ops, gemm: QuantizedGemm, packed: PackedLevels, dtype: torch.dtype) -> None:
+        self._ops, self._gemm, self._packed, self._dtype = ops, gemm, packed, dtype
+        group = f" with groups of {packed.group}" if packed.group else ""
+        values = str(dtype).removeprefix("torch.")
+        self.label = f"{packed.kind}{group} up to {MAX_ROWS} rows (csrc/quantized_gemm.cu), above in {values} (cuBLAS)"
+
+    @property
+    def tensor(self) -> Tensor:
+        """The matrix [out, in] in the model's dtype, made anew."""
+        return self._gemm.values(self._packed, self._dtype)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        if self._gemm.takes(x):
+            return self._gemm.product(x, self._packed, bias, residual)
+        return self._ops.linear(x, self.tensor, bias, residual)
+
+    def norm_linear(
+        self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        if self._gemm.takes(x):
+            return self._gemm.product(self._normed(x, norm), self._packed, bias, out=out)
+        return self._ops.norm_linear(x, norm, self.tensor, bias, out)
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
+    ) -> Tensor:
+        if self._packed.gated and self._gemm.takes(x):
+            return self._gemm.product(self._normed(x, norm), self._packed, bias, gate=activation)
+        return self._ops.norm_gated_linear(x, norm, self.tensor, bias, activation=activation)
+
+    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        return x if norm is None else self._ops.rms_norm(x, norm)
+
+
+class Fp8Weight:
+    """Implements kernel.base.Weight for formats whose products round x to FP8: at every number of rows alike."""
+
+    def __init__(self, gemm: Fp8Gemm, matrix: Fp8Matrix, activate: Activate) -> None:
+        self._gemm, self._matrix, self._activate = gemm, matrix, activate
+        scales = f"blocks of {matrix.group}" if matrix.group else "rows"
+        self.label = (
+            f"fp8 with fp8 activations, scales of {scales}, up to {MAX_ROWS} rows (csrc/fp8_gemm.cu), "
+            "above by torch._scaled_mm"
+        )
+
+    @property
+    def tensor(self) -> Tensor:
+        """The stored numbers, float8_e4m3fn [out, in], without their scales."""
+        return self._matrix.codes
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        return self._gemm.linear(x, None, self._matrix, bias, residual)
+
+    def norm_linear(
+        self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        return self._gemm.linear(x, norm, self._matrix, bias, out=out)
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
+    ) -> Tensor:
+        if self._matrix.gated and 0 < len(x) <= MAX_ROWS:
+            return self._gemm.linear(x, norm, self._matrix, bias, gate=activation)
+        return self._activate(self._gemm.linear(x, norm, self._matrix, bias), activation)

@@ -1,0 +1,204 @@
+"""Products of FP8 with FP8: rows quantized by csrc/quantize.cu, few of them multiplied by csrc/fp8_gemm.cu."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minisgl.kernel.base import Activation, Norm
+from minisgl.kernel.compile import Compiler, tensor_map
+from minisgl.kernel.quantized_gemm import MAX_ROWS, MAX_STAGES, RING_BYTES, Division, fewest_waves, sums_bytes
+from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.quantization.levels import LevelFormat, Levels
+
+_LINE = 128  # columns of a stage, and of a block's scale
+_WARPGROUP = 64  # rows of a weight
+_MAX_SIZE = 1 << 15  # columns of a row that a block quantizes
+
+
+class Fp8Rows(NamedTuple):
+    """Rows of x in e4m3."""
+
+    codes: Tensor  # float8_e4m3fn [M, K]
+    scales: Tensor  # float32 [M], or [K / 128, stride] with a stride of M or more
+
+
+class Fp8Matrix(NamedTuple):
+    """A weight in e4m3 as it is stored, and its scales."""
+
+    codes: Tensor  # float8_e4m3fn [N, K]
+    scales: Tensor  # float32 [N], or of blocks [N / 8, K / 128]
+    group: int  # 0 or 128
+    gated: bool
+
+
+class _Kernel(NamedTuple):
+    dtype: torch.dtype
+    group: int
+    gate: Activation | None
+    division: Division
+
+
+def fp8_matrix(levels: Levels, *, gated: bool) -> Fp8Matrix | None:
+    """Return levels of fp8 as the products read them; None if rows of one block have different scales."""
+    scales = levels.scales.flatten()
+    if levels.format.group:
+        blocks = levels.scales.view(-1, _LINE, levels.scales.shape[1])
+        if not torch.equal(blocks, blocks[:, :1].expand_as(blocks)):
+            return None
+        scales = levels.scales[::8].contiguous()
+    return Fp8Matrix(levels.codes.view(torch.float8_e4m3fn), scales, levels.format.group, gated)
+
+
+class Fp8Gemm:
+    """Compiles the kernels once for each kind of product that is asked for."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+
+    def quantize(self, x: Tensor, norm: Norm | None, group: int, *, room: int) -> Fp8Rows:
+        """Return norm(x), [M, K], in e4m3, with scales for rows or for `group` of their columns.
+
+        The scales have room for `room` rows.
+        """
+        rows, size = x.shape
+        codes = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)
+        shape = (size // group, max(rows, room)) if group else (max(rows, room),)
+        scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+        norm_dtype = x.dtype if norm is None else norm.weight.dtype
+        kernel = self._compiler.kernel(_quantize_spec, x.dtype, norm_dtype, group)
+        kernel(
+            (rows,),
+            1024 if size > 16384 else min(-(-size // 256) * 32, 512),
+            x=x,
+            norm=None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            codes=codes,
+            scales=scales,
+            stride=max(rows, room),
+            K=size,
+        )
+        return Fp8Rows(codes, scales)
+
+    def supports(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
+        """Return True if products in this dtype round x and read such a weight [width, size] as it is."""
+        return (
+            self._compiler.arch == 90
+            and form.kind == "fp8"
+            and form.rounds_x
+            and form.group in (0, _LINE)
+            and dtype == torch.bfloat16
+            and size % _LINE == 0
+            and size <= _MAX_SIZE
+            and width % (_LINE if form.group else 16) == 0
+        )
+
+    def linear(
+        self,
+        x: Tensor,
+        norm: Norm | None,
+        weight: Fp8Matrix,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        *,
+        gate: Activation | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return norm(x) @ weight^T + bias + residual, or its `gate`d form of few rows, of x as it is rounded."""
+        rows, (width, size) = len(x), weight.codes.shape
+        if 0 < rows <= MAX_ROWS:
+            division = divide(rows, width, size, weight.group, self._compiler.num_sms)
+            quantized = self.quantize(x, norm, weight.group, room=division.max_rows)
+            return self.product(quantized, weight, bias, residual, division, x.dtype, gate, out)
+        quantized = self.quantize(x, norm, weight.group, room=rows)
+        if weight.group:
+            scales = quantized.scales.t(), weight.scales[::16].t()
+        else:
+            scales = quantized.scales.unsqueeze(1), weight.scales.unsqueeze(0)
+        y = torch._scaled_mm(quantized.codes, weight.codes.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=x.dtype)
+        if bias is not None:
+            y.add_(bias)
+        if residual is not None:
+            y.add_(residual)
+        return y if out is None else out.copy_(y)
+
+    def product(
+        self,
+        x: Fp8Rows,
+        weight: Fp8Matrix,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        division: Division,
+        dtype: torch.dtype,
+        gate: Activation | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[M, N], or [M, N / 2] with the activation of a `gate`, of few rows."""
+        (rows, size), width = x.codes.shape, len(weight.codes)
+        if out is None:
+            out = torch.empty((rows, width if gate is None else width // 2), dtype=dtype, device=x.codes.device)
+        kernel = self._compiler.kernel(_product_spec, _Kernel(dtype, weight.group, gate, division))
+        block = division.warpgroups * _WARPGROUP
+        if gate is None:
+            w_map = tensor_map(weight.codes, block, _LINE)
+        else:
+            groups = weight.codes.view(torch.uint8).view(2, width // 16, 8, size).transpose(0, 1)
+            w_map = tensor_map(groups, block // 16, 2, 8, _LINE)
+        kernel(
+            (1, -(-width // block), -(-rows // division.max_rows)),
+            division.warpgroups * 128 + 32,
+            x_map=tensor_map(x.codes, division.max_rows, _LINE),
+            w_map=w_map,
+            x_scales=x.scales,
+            x_stride=x.scales.shape[-1],
+            w_scales=weight.scales,
+            bias=bias,
+            residual=residual,
+            out=out,
+            M=rows,
+            N=width,
+            K=size,
+            cluster=division.split,
+        )
+        return out
+
+
+def divide(rows: int, width: int, size: int, group: int, num_sms: int) -> Division:
+    """Divide x [rows, size] @ weight [width, size]^T."""
+    max_rows = next(each for each in (8, 16, 32, 64) if rows <= each)
+    warpgroups, blocks = (1, 3) if max_rows <= 32 else (2, 2)
+    tiles, steps = -(-width // (warpgroups * _WARPGROUP)), size // _LINE
+    split = fewest_waves(tiles, steps, num_sms * blocks)
+    division = Division(max_rows, warpgroups, split, _LINE, 0, blocks)
+    room = RING_BYTES[blocks] // stage_bytes(group, division)
+    return division._replace(stages=max(2, min(room, -(-steps // split), MAX_STAGES)))
+
+
+def stage_bytes(group: int, division: Division) -> int:
+    """Size of a stage: columns of x and of the weight's rows, and x's scales."""
+    size = (division.max_rows + division.warpgroups * _WARPGROUP) * _LINE + (division.max_rows * 4 if group else 0)
+    return -(-size // 1024) * 1024
+
+
+def _quantize_spec(dtype: torch.dtype, norm_dtype: torch.dtype, group: int) -> KernelSpec:
+    macros: Macros = {"SCALAR": SCALAR_NAMES[dtype], "NORM_SCALAR": SCALAR_NAMES[norm_dtype], "GROUP": group}
+    return KernelSpec("quantize.cu", "quantize", macros)
+
+
+def _product_spec(kind: _Kernel) -> KernelSpec:
+    division = kind.division
+    macros: Macros = {
+        "SCALAR": SCALAR_NAMES[kind.dtype],
+        "GROUP": kind.group,
+        "GATED": int(kind.gate is not None),
+        "GELU_TANH": int(kind.gate == "gelu_tanh"),
+        "M_MAX": division.max_rows,
+        "WARPGROUPS": division.warpgroups,
+        "SPLIT": division.split,
+        "STAGES": division.stages,
+        "BLOCKS": division.blocks,
+    }
+    shared_bytes = max(division.stages * stage_bytes(kind.group, division), sums_bytes(division))
+    return KernelSpec("fp8_gemm.cu", "fp8_gemm", macros, shared_bytes=shared_bytes)

@@ -1,0 +1,99 @@
+"""Quantized weights as csrc/ reads them: values by their bits, packed as the products' threads want them.
+
+csrc/quantized.cuh explains the layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minisgl.quantization.levels import MIDDLE, Kind, Levels
+
+TILE = 64  # rows that are packed together
+CHUNK = {"fp8": 32, "int8": 32, "int4": 64}  # columns, likewise
+_BITS = {"fp8": 8, "int8": 8, "int4": 4}
+_BLOCK = 1 << 24  # values that are packed at a time
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLevels:
+    """`Levels` on a GPU in the layout of csrc/quantized.cuh.
+
+    `words` int32 [tiles, chunks, 512]; `row_scales` float32 [out] if a row has one scale, else `group_scales` int32
+    [tiles, groups, TILE]: float32 bits, of integers with the zero point as the lowest eight. `gated`: the first half
+    of the rows are gates, and eight of them are packed in front of the eight that they are for.
+    """
+
+    kind: Kind
+    width: int
+    size: int
+    group: int  # columns of a scale; 0: all
+    gated: bool
+    words: Tensor
+    group_scales: Tensor
+    row_scales: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.words, self.group_scales, self.row_scales) if each is not None)
+
+
+def packed_bytes(kind: Kind, width: int, size: int, group: int) -> int:
+    """Return the memory of a packed matrix."""
+    rows = -(-width // TILE) * TILE
+    return rows * size * _BITS[kind] // 8 + (rows * size // group * 4 if group else width * 4)
+
+
+def pack_levels(levels: Levels, dtype: torch.dtype, *, gated: bool = False) -> PackedLevels:
+    """Pack a matrix for products in `dtype`, bfloat16 or float16, whose bits those of fp8 resemble.
+
+    The columns are a multiple of CHUNK, half of the rows of a gated one a multiple of eight.
+    """
+    (width, size), kind, device = levels.shape, levels.format.kind, levels.codes.device
+    order = torch.arange(-(-width // TILE) * TILE, device=device)
+    if gated:  # of 16 rows eight are gates
+        order = order // 16 * 8 + order % 8 + order // 8 % 2 * (width // 2)
+    order = order.clamp_(max=width - 1)  # beyond the last row: anything
+    words = torch.empty((len(order) // TILE, size // CHUNK[kind], 512), dtype=torch.int32, device=device)
+    count = max(_BLOCK // (size * TILE), 1)
+    pack = _pack_int4 if kind == "int4" else _pack_8_bits
+    for start in range(0, len(words), count):
+        rows = order[start * TILE : (start + count) * TILE]
+        words[start : start + count] = pack(levels.codes[rows], kind, dtype)
+    if levels.format.group == 0:
+        nothing = torch.empty(0, dtype=torch.int32, device=device)
+        return PackedLevels(kind, width, size, 0, gated, words, nothing, levels.scales.flatten())
+    scales = levels.scales[order].view(torch.int32)
+    if kind != "fp8":
+        zeros = MIDDLE[kind] if levels.zeros is None else levels.zeros[order].int()
+        scales = (scales + 0x80 & ~0xFF) | zeros
+    scales = scales.view(-1, TILE, scales.shape[1]).transpose(1, 2).contiguous()
+    return PackedLevels(kind, width, size, levels.format.group, gated, words, scales, None)
+
+
+def _pack_8_bits(codes: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
+    """uint8 [rows, in] -> int32 [tiles, chunks, 512]."""
+    # tile, warp, high half of its 16 rows, row g, chunk, step, second half of its 16 columns, p, second of a pair
+    parts = codes.int().view(-1, 4, 2, 8, codes.shape[1] // 32, 2, 2, 4, 2)
+    parts = parts.permute(0, 4, 1, 3, 7, 5, 2, 6, 8)
+    first, second = parts[..., 0, :], parts[..., 1, :]
+    if kind == "int8":
+        halves = first | second << 8
+    elif dtype == torch.bfloat16:
+        low = (second & 0x80) << 4 | (second & 0x70) << 8 | second & 0x0F
+        halves = (first & 0x80) << 8 | (first & 0x7F) << 4 | low
+    else:
+        halves = (first & 0x80) << 8 | (first & 0x7F) << 7 | (second & 0x80) << 7 | second & 0x7F
+    return (halves[..., 0] | halves[..., 1] << 16).reshape(-1, codes.shape[1] // 32, 512)
+
+
+def _pack_int4(codes: Tensor, *_: object) -> Tensor:
+    """uint8 [rows, in] -> int32 [tiles, chunks, 512]."""
+    # As of 8 bits, but that a word has two steps.
+    parts = codes.int().view(-1, 4, 2, 8, codes.shape[1] // 64, 2, 2, 2, 4, 2)
+    parts = parts.permute(0, 4, 1, 3, 8, 5, 2, 6, 7, 9).flatten(-3)  # .., step and half and pair
+    shifts = torch.tensor([4 * (at // 2) + 16 * (at % 2) for at in range(8)], dtype=torch.int32, device=codes.device)
+    return (parts << shifts).sum(-1, dtype=torch.int32).reshape(-1, codes.shape[1] // 64, 512)

@@ -1,0 +1,83 @@
+"""Quantized matrices as small numbers with scales: what a GPU keeps of a checkpoint, and makes when it rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["fp8", "int8", "int4"]
+
+MIDDLE: dict[Kind, int] = {"fp8": 0, "int8": 128, "int4": 8}  # the zero point where none is named
+
+
+@dataclass(frozen=True, slots=True)
+class LevelFormat:
+    """Kind of numbers, and how many input columns share a scale; 0: all of a row.
+
+    `rounds_x`: the format's products round their activations to the kind too, in groups of as many columns of a row.
+    """
+
+    kind: Kind
+    group: int = 0
+    zeros: bool = False  # it has zero points
+    rounds_x: bool = False
+
+    def groups(self, size: int) -> int:
+        """Scales of a row of `size` columns."""
+        return size // self.group if self.group else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Matrix [out, in] of (value - zero) * scale.
+
+    `codes` uint8 [out, in] are the values' bits: those of float8_e4m3fn, an int8 plus 128, an integer from 0 to 15.
+    `scales` float32 and `zeros` uint8 are [out, groups].
+    """
+
+    format: LevelFormat
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    @classmethod
+    def empty(cls, form: LevelFormat, shape: torch.Size, device: torch.device) -> Levels:
+        """Return a matrix of this shape, to be filled."""
+        width, size = shape
+        table = width, form.groups(size)
+        return cls(
+            form,
+            torch.empty((width, size), dtype=torch.uint8, device=device),
+            torch.empty(table, dtype=torch.float32, device=device),
+            torch.empty(table, dtype=torch.uint8, device=device) if form.zeros else None,
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        width, size = self.codes.shape
+        return width, size
+
+    def __getitem__(self, rows: slice | Tensor) -> Levels:
+        """Return some rows; of a slice the same memory."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return Levels(self.format, self.codes[rows], self.scales[rows], zeros)
+
+    def copy_(self, other: Levels) -> None:
+        """Take the values of another matrix of this format and shape."""
+        self.codes.copy_(other.codes)
+        self.scales.copy_(other.scales)
+        if self.zeros is not None and other.zeros is not None:
+            self.zeros.copy_(other.zeros)
+
+    def values(self) -> Tensor:
+        """float32 [out, in]."""
+        codes, groups = self.codes, self.scales.shape[1]
+        if self.format.kind == "fp8":
+            numbers = codes.view(torch.float8_e4m3fn).float().view(len(codes), groups, -1)
+        else:
+            zeros = MIDDLE[self.format.kind] if self.zeros is None else self.zeros.float().unsqueeze(2)
+            numbers = codes.float().view(len(codes), groups, -1) - zeros
+        return (numbers * self.scales.unsqueeze(2)).flatten(1)
