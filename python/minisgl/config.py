@@ -157,6 +157,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             values=dict.fromkeys(("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "mxfp4"), "auto"),
         ),
     ] = "auto"
+    fp8_activations: Annotated[
+        bool,
+        Setting("round activations to FP8, too, where the checkpoint's format does and a GPU multiplies FP8"),
+    ] = False
     attention: Annotated[
         str,
         Setting(

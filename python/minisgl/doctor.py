@@ -28,8 +28,9 @@ from minisgl.engine.device import resolve_device
 from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.availability import kernels_missing, make_ops, one_line
-from minisgl.kernel.base import Heads, Norm
+from minisgl.kernel.base import Heads, Norm, Ops
 from minisgl.kernel.torch_ops import TorchOps
+from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.rounding import round_to_int4
 from minisgl.settings import add_flags, read_flags
 from minisgl.tables import Color, colored, table
@@ -46,6 +47,7 @@ PACKAGES = {
 }
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 TOLERANCE = 2e-2  # of the norm of a result in bf16
+_FORMATS = (LevelFormat("fp8"), LevelFormat("fp8", 128), LevelFormat("int8"), LevelFormat("int4", 128, zeros=True))
 
 
 class State(StrEnum):
@@ -157,14 +159,35 @@ def examine(device: torch.device) -> Iterator[Finding]:
     backend, available = "shared memory", torch.distributed.is_available()
     if device.type == "cuda":
         backend, available = "nccl", available and torch.distributed.is_nccl_available()
-    yield Finding("weights of 8 and 4 bits", State.WORKS, _quantized(device))
+    yield from _quantized(device, dtype)
     yield Finding(f"several ranks: {backend}", State.WORKS if available else State.ABSENT)
 
 
-def _quantized(device: torch.device) -> str:
-    """Tell what quantized weights are multiplied as."""
-    few = "; with --quantization int4 products of few rows read 4 bits" if device.type == "cpu" else ""
-    return f"dequantized to the model's dtype as they are loaded{few}"
+def _quantized(device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
+    """Tell what quantized weights are multiplied as, each format that is not dequantized by a case."""
+    part = "weights of 8 and 4 bits"
+    if device.type == "cpu":
+        few = "; with --quantization int4 products of few rows read 4 bits"
+        yield Finding(part, State.WORKS, f"dequantized to the model's dtype as they are loaded{few}")
+        return
+    ops = make_ops(device)
+    kept = [form for form in _FORMATS if ops.keeps(form, 768, 2048, dtype)]
+    if not kept:
+        yield Finding(part, State.WORKS, "dequantized to the model's dtype as they are loaded")
+    for form in kept:
+        part = f"weights of {form.kind}" + (f" in groups of {form.group}" if form.group else "")
+        yield _tried(part, lambda form=form: _run_levels(ops, form, device, dtype))  # type: ignore[misc]
+
+
+def _run_levels(ops: Ops, form: LevelFormat, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    levels = Levels.empty(form, torch.Size((768, 2048)), device)
+    levels.codes.random_(0, 16, generator=generator)  # of fp8 the smallest numbers, too
+    levels.scales.fill_(0.5)
+    if levels.zeros is not None:
+        levels.zeros.random_(0, 16, generator=generator)
+    x = torch.randn(3, 2048, device=device, generator=generator).to(dtype)
+    return ops.bind_levels(levels, dtype, gated=False).linear(x), x.double() @ levels.values().double().T
 
 
 def verdict(findings: list[Finding], device: torch.device) -> str | None:

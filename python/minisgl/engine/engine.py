@@ -275,6 +275,7 @@ def _load(
             keeps=ops.keeps,
             load_format=config.load_format,
             quantization=config.quantization,
+            fp8_activations=config.fp8_activations,
             progress=progress,
         )
     except torch.OutOfMemoryError as error:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minisgl.kernel.base import Activation, Norm, Ops
 from minisgl.kernel.fp8_gemm import Fp8Gemm, Fp8Matrix
-from minisgl.kernel.quantized_gemm import MAX_ROWS, QuantizedGemm
+from minisgl.kernel.quantized_gemm import MAX_ROWS, QuantizedGemm, max_rows
 from minisgl.quantization.gpu_layout import PackedLevels
 
 Activate = Callable[[Tensor, Activation], Tensor]
@@ -27,7 +27,7 @@ class QuantizedWeight:
         self._ops, self._gemm, self._packed, self._dtype = ops, gemm, packed, dtype
         group = f" with groups of {packed.group}" if packed.group else ""
         values = str(dtype).removeprefix("torch.")
-        self.label = f"{packed.kind}{group} up to {MAX_ROWS} rows (csrc/quantized_gemm.cu), above in {values} (cuBLAS)"
+        self.label = f"{packed.kind}{group} up to {max_rows(packed.group)} rows (csrc/quantized_gemm.cu), above in {values} (cuBLAS)"
 
     @property
     def tensor(self) -> Tensor:
@@ -35,21 +35,21 @@ class QuantizedWeight:
         return self._gemm.values(self._packed, self._dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        if self._gemm.takes(x):
+        if self._gemm.takes(x, self._packed):
             return self._gemm.product(x, self._packed, bias, residual)
         return self._ops.linear(x, self.tensor, bias, residual)
 
     def norm_linear(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        if self._gemm.takes(x):
+        if self._gemm.takes(x, self._packed):
             return self._gemm.product(self._normed(x, norm), self._packed, bias, out=out)
         return self._ops.norm_linear(x, norm, self.tensor, bias, out)
 
     def norm_gated_linear(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
     ) -> Tensor:
-        if self._packed.gated and self._gemm.takes(x):
+        if self._packed.gated and self._gemm.takes(x, self._packed):
             return self._gemm.product(self._normed(x, norm), self._packed, bias, gate=activation)
         return self._ops.norm_gated_linear(x, norm, self.tensor, bias, activation=activation)
 

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from minisgl.kernel.base import Activation, Norm
 from minisgl.kernel.compile import Compiler, tensor_map
-from minisgl.kernel.quantized_gemm import MAX_ROWS, MAX_STAGES, RING_BYTES, Division, fewest_waves, sums_bytes
+from minisgl.kernel.quantized_gemm import (
+    FEW_ROWS_SPLIT_COST,
+    MAX_ROWS,
+    MAX_STAGES,
+    RING_BYTES,
+    Division,
+    fewest_waves,
+    sums_bytes,
+)
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.quantization.levels import LevelFormat, Levels
 
@@ -168,9 +176,9 @@ class Fp8Gemm:
 def divide(rows: int, width: int, size: int, group: int, num_sms: int) -> Division:
     """Divide x [rows, size] @ weight [width, size]^T."""
     max_rows = next(each for each in (8, 16, 32, 64) if rows <= each)
-    warpgroups, blocks = (1, 3) if max_rows <= 32 else (2, 2)
+    warpgroups, blocks, split_cost = (1, 3, FEW_ROWS_SPLIT_COST) if max_rows <= 32 else (2, 2, 0.12)
     tiles, steps = -(-width // (warpgroups * _WARPGROUP)), size // _LINE
-    split = fewest_waves(tiles, steps, num_sms * blocks)
+    split = fewest_waves(tiles, steps, num_sms * blocks, split_cost)
     division = Division(max_rows, warpgroups, split, _LINE, 0, blocks)
     room = RING_BYTES[blocks] // stage_bytes(group, division)
     return division._replace(stages=max(2, min(room, -(-steps // split), MAX_STAGES)))

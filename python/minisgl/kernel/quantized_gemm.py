@@ -13,14 +13,21 @@ from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.quantization.gpu_layout import CHUNK, TILE, PackedLevels
 from minisgl.quantization.levels import Kind, LevelFormat
 
-MAX_ROWS = 64  # of x; of more the values in x's dtype are multiplied by cuBLAS
+MAX_ROWS = 64  # of x
+_MAX_ROWS_OF_ROW_SCALES = 256  # above, it is faster to write the values in x's dtype and let cuBLAS multiply them
 _MIN_BLOCK_K = 64  # columns of a stage
 _VALUES_CHUNKS = 4  # of a block, as in dequantize.cu
 RING_BYTES = {1: 216 << 10, 2: 108 << 10, 3: 70 << 10}  # of shared memory, by blocks on a multiprocessor
 MAX_STAGES = 16
-_SPLIT_COST = 0.03  # of a wave
+FEW_ROWS_SPLIT_COST = 0.03  # see `fewest_waves`
+_LARGE_BLOCK = 128  # rows of x, where there are more than MAX_ROWS
 _WEIGHTS: dict[Kind, str] = {"fp8": "E4M3", "int8": "INT8", "int4": "INT4"}
 _BITS: dict[Kind, int] = {"fp8": 8, "int8": 8, "int4": 4}
+
+
+def max_rows(group: int) -> int:
+    """Return the most rows of x that are multiplied with a weight as it is stored."""
+    return MAX_ROWS if group else _MAX_ROWS_OF_ROW_SCALES
 
 
 class Division(NamedTuple):
@@ -61,9 +68,9 @@ class QuantizedGemm:
             and width % 16 == 0
         )
 
-    def takes(self, x: Tensor) -> bool:
-        """Return True if x has so many rows that the products are for it."""
-        return 0 < len(x) <= MAX_ROWS and x.is_contiguous()
+    def takes(self, x: Tensor, weight: PackedLevels) -> bool:
+        """Return True if x has so few rows that the products are for it."""
+        return 0 < len(x) <= max_rows(weight.group) and x.is_contiguous()
 
     def product(
         self,
@@ -169,21 +176,27 @@ def stage_bytes(kind: Kind, group: int, division: Division) -> int:
 
 
 def divide(kind: Kind, rows: int, width: int, size: int, group: int, num_sms: int) -> Division:
-    """Divide x [rows, size] @ weight [width, size]^T."""
-    max_rows = next(each for each in (8, 16, 32, 64, 128) if rows <= each or each == 128)
-    warpgroups, blocks = (1, 3) if max_rows <= 32 else (2, 2)
-    block_k = 128 if size % 128 == 0 and max_rows <= 64 else 64
-    tiles, steps = -(-width // (warpgroups * TILE)), size // block_k
-    split = fewest_waves(tiles, steps, num_sms * blocks)
-    division = Division(max_rows, warpgroups, split, block_k, 0, blocks)
+    """Divide x [rows, size] @ weight [width, size]^T, as the fastest of those were that have been measured."""
+    block_m = next(each for each in (8, 16, 32, 64, _LARGE_BLOCK) if rows <= each or each == _LARGE_BLOCK)
+    warpgroups, blocks, split_cost = (1, 3, FEW_ROWS_SPLIT_COST) if block_m <= MAX_ROWS else (2, 1, 0.15)
+    if kind == "int4" and block_m <= 16 and size % 256 == 0:
+        block_k = 256  # as many bytes as of the other formats
+    elif size % 128 == 0 and (group or block_m < 64):
+        block_k = 128
+    else:
+        block_k = 64
+    tiles, steps = -(-width // (warpgroups * TILE)) * -(-rows // block_m), size // block_k
+    split = fewest_waves(tiles, steps, num_sms * blocks, split_cost)
+    division = Division(block_m, warpgroups, split, block_k, 0, blocks)
     room = RING_BYTES[blocks] // stage_bytes(kind, group, division)
     return division._replace(stages=max(2, min(room, -(-steps // split), MAX_STAGES)))
 
 
-def fewest_waves(tiles: int, steps: int, slots: int) -> int:
+def fewest_waves(tiles: int, steps: int, slots: int, split_cost: float) -> int:
     """Return by how many blocks K, of so many steps, is divided, if `slots` blocks run at a time.
 
-    They come in waves, each of which reads 1 / split of K; and more blocks have more sums to exchange.
+    They come in waves, each of which reads 1 / split of K; and more blocks have more sums to exchange, which for each
+    costs `split_cost` of a wave.
     """
     splits = [split for split in (1, 2, 4, 8) if steps // split >= 2 or split == 1]
-    return min(splits, key=lambda split: -(-tiles * split // slots) / split + _SPLIT_COST * split)
+    return min(splits, key=lambda split: -(-tiles * split // slots) / split + split_cost * split)

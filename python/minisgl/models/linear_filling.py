@@ -7,7 +7,7 @@ model there are never more than the layers under way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class WeightForms:
     tp: TPGroup
     keeps: Keeps | None  # None: every weight is dense
     method: Method | None = None  # that weights are rounded by
+    fp8_activations: bool = False  # products may round x to FP8 where the checkpoint's format does
 
     def rounded(self, module: Linear) -> LevelFormat | None:
         """Return the format that a dense weight is rounded to when it is filled, if it is kept in it."""
@@ -40,6 +41,8 @@ class WeightForms:
 
     def stored(self, module: Linear, formats: set[LevelFormat | None]) -> LevelFormat | None:
         """Return the format of all parts of a weight, if it is kept in it."""
+        if not self.fp8_activations:
+            formats = {form and replace(form, rounds_x=False) for form in formats}
         return self._kept(formats, module)
 
     def _kept(self, formats: set[LevelFormat | None], module: Linear) -> LevelFormat | None:

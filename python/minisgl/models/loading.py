@@ -155,28 +155,33 @@ def load_model(
     keeps: Keeps | None = None,
     load_format: LoadFormat = "safetensors",
     quantization: QuantizationMethod = "auto",
+    fp8_activations: bool = False,
     progress: bool = False,
     seed: int = 0,
 ) -> DecoderModel:
     """Return one rank's model, filled from the folder or ("dummy") with random weights. Raises ModelError.
 
     Weights that the checkpoint does not have so are rounded to `quantization`, unless it is "auto". Quantized weights
-    of linear layers stay so where `keeps` says that their products read them.
+    of linear layers stay so where `keeps` says that their products read them. `fp8_activations`: these may round their
+    activations where the checkpoint's format does.
     """
     stored = config.quantization
     if stored is not None and quantization not in ("auto", stored.kind):
         raise UnsupportedModel(f"--quantization {quantization}: the checkpoint has weights of {stored.name} already")
     method = None if quantization == "auto" or stored is not None else quantization
-    forms = WeightForms(device, tp, keeps, method)
+    forms = WeightForms(device, tp, keeps, method, fp8_activations)
     model = build_model(config, tp=tp, dtype=dtype, device=device)
     if load_format == "dummy":
         fill_random(model, config.initializer_range, forms, seed=seed + tp.rank)
     else:
-        if stored is not None and tp.rank == 0:
-            logger.info(stored.describe(str(dtype).removeprefix("torch.")))
         load_weights(model, Checkpoint(folder, config.checkpoint, stored), folder, forms, progress=progress)
     if method is not None:
-        if tp.rank == 0:
-            logger.info(describe(method, str(dtype).removeprefix("torch.")))
         round_weights(model, method, tp)
+    if tp.rank == 0:
+        kept = sum(isinstance(module, Linear) and module.levels is not None for module in model.modules())
+        name = str(dtype).removeprefix("torch.")
+        if method is not None:
+            logger.info(describe(method, name, kept))
+        elif stored is not None and load_format != "dummy":
+            logger.info(stored.describe(name, kept))
     return model

@@ -51,7 +51,8 @@ def _round(name: str, weight: Tensor, method: Method, divided: TPGroup | None) -
     return None
 
 
-def describe(method: Method, dtype: str) -> str:
-    """Tell in one line what is rounded and how it is computed with."""
+def describe(method: Method, dtype: str, kept: int = 0) -> str:
+    """Tell in one line what is rounded and how it is computed with, `kept` matrices as they are rounded."""
     scales = f"a scale for {INT4_GROUP} inputs, the head too" if method == "int4" else "a scale for each output"
-    return f"matrices are rounded to {method} as they are loaded ({scales}) and kept and multiplied in {dtype}"
+    form = f"multiplied in {dtype}, {kept} of them kept in {method}" if kept else f"kept and multiplied in {dtype}"
+    return f"matrices are rounded to {method} as they are loaded ({scales}) and {form}"

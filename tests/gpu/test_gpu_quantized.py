@@ -1,0 +1,174 @@
+"""Products with quantized weights against float64 of their values, and the engine on weights that stay quantized."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minisgl import LLM, SamplingParams
+from minisgl.kernel.base import Norm
+from minisgl.kernel.cuda_ops import CudaOps
+from minisgl.kernel.torch_ops import TorchOps
+from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
+from minisgl.quantization.rounding import largest_of_rows, round_to_8_bits
+from support.small_models import save_qwen3
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 5000
+ROWS = (1, 8, 16, 33, 64, 100, 256, 2048)
+SHAPES = ((768, 1024), (4096, 2048), (512, 4096))
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the norm of the result
+FORMATS = (
+    *(LevelFormat("fp8", group) for group in (0, 128)),
+    *(LevelFormat("int4", group, zeros) for group in (32, 64, 128) for zeros in (False, True)),
+    LevelFormat("int8"),
+)
+
+
+@pytest.fixture(scope="module")
+def ops() -> CudaOps:
+    found = CudaOps(torch.device("cuda", 0))
+    if not found.keeps(LevelFormat("fp8"), 768, 1024, torch.bfloat16):
+        pytest.skip("needs compute capability 9.0")
+    return found
+
+
+def random_levels(form: LevelFormat, width: int, size: int) -> Levels:
+    """A matrix of normal values in this format; with `rounds_x`, of blocks of 128 rows."""
+    weight = torch.randn(width, size, device="cuda") / size**0.5
+    groups = weight.view(width, form.groups(size), -1)
+    largest = groups.abs().amax(2)
+    if form.rounds_x and form.group:
+        largest = largest.view(-1, 128, largest.shape[1]).amax(1).repeat_interleave(128, 0)
+    scales = (largest / {"fp8": 448, "int8": 127, "int4": 7}[form.kind]).bfloat16().float()
+    steps = (groups / scales.unsqueeze(2)).flatten(1)
+    if form.kind == "fp8":
+        return Levels(form, steps.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), scales)
+    middle = MIDDLE[form.kind]
+    codes = (steps.round() + middle).clamp(0, 2 * middle - 1).to(torch.uint8)
+    zeros = torch.randint(5, 11, scales.shape, dtype=torch.uint8, device="cuda") if form.zeros else None
+    return Levels(form, codes, scales, zeros)
+
+
+def error(have: torch.Tensor, want: torch.Tensor) -> float:
+    return float((have.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_products_multiply_the_values(ops: CudaOps, form: LevelFormat, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    reference = TorchOps()
+    for width, size in SHAPES:
+        levels = random_levels(form, width, size)
+        wide = levels.values().double()
+        plain, gated = (ops.bind_levels(levels, dtype, gated=gated) for gated in (False, True))
+        for rows in ROWS:
+            x, residual = (torch.randn(rows, columns, device="cuda").to(dtype) for columns in (size, width))
+            bias = torch.randn(width, device="cuda").to(dtype)
+            norm = Norm(torch.randn(size, device="cuda").to(dtype), 1e-6)
+            wide_x, wide_norm = x.double(), Norm(norm.weight.double(), norm.eps)
+            y = reference.linear(wide_x, wide, bias.double(), residual.double())
+            normed = reference.norm_linear(wide_x, wide_norm, wide)
+            activated = reference.norm_gated_linear(wide_x, wide_norm, wide, bias.double(), activation="silu")
+            for have, want in (
+                (plain.linear(x), wide_x @ wide.T),
+                (plain.linear(x, bias, residual.clone()), y),
+                (plain.norm_linear(x, norm, out=torch.empty_like(residual)), normed),
+                (gated.norm_gated_linear(x, norm, bias, activation="silu"), activated),
+            ):
+                assert error(have, want) < TOLERANCE[dtype], (rows, width, size)
+
+
+@pytest.mark.parametrize("group", [0, 128])
+def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: CudaOps, group: int) -> None:
+    """The same numbers at every batch size: those that plain torch rounds x to."""
+    torch.manual_seed(0)
+    reference, form = TorchOps(), LevelFormat("fp8", group, rounds_x=True)
+    for width, size in SHAPES:
+        levels = random_levels(form, width, size)
+        wide = levels.values().double()
+        plain, gated = (ops.bind_levels(levels, torch.bfloat16, gated=gated) for gated in (False, True))
+        assert "fp8 activations" in plain.label
+        for rows in ROWS:
+            x = (torch.randn(rows, size, device="cuda") * torch.rand(rows, 1, device="cuda")).bfloat16()
+            residual, bias = (torch.randn(shape, device="cuda").bfloat16() for shape in ((rows, width), (width,)))
+            norm = Norm(torch.rand(size, device="cuda").bfloat16() + 0.5, 1e-6)
+            rounded, normed = rounded_to_fp8(x, group), rounded_to_fp8(ops.rms_norm(x, norm), group)
+            y = reference.linear(rounded, wide, bias.double(), residual.double())
+            activated = reference.norm_gated_linear(normed, None, wide, bias.double(), activation="silu")
+            for have, want in (
+                (plain.linear(x), rounded @ wide.T),
+                (plain.linear(x, bias, residual.clone()), y),
+                (plain.norm_linear(x, norm, out=torch.empty_like(residual)), normed @ wide.T),
+                (gated.norm_gated_linear(x, norm, bias, activation="silu"), activated),
+            ):
+                assert error(have, want) < 8e-3, (rows, width, size)
+
+
+def rounded_to_fp8(x: torch.Tensor, group: int) -> torch.Tensor:
+    """x [M, K] as float64, rounded to e4m3 by groups of its columns."""
+    groups = x.float().view(len(x), -1, group or x.shape[1])
+    scales = groups.abs().amax(2, keepdim=True) / torch.tensor(448.0, device=x.device)  # by a number: times 1 / 448
+    return (groups / scales).to(torch.float8_e4m3fn).double().mul(scales.double()).flatten(1)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Qwen3 of four layers, and one whose matrices are rounded to FP8 by hand."""
+    plain = save_qwen3(tmp_path_factory.mktemp("plain"), weights=True, vocab_size=VOCAB, num_layers=4)
+    rounded = tmp_path_factory.mktemp("rounded") / "model"
+    shutil.copytree(plain, rounded)
+    tensors = load_file(plain / "model.safetensors")
+    for name, weight in tensors.items():
+        if name.endswith("_proj.weight"):
+            round_to_8_bits(weight, "fp8", largest_of_rows(weight))
+    save_file(tensors, rounded / "model.safetensors", {"format": "pt"})
+    return plain, rounded
+
+
+@pytest.mark.parametrize("graph", [None, 0])
+def test_weights_rounded_to_fp8_answer_as_their_values(
+    folders: tuple[Path, Path], graph: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Alone, in a batch and in long prompts, by the logits of transformers with the rounded weights."""
+    from transformers import AutoModelForCausalLM
+
+    plain, rounded = folders
+    rng, params = random.Random(0), SamplingParams(max_tokens=32, ignore_eos=True)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 300))] for _ in range(40)]
+    with (
+        caplog.at_level(logging.INFO),
+        LLM(str(plain), device="cuda", quantization="fp8", num_page_override=2000, cuda_graph_max_bs=graph) as llm,
+    ):
+        answers = [answer["token_ids"] for answer in llm.generate(prompts, params)]
+        alone = [llm.generate([prompt], params)[0]["token_ids"] for prompt in prompts[:4]]
+    assert re.search(r"products read 16 matrices in fp8 up to 256 rows \(csrc/quantized_gemm.cu\)", caplog.text)
+    model = AutoModelForCausalLM.from_pretrained(rounded, dtype=torch.bfloat16).cuda().eval()
+    for prompt, answer in zip(prompts + prompts[:4], answers + alone, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(answer, device="cuda")[:, None]).squeeze(1)
+        assert float((logits.max(dim=1).values - chosen).max()) < 0.15
+
+
+def test_memory_is_that_of_the_quantized_weights(folders: tuple[Path, Path]) -> None:
+    """Matrices take one byte a value, before the KV cache is made and at the most while they are loaded."""
+    used, peak = {}, {}
+    for method in ("auto", "fp8"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        with LLM(str(folders[0]), device="cuda", quantization=method, num_page_override=16, cuda_graph_max_bs=0) as llm:
+            model = llm._engine._runner.model
+            matrices = sum(weight.numel() for name, weight in model.named_parameters() if name.endswith("_proj.weight"))
+            used[method] = torch.cuda.memory_allocated()
+            peak[method] = torch.cuda.max_memory_allocated()
+    assert used["auto"] - used["fp8"] == pytest.approx(matrices, rel=0.02)
