@@ -26,8 +26,8 @@ class QuantizedWeight:
     def __init__(self, ops: Ops, gemm: QuantizedGemm, packed: PackedLevels, dtype: torch.dtype) -> None:
         self._ops, self._gemm, self._packed, self._dtype = ops, gemm, packed, dtype
         group = f" with groups of {packed.group}" if packed.group else ""
-        values = str(dtype).removeprefix("torch.")
-        self.label = f"{packed.kind}{group} up to {max_rows(packed.group)} rows (csrc/quantized_gemm.cu), above in {values} (cuBLAS)"
+        few, values = max_rows(packed.group), str(dtype).removeprefix("torch.")
+        self.label = f"{packed.kind}{group} up to {few} rows (csrc/quantized_gemm.cu), above in {values} (cuBLAS)"
 
     @property
     def tensor(self) -> Tensor:

@@ -13,21 +13,22 @@ from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.quantization.gpu_layout import CHUNK, TILE, PackedLevels
 from minisgl.quantization.levels import Kind, LevelFormat
 
-MAX_ROWS = 64  # of x
-_MAX_ROWS_OF_ROW_SCALES = 256  # above, it is faster to write the values in x's dtype and let cuBLAS multiply them
+MAX_ROWS = 64  # of x, that a block takes; or _LARGE_BLOCK with scales of rows alone, for which registers suffice
+_LARGE_BLOCK = 128
+# Of x altogether. Above, it is faster to write the values in x's dtype and let cuBLAS multiply them.
+_MOST_ROWS = {"row scales": 256, "group scales": 192}
 _MIN_BLOCK_K = 64  # columns of a stage
 _VALUES_CHUNKS = 4  # of a block, as in dequantize.cu
 RING_BYTES = {1: 216 << 10, 2: 108 << 10, 3: 70 << 10}  # of shared memory, by blocks on a multiprocessor
 MAX_STAGES = 16
 FEW_ROWS_SPLIT_COST = 0.03  # see `fewest_waves`
-_LARGE_BLOCK = 128  # rows of x, where there are more than MAX_ROWS
 _WEIGHTS: dict[Kind, str] = {"fp8": "E4M3", "int8": "INT8", "int4": "INT4"}
 _BITS: dict[Kind, int] = {"fp8": 8, "int8": 8, "int4": 4}
 
 
 def max_rows(group: int) -> int:
     """Return the most rows of x that are multiplied with a weight as it is stored."""
-    return MAX_ROWS if group else _MAX_ROWS_OF_ROW_SCALES
+    return _MOST_ROWS["group scales" if group else "row scales"]
 
 
 class Division(NamedTuple):
@@ -177,7 +178,8 @@ def stage_bytes(kind: Kind, group: int, division: Division) -> int:
 
 def divide(kind: Kind, rows: int, width: int, size: int, group: int, num_sms: int) -> Division:
     """Divide x [rows, size] @ weight [width, size]^T, as the fastest of those were that have been measured."""
-    block_m = next(each for each in (8, 16, 32, 64, _LARGE_BLOCK) if rows <= each or each == _LARGE_BLOCK)
+    largest = MAX_ROWS if group else _LARGE_BLOCK
+    block_m = next(each for each in (8, 16, 32, 64, 128) if rows <= each or each == largest)
     warpgroups, blocks, split_cost = (1, 3, FEW_ROWS_SPLIT_COST) if block_m <= MAX_ROWS else (2, 1, 0.15)
     if kind == "int4" and block_m <= 16 and size % 256 == 0:
         block_k = 256  # as many bytes as of the other formats
