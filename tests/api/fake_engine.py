@@ -7,6 +7,7 @@ The first word of a prompt (or of a chat's last message) says what happens to it
     hold      Accepted, then nothing               fail      two tokens, then the end "error"
     endless   tokens until aborted                 stop      ends by the stop string "END"
     big       tokens of 100,000 characters         say       the texts of the JSON list that follows, then "stop"
+    vector    the numbers that follow, as a pooling model's
     (others)  max_tokens tokens (8 if none), then "length"
 
 Each tick sends one OutputDeltas message with one token of every live sequence, as an engine's step does. An abort is
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import zmq
 
 from minisgl.core import SamplingParams
@@ -47,6 +49,8 @@ from minisgl.message.to_tokenizer import (
     Encode,
     Generate,
     IdsPrompt,
+    PairPrompt,
+    Prompt,
     TextPrompt,
     ToTokenizer,
 )
@@ -67,7 +71,7 @@ LIMITS = Limits(max_seq_len=4096, vocab_size=1000)
 DEFAULT_TOKENS = 8
 
 
-def prompt_text(prompt: TextPrompt | IdsPrompt | ChatPrompt) -> str:
+def prompt_text(prompt: Prompt) -> str:
     match prompt:
         case TextPrompt(text):
             return text
@@ -75,6 +79,8 @@ def prompt_text(prompt: TextPrompt | IdsPrompt | ChatPrompt) -> str:
             return "ids " + " ".join(map(str, unpack_ids(ids)))
         case ChatPrompt(messages):
             return str(messages[-1]["content"])
+        case PairPrompt(document=document):
+            return document
 
 
 def answer(text: str, choice: int, num_tokens: int) -> str:
@@ -212,6 +218,10 @@ class FakeEngine(threading.Thread):
     def _pieces(self, seq_id: int, text: str, choice: int, message: Generate) -> Iterator[OutputDelta]:
         mode = text.partition(" ")[0]
         if mode == "hold":
+            return
+        if mode == "vector":  # of a pooling model
+            values = np.array(text.split()[1:], dtype="<f4")
+            yield OutputDelta(seq_id, b"", "", "stop", vector=values.tobytes())
             return
         sampling = message.sampling
         limit = DEFAULT_TOKENS if sampling.max_tokens is None else sampling.max_tokens
