@@ -23,11 +23,12 @@ from minisgl.core import SamplingFlags, SamplingParams
 from minisgl.engine.cuda_sampler import CudaSampler
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
-from minisgl.kernel.base import Heads, Norm, Ops, Routing
+from minisgl.kernel.base import Heads, Norm, Ops, Routing, Weight
 from minisgl.kernel.cuda_ops import CudaOps
 from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
+from minisgl.quantization.levels import LevelFormat, Levels
 
 DEVICE = torch.device("cuda", 0)
 
@@ -201,6 +202,52 @@ def products() -> Iterator[Case]:
                     yield Case(f"{label} ({name})", f"{model}, {rows} rows", run, moved)
 
 
+def quantized() -> Iterator[Case]:
+    """Time the products of a layer of Qwen3-8B with quantized weights, with norm, gate and residual."""
+    ops = CudaOps(DEVICE)
+    forms = {
+        "fp8": LevelFormat("fp8"),
+        "fp8 blocks": LevelFormat("fp8", 128),
+        "fp8 blocks, x in fp8": LevelFormat("fp8", 128, rounds_x=True),
+        "int4": LevelFormat("int4", 128, zeros=True),
+    }
+    norm = Norm(torch.ones(4096, device=DEVICE, dtype=torch.bfloat16), 1e-6)
+    layer = (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate and up", 24576, 4096), ("down", 4096, 12288))
+    for label, outputs, size in layer:
+        for name, form in forms.items():
+            copies = max(2, (200 << 20) // (outputs * size))
+            weights = [_random_weight(ops, form, outputs, size, gated=label == "gate and up") for _ in range(copies)]
+            for rows in (1, 16, 64, 128, 256, 2048):
+                x = torch.randn(rows, size, device=DEVICE).to(torch.bfloat16)
+                residual = torch.randn(rows, outputs, device=DEVICE).to(torch.bfloat16)
+
+                def run(
+                    index: int,
+                    label: str = label,
+                    x: torch.Tensor = x,
+                    residual: torch.Tensor = residual,
+                    weights: list[Weight] = weights,
+                ) -> torch.Tensor:
+                    weight = weights[index % len(weights)]
+                    if label == "qkv":
+                        return weight.norm_linear(x, norm)
+                    if label == "gate and up":
+                        return weight.norm_gated_linear(x, norm, activation="silu")
+                    return weight.linear(x, None, residual)
+
+                moved = outputs * size // (2 if form.kind == "int4" else 1) + x.nbytes + residual.nbytes
+                yield Case(f"{label} {name}", f"{rows} rows, Qwen3-8B", run, moved)
+
+
+def _random_weight(ops: Ops, form: LevelFormat, outputs: int, size: int, *, gated: bool) -> Weight:
+    levels = Levels.empty(form, torch.Size((outputs, size)), DEVICE)
+    levels.codes.random_(0, 16 if form.kind == "int4" else 120)
+    levels.scales.fill_(1e-3)
+    if levels.zeros is not None:
+        levels.zeros.fill_(8)
+    return ops.bind_levels(levels, torch.bfloat16, gated=gated)
+
+
 def same_each_time(work: Callable[..., object], *args: object, **options: object) -> Callable[[int], object]:
     """Return the `run` of a case whose inputs are not rotated."""
     return lambda _: work(*args, **options)
@@ -277,6 +324,7 @@ SUITES: dict[str, Callable[[], Iterator[Case]]] = {
     "sampling": sampling,
     "moe": moe,
     "products": products,
+    "quantized": quantized,
     "between": between,
     "pages": pages,
 }
