@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,8 @@ def test_towers_and_layers_for_multi_token_prediction_are_left_out(
     save_file({**tensors, **more}, tmp_path / "model.safetensors")
     options: dict[str, Any] = {"tp": SingleRank(), "dtype": torch.float32, "device": torch.device("cpu")}
     assert len(load_model(load_model_config(tmp_path), tmp_path, **options).model.layers) == 4
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
+    assert load_model_config(tmp_path).pooling is None, "a checkpoint with a vision tower generates"
     names = parse_config(QWEN3_5).checkpoint
     assert names.ours("model.language_model.layers.0.linear_attn.A_log") == "model.layers.0.linear_attn.A_log"
     assert names.ours("model.visual.patch_embed.proj.weight") is None

@@ -31,8 +31,9 @@ def read_pooling(
     """
     name = next(iter(raw["architectures"]))
     steps = _steps(folder)
-    if runner == "generate" or (runner == "auto" and not steps and name.endswith(CAUSAL)):
-        if not name.endswith((CAUSAL, "ForConditionalGeneration")):
+    generates = name.endswith((CAUSAL, "ForConditionalGeneration"))
+    if runner == "generate" or (runner == "auto" and not steps and generates):
+        if not generates:
             raise UnsupportedModel(f"architecture {name} has no head that generates text: use --runner pooling")
         if convert != "auto":
             raise UnsupportedModel(f"--convert {convert} is for --runner pooling")
