@@ -77,8 +77,11 @@ class CudaOps:
         if self._fp8.supports(levels.format, *levels.shape, dtype):
             matrix = fp8_matrix(levels, gated=gated)
             if matrix is not None:
+                self._fp8.begin_compiling(matrix, dtype)
                 return Fp8Weight(self._fp8, matrix, self.activate_and_mul)
-        return QuantizedWeight(self, self._quantized, pack_levels(levels, dtype, gated=gated), dtype)
+        packed = pack_levels(levels, dtype, gated=gated)
+        self._quantized.begin_compiling(packed, dtype)
+        return QuantizedWeight(self, self._quantized, packed, dtype)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         size = x.shape[-1]

@@ -66,6 +66,16 @@ class Fp8Gemm:
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
 
+    def begin_compiling(self, weight: Fp8Matrix, dtype: torch.dtype) -> None:
+        """Begin to compile the products with a weight; of a gated one those with silu."""
+        gate: Activation | None = "silu" if weight.gated else None
+        width, size = weight.codes.shape
+        specs = [_quantize_spec(dtype, dtype, weight.group)]
+        for rows in (8, 16, 32, MAX_ROWS):
+            division = divide(rows, width, size, weight.group, self._compiler.num_sms)
+            specs.append(_product_spec(_Kernel(dtype, weight.group, gate, division)))
+        self._compiler.begin(specs)
+
     def quantize(self, x: Tensor, norm: Norm | None, group: int, *, room: int) -> Fp8Rows:
         """Return norm(x), [M, K], in e4m3, with scales for rows or for `group` of their columns.
 

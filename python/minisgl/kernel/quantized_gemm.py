@@ -57,6 +57,15 @@ class QuantizedGemm:
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
 
+    def begin_compiling(self, weight: PackedLevels, dtype: torch.dtype) -> None:
+        """Begin to compile the products with a weight; of a gated one those with silu."""
+        gate: Activation | None = "silu" if weight.gated else None
+        specs = [_values_spec(_Kernel(dtype, weight.kind, weight.group, None, weight.gated))]
+        for rows in (8, 16, 32, MAX_ROWS, _LARGE_BLOCK, max_rows(weight.group)):
+            division = divide(weight.kind, rows, weight.width, weight.size, weight.group, self._compiler.num_sms)
+            specs.append(_product_spec(_Kernel(dtype, weight.kind, weight.group, gate, weight.gated, division)))
+        self._compiler.begin(specs)
+
     def supports(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
         """Return True if the kernels read a weight [width, size] of this format in products of this dtype."""
         columns = max(CHUNK[form.kind], form.group, _MIN_BLOCK_K)
