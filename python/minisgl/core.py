@@ -373,8 +373,9 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class CacheNode(msgspec.Struct, frozen=True):
     """A node of the tree of cached prefixes: a run of pages that all prefixes through it share."""
 
-    id: int  # number of its last page, which is in the tree once
-    parent: int | None  # None: it begins a prefix
+    first: int  # number of its first page, which stays when the run is cut
+    last: int  # number of its last page
+    parent: int | None  # the last page of the node above; None: it begins a prefix
     pages: int
     end: int  # tokens of the whole prefix
     locks: int  # running requests that hold it

@@ -412,10 +412,10 @@ def test_a_picture_of_the_tree_has_its_largest_nodes_below_their_parents() -> No
         cache.insert(span(start, start + 2), ids(30 + start // 2))
     cache.lock(fork)
     nodes = cache.tree(4)
-    assert [(node.id, node.parent, node.pages, node.end, node.locks) for node in nodes[:3]] == [
-        (3, None, 4, 8, 1),
-        (25, 3, 6, 20, 1),  # of equal ones the newest first
-        (9, 3, 6, 20, 0),
+    assert [(node.first, node.last, node.parent, node.pages, node.end, node.locks) for node in nodes[:3]] == [
+        (0, 3, None, 4, 8, 1),
+        (20, 25, 3, 6, 20, 1),  # of equal ones the newest first
+        (4, 9, 3, 6, 20, 0),
     ]
     assert len(nodes) == 4
     assert len(cache.tree(1000)) == 3 + 250

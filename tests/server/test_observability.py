@@ -200,6 +200,7 @@ def test_the_glass_box_shows_all_work_and_the_numbers_of_metrics(server: Server)
     counts, nodes = after["engine"]["counts"], after["engine"]["nodes"]
     assert sum(node["pages"] for node in nodes) == counts["pages_cached"]
     assert counts["pages_evicted"] > before["engine"]["counts"]["pages_evicted"]
+    assert {node["parent"] for node in nodes} <= {None, *(node["last"] for node in nodes)}
     assert after["engine"]["sequences"] == []
 
     metrics = httpx.get(f"{server.url}/metrics").text

@@ -269,7 +269,8 @@ class RadixCache:
             *_, node = heapq.heappop(heap)
             parent = node.parent
             above = None if parent is None or parent is self._root else int(parent.pages[-1])
-            found.append(CacheNode(int(node.pages[-1]), above, len(node.pages), node.end, node.locks))
+            first, last = int(node.pages[0]), int(node.pages[-1])
+            found.append(CacheNode(first, last, above, len(node.pages), node.end, node.locks))
             for child in self._newest(node):
                 heapq.heappush(heap, (-len(child.pages), next(order), child))
         return found

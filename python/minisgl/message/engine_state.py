@@ -42,7 +42,7 @@ class SequenceState(msgspec.Struct, frozen=True, kw_only=True):
     known: int  # prompt and output so far
     limit: int  # at which it must stop
     priority: int = 0
-    node: int | None = None  # id of the cached prefix that it holds
+    node: int | None = None  # last page of the cached prefix that it holds
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
