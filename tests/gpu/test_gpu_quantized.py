@@ -161,14 +161,12 @@ def test_weights_rounded_to_fp8_answer_as_their_values(
 
 
 def test_memory_is_that_of_the_quantized_weights(folders: tuple[Path, Path]) -> None:
-    """Matrices take one byte a value, before the KV cache is made and at the most while they are loaded."""
-    used, peak = {}, {}
+    """Matrices take one byte a value."""
+    used = {}
     for method in ("auto", "fp8"):
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
         with LLM(str(folders[0]), device="cuda", quantization=method, num_page_override=16, cuda_graph_max_bs=0) as llm:
             model = llm._engine._runner.model
             matrices = sum(weight.numel() for name, weight in model.named_parameters() if name.endswith("_proj.weight"))
             used[method] = torch.cuda.memory_allocated()
-            peak[method] = torch.cuda.max_memory_allocated()
     assert used["auto"] - used["fp8"] == pytest.approx(matrices, rel=0.02)

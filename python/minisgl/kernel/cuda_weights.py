@@ -84,6 +84,6 @@ class Fp8Weight:
     def norm_gated_linear(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
     ) -> Tensor:
-        if self._matrix.gated and 0 < len(x) <= MAX_ROWS:
+        if self._matrix.gated and len(x) <= MAX_ROWS:
             return self._gemm.linear(x, norm, self._matrix, bias, gate=activation)
         return self._activate(self._gemm.linear(x, norm, self._matrix, bias), activation)

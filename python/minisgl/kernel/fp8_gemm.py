@@ -23,21 +23,23 @@ from minisgl.quantization.levels import LevelFormat, Levels
 
 _LINE = 128  # columns of a stage, and of a block's scale
 _WARPGROUP = 64  # rows of a weight
+_LIBRARY_ROWS = 16  # of x: torch._scaled_mm wants scales of 128 columns aligned
 _MAX_SIZE = 1 << 15  # columns of a row that a block quantizes
 
 
 class Fp8Rows(NamedTuple):
-    """Rows of x in e4m3."""
+    """Rows of x in e4m3, with room for more."""
 
-    codes: Tensor  # float8_e4m3fn [M, K]
-    scales: Tensor  # float32 [M], or [K / 128, stride] with a stride of M or more
+    codes: Tensor  # float8_e4m3fn [room, K]
+    scales: Tensor  # float32 [room], or [K / 128, room]
 
 
 class Fp8Matrix(NamedTuple):
     """A weight in e4m3 as it is stored, and its scales."""
 
     codes: Tensor  # float8_e4m3fn [N, K]
-    scales: Tensor  # float32 [N], or of blocks [N / 8, K / 128]
+    scales: Tensor  # float32 [N], or of blocks, for each eight of their rows [N / 8, K / 128]
+    block_scales: Tensor | None  # float32 [N / 128, K / 128]
     group: int  # 0 or 128
     gated: bool
 
@@ -51,13 +53,13 @@ class _Kernel(NamedTuple):
 
 def fp8_matrix(levels: Levels, *, gated: bool) -> Fp8Matrix | None:
     """Return levels of fp8 as the products read them; None if rows of one block have different scales."""
-    scales = levels.scales.flatten()
+    scales, block_scales = levels.scales.flatten(), None
     if levels.format.group:
         blocks = levels.scales.view(-1, _LINE, levels.scales.shape[1])
         if not torch.equal(blocks, blocks[:, :1].expand_as(blocks)):
             return None
-        scales = levels.scales[::8].contiguous()
-    return Fp8Matrix(levels.codes.view(torch.float8_e4m3fn), scales, levels.format.group, gated)
+        scales, block_scales = levels.scales[::8].contiguous(), levels.scales[::_LINE].contiguous()
+    return Fp8Matrix(levels.codes.view(torch.float8_e4m3fn), scales, block_scales, levels.format.group, gated)
 
 
 class Fp8Gemm:
@@ -79,11 +81,11 @@ class Fp8Gemm:
     def quantize(self, x: Tensor, norm: Norm | None, group: int, *, room: int) -> Fp8Rows:
         """Return norm(x), [M, K], in e4m3, with scales for rows or for `group` of their columns.
 
-        The scales have room for `room` rows.
+        There is room for `room` rows; what is behind x's is not defined.
         """
         rows, size = x.shape
-        codes = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)
-        shape = (size // group, max(rows, room)) if group else (max(rows, room),)
+        codes = torch.empty((room, size), dtype=torch.float8_e4m3fn, device=x.device)
+        shape = (size // group, room) if group else (room,)
         scales = torch.empty(shape, dtype=torch.float32, device=x.device)
         norm_dtype = x.dtype if norm is None else norm.weight.dtype
         kernel = self._compiler.kernel(_quantize_spec, x.dtype, norm_dtype, group)
@@ -95,7 +97,7 @@ class Fp8Gemm:
             eps=0.0 if norm is None else norm.eps,
             codes=codes,
             scales=scales,
-            stride=max(rows, room),
+            stride=room,
             K=size,
         )
         return Fp8Rows(codes, scales)
@@ -126,16 +128,19 @@ class Fp8Gemm:
     ) -> Tensor:
         """Return norm(x) @ weight^T + bias + residual, or its `gate`d form of few rows, of x as it is rounded."""
         rows, (width, size) = len(x), weight.codes.shape
-        if 0 < rows <= MAX_ROWS:
+        if rows == 0:
+            return x.new_empty((0, width if gate is None else width // 2))
+        if rows <= MAX_ROWS:
             division = divide(rows, width, size, weight.group, self._compiler.num_sms)
             quantized = self.quantize(x, norm, weight.group, room=division.max_rows)
-            return self.product(quantized, weight, bias, residual, division, x.dtype, gate, out)
-        quantized = self.quantize(x, norm, weight.group, room=rows)
-        if weight.group:
-            scales = quantized.scales.t(), weight.scales[::16].t()
+            return self.product(quantized, rows, weight, bias, residual, division, x.dtype, gate, out)
+        quantized = self.quantize(x, norm, weight.group, room=-(-rows // _LIBRARY_ROWS) * _LIBRARY_ROWS)
+        if weight.block_scales is not None:
+            scales = quantized.scales.t(), weight.block_scales.t()
         else:
             scales = quantized.scales.unsqueeze(1), weight.scales.unsqueeze(0)
         y = torch._scaled_mm(quantized.codes, weight.codes.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=x.dtype)
+        y = y[:rows]
         if bias is not None:
             y.add_(bias)
         if residual is not None:
@@ -145,6 +150,7 @@ class Fp8Gemm:
     def product(
         self,
         x: Fp8Rows,
+        rows: int,
         weight: Fp8Matrix,
         bias: Tensor | None,
         residual: Tensor | None,
@@ -153,8 +159,8 @@ class Fp8Gemm:
         gate: Activation | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[M, N], or [M, N / 2] with the activation of a `gate`, of few rows."""
-        (rows, size), width = x.codes.shape, len(weight.codes)
+        """[rows, N], or [rows, N / 2] with the activation of a `gate`, of few rows."""
+        width, size = weight.codes.shape
         if out is None:
             out = torch.empty((rows, width if gate is None else width // 2), dtype=dtype, device=x.codes.device)
         kernel = self._compiler.kernel(_product_spec, _Kernel(dtype, weight.group, gate, division))
@@ -167,7 +173,7 @@ class Fp8Gemm:
         kernel(
             (1, -(-width // block), -(-rows // division.max_rows)),
             division.warpgroups * 128 + 32,
-            x_map=tensor_map(x.codes, division.max_rows, _LINE),
+            x_map=tensor_map(x.codes[:rows], division.max_rows, _LINE),
             w_map=w_map,
             x_scales=x.scales,
             x_stride=x.scales.shape[-1],
