@@ -5,6 +5,7 @@ FROM python:3.11-slim AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY csrc csrc
+COPY docs docs
 COPY python python
 RUN python -m venv /opt/minisgl
 # PyTorch's own index has a torch without PyPI's 3 GB of CUDA. The extra otel is small: traces are of use in clusters.

@@ -7,6 +7,7 @@ FROM python:3.12-slim AS build
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY csrc csrc
+COPY docs docs
 COPY python python
 RUN python -m venv /opt/minisgl
 # The versions that were run on GPUs (docs/install.md).

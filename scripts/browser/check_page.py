@@ -30,8 +30,11 @@ class Visit:
         self.page.on("request", lambda request: self._check_origin(request.url, url))
         self.page.goto(url)
         expect(self.page.get_by_label("API key", exact=True)).to_be_visible()
-        self.page.get_by_label("API key", exact=True).fill(key)
-        self.page.keyboard.press("Enter")
+        for sent in ("a-wrong-key", key):
+            self.page.get_by_label("API key", exact=True).fill(sent)
+            self.page.keyboard.press("Enter")
+            if sent != key:
+                expect(self.page.locator("#key-note")).to_have_text("The server refused this key.")
         expect(self.page.locator("#status")).to_have_text("live")
 
     def _note(self, kind: str, text: str) -> None:
