@@ -19,8 +19,8 @@ Activate = Callable[[Tensor, Activation], Tensor]
 class QuantizedWeight:
     """Implements kernel.base.Weight.
 
-    Few rows are multiplied as the weight is read (csrc/quantized_gemm.cu). For many its values are written to memory
-    that is free again afterwards, so that a library multiplies them.
+    Few rows are multiplied as the weight is read (csrc/quantized_gemm.cu); with a gated one, where its gate is wanted.
+    For many its values are written to memory that is free again afterwards, so that a library multiplies them.
     """
 
     def __init__(self, ops: Ops, gemm: QuantizedGemm, packed: PackedLevels, dtype: torch.dtype) -> None:
@@ -35,14 +35,14 @@ class QuantizedWeight:
         return self._gemm.values(self._packed, self._dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        if self._gemm.takes(x, self._packed):
+        if not self._packed.gated and self._gemm.takes(x, self._packed):
             return self._gemm.product(x, self._packed, bias, residual)
         return self._ops.linear(x, self.tensor, bias, residual)
 
     def norm_linear(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        if self._gemm.takes(x, self._packed):
+        if not self._packed.gated and self._gemm.takes(x, self._packed):
             return self._gemm.product(self._normed(x, norm), self._packed, bias, out=out)
         return self._ops.norm_linear(x, norm, self.tensor, bias, out)
 
