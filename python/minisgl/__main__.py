@@ -15,6 +15,7 @@ from minisgl.config import ConfigError
 from minisgl.logs import configure_logging, set_up_logging
 from minisgl.models.config.generation_config import load_sampling_defaults
 from minisgl.models.config.load_config import load_model_config
+from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.server.api.tracing import check_otel
 from minisgl.server.supervisor import Supervisor, bind
 
@@ -44,6 +45,8 @@ def main() -> int:
         # An unsupported model is noticed before any process is started.
         model = load_model_config(folders.model, config.engine.runner, config.engine.convert)
         model.check_tp(config.engine.tp_size)
+        if config.shell and model.pooling is not None:
+            raise ConfigError(f"--shell is for a chat, and {NO_TEXT}")
         config = msgspec.structs.replace(
             config.located(folders.model, folders.tokenizer),
             sampling_defaults=load_sampling_defaults(config.source.generation_config, folders.model),

@@ -26,6 +26,7 @@ SHAPE: dict[str, Any] = {
     "dtype": "float32",
     "pad_token_id": 0,
 }
+_STEPS = "sentence_transformers.models"
 WORDS = "the of and to in is that it was for on are with as his they be at one have this from again over".split()
 
 
@@ -67,7 +68,7 @@ def save_embedder(folder: Path, pooling: dict[str, Any] | None = None, *, normal
 
 def save_steps(folder: Path, steps: Sequence[str]) -> None:
     modules = [
-        {"idx": index, "path": f"{index}_{step}" if index else "", "type": f"sentence_transformers.models.{step}"}
+        {"idx": index, "name": str(index), "path": f"{index}_{step}" if index else "", "type": f"{_STEPS}.{step}"}
         for index, step in enumerate(steps)
     ]
     write(folder / "modules.json", modules)

@@ -7,10 +7,10 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import numpy as np
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Raw, Struct
 from msgspec.json import encode
 
 from minisgl.pooling.pooling_config import PoolingConfig
@@ -163,8 +163,10 @@ class RerankWriter(ScoreWriter):
 
 
 def values(vector: Float32Array, form: EncodingFormat) -> Values:
-    """Return a vector as a list of numbers, or its bytes in base64."""
+    """Return a vector as a list of numbers, or its bytes in base64.
+
+    The list is JSON already: each vector is written by itself, so that the event loop has its turns between them.
+    """
     if form == "float":
-        numbers: list[float] = vector.tolist()
-        return numbers
+        return cast(list[float], Raw(encode(vector.tolist())))
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
