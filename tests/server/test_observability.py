@@ -184,17 +184,24 @@ def state_of(server: Server, since: int = -1) -> dict[str, Any]:
 def test_the_glass_box_shows_all_work_and_the_numbers_of_metrics(server: Server) -> None:
     httpx.post(f"{server.url}/flush_cache", timeout=PATIENCE)
     before = state_of(server)  # from here on steps are recorded
-    text = "a prompt that comes a second time, and finds its pages in the cache"
-    for _ in range(2):
-        ids = generate(server, text)
-    for number in range(5):
-        generate(server, f"{number} of some that fill all pages of the cache, so that others must be evicted {number}")
+    known = {step["begin"] for step in before["steps"]}
+    seen: dict[float, dict[str, Any]] = {}
+    texts = ["a prompt that comes a second time, and finds its pages in the cache"] * 2
+    texts += [
+        f"{number} of some that fill all pages of the cache, so that others must go {number}" for number in range(5)
+    ]
+    lengths = []
+    for text in texts:
+        lengths.append(len(generate(server, text)))
+        last = max((step["step"] for step in seen.values()), default=-1)
+        seen |= {step["begin"]: step for step in state_of(server, last)["steps"]}  # one that has grown comes again
     server.wait_idle()
-    after = state_of(server, before["steps"][-1]["step"] if before["steps"] else -1)
-    was, now, steps = before["load"], after["load"], after["steps"]
+    after = state_of(server)
+    seen |= {step["begin"]: step for step in after["steps"]}
+    was, now, steps = before["load"], after["load"], [step for begin, step in seen.items() if begin not in known]
     queried, hit = (now[name] - was[name] for name in ("prefix_tokens_queried", "prefix_tokens_hit"))
     assert queried == after["prompt_tokens"] - before["prompt_tokens"]
-    assert hit >= (len(ids) - 12 - 1) // PAGE_SIZE * PAGE_SIZE
+    assert hit >= (lengths[0] - 12 - 1) // PAGE_SIZE * PAGE_SIZE
     assert sum(step["prefill_tokens"] for step in steps) == queried - hit
     assert sum(step["decodes"] * step["count"] for step in steps) == 7 * 11, "a prompt's last chunk brings the first"
     counts, nodes = after["engine"]["counts"], after["engine"]["nodes"]
