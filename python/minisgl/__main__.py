@@ -43,7 +43,7 @@ def main() -> int:
         listener = bind(config.host, config.port, config.http.send_timeout)
         folders = find()
         # An unsupported model is noticed before any process is started.
-        model = load_model_config(folders.model, config.engine.runner, config.engine.convert)
+        model = load_model_config(folders.model, config.engine.runner, config.engine.convert, config.engine.model_impl)
         model.check_tp(config.engine.tp_size)
         if config.shell and model.pooling is not None:
             raise ConfigError(f"--shell is for a chat, and {NO_TEXT}")

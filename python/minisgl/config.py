@@ -32,6 +32,7 @@ DEFAULT_PORT = 1919
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float16", "bfloat16", "float32"]
+ModelImplementation = Literal["auto", "minisgl", "transformers"]
 LoadFormat = Literal["safetensors", "dummy"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 QuantizationMethod = Literal["auto", "fp8", "int8", "int4"]
@@ -150,6 +151,13 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         LoadFormat,
         Setting("dummy: random weights", switches={"--dummy-weight": "dummy"}, values={"auto": "safetensors"}),
     ] = "safetensors"
+    model_impl: Annotated[
+        ModelImplementation,
+        Setting(
+            "who computes the model; auto: this package if it knows the architecture, else transformers' modules with "
+            "attention over the paged KV cache"
+        ),
+    ] = "auto"
     quantization: Annotated[
         QuantizationMethod,
         Setting(

@@ -46,8 +46,8 @@ from minisgl.kvcache.pool import KVPool
 from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import bind_weights, product_labels
 from minisgl.limits import Limits
+from minisgl.models.base import Model
 from minisgl.models.config.model_config import ModelConfig
-from minisgl.models.decoder import DecoderModel
 from minisgl.models.loading import build_model, load_model
 from minisgl.models.pooling_model import PoolingModel
 from minisgl.progress import progress_bar
@@ -234,7 +234,7 @@ class Engine:
 class _Parts:
     """Parts of a runner, whatever the size of its pool."""
 
-    model: DecoderModel
+    model: Model
     num_slots: int
     attention: ModelAttention
     ops: Ops
@@ -264,7 +264,7 @@ def _load(
     ops: Ops,
     *,
     progress: bool,
-) -> DecoderModel:
+) -> Model:
     try:
         return load_model(
             model,

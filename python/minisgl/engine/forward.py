@@ -25,7 +25,7 @@ from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
 from minisgl.kernel.recurrent_rows import RecurrentRows, SingleRows, recurrent_rows
 from minisgl.kvcache.pool import KVPool
-from minisgl.models.decoder import DecoderModel
+from minisgl.models.base import Model
 
 
 class StepInputs(NamedTuple, Generic[A]):
@@ -108,7 +108,7 @@ class StepRunner:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: Model,
         kv: KVPool,
         state: SlotState,
         attention: ModelAttention,

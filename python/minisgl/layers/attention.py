@@ -17,6 +17,16 @@ from minisgl.layers.rotary import Rotary, paired_rows
 from minisgl.layers.weight_slice import WeightSlice, row_slices
 
 
+def attend(layer: int, qkv: Tensor, heads: Heads, sinks: Tensor | None, ctx: ForwardContext) -> Tensor:
+    """Store the tokens' k and v and attend with their q: qkv [T, rows of q, k and v] -> [T, heads, head_dim]."""
+    keys, values = ctx.kv.keys(layer), ctx.kv.values(layer)
+    fused = ctx.fused.get(layer)
+    if fused is not None:
+        return fused.forward(qkv, heads, keys, values, sinks)
+    q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.out_cache_loc, keys, values)
+    return ctx.attention[layer].forward(layer, q, ctx.kv, sinks)
+
+
 class HeadSinks(nn.Module):
     """A rank's share of the heads' attention sinks (Xiao et al., 2023): weight [heads], a score each."""
 
@@ -108,15 +118,8 @@ class Attention(nn.Module):
             q_norm=params_of(q_norm),
             k_norm=params_of(k_norm),
         )
-        keys, values = ctx.kv.keys(self.layer), ctx.kv.values(self.layer)
         sinks = None if self.sinks is None else self.sinks.weight
-        fused = ctx.fused.get(self.layer)
-        if fused is not None:
-            attended = fused.forward(qkv, heads, keys, values, sinks)
-        else:
-            q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.out_cache_loc, keys, values)
-            attended = ctx.attention[self.layer].forward(self.layer, q, ctx.kv, sinks)
-        attended = attended.flatten(1)
+        attended = attend(self.layer, qkv, heads, sinks, ctx).flatten(1)
         if gate is not None:
             attended = attended * torch.sigmoid(gate)
         y: Tensor = self.o_proj(attended, residual)

@@ -103,7 +103,7 @@ class LLM:
         folder, tokenizer_folder = find_model(source, weights=config.load_format != "dummy")
         server = server.located(folder, tokenizer_folder)
         config = server.engine
-        model_config = load_model_config(folder, config.runner, config.convert)
+        model_config = load_model_config(folder, config.runner, config.convert, config.model_impl)
         self._pooling = pooling = model_config.pooling
         self._default_params = _default_params(load_sampling_defaults(source.generation_config, folder))
         model_config.check_tp(config.tp_size)

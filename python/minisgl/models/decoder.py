@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import cast
@@ -23,6 +22,7 @@ from minisgl.layers.mlp import GatedMLP, Router, SparseMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary
 from minisgl.layers.weight_slice import WeightSlice, whole
+from minisgl.models.base import Model
 from minisgl.models.config.model_config import ModelConfig
 
 
@@ -136,26 +136,20 @@ class Decoder(nn.Module):
         return torch.tensor(self.embedding_scale, dtype=x.dtype, device="cpu").item()
 
 
-class DecoderModel(nn.Module, ABC):
-    """A decoder and what reads its states. Module names are the checkpoint's, so that loading maps few."""
+class DecoderModel(Model):
+    """A decoder of these layers. Module names are the checkpoint's, so that loading maps few."""
+
+    model: Decoder
 
     def __init__(self, config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.config = config
-        self.dtype = dtype
+        super().__init__(config, dtype)
         self.tp = tp
         self.model = Decoder(config, tp=tp, dtype=dtype)
 
-    @abstractmethod
-    def logits(self, states: Tensor, ctx: ForwardContext) -> Tensor:
-        """[S, n] of states [S, hidden_size] that the decoder gave, the same on every rank."""
-
     def graph_safe(self, ops: Ops) -> bool:
-        """True if a decode launches the same work whatever its data, so that a CUDA graph may hold it."""
         return all(module.graph_safe(ops) for module in self.modules() if isinstance(module, SparseMLP))
 
     def kernel_needs(self, kv_dtype: torch.dtype) -> KernelNeeds:
-        """The kernels that steps over a KV pool of this dtype will ask for."""
         products, experts = set(), set()
         for layer in (module for module in self.modules() if isinstance(module, DecoderLayer)):
             for block, norm in ((layer.attention, layer.attention_norm), (layer.mlp, layer.mlp_norm)):
@@ -184,7 +178,6 @@ class DecoderModel(nn.Module, ABC):
 
     @property
     def layer_weights(self) -> int:
-        """Number of the last layer's weights that each token is multiplied by."""
         layer = self.model.layers[-1]
         idle = sum(module.idle_weights for module in layer.modules() if isinstance(module, SparseMLP))
         return sum(weight.numel() for weight in layer.parameters()) - idle

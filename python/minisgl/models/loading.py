@@ -19,9 +19,11 @@ from minisgl.config import LoadFormat, QuantizationMethod
 from minisgl.distributed import TPGroup
 from minisgl.layers.linear import Linear
 from minisgl.layers.weight_slice import Loadable, Stackable, WeightSlice
+from minisgl.models.base import Model
 from minisgl.models.checkpoint import Checkpoint
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel, WeightError
-from minisgl.models.decoder import CausalLM, DecoderModel
+from minisgl.models.decoder import CausalLM
+from minisgl.models.generic.causal_lm import build_generic, load_generic
 from minisgl.models.hub import some
 from minisgl.models.linear_filling import Keeps, LinearFilling, WeightForms
 from minisgl.models.online_quantization import describe, round_weights
@@ -133,12 +135,14 @@ def _check(
             raise WeightError(f"{name} has shape {list(shape)}, but config.json asks for {list(parts[0].shape)}")
 
 
-def build_model(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> DecoderModel:
+def build_model(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> Model:
     """Return one rank's model, made where it stays; on the meta device it takes no memory.
 
     Its weights are not filled, and those of linear layers have no memory yet (`layers.linear.allocate`).
     """
     config.check_tp(tp.size)
+    if config.transformers_config is not None:
+        return build_generic(config, dtype=dtype)
     with torch.device(device):
         if config.pooling is not None:
             return PoolingModel(config, config.pooling, tp=tp, dtype=dtype).eval()
@@ -158,7 +162,7 @@ def load_model(
     fp8_activations: bool = False,
     progress: bool = False,
     seed: int = 0,
-) -> DecoderModel:
+) -> Model:
     """Return one rank's model, filled from the folder or ("dummy") with random weights. Raises ModelError.
 
     Weights that the checkpoint does not have so are rounded to `quantization`, unless it is "auto". Quantized weights
@@ -168,6 +172,11 @@ def load_model(
     stored = config.quantization
     if stored is not None and quantization not in ("auto", stored.kind):
         raise UnsupportedModel(f"--quantization {quantization}: the checkpoint has weights of {stored.name} already")
+    if config.transformers_config is not None:
+        config.check_tp(tp.size)
+        if quantization != "auto":
+            raise UnsupportedModel(f"--quantization {quantization}: {config.architecture} is computed by transformers")
+        return load_generic(config, folder, dtype=dtype, device=device, dummy=load_format == "dummy")
     method = None if quantization == "auto" or stored is not None else quantization
     forms = WeightForms(device, tp, keeps, method, fp8_activations)
     model = build_model(config, tp=tp, dtype=dtype, device=device)

@@ -110,7 +110,7 @@ def run(worker: Worker) -> None:
 
     config = worker.config
     folder = Path(config.engine.model_path)
-    model = load_model_config(folder, config.engine.runner, config.engine.convert)
+    model = load_model_config(folder, config.engine.runner, config.engine.convert, config.engine.model_impl)
     grammars = GrammarMatchers(
         lambda: load_tokenizer(config.tokenizer_folder), vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
     )

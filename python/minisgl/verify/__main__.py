@@ -62,7 +62,7 @@ def _verify(args: argparse.Namespace) -> int:
     scheduling.validate()
     folder = model_folder(args.model, weights=True)
     reference = model_folder(args.reference, weights=True) if args.reference else folder
-    model = load_model_config(folder, runner="generate")
+    model = load_model_config(folder, runner="generate", implementation=engine.model_impl)
     engine = msgspec.structs.replace(engine, model_path=str(folder))
     device, dtype = resolve_device(engine), resolve_dtype(engine, model.dtype)
     tokenizer = _tokenizer(folder)

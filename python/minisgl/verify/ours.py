@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minisgl.config import EngineConfig, SchedulerConfig
+from minisgl.config import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.context import ForwardContext
 from minisgl.core import Batch, SamplingParams
 from minisgl.distributed import SingleRank
@@ -21,6 +21,7 @@ from minisgl.engine.forward import ForwardOutput, step_inputs
 from minisgl.engine.graphs import DecodeGraphs
 from minisgl.message.types import unpack_ids
 from minisgl.models.config.model_config import ModelConfig
+from minisgl.models.decoder import DecoderModel
 from minisgl.scheduler.loop import make_loop
 from minisgl.verify.compare import Run, common_length, compare_rows
 from minisgl.verify.oracle import TRACED, Answers, Expected, Float32Array
@@ -42,7 +43,7 @@ class ObservedEngine(Engine):
             return super()._forward(batch)
         runner = self._runner
         runner.state.apply(batch)
-        model = runner.model
+        model = self._decoder_model
         logits: list[Tensor] = []
 
         def keep(_last_layer: nn.Module, inputs: tuple[Tensor, ForwardContext], states: Tensor) -> None:
@@ -65,7 +66,14 @@ class ObservedEngine(Engine):
     @property
     def layers(self) -> list[nn.Module]:
         """Return the decoder layers, from hidden states to hidden states."""
-        return list(self._runner.model.model.layers)
+        return list(self._decoder_model.model.layers)
+
+    @property
+    def _decoder_model(self) -> DecoderModel:
+        model = self._runner.model
+        if not isinstance(model, DecoderModel):
+            raise ConfigError("the model is transformers' own: there is nothing to compare it with")
+        return model
 
 
 @dataclass(slots=True)

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from minisgl.config import ModelImplementation
 from minisgl.models import deepseek, gemma3, gemma4, glm4_moe, gpt_oss, llama, qwen3_next
 from minisgl.models.config.checkpoint_metadata import checkpoint_dtype, tokenizer_eos
 from minisgl.models.config.config_reader import ConfigReader, brief
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
 from minisgl.models.config.quantization_config import read_quantization
 from minisgl.models.config.read_pooling import CAUSAL, CLASSIFIER, HEADLESS, read_pooling
+from minisgl.models.generic.read_config import read_generic
 from minisgl.pooling.pooling_config import Convert, PoolingConfig, Runner
 
 # Architecture -> the function that reads its config.json. A family is one file in `models/`, and one line here.
@@ -35,10 +37,15 @@ FAMILIES: Mapping[str, Callable[[str, ConfigReader], ModelConfig]] = {
 _ENCODERS = re.compile("bert|electra|mpnet|xlnet|longformer|t5|gtemodel|newmodel|bidirec", re.IGNORECASE)
 
 
-def load_model_config(folder: Path, runner: Runner = "auto", convert: Convert = "auto") -> ModelConfig:
+def load_model_config(
+    folder: Path,
+    runner: Runner = "auto",
+    convert: Convert = "auto",
+    implementation: ModelImplementation = "auto",
+) -> ModelConfig:
     """Read config.json and, if they are there, what other files add to it. Raises UnsupportedModel.
 
-    `runner` and `convert` say if the model generates or pools, as in `EngineConfig`.
+    `runner` and `convert` say if the model generates or pools, `implementation` who computes it, as in `EngineConfig`.
     """
     if not folder.is_dir():
         raise UnsupportedModel(f"{folder} is not a folder")
@@ -48,8 +55,13 @@ def load_model_config(folder: Path, runner: Runner = "auto", convert: Convert = 
     if not (raw.get("dtype") or raw.get("torch_dtype")):
         raw = {**raw, "dtype": checkpoint_dtype(folder)}
     generation = folder / "generation_config.json"
-    model = parse_config(raw, _read_json(generation) if generation.is_file() else {}, tokenizer_eos(folder))
+    generation_config = _read_json(generation) if generation.is_file() else {}
+    model = parse_config(raw, generation_config, tokenizer_eos(folder), implementation)
+    if model.transformers_config is not None and runner == "auto":
+        return model
     pooling = read_pooling(folder, raw, model, runner, convert)
+    if pooling is not None and model.transformers_config is not None:
+        raise UnsupportedModel(f"{model.architecture} is computed by transformers, which pools nothing here")
     return model if pooling is None else _pooling_model(model, pooling)
 
 
@@ -70,33 +82,42 @@ def _pooling_model(model: ModelConfig, pooling: PoolingConfig) -> ModelConfig:
 
 
 def parse_config(
-    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, eos_of_tokenizer: int | None = None
+    raw: Mapping[str, Any],
+    generation: Mapping[str, Any] | None = None,
+    eos_of_tokenizer: int | None = None,
+    implementation: ModelImplementation = "auto",
 ) -> ModelConfig:
     """Read the two files' contents and the tokenizer's eos_token; takes keys of transformers 4 and of 5."""
-    architecture = _architecture(raw)
-    config = FAMILIES[architecture](architecture, ConfigReader(raw))
+    config = _read_architecture(raw, implementation)
     eos = _eos_token_ids(raw, generation or {}, eos_of_tokenizer)
     # Ids beyond the vocabulary, which some tokenizers have, are never generated; -1 means that there is none.
     known = dict.fromkeys(token for token in eos if 0 <= token < config.vocab_size)
     return dataclasses.replace(config, eos_token_ids=tuple(known), quantization=read_quantization(raw))
 
 
-def _architecture(raw: Mapping[str, Any]) -> str:
+def _read_architecture(raw: Mapping[str, Any], implementation: ModelImplementation) -> ModelConfig:
     names = raw.get("architectures")
     if not isinstance(names, list) or not names:
         raise UnsupportedModel("config.json names no architecture (key architectures)")
     for name in map(str, names):
         for ending in ("", CLASSIFIER, HEADLESS):
             family = name if not ending else name.removesuffix(ending) + CAUSAL
-            if name.endswith(ending) and family in FAMILIES:
-                return family
+            if name.endswith(ending) and family in FAMILIES and implementation != "transformers":
+                return FAMILIES[family](family, ConfigReader(raw))
     if any(_ENCODERS.search(str(name)) for name in names):
         raise UnsupportedModel(
             f"architecture {', '.join(map(str, names))} is a bidirectional encoder, which is not supported: embeddings "
             "and scores are served of causal models, such as Qwen3-Embedding and Qwen3-Reranker"
         )
-    known = ", ".join(sorted(FAMILIES))
-    raise UnsupportedModel(f"architecture {', '.join(map(str, names))} is not supported; known are {known}")
+    architecture, known = ", ".join(map(str, names)), ", ".join(sorted(FAMILIES))
+    if implementation == "minisgl":
+        raise UnsupportedModel(f"architecture {architecture} is not supported; known are {known}")
+    try:
+        return read_generic(architecture, raw)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(
+            f"architecture {architecture} is not supported, nor by transformers' modules: {error}; known are {known}"
+        ) from error
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], eos_of_tokenizer: int | None) -> list[int]:

@@ -60,6 +60,7 @@ class ModelConfig:
     logits_scale: float = 1.0  # factor of the logits
     logits_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     checkpoint: CheckpointNames = CheckpointNames()
+    transformers_config: str | None = None  # config.json, where transformers' own modules compute the model
     quantization: Quantization | None = None  # how the checkpoint stores its matrices; None: in dtype or wider
     pooling: PoolingConfig | None = None  # what it makes of prompts; None: text
 
@@ -97,6 +98,8 @@ class ModelConfig:
 
         KV heads are replicated and the vocabulary is padded, so neither has to divide.
         """
+        if self.transformers_config is not None and size > 1:
+            raise UnsupportedModel(f"--tp {size}: {self.architecture} is computed by transformers, on one rank alone")
         for layer in self.layers:
             expert = " of an expert" if isinstance(layer.mlp, MoEConfig) else ""
             if isinstance(layer.attention, AttentionConfig):

@@ -1,0 +1,43 @@
+"""A model as the engine runs it, whoever computes its layers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.context import ForwardContext
+from minisgl.kernel.base import KernelNeeds, Ops
+from minisgl.models.config.model_config import ModelConfig
+
+
+class Model(nn.Module, ABC):
+    """A decoder, `model`, and what reads its states.
+
+    `model` maps a step of T tokens to [R, hidden_size]: the states of `ctx.logits_indices` (None: of all T tokens).
+    """
+
+    model: nn.Module
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+
+    @abstractmethod
+    def logits(self, states: Tensor, ctx: ForwardContext) -> Tensor:
+        """[S, n] of states [S, hidden_size] that the decoder gave, the same on every rank."""
+
+    @abstractmethod
+    def graph_safe(self, ops: Ops) -> bool:
+        """True if a decode launches the same work whatever its data, so that a CUDA graph may hold it."""
+
+    @abstractmethod
+    def kernel_needs(self, kv_dtype: torch.dtype) -> KernelNeeds:
+        """The kernels that steps over a KV pool of this dtype will ask for."""
+
+    @property
+    @abstractmethod
+    def layer_weights(self) -> int:
+        """Number of the last layer's weights that each token is multiplied by."""

@@ -1,0 +1,1 @@
+"""Any other decoder of transformers: its own modules, with attention over the paged KV pool in the place of theirs."""

@@ -1,0 +1,41 @@
+"""Reads the config.json of an architecture that no family here knows, by transformers and a model without weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl.layers.layer_config import LayerConfig, MLPConfig, NormConfig
+from minisgl.models.config.config_reader import ConfigReader
+from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
+
+
+def read_generic(architecture: str, raw: Mapping[str, Any]) -> ModelConfig:
+    """Return the model as transformers has it; its layers' attention is what its modules ask for. UnsupportedModel."""
+    from minisgl.models.generic.causal_lm import hf_config, make_empty, probe
+
+    content = json.dumps(raw)
+    text = hf_config(content).get_text_config(decoder=True)
+    try:
+        found = probe(make_empty(content))
+    except UnsupportedModel:
+        raise
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        raise UnsupportedModel(" ".join(str(error).split())) from error
+    positions = getattr(text, "max_position_embeddings", None)
+    if not positions:
+        raise UnsupportedModel("config.json does not tell the context length (max_position_embeddings)")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        # Of the blocks behind attention only transformers knows.
+        layers=tuple(LayerConfig(attention, MLPConfig(0)) for attention in found.configs),
+        norm=NormConfig(eps=1e-6),
+        max_position_embeddings=positions,
+        tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
+        dtype=ConfigReader(raw).dtype(),
+        initializer_range=float(getattr(text, "initializer_range", 0.02)),
+        transformers_config=content,
+    )
