@@ -343,8 +343,8 @@ def test_transformers_reads_and_writes_the_same(raw: dict[str, Any], tmp_path: P
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
-        {"architectures": ["GPT2LMHeadModel"]},
-        "GPT2LMHeadModel is not supported; known are DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, ",
+        {"architectures": ["BloomForCausalLM"], "model_type": "bloom"},
+        "BloomForCausalLM is not supported, nor by transformers' modules: its attention is not exchangeable",
     ),
     "no architecture": ({"architectures": None}, "names no architecture"),
     "dynamic rope": (

@@ -79,6 +79,19 @@ def _decoder_name(model: Any) -> str:
     return name
 
 
+class StatesAlone:
+    """A decoder's output of which its head reads the states; whatever else a model's head passes on is None."""
+
+    def __init__(self, states: Tensor | None) -> None:
+        self.last_hidden_state = states
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+
 class GivenStates(nn.Module):
     """Stands in the place of the decoder below a head: gives the head states that were computed before."""
 
@@ -86,10 +99,8 @@ class GivenStates(nn.Module):
         super().__init__()
         self.states: Tensor | None = None
 
-    def forward(self, *_: Any, **__: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        return MoeModelOutputWithPast(last_hidden_state=self.states)
+    def forward(self, *_: Any, **__: Any) -> StatesAlone:
+        return StatesAlone(self.states)
 
 
 class PagedDecoder(nn.Module):

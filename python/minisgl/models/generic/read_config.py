@@ -16,13 +16,13 @@ def read_generic(architecture: str, raw: Mapping[str, Any]) -> ModelConfig:
     from minisgl.models.generic.causal_lm import hf_config, make_empty, probe
 
     content = json.dumps(raw)
-    text = hf_config(content).get_text_config(decoder=True)
     try:
+        text = hf_config(content).get_text_config(decoder=True)
         found = probe(make_empty(content))
     except UnsupportedModel:
         raise
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
-        raise UnsupportedModel(" ".join(str(error).split())) from error
+    except Exception as error:  # of any config or module of transformers
+        raise UnsupportedModel(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
     positions = getattr(text, "max_position_embeddings", None)
     if not positions:
         raise UnsupportedModel("config.json does not tell the context length (max_position_embeddings)")
