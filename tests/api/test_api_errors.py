@@ -327,7 +327,7 @@ def test_unknown_model(server: RunningServer) -> None:
 
 
 def test_unknown_routes_and_methods(server: RunningServer) -> None:
-    check_error(server.get("/"), 404, None)
+    check_error(server.get("/nothing"), 404, None)
     check_error(server.post("/v1/chat/completions/"), 404, None)
     check_error(server.get(CHAT), 405, None)
     check_error(server.post("/v1/models"), 405, None)
