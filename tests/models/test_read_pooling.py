@@ -47,7 +47,8 @@ def pooling(path: Path, *args: Any) -> PoolingConfig:
 def test_what_pools_by_itself(tmp_path: Path) -> None:
     for name in ("causal", "headless", "sentences", "classes"):
         (tmp_path / name).mkdir()
-    assert load_model_config(folder(tmp_path / "causal")).pooling is None
+    for names in (["Qwen3ForCausalLM"], ["Qwen3Reader", "Qwen3ForCausalLM"]):
+        assert load_model_config(folder(tmp_path / "causal", architectures=names)).pooling is None
     headless = pooling(folder(tmp_path / "headless", architectures=["Qwen3Model"]))
     assert (headless.makes, headless.method, headless.normalize, headless.size) == ("embedding", "last", True, 32)
     sentences = folder(tmp_path / "sentences", {"Transformer": {}, "Pooling": LAST}, matryoshka_dimensions=[8, 16])

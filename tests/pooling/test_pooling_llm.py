@@ -12,6 +12,7 @@ from pooling_models import Reference, save, save_embedder, texts, unit
 
 from minisgl import LLM
 from minisgl.core import DeviceOutOfMemory, InvalidRequest, SamplingParams
+from minisgl.models.hub import demo_folder
 
 TOLERANCE = 1e-5
 TIGHT: dict[str, Any] = {"max_extend_tokens": 24, "page_size": 4, "max_running_req": 4}  # prompts are cut into chunks
@@ -136,3 +137,13 @@ def test_classifiers(labels: int, tmp_path: Path) -> None:
         else:
             with pytest.raises(InvalidRequest, match="scores no pairs"):
                 llm.score("a", "b")
+
+
+def test_trained_weights_in_16_bits() -> None:
+    """Within rounding of the same weights in 32 bits: a cosine above 0.9999."""
+    reference = Reference(demo_folder(), "Model")
+    with LLM("demo", runner="pooling", dtype="bfloat16") as llm:
+        prompts = ["What is Minisgl?", "How many tokens has a page of the KV cache?", "word"]
+        ids = [llm.tokenizer.encode(text).tolist() for text in prompts]
+        expected = np.stack([reference.embedding(one) for one in ids])
+        assert (llm.embed(prompts) * expected).sum(1).min() > 0.9999

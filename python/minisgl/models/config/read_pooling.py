@@ -17,6 +17,7 @@ from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
 from minisgl.pooling.pooling_config import Activation, Convert, PoolingConfig, PoolingMethod, Runner
 
 CAUSAL, CLASSIFIER, HEADLESS = "ForCausalLM", "ForSequenceClassification", "Model"
+_GENERATING = CAUSAL, "ForConditionalGeneration"
 _ANSWERS = "no", "yes"  # of Qwen3-Reranker, the later one means that the document is relevant
 _METHODS: Mapping[str, PoolingMethod] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
 _ACTIVATIONS: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity", "Softmax": "softmax"}
@@ -29,9 +30,10 @@ def read_pooling(
 
     `raw` is its config.json. "auto" pools if there is a modules.json or the architecture has no language model's head.
     """
-    name = next(iter(raw["architectures"]))
+    names = [str(name) for name in raw["architectures"]]
+    name = next((name for name in names if name.endswith((*_GENERATING, CLASSIFIER, HEADLESS))), names[0])
     steps = _steps(folder)
-    generates = name.endswith((CAUSAL, "ForConditionalGeneration"))
+    generates = not name.endswith((CLASSIFIER, HEADLESS))
     if runner == "generate" or (runner == "auto" and not steps and generates):
         if not generates:
             raise UnsupportedModel(f"architecture {name} has no head that generates text: use --runner pooling")
