@@ -63,7 +63,7 @@ _TILINGS = (
 _MANY = _Tiling(pairs=2, warps_n=2, warps_m=2, tiles=8, stages=3)
 _MANY_ON_HOPPER = _Tiling(pairs=1, warps_n=8, warps_m=1, tiles=16, stages=4, warpgroup=True)
 # So few pairs seldom share an expert: each is a tile, and small blocks fill the device.
-_FEW_PAIRS = 32
+_FEW_PAIRS = 8
 _FEW = _Tiling(pairs=1, warps_n=2, warps_m=1, tiles=2, stages=6, route=True)
 
 
