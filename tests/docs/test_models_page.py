@@ -21,8 +21,9 @@ WITH_TOWERS = {
 
 
 def rows() -> list[tuple[set[str], set[str], set[str]]]:
-    """Architectures, kinds and shapes of each family."""
-    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    """Architectures, kinds and shapes of each family, from the page's first table."""
+    first_part = PAGE.read_text(encoding="utf-8").split("\n## ")[0]
+    lines = [line for line in first_part.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     assert all(len(row) == 5 for row in cells)
     return [tuple(set(re.findall(r"[\w.-]+", cell)) for cell in row[1:4]) for row in cells]  # type: ignore[misc]

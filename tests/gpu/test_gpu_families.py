@@ -293,7 +293,7 @@ GPT_OSS_20B: dict[str, Any] = {
     "tie_word_embeddings": False,
     **HALF_WINDOWED,
 }
-GEMMA_4_DENSE = GEMMA_3_12B | {
+GEMMA_4_DENSE = {key: value for key, value in GEMMA_3_12B.items() if key != "query_pre_attn_scalar"} | {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",
     "global_head_dim": 512,

@@ -164,9 +164,10 @@ def test_memory_is_that_of_the_quantized_weights(folders: tuple[Path, Path]) -> 
     """Matrices take one byte a value."""
     used = {}
     for method in ("auto", "fp8"):
-        torch.cuda.empty_cache()
+        torch._C._cuda_clearCublasWorkspaces()
         with LLM(str(folders[0]), device="cuda", quantization=method, num_page_override=16, cuda_graph_max_bs=0) as llm:
             model = llm._engine._runner.model
             matrices = sum(weight.numel() for name, weight in model.named_parameters() if name.endswith("_proj.weight"))
+            torch._C._cuda_clearCublasWorkspaces()  # of 32 MiB each, which our own kernels do not ask for
             used[method] = torch.cuda.memory_allocated()
     assert used["auto"] - used["fp8"] == pytest.approx(matrices, rel=0.02)

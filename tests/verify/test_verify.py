@@ -107,6 +107,18 @@ def test_where_weights_amplify_rounding_the_limit_is_that_of_transformers(
     assert all(prompt["limit"] == pytest.approx(2 * prompt["rounding"]) for prompt in wider)
 
 
+def test_experts_chosen_at_near_ties_widen_the_limits_of_all_prompts(
+    tmp_path: Path, verify: Callable[..., tuple[int, dict[str, Any]]]
+) -> None:
+    make_model("qwen3-moe").save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path, VOCAB)
+    code, found = verify(str(tmp_path), "--dtype", "bfloat16")
+    assert code == 0, found
+    prompts = found["prompts"]
+    assert any(prompt["rms"] > 2 * prompt["rounding"] > tolerance("bfloat16", 3).rms for prompt in prompts)
+    assert {prompt["limit"] for prompt in prompts} == {2 * max(prompt["rounding"] for prompt in prompts)}
+
+
 def test_a_wrong_model_in_bfloat16_is_found(
     tiny: Path, tmp_path: Path, verify: Callable[..., tuple[int, dict[str, Any]]]
 ) -> None:

@@ -19,7 +19,10 @@ from minisgl.attention.base import AttentionInputs, AttentionSpec, shorter_windo
 from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
 
-_MAX_SINK_SCORES = 1 << 20  # a head's, that are stored at a time where nothing else limits them
+_MAX_SCORES = 1 << 20  # a head's, that are stored at a time where torch's attention is not used
+# torch 2.11's memory-efficient attention is right for heads up to here. With the 576 of latent attention an H200 gave
+# wrong results where a chunk's queries left one over from tiles of 32.
+_LARGEST_HEAD = 256
 
 
 class Decode(Protocol):
@@ -70,6 +73,7 @@ class TorchPlan:
     decodes: Sequence[Decode]
     prefills: Sequence[PrefillRow]
     spec: AttentionSpec
+    stores_scores: bool  # of prefills
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:
         return self._attend(q, kv.keys(layer), kv.values(layer), sinks)[..., : self.spec.latent_dim]
@@ -83,7 +87,8 @@ class TorchPlan:
             assert decode.tokens is not None
             out[decode.tokens] = decode.attend(q[decode.tokens], keys, values, scale, sinks)
         for row in self.prefills:
-            out[row.tokens] = _attend(q[row.tokens], keys, values, row, scale, sinks)
+            attend = _attend_by_scores if self.stores_scores else _attend
+            out[row.tokens] = attend(q[row.tokens], keys, values, row, scale, sinks)
         return out
 
 
@@ -97,10 +102,11 @@ class TorchAttention:
     def __init__(self, spec: AttentionSpec, max_scores: int | None = None) -> None:
         """`max_scores`: queries x keys of a head, at most, of which the scores may be stored at a time; None: any.
 
-        With sinks they are always stored.
+        With sinks, latents and large heads they are always stored.
         """
         self.spec = spec
-        self._max_scores = _MAX_SINK_SCORES if max_scores is None and spec.has_sinks else max_scores
+        self._stores_scores = spec.has_sinks or spec.latent_dim is not None or spec.head_dim > _LARGEST_HEAD
+        self._max_scores = min(max_scores or _MAX_SCORES, _MAX_SCORES) if self._stores_scores else max_scores
 
     def plan(self, inputs: AttentionInputs) -> TorchPlan:
         window = shorter_window(self.spec.window, inputs)
@@ -111,6 +117,7 @@ class TorchAttention:
             decodes=self._decodes(inputs, first, decode, window),
             prefills=[part for row in prefill for part in self._prefill(inputs, int(first[row]), int(row), window)],
             spec=self.spec,
+            stores_scores=self._stores_scores,
         )
 
     def graphed_decode(self, rows: int) -> None:  # noqa: ARG002
@@ -186,12 +193,14 @@ def _gather(pool: Tensor, pages: Tensor) -> Tensor:
     return found.view(*pages.shape[:-1], pages.shape[-1] * pool.shape[1], *pool.shape[2:])
 
 
-def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor) -> Tensor:
+def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
     """Attend in float32 with q [..., Q, d] to k and v [..., L, d] and to a sink, whose value is 0.
 
-    `mask` [..., Q, L] bool, true where a query sees a position; `sinks` [..., Q], a score of each query.
+    `mask` [..., Q, L] bool, true where a query sees a position; `sinks` [..., Q], a score of each query, if there are.
     """
     scores = (q.float() @ k.float().transpose(-1, -2)).mul_(scale).masked_fill_(~mask, -torch.inf)
+    if sinks is None:
+        return (scores.softmax(-1) @ v.float()).to(q.dtype)
     sink = sinks.float().unsqueeze(-1)
     largest = torch.maximum(scores.amax(-1, keepdim=True), sink)
     shares = scores.sub_(largest).exp_()
@@ -199,10 +208,8 @@ def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: floa
     return (shares @ v.float()).div_(total).to(q.dtype)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float, sinks: Tensor | None) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float, _: Tensor | None) -> Tensor:
     """Attend with the queries [queries, heads, d] of one row."""
-    if sinks is not None:
-        return _attend_row_with_sinks(q, keys, values, row, scale, sinks)
     k = _gather(keys, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
     v = k if values is keys else _gather(values, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
     if k.shape[1] == 1:  # a view, where enable_gqa makes copies
@@ -219,11 +226,12 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: flo
     return y.squeeze(0).transpose(0, 1)
 
 
-def _attend_row_with_sinks(
-    q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float, sinks: Tensor
+def _attend_by_scores(
+    q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float, sinks: Tensor | None
 ) -> Tensor:
+    """Attend as `_attend` does, with stored scores, and to sinks."""
     k, v = (_gather(pool, row.pages)[row.positions].transpose(0, 1).unsqueeze(1) for pool in (keys, values))
     mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril() if row.mask is None else row.mask
     grouped = q.view(len(q), len(k), -1, q.shape[2]).permute(1, 2, 0, 3)  # [kv_heads, group, queries, d]
-    y = attend_with_sinks(grouped, k, v, mask, scale, sinks.view(len(k), -1, 1))
+    y = attend_with_sinks(grouped, k, v, mask, scale, None if sinks is None else sinks.view(len(k), -1, 1))
     return y.permute(2, 0, 1, 3).reshape(q.shape)

@@ -96,7 +96,7 @@ def _verify(args: argparse.Namespace) -> int:
             args.tolerance,
             experts_per_token=model.experts_per_token,
         )
-        report = judge(answers, ours, limits)
+        report = judge(answers, ours, limits, has_experts=model.experts_per_token > 0)
         if args.json:
             about = {"model": args.model, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
             print(json.dumps({**about, **report.to_json()}, indent=2, ensure_ascii=False))

@@ -18,7 +18,9 @@ large vocabularies.
 That holds for weights that pass errors on as they are. Trained ones amplify them in places: SmolLM2-135M in bfloat16
 is 0.1 to 0.3 standard deviations from float32, and one where a prompt repeats itself, in transformers as here, whose
 two ways to attend are 1.7 apart there. So both computations are measured from float32 where it fits in memory, and
-where rounding moves transformers' own logits by more than the limit allows, a prompt has `OWN_ROOM` times that.
+where rounding moves transformers' own logits by more than the limit allows, a prompt has `OWN_ROOM` times that. With
+experts all prompts have it: at a router's near tie rounding sends a token to another expert, in one of transformers'
+prompts and another one of ours.
 
 Tokens may differ only at a near tie: where the oracle's margin between the two is at most `MARGIN_ROOM` times what is
 expected of one logit, which is over five standard deviations of the difference of two.
