@@ -60,7 +60,7 @@ class PeerMemory(Protocol):
 
     @property
     def addresses(self) -> Tensor:
-        """Where each rank's begins, int64 [ranks], on this rank's GPU."""
+        """Addresses at which each rank's memory begins, int64 [ranks], on this rank's GPU."""
         ...
 
 

@@ -77,7 +77,7 @@ class _Plan(NamedTuple):
 
 
 class _Weighting(IntEnum):
-    """How the kernels weigh a token's experts, as csrc/moe.cuh has it."""
+    """Source of the weights of a token's experts, numbered as in csrc/moe.cuh."""
 
     PROBABILITIES = 0
     RENORMALIZED = 1

@@ -1,4 +1,4 @@
-"""What stands behind transformers' attention registry: first a probe of what each layer asks for, then paged attention.
+"""Functions behind transformers' attention registry: first a probe of what each layer asks for, then paged attention.
 
 Decoders that support the registry hand every layer's rotated q, k and v to a function by name, and make their masks by
 another one. Ours pass the call on to the object that the layer's module carries.
@@ -26,7 +26,7 @@ _WINDOW = "minisgl_window"  # attribute of a probe's mask
 
 
 class Seat(Protocol):
-    """What attends for a module."""
+    """Attends for a module."""
 
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
