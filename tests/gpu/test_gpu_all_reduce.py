@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel.all_reduce import LaunchShape, PushAllReduce, PushSizes
-from minisgl.kernel.compile import Compiler
-
 pytestmark = pytest.mark.gpu
 
 EMPTY = -(2**31)
-ONE_SHOT, TWO_SHOT = PushSizes(1 << 19, 0), PushSizes(0, 1 << 19)
+ONE_SHOT, TWO_SHOT = (1 << 19, 0), (0, 1 << 19)  # PushSizes
 
 
 @dataclass(frozen=True)
@@ -27,13 +24,18 @@ class SharedGpu:
 
 
 class Ranks:
-    def __init__(self, ranks: int, sizes: PushSizes, timeout_s: float = 20.0) -> None:
-        device = torch.device("cuda", 0)
-        words = torch.full((ranks, 3 * sizes.buffer_bytes(ranks) // 4), EMPTY, dtype=torch.int32, device=device)
+    def __init__(self, ranks: int, sizes: tuple[int, int], timeout_s: float = 20.0) -> None:
+        from minisgl.kernel.all_reduce import LaunchShape, PushAllReduce, PushSizes
+        from minisgl.kernel.compile import Compiler
+
+        device, limits = torch.device("cuda", 0), PushSizes(*sizes)
+        words = torch.full((ranks, 3 * limits.buffer_bytes(ranks) // 4), EMPTY, dtype=torch.int32, device=device)
         memory = SharedGpu(words, torch.tensor([row.data_ptr() for row in words], device=device))
         compiler = Compiler(device)
         shape = LaunchShape(threads=128, max_blocks=8)  # the blocks of all ranks must run at a time
-        self.sides = [PushAllReduce(compiler, r, memory, sizes, timeout_s=timeout_s, shape=shape) for r in range(ranks)]
+        self.sides = [
+            PushAllReduce(compiler, rank, memory, limits, timeout_s=timeout_s, shape=shape) for rank in range(ranks)
+        ]
         self.streams = [torch.cuda.Stream() for _ in range(ranks)]
         torch.cuda.synchronize()
 
@@ -60,7 +62,7 @@ def sum_of(values: Sequence[Tensor], residual: Tensor | None = None) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("sizes", [ONE_SHOT, TWO_SHOT], ids=["one_shot", "two_shot"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_every_rank_gets_the_sum_bit_for_bit(ranks: int, sizes: PushSizes, dtype: torch.dtype) -> None:
+def test_every_rank_gets_the_sum_bit_for_bit(ranks: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
     """Of vectors that no number of ranks, blocks or threads divides, in turns, so that buffers are used again."""
     torch.manual_seed(ranks)
     group = Ranks(ranks, sizes)
@@ -79,7 +81,7 @@ def test_every_rank_gets_the_sum_bit_for_bit(ranks: int, sizes: PushSizes, dtype
 
 
 @pytest.mark.parametrize("sizes", [ONE_SHOT, TWO_SHOT], ids=["one_shot", "two_shot"])
-def test_a_rank_that_does_not_come_is_named(sizes: PushSizes) -> None:
+def test_a_rank_that_does_not_come_is_named(sizes: tuple[int, int]) -> None:
     group = Ranks(4, sizes, timeout_s=0.2)
     x = torch.ones(4096, device="cuda")
     for rank in (0, 1, 3):

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl import LLM, SamplingParams
-from minisgl.kernel.base import Norm
-from minisgl.kernel.cuda_ops import CudaOps
+from minisgl.kernel.base import Norm, Ops
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
 from minisgl.quantization.rounding import largest_of_rows, round_to_8_bits
@@ -34,7 +33,9 @@ FORMATS = (
 
 
 @pytest.fixture(scope="module")
-def ops() -> CudaOps:
+def ops() -> Ops:
+    from minisgl.kernel.cuda_ops import CudaOps
+
     found = CudaOps(torch.device("cuda", 0))
     if not found.keeps(LevelFormat("fp8"), 768, 1024, torch.bfloat16):
         pytest.skip("needs compute capability 9.0")
@@ -64,7 +65,7 @@ def error(have: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-def test_products_multiply_the_values(ops: CudaOps, form: LevelFormat, dtype: torch.dtype) -> None:
+def test_products_multiply_the_values(ops: Ops, form: LevelFormat, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     reference = TorchOps()
     for width, size in SHAPES:
@@ -89,7 +90,7 @@ def test_products_multiply_the_values(ops: CudaOps, form: LevelFormat, dtype: to
 
 
 @pytest.mark.parametrize("group", [0, 128])
-def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: CudaOps, group: int) -> None:
+def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: Ops, group: int) -> None:
     """The same numbers at every batch size: those that plain torch rounds x to."""
     torch.manual_seed(0)
     reference, form = TorchOps(), LevelFormat("fp8", group, rounds_x=True)

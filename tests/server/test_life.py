@@ -80,8 +80,8 @@ FAILURES: dict[str, tuple[Failing, str]] = {
     "unknown backend": (lambda folder, _tmp: ["--model", str(folder), "--attn", "magic"], "magic"),
     "a later part": (lambda folder, _tmp: ["--model", str(folder), "--moe-backend", "x"], "--moe-backend"),
     "unsupported architecture": (
-        lambda folder, tmp: ["--model", changed(folder, tmp, architectures=["GPT2LMHeadModel"])],
-        "GPT2LMHeadModel",
+        lambda folder, tmp: ["--model", changed(folder, tmp, architectures=["BloomForCausalLM"], model_type="bloom")],
+        "BloomForCausalLM",
     ),
     "unsupported feature": (
         lambda folder, tmp: ["--model", changed(folder, tmp, hidden_act="gelu")],
