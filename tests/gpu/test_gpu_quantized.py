@@ -124,11 +124,11 @@ def rounded_to_fp8(x: torch.Tensor, group: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A Qwen3 of four layers, and one whose matrices are rounded to FP8 by hand."""
+    """A Qwen3 of four layers, and in float32 one whose matrices are rounded to FP8 by hand."""
     plain = save_qwen3(tmp_path_factory.mktemp("plain"), weights=True, vocab_size=VOCAB, num_layers=4)
     rounded = tmp_path_factory.mktemp("rounded") / "model"
     shutil.copytree(plain, rounded)
-    tensors = load_file(plain / "model.safetensors")
+    tensors = {name: weight.float() for name, weight in load_file(plain / "model.safetensors").items()}
     for name, weight in tensors.items():
         if name.endswith("_proj.weight"):
             round_to_8_bits(weight, "fp8", largest_of_rows(weight))
@@ -153,7 +153,7 @@ def test_weights_rounded_to_fp8_answer_as_their_values(
         answers = [answer["token_ids"] for answer in llm.generate(prompts, params)]
         alone = [llm.generate([prompt], params)[0]["token_ids"] for prompt in prompts[:4]]
     assert re.search(r"products read 16 matrices in fp8 up to 256 rows \(csrc/quantized_gemm.cu\)", caplog.text)
-    model = AutoModelForCausalLM.from_pretrained(rounded, dtype=torch.bfloat16).cuda().eval()
+    model = AutoModelForCausalLM.from_pretrained(rounded, dtype=torch.float32).cuda().eval()
     for prompt, answer in zip(prompts + prompts[:4], answers + alone, strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + answer], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
