@@ -86,7 +86,7 @@ __device__ __forceinline__ void add_up(
     if (residual) y = rounded(y) + to_float(FETCHES ? fetched[turn] : residual[place]);
     out[place] = from_float<T>(y);
   }
-  // What this block sent has been read when all others have received it.
+  // The other blocks of the cluster read what this one sent: it stays until all of them are done.
   __syncwarp();
   if (SPLIT > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }

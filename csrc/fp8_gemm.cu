@@ -1,9 +1,9 @@
 // Products of FP8 with FP8 on Hopper, of few rows: y [M, N] = x [M, K] @ weight [N, K]^T, both e4m3 with scales.
 //
-// As quantized_gemm.cu, but that the tensor cores multiply what is stored: both operands of wgmma lie in the ring. Their
-// sums have fewer bits than float32, so those of 128 columns are added to others in registers, multiplied by the scales
-// of these columns: GROUP 128, of the weight's blocks of 128 rows and of x's rows; or GROUP 0, one scale for a row of each.
-// K is a multiple of 128. GATED: see column_sums.cuh.
+// It is built as quantized_gemm.cu is, but the tensor cores multiply what is stored: both operands of wgmma lie in the
+// ring. Their sums have fewer bits than float32, so those of 128 columns are added to others in registers, multiplied by
+// the scales of these columns: GROUP 128, of the weight's blocks of 128 rows and of x's rows; or GROUP 0, one scale for a
+// row of each. K is a multiple of 128. GATED: see column_sums.cuh.
 #include "column_sums.cuh"
 
 constexpr int LINE = 128;  // columns and bytes of a row of a stage

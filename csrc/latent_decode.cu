@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_decode(
       a = ldmatrix(&shared.q[lane & 15][k + 16 + (lane >> 4) * 8]);
       mma(s[1], a.x, a.y, a.z, a.w, b.z, b.w);
     }
-    // Of head g + 8 * h, tokens 2p and 2p + 1 of the warp's.
+    // This thread has the scores of head g + 8 * h with tokens 2p and 2p + 1 of the warp's.
     int token = warp * 8 + 2 * p;
     float x[2][2];
 #pragma unroll

@@ -13,7 +13,7 @@ __device__ __forceinline__ unsigned order_of(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// How a token's experts are weighed: by their probabilities, these divided by their sum, or as the logits say: the
+// A token's experts are weighed by their probabilities, by these divided by their sum, or as the logits say: they are the
 // weights of experts that were chosen before, and -1 for the others.
 enum Weighting { PROBABILITIES, RENORMALIZED, CHOSEN };
 

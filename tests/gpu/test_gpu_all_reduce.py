@@ -40,7 +40,7 @@ class Ranks:
         torch.cuda.synchronize()
 
     def __call__(self, values: Sequence[Tensor], residual: Tensor | None = None) -> list[Tensor]:
-        """What each rank gets of copies of the values."""
+        """Sum copies of the values, and return what each rank has then."""
         got = [value.clone() for value in values]
         torch.cuda.synchronize()
         for side, stream, x in zip(self.sides, self.streams, got, strict=True):
@@ -63,7 +63,7 @@ def sum_of(values: Sequence[Tensor], residual: Tensor | None = None) -> Tensor:
 @pytest.mark.parametrize("sizes", [ONE_SHOT, TWO_SHOT], ids=["one_shot", "two_shot"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_rank_gets_the_sum_bit_for_bit(ranks: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
-    """Of vectors that no number of ranks, blocks or threads divides, in turns, so that buffers are used again."""
+    """No number of ranks, blocks or threads divides the vectors; sizes take turns, so that buffers are used again."""
     torch.manual_seed(ranks)
     group = Ranks(ranks, sizes)
     vector = 16 // dtype.itemsize

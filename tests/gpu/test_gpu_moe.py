@@ -75,7 +75,7 @@ def test_moe(
     ids=["deepseek-v3", "glm-4.5", "scaled"],
 )
 def test_other_routings(ops: Ops, dtype: torch.dtype, float32_router: bool, routing: Routing) -> None:
-    """What torch chooses is what the kernels compute, in small steps and in large ones."""
+    """The kernels compute the experts that a routing other than the plain one chooses, in small steps and in large."""
     w13, w2 = layer(64, 512, 96, dtype)
     assert ops.moe_graph_safe(w13, w2, routing.top_k)
     biases = ExpertBiases(choice=torch.randn(64, device="cuda") * 0.01)

@@ -91,7 +91,7 @@ def test_products_multiply_the_values(ops: Ops, form: LevelFormat, dtype: torch.
 
 @pytest.mark.parametrize("group", [0, 128])
 def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: Ops, group: int) -> None:
-    """The same numbers at every batch size: those that plain torch rounds x to."""
+    """At every batch size x is rounded to the same numbers, those of plain torch."""
     torch.manual_seed(0)
     reference, form = TorchOps(), LevelFormat("fp8", group, rounds_x=True)
     for width, size in SHAPES:

@@ -42,7 +42,7 @@ def run_rank(rank: int, folder: Path) -> None:
     generator = torch.Generator(device)
 
     def values(seed: int, rows: int) -> list[torch.Tensor]:
-        """Those of both ranks."""
+        """Return the values of both ranks."""
         generator.manual_seed(seed)
         return [torch.randn((rows, ROW), device=device, generator=generator).bfloat16() for _ in range(2)]
 

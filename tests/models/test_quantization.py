@@ -123,7 +123,7 @@ def test_parts_that_end_inside_words_groups_and_blocks(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_levels_are_the_values(name: str) -> None:
-    """What a GPU keeps of a matrix: small numbers and scales, of any rows and of columns that cut no group."""
+    """A GPU keeps small numbers and scales of a matrix, for any rows and for columns that cut no group."""
     config, write = FORMATS[name]
     tensors, meant = write(np.random.default_rng(1), 96, 256)
     quantization = parse_config({**LLAMA, "quantization_config": config}).quantization

@@ -1,4 +1,4 @@
-"""Whether a folder pools and how, from config.json and sentence-transformers' files; what cannot is refused by name."""
+"""Pooling as config.json and sentence-transformers' files ask for it; other poolings are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What templates in Harmony's format are given, with a template that takes as little as gpt-oss's own."""
+"""Conversations as templates in Harmony's format take them, with one that takes as little as gpt-oss's own."""
 
 from __future__ import annotations
 
