@@ -112,6 +112,10 @@ def test_other_refusals(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 3}))
     with pytest.raises(WeightError, match=r"lacks model\.layers\.2"):
         LLM(str(tmp_path), "float32", **SMALL_PAGES)
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 16}  # whose package is not among ours
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": awq}))
+    with pytest.raises(WeightError, match="transformers cannot load"):
+        LLM(str(tmp_path), "float32", **SMALL_PAGES)
     (tmp_path / "config.json").write_text(json.dumps({**raw, "model_type": "unheard_of"}))
     with pytest.raises(UnsupportedModel, match="transformers does not know the model_type 'unheard_of'"):
         load_model_config(tmp_path)

@@ -141,7 +141,7 @@ def build_model(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device:
     Its weights are not filled, and those of linear layers have no memory yet (`layers.linear.allocate`).
     """
     config.check_tp(tp.size)
-    if config.transformers_config is not None:
+    if config.transformers is not None:
         return build_generic(config, dtype=dtype)
     with torch.device(device):
         if config.pooling is not None:
@@ -172,7 +172,7 @@ def load_model(
     stored = config.quantization
     if stored is not None and quantization not in ("auto", stored.kind):
         raise UnsupportedModel(f"--quantization {quantization}: the checkpoint has weights of {stored.name} already")
-    if config.transformers_config is not None:
+    if config.transformers is not None:
         config.check_tp(tp.size)
         if quantization != "auto":
             raise UnsupportedModel(f"--quantization {quantization}: {config.architecture} is computed by transformers")

@@ -57,10 +57,10 @@ def load_model_config(
     generation = folder / "generation_config.json"
     generation_config = _read_json(generation) if generation.is_file() else {}
     model = parse_config(raw, generation_config, tokenizer_eos(folder), implementation)
-    if model.transformers_config is not None and runner == "auto":
+    if model.transformers is not None and runner == "auto":
         return model
     pooling = read_pooling(folder, raw, model, runner, convert)
-    if pooling is not None and model.transformers_config is not None:
+    if pooling is not None and model.transformers is not None:
         raise UnsupportedModel(f"{model.architecture} is computed by transformers, which pools nothing here")
     return model if pooling is None else _pooling_model(model, pooling)
 

@@ -43,6 +43,14 @@ class CheckpointNames:
 
 
 @dataclass(frozen=True, slots=True)
+class TransformersModules:
+    """Modules of transformers that compute a model."""
+
+    config_json: str  # of which transformers makes them
+    attending: tuple[str, ...]  # names of those that attend, in the layers' order
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder with its two vocabulary matrices, or, if it pools, without the second."""
 
@@ -60,7 +68,7 @@ class ModelConfig:
     logits_scale: float = 1.0  # factor of the logits
     logits_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     checkpoint: CheckpointNames = CheckpointNames()
-    transformers_config: str | None = None  # config.json, where transformers' own modules compute the model
+    transformers: TransformersModules | None = None  # that compute the model; None: this package's do
     quantization: Quantization | None = None  # how the checkpoint stores its matrices; None: in dtype or wider
     pooling: PoolingConfig | None = None  # what it makes of prompts; None: text
 
@@ -98,7 +106,7 @@ class ModelConfig:
 
         KV heads are replicated and the vocabulary is padded, so neither has to divide.
         """
-        if self.transformers_config is not None and size > 1:
+        if self.transformers is not None and size > 1:
             raise UnsupportedModel(f"--tp {size}: {self.architecture} is computed by transformers, on one rank alone")
         for layer in self.layers:
             expert = " of an expert" if isinstance(layer.mlp, MoEConfig) else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from minisgl.kernel.base import KernelNeeds, Ops
 from minisgl.layers.layer_config import NO_ROPE
 from minisgl.layers.rotary import Rotary
 from minisgl.models.base import Model
-from minisgl.models.config.model_config import ModelConfig, UnsupportedModel, WeightError
+from minisgl.models.config.model_config import ModelConfig, TransformersModules, UnsupportedModel, WeightError
 from minisgl.models.generic.attention_seat import PAGED, PROBED, PagedSeat, Probe, Step, register, seat
 from minisgl.models.hub import some
 
@@ -113,10 +112,12 @@ class PagedDecoder(nn.Module):
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         self._step.ctx = ctx
-        out = self.decoder(
-            input_ids=ctx.input_ids.unsqueeze(0), position_ids=ctx.positions.unsqueeze(0), use_cache=False
-        )
-        self._step.ctx = None
+        try:
+            out = self.decoder(
+                input_ids=ctx.input_ids.unsqueeze(0), position_ids=ctx.positions.unsqueeze(0), use_cache=False
+            )
+        finally:
+            self._step.ctx = None
         states: Tensor = out[0][0]
         return states if ctx.logits_indices is None else states[ctx.logits_indices]
 
@@ -124,13 +125,13 @@ class PagedDecoder(nn.Module):
 class GenericCausalLM(Model):
     """A decoder of transformers over the paged pool, and the rest of its causal model, which makes logits of states."""
 
-    def __init__(self, config: ModelConfig, model: Any, attending: Sequence[str]) -> None:
-        """Take over transformers' causal model; `attending`: names of the modules that attend, in the layers' order."""
+    def __init__(self, config: ModelConfig, model: Any) -> None:
+        """Take over transformers' causal model."""
         super().__init__(config, model.dtype)
         step = Step()
         head_dims = {attention.head_dim for attention in config.attentions}
         unrotated = {dim: Rotary(dim, config.max_position_embeddings, NO_ROPE).cos_sin for dim in head_dims}
-        for layer, (name, attention) in enumerate(zip(attending, config.attentions, strict=True)):
+        for layer, (name, attention) in enumerate(zip(_modules(config).attending, config.attentions, strict=True)):
             seat(model.get_submodule(name), PagedSeat(layer, attention, unrotated[attention.head_dim], step))
         name = _decoder_name(model)
         self.model = PagedDecoder(model.get_submodule(name), step)
@@ -151,16 +152,17 @@ class GenericCausalLM(Model):
 
     def logits(self, states: Tensor, ctx: ForwardContext) -> Tensor:
         self._given.states = states.unsqueeze(0)
-        logits: Tensor = self.head(input_ids=None, use_cache=False).logits[0]
-        self._given.states = None
+        try:
+            logits: Tensor = self.head(input_ids=None, use_cache=False).logits[0]
+        finally:
+            self._given.states = None
         return logits if ctx.logits is None else ctx.logits.copy_(logits)
 
 
 def build_generic(config: ModelConfig, *, dtype: torch.dtype) -> GenericCausalLM:
     """Return the model on the meta device."""
-    content = _content(config)
     with torch.device("meta"):
-        return GenericCausalLM(config, make_empty(content, dtype), probe(make_empty(content)).names)
+        return GenericCausalLM(config, make_empty(_modules(config).config_json, dtype))
 
 
 def load_generic(
@@ -169,15 +171,15 @@ def load_generic(
     """Return the model as transformers loads it, or with random weights. WeightError if the folder's do not fit."""
     from transformers import AutoModelForCausalLM
 
-    content = _content(config)
-    names = probe(make_empty(content)).names
+    register()
     if dummy:
+        made = hf_config(_modules(config).config_json)
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(hf_config(content), dtype=dtype, attn_implementation=PAGED)
+            model = AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation=PAGED)
     else:
         model = _read(folder, dtype)
     with torch.device(device):
-        return GenericCausalLM(config, model.to(device).eval(), names)
+        return GenericCausalLM(config, model.to(device).eval())
 
 
 def _read(folder: Path, dtype: torch.dtype) -> Any:
@@ -191,14 +193,14 @@ def _read(folder: Path, dtype: torch.dtype) -> Any:
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, attn_implementation=PAGED, local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise WeightError(f"transformers cannot load {folder}: {' '.join(str(error).split())}") from error
     if info["missing_keys"]:
         raise WeightError(f"the checkpoint in {folder} lacks {some(sorted(info['missing_keys']))}")
     return model
 
 
-def _content(config: ModelConfig) -> str:
-    if config.transformers_config is None:
+def _modules(config: ModelConfig) -> TransformersModules:
+    if config.transformers is None:
         raise ValueError("the model is not one of transformers")
-    return config.transformers_config
+    return config.transformers

@@ -8,7 +8,7 @@ from typing import Any
 
 from minisgl.layers.layer_config import LayerConfig, MLPConfig, NormConfig
 from minisgl.models.config.config_reader import ConfigReader
-from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
+from minisgl.models.config.model_config import ModelConfig, TransformersModules, UnsupportedModel
 
 
 def read_generic(architecture: str, raw: Mapping[str, Any]) -> ModelConfig:
@@ -37,5 +37,5 @@ def read_generic(architecture: str, raw: Mapping[str, Any]) -> ModelConfig:
         tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
         dtype=ConfigReader(raw).dtype(),
         initializer_range=float(getattr(text, "initializer_range", 0.02)),
-        transformers_config=content,
+        transformers=TransformersModules(content, tuple(found.names)),
     )
