@@ -155,7 +155,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         ModelImplementation,
         Setting(
             "who computes the model; auto: this package if it knows the architecture, else transformers' modules with "
-            "attention over the paged KV cache"
+            "attention over the paged KV cache",
+            values={"vllm": "minisgl", "sglang": "minisgl"},
         ),
     ] = "auto"
     quantization: Annotated[
