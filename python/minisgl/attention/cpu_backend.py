@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs
-from minisgl.attention.torch_backend import Decode, TorchAttention, attend_with_sinks, read_pages
+from minisgl.attention.torch_backend import Decode, TorchAttention, attend_in_float32, read_pages
 from minisgl.core import Int32Array
 
 Int64Array = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -38,7 +38,7 @@ class LoneDecode:
         k, v = (pool[self.pages].flatten(0, 1)[self.positions].to(q.dtype).transpose(0, 1) for pool in (keys, values))
         if sinks is not None:
             mask = torch.ones(1, k.shape[1], dtype=torch.bool)
-            return attend_with_sinks(q.view(len(k), -1, q.shape[2]), k, v, mask, scale, sinks.view(len(k), -1)).view(
+            return attend_in_float32(q.view(len(k), -1, q.shape[2]), k, v, mask, scale, sinks.view(len(k), -1)).view(
                 q.shape
             )
         y = F.scaled_dot_product_attention(

@@ -52,7 +52,7 @@ class PaddedDecode:
         # The query heads that share a KV head stand as so many queries of it: nothing is repeated.
         grouped = q.reshape(q.shape[0], keys.shape[2], -1, q.shape[2])
         if sinks is not None:
-            return attend_with_sinks(grouped, k, v, self.mask, scale, sinks.view(*grouped.shape[1:3])).reshape(q.shape)
+            return attend_in_float32(grouped, k, v, self.mask, scale, sinks.view(*grouped.shape[1:3])).reshape(q.shape)
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=self.mask, scale=scale).reshape(q.shape)
 
 
@@ -193,8 +193,8 @@ def _gather(pool: Tensor, pages: Tensor) -> Tensor:
     return found.view(*pages.shape[:-1], pages.shape[-1] * pool.shape[1], *pool.shape[2:])
 
 
-def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """Attend in float32 with q [..., Q, d] to k and v [..., L, d] and to a sink, whose value is 0.
+def attend_in_float32(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """Attend in float32 with q [..., Q, d] to k and v [..., L, d], and to a sink, whose value is 0.
 
     `mask` [..., Q, L] bool, true where a query sees a position; `sinks` [..., Q], a score of each query, if there are.
     """
@@ -233,5 +233,5 @@ def _attend_by_scores(
     k, v = (_gather(pool, row.pages)[row.positions].transpose(0, 1).unsqueeze(1) for pool in (keys, values))
     mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril() if row.mask is None else row.mask
     grouped = q.view(len(q), len(k), -1, q.shape[2]).permute(1, 2, 0, 3)  # [kv_heads, group, queries, d]
-    y = attend_with_sinks(grouped, k, v, mask, scale, None if sinks is None else sinks.view(len(k), -1, 1))
+    y = attend_in_float32(grouped, k, v, mask, scale, None if sinks is None else sinks.view(len(k), -1, 1))
     return y.permute(2, 0, 1, 3).reshape(q.shape)
