@@ -106,7 +106,7 @@ def test_chunks_share_a_room() -> None:
 def test_a_step_keeps_to_the_target_while_somebody_streams() -> None:
     """Or, where decodes alone take most of it, prompts have their least share of the step."""
     rng = random.Random(6)
-    in_time = 0
+    in_time = whole_tiles = 0
     for _ in range(600):
         remaining = [rng.choice([0, 1, 1, 1, int(10 ** rng.uniform(0.4, 4.5))]) for _ in range(rng.randint(1, 300))]
         start_pos = [rng.randint(0, 9000) for _ in remaining]
@@ -131,7 +131,10 @@ def test_a_step_keeps_to_the_target_while_somebody_streams() -> None:
         if waiting:
             assert seconds <= bound * (1 + 1e-6) + learned.ratio * 1e-3
             in_time += bound == TARGET
+            # The one prompt that is cut gives up what would begin another tile of the step's products.
+            whole_tiles += sum(query_lens) % (256 if sum(query_lens) >= 512 else 128) == 0
     assert in_time > 150
+    assert whole_tiles > 250
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -193,13 +196,16 @@ class TimedDevice:
     def __init__(self, clock: Clock, ratio: float) -> None:
         self._clock, self._ratio = clock, ratio
         self._free_at = 0.0
-        self.streaming: list[float] = []  # seconds of each step of decodes and chunks
+        self.streaming: list[float] = []  # seconds of each step of decodes and a chunk
+        self.larger: list[float] = []  # the same, had the chunk one more tile
 
     def forward(self, batch: Batch) -> None:
         seconds = self._ratio * COST.seconds(batch)
         self._free_at = max(self._free_at, self._clock.now) + seconds
         if 1 < batch.query_lens.max() < batch.num_tokens:
             self.streaming.append(seconds)
+            end, tile = int((batch.start_pos + batch.query_lens).max()), 256 if batch.num_tokens >= 384 else 128
+            self.larger.append(seconds + self._ratio * COST.prefill(end, tile))
 
     def sample(self, batch: Batch, _bitmask: Int32Array | None = None) -> object:
         done = self._free_at
@@ -233,7 +239,8 @@ def test_measured_steps_correct_the_model(ratio: float, overlap: bool) -> None:
         loop.step()
     settled = device.streaming[20:-1]  # the last chunk is what is left
     assert len(settled) > 5
-    assert settled == pytest.approx([TARGET] * len(settled), rel=0.15)
+    assert max(settled) < 1.15 * TARGET
+    assert min(device.larger[20:-1]) > 0.85 * TARGET
 
 
 def test_one_slow_step_changes_little() -> None:

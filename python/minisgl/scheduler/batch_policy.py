@@ -19,6 +19,8 @@ from minisgl.step_cost import StepCost
 TOKENS = StepCost(prefill_token=1.0)  # a room counted in tokens
 LANE = 0.5  # share of a long prompt's chunk that shorter prompts may have
 PREFILL_SHARE = 0.25  # least share of a step's time for prompts, where decodes alone miss the target
+# Tokens that a GPU's products compute together. Steps below two of the first size are cut to the second.
+TILES = 256, 128
 
 
 class Chunks:
@@ -30,12 +32,16 @@ class Chunks:
 
     Say a room of 100 tokens, a lane of a half, and prompts of 20, 500, 300 and 10 tokens: 20, then of the 80 left up to
     40 go to shorter ones, 10 and 30, and the head has the other 40.
+
+    `decodes`: tokens of others in the step. Beside any, the head gives up what would begin another tile of the step's
+    products, since that takes nearly as long as a whole one.
     """
 
-    def __init__(self, unit: StepCost, room: float, lane: float) -> None:
+    def __init__(self, unit: StepCost, room: float, lane: float, decodes: int = 0) -> None:
         self._unit = unit
         self._left = room  # behind all prompts that fit whole
         self._lane = lane
+        self._decodes = decodes
         self._head: int | None = None
         self._prompts: list[tuple[int, int, float]] = []  # first position, tokens, cost
 
@@ -88,6 +94,9 @@ class Chunks:
         start_pos, length, _ = self._prompts[self._head]
         # The first prompt moves in any case.
         lengths[self._head] = max(self._unit.chunk_within(left + lane, start_pos), int(self._head == 0))
+        if self._decodes:
+            excess = _excess(self._decodes + int(lengths.sum()))
+            lengths[self._head] -= excess if excess < lengths[self._head] else 0
         return lengths
 
 
@@ -141,7 +150,7 @@ class Mixed:
             decodes = unit.fixed + unit.decodes(start_pos[is_decode])
             least = decodes * PREFILL_SHARE / (1 - PREFILL_SHARE)
             room = min(max(self._target / self._cost.ratio - decodes, least), tokens * unit.prefill_token)
-        return _with_prompts(Chunks(unit, room, LANE), start_pos, remaining)
+        return _with_prompts(Chunks(unit, room, LANE, int(is_decode.sum())), start_pos, remaining)
 
     def query_lens(self, remaining: Int32Array, chunks: Chunks) -> Int32Array:
         return _query_lens((remaining == 1).astype(np.int32), remaining > 1, chunks)
@@ -149,6 +158,12 @@ class Mixed:
     def record(self, batch: Batch, seconds: float) -> None:
         if self._cost is not None:
             self._cost.record(batch, seconds)
+
+
+def _excess(tokens: int) -> int:
+    """Return how many tokens a step has beyond its last whole tile."""
+    large, small = TILES
+    return tokens % (large if tokens >= 2 * large else small)
 
 
 def _with_prompts(chunks: Chunks, start_pos: Int32Array, remaining: Int32Array) -> Chunks:
