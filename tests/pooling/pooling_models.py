@@ -55,9 +55,11 @@ def save(folder: Path, head: str, **changes: Any) -> Path:
     return folder
 
 
-def save_embedder(folder: Path, pooling: dict[str, Any] | None = None, *, normalize: bool = True) -> Path:
+def save_embedder(
+    folder: Path, pooling: dict[str, Any] | None = None, *, normalize: bool = True, **changes: Any
+) -> Path:
     """A model of sentence-transformers, named as Qwen3-Embedding is: a causal one whose tensors have no prefix."""
-    save(folder, "Model")
+    save(folder, "Model", **changes)
     config = folder / "config.json"
     config.write_text(config.read_text().replace("Qwen3Model", "Qwen3ForCausalLM"))
     steps = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
