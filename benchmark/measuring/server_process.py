@@ -157,6 +157,11 @@ def worker_pids(supervisor: int) -> dict[str, int]:
     return found
 
 
+def is_running(pid: int) -> bool:
+    """Return False for a process that has ended, also if nobody has asked for its exit code yet."""
+    return _stat(pid)[:1] not in ([], ["Z"])
+
+
 def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat that follow the name."""
     try:
