@@ -6,7 +6,14 @@
 // row of each. K is a multiple of 128. GATED: see column_sums.cuh.
 #include "column_sums.cuh"
 
-constexpr int LINE = 128;  // columns and bytes of a row of a stage
+// multiply_add: a [64, 32] and b [M_MAX, 32] lie in shared memory.
+using Left = unsigned long long;
+#define LEFT(a0, a1, a2, a3) "%" a0
+#define LEFT_INPUTS(a) "l"(a)
+#define INSTRUCTION(n) "wgmma.mma_async.sync.aligned.m64n" n "k32.f32.e4m3.e4m3"
+#define MODIFIERS "1, 1"
+#include "multiply_add.cuh"
+
 constexpr int X_STAGE = M_MAX * LINE;
 constexpr int W_STAGE = BLOCK_N * LINE;
 constexpr int S_STAGE = GROUP ? M_MAX * 4 : 0;
@@ -15,37 +22,10 @@ constexpr int STAGE = (STAGE_BYTES + 1023) / 1024 * 1024;
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
 
-#define PRODUCT(n, registers, a, b, add)                                                                          \
-  "{.reg .pred p; setp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k32.f32.e4m3.e4m3 {" registers \
-  "}, " a ", " b ", p, 1, 1;}"
-
-// c [64, M_MAX] = a [64, 32] @ b [M_MAX, 32]^T, plus c if ADD, of a warpgroup.
-template <bool ADD> __device__ __forceinline__ void multiply_add(
-    float (*c)[4], unsigned long long a, unsigned long long b) {
-  if constexpr (M_MAX == 128)
-    asm volatile(PRODUCT("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66")
-                 : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12) : "l"(a), "l"(b), "n"((int)ADD));
-  else if constexpr (M_MAX == 64)
-    asm volatile(PRODUCT("64", TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34")
-                 : SIXTEEN(0), SIXTEEN(4) : "l"(a), "l"(b), "n"((int)ADD));
-  else if constexpr (M_MAX == 32)
-    asm volatile(PRODUCT("32", TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18")
-                 : SIXTEEN(0) : "l"(a), "l"(b), "n"((int)ADD));
-  else if constexpr (M_MAX == 16)
-    asm volatile(PRODUCT("16", "%0,%1,%2,%3,%4,%5,%6,%7", "%8", "%9", "%10") : FOUR(0), FOUR(1) : "l"(a), "l"(b), "n"((int)ADD));
-  else
-    asm volatile(PRODUCT("8", "%0,%1,%2,%3", "%4", "%5", "%6") : FOUR(0) : "l"(a), "l"(b), "n"((int)ADD));
-}
-
 // Rows of a gated weight, seen as [N / 16, 2, 8, K]: eight gates, then the eight that they are for.
 __device__ __forceinline__ void copy_groups(void* to, const TensorMap& map, int column, int group, Barrier* barrier) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4}], [%5];"
                ::"r"(shared_address(to)), "l"(&map), "r"(column), "r"(0), "r"(group), "r"(shared_address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
 // GROUP: x_scales is [K / 128, x_stride], with room for M_MAX rows; w_scales [N / 8, K / 128]. Else they are [M] and [N].

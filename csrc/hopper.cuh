@@ -31,6 +31,12 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int col
                ::"r"(shared_address(to)), "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier)) : "memory");
 }
 
+// Bytes that lie one after another, a multiple of 16.
+__device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+
 // All threads of the cluster are here. Orders nothing but the initialization of barriers, which has a fence of its own.
 __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");

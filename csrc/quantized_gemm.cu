@@ -11,11 +11,11 @@
 //
 // K is a multiple of BLOCK_K. T is bf16 or f16.
 #include "column_sums.cuh"
+#include "left_product.cuh"
 #include "quantized.cuh"
 
 constexpr int CHUNKS = BLOCK_K / CHUNK_K;
-constexpr int LINE = 128;                          // bytes of a row of x in a box: 64 columns
-constexpr int BOX = M_MAX * LINE;
+constexpr int BOX = M_MAX * LINE;                  // bytes of 64 columns of x
 constexpr int X_STAGE = BLOCK_K / 64 * BOX;
 constexpr int W_TILE = CHUNKS * CHUNK;             // of a warpgroup
 constexpr int UNIT = GROUP ? GROUP : BLOCK_K;
@@ -26,40 +26,6 @@ constexpr int STAGE_BYTES = X_STAGE + WARPGROUPS * (W_TILE + S_TILE);
 constexpr int STAGE = (STAGE_BYTES + 1023) / 1024 * 1024;
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
-
-#define PRODUCT(n, registers, a, b, add)                                                                       \
-  "{.reg .pred p; setp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." TYPE(SCALAR) "." \
-  TYPE(SCALAR) " {" registers "}, {" a "}, " b ", p, 1, 1, 0;}"
-#define LEFT(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-
-// c [64, M_MAX] = a [64, 16] @ b [M_MAX, 16]^T, plus c if ADD, of a warpgroup whose lanes have a as `mma` wants it.
-template <bool ADD, int AT = 0> __device__ __forceinline__ void multiply_add(
-    float (*c)[4], const unsigned (&a)[4], unsigned long long b) {
-  constexpr int REST = M_MAX - AT, PIECE = REST >= 128 ? 128 : REST;
-  if constexpr (PIECE == 128)
-    asm volatile(PRODUCT("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64,%65,%66,%67", "%68", "%69")
-                 : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12) : LEFT(a), "l"(b), "n"((int)ADD));
-  else if constexpr (PIECE == 64)
-    asm volatile(PRODUCT("64", TEN() TEN(1) TEN(2) "%30,%31", "%32,%33,%34,%35", "%36", "%37")
-                 : SIXTEEN(0), SIXTEEN(4) : LEFT(a), "l"(b), "n"((int)ADD));
-  else if constexpr (PIECE == 32)
-    asm volatile(PRODUCT("32", TEN() "%10,%11,%12,%13,%14,%15", "%16,%17,%18,%19", "%20", "%21")
-                 : SIXTEEN(0) : LEFT(a), "l"(b), "n"((int)ADD));
-  else if constexpr (PIECE == 16)
-    asm volatile(PRODUCT("16", "%0,%1,%2,%3,%4,%5,%6,%7", "%8,%9,%10,%11", "%12", "%13")
-                 : FOUR(0), FOUR(1) : LEFT(a), "l"(b), "n"((int)ADD));
-  else
-    asm volatile(PRODUCT("8", "%0,%1,%2,%3", "%4,%5,%6,%7", "%8", "%9") : FOUR(0) : LEFT(a), "l"(b), "n"((int)ADD));
-  if constexpr (REST > 128) multiply_add<ADD, AT + 128>(c + 16, a, b + (128 * LINE >> 4));
-}
-
-__device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
-}
-template <int PENDING> __device__ __forceinline__ void wait_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
     const __grid_constant__ TensorMap x_map, const unsigned* weight, const unsigned* scales,

@@ -1,0 +1,15 @@
+// multiply_add (multiply_add.cuh) with a [64, 16] of T in registers, as `mma` wants a left operand, and b [M_MAX, 16] in
+// shared memory.
+#pragma once
+#include "hopper.cuh"
+
+using Left = const unsigned (&)[4];
+#define LEFT(a0, a1, a2, a3) "{%" a0 ",%" a1 ",%" a2 ",%" a3 "}"
+#define LEFT_INPUTS(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+#define INSTRUCTION(n) "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." TYPE(SCALAR) "." TYPE(SCALAR)
+#define MODIFIERS "1, 1, 0"
+#include "multiply_add.cuh"
+
+template <int PENDING> __device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
