@@ -49,6 +49,7 @@ class InstantEngine:
     ) -> None:
         self.page_size = page_size
         self.num_slots = num_slots
+        self.num_snapshots = 0
         self.num_pages = num_slots * pages_for(limits.max_seq_len, page_size)
         self.limits = limits
         self.step_cost: StepCost | None = None  # its steps are equally long

@@ -231,6 +231,15 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             le=4096,
         ),
     ] = 256
+    state_snapshots: Annotated[
+        int | None,
+        Setting(
+            "states of recurrent layers (hybrid models) kept behind cached prefixes, from which later prompts go on; "
+            "0: no prefix is reused; none: as memory allows",
+            metavar="N",
+            ge=0,
+        ),
+    ] = None
     max_seq_len: Annotated[
         int | None,
         Setting(

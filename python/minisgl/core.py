@@ -354,6 +354,9 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     new_rows: list[NewRow] = []
     flags: SamplingFlags = SamplingFlags(0)  # of all rows that sample, together
     logprobs: ScoredTokens | None = None  # None: nobody asked
+    # Rows (from, to) of recurrent states to copy before the forward, one after another: slots and, behind the scratch
+    # slot, snapshots.
+    state_copies: list[tuple[int, int]] = []
 
     @property
     def is_decode(self) -> bool:

@@ -2,7 +2,8 @@
 
 The oracle is a plain list of cached prefixes in the order of their last use. A page's content stands for keys and
 values, which depend on all tokens before: the prefix up to the page's end. Every step compares the cache with the
-oracle, and the pages with the requests that believe to own them.
+oracle, and the pages with the requests that believe to own them. Snapshots are saved behind cached pages, more of them
+than there are places; their oracle is a list of prefixes, too, and a place's content the prefix it was saved for.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from minisgl.kvcache import make_cache
 from minisgl.kvcache.base import CacheHandle
 from minisgl.kvcache.events import EventRecorder
 from minisgl.kvcache.pages import OutOfPages, PagePool
+from minisgl.kvcache.snapshots import SnapshotStore
 from support.kv_subscriber import KVSubscriber
 
 Prefix = tuple[int, ...]
@@ -38,6 +40,7 @@ class Oracle:
 
     def __init__(self, page_size: int, keeps: bool) -> None:
         self.page_size = page_size
+        self.snapshots: list[Prefix] = []  # those whose page is still in the tree, least recently used first
         self.keeps = keeps
         self.pages: dict[Prefix, int] = {}
         self.locks: dict[Prefix, int] = {}
@@ -112,10 +115,12 @@ class Requests(RuleBasedStateMachine):
         self.page_size = page_size
         self.recorder = EventRecorder(page_size)
         self.subscriber = KVSubscriber()
-        self.cache = make_cache(self.kind, page_size, self.recorder)
+        self.store = SnapshotStore(3, num_pages)
+        self.cache = make_cache(self.kind, page_size, self.recorder, self.store)
         self.pool = PagePool(num_pages, self.cache)
         self.oracle = Oracle(page_size, keeps=self.kind == "radix")
         self.content: dict[int, Prefix] = {}
+        self.saved: dict[int, Prefix] = {}  # content of the store's places
         self.prompts: list[list[int]] = []
         self.requests: list[Running] = []
 
@@ -170,6 +175,39 @@ class Requests(RuleBasedStateMachine):
     def look_up(self, which: int, keep: int) -> None:
         """A match that is not locked, as a policy does to choose; it may split nodes."""
         self.match(self.prompts[which % len(self.prompts)][:keep])
+
+    @precondition(lambda self: any(request.handle.cached_len for request in self.requests))
+    @rule(which=WHICH, keep=WHICH)
+    def save_snapshot(self, which: int, keep: int) -> None:
+        """Save the state at some page's end of a prefix that the cache has."""
+        requests = [request for request in self.requests if request.handle.cached_len]
+        pages = requests[which % len(requests)].handle.pages.tolist()
+        page = pages[keep % len(pages)]
+        prefix, snapshots = self.content[page], self.oracle.snapshots
+        if page in self.store:
+            assert prefix in snapshots
+            return
+        saved, evicted = self.store.saved, self.store.evicted
+        if len(snapshots) == self.store.num_places:
+            evicted += 1
+            snapshots.pop(0)
+        snapshots.append(prefix)
+        self.saved[self.store.add(page)] = prefix
+        assert (self.store.saved, self.store.evicted) == (saved + 1, evicted)
+
+    @precondition(lambda self: self.prompts)
+    @rule(which=WHICH, more=st.lists(st.integers(0, 1), max_size=4))
+    def restore_snapshot(self, which: int, more: list[int]) -> None:
+        """The longest live snapshot of a prefix is found, and no other's state."""
+        tokens = self.prompts[which % len(self.prompts)] + more
+        pages = self.match(tokens).pages
+        live = [prefix for prefix in self.oracle.prefixes(tokens) if prefix in self.oracle.snapshots]
+        found = self.store.find(pages)
+        assert found == (len(live[-1]) // self.page_size if live else 0)
+        if found:
+            assert self.saved[self.store.use(int(pages[found - 1]))] == live[-1]
+            self.oracle.snapshots.remove(live[-1])
+            self.oracle.snapshots.append(live[-1])
 
     @rule(num_pages=st.integers(0, 6))
     def evict(self, num_pages: int) -> None:
@@ -279,6 +317,12 @@ class Requests(RuleBasedStateMachine):
         assert self.cache.cached_pages == len(self.oracle.pages)
         assert self.cache.locked_pages == len(self.oracle.locks)
         assert self.cache.evictable_pages == len(self.oracle.evictable())
+
+    @invariant()
+    def snapshots_go_with_their_pages_and_places_have_one_owner(self) -> None:
+        self.store.check()
+        self.oracle.snapshots = [prefix for prefix in self.oracle.snapshots if prefix in self.oracle.pages]
+        assert [self.content[page] for page in self.store.pages()] == self.oracle.snapshots
 
     @invariant()
     def a_subscriber_to_its_events_knows_all_cached_prefixes(self) -> None:

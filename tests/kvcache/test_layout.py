@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from minisgl.config import EngineConfig
-from minisgl.engine.memory import Room, describe_states, pool_pages, slots_with_states
+from minisgl.config import ConfigError, EngineConfig
+from minisgl.engine.memory import Room, describe_states, pool_pages, slots_with_states, snapshots_with_room
 from minisgl.kvcache.layout import KVLayout, Store, paged_kv
 from minisgl.kvcache.pool import KVPool
 
@@ -44,7 +45,33 @@ def test_states_limit_the_running_requests() -> None:
     assert slots_with_states(256, layout, room=4096 << 20) == 256
     assert slots_with_states(256, layout, room=1024 << 20) == 127, "half of it in states of 4 MiB, one of them scratch"
     assert slots_with_states(256, layout, room=1 << 20) == 1
-    assert "keep 4.0 MiB of each running request, so 127 requests run" in describe_states(layout, 127, 256)
+    described = describe_states(layout, 127, 256, 9)
+    assert "keep 4.0 MiB of each running request, so 127 requests run at a time and not 256; 9 snapshots" in described
+
+
+def test_snapshots_take_a_share_of_what_the_states_leave() -> None:
+    layout = KVLayout(16, ((Store((1 << 20,), torch.float32, per="slot"),), paged_kv(2, 256, BF16)))
+    room = 100 * layout.slot_bytes + 5
+    assert snapshots_with_room(None, 19, layout, room) == 20, "a quarter of 80"
+    assert snapshots_with_room(None, 3, layout, room) == 12, "no more than 4 for each running request"
+    assert snapshots_with_room(None, 200, layout, room) == 0
+    assert [snapshots_with_room(wanted, 19, layout, room) for wanted in (0, 80)] == [0, 80]
+    with pytest.raises(ConfigError, match=r"^--state-snapshots 81 would take 0\.32 GiB of 0\.31 GiB"):
+        snapshots_with_room(81, 19, layout, room)
+
+
+def test_states_are_copied_in_order_and_in_all_layers() -> None:
+    inputs, memory = Store((3, 8), BF16, per="slot"), Store((2, 4, 4), torch.float32, per="slot")
+    layout = KVLayout(4, ((inputs, memory), paged_kv(1, 8, BF16), (inputs, memory)))
+    pool = KVPool(layout, 5, CPU, num_slots=2, num_snapshots=3)
+    assert sum(state.nbytes for layer in (0, 2) for state in pool.states(layer)) == layout.state_bytes(2, 3)
+    for number, state in enumerate((*pool.states(0), *pool.states(2))):
+        state.copy_((torch.arange(6) + 10 * number).view(-1, *[1] * (state.ndim - 1)))
+    pool.copy_states([(1, 3), (0, 1), (3, 0), (5, 4)])
+    for number, state in enumerate((*pool.states(0), *pool.states(2))):
+        rows = state.float().flatten(1)
+        assert (rows == rows[:, :1]).all()
+        assert (rows[:, 0] - 10 * number).tolist() == [1, 0, 2, 1, 5, 5]
 
 
 def test_layers_of_one_pool_may_differ() -> None:

@@ -2,7 +2,8 @@
 
 Each place of the simulated KV pool holds the hash of all tokens up to the one written there. Before a row extends, all
 places of its prefix must hold what this very sequence put (or would have put) there; the sampled token is a function
-of the prefix. So a page with two owners, a late write into a reused row or a wrong prefix hit shows at once.
+of the prefix. So a page with two owners, a late write into a reused row or a wrong prefix hit shows at once. The state
+of a recurrent layer is the hash of all tokens that its slot has seen: a row that begins behind a prefix must find it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, Logprobs, SamplingParams, StepResult
 from minisgl.kvcache import make_cache
+from minisgl.kvcache.snapshots import SnapshotStore
 from minisgl.message.types import LogprobRows, PositionLogprobs, unpack_ids
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
@@ -152,8 +154,14 @@ class SimulatedDevice:
     """
 
     def __init__(
-        self, page_size: int, fails: Callable[[Batch], bool] = lambda _: False, *, fails_at_launch: bool = False
+        self,
+        page_size: int,
+        fails: Callable[[Batch], bool] = lambda _: False,
+        *,
+        fails_at_launch: bool = False,
+        has_states: bool = False,
     ) -> None:
+        self._has_states = has_states
         self._fails = fails
         self._fails_at_launch = fails_at_launch
         self.failures = 0
@@ -161,6 +169,7 @@ class SimulatedDevice:
         self.tokens: dict[int, list[int]] = {}
         self.pages: dict[int, dict[int, int]] = {}
         self.kv: dict[tuple[int, int], int] = {}
+        self.states: dict[int, tuple[int, int]] = {}  # by row: position, hash of the tokens before
         self.computed = 0
         self.bitmask = np.zeros((1024, -(-VOCAB // 32)), dtype=np.int32)  # one memory for all steps, as an engine has
         self._queue: list[_Launched] = []
@@ -215,6 +224,8 @@ class SimulatedDevice:
                 self.kv[self.pages[slot][position // self.page_size], position % self.page_size] = -1
         for slot in {*batch.slots.tolist(), *(row.slot for row in batch.new_rows)}:
             self.tokens[slot] = []  # pages stay: those behind it in the queue write to them
+        for row in [*batch.slots.tolist(), *(target for _, target in batch.state_copies)]:
+            self.states[row] = (-1, -1)
 
     def _run(self, batch: Batch, bitmask: Int32Array | None) -> StepResult:
         for row in batch.new_rows:
@@ -223,6 +234,8 @@ class SimulatedDevice:
         for slot, index, page in batch.new_pages.tolist():
             assert index == len(self.pages[slot]), "pages come in order"
             self.pages[slot][index] = page
+        for source, target in batch.state_copies:
+            self.states[target] = self.states[source]
         sampled: list[int] = []
         prefixes: list[int] = []  # of the sampled tokens
         scored: list[tuple[int, int]] = []  # of prompts
@@ -234,6 +247,8 @@ class SimulatedDevice:
             assert 0 <= asked <= length, "log-probabilities of what the step does not compute"
             tokens, pages, prefix = self.tokens[slot], self.pages[slot], 0
             for position in range(start + length):
+                if self._has_states and position == start > 0:
+                    assert self.states[slot] == (start, prefix), f"slot {slot}: its state is not that at {start}"
                 prefix = hash((prefix, tokens[position]))
                 place = pages[position // self.page_size], position % self.page_size
                 if position < start:
@@ -242,6 +257,7 @@ class SimulatedDevice:
                     self.kv[place] = prefix
                     if position < start + asked:
                         scored.append((prefix, tokens[position + 1]))
+            self.states[slot] = (start + length, prefix)
             self.computed += length
             assert samples == (start + length == len(tokens)), "a row samples iff it reaches the last known token"
             if samples:
@@ -286,6 +302,8 @@ class World:
     schedule_policy: str = "fcfs"
     cache: str = "radix"
     overlap: bool = True
+    snapshots: int = 0  # of states, which the simulated model has if there are any
+    snapshot_distance: int = 4
     cost: StepCost | None = None
     target_tbt: float = 35.0  # milliseconds, by `cost`
     fails: Callable[[Batch], bool] = lambda _: False
@@ -298,7 +316,10 @@ class World:
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.device = SimulatedDevice(self.page_size, self.fails, fails_at_launch=self.fails_at_launch)
+        self.device = SimulatedDevice(
+            self.page_size, self.fails, fails_at_launch=self.fails_at_launch, has_states=self.snapshots > 0
+        )
+        self.store = SnapshotStore(self.snapshots, self.num_pages) if self.snapshots else None
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_prefill_tokens=self.chunk,
@@ -306,13 +327,15 @@ class World:
                 schedule_policy=self.schedule_policy,  # type: ignore[arg-type]
                 target_tbt=self.target_tbt,
             ),
-            cache=make_cache(self.cache, self.page_size),  # type: ignore[arg-type]
+            cache=make_cache(self.cache, self.page_size, *([] if self.store is None else [self.store])),  # type: ignore[arg-type]
             num_pages=self.num_pages,
             num_slots=self.num_slots,
             max_seq_len=min(self.max_seq_len, self.num_pages * self.page_size),
             eos_token_ids=(EOS,),
             grammars=SimulatedGrammars(),
             cost=self.cost,
+            snapshots=self.store,
+            snapshot_distance=self.snapshot_distance,
         )
         # Time stands still: it must not decide what a test sees.
         self.loop = StepLoop(self.scheduler, self.device, overlap=self.overlap, clock=lambda: 0.0)

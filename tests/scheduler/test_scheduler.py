@@ -22,6 +22,7 @@ WORLDS: list[dict[str, object]] = [
     {"page_size": 4, "num_pages": 400, "num_slots": 3, "chunk": 1, "schedule_policy": "lpm"},
     {"page_size": 16, "num_pages": 10, "chunk": 1000, "batch_policy": "mixed", "schedule_policy": "lpm"},
     {"page_size": 16, "num_pages": 12, "overlap": False},
+    {"page_size": 4, "num_pages": 30, "chunk": 30, "batch_policy": "mixed", "num_slots": 16, "snapshots": 20},
 ]
 
 

@@ -33,6 +33,7 @@ from minisgl.engine.memory import (
     pool_pages,
     room_for_pool,
     slots_with_states,
+    snapshots_with_room,
     steps_bytes,
 )
 from minisgl.engine.pooling import PoolingRunner
@@ -70,11 +71,14 @@ class Engine:
         phase: Phase,
         progress: bool,
         max_prefill_tokens: int,
+        reuses_prefixes: bool = True,
     ) -> None:
+        """`reuses_prefixes`: snapshots of recurrent states are of use, if the model has any."""
         self.device = resolve_device(config, tp.rank)
         self.dtype = resolve_dtype(config, model.dtype)
         self.page_size = config.page_size
         self.num_slots = config.max_running_requests
+        self.num_snapshots = 0
         self.step_cost: StepCost | None = None
         self._kv_format = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
         self._processed_logprobs = config.logprobs_mode == "processed_logprobs"
@@ -102,11 +106,13 @@ class Engine:
             logger.info("products read %s", product_labels(weights))
         layout = attention.kv_layout
         if layout.has_states:
-            room = room_for_pool(self.device, config.memory_ratio, tp.size, Needs())
-            self.num_slots = slots_with_states(self.num_slots, layout, tp.smallest(room.pool))
+            for_states = tp.smallest(room_for_pool(self.device, config.memory_ratio, tp.size, Needs()).pool)
+            self.num_slots = slots_with_states(self.num_slots, layout, for_states)
+            if reuses_prefixes:
+                self.num_snapshots = snapshots_with_room(config.state_snapshots, self.num_slots, layout, for_states)
             if tp.rank == 0:
-                logger.info(describe_states(layout, self.num_slots, config.max_running_requests))
-        parts = _Parts(weights, self.num_slots, attention, ops, sampler, self.device)
+                logger.info(describe_states(layout, self.num_slots, config.max_running_requests, self.num_snapshots))
+        parts = _Parts(weights, self.num_slots, self.num_snapshots, attention, ops, sampler, self.device)
         sizes = _graph_sizes(config, parts, max_prefill_tokens)
         needs = Needs()
         if self.device.type == "cuda":
@@ -115,7 +121,7 @@ class Engine:
         with phase("allocate the KV cache"):
             useful_sequences = self.num_slots if self.device.type == "cuda" else min(self.num_slots, CPU_SEQUENCES)
             room = room_for_pool(self.device, config.memory_ratio, tp.size, needs)
-            state_bytes = layout.state_bytes(self.num_slots)
+            state_bytes = layout.state_bytes(self.num_slots, self.num_snapshots)
             self.num_pages = pool_pages(
                 config,
                 page_bytes=layout.page_bytes,
@@ -191,7 +197,7 @@ class Engine:
         self.sample(batch)()
 
     def _forward(self, batch: Batch) -> ForwardOutput:
-        self._runner.state.apply(batch)
+        self._runner.apply(batch)
         graphs = self._graphs_for(batch)
         if graphs is not None:
             return graphs.forward(batch)
@@ -236,13 +242,15 @@ class _Parts:
 
     model: Model
     num_slots: int
+    num_snapshots: int  # of recurrent states
     attention: ModelAttention
     ops: Ops
     sampler: Sampler
     device: torch.device
 
     def runner(self, num_pages: int, max_seq_len: int) -> StepRunner:
-        kv = KVPool(self.attention.kv_layout, num_pages, self.device, num_slots=self.num_slots)
+        layout = self.attention.kv_layout
+        kv = KVPool(layout, num_pages, self.device, num_slots=self.num_slots, num_snapshots=self.num_snapshots)
         state = SlotState(
             num_slots=self.num_slots,
             max_seq_len=max_seq_len,
@@ -293,7 +301,8 @@ def _measure(parts: _Parts, sizes: GraphSizes | None, context_len: int, max_pref
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(parts.device)
     runner = parts.runner(0, context_len)
-    states = parts.attention.kv_layout.state_bytes(parts.num_slots)  # the trial's are the real ones, and counted apart
+    # The trial's states are the real ones, and counted apart.
+    states = parts.attention.kv_layout.state_bytes(parts.num_slots, parts.num_snapshots)
     steps = steps_bytes(runner, before, context_len, max_prefill_tokens) - states
     torch.cuda.empty_cache()
     graphs = 0 if sizes is None else graphs_bytes(runner, sizes, context_len)

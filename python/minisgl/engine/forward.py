@@ -123,6 +123,11 @@ class StepRunner:
         self.sampler = sampler
         self._row_numbers = torch.arange(len(state.lengths) + 1, dtype=torch.int32, device=state.device)
 
+    def apply(self, batch: Batch) -> None:
+        """Bring the rows and the recurrent states up to date for this step."""
+        self.state.apply(batch)
+        self.kv.copy_states(batch.state_copies)
+
     def forward(self, batch: Batch) -> ForwardOutput:
         """Run the model, and the head of the tokens whose logits are wanted."""
         host = step_inputs(batch)

@@ -27,6 +27,8 @@ CPU_POOL_LIMIT = 8 << 30  # bytes: more is of no use to a CPU and would surprise
 # memory page by page, and a CPU has not the time to use more.
 CPU_SEQUENCES = 16
 STATE_SHARE = 0.5  # of the room for the pool that recurrent states may take; the rest is for pages
+SNAPSHOT_SHARE = 0.25  # of what is left that snapshots of states take by themselves
+SNAPSHOTS_PER_SLOT = 4  # that they are at most
 GIB = float(1 << 30)
 
 
@@ -60,15 +62,33 @@ def room_for_pool(device: torch.device, memory_ratio: float, tp_size: int, needs
 
 def slots_with_states(wanted: int, layout: KVLayout, room: int) -> int:
     """Return how many of the `wanted` requests may run: their states take at most STATE_SHARE of the room's bytes."""
-    state = layout.state_bytes(1) - layout.state_bytes(0)
-    return max(min(wanted, int(STATE_SHARE * room) // state - 1), 1)
+    return max(min(wanted, int(STATE_SHARE * room) // layout.slot_bytes - 1), 1)
 
 
-def describe_states(layout: KVLayout, num_slots: int, wanted: int) -> str:
-    """Tell what the states of running requests take, and whether they limit their number."""
-    state = layout.state_bytes(1) - layout.state_bytes(0)
+def snapshots_with_room(wanted: int | None, num_slots: int, layout: KVLayout, room: int) -> int:
+    """Return --state-snapshots, or as many as their share of the room's bytes holds. ConfigError if too many.
+
+    One costs as much as K and V of some 3,000 tokens, for which the rest of the room is.
+    """
+    left = max(room - layout.state_bytes(num_slots), 0)
+    fitting = left // layout.slot_bytes
+    if wanted is None:
+        return min(int(SNAPSHOT_SHARE * fitting), SNAPSHOTS_PER_SLOT * num_slots)
+    if wanted > fitting:
+        raise ConfigError(
+            f"--state-snapshots {wanted} would take {wanted * layout.slot_bytes / GIB:.2f} GiB of "
+            f"{left / GIB:.2f} GiB, in which K and V must fit too: use fewer than {fitting}"
+        )
+    return wanted
+
+
+def describe_states(layout: KVLayout, num_slots: int, wanted: int, num_snapshots: int) -> str:
+    """Tell what the states of running requests take, whether they limit their number, and the number of snapshots."""
     limited = f", so {num_slots} requests run at a time and not {wanted}" if num_slots < wanted else ""
-    return f"recurrent layers keep {state / 2**20:.1f} MiB of each running request{limited}"
+    return (
+        f"recurrent layers keep {layout.slot_bytes / 2**20:.1f} MiB of each running request{limited}; "
+        f"{num_snapshots} snapshots of such states are kept behind cached prefixes"
+    )
 
 
 def pool_pages(config: EngineConfig, *, page_bytes: int, useful_pages: int, room: Room) -> int:

@@ -1,8 +1,9 @@
 """The KV cache: who owns which page, and which prefixes are worth keeping.
 
 Three owners share the pages: the free list (in `pages`), the cache of finished prefixes (`radix`, or `naive` that keeps
-none), and the requests themselves; `pages` joins the first two. This is policy on page numbers: NumPy only. The tensors
-that the numbers stand for live in `pool`, as `layout` says: these two alone import torch.
+none), and the requests themselves; `pages` joins the first two, and `snapshots` says behind which pages the state of
+recurrent layers is kept. This is policy on page numbers: NumPy only. The tensors that the numbers stand for live in
+`pool`, as `layout` says: these two alone import torch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,6 @@ from minisgl.kvcache.naive import NaiveCache
 from minisgl.kvcache.radix import RadixCache
 
 
-def make_cache(kind: CacheType, page_size: int, observer: CacheObserver | None = None) -> CacheManager:
-    """Return the cache that --cache names. The naive one has nothing to tell an observer."""
-    return RadixCache(page_size, observer) if kind == "radix" else NaiveCache(page_size)
+def make_cache(kind: CacheType, page_size: int, *observers: CacheObserver) -> CacheManager:
+    """Return the cache that --cache names. The naive one has nothing to tell observers."""
+    return RadixCache(page_size, *observers) if kind == "radix" else NaiveCache(page_size)

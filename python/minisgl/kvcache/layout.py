@@ -46,17 +46,22 @@ class KVLayout:
         """Bytes of a page in all layers."""
         return self.page_size * self._bytes("token")
 
-    def state_bytes(self, num_slots: int) -> int:
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the state of one slot, or of one snapshot, in all layers."""
+        return self._bytes("slot")
+
+    def state_bytes(self, num_slots: int, num_snapshots: int = 0) -> int:
         """Return the bytes of what is stored by slot, that of the scratch slot too; pages get what is left.
 
         A layer with a float32 state of 2 MB costs `state_bytes(256)` = 514 MB, however many pages there are.
         """
-        return (num_slots + 1) * self._bytes("slot")
+        return (num_slots + 1 + num_snapshots) * self.slot_bytes
 
     @property
     def has_states(self) -> bool:
         """True if some layer keeps a state by slot."""
-        return self._bytes("slot") > 0
+        return self.slot_bytes > 0
 
     def _bytes(self, per: Literal["token", "slot"]) -> int:
         stores = [*self.upcast, *(store for layer in self.layers for store in layer)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,17 +19,22 @@ class KVPool:
     Where V is the beginning of K, as in latent attention, there is K alone.
 
     One page more than `num_pages` is allocated: the last is a scratch page that nobody owns. Padding rows of a
-    captured graph write there, and to the state of the scratch slot, the last of `num_slots` + 1.
+    captured graph write there, and to the state of the scratch slot, row `num_slots`. The rows of states behind it are
+    snapshots, which no layer reads: `copy_states` saves and restores them.
     """
 
-    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device, *, num_slots: int = 0) -> None:
+    def __init__(
+        self, layout: KVLayout, num_pages: int, device: torch.device, *, num_slots: int = 0, num_snapshots: int = 0
+    ) -> None:
         self.num_pages = num_pages
-        self.num_slots = num_slots
+        self._state_rows = num_slots + 1 + num_snapshots
         self.page_size = layout.page_size
         self.scratch_page = num_pages
         # One allocation for all stores that are alike: the sum of many would be rounded up by torch.
         counts = Counter(store for layer in layout.layers for store in layer)
-        tensors = {store: self._allocate(store, count, device) for store, count in counts.items()}
+        stacked = {store: self._allocate(store, count, device) for store, count in counts.items()}
+        self._states = [stack for store, stack in stacked.items() if store.per == "slot"]  # [layers, rows, *shape]
+        tensors: dict[Store, list[Tensor]] = {store: list(stack) for store, stack in stacked.items()}
         self._layers = [tuple(tensors[store].pop(0) for store in layer) for layer in layout.layers]
         self.upcast_buffer: tuple[Tensor, Tensor] | None = None  # K and V of one layer at a time
         if layout.upcast:
@@ -43,12 +49,18 @@ class KVPool:
         return self._layers[layer][-1]
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
-        """Return what a recurrent layer keeps: of each of its stores [slots + 1, *shape]."""
+        """Return what a recurrent layer keeps: of each of its stores [slots + 1 + snapshots, *shape]."""
         return self._layers[layer]
 
-    def _allocate(self, store: Store, count: int, device: torch.device) -> list[Tensor]:
-        entries = (self.num_pages + 1, self.page_size) if store.per == "token" else (self.num_slots + 1,)
-        return list(_zeros((count, *entries, *store.shape), store.dtype, device))
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of all layers from row to row, one pair (from, to) after another."""
+        for source, target in pairs:
+            for states in self._states:
+                states[:, target].copy_(states[:, source])
+
+    def _allocate(self, store: Store, count: int, device: torch.device) -> Tensor:
+        entries = (self.num_pages + 1, self.page_size) if store.per == "token" else (self._state_rows,)
+        return _zeros((count, *entries, *store.shape), store.dtype, device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

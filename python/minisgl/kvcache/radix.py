@@ -70,9 +70,9 @@ class RadixCache:
     pages 1, 3 and 0: A's leaf, used before B's, then B's, then the node above, which has no child left.
     """
 
-    def __init__(self, page_size: int, observer: CacheObserver | None = None) -> None:
+    def __init__(self, page_size: int, *observers: CacheObserver) -> None:
         require_page_size(page_size)
-        self._observer = observer
+        self._observers = observers
         self.page_size = page_size
         self._page_bytes = page_size * _TOKEN_BYTES
         self._root = _Node(None, b"", b"", empty_pages(), end=0)
@@ -107,9 +107,9 @@ class RadixCache:
         given, new = pages[: len(found)], np.array(pages[len(found) :], dtype=np.int32)  # a copy to keep
         if len(new) > 0:
             leaf = self._add_leaf(node, whole[node.end * _TOKEN_BYTES :], new, salt)
-            if self._observer is not None:
+            for observer in self._observers:
                 parent = int(node.pages[-1]) if len(node.pages) > 0 else None
-                self._observer.stored(parent, np.frombuffer(leaf.tokens, np.int32), new, salt)
+                observer.stored(parent, np.frombuffer(leaf.tokens, np.int32), new, salt)
             node = leaf
         self._use(node)
         handle = CacheHandle(node.end, np.concatenate([found, new]), node)
@@ -235,14 +235,15 @@ class RadixCache:
         pages = self._evict(self.evictable_pages)
         if self._cached > 0:
             return self._told(pages)
-        if self._observer is not None:
-            self._observer.cleared()
+        for observer in self._observers:
+            observer.cleared()
         return pages
 
     def _told(self, removed: Int32Array) -> Int32Array:
-        """Return the pages, of which the observer knows then."""
-        if self._observer is not None and len(removed) > 0:
-            self._observer.removed(removed)
+        """Return the pages, of which the observers know then."""
+        if len(removed) > 0:
+            for observer in self._observers:
+                observer.removed(removed)
         return removed
 
     def _drop_tail(self, leaf: _Node, num_pages: int) -> None:

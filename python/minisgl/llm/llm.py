@@ -35,7 +35,7 @@ from minisgl.models.hub import find_model
 from minisgl.pooling.pooling_config import NO_TEXT, NO_VECTORS, PoolingConfig
 from minisgl.pooling.vectors import Float32Array, activated, check_dimensions, cosine, embedding
 from minisgl.progress import progress_bar
-from minisgl.scheduler.loop import make_loop
+from minisgl.scheduler.loop import make_loop, reuses_prefixes
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.settings import declarations, take_keywords
 from minisgl.structured_output.matcher import GrammarMatchers
@@ -125,6 +125,7 @@ class LLM:
                     phase=self._phase,
                     progress=config.load_format != "dummy",
                     max_prefill_tokens=scheduling.max_prefill_tokens,
+                    reuses_prefixes=reuses_prefixes(scheduling, model_config),
                 )
                 grammars = GrammarMatchers(
                     lambda: self.tokenizer.tokenizer,

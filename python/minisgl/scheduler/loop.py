@@ -23,6 +23,7 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, PendingStep
 from minisgl.kvcache import make_cache
 from minisgl.kvcache.base import CacheObserver
+from minisgl.kvcache.snapshots import SnapshotStore
 from minisgl.limits import Limits
 from minisgl.message.control import Progress
 from minisgl.message.socket import Inbox, Outbox
@@ -250,8 +251,14 @@ class SchedulableEngine(StepEngine, Protocol):
     page_size: int
     num_pages: int
     num_slots: int
+    num_snapshots: int  # of the states of a hybrid model
     limits: Limits
     step_cost: StepCost | None
+
+
+def reuses_prefixes(config: SchedulerConfig, model: ModelConfig) -> bool:
+    """Return True if prompts are to begin with what is cached of earlier ones."""
+    return config.cache == "radix" and (model.pooling is None or model.pooling.reuses_prefixes)
 
 
 def make_loop(
@@ -266,16 +273,20 @@ def make_loop(
 
     `observer` learns which prefixes are cached.
     """
-    cache = config.cache
-    if model.is_hybrid and cache == "radix":
-        logger.info("no prefix is reused: recurrent layers would need their state behind it, which is not kept")
-        cache = "naive"
-    if model.pooling is not None and not model.pooling.reuses_prefixes and cache == "radix":
+    cache, snapshots = config.cache, None
+    if not reuses_prefixes(config, model) and cache == "radix":
         logger.info("no prefix is reused: a mean needs the states of all tokens")
         cache = "naive"
+    if model.is_hybrid and cache == "radix":
+        if engine.num_snapshots:
+            snapshots = SnapshotStore(engine.num_snapshots, engine.num_pages)
+        else:
+            logger.info("no prefix is reused: there is no room for snapshots of the recurrent layers' states")
+            cache = "naive"
+    observers = [told for told in (snapshots, observer) if told is not None]
     scheduler = Scheduler(
         config,
-        cache=make_cache(cache, engine.page_size, observer),
+        cache=make_cache(cache, engine.page_size, *observers),
         num_pages=engine.num_pages,
         num_slots=engine.num_slots,
         max_seq_len=engine.limits.max_seq_len,
@@ -283,6 +294,7 @@ def make_loop(
         grammars=grammars,
         cost=engine.step_cost,
         pools=model.pooling is not None,
+        snapshots=snapshots,
     )
     if not followers:
         return StepLoop(scheduler, engine, overlap=config.overlap)

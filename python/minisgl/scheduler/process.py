@@ -19,7 +19,7 @@ from minisgl.message.types import Abort, FlushCache, Flushed, ProcessCounts, Rep
 from minisgl.models.config.load_config import load_model_config
 from minisgl.process.worker import Worker
 from minisgl.scheduler.kv_publisher import KVPublisher
-from minisgl.scheduler.loop import StepCounts, StepLoop, follow, make_loop
+from minisgl.scheduler.loop import StepCounts, StepLoop, follow, make_loop, reuses_prefixes
 from minisgl.scheduler.step_trace import StepTrace
 from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.tokenizer.files import load_tokenizer
@@ -128,6 +128,7 @@ def run(worker: Worker) -> None:
         phase=worker.phase,
         progress=worker.index == 0 and logger.isEnabledFor(logging.INFO),
         max_prefill_tokens=config.scheduler.max_prefill_tokens,
+        reuses_prefixes=reuses_prefixes(config.scheduler, model),
     )
     computes_here = engine.device.type == "cpu"
     if worker.index > 0:

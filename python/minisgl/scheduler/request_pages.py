@@ -11,6 +11,7 @@ import numpy as np
 from minisgl.core import CacheNode, IndexArray, Int32Array, pages_for
 from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.kvcache.pages import PagePool
+from minisgl.kvcache.snapshots import SnapshotStore
 from minisgl.scheduler.request import Request
 from minisgl.scheduler.table import SlotTable
 
@@ -18,8 +19,12 @@ from minisgl.scheduler.table import SlotTable
 class RequestPages:
     """Owner of the pool and the prefix cache. A request's locked place in the cache is `Request.prefix`."""
 
-    def __init__(self, cache: CacheManager, num_pages: int, table: SlotTable) -> None:
+    def __init__(
+        self, cache: CacheManager, num_pages: int, table: SlotTable, snapshots: SnapshotStore | None = None
+    ) -> None:
+        """`snapshots`: a prefix is of use only up to one of them."""
         self._cache = cache
+        self._snapshots = snapshots
         self._pool = PagePool(num_pages, cache)
         self._table = table
         self._page_size = cache.page_size
@@ -36,6 +41,16 @@ class RequestPages:
 
     def match(self, request: Request) -> CacheHandle:
         """Return the longest cached prefix that the request can use."""
+        found = self._match_pages(request)
+        if self._snapshots is None or (usable := self._snapshots.find(found.pages)) == len(found.pages):
+            return found
+        return self._cache.match(request.token_ids[: usable * self._page_size], request.salt)
+
+    def cached_len(self, request: Request) -> int:
+        """Return how many of the request's tokens have K and V in the cache, whatever it can use of them."""
+        return self._match_pages(request).cached_len
+
+    def _match_pages(self, request: Request) -> CacheHandle:
         # At least the last known token is computed, because its logits choose the next one; every token is, where its
         # logits are wanted.
         known = len(request.token_ids) - 1 if request.prompt_scored else 0
@@ -84,23 +99,29 @@ class RequestPages:
             self._reserved -= promised
         return self._table.extend_pages(slots, counts, self._pool.allocate(int(counts.sum())))
 
-    def share_prefix(self, request: Request) -> None:
-        """Put the known tokens, whose last chunk is planned, into the cache: a later step may read what this writes.
+    def share_prefix(self, request: Request, length: int) -> int | None:
+        """Put the first tokens, whose last chunk is planned, into the cache: a later step may read what this writes.
 
-        Where another request came first with the same prefix, this one keeps its own pages until it ends: its row
-        must not change under a running step, and locking the other's pages too would take memory that admission
-        has promised.
+        Return the cached page that ends the last whole page of them; None if there is none.
+
+        Where another request came first with a longer part of them, this one keeps its own pages until it ends: its
+        row must not change under a running step. Locking the other's pages too must not take memory that admission
+        has promised, nor so much that this request could not go on alone; else nothing is put into the cache.
         """
         assert request.prefix is not None
-        tokens = request.token_ids
-        if self._cache.match(tokens, request.salt).cached_len > request.prefix.cached_len:
-            return
-        whole = len(tokens) // self._page_size
-        pages = self._table.pages[request.slot, :whole]
-        shared = self._cache.insert(tokens[: whole * self._page_size], pages, request.salt).handle
+        whole = length // self._page_size
+        tokens, pages = self._table.tokens[request.slot, : whole * self._page_size], self._table.row_pages(request.slot)
+        found = self._cache.match(tokens, request.salt)
+        foreign = len(found.pages) - len(request.prefix.pages)
+        if foreign > 0:
+            twice = np.count_nonzero(found.pages != pages[: len(found.pages)])
+            if foreign > self.unpromised or pages_for(request.max_len, self._page_size) + twice > self.num_pages:
+                return int(found.pages[-1]) if len(found.pages) == whole else None
+        shared = self._cache.insert(tokens, pages[:whole], request.salt).handle
         self._cache.lock(shared)
         self._cache.unlock(request.prefix)
         request.prefix = shared
+        return int(shared.pages[-1]) if len(shared.pages) else None
 
     def give_back(self, request: Request) -> None:
         """Return a request's slot, pages and lock. No incomplete step may name the slot.
@@ -124,9 +145,20 @@ class RequestPages:
         request.reserved_pages = 0
         table.leave(slot)
 
-    def forget(self, request: Request, written: int) -> None:
-        """Take known tokens from the cache whose K and V were never written: those beyond the first `written`."""
-        self._pool.free(self._cache.forget(request.token_ids, written, request.salt))
+    def unwritten(self, request: Request, written: int) -> int | None:
+        """Return from which token on the request's own pages in the cache have no K and V, if so many are `written`.
+
+        None if all that it put there are. What others had put there before it is theirs.
+        """
+        assert request.prefix is not None
+        first = written // self._page_size
+        cached, row = request.prefix.pages, self._table.row_pages(request.slot)
+        own = np.flatnonzero(cached[first:] == row[first : len(cached)])
+        return (first + int(own[0])) * self._page_size if len(own) else None
+
+    def forget(self, request: Request, length: int) -> None:
+        """Take known tokens from the cache whose K and V were never written: those beyond the first `length`."""
+        self._pool.free(self._cache.forget(request.token_ids, length, request.salt))
 
     def tree(self, max_nodes: int) -> list[CacheNode]:
         """Return the largest nodes of the tree of cached prefixes."""
@@ -151,5 +183,7 @@ class RequestPages:
         """Raise if a page is lost, locked or promised although no request runs."""
         self._cache.check()
         self._pool.check_idle()
+        if self._snapshots is not None:
+            self._snapshots.check()
         if self._reserved or self._cache.locked_pages:
             raise RuntimeError(f"held at idle: {self.counts()}")

@@ -28,12 +28,14 @@ from minisgl.core import (
     StepResult,
 )
 from minisgl.kvcache.base import CacheHandle, CacheManager
+from minisgl.kvcache.snapshots import SnapshotStore
 from minisgl.message.engine_state import SequenceState
 from minisgl.message.to_detokenizer import End, Open, Pooled, StepOutput
 from minisgl.message.types import TextOptions, pack_ids
 from minisgl.scheduler.batch_policy import Chunks, longest_first, make_batch_policy
 from minisgl.scheduler.request import Request, RequestState, WaitingQueue, sequence_state
 from minisgl.scheduler.request_pages import RequestPages
+from minisgl.scheduler.state_snapshots import DISTANCE, StateSnapshots
 from minisgl.scheduler.step_limits import StepLimits, is_small
 from minisgl.scheduler.table import SlotTable
 from minisgl.scheduler.token_scores import report_logprobs, report_prompt, scored_tokens
@@ -66,13 +68,22 @@ class Scheduler:
         grammars: Grammars | None = None,
         cost: StepCost | None = None,
         pools: bool = False,
+        snapshots: SnapshotStore | None = None,
+        snapshot_distance: int = DISTANCE,
     ) -> None:
-        """`pools`: the model makes a vector of each prompt, which ends its request, and no token."""
+        """`pools`: the model makes a vector of each prompt, which ends its request, and no token.
+
+        `snapshots`: the model has recurrent layers, and `cache` tells this store which pages it holds. They are
+        `snapshot_distance` tokens apart.
+        """
         self._pooling = pools
         self._limits = StepLimits(config.max_prefill_tokens, num_slots)
         self._batch_policy = make_batch_policy(config, cost)
         self._table = SlotTable(num_slots, max_seq_len, cache.page_size)
-        self._pages = RequestPages(cache, num_pages, self._table)
+        self._pages = RequestPages(cache, num_pages, self._table, snapshots)
+        self._snapshots = None
+        if snapshots is not None:
+            self._snapshots = StateSnapshots(snapshots, self._pages, self._table, distance=snapshot_distance)
         self._eos = np.asarray(eos_token_ids, dtype=np.int32)
         self._grammars = grammars or NoGrammars()
         self._waiting = WaitingQueue(config.schedule_policy)
@@ -147,6 +158,8 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """Plan the next step; None when nothing can run, or not before the steps in flight are complete."""
         self._retire()
+        if self._snapshots is not None:
+            self._snapshots.save(self._running)
         if not self._make_room():
             return None
         running, table = self._running_array, self._table
@@ -155,7 +168,8 @@ class Scheduler:
         )
         new_rows = self._admit(chunks)
         running = self._running_array
-        query_lens = self._batch_policy.query_lens(table.remaining(running), chunks)
+        remaining = table.remaining(running)  # less than `chunks` knows where one that waits wants a snapshot
+        query_lens = np.minimum(self._batch_policy.query_lens(remaining, chunks), remaining)
         chosen = query_lens > 0
         if not chosen.any():
             return None
@@ -180,12 +194,16 @@ class Scheduler:
             new_rows=new_rows,
             flags=table.flags(sampling_slots),
             logprobs=scored_tokens(table, slots, start_pos, new_len, sampling_slots),
+            state_copies=[] if self._snapshots is None else self._snapshots.take_copies(),
         )
         table.cached_len[slots] = new_len
         table.device_len[sampling_slots] += 1
         table.last_step[slots] = step
+        if self._snapshots is not None:
+            self._snapshots.advance(slots, new_len)
         for slot in slots[new_len == table.entry_len[slots]].tolist():
-            self._pages.share_prefix(table.request(slot))
+            request = table.request(slot)
+            self._pages.share_prefix(request, len(request.token_ids))
         return batch
 
     def fill(self, mask: Int32Array, batch: Batch) -> None:
@@ -217,7 +235,7 @@ class Scheduler:
                 break
             prefix = self._pages.match(request)
             waits = request.prompt_scored and not self._waiting.is_overdue(request)
-            if waits and self._pages.is_being_prefilled(request, prefix.cached_len, self._running_array):
+            if waits and self._is_being_prefilled(request, prefix.cached_len):
                 continue
             highest = max(highest, request.priority)
             remaining = min(len(request.token_ids), request.max_len - 1) - prefix.cached_len  # as in the table
@@ -226,9 +244,16 @@ class Scheduler:
             if not self._pages.reserve(request, prefix, self._headroom()):
                 break
             new_rows.append(self._enter(request, prefix))
+            remaining = int(table.remaining(self._running_array[-1:])[0])  # a snapshot may cut it
             if remaining > 1:
                 chunks.add(prefix.cached_len, remaining)
         return new_rows
+
+    def _is_being_prefilled(self, request: Request, cached_len: int) -> bool:
+        """Return True if the request will find more of its tokens computed if it waits."""
+        if self._snapshots is not None:
+            return self._snapshots.is_coming(request, cached_len, self._running_array)
+        return self._pages.is_being_prefilled(request, cached_len, self._running_array)
 
     def _headroom(self) -> int:
         """Pages to leave free at an admission, so that those who run, and then this one, can grow for a while."""
@@ -246,6 +271,8 @@ class Scheduler:
         request.state = RequestState.RUNNING
         self._running.append(self._table.enter(request, prefix.pages))
         self._running_array = np.asarray(self._running, dtype=np.intp)
+        if self._snapshots is not None:
+            self._snapshots.enter(request, prefix)
         sampling = request.sampling
         stop_ids: tuple[int, ...] = ()
         if sampling.min_tokens:
@@ -366,10 +393,10 @@ class Scheduler:
         unwritten: list[tuple[Request, int]] = []
         for request in requests:
             assert request.prefix is not None
-            written = int(table.cached_len[request.slot])
-            if request.prefix.cached_len > written:
+            length = self._pages.unwritten(request, int(table.cached_len[request.slot]))
+            if length is not None:
                 table.cached_len[request.slot] = request.prefix.cached_len
-                unwritten.append((request, written))
+                unwritten.append((request, length))
         alone = self._table.request(int(failed.slots[0])) if is_small(failed) else None
         self._completed_step = batches[-1].step
         for request in requests:
@@ -378,8 +405,10 @@ class Scheduler:
                     request.failures = 0
                 self._retract(request)
         self._retire()
-        for request, written in unwritten:
-            self._pages.forget(request, written)
+        for request, length in unwritten:
+            self._pages.forget(request, length)
+        if self._snapshots is not None:
+            self._snapshots.take_back(batches)
         if alone is not None and alone.state is RequestState.RETRACTED:
             alone.failures += 1
             if alone.failures == MAX_FAILURES:
@@ -455,6 +484,7 @@ class Scheduler:
         """Return the number of pages and requests by state, for /server_info."""
         return {
             **self._pages.counts(),
+            **({} if self._snapshots is None else self._snapshots.counts()),
             "requests_waiting": len(self._waiting),
             "tokens_waiting": sum(len(request.token_ids) for request in self._waiting),
             "requests_running": len(self._running),

@@ -21,6 +21,8 @@ import numpy as np
 from minisgl.core import BoolArray, IndexArray, Int32Array, SamplingFlags, pages_for
 from minisgl.scheduler.request import Request
 
+NEVER = np.iinfo(np.int32).max  # a position that none reaches
+
 
 class SlotTable:
     """Rows for `num_slots` running requests of up to `max_seq_len` tokens."""
@@ -35,6 +37,7 @@ class SlotTable:
         self.cached_len = np.zeros(num_slots, dtype=np.int32)
         self.entry_len = np.zeros(num_slots, dtype=np.int32)  # known tokens when it entered
         self.max_len = np.zeros(num_slots, dtype=np.int32)
+        self.stop = np.full(num_slots, NEVER, dtype=np.int32)  # position that no chunk may pass: it ends there first
         self.last_step = np.full(num_slots, -1, dtype=np.int64)  # the last step that names the slot
         self.seq_id = np.full(num_slots, -1, dtype=np.int64)
         self.live = np.zeros(num_slots, dtype=np.bool_)  # running, not ended
@@ -61,6 +64,7 @@ class SlotTable:
         self.entry_len[slot] = self.known_len[slot] = self.device_len[slot] = length
         self.cached_len[slot] = len(cached_pages) * self.page_size
         self.max_len[slot] = request.max_len
+        self.stop[slot] = NEVER
         self.last_step[slot] = -1
         self.seq_id[slot] = request.seq_id
         self.live[slot] = True
@@ -88,9 +92,12 @@ class SlotTable:
         self._free.append(slot)
 
     def remaining(self, slots: IndexArray) -> Int32Array:
-        """Count the known tokens of each slot that have no KV yet; the last token of a request never needs it."""
+        """Count the known tokens of each slot that have no KV yet, up to its stop.
+
+        The last token of a request never needs KV.
+        """
         wanted = np.minimum(self.device_len[slots], self.max_len[slots] - 1)
-        return wanted - self.cached_len[slots]
+        return np.minimum(wanted, self.stop[slots]) - self.cached_len[slots]
 
     def flags(self, slots: IndexArray) -> SamplingFlags:
         """Return what the slots' requests ask for, together."""

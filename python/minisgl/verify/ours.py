@@ -22,7 +22,7 @@ from minisgl.engine.graphs import DecodeGraphs
 from minisgl.message.types import unpack_ids
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.decoder import DecoderModel
-from minisgl.scheduler.loop import make_loop
+from minisgl.scheduler.loop import make_loop, reuses_prefixes
 from minisgl.verify.compare import Run, common_length, compare_rows
 from minisgl.verify.oracle import TRACED, Answers, Expected, Float32Array
 
@@ -42,7 +42,7 @@ class ObservedEngine(Engine):
         if self.observer is None:
             return super()._forward(batch)
         runner = self._runner
-        runner.state.apply(batch)
+        runner.apply(batch)
         model = self._decoder_model
         logits: list[Tensor] = []
 
@@ -100,6 +100,7 @@ def ask_ourselves(
         phase=lambda _text: nullcontext(),
         progress=False,
         max_prefill_tokens=scheduling.max_prefill_tokens,
+        reuses_prefixes=reuses_prefixes(scheduling, model),
     )
     try:
         passes = _Passes(engine, scheduling, model, answers)

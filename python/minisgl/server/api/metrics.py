@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIXES = ("minisgl:", "vllm:", "sglang:")
+SNAPSHOT_COUNTS = {  # counts of the scheduler, where the model has recurrent layers
+    "snapshot_hits": "sequences that went on from a snapshot of recurrent states",
+    "snapshots_saved": "snapshots of recurrent states that were saved",
+    "snapshots_evicted": "snapshots of recurrent states that gave way to others or went with their pages",
+}
 TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.2, 0.4, 0.8, 2.5, 10.0)
 FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 480.0)
@@ -120,6 +125,7 @@ class Exposition:
         self._load = load
         self._retractions = counts.get("retractions", 0)
         self._evicted_pages = counts.get("pages_evicted", 0)
+        self._snapshots = {name: counts.get(name, 0) for name in SNAPSHOT_COUNTS}
         self._page_size = page_size
 
     def text(self) -> bytes:
@@ -188,6 +194,7 @@ class Exposition:
             "prefix_cache_queries": ("prompt tokens looked for in the cache", load.prefix_tokens_queried),
             "prefix_cache_hits": ("prompt tokens found in the cache", load.prefix_tokens_hit),
             "evicted_pages": ("pages of the cache that gave way to requests", self._evicted_pages),
+            **{f"state_{name}": (text, self._snapshots[name]) for name, text in SNAPSHOT_COUNTS.items()},
             "num_preemptions": ("sequences that had to make room and wait again", self._retractions),
             "prompt_tokens": ("tokens of accepted prompts", requests.prompt_tokens),
             "generation_tokens": ("tokens generated", requests.generation_tokens),

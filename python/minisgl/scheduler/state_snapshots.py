@@ -1,0 +1,192 @@
+"""Snapshots of a hybrid's states: when a running request's state is saved, and where an entering one goes on.
+
+A state is known where a step of its row ends, and never behind. So a snapshot costs a chunk that ends there, and is
+saved when the chunk is planned to have run: in front of the step that follows, by a copy that this step's plan carries.
+The device executes plans in order, so the books need not wait for it: a place may be given to another at once.
+
+Snapshots are saved, all at the ends of pages and `distance` tokens apart at least,
+
+- where prompts part: at the end of a prefix that the tree has, without a snapshot, and at that of a prefix which a
+  waiting request has in common with one that is being prefilled;
+- at each multiple of SPACING distances in a prompt, for prompts that part from it later;
+- at the last page's end of a prompt, for the same prompt or one that goes on from it;
+- at each multiple of the distance in an answer, the last of which is kept for the conversation's next turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from minisgl.core import Batch, IndexArray, Int32Array, pages_for
+from minisgl.kvcache.base import CacheHandle
+from minisgl.kvcache.snapshots import SnapshotStore
+from minisgl.scheduler.request import Request
+from minisgl.scheduler.request_pages import RequestPages
+from minisgl.scheduler.table import SlotTable
+
+DISTANCE = 256  # tokens: a shorter prefill takes hardly longer than the step that a snapshot adds to a prompt
+SPACING = 16  # distances: K and V of so many tokens cost somewhat more than a snapshot
+_NOWHERE = -1
+
+
+@dataclass(slots=True)
+class _Row:
+    """What a slot's request has saved, and what it will save."""
+
+    last: int  # position of its latest snapshot, reached if not saved, or of that from which it began
+    branches: list[int] = field(default_factory=list)  # positions where another prompt parts from this one
+    reached: int = _NOWHERE  # position of the state in the slot, if it is to be saved
+    answer_page: int = _NOWHERE  # of the answer's snapshot
+
+
+class StateSnapshots:
+    """Decides about snapshots; `table.stop` bounds the chunks of running requests by what it decides.
+
+    Row `num_slots + 1 + place` of the device's states is the snapshot in that place of the store.
+    """
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        pages: RequestPages,
+        table: SlotTable,
+        *,
+        distance: int = DISTANCE,
+    ) -> None:
+        self.store = store
+        self._pages = pages
+        self._table = table
+        self._page_size = table.page_size
+        self._distance = pages_for(distance, table.page_size) * table.page_size
+        self._spacing = SPACING * self._distance
+        self._rows = [_Row(0) for _ in table.requests]
+        self._first = len(table.requests) + 1  # behind the slots and the scratch slot
+        self._copies: list[tuple[int, int]] = []  # for the next plan
+
+    # --- requests enter -----------------------------------------------------------------------------------------
+
+    def enter(self, request: Request, prefix: CacheHandle) -> None:
+        """Let an admitted request, which has its slot, go on from the snapshot at the end of its prefix."""
+        slot = request.slot
+        row = self._rows[slot] = _Row(prefix.cached_len)
+        if prefix.cached_len:
+            place = self.store.use(int(prefix.pages[-1]))
+            self._copies.append((self._first + place, slot))
+        row.branches.append(self._pages.cached_len(request))
+        self._plan(slot, prefix.cached_len)
+
+    def is_coming(self, request: Request, cached_len: int, running: IndexArray) -> bool:
+        """Return True if a running request will soon save a snapshot of more of this one's tokens than the cache has.
+
+        Where the two share a prefix that is still to be computed, the snapshot at its end is asked for here.
+        """
+        table, least = self._table, cached_len + self._distance
+        tokens = request.token_ids[:-1]
+        for slot in running[table.cached_len[running] < table.entry_len[running]].tolist():
+            known = table.tokens[slot, : min(int(table.entry_len[slot]) - 1, len(tokens))]
+            if len(known) < least or table.request(slot).salt != request.salt:
+                continue
+            if not np.array_equal(known[:least], tokens[:least]):  # most prompts part early
+                continue
+            common = _common_length(known, tokens) // self._page_size * self._page_size
+            if self._will_save(slot, least, common):
+                return True
+        return False
+
+    def _will_save(self, slot: int, least: int, most: int) -> bool:
+        """Return True if the slot's request saves a snapshot at a position from `least` to `most`, near the latter."""
+        row, computed = self._rows[slot], int(self._table.cached_len[slot])
+        if least <= row.reached <= most:
+            return True
+        planned = [point for point in (*row.branches, self._prompt_end(slot)) if point > computed]
+        if any(max(least, most - self._distance) < point <= most for point in planned):
+            return True
+        if most <= computed + 1 or most < row.last + self._distance:  # computed already, or too near to be saved
+            return False
+        row.branches.append(most)
+        self._plan(slot, computed)
+        return True
+
+    # --- steps are planned --------------------------------------------------------------------------------------
+
+    def advance(self, slots: IndexArray, new_len: Int32Array) -> None:
+        """Take note of how far a step that is planned brings its rows."""
+        for slot in slots[new_len == self._table.stop[slots]].tolist():
+            row, position = self._rows[slot], int(self._table.stop[slot])
+            row.reached = row.last = position
+            self._plan(slot, position)
+
+    def save(self, running: Iterable[int]) -> None:
+        """Let the next plan save the states of running requests that stand where a snapshot is wanted."""
+        slots = list(running)
+        for slot in slots:
+            row = self._rows[slot]
+            if row.reached != _NOWHERE:
+                position, row.reached = row.reached, _NOWHERE
+                if position <= self._table.known_len[slot]:
+                    self._save(slot, position, crowded=2 * len(slots) > self.store.num_places)
+
+    def _save(self, slot: int, position: int, *, crowded: bool) -> None:
+        row, request = self._rows[slot], self._table.request(slot)
+        in_answer = position > self._prompt_end(slot)
+        if in_answer and crowded:
+            return  # the answers' snapshots would drive out those that prompts share
+        page = self._pages.share_prefix(request, position)
+        if page is None:
+            return
+        if in_answer:
+            if row.answer_page != _NOWHERE:
+                self.store.discard(row.answer_page)
+            # A page of its own stays locked until it ends, so the number keeps its meaning.
+            is_own = int(self._table.pages[slot, position // self._page_size - 1]) == page
+            row.answer_page = page if is_own else _NOWHERE
+        if page not in self.store:
+            self._copies.append((slot, self._first + self.store.add(page)))
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the copies that a plan must carry, in order."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def _plan(self, slot: int, position: int) -> None:
+        """Decide where the row's next snapshot is, behind a position at which its last step ended or will end."""
+        row, end = self._rows[slot], self._prompt_end(slot)
+        least = max(row.last + self._distance, position + 1)
+        points = [point for point in (*row.branches, end) if point >= least]
+        if (waypoint := _next_multiple(least, self._spacing)) <= end:
+            points.append(waypoint)
+        self._table.stop[slot] = min(points, default=_next_multiple(max(least, end + 1), self._distance))
+
+    def _prompt_end(self, slot: int) -> int:
+        """Return the last page's end of the tokens with which a request entered, of which one is left to compute."""
+        return (int(self._table.entry_len[slot]) - 1) // self._page_size * self._page_size
+
+    # --- steps fail ---------------------------------------------------------------------------------------------
+
+    def take_back(self, batches: Iterable[Batch]) -> None:
+        """Forget snapshots of plans that were not executed, and those that the next one was to save."""
+        copies = [pair for batch in batches for pair in batch.state_copies] + self.take_copies()
+        self.store.discard_places(target - self._first for _, target in copies if target >= self._first)
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of snapshots and of what became of them, for /server_info."""
+        return {
+            "snapshots": self.store.num_taken,
+            "snapshot_places": self.store.num_places,
+            "snapshot_hits": self.store.hits,
+            "snapshots_saved": self.store.saved,
+            "snapshots_evicted": self.store.evicted,
+        }
+
+
+def _next_multiple(least: int, step: int) -> int:
+    return -(-least // step) * step
+
+
+def _common_length(ours: Int32Array, theirs: Int32Array) -> int:
+    length = min(len(ours), len(theirs))
+    parted = np.flatnonzero(ours[:length] != theirs[:length])
+    return int(parted[0]) if len(parted) else length
