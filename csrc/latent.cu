@@ -13,10 +13,11 @@ __device__ __forceinline__ void rotate(const T* x, const float* angle, int i, fl
 }
 
 // q_rope [tokens, num_heads, ROPE] and row [tokens, ROW], whose tokens are q_stride and row_stride elements apart, go to
-// query [tokens, num_heads, ROW], of which the last ROPE of a head are written, and to the cache's rows [ROW].
+// rotated, whose tokens and heads are token_stride and head_stride apart, and to the cache's rows [ROW]. May be in place.
 extern "C" __global__ void norm_rope_store_latent(
     const T* q_rope, long long q_stride, const T* row, long long row_stride, const W* norm, const float* cos_sin,
-    const long long* positions, const long long* out_cache_loc, C* cache, T* query, int num_heads, float eps) {
+    const long long* positions, const long long* out_cache_loc, C* cache, T* rotated, long long token_stride,
+    int head_stride, int num_heads, float eps) {
   __shared__ float scratch[32];
   wait_for_predecessor();
   start_successor();
@@ -36,7 +37,7 @@ extern "C" __global__ void norm_rope_store_latent(
     float low, high;
     if (head < num_heads) {
       rotate(q_rope + token * q_stride + head * ROPE, angle, pair, low, high);
-      T* out = query + (token * num_heads + head) * ROW + RANK + pair;
+      T* out = rotated + token * token_stride + head * head_stride + pair;
       out[0] = from_float<T>(low), out[HALF] = from_float<T>(high);
     } else {
       rotate(row + RANK, angle, pair, low, high);

@@ -1,4 +1,4 @@
-// Latent attention (MLA) of a decode step: each row's heads attend to the same cached rows, of which the first RANK
+// Latent attention (MLA) over the latents themselves, of decodes and short chunks: each query's heads attend to the same cached rows, of which the first RANK
 // dimensions are the values too. Flash-decoding (Dao et al., 2023): a block takes 16 heads of a row and one of the
 // row's splits, tile by tile of 64 tokens; a second kernel merges the splits.
 //
@@ -60,15 +60,15 @@ __device__ __forceinline__ void load_tile(T (*rows)[STRIDE], const T* cache, con
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// query [rows, num_heads, ROW]; grid: splits, blocks of heads, rows. With one split the result goes to out [rows,
-// num_heads, RANK], else to partial [rows, num_heads, splits, RANK], and the logarithm of its weight, to base 2, to
-// weights [rows, num_heads, splits].
+// query [rows, num_heads, ROW]; grid: rows times splits, blocks of heads. A row is a query; the pages that it sees are
+// those of its number in `table_rows`, or else its own. With one split the result goes to out [rows, num_heads, RANK], else
+// to partial [rows, num_heads, splits, RANK], and the logarithm of its weight, to base 2, to weights [rows, num_heads, splits].
 extern "C" __global__ void __launch_bounds__(THREADS) latent_decode(
-    const T* query, const T* cache, const int* lengths, const int* page_table, long long table_stride, int num_heads,
-    float softmax_scale, OPTIONAL float* partial, OPTIONAL float* weights, T* out) {
+    const T* query, const T* cache, const int* lengths, OPTIONAL const int* table_rows, const int* page_table,
+    long long table_stride, int splits, int num_heads, float softmax_scale, OPTIONAL float* partial, OPTIONAL float* weights, T* out) {
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
-  int row = blockIdx.z, split = blockIdx.x, splits = gridDim.x, first_head = blockIdx.y * HEADS;
+  int row = blockIdx.x / splits, split = blockIdx.x % splits, first_head = blockIdx.y * HEADS;
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, p = lane & 3;
   wait_for_predecessor();
   start_successor();
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_decode(
       weights[(at_head + threadIdx.x) * splits + split] = -INF;
     return;
   }
-  const int* pages = page_table + row * table_stride;
+  const int* pages = page_table + (table_rows ? table_rows[row] : row) * table_stride;
   load_tile(shared.rows[tile & 1], cache, pages, tile, length);
   for (int part = threadIdx.x; part < HEADS * PARTS; part += THREADS) {
     int head = part / PARTS, at = part % PARTS * 8;

@@ -23,10 +23,11 @@ __device__ __forceinline__ unsigned best_groups(const float* choice, int groups,
   return __ballot_sync(0xffffffffu, lane < groups && better < top_groups);
 }
 
-// One warp a token: its TOP_K experts and their weights, from router_logits [tokens, EXPERTS].
+// One warp a token: its TOP_K experts and their weights, from router_logits [tokens, EXPERTS]; or a table [tokens, EXPERTS]
+// of the weights, -1 for the other experts.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) moe_choose(
     const float* router_logits, OPTIONAL const float* bias, int tokens, int sigmoid, int groups, int top_groups,
-    int group_scores, int renormalize, float scale, int* experts, float* weights) {
+    int group_scores, int renormalize, float scale, OPTIONAL int* experts, OPTIONAL float* weights, OPTIONAL T* table) {
   constexpr int PER_LANE = (EXPERTS + 31) / 32;
   constexpr unsigned ALL = 0xffffffffu;
   __shared__ float scores[WARPS][EXPERTS], choices[WARPS][EXPERTS];
@@ -81,8 +82,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) moe_choose(
   }
   float mine = lane < TOP_K ? score[my_expert] : 0.f;
   float total = renormalize ? warp_sum(mine) + 1e-20f : 1.f;
-  if (lane < TOP_K) {
-    experts[token * TOP_K + lane] = my_expert;
-    weights[token * TOP_K + lane] = mine / total * scale;
-  }
+  mine = mine / total * scale;
+  if (lane < TOP_K && experts) experts[token * TOP_K + lane] = my_expert, weights[token * TOP_K + lane] = mine;
+  if (!table) return;
+  __syncwarp();
+#pragma unroll
+  for (int i = lane; i < EXPERTS; i += 32) choice[i] = -1.f;
+  __syncwarp();
+  if (lane < TOP_K) choice[my_expert] = mine;
+  __syncwarp();
+#pragma unroll
+  for (int i = lane; i < EXPERTS; i += 32) table[(long long)token * EXPERTS + i] = from_float<T>(choice[i]);
 }

@@ -46,8 +46,8 @@ ModelSource = Literal["huggingface", "modelscope"]
 ToolCallParserName = Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "harmony"]
 ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "harmony"]
 DEFAULT_PAGE_SIZE = 64
-ATTENTION_BACKENDS = ("auto", "fa", "fi", "varlen", "torch")
-DECODE_ATTENTION = (*ATTENTION_BACKENDS, "fused", "latent")
+ATTENTION_BACKENDS = ("auto", "fa", "fi", "varlen", "latent", "torch")
+DECODE_ATTENTION = (*ATTENTION_BACKENDS, "fused")
 MAX_SECONDS = 86_400
 
 
@@ -57,7 +57,7 @@ def attention_names(attention: str) -> tuple[str, str]:
     if len(names) > 2 or names[0] not in ATTENTION_BACKENDS or names[-1] not in DECODE_ATTENTION:
         raise ConfigError(
             f"--attn must be one of {', '.join(ATTENTION_BACKENDS)}, or two with a comma (prefill, decode), "
-            f"of which the second may also be fused or latent, not {attention}"
+            f"of which the second may also be fused, not {attention}"
         )
     return names[0], names[-1]
 

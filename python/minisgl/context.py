@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from minisgl.attention.base import AttentionPlan
+    from minisgl.attention.base import AttentionPlan, ExpandingPlan
     from minisgl.attention.fused import FusedRows
     from minisgl.kernel.base import Ops
     from minisgl.kernel.recurrent_rows import RecurrentRows
@@ -28,5 +28,6 @@ class ForwardContext:
     ops: Ops
     attention: Mapping[int, AttentionPlan]  # by layer, but for those in `fused`
     fused: Mapping[int, FusedRows] = field(default_factory=dict)  # by layer, in place of norm_rope_store and a plan
+    expanding: Mapping[int, ExpandingPlan] = field(default_factory=dict)  # by layer: those of `attention` that expand
     recurrent: RecurrentRows | None = None  # where some layers are recurrent
     logits: Tensor | None = None  # [S, vocab_size]: where the model leaves them; None: in a new tensor

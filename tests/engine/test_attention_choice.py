@@ -12,7 +12,7 @@ import torch
 
 from minisgl.attention.backend_choice import CANDIDATES, Candidate, Chooser, make_attention
 from minisgl.attention.base import AttentionSpec
-from minisgl.attention.decode_splits import fused_decode_unsupported, latent_decode_unsupported
+from minisgl.attention.decode_splits import fused_decode_unsupported, latent_unsupported
 from minisgl.attention.page_kernels import PageList, flatten_pages
 from minisgl.attention.self_test import ROLES, Role
 from minisgl.attention.torch_backend import TorchAttention
@@ -55,23 +55,21 @@ def test_auto_picks_the_fastest(spec: AttentionSpec, capability: tuple[int, int]
     assert choose("auto", "decode", spec, capability, candidates()) == decode
 
 
-def test_latents_are_for_torch_unless_their_kernel_is_named() -> None:
+def test_latents_are_for_their_kernels() -> None:
     latents = AttentionSpec(16, 1, 576, 64, torch.bfloat16, latent_dim=512)
-    assert [choose("auto", role, latents, HOPPER, candidates()) for role in ROLES] == ["torch", "torch"]
-    assert choose("latent", "decode", latents, HOPPER, candidates()) == "latent"
+    assert [choose("auto", role, latents, HOPPER, candidates()) for role in ROLES] == ["latent", "latent"]
     for backend in ("fa", "fi", "varlen"):
         assert CANDIDATES[backend].unsupported(latents, HOPPER) == "it has no latent attention here"
     unsupported = {
         "it is for latent attention": SMALL,
-        "it is for up to 32 heads, not 128": replace(latents, num_heads=128),
         "latents of 512 + 64, not of 256 in 320": replace(latents, latent_dim=256, head_dim=320),
         "it does not read latents in 8 bits": replace(latents, fp8_kv=True),
         "it is for bfloat16 and float16, not float32": replace(latents, dtype=torch.float32),
     }
     for why, spec in unsupported.items():
-        assert why in str(latent_decode_unsupported(spec, HOPPER))
-    assert "compute capability 9.0 or 10.x, not 8.0" in str(latent_decode_unsupported(latents, AMPERE))
-    assert latent_decode_unsupported(latents, HOPPER) is None
+        assert why in str(latent_unsupported(spec, HOPPER))
+    assert "compute capability 9.0 or 10.x, not 8.0" in str(latent_unsupported(latents, AMPERE))
+    assert latent_unsupported(latents, HOPPER) is None
 
 
 def test_without_the_fused_kernel() -> None:
@@ -191,7 +189,7 @@ def test_the_flag() -> None:
     assert attention_names("fa,fused") == ("fa", "fused")
     assert attention_names("varlen,fused") == ("varlen", "fused")
     for wrong in ("", "fa,fi,torch", "fa,", "flash", "fused", "fused,fa"):
-        with pytest.raises(ConfigError, match="--attn must be one of auto, fa, fi, varlen, torch"):
+        with pytest.raises(ConfigError, match="--attn must be one of auto, fa, fi, varlen, latent, torch"):
             attention_names(wrong)
 
 

@@ -426,10 +426,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-@pytest.mark.parametrize("attn", ["fa", "fi", "fa,fi", "auto", "varlen,fused", "torch,latent"])
+@pytest.mark.parametrize("attn", ["fa", "fi", "fa,fi", "auto", "varlen,fused", "torch"])
 def test_logits(folder: Path, attn: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if attn != "auto" and (attn == "torch,latent") != (folder.name in LATENT):
-        pytest.skip("latents are attended to in torch and by a kernel for nothing else")
+    if attn != "auto" and (attn == "torch") != (folder.name in LATENT):
+        pytest.skip("latents are attended to by kernels of their own and in torch, which takes nothing else here")
     if "fi" in attn and folder.name in WINDOWED:
         pytest.skip("FlashInfer would compile kernels with a window")
     if "fi" in attn:

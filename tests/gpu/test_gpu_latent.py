@@ -4,13 +4,15 @@ models with it have, each against float64.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from minisgl.attention.backend_choice import CANDIDATES, make_backend
-from minisgl.attention.base import AttentionInputs, AttentionSpec
+from minisgl.attention.base import AttentionInputs, AttentionSpec, ExpandingPlan
 from minisgl.core import Int32Array
 from minisgl.kernel.base import ExpertBiases, Norm, Routing
 from minisgl.kernel.torch_ops import TorchOps, route
@@ -27,8 +29,12 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the norm of a resu
 class Latents:
     """A pool of random latents, and rows whose pages are anywhere in it."""
 
-    def __init__(self, heads: int, page_size: int, dtype: torch.dtype, longest: int) -> None:
-        self.spec = AttentionSpec(heads, 1, RANK + ROPE, page_size, dtype, scale=192**-0.5, latent_dim=RANK)
+    def __init__(
+        self, heads: int, page_size: int, dtype: torch.dtype, longest: int, dims: tuple[int, int] | None = None
+    ) -> None:
+        self.spec = AttentionSpec(
+            heads, 1, RANK + ROPE, page_size, dtype, scale=192**-0.5, latent_dim=RANK, expanded_dims=dims
+        )
         self.generator = torch.Generator(DEVICE).manual_seed(heads + page_size)
         self.width = -(-longest // page_size)
         self.pool = KVPool(KVLayout(page_size, (self.spec.kv_stores(),)), 2 * self.width, DEVICE)
@@ -80,7 +86,7 @@ def test_attention(name: str, page_size: int, heads: int, dtype: torch.dtype) ->
     backend = make_backend(name, world.spec, DEVICE)
     decode = lengths(1, 1, 1, 1, 1), lengths(1, 1500, 64, 65, 700)
     mixed = lengths(1, 300, 1, 64, 17), lengths(900, 300, 1, 1000, 17)
-    for query_lens, kv_lens in (decode,) if name == "latent" else (decode, mixed):
+    for query_lens, kv_lens in (decode, mixed):
         inputs, q = world.inputs(query_lens, kv_lens), world.queries(int(query_lens.sum()))
         world.check(backend.plan(inputs).forward(0, q, world.pool), q, inputs)
 
@@ -103,6 +109,78 @@ def test_captured_decodes_follow_the_lengths(heads: int, rows: int) -> None:
         inputs.kv_lens_device.copy_(torch.from_numpy(kv_lens))
         graph.replay()
         world.check(out, q, AttentionInputs(ones, kv_lens, inputs.query_starts, *inputs_on_device(inputs)))
+
+
+@pytest.mark.parametrize("heads", [16, 20])
+def test_captured_steps_follow_the_rows(heads: int) -> None:
+    world, rows, tokens = Latents(heads, 16, torch.bfloat16, longest=2000), 6, 300
+    full = np.full(rows, tokens, dtype=np.int32), np.full(rows, 2000, dtype=np.int32)
+    inputs, q = world.inputs(*full), world.queries(tokens)
+    inputs = dataclasses.replace(inputs, graph_tokens=tokens)
+    backend = make_backend("latent", world.spec, DEVICE)
+    inputs.query_starts.fill_(tokens)[0] = 0
+    backend.plan(inputs).forward(0, q, world.pool)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.plan(inputs).forward(0, q, world.pool)
+    for query_lens, kv_lens in (
+        (lengths(1, 33, 65, 1, 100, 100), lengths(900, 33, 2000, 1, 164, 100)),
+        (lengths(300, 0, 0, 0, 0, 0), lengths(1000, 0, 0, 0, 0, 0)),
+        (lengths(100, 1, 199, 0, 0, 0), lengths(100, 1, 199, 0, 0, 0)),
+    ):
+        inputs.kv_lens_device.copy_(torch.from_numpy(kv_lens))
+        inputs.query_starts[1:].copy_(torch.from_numpy(query_lens.cumsum()))
+        graph.replay()
+        now = AttentionInputs(query_lens, kv_lens, inputs.query_starts, *inputs_on_device(inputs))
+        world.check(out, q, now)
+
+
+CHUNKS = {
+    "beside decodes": (lengths(1, 300, 1, 64, 17), lengths(900, 300, 1, 1000, 17)),
+    "of odd lengths": (lengths(65, 97, 129, 255), lengths(65, 1033, 1000, 256)),
+    "behind cached tokens": (lengths(200, 64), lengths(1500, 129)),
+    "long": (lengths(1500), lengths(1500)),
+}
+
+
+@pytest.mark.parametrize("buffer_bytes", [1 << 27, 1])  # one block of keys, or several of 1,024
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize(("heads", "dims"), [(16, (128, 128)), (20, (192, 256))])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_expanded_chunks(
+    dtype: torch.dtype,
+    heads: int,
+    dims: tuple[int, int],
+    chunks: str,
+    buffer_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("minisgl.attention.latent_prefill._BUFFER_BYTES", buffer_bytes)
+    world, (nope, value) = Latents(heads, 16, dtype, longest=1500, dims=dims), dims
+    if torch.cuda.get_device_capability(DEVICE) != (9, 0):
+        pytest.skip("long chunks are expanded on Hopper alone")
+    inputs = world.inputs(*CHUNKS[chunks])
+    tokens = int(inputs.query_lens.sum())
+    plan = make_backend("latent", world.spec, DEVICE).plan(inputs)
+    assert isinstance(plan, ExpandingPlan)
+    projected = torch.randn(tokens, heads * (nope + ROPE) + 8, device=DEVICE, generator=world.generator).to(dtype)
+    q_nope = projected[:, : heads * nope].view(tokens, heads, nope)
+    q_rope = projected[:, heads * nope : -8].view(tokens, heads, ROPE)
+    weight = torch.randn(heads, nope + value, RANK, device=DEVICE, generator=world.generator).mul_(RANK**-0.5).to(dtype)
+    out = torch.full((tokens, heads, value), torch.nan, dtype=dtype, device=DEVICE)
+    plan.forward_expanded(0, q_nope, q_rope, weight, world.pool, out)
+    query = torch.cat([torch.einsum("thn,hnr->thr", q_nope.double(), weight[:, :nope].double()), q_rope.double()], -1)
+    want = torch.einsum("thr,hvr->thv", world.exact(query, inputs), weight[:, nope:].double())
+    expanded = torch.ones(tokens, dtype=torch.bool, device=DEVICE)
+    if plan.absorbed is not None:
+        expanded[plan.absorbed.tokens] = False
+        few = query[plan.absorbed.tokens].to(dtype)
+        absorbed = world.exact(query, inputs)[plan.absorbed.tokens]
+        have = plan.absorbed.plan.forward(0, few, world.pool).double()
+        assert (have - absorbed).norm() < 2 * TOLERANCE[dtype] * absorbed.norm()
+    assert torch.equal(out.isnan().flatten(1).any(1), ~expanded)
+    errors = (out.double() - want)[expanded].flatten(1).norm(dim=1) / want[expanded].flatten(1).norm(dim=1)
+    assert errors.max() < 2 * TOLERANCE[dtype], f"relative error {errors.max():.1e} at {int(errors.argmax())}"
 
 
 def inputs_on_device(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
@@ -130,13 +208,29 @@ def test_norm_rope_store(heads: int, dtype: torch.dtype, norm: torch.dtype | Non
             query = torch.zeros(tokens, heads, RANK + ROPE, device=DEVICE, dtype=torch.double if wide else dtype)
             given = [each.double() if wide else each for each in (q_rope, row, weight)]
             ops.norm_rope_store_latent(
-                given[0], given[1], Norm(given[2], 1e-6), cos_sin, positions, places, pool, query
+                given[0], given[1], Norm(given[2], 1e-6), cos_sin, positions, places, pool, query[..., RANK:]
             )
             results.append((pool.double(), query.double()))
         (pool, query), (exact_pool, exact_query) = results
         tolerance = 0.04 if cache else TOLERANCE[dtype]
         assert (pool - exact_pool).norm() < tolerance * exact_pool.norm()
         assert (query - exact_query).norm() < TOLERANCE[dtype] * exact_query.norm()
+
+
+@pytest.mark.parametrize("norm_dtype", [None, torch.float32])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("experts", "hidden"), [(64, 2048), (256, 7168), (7, 256)])
+def test_norm_and_router(experts: int, hidden: int, dtype: torch.dtype, norm_dtype: torch.dtype | None) -> None:
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    torch.manual_seed(0)
+    norm = Norm((torch.rand(hidden, device=DEVICE) + 0.5).to(norm_dtype or dtype), 1e-6)
+    weight = torch.randn(experts, hidden, device=DEVICE) * hidden**-0.5
+    for tokens in (1, 3, 17, 64, 65):
+        x = torch.randn(tokens, hidden, device=DEVICE).to(dtype) * 3
+        normed, logits = CudaOps(DEVICE).norm_router(x, norm, weight, None)
+        torch.testing.assert_close(normed, TorchOps().rms_norm(x, norm), rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(logits.double(), normed.double() @ weight.t().double(), rtol=1e-4, atol=1e-4)
 
 
 ROUTINGS = [

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import minisgl
-from minisgl.attention.base import AttentionInputs, AttentionSpec
+from minisgl.attention.base import AttentionInputs, AttentionSpec, ExpandingPlan
 from minisgl.core import SamplingFlags
 from minisgl.engine.queue import token_copier
 from minisgl.engine.state import SlotState
@@ -28,7 +28,9 @@ CSRC = Path(minisgl.__file__).parent / "csrc"
 CPU = torch.device("cpu")
 WRAPPERS = (
     "minisgl.attention.fused",
+    "minisgl.attention.latent",
     "minisgl.attention.latent_decode",
+    "minisgl.attention.latent_prefill",
     "minisgl.engine.cuda_sampler",
     "minisgl.kernel.all_reduce",
     "minisgl.kernel.cuda_delta",
@@ -236,7 +238,7 @@ def run_ops(dtype: torch.dtype, cache: torch.dtype) -> None:
     q_rope, row = torch.zeros(3, 8, 16, dtype=dtype), torch.zeros(3, 48, dtype=dtype)
     places, latents = (slots, inputs.out_cache_loc), torch.zeros(2, 16, 1, 48).to(cache)
     latent_norm, query = Norm(torch.zeros(32, dtype=dtype), 1e-6), torch.zeros(3, 8, 48, dtype=dtype)
-    ops.norm_rope_store_latent(q_rope, row, latent_norm, torch.zeros(99, 16), *places, latents, query)
+    ops.norm_rope_store_latent(q_rope, row, latent_norm, torch.zeros(99, 16), *places, latents, query[..., 32:])
 
 
 def run_quantized() -> None:
@@ -273,6 +275,9 @@ def run_moe(dtype: torch.dtype) -> None:
         grouped = Routing(2, renormalize=True, score="sigmoid", groups=4, top_groups=2)
         weights, experts = CudaRouting(Compiler(CPU))(scores.float(), grouped, torch.zeros(8))
         assert weights.shape == experts.shape == (tokens, 2)
+    x, router = torch.zeros(5, 256, dtype=dtype), torch.zeros(8, 256)
+    normed, logits = CudaOps(CPU).norm_router(x, Norm(torch.zeros(256, dtype=dtype), 1e-6), router, None)
+    assert (normed.shape, logits.shape, logits.dtype) == ((5, 256), (5, 8), torch.float32)
 
 
 def run_delta_net(dtype: torch.dtype) -> None:
@@ -284,9 +289,29 @@ def run_delta_net(dtype: torch.dtype) -> None:
     assert out.shape == (2, 4 * 128)
 
 
+def run_latents(dtype: torch.dtype) -> None:
+    from minisgl.attention.latent import LatentAttentionBackend
+
+    spec = AttentionSpec(16, 1, 576, 16, dtype, latent_dim=512, expanded_dims=(128, 128))
+    backend = LatentAttentionBackend(spec, CPU)
+    pool: Any = SimpleNamespace(keys=lambda _: torch.zeros(2, 16, 1, 576, dtype=dtype))
+    for query_lens in ([1] * 3, [1] * 200, [5, 1], [200, 1, 70]):  # decodes in splits or not, short chunks, long ones
+        counts, tokens = np.array(query_lens, dtype=np.int32), sum(query_lens)
+        starts = torch.tensor([0, *counts.cumsum()], dtype=torch.int32)
+        table = torch.ones(len(counts), 20, dtype=torch.int32)
+        plan = backend.plan(AttentionInputs(counts, counts, starts, torch.from_numpy(counts), table))
+        assert isinstance(plan, ExpandingPlan) == (max(query_lens) == 200)
+        assert plan.forward(0, torch.zeros(tokens, 16, 576, dtype=dtype), pool).shape == (tokens, 16, 512)
+        if isinstance(plan, ExpandingPlan):
+            assert plan.absorbed is not None
+            assert plan.absorbed.tokens.tolist() == [200]
+            q_nope, q_rope = torch.zeros(tokens, 16, 192, dtype=dtype).split([128, 64], dim=-1)
+            weight, out = torch.zeros(16, 256, 512, dtype=dtype), torch.zeros(tokens, 16, 128, dtype=dtype)
+            plan.forward_expanded(0, q_nope, q_rope, weight, pool, out)
+
+
 def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:
     from minisgl.attention.fused import FusedDecode
-    from minisgl.attention.latent_decode import LatentDecode
     from minisgl.attention.page_kernels import PageUpcaster
 
     spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=dtype, fp8_kv=True)
@@ -299,13 +324,7 @@ def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:
     qkv, heads = torch.zeros(3, 12 * 128, dtype=dtype), Heads(8, 2, torch.zeros(99, 128), None, None)
     rows.forward(qkv, heads, *caches)
     rows.forward(qkv, heads, *caches, sinks=torch.zeros(8, dtype=dtype))
-    latent = AttentionSpec(16, 1, 576, 16, dtype, latent_dim=512)
-    for rows_of_step in (3, 200):  # in splits or not
-        ones = np.ones(rows_of_step, dtype=np.int32)
-        lens, pages = torch.ones(rows_of_step, dtype=torch.int32), torch.ones(rows_of_step, 20, dtype=torch.int32)
-        decode = LatentDecode(latent, CPU).plan(AttentionInputs(ones, ones, lens, lens, pages))
-        latents: Any = SimpleNamespace(keys=lambda _: torch.zeros(2, 16, 1, 576, dtype=dtype))
-        assert decode.forward(0, torch.zeros(rows_of_step, 16, 576, dtype=dtype), latents).shape[2] == 512
+    run_latents(dtype)
     upcaster = PageUpcaster(spec, CPU)
     upcast = tuple(torch.zeros(2, 16, 2, 128, dtype=dtype) for _ in range(2))
     pool: Any = SimpleNamespace(keys=lambda _: caches[0], values=lambda _: caches[1], upcast_buffer=upcast)

@@ -20,7 +20,7 @@ import torch
 from minisgl.attention.base import AttentionBackend, AttentionSpec, LayerSpec
 from minisgl.attention.cpu_backend import CpuAttention
 from minisgl.attention.cuda_home import provide_cuda_home
-from minisgl.attention.decode_splits import fused_decode_unsupported, latent_decode_unsupported
+from minisgl.attention.decode_splits import fused_decode_unsupported, latent_unsupported
 from minisgl.attention.model_attention import LayerAttention, ModelAttention
 from minisgl.attention.self_test import ROLES, Role, self_test_error
 from minisgl.attention.torch_backend import TorchAttention
@@ -54,7 +54,7 @@ class Candidate:
 def preferences(role: Role, spec: AttentionSpec, capability: Capability) -> tuple[str, ...]:
     """Return the backends' names, the fastest first."""
     if spec.latent_dim is not None:
-        return ("torch",)  # `latent` has no figures yet: --attn torch,latent
+        return "latent", "torch"
     if capability[0] >= 10:
         return ("fused", "fi", "varlen", "torch") if role == "decode" else ("fi", "varlen", "torch")
     if role == "prefill":
@@ -239,13 +239,13 @@ def _make_fi(spec: AttentionSpec, device: torch.device) -> AttentionBackend:
 
 
 def _latent_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
-    return import_error("cuda.core", "cuda-core", "cuda") or latent_decode_unsupported(spec, capability)
+    return import_error("cuda.core", "cuda-core", "cuda") or latent_unsupported(spec, capability)
 
 
 def _make_latent(spec: AttentionSpec, device: torch.device) -> AttentionBackend:
-    from minisgl.attention.latent_decode import LatentDecode
+    from minisgl.attention.latent import LatentAttentionBackend
 
-    return LatentDecode(spec, device)
+    return LatentAttentionBackend(spec, device)
 
 
 def _make_fused(spec: AttentionSpec, device: torch.device) -> FusedDecode:
@@ -260,7 +260,7 @@ CANDIDATES: Mapping[str, Candidate] = {
     "varlen": Candidate(
         "torch's FlashAttention 2 (varlen)", _varlen_unsupported, lambda spec, _: VarlenAttention(spec)
     ),
-    "latent": Candidate("the decode kernel for latents (latent)", _latent_unsupported, _make_latent),
+    "latent": Candidate("the kernels for latents (latent)", _latent_unsupported, _make_latent),
     "fused": Candidate("the fused decode kernel (fused)", _fused_unsupported, make=None),
     "torch": Candidate("torch", lambda *_: None, lambda spec, _: TorchAttention(spec, MAX_SCORES)),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class AttentionSpec:
     scale: float | None = None  # factor of q @ k; None: head_dim ** -0.5
     has_sinks: bool = False  # each head's softmax has one more score, which `AttentionPlan.forward` is given
     latent_dim: int | None = None  # the first dimensions of a key are its value (MLA); None: V is stored beside K
+    # Of latent attention: a head's key without its rope, and its value, as they are made of a latent.
+    expanded_dims: tuple[int, int] | None = None
 
     @classmethod
     def of(
@@ -57,6 +59,7 @@ class AttentionSpec:
             scale=config.scale,
             has_sinks=config.has_sinks,
             latent_dim=None if config.latent is None else config.latent.kv_rank,
+            expanded_dims=None if config.latent is None else (config.latent.nope_dim, config.latent.value_dim),
         )
 
     @property
@@ -111,6 +114,9 @@ class AttentionInputs:
     query_starts: Tensor  # [rows + 1] int32: prefix sums of query_lens
     kv_lens_device: Tensor  # [rows] int32
     page_table: Tensor  # [rows, max_pages] int32: page of each block of page_size positions
+    graph_tokens: int | None = (
+        None  # of a step of any rows that a graph holds: its tokens; the host's lengths say nothing
+    )
 
 
 class AttentionPlan(Protocol):
@@ -122,6 +128,34 @@ class AttentionPlan(Protocol):
         A query at position i attends to the positions j <= i, of them to j > i - window where the spec has a window.
         `sinks` [heads], where the spec has them: a score beside those of the positions, whose value is 0. K and V of
         the step's own tokens are stored already.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AbsorbedTokens:
+    """Tokens of a step with expanded keys that attend to the latents themselves."""
+
+    tokens: Tensor  # [n] int64
+    plan: AttentionPlan  # for their absorbed queries
+
+
+@runtime_checkable
+class ExpandingPlan(AttentionPlan, Protocol):
+    """Plan of a step of latent attention that expands keys and values for most of its tokens."""
+
+    @property
+    def absorbed(self) -> AbsorbedTokens | None:
+        """The other tokens."""
+        ...
+
+    def forward_expanded(
+        self, layer: int, q_nope: Tensor, q_rope: Tensor, weight: Tensor, kv: KVPool, out: Tensor
+    ) -> None:
+        """Attend with q_nope [T, heads, nope_dim] and q_rope [T, heads, rope_dim], and write out [T, heads, value_dim].
+
+        weight [heads, nope_dim + value_dim, rank] makes a head's keys and values of a latent. The `absorbed` tokens
+        are left out.
         """
         ...
 

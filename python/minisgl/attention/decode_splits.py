@@ -98,16 +98,14 @@ def decode_splits(
     return DecodeSplits(1, 4, blocks, spare_clusters=256)
 
 
-def latent_decode_unsupported(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
-    """Return why the kernel cannot decode these layers; None if it can."""
+def latent_unsupported(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
+    """Return why the kernels for latents cannot run these layers; None if they can."""
     if capability[0] not in (9, 10):
         return f"it needs a GPU of compute capability 9.0 or 10.x, not {capability[0]}.{capability[1]}"
     if spec.latent_dim is None:
         return "it is for latent attention"
     if spec.latent_dim != 512 or spec.head_dim != 576:
         return f"it has kernels for latents of 512 + 64, not of {spec.latent_dim} in {spec.head_dim}"
-    if spec.num_heads > 2 * LATENT_HEADS:
-        return f"it is for up to {2 * LATENT_HEADS} heads, not {spec.num_heads}"
     if spec.fp8_kv:
         return "it does not read latents in 8 bits (--kv-cache-dtype fp8_e4m3)"
     if spec.dtype not in (torch.bfloat16, torch.float16):

@@ -1,7 +1,8 @@
-"""Decodes of latent attention for a few heads: csrc/latent_decode.cu, for Hopper and later.
+"""Latent attention query by query, over the latents themselves: csrc/latent_decode.cu, for Hopper and later.
 
-Splits are counted by rows and heads alone, so that a CUDA graph may hold any decode: each row is cut into as many equal
-ones. Blocks of 16 heads read a row's latents once each, which is too often for many heads.
+For decodes, and for tokens of short chunks, each of which attends as a row of one query would. Splits are counted by
+queries and heads alone, so that a CUDA graph may hold any step: each query's row is cut into as many equal ones. Blocks
+of 16 heads read a row's latents once each.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionInputs, AttentionSpec
+from minisgl.attention.base import AttentionSpec
 from minisgl.attention.decode_splits import LATENT_HEADS
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
@@ -23,33 +24,36 @@ _MAX_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class LatentDecodePlan:
-    """Implements attention.base.AttentionPlan."""
+class LatentQueries:
+    """Implements attention.base.AttentionPlan for Q queries."""
 
     spec: AttentionSpec
-    inputs: AttentionInputs
-    splits: int
+    lengths: Tensor  # [Q] int32: positions that each sees
+    page_table: Tensor  # [rows, pages] int32
+    table_rows: Tensor | None  # [Q] int32: of each query; None: a row is a query
     compiler: Compiler
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        rows, heads, _ = q.shape
-        rank, splits = self.spec.latent_dim or 0, self.splits
-        out = q.new_empty((rows, heads, rank))
+        queries, heads, _ = q.shape
+        blocks, rank = -(-heads // LATENT_HEADS), self.spec.latent_dim or 0
+        splits = max(min(self.compiler.num_sms // (queries * blocks), _MAX_SPLITS), 1)
+        out = q.new_empty((queries, heads, rank))
         partial: Tensor | None = None
         weights: Tensor | None = None
         if splits > 1:
-            partial = torch.empty((rows, heads, splits, rank), dtype=torch.float32, device=q.device)
-            weights = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
-        table = self.inputs.page_table
+            partial = torch.empty((queries, heads, splits, rank), dtype=torch.float32, device=q.device)
+            weights = torch.empty((queries, heads, splits), dtype=torch.float32, device=q.device)
         decode = self.compiler.kernel(_spec, "latent_decode", self.spec)
         decode(
-            (splits, -(-heads // LATENT_HEADS), rows),
+            (queries * splits, blocks),
             _THREADS,
             query=q,
             cache=kv.keys(layer),
-            lengths=self.inputs.kv_lens_device,
-            page_table=table,
-            table_stride=table.stride(0),
+            lengths=self.lengths,
+            table_rows=self.table_rows,
+            page_table=self.page_table,
+            table_stride=self.page_table.stride(0),
+            splits=splits,
             num_heads=heads,
             softmax_scale=self.spec.softmax_scale,
             partial=partial,
@@ -58,28 +62,8 @@ class LatentDecodePlan:
         )
         if partial is not None and weights is not None:
             merge = self.compiler.kernel(_spec, "latent_merge", self.spec)
-            merge((rows * heads,), rank // 4, partial=partial, weights=weights, out=out, splits=splits)
+            merge((queries * heads,), rank // 4, partial=partial, weights=weights, out=out, splits=splits)
         return out
-
-
-class LatentDecode:
-    """Implements attention.base.AttentionBackend for steps that only decode."""
-
-    graph_safe = True
-    prefill_graph_safe = False
-    upcasts = False
-
-    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
-        self._spec = spec
-        self._compiler = Compiler(device)
-
-    def plan(self, inputs: AttentionInputs) -> LatentDecodePlan:
-        blocks = len(inputs.query_lens) * -(-self._spec.num_heads // LATENT_HEADS)
-        splits = max(min(self._compiler.num_sms // blocks, _MAX_SPLITS), 1)
-        return LatentDecodePlan(self._spec, inputs, splits, self._compiler)
-
-    def graphed_decode(self, rows: int) -> None:  # noqa: ARG002
-        return None
 
 
 def _spec(kernel: str, spec: AttentionSpec) -> KernelSpec:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionInputs
+from minisgl.attention.base import AttentionInputs, ExpandingPlan
 from minisgl.attention.model_attention import CapturedDecode, ModelAttention
 from minisgl.context import ForwardContext
 from minisgl.core import A, Batch, Int32Array, Logprobs, StepResult, pages_for
@@ -143,6 +143,7 @@ class StepRunner:
         kv_lens: Int32Array,
         *,
         logits_indices: Tensor | None,
+        in_graph: bool = False,
     ) -> ForwardContext:
         """Return the context of a step of any rows. In a graph, the host's lengths are the longest possible."""
         state = self.state
@@ -154,7 +155,9 @@ class StepRunner:
             query_starts=inputs.query_starts,
             kv_lens_device=inputs.kv_lens,
             page_table=state.page_table[slots, :width],
+            graph_tokens=len(token_slots) if in_graph else None,
         )
+        plans = self.attention.plan(attended)
         return ForwardContext(
             input_ids=state.tokens[token_slots, positions].long(),
             positions=positions,
@@ -162,7 +165,8 @@ class StepRunner:
             logits_indices=logits_indices,
             kv=self.kv,
             ops=self.ops,
-            attention=self.attention.plan(attended),
+            attention=plans,
+            expanding={layer: plan for layer, plan in plans.items() if isinstance(plan, ExpandingPlan)},
             recurrent=self._recurrent_rows(query_lens, slots, positions),
         )
 

@@ -234,7 +234,7 @@ class PrefillGraphs:
         kv_lens = np.full(rows + 1, self._max_seq_len, dtype=np.int32)
 
         def forward() -> ForwardContext:
-            context = runner.context(inputs, query_lens, kv_lens, logits_indices=None)
+            context = runner.context(inputs, query_lens, kv_lens, logits_indices=None, in_graph=True)
             self._states[:size] = runner.model.model(context)
             return context
 

@@ -270,14 +270,18 @@ class Ops(Protocol):
         positions: Tensor,
         out_cache_loc: Tensor,
         cache: Tensor,
-        query: Tensor,
+        rotated: Tensor,
     ) -> None:
         """Finish the queries and the cache's rows of latent attention, whose latents have `rank` = len(norm.weight).
 
         Row [T, rank + rope_dim] is written to the rows `out_cache_loc` of the cache [pages, page_size, 1, rank +
         rope_dim], in its dtype or float8_e4m3fn: its first part normed, its second rotated by cos_sin [max_positions,
-        rope_dim]. q_rope [T, heads, rope_dim] is rotated into the end of query [T, heads, rank + rope_dim].
+        rope_dim]. q_rope [T, heads, rope_dim] is rotated into `rotated`, of the same shape; it may be q_rope itself.
         """
+        ...
+
+    def norm_router(self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Begin a mixture of experts: x [T, H], weight [experts, H] -> rms_norm(x), and its logits in their dtype."""
         ...
 
     def moe(

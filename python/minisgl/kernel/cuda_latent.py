@@ -32,7 +32,7 @@ class CudaLatent:
         positions: Tensor,
         out_cache_loc: Tensor,
         cache: Tensor,
-        query: Tensor,
+        rotated: Tensor,
     ) -> None:
         """Compute Ops.norm_rope_store_latent. Rows and heads may stand in larger tensors, token by token."""
         tokens, heads, rope = q_rope.shape
@@ -51,7 +51,9 @@ class CudaLatent:
             positions=positions,
             out_cache_loc=out_cache_loc,
             cache=cache,
-            query=query,
+            rotated=rotated,
+            token_stride=rotated.stride(0),
+            head_stride=rotated.stride(1),
             num_heads=heads,
             eps=norm.eps,
             early=tokens <= MAX_ROWS,

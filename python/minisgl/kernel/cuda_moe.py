@@ -87,9 +87,9 @@ class _Weighting(IntEnum):
 class CudaMoe:
     """Implements kernel.base.Ops.moe for 16-bit floats."""
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: Compiler, routing: CudaRouting) -> None:
         self._compiler = compiler
-        self._routing = CudaRouting(compiler)
+        self._routing = routing
 
     def begin_compiling(self, dtype: torch.dtype, experts: ExpertKind) -> None:
         """Begin to compile the kernels of these experts."""
@@ -179,8 +179,9 @@ class CudaMoe:
         self, router_logits: Tensor, routing: Routing, choice_bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         """Return [T, experts] with the weights of each token's experts, and -1 for the others."""
-        choose = self._routing if CudaRouting.supports(routing) else route
-        weights, experts = choose(router_logits, routing, choice_bias)
+        if CudaRouting.supports(routing):
+            return self._routing.table(router_logits, routing, choice_bias, dtype)
+        weights, experts = route(router_logits, routing, choice_bias)
         table = router_logits.new_full(router_logits.shape, -1.0, dtype=dtype)
         return table.scatter_(-1, experts.long(), weights.to(dtype))
 

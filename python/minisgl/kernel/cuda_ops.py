@@ -23,6 +23,7 @@ from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_delta import CudaDelta
 from minisgl.kernel.cuda_latent import CudaLatent
 from minisgl.kernel.cuda_moe import CudaMoe
+from minisgl.kernel.cuda_routing import CudaRouting
 from minisgl.kernel.cuda_weights import Fp8Weight, QuantizedWeight
 from minisgl.kernel.fp8_gemm import Fp8Gemm, fp8_matrix
 from minisgl.kernel.quantized_gemm import QuantizedGemm
@@ -50,7 +51,8 @@ class CudaOps:
         self._small_batch = SmallBatchGemm(self._compiler)
         self._quantized = QuantizedGemm(self._compiler)
         self._fp8 = Fp8Gemm(self._compiler)
-        self._moe = CudaMoe(self._compiler)
+        self._routing = CudaRouting(self._compiler)
+        self._moe = CudaMoe(self._compiler, self._routing)
         self._delta = CudaDelta(self._compiler)
         self._latent = CudaLatent(self._compiler)
 
@@ -206,9 +208,9 @@ class CudaOps:
         positions: Tensor,
         out_cache_loc: Tensor,
         cache: Tensor,
-        query: Tensor,
+        rotated: Tensor,
     ) -> None:
-        self._latent(q_rope, row, norm, cos_sin, positions, out_cache_loc, cache, query)
+        self._latent(q_rope, row, norm, cos_sin, positions, out_cache_loc, cache, rotated)
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         size = weight.shape[1]
@@ -251,6 +253,12 @@ class CudaOps:
     ) -> Tensor:
         step = self._delta if self._delta.supports(projected, heads, inputs) else self._torch.delta_step
         return step(projected, heads, inputs, memory, rows)
+
+    def norm_router(self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        if norm is not None and bias is None and self._routing.scores(x, weight):
+            return self._routing.norm_router(x, norm, weight)
+        normed = self._normed(x, norm)
+        return normed, self.linear(normed.to(weight.dtype), weight, bias)
 
     def moe(
         self,

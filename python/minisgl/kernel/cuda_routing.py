@@ -1,35 +1,87 @@
-"""Choice of experts by scores, biases and groups (csrc/moe_choose.cu), for routings that are not `Routing.plain`."""
+"""Choice of experts where it is not the largest of a softmax of 16-bit logits, in one launch (csrc/moe_choose.cu).
+
+Of a few tokens, the norm before it and the router's float32 product are another (csrc/moe_router.cu).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from minisgl.kernel.base import Routing
+from minisgl.kernel.base import Norm, Routing
 from minisgl.kernel.compile import Compiler
-from minisgl.kernel.signature import KernelSpec
+from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.kernel.small_batch_gemm import MAX_ROWS
 
-_WARPS = 4  # as in moe_choose.cu: of a block, each with a token
+_WARPS = 4  # as in moe_choose.cu and moe_router.cu: of a block
 _MAX_GROUPS = 32
+_ROUTER_TOKENS = 4  # as in moe_router.cu: of a block
+_ROUTER_COLUMNS = 256  # likewise: H is a multiple
 
 
 class CudaRouting:
-    """Chooses experts as `torch_ops.route` does, in one launch."""
+    """Scores and chooses experts as `TorchOps.norm_router` and `torch_ops.route` do."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
 
     @staticmethod
+    def scores(x: Tensor, weight: Tensor) -> bool:
+        """Return True if `norm_router` is for this router and so few tokens."""
+        tokens, size = x.shape
+        few = 0 < tokens <= MAX_ROWS and x.is_contiguous() and size % _ROUTER_COLUMNS == 0
+        return few and weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+
+    def norm_router(self, x: Tensor, norm: Norm, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return norm(x) [T, H] and its float32 logits [T, experts], the product with weight [experts, H]."""
+        (tokens, size), experts = x.shape, len(weight)
+        normed, logits = torch.empty_like(x), x.new_empty((tokens, experts), dtype=torch.float32)
+        kernel = self._compiler.kernel(_router_spec, x.dtype, norm.weight.dtype)
+        kernel(
+            (-(-experts // _WARPS), -(-tokens // _ROUTER_TOKENS)),
+            32 * _WARPS,
+            x=x,
+            norm=norm.weight,
+            eps=norm.eps,
+            weight=weight,
+            normed=normed,
+            logits=logits,
+            tokens=tokens,
+            experts=experts,
+            H=size,
+        )
+        return normed, logits
+
+    @staticmethod
     def supports(routing: Routing) -> bool:
-        """Return True if the kernel knows this routing."""
+        """Return True if the kernel knows how to choose so."""
         return routing.groups <= _MAX_GROUPS and routing.group_scores in (1, 2)
 
     def __call__(self, router_logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return weights, float32, and experts, int32, of logits [tokens, experts]: [tokens, top_k] each."""
-        tokens, experts = router_logits.shape
-        chosen = torch.empty(tokens, routing.top_k, dtype=torch.int32, device=router_logits.device)
+        chosen = router_logits.new_empty((len(router_logits), routing.top_k), dtype=torch.int32)
         weights = torch.empty_like(chosen, dtype=torch.float32)
-        kernel = self._compiler.kernel(_spec, experts, routing.top_k)
+        self._choose(router_logits, routing, bias, torch.bfloat16, experts=chosen, weights=weights)
+        return weights, chosen
+
+    def table(self, router_logits: Tensor, routing: Routing, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the weights of each token's experts, and -1 for the others: [tokens, experts] in a 16-bit dtype."""
+        table = torch.empty_like(router_logits, dtype=dtype)
+        self._choose(router_logits, routing, bias, dtype, table=table)
+        return table
+
+    def _choose(
+        self,
+        router_logits: Tensor,
+        routing: Routing,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        experts: Tensor | None = None,
+        weights: Tensor | None = None,
+        table: Tensor | None = None,
+    ) -> None:
+        tokens, count = router_logits.shape
+        kernel = self._compiler.kernel(_spec, dtype, count, routing.top_k)
         kernel(
             (-(-tokens // _WARPS),),
             32 * _WARPS,
@@ -42,11 +94,17 @@ class CudaRouting:
             group_scores=routing.group_scores,
             renormalize=routing.renormalize,
             scale=routing.scale,
-            experts=chosen,
+            experts=experts,
             weights=weights,
+            table=table,
         )
-        return weights, chosen
 
 
-def _spec(experts: int, top_k: int) -> KernelSpec:
-    return KernelSpec("moe_choose.cu", "moe_choose", {"SCALAR": "f32", "EXPERTS": experts, "TOP_K": top_k})
+def _spec(dtype: torch.dtype, experts: int, top_k: int) -> KernelSpec:
+    macros: Macros = {"SCALAR": SCALAR_NAMES[dtype], "EXPERTS": experts, "TOP_K": top_k}
+    return KernelSpec("moe_choose.cu", "moe_choose", macros)
+
+
+def _router_spec(dtype: torch.dtype, norm_dtype: torch.dtype) -> KernelSpec:
+    macros: Macros = {"SCALAR": SCALAR_NAMES[dtype], "NORM_SCALAR": SCALAR_NAMES[norm_dtype]}
+    return KernelSpec("moe_router.cu", "moe_router", macros)

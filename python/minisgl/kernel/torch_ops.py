@@ -126,13 +126,17 @@ class TorchOps:
         positions: Tensor,
         out_cache_loc: Tensor,
         cache: Tensor,
-        query: Tensor,
+        rotated: Tensor,
     ) -> None:
         latent, key = row.unsqueeze(1).tensor_split([len(norm.weight)], dim=-1)
         cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
         stored = torch.cat((self.rms_norm(latent, norm), _rotate(key, cos, sin)), dim=-1)
         store(cache.flatten(0, 1), out_cache_loc, stored)
-        query[..., len(norm.weight) :] = _rotate(q_rope, cos, sin)
+        rotated.copy_(_rotate(q_rope, cos, sin))
+
+    def norm_router(self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        normed = x if norm is None else self.rms_norm(x, norm)
+        return normed, self.linear(normed.to(weight.dtype), weight, bias)
 
     def moe(
         self,

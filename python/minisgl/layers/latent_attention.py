@@ -1,7 +1,8 @@
-"""Multi-head latent attention (DeepSeek V2, 2024) in its absorbed form over the paged pool.
+"""Multi-head latent attention (DeepSeek V2, 2024) over the paged pool.
 
 A head's key is W_k c and its value W_v c, of the token's latent c alone. So q @ (W_k c) = (W_k^T q) @ c: with W_k
 absorbed by the query, and W_v by the output, all heads attend to the same cached rows, as in multi-query attention.
+Where many queries share their keys, a backend may expand keys and values instead (`ExpandingPlan`).
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ _EPS = 1e-6  # of the norms inside, whatever rms_norm_eps is
 
 
 class UpProjection(nn.Module):
-    """Matrices of a rank's heads that make keys and values of a latent.
-
-    keys [heads, nope_dim, kv_rank], values [heads, value_dim, kv_rank]; one matrix in the checkpoint.
-    """
+    """Matrices of a rank's heads that make keys and values of a latent: [heads, nope_dim + value_dim, kv_rank]."""
 
     def __init__(self, config: LatentConfig, num_heads: int, tp: TPGroup, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.num_heads = num_heads
         share = num_heads // tp.size
         self.heads = range(tp.rank * share, (tp.rank + 1) * share)
-        self.keys = empty(share, config.nope_dim, config.kv_rank, dtype=dtype)
-        self.values = empty(share, config.value_dim, config.kv_rank, dtype=dtype)
+        self.nope_dim = config.nope_dim
+        self.weight = empty(share, config.nope_dim + config.value_dim, config.kv_rank, dtype=dtype)
+
+    def absorb(self, q_nope: Tensor, out: Tensor) -> None:
+        """Multiply queries [T, heads, nope_dim] by their heads' keys, to out [T, heads, kv_rank]."""
+        torch.bmm(q_nope.transpose(0, 1), self.weight[:, : self.nope_dim], out=out.transpose(0, 1))
+
+    def values(self, latents: Tensor, out: Tensor) -> None:
+        """Make values of what heads attended to, [T, heads, kv_rank], to out [T, heads, value_dim]."""
+        torch.bmm(latents.transpose(0, 1), self.weight[:, self.nope_dim :].transpose(1, 2), out=out.transpose(0, 1))
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        keys, values = self.keys.shape[1], self.values.shape[1]
-        shape = (self.num_heads * (keys + values), self.keys.shape[2])
+        _, rows, rank = self.weight.shape
         for index, head in enumerate(self.heads):
-            start = head * (keys + values)
-            for rows, target in (
-                (slice(start, start + keys), self.keys[index]),
-                (slice(start + keys, start + keys + values), self.values[index]),
-            ):
-                yield WeightSlice(f"{name}.weight", shape, (rows, slice(None)), target)
+            kept = slice(head * rows, (head + 1) * rows)
+            yield WeightSlice(f"{name}.weight", (self.num_heads * rows, rank), (kept, slice(None)), self.weight[index])
 
 
 class LatentAttention(nn.Module):
@@ -107,22 +108,39 @@ class LatentAttention(nn.Module):
         if self.q_b_proj is not None:
             q = self.q_b_proj(q.contiguous(), self.q_a_layernorm)
         q_nope, q_rope = q.tensor_split([heads * config.nope_dim], dim=-1)
-        q_nope = q_nope.view(tokens, heads, config.nope_dim)
-        query = x.new_empty(tokens, heads, config.kv_rank + config.rope_dim)
-        by_head = query[..., : config.kv_rank].transpose(0, 1)
-        torch.bmm(q_nope.transpose(0, 1), self.kv_b_proj.keys, out=by_head)
+        q_nope, q_rope = q_nope.view(tokens, heads, -1), q_rope.view(tokens, heads, -1)
+        attended = x.new_empty(tokens, heads, config.value_dim)
+        plan = ctx.expanding.get(self.layer)
+        if plan is not None:
+            self._rotate_and_store(q_rope, row, ctx, rotated=q_rope)
+            plan.forward_expanded(self.layer, q_nope, q_rope, self.kv_b_proj.weight, ctx.kv, attended)
+            if (few := plan.absorbed) is not None:
+                query = self._absorbed(q_nope[few.tokens])
+                query[..., config.kv_rank :] = q_rope[few.tokens]
+                values = attended.new_empty(len(query), heads, config.value_dim)
+                self.kv_b_proj.values(few.plan.forward(self.layer, query, ctx.kv), values)
+                attended[few.tokens] = values
+        else:
+            query = self._absorbed(q_nope)
+            self._rotate_and_store(q_rope, row, ctx, rotated=query[..., config.kv_rank :])
+            self.kv_b_proj.values(ctx.attention[self.layer].forward(self.layer, query, ctx.kv), attended)
+        y: Tensor = self.o_proj(attended.flatten(1), residual)
+        return y
+
+    def _absorbed(self, q_nope: Tensor) -> Tensor:
+        """Return [T, heads, kv_rank + rope_dim], whose rotated part is left to be written."""
+        query = q_nope.new_empty(*q_nope.shape[:2], self.config.kv_rank + self.config.rope_dim)
+        self.kv_b_proj.absorb(q_nope, query[..., : self.config.kv_rank])
+        return query
+
+    def _rotate_and_store(self, q_rope: Tensor, row: Tensor, ctx: ForwardContext, *, rotated: Tensor) -> None:
         ctx.ops.norm_rope_store_latent(
-            q_rope.view(tokens, heads, config.rope_dim),
+            q_rope,
             row,
             self.kv_a_layernorm.params,
             self.rotary.cos_sin,
             ctx.positions,
             ctx.out_cache_loc,
             ctx.kv.keys(self.layer),
-            query,
+            rotated,
         )
-        latents = ctx.attention[self.layer].forward(self.layer, query, ctx.kv)
-        attended = x.new_empty(tokens, heads, config.value_dim)
-        torch.bmm(latents.transpose(0, 1), self.kv_b_proj.values.transpose(1, 2), out=attended.transpose(0, 1))
-        y: Tensor = self.o_proj(attended.flatten(1), residual)
-        return y

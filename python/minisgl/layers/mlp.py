@@ -62,10 +62,9 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
         """Send each token of norm(x) to its experts, plus `residual`."""
-        normed = x if norm is None else norm(x, ctx)
         y: Tensor
         router, experts = self.router, self.experts
-        router_logits = ctx.ops.linear(normed.to(router.weight.dtype), router.weight, router.bias)
+        normed, router_logits = ctx.ops.norm_router(x, params_of(norm), router.weight, router.bias)
         y = ctx.ops.moe(normed, router_logits, experts.w13, experts.w2, self.routing, self._biases, self.activation)
         if self.shared_experts is None and self.shared_expert is None:
             return self.tp.all_reduce(y, residual)

@@ -1,0 +1,231 @@
+// Latent attention (MLA) of prefill chunks over keys and values made of the latents: those of a row's tokens lie side by
+// side, a key has NOPE dimensions of its head and ROPE that all heads share, a value VALUE. FlashAttention 3's division of
+// the work (Shah et al., 2024): a block takes 128 queries of a head, of which each of two warpgroups has 64, and goes
+// through the keys tile by tile; a thread of a third fetches them, and its registers go to the others. While a tile's scores become shares, the tile before it
+// multiplies its values. Scores are exponents of two.
+//
+// What the row's keys are is said by an Item. If they are but a part of what the queries see, the parts are launched one
+// after another, and each is merged with those before it by the logarithms of their sums (`lse`).
+//
+// -DRANK, -DNOPE and -DVALUE, multiples of 64, -DROPE 64; -DTILE: keys of a tile, 64 or 128. T is bf16 or f16. Hopper.
+#include "hopper.cuh"
+#include "mma.cuh"
+
+constexpr int QUERIES = 128;
+constexpr int STAGES = 2;
+constexpr int CONSUMERS = 256;  // threads: two warpgroups
+constexpr int WARPS = CONSUMERS / 32;
+constexpr int THREADS = CONSUMERS + 128;
+constexpr int LINE = 128;              // bytes: 64 dimensions, as wide as the swizzle
+constexpr int KEY_PARTS = (NOPE + ROPE) / 64, VALUE_PARTS = VALUE / 64;
+constexpr int Q_PART = QUERIES * LINE, PART = TILE * LINE;  // bytes
+constexpr int K_STAGE = KEY_PARTS * PART, V_STAGE = VALUE_PARTS * PART;
+constexpr float LOG2_E = 1.44269504f;
+#define INF __int_as_float(0x7f800000)
+
+// Query i of `queries` from `first_query` on sees the keys j <= offset + i of `keys` from `first_key` on.
+struct Item {
+  int first_query, queries, first_key, keys, offset, merges;
+};
+
+#define SIXTY_FOUR TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63"
+#define WGMMA(n, registers, operands) \
+  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." TYPE(SCALAR) "." TYPE(SCALAR) " {" registers "}, " operands
+
+// c [64, TILE] += a [64, 16] @ b [TILE, 16]^T of a warpgroup; both lie in shared memory.
+__device__ __forceinline__ void multiply_keys(float (*c)[4], unsigned long long a, unsigned long long b) {
+#if TILE == 128
+  asm volatile(WGMMA("128", SIXTY_FOUR, "%64, %65, 1, 1, 1, 0, 0;")
+               : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12) : "l"(a), "l"(b));
+#else
+  asm volatile(WGMMA("64", TEN() TEN(1) TEN(2) "%30,%31", "%32, %33, 1, 1, 1, 0, 0;")
+               : SIXTEEN(0), SIXTEEN(4) : "l"(a), "l"(b));
+#endif
+}
+
+// c [64, 128] += a [64, 16] @ b [16, 128]; a lies in registers, as `mma` has it, b with its columns side by side.
+__device__ __forceinline__ void multiply_values(float (*c)[4], const unsigned (&a)[4], unsigned long long b) {
+  asm volatile(WGMMA("128", SIXTY_FOUR, "{%64,%65,%66,%67}, %68, 1, 1, 1, 1;")
+               : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// Matrix descriptor of rows of 128 bytes, swizzled, whose 64 columns are those of the result; the next 64 are PART away.
+__device__ __forceinline__ unsigned long long columns_descriptor(unsigned address) {
+  return (address & 0x3ffff) >> 4 | (unsigned long long)(PART >> 4) << 16 | 64ull << 32 | 1ull << 62;
+}
+
+__device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// All but the last LEFT that were committed; c is a result, of which nothing may be read before.
+template <int LEFT, int N> __device__ __forceinline__ void await_products(float (&c)[N][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+    asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
+}
+
+// q_nope [tokens, num_heads, NOPE] and q_rope [tokens, num_heads, ROPE], whose tokens are q_stride elements apart;
+// expanded_map: [keys, num_heads, NOPE + VALUE], rows_map: [keys, RANK + ROPE], in boxes of [TILE, 64]. To out [tokens,
+// num_heads, VALUE], and lse [tokens, num_heads] to base 2. Grid: heads, items.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill(
+    const __grid_constant__ TensorMap expanded_map, const __grid_constant__ TensorMap rows_map, const T* q_nope,
+    const T* q_rope, long long q_stride, const Item* items, T* out, OPTIONAL float* lse, int num_heads,
+    float softmax_scale) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  __shared__ Barrier k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+  unsigned char *k_stages = memory + KEY_PARTS * Q_PART, *v_stages = k_stages + STAGES * K_STAGE;
+  int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, head = blockIdx.x;
+  if (thread == CONSUMERS) {
+    for (int s = 0; s < STAGES; ++s) {
+      init(&k_full[s], 1), init(&v_full[s], 1);
+      init(&k_empty[s], WARPS), init(&v_empty[s], WARPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  wait_for_predecessor();
+  start_successor();
+  Item item = items[blockIdx.y];
+  int tiles = (item.keys + TILE - 1) / TILE;
+  __syncthreads();
+
+  if (warp >= WARPS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (thread != CONSUMERS) return;
+    for (int tile = 0; tile < tiles; ++tile) {
+      int s = tile % STAGES, turn = tile / STAGES, key = item.first_key + tile * TILE, column = head * (NOPE + VALUE);
+      if (turn) wait(&k_empty[s], (turn - 1) & 1);
+      expect(&k_full[s], K_STAGE);
+#pragma unroll
+      for (int i = 0; i < NOPE / 64; ++i)
+        copy_box(k_stages + s * K_STAGE + i * PART, expanded_map, column + i * 64, key, &k_full[s]);
+      copy_box(k_stages + s * K_STAGE + NOPE / 64 * PART, rows_map, RANK, key, &k_full[s]);
+      if (turn) wait(&v_empty[s], (turn - 1) & 1);
+      expect(&v_full[s], V_STAGE);
+#pragma unroll
+      for (int i = 0; i < VALUE_PARTS; ++i)
+        copy_box(v_stages + s * V_STAGE + i * PART, expanded_map, column + NOPE + i * 64, key, &v_full[s]);
+    }
+    return;
+  }
+
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  // A warpgroup's queries, swizzled as the accelerator does it.
+  int group = warp >> 2, first_row = group * 64;
+  for (int i = thread & 127; i < 64 * KEY_PARTS * 8; i += 128) {
+    int row = first_row + i / (KEY_PARTS * 8), part = i / 8 % KEY_PARTS, chunk = i % 8;
+    long long token = item.first_query + min(row, item.queries - 1);
+    const T* from = part < NOPE / 64 ? q_nope + token * q_stride + head * NOPE + part * 64
+                                     : q_rope + token * q_stride + head * ROPE + (part - NOPE / 64) * 64;
+    *(uint4*)(memory + part * Q_PART + row * LINE + (chunk ^ row & 7) * 16) = *(const uint4*)(from + chunk * 8);
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  if (group) asm volatile("bar.sync 2, 128;" ::: "memory");
+  else asm volatile("bar.sync 1, 128;" ::: "memory");
+
+  int g = lane >> 2, p = lane & 3, row = first_row + (warp & 3) * 16 + g;  // of h 0
+  float s[TILE / 8][4], o[VALUE / 8][4] = {}, largest[2] = {-INF, -INF}, sum[2] = {}, scale = softmax_scale * LOG2_E;
+  unsigned shares[TILE / 16][4], q = shared_address(memory) + first_row * LINE;
+
+  auto multiply_queries = [&](int tile) {
+    wait(&k_full[tile % STAGES], tile / STAGES & 1);
+    unsigned k = shared_address(k_stages + tile % STAGES * K_STAGE);
+#pragma unroll
+    for (int t = 0; t < TILE / 8; ++t) s[t][0] = s[t][1] = s[t][2] = s[t][3] = 0.f;
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < KEY_PARTS * 4; ++i)
+      multiply_keys(s, descriptor(q + i / 4 * Q_PART + i % 4 * 32), descriptor(k + i / 4 * PART + i % 4 * 32));
+    commit_products();
+  };
+  auto multiply_shares = [&](int tile) {
+    wait(&v_full[tile % STAGES], tile / STAGES & 1);
+    unsigned v = shared_address(v_stages + tile % STAGES * V_STAGE);
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < TILE / 16; ++i)
+#pragma unroll
+      for (int part = 0; part < VALUE_PARTS; part += 2)
+        multiply_values(o + part * 8, shares[i], columns_descriptor(v + part * PART + i * 16 * LINE));
+    commit_products();
+  };
+  // Scores become shares; what was summed so far is to be multiplied by `rescale`.
+  auto weigh = [&](int tile, float (&rescale)[2]) {
+    int key = tile * TILE;
+    bool masked = key + TILE - 1 > min(item.offset + first_row, item.keys - 1);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int last = min(item.offset + row + 8 * h, item.keys - 1) - key - 2 * p;
+      float most = largest[h];
+#pragma unroll
+      for (int t = 0; t < TILE / 8; ++t)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (masked && t * 8 + i > last) s[t][2 * h + i] = -INF;
+          most = fmaxf(most, s[t][2 * h + i]);
+        }
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+      float base = most == -INF ? 0.f : most * scale;  // a query may see nothing of this part
+      rescale[h] = exp2f(largest[h] * scale - base);
+      largest[h] = most, sum[h] *= rescale[h];
+#pragma unroll
+      for (int t = 0; t < TILE / 8; ++t)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sum[h] += s[t][2 * h + i] = exp2f(s[t][2 * h + i] * scale - base);
+    }
+  };
+  auto pack_shares = [&] {
+#pragma unroll
+    for (int i = 0; i < TILE / 16; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) shares[i][j] = pack(s[2 * i + j / 2][j % 2 * 2], s[2 * i + j / 2][j % 2 * 2 + 1]);
+  };
+
+  float rescale[2];
+  multiply_queries(0);
+  await_products<0>(s);
+  if (lane == 0) arrive(&k_empty[0]);
+  weigh(0, rescale);
+  pack_shares();
+  for (int tile = 1; tile < tiles; ++tile) {
+    multiply_queries(tile);
+    multiply_shares(tile - 1);
+    await_products<1>(s);
+    if (lane == 0) arrive(&k_empty[tile % STAGES]);
+    weigh(tile, rescale);
+    await_products<0>(o);
+    if (lane == 0) arrive(&v_empty[(tile - 1) % STAGES]);
+#pragma unroll
+    for (int n = 0; n < VALUE / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[n][i] *= rescale[i >> 1];
+    pack_shares();
+  }
+  multiply_shares(tiles - 1);
+  await_products<0>(o);
+
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float total = quad_sum(sum[h]), factor = total > 0.f ? 1.f / total : 0.f, before = 0.f;
+    if (row + 8 * h >= item.queries) continue;
+    long long at = (long long)(item.first_query + row + 8 * h) * num_heads + head;
+    if (lse) {
+      float own = total > 0.f ? largest[h] * scale + log2f(total) : -INF, all = own;
+      if (item.merges) {
+        float earlier = lse[at], most = fmaxf(earlier, own);  // the first part's is finite: all queries see key 0
+        all = most + log2f(exp2f(earlier - most) + exp2f(own - most));
+        before = exp2f(earlier - all), factor *= exp2f(own - all);
+      }
+      __syncwarp(__activemask());  // the quad has read it
+      if (p == 0) lse[at] = all;
+    }
+#pragma unroll
+    for (int n = 0; n < VALUE / 8; ++n) {
+      unsigned* to = (unsigned*)(out + at * VALUE + n * 8 + 2 * p);
+      float low = o[n][2 * h] * factor, high = o[n][2 * h + 1] * factor;
+      if (item.merges) low += before * low_of(*to), high += before * high_of(*to);
+      *to = pack(low, high);
+    }
+  }
+}

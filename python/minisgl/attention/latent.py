@@ -1,0 +1,81 @@
+"""Latent attention (MLA) on the kernels of csrc/, for Hopper and later: any step, and any in a CUDA graph.
+
+Decodes and tokens of short chunks attend to the latents themselves, one by one; of long chunks keys and values are
+expanded, where the GPU and the heads allow it and no graph holds the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import AbsorbedTokens, AttentionInputs, AttentionPlan, AttentionSpec
+from minisgl.attention.latent_decode import LatentQueries
+from minisgl.attention.latent_prefill import ExpandedChunks, expands, plan_chunks
+from minisgl.kernel.compile import Compiler
+from minisgl.kvcache.pool import KVPool
+
+MIN_QUERIES = 64  # of a row whose keys and values are expanded
+
+
+@dataclass(frozen=True, slots=True)
+class LatentStep:
+    """Implements attention.base.ExpandingPlan: a step with long chunks."""
+
+    every: LatentQueries  # all tokens, absorbed
+    chunks: ExpandedChunks
+    absorbed: AbsorbedTokens | None
+
+    def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:
+        return self.every.forward(layer, q, kv, sinks)
+
+    def forward_expanded(
+        self, layer: int, q_nope: Tensor, q_rope: Tensor, weight: Tensor, kv: KVPool, out: Tensor
+    ) -> None:
+        self.chunks.attend(q_nope, q_rope, weight, kv.keys(layer), out)
+
+
+class LatentAttentionBackend:
+    """Implements attention.base.AttentionBackend."""
+
+    graph_safe = True
+    prefill_graph_safe = True
+    upcasts = False
+
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        self._spec = spec
+        self._compiler = Compiler(device)
+        self._expands = expands(spec, self._compiler)
+
+    def plan(self, inputs: AttentionInputs) -> AttentionPlan:
+        if inputs.graph_tokens is None and int(inputs.query_lens.max()) == 1:
+            return LatentQueries(self._spec, inputs.kv_lens_device, inputs.page_table, None, self._compiler)
+        every = self._queries(inputs)
+        long = inputs.query_lens >= MIN_QUERIES
+        if inputs.graph_tokens is not None or not self._expands or not long.any():
+            return every
+        chunks = plan_chunks(self._spec, self._compiler, inputs, np.flatnonzero(long).astype(np.int32))
+        return LatentStep(every, chunks, None if long.all() else self._absorbed(every, inputs, long))
+
+    def graphed_decode(self, rows: int) -> None:  # noqa: ARG002
+        return None
+
+    def _queries(self, inputs: AttentionInputs) -> LatentQueries:
+        """Return a step's tokens as rows of one query."""
+        tokens = inputs.graph_tokens or int(inputs.query_lens.sum())
+        ends, token = inputs.query_starts[1:], torch.arange(tokens, dtype=torch.int32, device=inputs.page_table.device)
+        rows = torch.searchsorted(ends, token, right=True, out_int32=True)
+        # Padding of a graph is one long row, of which the first tokens would see nothing.
+        lengths = (inputs.kv_lens_device[rows] - (ends[rows] - 1 - token)).clamp_(min=1)
+        return LatentQueries(self._spec, lengths, inputs.page_table, rows, self._compiler)
+
+    def _absorbed(self, every: LatentQueries, inputs: AttentionInputs, long: np.ndarray) -> AbsorbedTokens:
+        """Return the tokens of the rows that are not `long`, and their plan."""
+        places = np.flatnonzero(np.repeat(~long, inputs.query_lens))
+        tokens = torch.from_numpy(places).to(inputs.page_table.device)
+        rows = None if every.table_rows is None else every.table_rows[tokens]
+        plan = LatentQueries(self._spec, every.lengths[tokens], every.page_table, rows, self._compiler)
+        return AbsorbedTokens(tokens, plan)

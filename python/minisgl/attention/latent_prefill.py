@@ -1,0 +1,129 @@
+"""Latent attention of long chunks, on Hopper: the heads' keys and values are made of the latents, a bounded number at a
+time, and csrc/latent_prefill.cu attends to them.
+
+A score costs nope_dim + rope_dim + value_dim products so, a third of what it costs over the latents themselves; that
+pays for the expansion where enough queries share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import AttentionInputs, AttentionSpec
+from minisgl.attention.key_blocks import TILE_QUERIES, key_blocks
+from minisgl.attention.torch_backend import read_pages
+from minisgl.core import Int32Array
+from minisgl.kernel.compile import Compiler, tensor_map
+from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
+
+_STAGES = 2  # as in latent_prefill.cu
+_THREADS = 384
+_COLUMNS = 64  # of a box
+_BUFFER_BYTES = 1 << 27  # of expanded keys and values
+_SHARED_BYTES = 220 << 10  # of a block, at most
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedKeys:
+    """One block of keys, in buffers that all blocks and layers of a step share."""
+
+    places: Tensor  # [K] int64: where each lies in the pool
+    items: Tensor  # [tiles, 6] int32: struct Item
+    latents: Tensor  # [K, rank + rope_dim]
+    expanded: Tensor  # [K, heads * (nope_dim + value_dim)]
+    maps: tuple[object, object]  # tensor maps of `expanded` and of `latents`
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedChunks:
+    """Long chunks of one step."""
+
+    blocks: Sequence[ExpandedKeys]
+    sums: Tensor | None  # [T, heads] float32, where a row's keys are in several blocks
+    kernel: Launcher
+    scale: float
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor, latents: Tensor, out: Tensor) -> None:
+        """Write the chunks' tokens of out [T, heads, value_dim].
+
+        q_nope [T, heads, nope_dim] and q_rope [T, heads, rope_dim] may stand in larger tensors, token by token;
+        weight [heads, nope_dim + value_dim, rank]; latents: a layer's pages.
+        """
+        heads, _, rank = weight.shape
+        for block in self.blocks:
+            block.latents.copy_(read_pages(latents.flatten(0, 2), block.places))
+            torch.mm(block.latents[:, :rank], weight.flatten(0, 1).t(), out=block.expanded)
+            expanded_map, rows_map = block.maps
+            self.kernel(
+                (heads, len(block.items)),
+                _THREADS,
+                expanded_map=expanded_map,
+                rows_map=rows_map,
+                q_nope=q_nope,
+                q_rope=q_rope,
+                q_stride=q_nope.stride(0),
+                items=block.items,
+                out=out,
+                lse=self.sums,
+                num_heads=heads,
+                softmax_scale=self.scale,
+                early=False,
+            )
+
+
+def expands(spec: AttentionSpec, compiler: Compiler) -> bool:
+    """Return True if the kernel knows these heads and this GPU."""
+    nope, value = spec.expanded_dims or (0, 0)
+    return compiler.arch == 90 and nope > 0 and nope % 64 == 0 and value > 0 and value % 128 == 0 and _tile(spec) > 0
+
+
+def plan_chunks(spec: AttentionSpec, compiler: Compiler, inputs: AttentionInputs, rows: Int32Array) -> ExpandedChunks:
+    """Plan the chunks of these rows of a step."""
+    device, size, tile = inputs.page_table.device, spec.page_size, _tile(spec)
+    width = spec.num_heads * sum(spec.expanded_dims or ())
+    max_keys = max(_BUFFER_BYTES // (width * spec.dtype.itemsize), 8 * TILE_QUERIES)
+    divided = list(key_blocks(rows, inputs.query_lens, inputs.kv_lens, max_keys))
+    most = max(len(block.rows) for block in divided)
+    latents = torch.empty((most, spec.head_dim), dtype=spec.dtype, device=device)
+    expanded = torch.empty((most, width), dtype=spec.dtype, device=device)
+    blocks = []
+    for block in divided:
+        keys = len(block.rows)
+        row, position = torch.from_numpy(np.stack([block.rows, block.positions])).to(device)
+        places = inputs.page_table[row.long(), (position // size).long()] * size + position % size
+        parts = latents[:keys], expanded[:keys]  # beyond them the kernel finds zeros
+        maps = tensor_map(parts[1], tile, _COLUMNS), tensor_map(parts[0], tile, _COLUMNS)
+        blocks.append(ExpandedKeys(places, torch.from_numpy(block.items).to(device), *parts, maps))
+    tokens, merges = int(inputs.query_lens.sum()), any(block.merges for block in divided)
+    sums = torch.empty((tokens, spec.num_heads), dtype=torch.float32, device=device) if merges else None
+    return ExpandedChunks(blocks, sums, compiler.kernel(_spec, spec), spec.softmax_scale)
+
+
+def _shared_bytes(spec: AttentionSpec, tile: int) -> int:
+    """Return the kernel's shared memory: queries, and stages of keys and values."""
+    nope, value = spec.expanded_dims or (0, 0)
+    key = nope + spec.head_dim - (spec.latent_dim or 0)
+    return (TILE_QUERIES * key + _STAGES * tile * (key + value)) * spec.dtype.itemsize
+
+
+def _tile(spec: AttentionSpec) -> int:
+    """Return the keys of a tile; 0 if none fits."""
+    return next((tile for tile in (128, 64) if _shared_bytes(spec, tile) <= _SHARED_BYTES), 0)
+
+
+def _spec(spec: AttentionSpec) -> KernelSpec:
+    (nope, value), rank = spec.expanded_dims or (0, 0), spec.latent_dim or 0
+    macros: Macros = {
+        "SCALAR": SCALAR_NAMES[spec.dtype],
+        "RANK": rank,
+        "ROPE": spec.head_dim - rank,
+        "NOPE": nope,
+        "VALUE": value,
+        "TILE": _tile(spec),
+    }
+    return KernelSpec("latent_prefill.cu", "latent_prefill", macros, shared_bytes=_shared_bytes(spec, _tile(spec)))
