@@ -1,6 +1,10 @@
 // Latent attention (MLA) between its products and attention, in one launch: norm of a token's latent, rotary positions
-// of its key and of each head's query, and the store of latent and key as one row of the paged cache. -DRANK is the size
-// of a latent, -DROPE of what is rotated; -DCACHE: fp8.cuh. A block has a token.
+// of its key and of each head's query, and the store of latent and key as one row of the paged cache. Of few tokens, the
+// launch makes the absorbed queries too, and another one values of what they attended to; both read a head's matrix once,
+// before they wait for their predecessor.
+//
+// -DRANK is the size of a latent, a multiple of 128, -DROPE of what is rotated; -DCACHE: fp8.cuh. With -DNOPE, a multiple of
+// 32, and -DVALUE, of 16: the kernels of few tokens.
 #include "fp8.cuh"
 
 constexpr int ROW = RANK + ROPE;
@@ -12,16 +16,13 @@ __device__ __forceinline__ void rotate(const T* x, const float* angle, int i, fl
   low = a * c - b * s, high = b * c + a * s;
 }
 
-// q_rope [tokens, num_heads, ROPE] and row [tokens, ROW], whose tokens are q_stride and row_stride elements apart, go to
-// rotated, whose tokens and heads are token_stride and head_stride apart, and to the cache's rows [ROW]. May be in place.
-extern "C" __global__ void norm_rope_store_latent(
-    const T* q_rope, long long q_stride, const T* row, long long row_stride, const W* norm, const float* cos_sin,
-    const long long* positions, const long long* out_cache_loc, C* cache, T* rotated, long long token_stride,
-    int head_stride, int num_heads, float eps) {
+// Token `token` of row [tokens, ROW], whose tokens are row_stride elements apart, to the cache's rows [ROW], and of q_rope
+// [tokens, num_heads, ROPE] to rotated, whose tokens and heads are token_stride and head_stride apart. One block.
+__device__ __forceinline__ void finish(
+    long long token, const T* q_rope, long long q_stride, const T* row, long long row_stride, const W* norm,
+    const float* cos_sin, const long long* positions, const long long* out_cache_loc, C* cache, T* rotated,
+    long long token_stride, int head_stride, int num_heads, float eps) {
   __shared__ float scratch[32];
-  wait_for_predecessor();
-  start_successor();
-  long long token = blockIdx.x;
   const float* angle = cos_sin + positions[token] * ROPE;
   row += token * row_stride, cache += out_cache_loc[token] * ROW;
   float squares = 0.f;
@@ -46,3 +47,105 @@ extern "C" __global__ void norm_rope_store_latent(
     }
   }
 }
+
+// Tokens of q_rope are q_stride elements apart. May be in place. Grid: tokens.
+extern "C" __global__ void norm_rope_store_latent(
+    const T* q_rope, long long q_stride, const T* row, long long row_stride, const W* norm, const float* cos_sin,
+    const long long* positions, const long long* out_cache_loc, C* cache, T* rotated, long long token_stride,
+    int head_stride, int num_heads, float eps) {
+  wait_for_predecessor();
+  start_successor();
+  finish(
+      blockIdx.x, q_rope, q_stride, row, row_stride, norm, cos_sin, positions, out_cache_loc, cache, rotated, token_stride,
+      head_stride, num_heads, eps);
+}
+
+#ifdef NOPE
+constexpr int TOKENS = 8;
+constexpr int THREADS = 256;
+constexpr int COLUMNS = 64;  // of a block that absorbs: eight threads with eight columns each, 32 that share NOPE
+constexpr int SLICES = RANK / COLUMNS;
+constexpr int VALUES = 16;  // of a block that makes values: a thread each and 16 that share RANK
+
+// query [tokens, num_heads, ROW] of at most TOKENS tokens: q_nope [tokens, num_heads, NOPE] times keys, [NOPE, RANK] of each
+// head, keys_stride elements apart, then q_rope rotated. Both tokens' rows are q_stride elements apart. Grid: num_heads *
+// SLICES blocks that absorb, then one for each token.
+extern "C" __global__ void __launch_bounds__(THREADS) latent_query(
+    const T* q_nope, const T* q_rope, long long q_stride, const T* keys, long long keys_stride, const T* row,
+    long long row_stride, const W* norm, const float* cos_sin, const long long* positions,
+    const long long* out_cache_loc, C* cache, T* query, int tokens, int num_heads, float eps) {
+  int block = blockIdx.x - num_heads * SLICES;
+  if (block >= 0) {
+    wait_for_predecessor();
+    start_successor();
+    finish(
+        block, q_rope, q_stride, row, row_stride, norm, cos_sin, positions, out_cache_loc, cache, query + RANK,
+        num_heads * ROW, ROW, num_heads, eps);
+    return;
+  }
+  __shared__ float sums[THREADS / 32][TOKENS][COLUMNS];
+  int head = blockIdx.x / SLICES, column = blockIdx.x % SLICES * COLUMNS, thread = threadIdx.x;
+  int warp = thread >> 5, lane = thread & 31, sharer = thread / 8, own = thread % 8 * 8;
+  Vec<8> weight[NOPE / 32];
+#pragma unroll
+  for (int i = 0; i < NOPE / 32; ++i)
+    weight[i] = *(const Vec<8>*)(keys + head * keys_stride + (sharer + i * 32) * RANK + column + own);
+  wait_for_predecessor();
+  start_successor();
+  const T* q = q_nope + head * NOPE + sharer;
+#pragma unroll
+  for (int t = 0; t < TOKENS; ++t) {
+    if (t >= tokens) break;
+    float sum[8] = {};
+#pragma unroll
+    for (int i = 0; i < NOPE / 32; ++i) {
+      float x = to_float(q[t * q_stride + i * 32]);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum[j] += x * to_float(weight[i].v[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], 8);
+      sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], 16);
+      if (lane < 8) sums[warp][t][own + j] = sum[j];
+    }
+  }
+  __syncthreads();
+  for (int i = thread; i < tokens * COLUMNS; i += THREADS) {
+    int t = i / COLUMNS, at = i % COLUMNS;
+    float total = 0.f;
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; ++w) total += sums[w][t][at];
+    query[((long long)t * num_heads + head) * ROW + column + at] = from_float<T>(total);
+  }
+}
+
+// out [tokens, num_heads, VALUE] of at most TOKENS tokens: values, [VALUE, RANK] of each head, values_stride elements apart,
+// times latents [tokens, num_heads, RANK]. Grid: num_heads * VALUE / VALUES.
+extern "C" __global__ void __launch_bounds__(THREADS) latent_values(
+    const T* latents, const T* values, long long values_stride, T* out, int tokens, int num_heads) {
+  int head = blockIdx.x / (VALUE / VALUES), value = blockIdx.x % (VALUE / VALUES) * VALUES + threadIdx.x / 16;
+  int own = threadIdx.x % 16 * 8;
+  Vec<8> weight[RANK / 128];
+#pragma unroll
+  for (int i = 0; i < RANK / 128; ++i)
+    weight[i] = *(const Vec<8>*)(values + head * values_stride + (long long)value * RANK + i * 128 + own);
+  wait_for_predecessor();
+  start_successor();
+#pragma unroll
+  for (int t = 0; t < TOKENS; ++t) {
+    if (t >= tokens) break;
+    const T* latent = latents + ((long long)t * num_heads + head) * RANK + own;
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < RANK / 128; ++i) {
+      Vec<8> x = *(const Vec<8>*)(latent + i * 128);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum += to_float(x.v[j]) * to_float(weight[i].v[j]);
+    }
+#pragma unroll
+    for (int offset = 8; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    if (own == 0) out[((long long)t * num_heads + head) * VALUE + value] = from_float<T>(sum);
+  }
+}
+#endif

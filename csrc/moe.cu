@@ -71,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_plan(
   sort(tokens * TOP_K, tile_rows, experts, order, tiles, tile_count);
 }
 
-// out [tokens, H] = the sum over each token's pairs of y [pairs, H]. H is a multiple of VEC.
-extern "C" __global__ void moe_combine(const T* y, T* out, int tokens, int H) {
+// out [tokens, H] = the sum over each token's pairs of y [pairs, H], and of the residual. H is a multiple of VEC.
+extern "C" __global__ void moe_combine(const T* y, OPTIONAL const T* residual, T* out, int tokens, int H) {
   wait_for_predecessor();
   start_successor();
   int vectors = H / VEC;
@@ -80,12 +80,13 @@ extern "C" __global__ void moe_combine(const T* y, T* out, int tokens, int H) {
   if (n >= (long long)tokens * vectors) return;
   long long token = n / vectors;
   int i = (int)(n % vectors) * VEC;
-  Vec<VEC> parts[TOP_K], result;
+  Vec<VEC> parts[TOP_K], before = {}, result;
+  if (residual) before = *(const Vec<VEC>*)(residual + token * H + i);
 #pragma unroll
   for (int k = 0; k < TOP_K; ++k) parts[k] = *(const Vec<VEC>*)(y + (token * TOP_K + k) * H + i);
 #pragma unroll
   for (int j = 0; j < VEC; ++j) {
-    float sum = 0.f;
+    float sum = to_float(before.v[j]);
 #pragma unroll
     for (int k = 0; k < TOP_K; ++k) sum += to_float(parts[k].v[j]);
     result.v[j] = from_float<T>(sum);

@@ -217,6 +217,34 @@ def test_norm_rope_store(heads: int, dtype: torch.dtype, norm: torch.dtype | Non
         assert (query - exact_query).norm() < TOLERANCE[dtype] * exact_query.norm()
 
 
+@pytest.mark.parametrize("norm", [None, torch.float32])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "nope", "value"), [(1, 128, 128), (16, 128, 128), (20, 192, 256)])
+def test_absorbed_products(heads: int, nope: int, value: int, dtype: torch.dtype, norm: torch.dtype | None) -> None:
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    torch.manual_seed(0)
+    weight = (torch.randn(heads, nope + value, RANK, device=DEVICE) * nope**-0.5).to(dtype)
+    norm_weight = torch.rand(RANK, device=DEVICE).to(norm or dtype) + 0.5
+    cos_sin = torch.randn(500, ROPE, device=DEVICE)
+    for tokens in (1, 2, 7, 8, 9, 70):
+        q_size = heads * (nope + ROPE)
+        projected = torch.randn(tokens, q_size + RANK + ROPE, device=DEVICE).to(dtype)
+        latents = torch.randn(tokens, heads, RANK, device=DEVICE).to(dtype)
+        positions, places = torch.randperm(500, device=DEVICE)[:tokens], torch.randperm(512, device=DEVICE)[:tokens]
+        results = []
+        for ops, wide in ((CudaOps(DEVICE), False), (TorchOps(), True)):
+            x, up, w, c = (each.double() if wide else each for each in (projected, weight, norm_weight, latents))
+            q_nope, q_rope = x[:, : heads * nope].view(tokens, heads, nope), x[:, heads * nope : q_size]
+            pool = torch.zeros(32, 16, 1, RANK + ROPE, device=DEVICE, dtype=x.dtype)
+            q_rope = q_rope.view(tokens, heads, ROPE)
+            step = x[:, q_size:], Norm(w, 1e-6), cos_sin, positions, places, pool
+            query = ops.latent_query(q_nope, q_rope, up[:, :nope], *step)
+            results.append([each.double() for each in (query, pool, ops.latent_values(c, up[:, nope:]))])
+        for have, want in zip(*results, strict=True):
+            assert (have - want).norm() < TOLERANCE[dtype] * want.norm()
+
+
 @pytest.mark.parametrize("norm_dtype", [None, torch.float32])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("experts", "hidden"), [(64, 2048), (256, 7168), (7, 256)])
@@ -272,6 +300,8 @@ def test_experts_that_are_chosen_so(dtype: torch.dtype) -> None:
     for tokens in (1, 5, 33, 129, 700):
         x = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
         logits = torch.randn(tokens, experts, device=DEVICE) * 2
-        have = CudaOps(DEVICE).moe(x, logits, w13, w2, routing, biases).double()
-        want = TorchOps().moe(x.double(), logits, w13.double(), w2.double(), routing, biases)
+        residual = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
+        have = CudaOps(DEVICE).moe(x, logits, w13, w2, routing, biases, residual=residual).double()
+        wide = [each.double() for each in (x, w13, w2, residual)]
+        want = TorchOps().moe(wide[0], logits, wide[1], wide[2], routing, biases, residual=wide[3])
         assert (have - want).norm() < (1e-2 if dtype == torch.bfloat16 else 2e-3) * want.norm(), tokens

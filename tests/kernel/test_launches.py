@@ -271,7 +271,7 @@ def run_moe(dtype: torch.dtype) -> None:
     for tokens in (4, 100, 200):  # routed in the products, by one block, by many
         x, scores = torch.zeros(tokens, 64, dtype=dtype), torch.zeros(tokens, 8, dtype=dtype)
         CudaOps(CPU).moe(x, scores, w13, w2, Routing(2, renormalize=True))
-        CudaOps(CPU).moe(x, scores, w13, w2, Routing(2, renormalize=True), biases, ClampedSwiGLU(1.702, 7.0))
+        CudaOps(CPU).moe(x, scores, w13, w2, Routing(2, renormalize=True), biases, ClampedSwiGLU(1.702, 7.0), x)
         grouped = Routing(2, renormalize=True, score="sigmoid", groups=4, top_groups=2)
         weights, experts = CudaRouting(Compiler(CPU))(scores.float(), grouped, torch.zeros(8))
         assert weights.shape == experts.shape == (tokens, 2)
@@ -291,6 +291,7 @@ def run_delta_net(dtype: torch.dtype) -> None:
 
 def run_latents(dtype: torch.dtype) -> None:
     from minisgl.attention.latent import LatentAttentionBackend
+    from minisgl.kernel.cuda_ops import CudaOps
 
     spec = AttentionSpec(16, 1, 576, 16, dtype, latent_dim=512, expanded_dims=(128, 128))
     backend = LatentAttentionBackend(spec, CPU)
@@ -308,6 +309,16 @@ def run_latents(dtype: torch.dtype) -> None:
             q_nope, q_rope = torch.zeros(tokens, 16, 192, dtype=dtype).split([128, 64], dim=-1)
             weight, out = torch.zeros(16, 256, 512, dtype=dtype), torch.zeros(tokens, 16, 128, dtype=dtype)
             plan.forward_expanded(0, q_nope, q_rope, weight, pool, out)
+    ops, table, norm = CudaOps(CPU), torch.zeros(99, 64), Norm(torch.zeros(512, dtype=dtype), 1e-6)
+    for tokens in (3, 100):
+        x, row = torch.zeros(tokens, 16 * 192, dtype=dtype), torch.zeros(tokens, 576, dtype=dtype)
+        q_nope, q_rope = (x[:, columns].view(tokens, 16, -1) for columns in (slice(2048), slice(2048, 3072)))
+        places = torch.zeros(tokens, dtype=torch.int64)
+        query = ops.latent_query(
+            q_nope, q_rope, weight[:, :128], row, norm, table, places, places, torch.zeros(2, 16, 1, 576, dtype=dtype)
+        )
+        assert query.shape == (tokens, 16, 576)
+        assert ops.latent_values(query[..., :512].contiguous(), weight[:, 128:]).shape == (tokens, 16, 128)
 
 
 def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:

@@ -280,6 +280,29 @@ class Ops(Protocol):
         """
         ...
 
+    def latent_query(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        keys: Tensor,
+        row: Tensor,
+        norm: Norm,
+        cos_sin: Tensor,
+        positions: Tensor,
+        out_cache_loc: Tensor,
+        cache: Tensor,
+    ) -> Tensor:
+        """Store a step's rows as `norm_rope_store_latent` does, and return the absorbed queries.
+
+        q_nope [T, heads, nope_dim] times its head's part of keys [heads, nope_dim, rank], then q_rope rotated:
+        [T, heads, rank + rope_dim].
+        """
+        ...
+
+    def latent_values(self, latents: Tensor, weight: Tensor) -> Tensor:
+        """Return the values [T, heads, value_dim] that weight [heads, value_dim, rank] makes of [T, heads, rank]."""
+        ...
+
     def norm_router(self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Begin a mixture of experts: x [T, H], weight [experts, H] -> rms_norm(x), and its logits in their dtype."""
         ...
@@ -293,8 +316,11 @@ class Ops(Protocol):
         routing: Routing,
         biases: ExpertBiases = NO_BIASES,
         activation: ExpertActivation = "silu",
+        residual: Tensor | None = None,
     ) -> Tensor:
         """A mixture of gated experts: x [T, H] -> the weighted sum of the outputs of each token's experts, [T, H].
+
+        Plus the residual [T, H], if there is one.
 
         A token's experts are the `top_k` of the scores of router_logits [T, experts] in float32, plus `biases.choice`;
         their weights are the scores, divided by their sum if `renormalize`. w13 is [experts, 2 * I, H] with the gate

@@ -1,4 +1,8 @@
-"""Latent attention's store (csrc/latent.cu): norm, rotation and the write to the paged cache in one launch."""
+"""What latent attention does around its attention (csrc/latent.cu).
+
+Norm, rotation and the write to the paged cache are one launch, which for few tokens makes the absorbed queries too.
+Products of more tokens are cuBLAS's.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +11,36 @@ from torch import Tensor
 
 from minisgl.kernel.base import Norm
 from minisgl.kernel.compile import Compiler
-from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec
 from minisgl.kernel.small_batch_gemm import MAX_ROWS
 
 _THREADS = 256
+_TOKENS = 8  # as in latent.cu: of latent_query and latent_values, at most
+_COLUMNS = 64  # likewise
+_VALUES = 16
 
 
 class CudaLatent:
-    """Implements kernel.base.Ops.norm_rope_store_latent."""
+    """Implements kernel.base.Ops.norm_rope_store_latent, and latent_query and latent_values for few tokens."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
 
     def begin_compiling(self, dtype: torch.dtype, cache: torch.dtype, norm: torch.dtype, rank: int, rope: int) -> None:
         """Begin to compile the kernel for latents of `rank` beside `rope` rotated dimensions."""
-        self._compiler.begin([_spec(dtype, cache, norm, rank, rope)])
+        self._compiler.begin([_spec("norm_rope_store_latent", dtype, cache, norm, rank, rope)])
 
-    def __call__(
+    @staticmethod
+    def makes_query(q_nope: Tensor, rank: int) -> bool:
+        """Return True if `query` is for these queries [T, heads, nope_dim]."""
+        return _few(q_nope) and q_nope.shape[2] % 32 == 0 and rank % 128 == 0
+
+    @staticmethod
+    def makes_values(latents: Tensor, weight: Tensor) -> bool:
+        """Return True if `values` is for these latents [T, heads, rank] and weights [heads, value_dim, rank]."""
+        return _few(latents) and weight.shape[1] % 16 == 0 and weight.shape[2] % 128 == 0 and latents.is_contiguous()
+
+    def store(
         self,
         q_rope: Tensor,
         row: Tensor,
@@ -38,7 +55,8 @@ class CudaLatent:
         tokens, heads, rope = q_rope.shape
         if not tokens:
             return
-        kernel = self._compiler.kernel(_spec, row.dtype, cache.dtype, norm.weight.dtype, len(norm.weight), rope)
+        rank, dtypes = len(norm.weight), (row.dtype, cache.dtype, norm.weight.dtype)
+        kernel = self._compiler.kernel(_spec, "norm_rope_store_latent", *dtypes, rank, rope)
         kernel(
             (tokens,),
             _THREADS,
@@ -59,13 +77,85 @@ class CudaLatent:
             early=tokens <= MAX_ROWS,
         )
 
+    def query(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        keys: Tensor,
+        row: Tensor,
+        norm: Norm,
+        cos_sin: Tensor,
+        positions: Tensor,
+        out_cache_loc: Tensor,
+        cache: Tensor,
+    ) -> Tensor:
+        """Compute Ops.latent_query."""
+        (tokens, heads, nope), (_, _, rope), rank = q_nope.shape, q_rope.shape, len(norm.weight)
+        query = q_nope.new_empty((tokens, heads, rank + rope))
+        dtypes = row.dtype, cache.dtype, norm.weight.dtype
+        kernel = self._compiler.kernel(_spec, "latent_query", *dtypes, rank, rope, nope)
+        kernel(
+            (heads * (rank // _COLUMNS) + tokens,),
+            _THREADS,
+            q_nope=q_nope,
+            q_rope=q_rope,
+            q_stride=q_nope.stride(0),
+            keys=keys,
+            keys_stride=keys.stride(0),
+            row=row,
+            row_stride=row.stride(0),
+            norm=norm.weight,
+            cos_sin=cos_sin,
+            positions=positions,
+            out_cache_loc=out_cache_loc,
+            cache=cache,
+            query=query,
+            tokens=tokens,
+            num_heads=heads,
+            eps=norm.eps,
+        )
+        return query
 
-def _spec(dtype: torch.dtype, cache: torch.dtype, norm: torch.dtype, rank: int, rope: int) -> KernelSpec:
-    macros: Macros = {
+    def values(self, latents: Tensor, weight: Tensor) -> Tensor:
+        """Compute Ops.latent_values."""
+        (tokens, heads, rank), value = latents.shape, weight.shape[1]
+        out = latents.new_empty((tokens, heads, value))
+        dtype = latents.dtype
+        kernel = self._compiler.kernel(_spec, "latent_values", dtype, dtype, dtype, rank, 0, _COLUMNS, value)
+        kernel(
+            (heads * (value // _VALUES),),
+            _THREADS,
+            latents=latents,
+            values=weight,
+            values_stride=weight.stride(0),
+            out=out,
+            tokens=tokens,
+            num_heads=heads,
+        )
+        return out
+
+
+def _few(x: Tensor) -> bool:
+    return 0 < len(x) <= _TOKENS and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _spec(
+    kernel: str,
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    norm: torch.dtype,
+    rank: int,
+    rope: int,
+    nope: int = 0,
+    value: int = _VALUES,
+) -> KernelSpec:
+    macros: dict[str, str | int] = {
         "SCALAR": SCALAR_NAMES[dtype],
         "CACHE": SCALAR_NAMES[cache],
         "NORM_SCALAR": SCALAR_NAMES[norm],
         "RANK": rank,
         "ROPE": rope,
     }
-    return KernelSpec("latent.cu", "norm_rope_store_latent", macros)
+    if nope:
+        macros |= {"NOPE": nope, "VALUE": value}
+    return KernelSpec("latent.cu", kernel, macros)

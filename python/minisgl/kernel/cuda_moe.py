@@ -115,6 +115,7 @@ class CudaMoe:
         routing: Routing,
         biases: ExpertBiases = NO_BIASES,
         activation: ExpertActivation = "silu",
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Compute Ops.moe."""
         x, top_k = x.contiguous(), routing.top_k
@@ -172,7 +173,7 @@ class CudaMoe:
         out = torch.empty_like(x)
         combine = self._compiler.kernel(_plan_spec, "moe_combine", x.dtype, experts, top_k)
         vectors = tokens * hidden // 8
-        combine((-(-vectors // 256),), 256, y=outputs, out=out, tokens=tokens, H=hidden)
+        combine((-(-vectors // 256),), 256, y=outputs, residual=residual, out=out, tokens=tokens, H=hidden)
         return out
 
     def _chosen(

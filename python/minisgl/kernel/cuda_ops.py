@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,7 +33,7 @@ from minisgl.kernel.recurrent_rows import SingleRows
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.skinny_gemm import SkinnyGemm
 from minisgl.kernel.small_batch_gemm import MAX_ROWS, SmallBatchGemm
-from minisgl.kernel.torch_ops import DenseWeight, TorchOps, activate_and_mul
+from minisgl.kernel.torch_ops import DenseWeight, TorchOps, activate_and_mul, latent_query, latent_values
 from minisgl.quantization.gpu_layout import pack_levels
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.rounding import Int4Grid
@@ -210,7 +212,27 @@ class CudaOps:
         cache: Tensor,
         rotated: Tensor,
     ) -> None:
-        self._latent(q_rope, row, norm, cos_sin, positions, out_cache_loc, cache, rotated)
+        self._latent.store(q_rope, row, norm, cos_sin, positions, out_cache_loc, cache, rotated)
+
+    def latent_query(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        keys: Tensor,
+        row: Tensor,
+        norm: Norm,
+        cos_sin: Tensor,
+        positions: Tensor,
+        out_cache_loc: Tensor,
+        cache: Tensor,
+    ) -> Tensor:
+        few = self._latent.makes_query(q_nope, len(norm.weight))
+        make = self._latent.query if few else partial(latent_query, self)
+        return make(q_nope, q_rope, keys, row, norm, cos_sin, positions, out_cache_loc, cache)
+
+    def latent_values(self, latents: Tensor, weight: Tensor) -> Tensor:
+        few = self._latent.makes_values(latents, weight)
+        return self._latent.values(latents, weight) if few else latent_values(latents, weight)
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         size = weight.shape[1]
@@ -269,10 +291,10 @@ class CudaOps:
         routing: Routing,
         biases: ExpertBiases = NO_BIASES,
         activation: ExpertActivation = "silu",
+        residual: Tensor | None = None,
     ) -> Tensor:
-        if not self.moe_graph_safe(w13, w2, routing.top_k):
-            return self._torch.moe(x, router_logits, w13, w2, routing, biases, activation)
-        return self._moe(x, router_logits, w13, w2, routing, biases, activation)
+        moe = self._moe if self.moe_graph_safe(w13, w2, routing.top_k) else self._torch.moe
+        return moe(x, router_logits, w13, w2, routing, biases, activation, residual)
 
     def moe_graph_safe(self, w13: Tensor, w2: Tensor, top_k: int, /) -> bool:
         return self._moe.supports(w13, w2, top_k)

@@ -134,6 +134,23 @@ class TorchOps:
         store(cache.flatten(0, 1), out_cache_loc, stored)
         rotated.copy_(_rotate(q_rope, cos, sin))
 
+    def latent_query(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        keys: Tensor,
+        row: Tensor,
+        norm: Norm,
+        cos_sin: Tensor,
+        positions: Tensor,
+        out_cache_loc: Tensor,
+        cache: Tensor,
+    ) -> Tensor:
+        return latent_query(self, q_nope, q_rope, keys, row, norm, cos_sin, positions, out_cache_loc, cache)
+
+    def latent_values(self, latents: Tensor, weight: Tensor) -> Tensor:
+        return latent_values(latents, weight)
+
     def norm_router(self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         normed = x if norm is None else self.rms_norm(x, norm)
         return normed, self.linear(normed.to(weight.dtype), weight, bias)
@@ -147,6 +164,7 @@ class TorchOps:
         routing: Routing,
         biases: ExpertBiases = NO_BIASES,
         activation: ExpertActivation = "silu",
+        residual: Tensor | None = None,
     ) -> Tensor:
         top_k = routing.top_k
         weights, experts = route(router_logits, routing, biases.choice)
@@ -164,13 +182,41 @@ class TorchOps:
                 y = self._product(hidden, w2[expert], w2_bias)
                 out.index_add_(0, tokens[mine], (y * weights[mine]).float())
                 start += count
-        return out.to(x.dtype)
+        y = out.to(x.dtype)
+        return y if residual is None else y.add_(residual)
 
     def begin_compiling(self, *_: object) -> None:
         pass
 
     def moe_graph_safe(self, *_: object) -> bool:
         return False  # the host reads how many tokens each expert has
+
+
+def latent_query(
+    ops: Ops,
+    q_nope: Tensor,
+    q_rope: Tensor,
+    keys: Tensor,
+    row: Tensor,
+    norm: Norm,
+    cos_sin: Tensor,
+    positions: Tensor,
+    out_cache_loc: Tensor,
+    cache: Tensor,
+) -> Tensor:
+    """Compute Ops.latent_query by a product and `norm_rope_store_latent`."""
+    rank = len(norm.weight)
+    query = q_nope.new_empty(*q_nope.shape[:2], rank + q_rope.shape[2])
+    torch.bmm(q_nope.transpose(0, 1), keys, out=query[..., :rank].transpose(0, 1))
+    ops.norm_rope_store_latent(q_rope, row, norm, cos_sin, positions, out_cache_loc, cache, query[..., rank:])
+    return query
+
+
+def latent_values(latents: Tensor, weight: Tensor) -> Tensor:
+    """Compute Ops.latent_values."""
+    out = latents.new_empty(*latents.shape[:2], weight.shape[1])
+    torch.bmm(latents.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+    return out
 
 
 def activate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:

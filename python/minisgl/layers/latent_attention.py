@@ -8,6 +8,7 @@ Where many queries share their keys, a backend may expand keys and values instea
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear,
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary, paired_rows
 from minisgl.layers.weight_slice import WeightSlice
+
+if TYPE_CHECKING:
+    from minisgl.attention.base import AttentionPlan
 
 _EPS = 1e-6  # of the norms inside, whatever rms_norm_eps is
 
@@ -34,13 +38,15 @@ class UpProjection(nn.Module):
         self.nope_dim = config.nope_dim
         self.weight = empty(share, config.nope_dim + config.value_dim, config.kv_rank, dtype=dtype)
 
-    def absorb(self, q_nope: Tensor, out: Tensor) -> None:
-        """Multiply queries [T, heads, nope_dim] by their heads' keys, to out [T, heads, kv_rank]."""
-        torch.bmm(q_nope.transpose(0, 1), self.weight[:, : self.nope_dim], out=out.transpose(0, 1))
+    @property
+    def keys(self) -> Tensor:
+        """[heads, nope_dim, kv_rank]"""
+        return self.weight[:, : self.nope_dim]
 
-    def values(self, latents: Tensor, out: Tensor) -> None:
-        """Make values of what heads attended to, [T, heads, kv_rank], to out [T, heads, value_dim]."""
-        torch.bmm(latents.transpose(0, 1), self.weight[:, self.nope_dim :].transpose(1, 2), out=out.transpose(0, 1))
+    @property
+    def values(self) -> Tensor:
+        """[heads, value_dim, kv_rank]"""
+        return self.weight[:, self.nope_dim :]
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         _, rows, rank = self.weight.shape
@@ -109,38 +115,28 @@ class LatentAttention(nn.Module):
             q = self.q_b_proj(q.contiguous(), self.q_a_layernorm)
         q_nope, q_rope = q.tensor_split([heads * config.nope_dim], dim=-1)
         q_nope, q_rope = q_nope.view(tokens, heads, -1), q_rope.view(tokens, heads, -1)
-        attended = x.new_empty(tokens, heads, config.value_dim)
-        plan = ctx.expanding.get(self.layer)
-        if plan is not None:
-            self._rotate_and_store(q_rope, row, ctx, rotated=q_rope)
-            plan.forward_expanded(self.layer, q_nope, q_rope, self.kv_b_proj.weight, ctx.kv, attended)
-            if (few := plan.absorbed) is not None:
-                query = self._absorbed(q_nope[few.tokens])
-                query[..., config.kv_rank :] = q_rope[few.tokens]
-                values = attended.new_empty(len(query), heads, config.value_dim)
-                self.kv_b_proj.values(few.plan.forward(self.layer, query, ctx.kv), values)
-                attended[few.tokens] = values
-        else:
-            query = self._absorbed(q_nope)
-            self._rotate_and_store(q_rope, row, ctx, rotated=query[..., config.kv_rank :])
-            self.kv_b_proj.values(ctx.attention[self.layer].forward(self.layer, query, ctx.kv), attended)
-        y: Tensor = self.o_proj(attended.flatten(1), residual)
-        return y
-
-    def _absorbed(self, q_nope: Tensor) -> Tensor:
-        """Return [T, heads, kv_rank + rope_dim], whose rotated part is left to be written."""
-        query = q_nope.new_empty(*q_nope.shape[:2], self.config.kv_rank + self.config.rope_dim)
-        self.kv_b_proj.absorb(q_nope, query[..., : self.config.kv_rank])
-        return query
-
-    def _rotate_and_store(self, q_rope: Tensor, row: Tensor, ctx: ForwardContext, *, rotated: Tensor) -> None:
-        ctx.ops.norm_rope_store_latent(
-            q_rope,
-            row,
+        rest = (
             self.kv_a_layernorm.params,
             self.rotary.cos_sin,
             ctx.positions,
             ctx.out_cache_loc,
             ctx.kv.keys(self.layer),
-            rotated,
         )
+        plan = ctx.expanding.get(self.layer)
+        if plan is None:
+            query = ctx.ops.latent_query(q_nope, q_rope, self.kv_b_proj.keys, row, *rest)
+            attended = self._values(query, ctx.attention[self.layer], ctx)
+        else:
+            ctx.ops.norm_rope_store_latent(q_rope, row, *rest, rotated=q_rope)
+            attended = x.new_empty(tokens, heads, config.value_dim)
+            plan.forward_expanded(self.layer, q_nope, q_rope, self.kv_b_proj.weight, ctx.kv, attended)
+            if (few := plan.absorbed) is not None:
+                absorbed = torch.bmm(q_nope[few.tokens].transpose(0, 1), self.kv_b_proj.keys).transpose(0, 1)
+                query = torch.cat((absorbed, q_rope[few.tokens]), dim=-1)
+                attended[few.tokens] = self._values(query, few.plan, ctx)
+        y: Tensor = self.o_proj(attended.flatten(1), residual)
+        return y
+
+    def _values(self, query: Tensor, plan: AttentionPlan, ctx: ForwardContext) -> Tensor:
+        """Attend to the latents with query [n, heads, kv_rank + rope_dim]; return [n, heads, value_dim]."""
+        return ctx.ops.latent_values(plan.forward(self.layer, query, ctx.kv), self.kv_b_proj.values)

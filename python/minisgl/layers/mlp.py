@@ -65,15 +65,24 @@ class SparseMLP(nn.Module):
         y: Tensor
         router, experts = self.router, self.experts
         normed, router_logits = ctx.ops.norm_router(x, params_of(norm), router.weight, router.bias)
-        y = ctx.ops.moe(normed, router_logits, experts.w13, experts.w2, self.routing, self._biases, self.activation)
-        if self.shared_experts is None and self.shared_expert is None:
-            return self.tp.all_reduce(y, residual)
-        y = self.tp.all_reduce(y)
+        alone = self.tp.size == 1
+        y = ctx.ops.moe(
+            normed,
+            router_logits,
+            experts.w13,
+            experts.w2,
+            self.routing,
+            self._biases,
+            self.activation,
+            residual if alone else None,
+        )
+        if not alone:
+            y = self.tp.all_reduce(y, residual)
         if self.shared_experts is not None:
             y = self.shared_experts(normed, None, ctx, residual=y)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             y = y.addcmul_(self.shared_expert(normed, None, ctx), self.shared_expert_gate(normed, ctx))
-        return y if residual is None else y.add_(residual)
+        return y
 
     @property
     def _biases(self) -> ExpertBiases:
