@@ -47,6 +47,9 @@ PACKAGES = {
 }
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 TOLERANCE = 2e-2  # of the norm of a result in bf16
+_LATENTS = AttentionSpec(  # DeepSeek-V2-Lite's
+    16, 1, 576, 16, torch.bfloat16, scale=192**-0.5, latent_dim=512, expanded_dims=(128, 128)
+)
 _FORMATS = (LevelFormat("fp8"), LevelFormat("fp8", 128), LevelFormat("int8"), LevelFormat("int4", 128, zeros=True))
 
 
@@ -204,12 +207,13 @@ def verdict(findings: list[Finding], device: torch.device) -> str | None:
     return None
 
 
-def _attention(shape: AttentionSpec, device: torch.device) -> Iterator[Finding]:
+def _attention(usual: AttentionSpec, device: torch.device) -> Iterator[Finding]:
     capability = torch.cuda.get_device_capability(device)
-    first = preferences("prefill", shape, capability)[0], preferences("decode", shape, capability)[0]
     for name, candidate in CANDIDATES.items():
         if name == "torch":
             continue  # on any device
+        shape = _LATENTS if name == "latent" else usual
+        first = preferences("prefill", shape, capability)[0], preferences("decode", shape, capability)[0]
         part = f"attention: {name}"
         why = candidate.unsupported(shape, capability)
         if why is None and not all(candidate.ready(shape, capability, role) for role in ROLES):
@@ -218,7 +222,7 @@ def _attention(shape: AttentionSpec, device: torch.device) -> Iterator[Finding]:
             yield Finding(part, State.ABSENT, why)
             continue
         run = _run_fused if name == "fused" else _run_attention
-        found = _tried(part, lambda run=run, name=name: run(name, shape, device))  # type: ignore[misc]
+        found = _tried(part, lambda run=run, name=name, shape=shape: run(name, shape, device))  # type: ignore[misc]
         preferred = [role for role, best in zip(ROLES, first, strict=True) if best == name]
         remark = f"first choice for {' and '.join(preferred)}" if preferred and not found.remark else found.remark
         yield Finding(part, found.state, remark, found.seconds)
@@ -280,8 +284,9 @@ def _run_sampler(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _run_attention(name: str, shape: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    trial = AttentionTest(shape, device)
-    return trial.run(make_backend(name, shape, device)), trial.right(trial.q)
+    trial = AttentionTest(shape, device, "decode" if shape.latent_dim is None else "prefill")
+    have = trial.run(make_backend(name, shape, device))
+    return have, trial.right(trial.q)[..., : have.shape[-1]]
 
 
 def _run_fused(_: str, shape: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from minisgl.attention.latent_decode import LatentQueries
 from minisgl.attention.latent_prefill import ExpandedChunks, expands, plan_chunks
 from minisgl.kernel.compile import Compiler
 from minisgl.kvcache.pool import KVPool
+from minisgl.uploads import upload
 
 MIN_QUERIES = 64  # of a row whose keys and values are expanded
 
@@ -75,7 +76,7 @@ class LatentAttentionBackend:
     def _absorbed(self, every: LatentQueries, inputs: AttentionInputs, long: np.ndarray) -> AbsorbedTokens:
         """Return the tokens of the rows that are not `long`, and their plan."""
         places = np.flatnonzero(np.repeat(~long, inputs.query_lens))
-        tokens = torch.from_numpy(places).to(inputs.page_table.device)
+        tokens = upload(places, inputs.page_table.device)
         rows = None if every.table_rows is None else every.table_rows[tokens]
         plan = LatentQueries(self._spec, every.lengths[tokens], every.page_table, rows, self._compiler)
         return AbsorbedTokens(tokens, plan)

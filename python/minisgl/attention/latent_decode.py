@@ -47,7 +47,7 @@ class LatentQueries:
         decode(
             (queries * splits, blocks),
             _THREADS,
-            query=q,
+            query=q.contiguous(),
             cache=kv.keys(layer),
             lengths=self.lengths,
             table_rows=self.table_rows,

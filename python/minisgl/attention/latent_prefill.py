@@ -16,10 +16,10 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.key_blocks import TILE_QUERIES, key_blocks
-from minisgl.attention.torch_backend import read_pages
 from minisgl.core import Int32Array
 from minisgl.kernel.compile import Compiler, tensor_map
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
+from minisgl.uploads import upload
 
 _STAGES = 2  # as in latent_prefill.cu
 _THREADS = 384
@@ -32,7 +32,7 @@ _SHARED_BYTES = 220 << 10  # of a block, at most
 class ExpandedKeys:
     """One block of keys, in buffers that all blocks and layers of a step share."""
 
-    places: Tensor  # [K] int64: where each lies in the pool
+    places: Tensor  # [K] int32: where each lies in the pool
     items: Tensor  # [tiles, 6] int32: struct Item
     latents: Tensor  # [K, rank + rope_dim]
     expanded: Tensor  # [K, heads * (nope_dim + value_dim)]
@@ -56,7 +56,7 @@ class ExpandedChunks:
         """
         heads, _, rank = weight.shape
         for block in self.blocks:
-            block.latents.copy_(read_pages(latents.flatten(0, 2), block.places))
+            torch.index_select(latents.flatten(0, 2), 0, block.places, out=block.latents)
             torch.mm(block.latents[:, :rank], weight.flatten(0, 1).t(), out=block.expanded)
             expanded_map, rows_map = block.maps
             self.kernel(
@@ -94,11 +94,11 @@ def plan_chunks(spec: AttentionSpec, compiler: Compiler, inputs: AttentionInputs
     blocks = []
     for block in divided:
         keys = len(block.rows)
-        row, position = torch.from_numpy(np.stack([block.rows, block.positions])).to(device)
+        row, position = upload(np.stack([block.rows, block.positions]), device)
         places = inputs.page_table[row.long(), (position // size).long()] * size + position % size
         parts = latents[:keys], expanded[:keys]  # beyond them the kernel finds zeros
         maps = tensor_map(parts[1], tile, _COLUMNS), tensor_map(parts[0], tile, _COLUMNS)
-        blocks.append(ExpandedKeys(places, torch.from_numpy(block.items).to(device), *parts, maps))
+        blocks.append(ExpandedKeys(places, upload(block.items, device), *parts, maps))
     tokens, merges = int(inputs.query_lens.sum()), any(block.merges for block in divided)
     sums = torch.empty((tokens, spec.num_heads), dtype=torch.float32, device=device) if merges else None
     return ExpandedChunks(blocks, sums, compiler.kernel(_spec, spec), spec.softmax_scale)

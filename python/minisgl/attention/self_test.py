@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionSpec
+from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionSpec, ExpandingPlan
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.kernel.availability import one_line
 from minisgl.kvcache.layout import KVLayout
@@ -27,16 +27,18 @@ _WINDOW = 24
 class AttentionTest:
     """Three rows over random pages that lie in another order; a prefill's rows begin behind what is cached.
 
-    `pool` holds K and V of one layer, `exact` the same values in float32.
+    `pool` holds K and V of one layer, `exact` the same values in float32. Of latents a head's key and value are the
+    first dimensions, so that a plan which expands them has the answer's first ones too; a chunk is long enough for it.
     """
 
     def __init__(self, spec: AttentionSpec, device: torch.device, role: Role = "decode") -> None:
         generator = torch.Generator(device).manual_seed(0)
-        longest = _PAGES_OF_ROW * max(spec.page_size, 16)
+        longest = _PAGES_OF_ROW * max(spec.page_size, 16 if spec.expanded_dims is None else 32)
         width = -(-longest // spec.page_size)
         self.spec = spec
         self.kv_lens = np.array([longest - 3, 1, 17], dtype=np.int32)
-        self.query_lens = np.ones(3, dtype=np.int32) if role == "decode" else np.array([20, 1, 17], dtype=np.int32)
+        chunk = 20 if spec.expanded_dims is None else 70
+        self.query_lens = np.array([1, 1, 1] if role == "decode" else [chunk, 1, 17], dtype=np.int32)
         layout = KVLayout(spec.page_size, (spec.kv_stores(),), spec.kv_stores(spec.dtype) if spec.fp8_kv else ())
         self.pool = KVPool(layout, 3 * width, device)
         self.exact = KVPool(KVLayout(spec.page_size, (spec.kv_stores(torch.float32),)), 3 * width, device)
@@ -54,16 +56,35 @@ class AttentionTest:
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         self.sinks = torch.linspace(-2, 4, spec.num_heads, device=device).to(spec.dtype) if spec.has_sinks else None
         self.qkv = torch.randn(int(starts[-1]), width, device=device, generator=generator).to(spec.dtype)
+        if spec.expanded_dims is not None:
+            self.q[..., spec.expanded_dims[0] : spec.latent_dim] = 0
 
     @property
     def q(self) -> Tensor:
         """Queries, [T, heads, head_dim]."""
         heads = self.qkv[:, : self.spec.num_heads * self.spec.head_dim]
-        return heads.reshape(len(heads), self.spec.num_heads, self.spec.head_dim)
+        return heads.view(len(heads), self.spec.num_heads, self.spec.head_dim)
 
     def run(self, backend: AttentionBackend) -> Tensor:
-        """Return the backend's answer, [T, heads, head_dim]."""
-        return backend.plan(self.inputs).forward(0, self.q, self.pool, self.sinks)
+        """Return the backend's answer, [T, heads, head_dim or fewer]."""
+        plan = backend.plan(self.inputs)
+        if isinstance(plan, ExpandingPlan):
+            return self._run_expanded(plan)
+        return plan.forward(0, self.q, self.pool, self.sinks)
+
+    def _run_expanded(self, plan: ExpandingPlan) -> Tensor:
+        (nope, value), rank = self.spec.expanded_dims or (0, 0), self.spec.latent_dim or 0
+        q, device = self.q, self.qkv.device
+        tokens, heads, _ = q.shape
+        both = torch.cat((q[..., :nope].flatten(1), q[..., rank:].flatten(1)), dim=1)
+        q_nope, q_rope = (part.view(tokens, heads, -1) for part in both.tensor_split([heads * nope], dim=1))
+        kept = torch.cat((torch.arange(nope, device=device), torch.arange(value, device=device)))
+        weight = torch.eye(rank, dtype=q.dtype, device=device)[kept].expand(heads, -1, -1).contiguous()
+        out = q.new_empty(tokens, heads, value)
+        plan.forward_expanded(0, q_nope, q_rope, weight, self.pool, out)
+        if (few := plan.absorbed) is not None:
+            out[few.tokens] = few.plan.forward(0, q[few.tokens], self.pool)[..., :value]
+        return out
 
     def right(self, q: Tensor) -> Tensor:
         """Return the answer for these queries in float32."""
@@ -82,7 +103,8 @@ def self_test_error(
     try:
         with torch.inference_mode():
             test = AttentionTest(spec, device, role)
-            have, want = test.run(make(spec)).float(), test.right(test.q)
+            have = test.run(make(spec)).float()
+            want = test.right(test.q)[..., : have.shape[-1]]
             error = float((have - want).norm() / want.norm())
     except Exception as raised:  # whatever a package raises that has no kernel for this spec or GPU
         return f"it does not run here: {one_line(raised)}"

@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.distributed import SingleRank, TPGroup
@@ -68,18 +65,3 @@ def bound_primitive_caches() -> None:
     """
     for name, value in PRIMITIVE_CACHES.items():
         os.environ.setdefault(name, value)
-
-
-def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copy a host array to the device in stream order, without waiting."""
-    return pinned(array).to(device, non_blocking=True) if device.type == "cuda" else torch.from_numpy(array)
-
-
-def pinned(array: NDArray[np.generic]) -> Tensor:
-    """Return a copy that the device may read while the host goes on.
-
-    Torch keeps its memory until copies from it are done.
-    """
-    tensor = torch.empty_like(torch.from_numpy(array), pin_memory=True)
-    np.copyto(tensor.numpy(), array)  # torch's copy of a large array would wake all its threads
-    return tensor

@@ -18,7 +18,6 @@ from minisgl.attention.base import AttentionInputs, ExpandingPlan
 from minisgl.attention.model_attention import CapturedDecode, ModelAttention
 from minisgl.context import ForwardContext
 from minisgl.core import A, Batch, Int32Array, Logprobs, StepResult, pages_for
-from minisgl.engine.device import upload
 from minisgl.engine.processing import process_logits
 from minisgl.engine.sampler import Sampler, compute_logprobs
 from minisgl.engine.state import SlotState
@@ -26,6 +25,7 @@ from minisgl.kernel.base import Ops
 from minisgl.kernel.recurrent_rows import RecurrentRows, SingleRows, recurrent_rows
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.base import Model
+from minisgl.uploads import upload
 
 
 class StepInputs(NamedTuple, Generic[A]):

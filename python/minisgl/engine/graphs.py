@@ -20,8 +20,8 @@ from torch import Tensor
 from minisgl.attention.model_attention import CapturedDecode
 from minisgl.context import ForwardContext
 from minisgl.core import Batch, SamplingFlags
-from minisgl.engine.device import pinned, upload
 from minisgl.engine.forward import ForwardOutput, StepInputs, StepRunner, pad_inputs, step_inputs, views_like
+from minisgl.uploads import pinned, upload
 
 T = TypeVar("T")
 

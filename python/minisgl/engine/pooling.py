@@ -14,13 +14,13 @@ from torch import Tensor
 
 from minisgl.attention.model_attention import ModelAttention
 from minisgl.core import Batch, Int32Array, StepResult
-from minisgl.engine.device import upload
 from minisgl.engine.forward import ForwardOutput, StepInputs, StepRunner, step_inputs, views_like
 from minisgl.engine.sampler import Sampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.pooling_model import PoolingModel
+from minisgl.uploads import upload
 
 
 class PoolingRunner(StepRunner):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.core import MAX_BAD_WORD_TOKENS, NewRow
-from minisgl.engine.device import upload
+from minisgl.uploads import upload
 
 if TYPE_CHECKING:
     from minisgl.engine.state import SlotState

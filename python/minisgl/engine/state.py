@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Batch, Int32Array, NewRow, pages_for
-from minisgl.engine.device import upload
 from minisgl.engine.processing import ProcessingState
+from minisgl.uploads import upload
 
 
 class SlotState:
