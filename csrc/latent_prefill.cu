@@ -207,17 +207,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_prefill(
 
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float total = quad_sum(sum[h]), factor = total > 0.f ? 1.f / total : 0.f, before = 0.f;
-    if (row + 8 * h >= item.queries) continue;
-    long long at = (long long)(item.first_query + row + 8 * h) * num_heads + head;
+    float total = quad_sum(sum[h]), factor = total > 0.f ? 1.f / total : 0.f, before = 0.f, earlier = -INF;
+    int query = row + 8 * h;
+    long long at = (long long)(item.first_query + min(query, item.queries - 1)) * num_heads + head;
+    if (item.merges) earlier = lse[at];
+    __syncwarp();  // a quad has read it before one of its lanes writes
+    if (query >= item.queries) continue;
     if (lse) {
-      float own = total > 0.f ? largest[h] * scale + log2f(total) : -INF, all = own;
-      if (item.merges) {
-        float earlier = lse[at], most = fmaxf(earlier, own);  // the first part's is finite: all queries see key 0
-        all = most + log2f(exp2f(earlier - most) + exp2f(own - most));
-        before = exp2f(earlier - all), factor *= exp2f(own - all);
-      }
-      __syncwarp(__activemask());  // the quad has read it
+      float own = total > 0.f ? largest[h] * scale + log2f(total) : -INF;
+      float most = fmaxf(earlier, own);  // finite, because of a row's first part all queries see something
+      float all = most + log2f(exp2f(earlier - most) + exp2f(own - most));
+      before = exp2f(earlier - all), factor *= exp2f(own - all);
       if (p == 0) lse[at] = all;
     }
 #pragma unroll
