@@ -1,10 +1,9 @@
 // Latent attention (MLA) between its products and attention, in one launch: norm of a token's latent, rotary positions
 // of its key and of each head's query, and the store of latent and key as one row of the paged cache. Of few tokens, the
-// launch makes the absorbed queries too, and another one values of what they attended to; both read a head's matrix once,
-// before they wait for their predecessor.
+// launch makes the absorbed queries too.
 //
-// -DRANK is the size of a latent, a multiple of 128, -DROPE of what is rotated; -DCACHE: fp8.cuh. With -DNOPE, a multiple of
-// 32, and -DVALUE, of 16: the kernels of few tokens.
+// -DRANK is the size of a latent, -DROPE of what is rotated; -DCACHE: fp8.cuh. With -DNOPE, a multiple of 32, there is the
+// kernel of few tokens too, for a RANK that is a multiple of 64.
 #include "fp8.cuh"
 
 constexpr int ROW = RANK + ROPE;
@@ -65,8 +64,8 @@ constexpr int TOKENS = 8;
 constexpr int THREADS = 256;
 constexpr int COLUMNS = 64;  // of a block that absorbs: eight threads with eight columns each, 32 that share NOPE
 constexpr int SLICES = RANK / COLUMNS;
-constexpr int VALUES = 16;  // of a block that makes values: a thread each and 16 that share RANK
 
+// The heads' matrices are read once, before the kernel waits for its predecessor.
 // query [tokens, num_heads, ROW] of at most TOKENS tokens: q_nope [tokens, num_heads, NOPE] times keys, [NOPE, RANK] of each
 // head, keys_stride elements apart, then q_rope rotated. Both tokens' rows are q_stride elements apart. Grid: num_heads *
 // SLICES blocks that absorb, then one for each token.
@@ -117,35 +116,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_query(
 #pragma unroll
     for (int w = 0; w < THREADS / 32; ++w) total += sums[w][t][at];
     query[((long long)t * num_heads + head) * ROW + column + at] = from_float<T>(total);
-  }
-}
-
-// out [tokens, num_heads, VALUE] of at most TOKENS tokens: values, [VALUE, RANK] of each head, values_stride elements apart,
-// times latents [tokens, num_heads, RANK]. Grid: num_heads * VALUE / VALUES.
-extern "C" __global__ void __launch_bounds__(THREADS) latent_values(
-    const T* latents, const T* values, long long values_stride, T* out, int tokens, int num_heads) {
-  int head = blockIdx.x / (VALUE / VALUES), value = blockIdx.x % (VALUE / VALUES) * VALUES + threadIdx.x / 16;
-  int own = threadIdx.x % 16 * 8;
-  Vec<8> weight[RANK / 128];
-#pragma unroll
-  for (int i = 0; i < RANK / 128; ++i)
-    weight[i] = *(const Vec<8>*)(values + head * values_stride + (long long)value * RANK + i * 128 + own);
-  wait_for_predecessor();
-  start_successor();
-#pragma unroll
-  for (int t = 0; t < TOKENS; ++t) {
-    if (t >= tokens) break;
-    const T* latent = latents + ((long long)t * num_heads + head) * RANK + own;
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < RANK / 128; ++i) {
-      Vec<8> x = *(const Vec<8>*)(latent + i * 128);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sum += to_float(x.v[j]) * to_float(weight[i].v[j]);
-    }
-#pragma unroll
-    for (int offset = 8; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    if (own == 0) out[((long long)t * num_heads + head) * VALUE + value] = from_float<T>(sum);
   }
 }
 #endif

@@ -18,7 +18,17 @@ from minisgl.attention.base import AttentionInputs, AttentionSpec, ExpandingPlan
 from minisgl.core import SamplingFlags
 from minisgl.engine.queue import token_copier
 from minisgl.engine.state import SlotState
-from minisgl.kernel.base import ClampedSwiGLU, ExpertBiases, ExpertKind, Heads, KernelNeeds, Norm, Product, Routing
+from minisgl.kernel.base import (
+    ClampedSwiGLU,
+    ExpertBiases,
+    ExpertKind,
+    Heads,
+    KernelNeeds,
+    LatentDims,
+    Norm,
+    Product,
+    Routing,
+)
 from minisgl.kernel.recurrent_rows import SingleRows
 from minisgl.kernel.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
 from minisgl.quantization.levels import LevelFormat, Levels
@@ -214,7 +224,7 @@ def run_ops(dtype: torch.dtype, cache: torch.dtype) -> None:
             products,
             frozenset({ExpertKind(8, 2, clamped=True)}),
             delta_taps=frozenset({4}),
-            latents=frozenset({(32, 16)}),
+            latents=frozenset({LatentDims(512, 64, 128, 128)}),
         )
     )
     weight, bias = torch.zeros(2048, 1024, dtype=dtype), torch.zeros(2048, dtype=dtype)

@@ -121,6 +121,15 @@ class ExpertKind(NamedTuple):
     clamped: bool
 
 
+class LatentDims(NamedTuple):
+    """Sizes in latent attention: of the latent, of a head's query that is rotated and that is not, and of its value."""
+
+    rank: int
+    rope: int
+    nope: int
+    value: int
+
+
 @dataclass(frozen=True, slots=True)
 class KernelNeeds:
     """Kernels that a model's steps will ask for."""
@@ -132,7 +141,7 @@ class KernelNeeds:
     products: frozenset[Product]
     experts: frozenset[ExpertKind]
     delta_taps: frozenset[int] = frozenset()  # of recurrent layers: inputs that a convolution reads
-    latents: frozenset[tuple[int, int]] = frozenset()  # of latent attention: size of the latent, and of what is rotated
+    latents: frozenset[LatentDims] = frozenset()
 
 
 class DecodeInputs(NamedTuple):

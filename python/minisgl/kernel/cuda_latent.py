@@ -1,4 +1,4 @@
-"""What latent attention does around its attention (csrc/latent.cu).
+"""What latent attention does around its attention (csrc/latent.cu, latent_values.cu).
 
 Norm, rotation and the write to the paged cache are one launch, which for few tokens makes the absorbed queries too.
 Products of more tokens are cuBLAS's.
@@ -9,15 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.kernel.base import Norm
+from minisgl.kernel.base import LatentDims, Norm
 from minisgl.kernel.compile import Compiler
-from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec
+from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.small_batch_gemm import MAX_ROWS
 
 _THREADS = 256
 _TOKENS = 8  # as in latent.cu: of latent_query and latent_values, at most
-_COLUMNS = 64  # likewise
-_VALUES = 16
+_COLUMNS = 64  # of the latent, of a block of latent_query
+_SHARERS = 32  # threads that share nope_dim, of which it is a multiple
+_RANKS = 128  # which rank is a multiple of
+_VALUES = 16  # of a block of latent_values
 
 
 class CudaLatent:
@@ -26,19 +28,25 @@ class CudaLatent:
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
 
-    def begin_compiling(self, dtype: torch.dtype, cache: torch.dtype, norm: torch.dtype, rank: int, rope: int) -> None:
-        """Begin to compile the kernel for latents of `rank` beside `rope` rotated dimensions."""
-        self._compiler.begin([_spec("norm_rope_store_latent", dtype, cache, norm, rank, rope)])
+    def begin_compiling(self, dtype: torch.dtype, cache: torch.dtype, norm: torch.dtype, dims: LatentDims) -> None:
+        """Begin to compile the kernels for these sizes."""
+        of_step = dtype, cache, norm, dims.rank, dims.rope
+        self._compiler.begin([_spec("norm_rope_store_latent", *of_step)])
+        if dims.rank % _RANKS == 0 and dims.nope % _SHARERS == 0:
+            self._compiler.begin([_spec("latent_query", *of_step, dims.nope)])
+        if dims.rank % _RANKS == 0 and dims.value % _VALUES == 0:
+            self._compiler.begin([_values_spec(dtype, dims.rank, dims.value)])
 
     @staticmethod
     def makes_query(q_nope: Tensor, rank: int) -> bool:
         """Return True if `query` is for these queries [T, heads, nope_dim]."""
-        return _few(q_nope) and q_nope.shape[2] % 32 == 0 and rank % 128 == 0
+        return _few(q_nope) and q_nope.shape[2] % _SHARERS == 0 and rank % _RANKS == 0
 
     @staticmethod
     def makes_values(latents: Tensor, weight: Tensor) -> bool:
         """Return True if `values` is for these latents [T, heads, rank] and weights [heads, value_dim, rank]."""
-        return _few(latents) and weight.shape[1] % 16 == 0 and weight.shape[2] % 128 == 0 and latents.is_contiguous()
+        fits = weight.shape[1] % _VALUES == 0 and weight.shape[2] % _RANKS == 0
+        return fits and _few(latents) and latents.is_contiguous()
 
     def store(
         self,
@@ -120,8 +128,7 @@ class CudaLatent:
         """Compute Ops.latent_values."""
         (tokens, heads, rank), value = latents.shape, weight.shape[1]
         out = latents.new_empty((tokens, heads, value))
-        dtype = latents.dtype
-        kernel = self._compiler.kernel(_spec, "latent_values", dtype, dtype, dtype, rank, 0, _COLUMNS, value)
+        kernel = self._compiler.kernel(_values_spec, latents.dtype, rank, value)
         kernel(
             (heads * (value // _VALUES),),
             _THREADS,
@@ -146,8 +153,7 @@ def _spec(
     norm: torch.dtype,
     rank: int,
     rope: int,
-    nope: int = 0,
-    value: int = _VALUES,
+    nope: int | None = None,
 ) -> KernelSpec:
     macros: dict[str, str | int] = {
         "SCALAR": SCALAR_NAMES[dtype],
@@ -156,6 +162,11 @@ def _spec(
         "RANK": rank,
         "ROPE": rope,
     }
-    if nope:
-        macros |= {"NOPE": nope, "VALUE": value}
+    if nope is not None:
+        macros["NOPE"] = nope
     return KernelSpec("latent.cu", kernel, macros)
+
+
+def _values_spec(dtype: torch.dtype, rank: int, value: int) -> KernelSpec:
+    macros: Macros = {"SCALAR": SCALAR_NAMES[dtype], "RANK": rank, "VALUE": value}
+    return KernelSpec("latent_values.cu", "latent_values", macros)

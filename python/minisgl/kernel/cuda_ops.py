@@ -63,8 +63,8 @@ class CudaOps:
         begin([_decode_inputs(), _embed(dtype), _rms_norm(dtype, norm_dtype)])
         begin(_norm_rope_store(dtype, needs.kv_dtype, norm_dtype, each) for each in needs.head_dims)
         begin(_activate_and_mul(dtype, product.gate) for product in needs.products if product.gate is not None)
-        for rank, rope in needs.latents:
-            self._latent.begin_compiling(dtype, needs.kv_dtype, norm_dtype, rank, rope)
+        for dims in needs.latents:
+            self._latent.begin_compiling(dtype, needs.kv_dtype, norm_dtype, dims)
         self._skinny.begin_compiling(dtype, needs.products, norms_late=_norms_late(dtype, norm_dtype))
         self._small_batch.begin_compiling(dtype, needs.products)
         self._delta.begin_compiling(dtype, needs.delta_taps)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
-from minisgl.kernel.base import KernelNeeds, Ops, Product
+from minisgl.kernel.base import KernelNeeds, LatentDims, Ops, Product
 from minisgl.layers.attention import Attention
 from minisgl.layers.delta_net import GatedDeltaNet
 from minisgl.layers.embedding import LMHead, VocabEmbedding
@@ -167,7 +167,9 @@ class DecoderModel(Model):
             norm_dtype=self.model.norm.weight.dtype,
             head_dims=frozenset(one.head_dim for one in self.config.attentions if one.latent is None),
             latents=frozenset(
-                (one.latent.kv_rank, one.latent.rope_dim) for one in self.config.attentions if one.latent
+                LatentDims(one.latent.kv_rank, one.latent.rope_dim, one.latent.nope_dim, one.latent.value_dim)
+                for one in self.config.attentions
+                if one.latent
             ),
             products=frozenset(products),
             experts=frozenset(experts),
