@@ -31,6 +31,7 @@ PLAN = Batch(
     new_rows=[NewRow(4, ids(5, 6, 7, 8, 9), ids(), SamplingParams(stop=("x",)), -(2**63), 5, (2, 3))],
     flags=SamplingFlags.SAMPLED | SamplingFlags.CONSTRAINED,
     logprobs=ScoredTokens(ids(0), 2, ids(4, 0), 1),
+    state_copies=[(1, 9), (11, 4)],
 )
 DECODE = Batch(0, ids(0), ids(5), ids(1), np.array([True]), np.zeros((0, 3), dtype=np.int32))
 BITMASK = Bitmask(np.array([[-1, 2**31 - 1, 0], [0, 1, 2]], dtype=np.int32)[:, ::2])

@@ -159,7 +159,7 @@ class Scheduler:
         """Plan the next step; None when nothing can run, or not before the steps in flight are complete."""
         self._retire()
         if self._snapshots is not None:
-            self._snapshots.save(self._running)
+            self._snapshots.save(len(self._running))
         if not self._make_room():
             return None
         running, table = self._running_array, self._table

@@ -38,7 +38,6 @@ class _Row:
 
     last: int  # position of its latest snapshot, reached if not saved, or of that from which it began
     branches: list[int] = field(default_factory=list)  # positions where another prompt parts from this one
-    reached: int = _NOWHERE  # position of the state in the slot, if it is to be saved
     answer_page: int = _NOWHERE  # of the answer's snapshot
 
 
@@ -64,6 +63,7 @@ class StateSnapshots:
         self._spacing = SPACING * self._distance
         self._rows = [_Row(0) for _ in table.requests]
         self._first = len(table.requests) + 1  # behind the slots and the scratch slot
+        self._due: dict[int, int] = {}  # slots whose state the next plan is to save, and its position
         self._copies: list[tuple[int, int]] = []  # for the next plan
 
     # --- requests enter -----------------------------------------------------------------------------------------
@@ -71,6 +71,7 @@ class StateSnapshots:
     def enter(self, request: Request, prefix: CacheHandle) -> None:
         """Let an admitted request, which has its slot, go on from the snapshot at the end of its prefix."""
         slot = request.slot
+        self._due.pop(slot, None)
         row = self._rows[slot] = _Row(prefix.cached_len)
         if prefix.cached_len:
             place = self.store.use(int(prefix.pages[-1]))
@@ -99,7 +100,7 @@ class StateSnapshots:
     def _will_save(self, slot: int, least: int, most: int) -> bool:
         """Return True if the slot's request saves a snapshot at a position from `least` to `most`, near the latter."""
         row, computed = self._rows[slot], int(self._table.cached_len[slot])
-        if least <= row.reached <= most:
+        if least <= self._due.get(slot, _NOWHERE) <= most:
             return True
         planned = [point for point in (*row.branches, self._prompt_end(slot)) if point > computed]
         if any(max(least, most - self._distance) < point <= most for point in planned):
@@ -116,18 +117,15 @@ class StateSnapshots:
         """Take note of how far a step that is planned brings its rows."""
         for slot in slots[new_len == self._table.stop[slots]].tolist():
             row, position = self._rows[slot], int(self._table.stop[slot])
-            row.reached = row.last = position
+            self._due[slot] = row.last = position
             self._plan(slot, position)
 
-    def save(self, running: Iterable[int]) -> None:
+    def save(self, num_running: int) -> None:
         """Let the next plan save the states of running requests that stand where a snapshot is wanted."""
-        slots = list(running)
-        for slot in slots:
-            row = self._rows[slot]
-            if row.reached != _NOWHERE:
-                position, row.reached = row.reached, _NOWHERE
-                if position <= self._table.known_len[slot]:
-                    self._save(slot, position, crowded=2 * len(slots) > self.store.num_places)
+        due, self._due = self._due, {}
+        for slot, position in due.items():
+            if self._table.live[slot] and position <= self._table.known_len[slot]:
+                self._save(slot, position, crowded=2 * num_running > self.store.num_places)
 
     def _save(self, slot: int, position: int, *, crowded: bool) -> None:
         row, request = self._rows[slot], self._table.request(slot)
