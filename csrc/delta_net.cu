@@ -1,18 +1,7 @@
 // One token a row through a Gated DeltaNet (Yang et al., "Gated Delta Networks", 2024), in two kernels: delta_conv mixes
 // the inputs of q, k and v and makes q and k unit vectors, and delta_step takes a step of each value head's memory and
-// norms and gates what it reads. All sums are float32. KEY_DIM and VALUE_DIM are the sizes of heads, TAPS the inputs that
-// the convolution reads.
-//
-// A projection [R, width] holds q and k of all key heads, v of all value heads (together the channels of the
-// convolution), the gate z of all value heads, and a logit b of the step and a of the decay for each.
-#include "common.cuh"
-
-__device__ __forceinline__ float silu(float x) { return x / (1.f + __expf(-x)); }
-
-// Channels of q, k and v in a row of the projection.
-__device__ __forceinline__ int num_channels(int key_heads, int value_heads) {
-  return 2 * key_heads * KEY_DIM + value_heads * VALUE_DIM;
-}
+// norms and gates what it reads. All sums are float32 (delta.cuh).
+#include "delta.cuh"
 
 // mixed [R, channels] = silu of the convolution; q and k are unit vectors, and q is divided by sqrt(KEY_DIM). The row's
 // inputs [slots, TAPS - 1, channels] move on by one. A row at position 0 has none yet. One block a head of q, k or v
@@ -92,9 +81,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_step(
     k[i] = made[(key_heads + key_head) * KEY_DIM + i];
   }
   const T* gates = projected + (long long)row * width + channels;
-  float x = to_float(gates[value_heads * (VALUE_DIM + 1) + head]) + bias;
-  float decay = expf(-rate * (x > 20.f ? x : log1pf(expf(x))));
-  float beta = 1.f / (1.f + __expf(-to_float(gates[value_heads * VALUE_DIM + head])));
+  float decay = expf(log_decay(gates[value_heads * (VALUE_DIM + 1) + head], bias, rate));
+  float beta = sigmoid(gates[value_heads * VALUE_DIM + head]);
   __syncthreads();
 
   Vec<4, float> sum = {};

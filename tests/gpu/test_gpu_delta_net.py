@@ -1,4 +1,4 @@
-"""Gated DeltaNet on a GPU: the kernels' step and torch's chunks against the recurrence in float64."""
+"""Gated DeltaNet on a GPU: steps and chunks, by the kernels and by torch, against the recurrence in float64."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.kernel import delta_rule
-from minisgl.kernel.recurrent_rows import SingleRows, recurrent_rows
-from support.delta_net import by_the_book, make_layer, projection
+from minisgl.kernel.recurrent_rows import RecurrentRows, SingleRows, recurrent_rows
+from minisgl.kernel.torch_ops import TorchOps
+from support.delta_net import Layer, by_the_book, make_layer, projection
 
 pytestmark = pytest.mark.gpu
 
@@ -46,25 +46,61 @@ def test_a_step(dtype: torch.dtype, key_heads: int, value_heads: int, rows: int)
         assert error(layer.memory, want.memory) < 1e-5
 
 
+def rows_of(lens: list[int], starts: list[int], slots: torch.Tensor) -> RecurrentRows:
+    positions = torch.cat([start + torch.arange(length) for start, length in zip(starts, lens, strict=True)]).cuda()
+    return recurrent_rows(np.array(lens, dtype=np.int32), slots, positions, 3, lambda one: torch.from_numpy(one).cuda())
+
+
+def book_of(
+    projected: torch.Tensor, layer: Layer, lens: list[int], starts: list[int], slots: torch.Tensor
+) -> torch.Tensor:
+    rows = zip(projected.split(lens), slots, starts, strict=True)
+    return torch.cat([by_the_book(part, layer, int(slot), fresh=start == 0) for part, slot, start in rows])
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_chunks(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("engine", ["torch", "kernels"])
+def test_chunks(dtype: torch.dtype, engine: str) -> None:
+    from minisgl.kernel.cuda_ops import CudaOps
+
     torch.manual_seed(0)
     layer = make_layer(2, 4, 128, 128, slots=5, dtype=dtype, device="cuda")
     want, lens, starts = layer.copy(), [70, 200, 3], [0, 9, 0]
     projected = projection(layer.heads, sum(lens), dtype, "cuda")
-    positions = torch.cat([start + torch.arange(length) for start, length in zip(starts, lens, strict=True)]).cuda()
     slots = torch.tensor([3, 0, 2], device="cuda")
-    rows = recurrent_rows(
-        np.array(lens, dtype=np.int32), slots, positions, 3, lambda array: torch.from_numpy(array).cuda()
-    ).chunked
+    rows = rows_of(lens, starts, slots).chunked
     assert rows is not None
     out = torch.empty(len(projected), 4 * 128, dtype=dtype, device="cuda")
-    out[rows.tokens] = delta_rule.chunks(projected[rows.tokens], layer.heads, layer.inputs, layer.memory, rows)
-    book = torch.cat(
-        [
-            by_the_book(part, want, int(slot), fresh=start == 0)
-            for part, slot, start in zip(projected.split(lens), slots, starts, strict=True)
-        ]
-    )
+    ops = TorchOps() if engine == "torch" else CudaOps(torch.device("cuda", 0))
+    ops.delta_chunks(projected, layer.heads, layer.inputs, layer.memory, rows, out)
+    book = book_of(projected, want, lens, starts, slots)
     assert error(out, book) < TOLERANCE[dtype]
     assert error(layer.memory, want.memory) < 1e-4
+    assert torch.equal(layer.inputs, want.inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("key_heads", "value_heads"), [(4, 8), (2, 2), (2, 6), (16, 32)])
+@pytest.mark.parametrize("lens", [[2], [63], [64], [65], [129, 1, 64, 2, 1, 17, 300]], ids=str)
+def test_rows_in_turns_go_on(dtype: torch.dtype, key_heads: int, value_heads: int, lens: list[int]) -> None:
+    """Prefills in two parts, beside decodes: the second part finds the states of the first."""
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    torch.manual_seed(len(lens))
+    layer = make_layer(key_heads, value_heads, 128, 128, slots=9, dtype=dtype, device="cuda")
+    ops, want = CudaOps(torch.device("cuda", 0)), layer.copy()
+    slots = torch.randperm(9, device="cuda")[: len(lens)]
+    for starts in ([0] * len(lens), lens):
+        projected = projection(layer.heads, sum(lens), dtype, "cuda")
+        rows = rows_of(lens, starts, slots)
+        out = torch.full((len(projected), value_heads * 128), torch.nan, dtype=dtype, device="cuda")
+        if rows.single is not None:
+            assert rows.single.tokens is not None
+            step = ops.delta_step(projected[rows.single.tokens], layer.heads, layer.inputs, layer.memory, rows.single)
+            out[rows.single.tokens] = step
+        assert rows.chunked is not None
+        ops.delta_chunks(projected, layer.heads, layer.inputs, layer.memory, rows.chunked, out)
+        book = book_of(projected, want, lens, starts, slots)
+        assert error(out, book) < TOLERANCE[dtype]
+        assert error(layer.memory, want.memory) < 1e-4
+        assert torch.equal(layer.inputs, want.inputs)

@@ -29,7 +29,7 @@ from minisgl.kernel.base import (
     Product,
     Routing,
 )
-from minisgl.kernel.recurrent_rows import SingleRows
+from minisgl.kernel.recurrent_rows import SingleRows, recurrent_rows
 from minisgl.kernel.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
 from minisgl.quantization.levels import LevelFormat, Levels
 from support.delta_net import make_layer, projection
@@ -44,6 +44,7 @@ WRAPPERS = (
     "minisgl.engine.cuda_sampler",
     "minisgl.kernel.all_reduce",
     "minisgl.kernel.cuda_delta",
+    "minisgl.kernel.cuda_delta_chunks",
     "minisgl.kernel.cuda_latent",
     "minisgl.kernel.cuda_moe",
     "minisgl.kernel.cuda_ops",
@@ -297,6 +298,9 @@ def run_delta_net(dtype: torch.dtype) -> None:
     projected, rows = projection(layer.heads, 2, dtype, "cpu"), SingleRows(torch.tensor([2, 0]), torch.tensor([0, 7]))
     out = CudaOps(CPU).delta_step(projected, layer.heads, layer.inputs, layer.memory, rows)
     assert out.shape == (2, 4 * 128)
+    chunked = recurrent_rows(np.array([2], np.int32), torch.tensor([1]), torch.arange(2), 3, torch.from_numpy).chunked
+    assert chunked is not None
+    CudaOps(CPU).delta_chunks(projected, layer.heads, layer.inputs, layer.memory, chunked, out)
 
 
 def run_latents(dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # a model's config names activations and routings where torch
     import torch
     from torch import Tensor
 
-    from minisgl.kernel.recurrent_rows import SingleRows
+    from minisgl.kernel.recurrent_rows import ChunkedRows, SingleRows
     from minisgl.quantization.levels import LevelFormat, Levels
     from minisgl.quantization.rounding import Int4Grid
 
@@ -267,6 +267,14 @@ class Ops(Protocol):
 
         Updates the rows' `inputs` [slots, conv_size - 1, channels] and `memory` [slots, value_heads, key_dim,
         value_dim] float32. Slots may repeat only as scratch.
+        """
+        ...
+
+    def delta_chunks(
+        self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: ChunkedRows, out: Tensor
+    ) -> None:
+        """Rows of several tokens through a Gated DeltaNet: their tokens of projected [T, width] to those of `out`
+        [T, value_heads * value_dim]. Updates the rows' states as `delta_step` does.
         """
         ...
 

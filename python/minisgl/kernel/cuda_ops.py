@@ -23,13 +23,14 @@ from minisgl.kernel.base import (
 )
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_delta import CudaDelta
+from minisgl.kernel.cuda_delta_chunks import CudaDeltaChunks
 from minisgl.kernel.cuda_latent import CudaLatent
 from minisgl.kernel.cuda_moe import CudaMoe
 from minisgl.kernel.cuda_routing import CudaRouting
 from minisgl.kernel.cuda_weights import Fp8Weight, QuantizedWeight
 from minisgl.kernel.fp8_gemm import Fp8Gemm, fp8_matrix
 from minisgl.kernel.quantized_gemm import QuantizedGemm
-from minisgl.kernel.recurrent_rows import SingleRows
+from minisgl.kernel.recurrent_rows import ChunkedRows, SingleRows
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.skinny_gemm import SkinnyGemm
 from minisgl.kernel.small_batch_gemm import MAX_ROWS, SmallBatchGemm
@@ -56,6 +57,7 @@ class CudaOps:
         self._routing = CudaRouting(self._compiler)
         self._moe = CudaMoe(self._compiler, self._routing)
         self._delta = CudaDelta(self._compiler)
+        self._delta_chunks = CudaDeltaChunks(self._compiler)
         self._latent = CudaLatent(self._compiler)
 
     def begin_compiling(self, needs: KernelNeeds) -> None:
@@ -68,6 +70,7 @@ class CudaOps:
         self._skinny.begin_compiling(dtype, needs.products, norms_late=_norms_late(dtype, norm_dtype))
         self._small_batch.begin_compiling(dtype, needs.products)
         self._delta.begin_compiling(dtype, needs.delta_taps)
+        self._delta_chunks.begin_compiling(dtype, needs.delta_taps)
         for experts in needs.experts:
             self._moe.begin_compiling(dtype, experts)
 
@@ -275,6 +278,13 @@ class CudaOps:
     ) -> Tensor:
         step = self._delta if self._delta.supports(projected, heads, inputs) else self._torch.delta_step
         return step(projected, heads, inputs, memory, rows)
+
+    def delta_chunks(
+        self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: ChunkedRows, out: Tensor
+    ) -> None:
+        fits = self._delta_chunks.supports(projected, heads, inputs)
+        chunks = self._delta_chunks if fits else self._torch.delta_chunks
+        chunks(projected, heads, inputs, memory, rows, out)
 
     def norm_router(self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         if norm is not None and bias is None and self._routing.scores(x, weight):

@@ -37,6 +37,10 @@ class ChunkedRows:
     slots: Tensor  # [R] int64
     positions: Tensor  # [R] int64: of each row's first token; at 0 it begins with a state of zeros
     tokens: Tensor  # [n] int64: of the step's T tokens, row after row
+    begins: Tensor  # [R] int64: of each row's first token in the step
+    lengths: Tensor  # [R] int64
+    chunk_rows: Tensor  # [chunks] int64: of each chunk, its row
+    chunk_firsts: Tensor  # [chunks] int64: of each chunk, its first token in the row
     places: Tensor  # [n] int64: of each token in [chunks * size]
     size: int  # tokens of a chunk
     active: tuple[int, ...]  # rows that have a chunk 0, 1, ...: their sum is the number of chunks
@@ -82,6 +86,9 @@ def recurrent_rows(
         starts[alone],
         long,
         starts[long],
+        lengths,
+        np.concatenate([np.arange(count) for count in active]),
+        np.repeat(np.arange(len(active)) * size, active),
         starts[long][row] + within,
         (first_chunks[within // size] + row) * size + within % size,
         np.arange(ends[-1]) + history + shift[row],
@@ -90,11 +97,16 @@ def recurrent_rows(
     ]
     packed = upload(np.concatenate(host).astype(np.int64, copy=False))
     on_device = torch.split(packed, [len(array) for array in host])
-    alone_rows, alone_tokens, long_rows, begins, tokens, places, extended, before, last = on_device
+    alone_rows, alone_tokens, long_rows, begins, *of_chunks, tokens, places, extended, before, last = on_device
+    row_lengths, chunk_rows, chunk_firsts = of_chunks
     chunked = ChunkedRows(
         slots=slots[long_rows],
         positions=positions[begins],
         tokens=tokens,
+        begins=begins,
+        lengths=row_lengths,
+        chunk_rows=chunk_rows,
+        chunk_firsts=chunk_firsts,
         places=places,
         size=size,
         active=tuple(active),

@@ -24,7 +24,7 @@ from minisgl.kernel.base import (
     Routing,
     Weight,
 )
-from minisgl.kernel.recurrent_rows import SingleRows
+from minisgl.kernel.recurrent_rows import ChunkedRows, SingleRows
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.rounding import Int4Grid
 
@@ -116,6 +116,11 @@ class TorchOps:
         self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows
     ) -> Tensor:
         return delta_rule.step(projected, heads, inputs, memory, rows)
+
+    def delta_chunks(
+        self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: ChunkedRows, out: Tensor
+    ) -> None:
+        out[rows.tokens] = delta_rule.chunks(projected[rows.tokens], heads, inputs, memory, rows)
 
     def norm_rope_store_latent(
         self,

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
-from minisgl.kernel import delta_rule
 from minisgl.kernel.base import DeltaHeads
 from minisgl.kernel.recurrent_rows import RecurrentRows
 from minisgl.layers.layer_config import DeltaNetConfig, NormConfig
@@ -81,7 +80,7 @@ class GatedDeltaNet(nn.Module):
         if single is not None and single.tokens is not None:
             out[single.tokens] = ctx.ops.delta_step(projected[single.tokens], heads, inputs, memory, single)
         if chunked is not None:
-            out[chunked.tokens] = delta_rule.chunks(projected[chunked.tokens], heads, inputs, memory, chunked)
+            ctx.ops.delta_chunks(projected, heads, inputs, memory, chunked, out)
         return out
 
 

@@ -1,0 +1,21 @@
+// What the kernels of a Gated DeltaNet share (Yang et al., "Gated Delta Networks", 2024). A projection [T, width] holds q
+// and k of all key heads, v of all value heads (together the channels of the convolution), the gate z of all value heads,
+// and a logit b of the step and a of the decay for each. -DKEY_DIM and -DVALUE_DIM are the sizes of heads, -DTAPS the
+// inputs that the convolution reads.
+#pragma once
+#include "common.cuh"
+
+__device__ __forceinline__ float silu(float x) { return x / (1.f + __expf(-x)); }
+
+// Channels of q, k and v in a row of the projection.
+__device__ __forceinline__ int num_channels(int key_heads, int value_heads) {
+  return 2 * key_heads * KEY_DIM + value_heads * VALUE_DIM;
+}
+
+// Logarithm of a head's decay, from its logit; `rate` is exp(a_log).
+__device__ __forceinline__ float log_decay(T logit, float bias, float rate) {
+  float x = to_float(logit) + bias;
+  return -rate * (x > 20.f ? x : log1pf(expf(x)));
+}
+
+__device__ __forceinline__ float sigmoid(T logit) { return 1.f / (1.f + __expf(-to_float(logit))); }

@@ -1,0 +1,161 @@
+"""Rows of several tokens through a Gated DeltaNet, by three kernels of csrc/ (delta_chunks.cuh)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from minisgl.kernel.base import DeltaHeads
+from minisgl.kernel.compile import Compiler
+from minisgl.kernel.recurrent_rows import CHUNK, ChunkedRows
+from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
+
+_HEAD_DIM = 128  # of keys and values in all published models
+_PADDING = 8  # 16-bit values behind each row of a tile in shared memory
+_PREPARE_THREADS = 128
+_GATE_WARPS = 8
+_COLUMNS = 16  # of a memory, that each warp of the scan holds
+_LOADER_WARPS = 2  # beside them
+_SCAN_WARPS = 1, 2, 4  # of a block: the fewest that leave no block waiting for another one's end
+_PARTS = {torch.bfloat16: 1, torch.float16: 2}  # bf16 values that one is cut into, where only the output sees it
+
+
+class CudaDeltaChunks:
+    """Launches the three kernels: all chunks at once, then each row's one after another, then norm and gate."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+
+    def begin_compiling(self, dtype: torch.dtype, taps: Iterable[int]) -> None:
+        """Begin to compile, in threads, for heads of the usual size."""
+        if dtype in _PARTS:
+            for each in taps:
+                scans = (_scan_spec(dtype, each, warps) for warps in _SCAN_WARPS)
+                self._compiler.begin([_prepare_spec(dtype, each), *scans, _gate_spec(dtype, each)])
+
+    def supports(self, projected: Tensor, heads: DeltaHeads, inputs: Tensor) -> bool:
+        """Return True if the kernels can take rows of these heads."""
+        dtype = projected.dtype
+        return (
+            dtype == inputs.dtype == heads.norm.weight.dtype
+            and dtype in _PARTS
+            and projected.is_contiguous()
+            and projected.shape[1] % 4 == 0  # rows are read 8 bytes at a time
+            and heads.key_dim == heads.value_dim == _HEAD_DIM
+            and _scan_bytes(dtype, min(_SCAN_WARPS)) <= self._compiler.block_shared_bytes
+        )
+
+    def __call__(
+        self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: ChunkedRows, out: Tensor
+    ) -> None:
+        """Compute Ops.delta_chunks."""
+        (tokens, width), dtype, taps = projected.shape, projected.dtype, len(heads.conv)
+        key_heads, value_heads, parts = heads.num_key_heads, heads.num_value_heads, _PARTS[dtype]
+
+        def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=projected.device)
+
+        keys = make(2, tokens, key_heads, _HEAD_DIM)
+        queries = make(parts, tokens, key_heads, _HEAD_DIM)
+        values = make(tokens, value_heads, _HEAD_DIM, dtype=torch.float32)
+        solve = make(2, tokens, value_heads, CHUNK)
+        scores = make(parts, tokens, value_heads, CHUNK)
+        gates = make(tokens, value_heads, 4, dtype=torch.float32)
+        sizes = {"key_heads": key_heads, "value_heads": value_heads, "width": width}
+        prepare = self._compiler.kernel(_prepare_spec, dtype, taps)
+        prepare(
+            (key_heads, len(rows.chunk_rows)),
+            _PREPARE_THREADS,
+            projected=projected,
+            inputs=inputs,
+            conv=heads.conv,
+            a_log=heads.a_log,
+            dt_bias=heads.dt_bias,
+            slots=rows.slots,
+            positions=rows.positions,
+            begins=rows.begins,
+            lengths=rows.lengths,
+            chunk_rows=rows.chunk_rows,
+            chunk_firsts=rows.chunk_firsts,
+            keys=keys,
+            queries=queries,
+            values=values,
+            solve=solve,
+            scores=scores,
+            gates=gates,
+            tokens=tokens,
+            **sizes,
+            early=False,
+        )
+        warps = self._scan_warps(dtype, value_heads * len(rows.slots))
+        scan = self._compiler.kernel(_scan_spec, dtype, taps, warps)
+        scan(
+            (value_heads * (_HEAD_DIM // (_COLUMNS * warps)), len(rows.slots)),
+            32 * (warps + _LOADER_WARPS),
+            projected=projected,
+            inputs=inputs,
+            memory=memory,
+            slots=rows.slots,
+            positions=rows.positions,
+            begins=rows.begins,
+            lengths=rows.lengths,
+            keys=keys,
+            queries=queries,
+            values=values,
+            solve=solve,
+            scores=scores,
+            gates=gates,
+            tokens=tokens,
+            **sizes,
+            early=False,
+        )
+        n = len(rows.tokens)
+        gate = self._compiler.kernel(_gate_spec, dtype, taps)
+        gate(
+            (-(-n * value_heads // _GATE_WARPS),),
+            32 * _GATE_WARPS,
+            projected=projected,
+            reads=values,
+            norm_weight=heads.norm.weight,
+            chunk_tokens=rows.tokens,
+            out=out,
+            n=n,
+            **sizes,
+            eps=heads.norm.eps,
+            early=False,
+        )
+
+    def _scan_warps(self, dtype: torch.dtype, memories: int) -> int:
+        """Return the warps of a block, for `memories` heads of rows: fewer make more blocks, which read more in all."""
+        most = max(_SCAN_WARPS) if memories > self._compiler.num_sms // 8 else 2
+        fitting = (warps for warps in _SCAN_WARPS if _scan_bytes(dtype, warps) <= self._compiler.block_shared_bytes)
+        return max(warps for warps in fitting if warps <= most)
+
+
+def _macros(dtype: torch.dtype, taps: int) -> Macros:
+    return {"SCALAR": SCALAR_NAMES[dtype], "KEY_DIM": _HEAD_DIM, "VALUE_DIM": _HEAD_DIM, "TAPS": taps}
+
+
+def _prepare_spec(dtype: torch.dtype, taps: int) -> KernelSpec:
+    bf16_values = (2 + _PARTS[dtype]) * (_HEAD_DIM + _PADDING)
+    floats = 20 + 2  # the diagonal's blocks; running sums and steps
+    shared = CHUNK * (2 * bf16_values + 4 * floats) + 16
+    return KernelSpec("delta_prepare.cu", "delta_prepare", _macros(dtype, taps), shared_bytes=shared)
+
+
+def _scan_spec(dtype: torch.dtype, taps: int, warps: int) -> KernelSpec:
+    macros = {**_macros(dtype, taps), "SCAN_WARPS": warps}
+    return KernelSpec("delta_scan.cu", "delta_scan", macros, shared_bytes=_scan_bytes(dtype, warps))
+
+
+def _gate_spec(dtype: torch.dtype, taps: int) -> KernelSpec:
+    return KernelSpec("delta_gate.cu", "delta_gate", _macros(dtype, taps))
+
+
+def _scan_bytes(dtype: torch.dtype, warps: int) -> int:
+    """Shared memory of a block of the scan: two stages of what it reads of a chunk."""
+    bf16_values = (2 + _PARTS[dtype]) * (_HEAD_DIM + _PADDING + CHUNK + _PADDING)
+    floats = _COLUMNS * warps + 4 + 4  # values and gates
+    return 2 * CHUNK * (2 * bf16_values + 4 * floats)
