@@ -203,6 +203,9 @@ def test_metrics_count_requests(start_server: Callable[..., RunningServer]) -> N
         "retractions": 2,
         "prefix_tokens_queried": 60,
         "prefix_tokens_hit": 45,
+        "snapshot_hits": 3,
+        "snapshots_saved": 7,
+        "snapshots_evicted": 1,
     }
     before = metrics(server)
     assert before["minisgl:generation_tokens_total"] == 0
@@ -227,6 +230,9 @@ def test_metrics_count_requests(start_server: Callable[..., RunningServer]) -> N
             "num_preemptions_total": 2,
             "prefix_cache_queries_total": 60,
             "prefix_cache_hits_total": 45,
+            "state_snapshot_hits_total": 3,
+            "state_snapshots_saved_total": 7,
+            "state_snapshots_evicted_total": 1,
             "prompt_tokens_total": 2 + 1 + 3 + 1 + 1,
             "generation_tokens_total": 4 * 5 + 3 + 2,
             "request_success_total|length": 4,

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from minisgl.core import SamplingParams
+from minisgl.core import Batch, SamplingParams
 from scheduler.simulation import World, expected_answer
 
 ANSWER = {"max_tokens": 2, "ignore_eos": True}
@@ -139,7 +139,43 @@ def test_a_retracted_request_goes_on_from_its_own_snapshot() -> None:
 
 def test_prompts_of_one_salt_do_not_find_snapshots_of_another() -> None:
     world, prompt = make_world(), tokens(0, 30)
-    for seq_id, salt in enumerate([b"a", b"b", b"a"]):
+    for seq_id, salt in enumerate([b"a", b"b"]):
         world.add(seq_id, prompt, salt=salt, **ANSWER)
-        world.run()
-    assert [world.cached[seq_id] for seq_id in range(3)] == [0, 0, 28]
+    world.step()
+    assert world.entered == [0, 1], "nor do they wait for them"
+    world.run()
+    world.add(2, prompt, salt=b"a", **ANSWER)
+    world.run()
+    assert world.cached == {0: 0, 1: 0, 2: 28}
+
+
+def test_pages_of_a_prefix_computed_twice_do_not_take_what_others_were_promised() -> None:
+    world, shared = make_world(num_pages=20, chunk=26), tokens(0, 26)
+    ask(world, shared + tokens(1, 12))
+    ask(world, shared + tokens(2, 2), tokens(3, 40))  # the tree has 6 pages of the first, and the second has no others
+    assert world.scheduler.retractions == 0
+    assert told(world, "snapshots_saved") == [3], "that of the second behind the tree's own page"
+
+
+def test_pages_of_a_prefix_computed_twice_leave_a_request_room_to_its_end() -> None:
+    world, shared = make_world(num_pages=20, max_seq_len=80), tokens(0, 38)
+    ask(world, shared + tokens(1, 12))
+    assert ask(world, shared + tokens(2, 2), max_tokens=40) == [0]
+    assert world.scheduler.retractions == 0
+
+
+def test_a_failed_step_forgets_no_pages_of_others() -> None:
+    """The second prompt finds its beginning in the tree, from one which decodes and is not in the failed step."""
+    failing: list[bool] = []
+
+    def fails(batch: Batch) -> bool:
+        return bool(failing) and int(batch.query_lens.max()) > 1 and failing.pop()
+
+    world, shared = make_world(fails=fails), tokens(0, 24)
+    world.add(0, shared + tokens(1, 20), max_tokens=30, ignore_eos=True)
+    for _ in range(4):
+        world.step()
+    failing.append(True)
+    assert ask(world, shared + tokens(2, 10))
+    assert (world.scheduler.failed_steps, len(world.answers[0])) == (1, 30)
+    assert ask(world, shared + tokens(3, 10)) == [24]

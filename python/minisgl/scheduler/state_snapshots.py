@@ -71,7 +71,6 @@ class StateSnapshots:
     def enter(self, request: Request, prefix: CacheHandle) -> None:
         """Let an admitted request, which has its slot, go on from the snapshot at the end of its prefix."""
         slot = request.slot
-        self._due.pop(slot, None)
         row = self._rows[slot] = _Row(prefix.cached_len)
         if prefix.cached_len:
             place = self.store.use(int(prefix.pages[-1]))
