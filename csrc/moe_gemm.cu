@@ -13,10 +13,10 @@
 // ROUTE: for few tokens; each pair is a tile, and each block finds out its expert itself, without a plan.
 // CLAMPED: the activation is gpt-oss's, with `alpha` and `limit`; otherwise silu.
 #include "mma.cuh"
-#include "moe.cuh"
+#include "moe_tile.cuh"
 
 constexpr int BLOCK_K = 64;      // values of K in a stage: rows of 128 bytes
-constexpr int CHUNKS = 8;     // of 16 bytes in such a row
+constexpr int CHUNKS = 8;        // of 16 bytes in such a row
 constexpr int THREADS = 32 * WARPS_N * WARPS_M;
 constexpr int HALF = 16 * PAIRS * WARPS_N;
 constexpr int BLOCK_N = 2 * HALF;
@@ -25,20 +25,12 @@ constexpr int STAGE_BYTES = (BLOCK_N + BLOCK_M) * BLOCK_K * 2;
 constexpr int ROW_STEP = THREADS / CHUNKS;  // rows that the block's threads load at a time
 constexpr int AHEAD = STAGES - (WARPGROUP ? 2 : 1);  // stages being loaded; of a warpgroup, two are being multiplied
 
-__device__ __forceinline__ void copy_async(unsigned to, const T* from, bool real) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
-}
-
 __device__ __forceinline__ void load_matrices(unsigned (&m)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                : "r"(address)
                : "memory");
 }
-
-// Offset of a row's chunk in its part of a stage: eight rows of the same chunk are in different banks. It is the
-// 128-byte swizzle of Hopper's matrix descriptors, too.
-__device__ __forceinline__ unsigned place(int row, int chunk) { return (row * CHUNKS + (chunk ^ row & 7)) * 16; }
 
 #if WARPGROUP
 #define FOUR(c, t) "+f"(c[t][0]), "+f"(c[t][1]), "+f"(c[t][2]), "+f"(c[t][3])
@@ -62,13 +54,6 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address) {
   return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 #endif
-
-// A gate and its up, rounded already.
-__device__ __forceinline__ float activated(float gate, float up, float alpha, float limit) {
-  if (!CLAMPED) return rounded(gate / (1.f + __expf(-gate))) * up;
-  gate = fminf(gate, limit), up = fminf(fmaxf(up, -limit), limit);
-  return gate / (1.f + __expf(-alpha * gate)) * (up + 1.f);
-}
 
 // GATED: out[pair] = activation(gate, up) with weight [experts, 2 * N, K], bias [experts, 2 * N] and x row pair / divisor.
 // Otherwise: out[pair] = (weight @ x[pair / divisor] + bias) * pair_weights[pair] with weight [experts, N, K], bias

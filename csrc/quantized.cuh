@@ -6,17 +6,22 @@
 // 8 bits its words are: columns 2, 3, 10, 11 of row 33, then of row 41; columns 18, 19, 26, 27 of row 33, of row 41.
 // In 4 bits a word has 8 values of a row: columns 2, 3, 10, 11, 18, 19, 26, 27, then of row 41; then 32 columns later.
 //
-// Macros: WEIGHT is E4M3, INT8 or INT4. GROUP columns have a scale for each row, which is multiplied into float32 sums;
-// 0: all columns, so that it is left to the end. The bits of two values of e4m3 lie in 16 such that one `and` finds
-// the first pair of a word in T's place; two shifts bring the second.
+// Macros: WEIGHT is E4M3, INT8, INT4 or E2M1. GROUP columns have a scale for each row, which is multiplied into float32
+// sums; 0: all columns, so that it is left to the end. The bits of two values of e4m3 lie in 16 such that one `and` finds
+// the first pair of a word in T's place; two shifts bring the second. Those of four values of e2m1 lie so too: the bits
+// of the first at 15 and 8 to 6, of the next two 3 and 6 lower, and of the last at 14, 11, 10 and 13.
+//
+// E2M1 is MXFP4: 32 columns of a row have a power of two, with which the values are multiplied as they are decoded, in
+// bf16. In a chunk it is a byte for each of a thread's words, the same for the four threads of a row (GROUP is 0).
 #pragma once
 #include "mma.cuh"
 
 #define E4M3 0
 #define INT8 1
 #define INT4 2
+#define E2M1 3
 
-constexpr int WEIGHT_BITS = WEIGHT == INT4 ? 4 : 8;
+constexpr int WEIGHT_BITS = WEIGHT == INT4 || WEIGHT == E2M1 ? 4 : 8;
 constexpr int CHUNK_K = 256 / WEIGHT_BITS;  // columns that 16 bytes of each lane have
 constexpr int CHUNK = 2048;                 // bytes of 64 rows
 constexpr int STEPS = CHUNK_K / 16;         // products that a chunk is the left operand of
@@ -46,7 +51,14 @@ __device__ __forceinline__ unsigned decode_int8(unsigned pair) {
     return subtract(pair | ONES, ONES + 0x00800080);
 }
 
+// Powers of two, twice in bf16, of a byte of the word of a chunk's scales of E2M1. With them `decode` makes the values:
+// those of e2m1 in bf16's place are too small by 2^126, which the bytes have in them.
+__device__ __forceinline__ unsigned power(unsigned scales, int byte) {
+  return __byte_perm(scales, 0, 0x4440 + byte) * 0x00800080;
+}
+
 // Value k of T, k = 0, 1, ...: of the two halves of a word of 8-bit values, of the four of one of 4-bit values.
+// `zero`: the zero point of integers; of E2M1 the scale.
 __device__ __forceinline__ unsigned decode(unsigned word, int k, unsigned zero) {
   if constexpr (WEIGHT == E4M3) {
     // T has room for more exponents: those of e4m3 make a number too small by a power of two.
@@ -54,6 +66,9 @@ __device__ __forceinline__ unsigned decode(unsigned word, int k, unsigned zero) 
       return multiply(k == 0 ? word & 0x87f087f0 : ((word << 4) & 0x80f080f0) | ((word >> 4) & 0x07000700), 0x7b807b80);
     else
       return multiply(k == 0 ? word & 0xbf80bf80 : ((word << 7) & 0x3f803f80) | ((word << 1) & 0x80008000), 0x5c005c00);
+  } else if constexpr (WEIGHT == E2M1) {
+    if (k < 3) return multiply(word << 3 * k & 0x81c081c0, zero);
+    return multiply((word << 1 & 0x80008000) | (word >> 3 & 0x01800180) | (word >> 7 & 0x00400040), zero);
   } else if constexpr (WEIGHT == INT8) {
     return decode_int8(word >> (8 * k) & 0x00ff00ff);
   } else {
@@ -61,7 +76,7 @@ __device__ __forceinline__ unsigned decode(unsigned word, int k, unsigned zero) 
   }
 }
 
-// Left operand of step s of a chunk. `low` and `high`: zero points of the rows g and g + 8.
+// Left operand of step s of a chunk. `low` and `high`: zero points, or scales, of the rows g and g + 8.
 __device__ __forceinline__ void decode_step(unsigned (&a)[4], const uint4& chunk, int s, unsigned low, unsigned high) {
   constexpr int STEPS_OF_WORD = STEPS / 2;
   bool later = s >= STEPS_OF_WORD;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ _QWEN3_5 = {
     "max_position_embeddings": 32768,
     "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000000.0, "rope_type": "default"},
 }
+_FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+_MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,17 @@ SHAPES = {
         model_type="llama",
         more={"max_position_embeddings": 8192, "rope_theta": 100000.0},
     ),
+}
+
+
+def _quantized(name: str, config: Mapping[str, Any]) -> Shape:
+    """Return a shape as it is published with quantized weights."""
+    return replace(SHAPES[name], more={**SHAPES[name].more, "quantization_config": config})
+
+
+SHAPES |= {
+    "30b-a3b-fp8": _quantized("30b-a3b", _FP8_BLOCKS),
+    "gpt-oss-20b-mxfp4": _quantized("gpt-oss-20b", _MXFP4),
 }
 
 

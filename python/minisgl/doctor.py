@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -28,9 +29,11 @@ from minisgl.engine.device import resolve_device
 from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.availability import kernels_missing, make_ops, one_line
-from minisgl.kernel.base import Heads, Norm, Ops
+from minisgl.kernel.base import Heads, Norm, Ops, Routing
 from minisgl.kernel.torch_ops import TorchOps
+from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat, Levels
+from minisgl.quantization.random_levels import random_levels
 from minisgl.quantization.rounding import round_to_int4
 from minisgl.settings import add_flags, read_flags
 from minisgl.tables import Color, colored, table
@@ -50,6 +53,7 @@ TOLERANCE = 2e-2  # of the norm of a result in bf16
 _LATENTS = AttentionSpec(  # DeepSeek-V2-Lite's
     16, 1, 576, 16, torch.bfloat16, scale=192**-0.5, latent_dim=512, expanded_dims=(128, 128)
 )
+_EXPERT_FORMATS = (LevelFormat("fp8", 128), LevelFormat("int4", 128, zeros=True), LevelFormat("mxfp4", 32))
 _FORMATS = (LevelFormat("fp8"), LevelFormat("fp8", 128), LevelFormat("int8"), LevelFormat("int4", 128, zeros=True))
 
 
@@ -174,6 +178,10 @@ def _quantized(device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
         yield Finding(part, State.WORKS, f"dequantized to the model's dtype as they are loaded{few}")
         return
     ops = make_ops(device)
+    for form in _EXPERT_FORMATS:
+        if ops.keeps_experts(form, 768, 2048, dtype):
+            part = f"experts of {form.kind}" + (f" in groups of {form.group}" if form.group else "")
+            yield _tried(part, lambda form=form: _run_experts(ops, form, device, dtype))  # type: ignore[misc]
     kept = [form for form in _FORMATS if ops.keeps(form, 768, 2048, dtype)]
     if not kept:
         yield Finding(part, State.WORKS, "dequantized to the model's dtype as they are loaded")
@@ -191,6 +199,27 @@ def _run_levels(ops: Ops, form: LevelFormat, device: torch.device, dtype: torch.
         levels.zeros.random_(0, 16, generator=generator)
     x = torch.randn(3, 2048, device=device, generator=generator).to(dtype)
     return ops.bind_levels(levels, dtype, gated=False).linear(x), x.double() @ levels.values().double().T
+
+
+def _run_experts(ops: Ops, form: LevelFormat, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return three tokens from both of two experts, and what they should be."""
+    generator, hidden, intermediate = torch.Generator(device).manual_seed(0), 256, 128
+    packed: list[PackedExperts] = []
+    values: list[Tensor] = []
+    for width, size, gated in ((2 * intermediate, hidden, True), (hidden, intermediate, False)):
+        matrices = PackedExperts.empty(form, (2, width, size), dtype, device, gated=gated)
+        wide = torch.empty((2, width, size), dtype=torch.float64, device=device)
+        halves = (slice(0, width // 2), slice(width // 2, width)) if gated else (slice(0, width),)
+        for expert, rows in product(range(2), halves):
+            levels = random_levels(form, torch.Size((rows.stop - rows.start, size)), size**-0.5, generator)
+            matrices.fill(expert, rows, levels)
+            wide[expert, rows] = levels.values().double()
+        packed.append(matrices)
+        values.append(wide)
+    x, scores = (torch.randn(3, width, device=device, generator=generator).to(dtype) for width in (hidden, 2))
+    routing = Routing(2, renormalize=True)
+    have = ops.moe(x, scores, packed[0], packed[1], routing)
+    return have, TorchOps().moe(x.double(), scores.double(), values[0], values[1], routing)
 
 
 def verdict(findings: list[Finding], device: torch.device) -> str | None:

@@ -31,6 +31,7 @@ from minisgl.kernel.base import (
 )
 from minisgl.kernel.recurrent_rows import SingleRows, recurrent_rows
 from minisgl.kernel.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
+from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat, Levels
 from support.delta_net import make_layer, projection
 
@@ -283,6 +284,11 @@ def run_moe(dtype: torch.dtype) -> None:
         x, scores = torch.zeros(tokens, 64, dtype=dtype), torch.zeros(tokens, 8, dtype=dtype)
         CudaOps(CPU).moe(x, scores, w13, w2, Routing(2, renormalize=True))
         CudaOps(CPU).moe(x, scores, w13, w2, Routing(2, renormalize=True), biases, ClampedSwiGLU(1.702, 7.0), x)
+        for form in (LevelFormat("fp8", 128), LevelFormat("mxfp4", 32)):
+            shapes = (((8, 64, 128), True), ((8, 128, 32), False))
+            quantized = [PackedExperts.empty(form, shape, dtype, CPU, gated=gated) for shape, gated in shapes]
+            wide = torch.zeros(tokens, 128, dtype=dtype)
+            assert CudaOps(CPU).moe(wide, scores, *quantized, Routing(2, renormalize=True)).shape == wide.shape
         grouped = Routing(2, renormalize=True, score="sigmoid", groups=4, top_groups=2)
         weights, experts = CudaRouting(Compiler(CPU))(scores.float(), grouped, torch.zeros(8))
         assert weights.shape == experts.shape == (tokens, 2)

@@ -235,3 +235,25 @@ def save_quantized(folder: Path, kind: str, name: str, **changes: Any) -> tuple[
     raw = json.loads((plain / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps({**raw, "quantization_config": copy.deepcopy(config)}))
     return quantized, plain
+
+
+def save_mxfp4(folder: Path, *, largest_scale: int = 125, **changes: Any) -> dict[str, torch.Tensor]:
+    """Save a tiny gpt-oss with experts in MXFP4; return the values that they mean, by the names of plain tensors.
+
+    Scales go from 2^-5 up to 2 to the power of `largest_scale` - 127.
+    """
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    make_model("gpt-oss", **changes).save_pretrained(folder)
+    tensors, values = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(122, largest_scale + 1, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return values

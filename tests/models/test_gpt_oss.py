@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from minisgl.distributed import SingleRank
 from minisgl.kernel.base import ClampedSwiGLU, Routing
@@ -17,6 +15,7 @@ from minisgl.models.config.load_config import load_model_config, parse_config
 from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.models.loading import load_model
 from models.harness import Harness
+from models.quantized import save_mxfp4
 from models.tiny import make_model
 
 GPT_OSS_20B: dict[str, Any] = {
@@ -96,22 +95,8 @@ def test_refused_by_name(change: dict[str, Any], message: str) -> None:
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
     """Blocks and scales, and everything else in the file's dtype: gpt-oss-20b is published so."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
     theirs = make_model("gpt-oss", hidden_size=64, intermediate_size=32)
-    theirs.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    values = theirs.state_dict()
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-        scales = torch.randint(122, 126, (experts, outputs, inputs // 32), dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        values[name].copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
-    save_file(tensors, tmp_path / "model.safetensors")
-    raw = json.loads((tmp_path / "config.json").read_text())
-    raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    theirs.load_state_dict(save_mxfp4(tmp_path, hidden_size=64, intermediate_size=32), strict=False)
     options: dict[str, Any] = {"tp": SingleRank(), "dtype": torch.float32, "device": torch.device("cpu")}
     harness = Harness(load_model(load_model_config(tmp_path), tmp_path, **options))
     tokens = list(range(40, 90))

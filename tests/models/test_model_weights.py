@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from minisgl.config import SourceConfig
 from minisgl.distributed import SingleRank
-from minisgl.layers.linear import Linear, allocate
+from minisgl.layers.linear import allocate
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.models.decoder import CausalLM
@@ -130,8 +130,7 @@ def test_slices_fill_every_parameter_on_every_rank(saved: Saved) -> None:
         for tp in (SingleRank(), *(Rank(rank, 3) for rank in range(3))):
             model = build_model(config, tp=tp, dtype=torch.float32, device=CPU)
             for module in model.modules():
-                if isinstance(module, Linear):
-                    allocate(module, CPU)
+                allocate(module, CPU)
             padding = 2 if tp.rank == 2 else 0
             for parameter in model.parameters():
                 parameter.zero_()

@@ -46,6 +46,7 @@ from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import bind_weights, product_labels
+from minisgl.layers.mlp import expert_labels
 from minisgl.limits import Limits
 from minisgl.models.base import Model
 from minisgl.models.config.model_config import ModelConfig
@@ -86,6 +87,7 @@ class Engine:
         context_len = _context_len(config, model)
         specs = _layer_specs(config, model, tp, self.dtype)
         attending = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+        quantized = config.quantization != "auto" or model.quantization is not None
         if self.device.type == "cpu":
             bound_primitive_caches()
         with phase("load kernels"):  # first: threads go on compiling them while weights are loaded
@@ -94,7 +96,10 @@ class Engine:
             sampler = _make_sampler(self.device, self.dtype)
             if self.device.type == "cuda":
                 on_paper = build_model(model, tp=tp, dtype=self.dtype, device=torch.device("meta"))
-                ops.begin_compiling(on_paper.kernel_needs(attending[0].kv_dtype))
+                kernels = on_paper.kernel_needs(attending[0].kv_dtype)
+                if quantized:  # in which format experts are kept is known when they have been loaded
+                    kernels = dataclasses.replace(kernels, experts=frozenset())
+                ops.begin_compiling(kernels)
             attention = self._queue.call(lambda: make_attention(config.attention, specs, self.device))
             attention.begin_compiling(self.num_slots)
         with phase("load weights"):
@@ -102,8 +107,10 @@ class Engine:
                 lambda: _load(config, model, tp, self.dtype, self.device, ops, progress=progress)
             )
             self._queue.call(lambda: bind_weights(weights, ops))
-        if tp.rank == 0 and (config.quantization != "auto" or model.quantization is not None):
-            logger.info("products read %s", product_labels(weights))
+            if quantized and self.device.type == "cuda":
+                ops.begin_compiling(weights.kernel_needs(attending[0].kv_dtype))
+        if quantized and tp.rank == 0:
+            logger.info("products read %s", ", ".join([product_labels(weights), *expert_labels(weights)]))
         layout = attention.kv_layout
         if layout.has_states:
             for_states = tp.smallest(room_for_pool(self.device, config.memory_ratio, tp.size, Needs()).pool)
@@ -282,6 +289,7 @@ def _load(
             dtype=dtype,
             device=device,
             keeps=ops.keeps,
+            keeps_experts=ops.keeps_experts,
             load_format=config.load_format,
             quantization=config.quantization,
             fp8_activations=config.fp8_activations,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:  # a model's config names activations and routings where torch must not be imported
     import torch
     from torch import Tensor
 
     from minisgl.kernel.recurrent_rows import ChunkedRows, SingleRows
+    from minisgl.quantization.expert_layout import PackedExperts
     from minisgl.quantization.levels import LevelFormat, Levels
     from minisgl.quantization.rounding import Int4Grid
+
+ExpertMatrices: TypeAlias = "Tensor | PackedExperts"
+"""A matrix of each expert, [experts, out, in], in the model's dtype or as a checkpoint has them."""
 
 Activation = Literal["silu", "gelu_tanh"]  # of a gated feed-forward block; gelu_tanh: gelu's tanh approximation
 
@@ -119,6 +123,7 @@ class ExpertKind(NamedTuple):
     num_experts: int
     top_k: int
     clamped: bool
+    form: LevelFormat | None = None  # of experts that stay quantized
 
 
 class LatentDims(NamedTuple):
@@ -216,6 +221,10 @@ class Ops(Protocol):
 
     def keeps(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
         """Return True if products in `dtype` read a weight [width, size] of this format as it is."""
+        ...
+
+    def keeps_experts(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
+        """Return True if `moe` reads matrices [experts, width, size] of this format as they are, packed."""
         ...
 
     def bind_levels(self, levels: Levels, dtype: torch.dtype, *, gated: bool) -> Weight:
@@ -328,8 +337,8 @@ class Ops(Protocol):
         self,
         x: Tensor,
         router_logits: Tensor,
-        w13: Tensor,
-        w2: Tensor,
+        w13: ExpertMatrices,
+        w2: ExpertMatrices,
         routing: Routing,
         biases: ExpertBiases = NO_BIASES,
         activation: ExpertActivation = "silu",
@@ -345,6 +354,6 @@ class Ops(Protocol):
         """
         ...
 
-    def moe_graph_safe(self, w13: Tensor, w2: Tensor, top_k: int, /) -> bool:
+    def moe_graph_safe(self, w13: ExpertMatrices, w2: ExpertMatrices, top_k: int, /) -> bool:
         """Return True if `moe` launches the same work with these whatever its data, as a CUDA graph demands."""
         ...

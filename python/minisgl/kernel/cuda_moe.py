@@ -1,4 +1,4 @@
-"""A mixture of experts on csrc/moe.cu and moe_gemm.cu: three launches for a few tokens, five for many.
+"""A mixture of experts on csrc/: three launches for few tokens, five for many.
 
 Nothing is read back: the grids are as large as any routing could need, and blocks without work end at once.
 """
@@ -6,16 +6,29 @@ Nothing is read back: the grids are as large as any routing could need, and bloc
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from minisgl.kernel.base import NO_BIASES, ClampedSwiGLU, ExpertActivation, ExpertBiases, ExpertKind, Routing
+from minisgl.kernel import quantized_moe
+from minisgl.kernel.base import (
+    NO_BIASES,
+    ClampedSwiGLU,
+    ExpertActivation,
+    ExpertBiases,
+    ExpertKind,
+    ExpertMatrices,
+    Routing,
+)
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_routing import CudaRouting
-from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.kernel.quantized_moe import ExpertProduct, QuantizedTiling
+from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
 from minisgl.kernel.torch_ops import route
+from minisgl.quantization.expert_layout import PackedExperts
+from minisgl.quantization.levels import LevelFormat
 
 _MAX_EXPERTS = 512
 _MAX_TOP_K = 32
@@ -93,16 +106,24 @@ class CudaMoe:
 
     def begin_compiling(self, dtype: torch.dtype, experts: ExpertKind) -> None:
         """Begin to compile the kernels of these experts."""
-        tilings = [_FEW, *(tiling for _, tiling in _TILINGS), self._many]
-        count, top_k, clamped = experts
+        count, top_k, clamped, form = experts
+        tilings: list[_Tiling | QuantizedTiling] = [_FEW, *(tiling for _, tiling in _TILINGS), self._many]
+        if form is not None:
+            tilings = [*quantized_moe.tilings(form)]
         self._compiler.begin([_plan_spec("moe_combine", dtype, count, top_k)])
-        self._compiler.begin(_product_spec("moe_gated", dtype, tiling, count, top_k, clamped) for tiling in tilings)
+        self._compiler.begin(_product_spec("gated", form, dtype, tiling, count, top_k, clamped) for tiling in tilings)
+
+    def keeps(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
+        """Return True if the kernels read experts [width, size] of this format as they are."""
+        return self._compiler.arch == 90 and quantized_moe.supports(form, width, size, dtype)
 
     @staticmethod
-    def supports(w13: Tensor, w2: Tensor, top_k: int) -> bool:
+    def supports(w13: ExpertMatrices, w2: ExpertMatrices, top_k: int) -> bool:
         """Return True if the kernels can do a layer of these weights, whatever the number of tokens."""
         experts, hidden, intermediate = w2.shape
         sizes = hidden % 8 == 0 and intermediate % 8 == 0 and experts <= _MAX_EXPERTS and top_k <= _MAX_TOP_K
+        if isinstance(w13, PackedExperts) or isinstance(w2, PackedExperts):
+            return sizes
         whole = w13.is_contiguous() and w2.is_contiguous()
         return sizes and whole and w2.dtype in (torch.bfloat16, torch.float16)
 
@@ -110,8 +131,8 @@ class CudaMoe:
         self,
         x: Tensor,
         router_logits: Tensor,
-        w13: Tensor,
-        w2: Tensor,
+        w13: ExpertMatrices,
+        w2: ExpertMatrices,
         routing: Routing,
         biases: ExpertBiases = NO_BIASES,
         activation: ExpertActivation = "silu",
@@ -128,7 +149,7 @@ class CudaMoe:
         pairs = tokens * top_k
         if not tokens:
             return torch.empty_like(x)
-        tiling = self._tiling(pairs, experts)
+        tiling = self._tiling(pairs, experts, w13)
         plan = None if tiling.route else self._plan(router_logits, weighting, top_k, tiling.block_m)
         max_tiles = pairs if plan is None else len(plan.tiles)
         inner = x.new_empty((pairs, intermediate))
@@ -144,26 +165,24 @@ class CudaMoe:
             "tile_count": None if plan is None else plan.tile_count,
             "pair_weights": None if plan is None else plan.weights,
         }
-        gated = self._compiler.kernel(_product_spec, "moe_gated", x.dtype, tiling, experts, top_k, clamped)
+        gated = self._product("gated", w13, tiling, top_k, clamped=clamped)
         gated(
             (-(-intermediate // (tiling.block_n // 2)), max_tiles),
             tiling.threads,
             x=x,
             divisor=top_k,
-            weight=w13,
             bias=biases.w13,
             out=inner,
             N=intermediate,
             K=hidden,
             **shared,
         )
-        weighted = self._compiler.kernel(_product_spec, "moe_weighted", x.dtype, tiling, experts, top_k, clamped)
+        weighted = self._product("weighted", w2, tiling, top_k, clamped=clamped)
         weighted(
             (-(-hidden // tiling.block_n), max_tiles),
             tiling.threads,
             x=inner,
             divisor=1,
-            weight=w2,
             bias=biases.w2,
             out=outputs,
             N=hidden,
@@ -235,10 +254,28 @@ class CudaMoe:
         )
         return plan
 
-    def _tiling(self, pairs: int, experts: int) -> _Tiling:
+    def _tiling(self, pairs: int, experts: int, w13: ExpertMatrices) -> _Tiling | QuantizedTiling:
+        if isinstance(w13, PackedExperts):
+            return quantized_moe.choose_tiling(w13.format, pairs, experts)
         if pairs <= _FEW_PAIRS:
             return _FEW
         return next((tiling for mean, tiling in _TILINGS if pairs / experts <= mean), self._many)
+
+    def _product(
+        self,
+        kernel: ExpertProduct,
+        weight: ExpertMatrices,
+        tiling: _Tiling | QuantizedTiling,
+        top_k: int,
+        *,
+        clamped: bool,
+    ) -> Launcher:
+        """Return the launch of a grouped product, which lacks the other arguments than the weight's."""
+        form, arguments = None, {"weight": weight}
+        if isinstance(weight, PackedExperts):
+            form, arguments = weight.format, quantized_moe.weight_arguments(weight)
+        launch = self._compiler.kernel(_product_spec, kernel, form, weight.dtype, tiling, len(weight), top_k, clamped)
+        return partial(launch, **arguments)
 
     @property
     def _many(self) -> _Tiling:
@@ -250,19 +287,31 @@ def _plan_spec(kernel: str, dtype: torch.dtype, experts: int, top_k: int) -> Ker
 
 
 def _product_spec(
-    kernel: str, dtype: torch.dtype, tiling: _Tiling, experts: int, top_k: int, clamped: bool
+    kernel: ExpertProduct,
+    form: LevelFormat | None,
+    dtype: torch.dtype,
+    tiling: _Tiling | QuantizedTiling,
+    experts: int,
+    top_k: int,
+    clamped: bool,
 ) -> KernelSpec:
-    macros: Macros = {
+    mixture: Macros = {
         "SCALAR": SCALAR_NAMES[dtype],
+        "ROUTE": int(tiling.route),
+        "CLAMPED": int(clamped),
+        "EXPERTS": experts,
+        "TOP_K": top_k,
+    }
+    if isinstance(tiling, QuantizedTiling):
+        assert form is not None
+        return quantized_moe.product_spec(kernel, form, tiling, mixture)
+    macros: Macros = {
+        **mixture,
         "PAIRS": tiling.pairs,
         "WARPS_N": tiling.warps_n,
         "WARPS_M": tiling.warps_m,
         "TILES": tiling.tiles,
         "STAGES": tiling.stages,
         "WARPGROUP": int(tiling.warpgroup),
-        "ROUTE": int(tiling.route),
-        "CLAMPED": int(clamped),
-        "EXPERTS": experts,
-        "TOP_K": top_k,
     }
-    return KernelSpec("moe_gemm.cu", kernel, macros, shared_bytes=tiling.shared_bytes)
+    return KernelSpec("moe_gemm.cu", f"moe_{kernel}", macros, shared_bytes=tiling.shared_bytes)

@@ -15,6 +15,7 @@ from minisgl.kernel.base import (
     DeltaHeads,
     ExpertActivation,
     ExpertBiases,
+    ExpertMatrices,
     Heads,
     KernelNeeds,
     Norm,
@@ -79,6 +80,9 @@ class CudaOps:
 
     def keeps(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
         return self._quantized.supports(form, width, size, dtype)  # all that self._fp8 supports too
+
+    def keeps_experts(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
+        return self._moe.keeps(form, width, size, dtype)
 
     def bind_levels(self, levels: Levels, dtype: torch.dtype, *, gated: bool) -> Weight:
         if self._fp8.supports(levels.format, *levels.shape, dtype):
@@ -296,17 +300,18 @@ class CudaOps:
         self,
         x: Tensor,
         router_logits: Tensor,
-        w13: Tensor,
-        w2: Tensor,
+        w13: ExpertMatrices,
+        w2: ExpertMatrices,
         routing: Routing,
         biases: ExpertBiases = NO_BIASES,
         activation: ExpertActivation = "silu",
         residual: Tensor | None = None,
     ) -> Tensor:
-        moe = self._moe if self.moe_graph_safe(w13, w2, routing.top_k) else self._torch.moe
-        return moe(x, router_logits, w13, w2, routing, biases, activation, residual)
+        if isinstance(w13, Tensor) and not self.moe_graph_safe(w13, w2, routing.top_k):
+            return self._torch.moe(x, router_logits, w13, w2, routing, biases, activation, residual)
+        return self._moe(x, router_logits, w13, w2, routing, biases, activation, residual)
 
-    def moe_graph_safe(self, w13: Tensor, w2: Tensor, top_k: int, /) -> bool:
+    def moe_graph_safe(self, w13: ExpertMatrices, w2: ExpertMatrices, top_k: int, /) -> bool:
         return self._moe.supports(w13, w2, top_k)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from minisgl.kernel.base import Activation
 from minisgl.kernel.compile import Compiler, tensor_map
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
-from minisgl.quantization.gpu_layout import CHUNK, TILE, PackedLevels
+from minisgl.quantization.gpu_layout import BITS, CHUNK, TILE, PackedLevels
 from minisgl.quantization.levels import Kind, LevelFormat
 
 MAX_ROWS = 64  # of x, that a block takes; or _LARGE_BLOCK with scales of rows alone, for which registers suffice
@@ -23,7 +23,7 @@ RING_BYTES = {1: 216 << 10, 2: 108 << 10, 3: 70 << 10}  # of shared memory, by b
 MAX_STAGES = 16
 FEW_ROWS_SPLIT_COST = 0.03  # see `fewest_waves`
 _WEIGHTS: dict[Kind, str] = {"fp8": "E4M3", "int8": "INT8", "int4": "INT4"}
-_BITS: dict[Kind, int] = {"fp8": 8, "int8": 8, "int4": 4}
+_GROUPS: dict[Kind, tuple[int, ...]] = {"fp8": (0, 128), "int8": (0,), "int4": (32, 64, 128)}
 
 
 def max_rows(group: int) -> int:
@@ -69,7 +69,7 @@ class QuantizedGemm:
     def supports(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
         """Return True if the kernels read a weight [width, size] of this format in products of this dtype."""
         columns = max(CHUNK[form.kind], form.group, _MIN_BLOCK_K)
-        groups = {"fp8": (0, 128), "int8": (0,), "int4": (32, 64, 128)}[form.kind]
+        groups = _GROUPS.get(form.kind, ())
         return (
             self._compiler.arch == 90
             and dtype in (torch.bfloat16, torch.float16)
@@ -179,7 +179,7 @@ def sums_bytes(division: Division) -> int:
 
 def stage_bytes(kind: Kind, group: int, division: Division) -> int:
     """Size of a stage: columns of x, of the weight's rows, and their scales."""
-    weight = TILE * division.block_k * _BITS[kind] // 8
+    weight = TILE * division.block_k * BITS[kind] // 8
     scales = division.block_k // group * TILE * 4 if group else 0
     size = division.max_rows * division.block_k * 2 + division.warpgroups * (weight + scales)
     return -(-size // 1024) * 1024

@@ -18,6 +18,7 @@ from minisgl.kernel.base import (
     DeltaHeads,
     ExpertActivation,
     ExpertBiases,
+    ExpertMatrices,
     Heads,
     Norm,
     Ops,
@@ -58,6 +59,9 @@ class TorchOps:
         return DenseWeight(self, weight)
 
     def keeps(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:  # noqa: ARG002
+        return False
+
+    def keeps_experts(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:  # noqa: ARG002
         return False
 
     def bind_levels(self, levels: Levels, dtype: torch.dtype, *, gated: bool) -> Weight:  # noqa: ARG002
@@ -164,13 +168,15 @@ class TorchOps:
         self,
         x: Tensor,
         router_logits: Tensor,
-        w13: Tensor,
-        w2: Tensor,
+        w13: ExpertMatrices,
+        w2: ExpertMatrices,
         routing: Routing,
         biases: ExpertBiases = NO_BIASES,
         activation: ExpertActivation = "silu",
         residual: Tensor | None = None,
     ) -> Tensor:
+        if not isinstance(w13, Tensor) or not isinstance(w2, Tensor):
+            raise TypeError("packed experts are for the kernels of csrc/")
         top_k = routing.top_k
         weights, experts = route(router_logits, routing, biases.choice)
         order = experts.flatten().argsort(stable=True)

@@ -60,10 +60,11 @@ class Linear(nn.Module):
     product: Weight
 
 
-def allocate(module: Linear, device: torch.device) -> None:
-    """Give an unallocated weight its memory."""
-    if module.weight.is_meta:
-        module.weight = nn.Parameter(torch.empty_like(module.weight, device=device), requires_grad=False)
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give the unallocated weights of a layer their memory."""
+    for name, weight in list(module.named_parameters(recurse=False)):
+        if weight.is_meta:
+            setattr(module, name, nn.Parameter(torch.empty_like(weight, device=device), requires_grad=False))
 
 
 def bind_weights(model: nn.Module, ops: Ops) -> None:

@@ -5,6 +5,7 @@ Every rank has all experts, and of each an even share of its intermediate size, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
-from minisgl.kernel.base import ClampedSwiGLU, ExpertBiases, ExpertKind, Ops
+from minisgl.kernel.base import ClampedSwiGLU, ExpertBiases, ExpertKind, ExpertMatrices, Ops
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
-from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, empty, zeros
+from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, empty, unallocated, zeros
 from minisgl.layers.norm import RMSNorm, params_of
-from minisgl.layers.weight_slice import WeightSlice, whole
+from minisgl.layers.weight_slice import ExpertSlice, WeightSlice, whole
+from minisgl.quantization.expert_layout import PackedExperts
 
 
 class GatedMLP(nn.Module):
@@ -69,8 +71,7 @@ class SparseMLP(nn.Module):
         y = ctx.ops.moe(
             normed,
             router_logits,
-            experts.w13,
-            experts.w2,
+            *experts.matrices,
             self.routing,
             self._biases,
             self.activation,
@@ -93,7 +94,8 @@ class SparseMLP(nn.Module):
     @property
     def kernel_experts(self) -> ExpertKind:
         """Kind of experts for which kernels are compiled."""
-        return ExpertKind(len(self.experts.w13), self.routing.top_k, isinstance(self.activation, ClampedSwiGLU))
+        packed, clamped = self.experts.packed, isinstance(self.activation, ClampedSwiGLU)
+        return ExpertKind(len(self.experts.w13), self.routing.top_k, clamped, packed[0].format if packed else None)
 
     @property
     def idle_weights(self) -> int:
@@ -103,7 +105,7 @@ class SparseMLP(nn.Module):
 
     def graph_safe(self, ops: Ops) -> bool:
         """True if its work is the same whatever the data."""
-        return ops.moe_graph_safe(self.experts.w13, self.experts.w2, self.routing.top_k)
+        return ops.moe_graph_safe(*self.experts.matrices, self.routing.top_k)
 
 
 class TokenGate(nn.Module):
@@ -140,7 +142,12 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts' matrices: w13 [experts, 2 * I / size, H] with the gate first, w2 [experts, H, I / size]."""
+    """All experts' matrices: w13 [experts, 2 * I / size, H] with the gate first, w2 [experts, H, I / size].
+
+    They have no memory before they are filled, and `packed` experts, which stay quantized, never get it.
+    """
+
+    packed: tuple[PackedExperts, PackedExperts] | None = None
 
     def __init__(self, config: MoEConfig, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
@@ -148,30 +155,43 @@ class Experts(nn.Module):
         self.intermediate_size = config.intermediate_size
         self.share = config.intermediate_size // tp.size
         self.start = tp.rank * self.share
-        self.w13 = empty(config.num_experts, 2 * self.share, hidden_size, dtype=dtype)
-        self.w2 = empty(config.num_experts, hidden_size, self.share, dtype=dtype)
+        self.w13 = unallocated(config.num_experts, 2 * self.share, hidden_size, dtype=dtype)
+        self.w2 = unallocated(config.num_experts, hidden_size, self.share, dtype=dtype)
         self.w13_bias = zeros(config.num_experts, 2 * self.share, dtype=dtype) if config.expert_bias else None
         self.w2_bias = zeros(config.num_experts, hidden_size, dtype=dtype) if config.expert_bias else None
+
+    @property
+    def matrices(self) -> tuple[ExpertMatrices, ExpertMatrices]:
+        """What `Ops.moe` reads."""
+        return self.packed or (self.w13, self.w2)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         """Three matrices an expert: `experts.0.gate_proj.weight`."""
         hidden, size = self.hidden_size, self.intermediate_size
         kept, every = slice(self.start, self.start + self.share), slice(None)
         for expert, (w13, w2) in enumerate(zip(self.w13, self.w2, strict=True)):
-            gate, up = w13.chunk(2)
-            yield WeightSlice(f"{name}.{expert}.gate_proj.weight", (size, hidden), (kept, every), gate)
-            yield WeightSlice(f"{name}.{expert}.up_proj.weight", (size, hidden), (kept, every), up)
-            yield WeightSlice(f"{name}.{expert}.down_proj.weight", (hidden, size), (every, kept), w2)
+            for part, target, rows in zip(("gate", "up"), w13.chunk(2), self._halves, strict=True):
+                matrix, source = f"{name}.{expert}.{part}_proj.weight", (kept, every)
+                yield ExpertSlice(matrix, (size, hidden), source, target, gated=True, first=expert, rows=rows)
+            matrix, source = f"{name}.{expert}.down_proj.weight", (every, kept)
+            yield ExpertSlice(matrix, (hidden, size), source, w2, gated=False, first=expert, rows=every)
 
     def stacked_slices(self, name: str) -> Iterator[WeightSlice]:
         """Slices of stacked experts, `experts.gate_up_proj`: transformers 5 has them so in memory and may save them."""
         count, hidden, size = len(self.w13), self.hidden_size, self.intermediate_size
         every = slice(None)
-        for target, begin in zip(self.w13.chunk(2, dim=1), (self.start, size + self.start), strict=True):
-            kept = slice(begin, begin + self.share)
-            yield WeightSlice(f"{name}.gate_up_proj", (count, 2 * size, hidden), (every, kept, every), target)
-        kept = slice(self.start, self.start + self.share)
-        yield WeightSlice(f"{name}.down_proj", (count, hidden, size), (every, every, kept), self.w2)
+        for rows, begin in zip(self._halves, (self.start, size + self.start), strict=True):
+            source, target = (every, slice(begin, begin + self.share), every), self.w13[:, rows]
+            shape = count, 2 * size, hidden
+            yield ExpertSlice(f"{name}.gate_up_proj", shape, source, target, gated=True, first=0, rows=rows)
+        source = (every, every, slice(self.start, self.start + self.share))
+        shape = count, hidden, size
+        yield ExpertSlice(f"{name}.down_proj", shape, source, self.w2, gated=False, first=0, rows=every)
+
+    @property
+    def _halves(self) -> tuple[slice, slice]:
+        """Rows of the gates and of the ups."""
+        return slice(0, self.share), slice(self.share, 2 * self.share)
 
 
 class InterleavedExperts(Experts):
@@ -180,18 +200,28 @@ class InterleavedExperts(Experts):
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         count, hidden, size = len(self.w13), self.hidden_size, self.intermediate_size
         every, kept = slice(None), slice(self.start, self.start + self.share)
-        for first in (0, 1):  # gates, then ups
-            part = slice(first * self.share, (first + 1) * self.share)
+        for first, rows in enumerate(self._halves):
             columns = slice(2 * self.start + first, 2 * (self.start + self.share), 2)
-            target = self.w13[:, part].transpose(1, 2)
-            yield WeightSlice(f"{name}.gate_up_proj", (count, hidden, 2 * size), (every, every, columns), target)
+            target, shape = self.w13[:, rows].transpose(1, 2), (count, hidden, 2 * size)
+            source = every, every, columns
+            yield ExpertSlice(f"{name}.gate_up_proj", shape, source, target, gated=True, first=0, rows=rows)
             if self.w13_bias is not None:
-                bias = self.w13_bias[:, part]
+                bias = self.w13_bias[:, rows]
                 yield WeightSlice(f"{name}.gate_up_proj_bias", (count, 2 * size), (every, columns), bias)
-        yield WeightSlice(f"{name}.down_proj", (count, size, hidden), (every, kept, every), self.w2.transpose(1, 2))
+        target, shape = self.w2.transpose(1, 2), (count, size, hidden)
+        source = every, kept, every
+        yield ExpertSlice(f"{name}.down_proj", shape, source, target, gated=False, first=0, rows=every)
         if self.w2_bias is not None:
             yield whole(f"{name}.down_proj_bias", self.w2_bias)
 
     def stacked_slices(self, name: str) -> Iterator[WeightSlice]:  # noqa: ARG002
         """Nothing: there is one form."""
         return iter(())
+
+
+def expert_labels(model: nn.Module) -> list[str]:
+    """Tell in which formats experts stay quantized, and in how many layers."""
+    layers = Counter(
+        module.packed[0].label for module in model.modules() if isinstance(module, Experts) and module.packed
+    )
+    return [f"the experts of {count} layers in {label}" for label, count in layers.items()]

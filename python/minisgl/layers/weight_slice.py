@@ -24,6 +24,15 @@ class WeightSlice:
     offset: float = 0.0  # added to what the checkpoint holds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSlice(WeightSlice):
+    """A part of a mixture's matrices, which may stay quantized: some `rows` of experts from the `first` on."""
+
+    gated: bool  # of the first product's matrices
+    first: int
+    rows: slice
+
+
 @runtime_checkable
 class Loadable(Protocol):
     """A layer with weights of a checkpoint."""

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from minisgl.models.hub import checkpoint_files
 from minisgl.quantization.dequantize import QuantizedTensors, find_quantized
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.matrix import QuantizedMatrix
+from minisgl.quantization.mxfp4 import Mxfp4Experts
 from minisgl.quantization.schemes import Quantization
 
 logger = logging.getLogger(__name__)
@@ -110,7 +112,7 @@ class Checkpoint:
     def level_format(self, name: str, source: tuple[slice, ...]) -> LevelFormat | None:
         """Return how the columns of a part are stored, if `read_levels_into` can read them as they are."""
         tensor = self._tensors[name]
-        if isinstance(tensor, StoredTensor) or len(tensor.shape) != 2:
+        if isinstance(tensor, StoredTensor):
             return None
         start, stop, step = source[1].indices(tensor.shape[1])
         return tensor.level_format(slice(start, stop)) if step == 1 else None
@@ -126,6 +128,22 @@ class Checkpoint:
             except ValueError as error:
                 raise WeightError(f"{name}: {error}") from error
             target[at].copy_(values[steps[0]])
+
+    def expert_levels(
+        self, name: str, source: tuple[slice, ...], form: LevelFormat, device: torch.device
+    ) -> Iterator[Levels]:
+        """Read each expert's part, of this `level_format`, as [out, in]: one of a matrix, several of stacked ones."""
+        tensor = self._tensors[name]
+        axes = [range(*axis.indices(size)) for axis, size in zip(source, tensor.shape, strict=True)]
+        if isinstance(tensor, Mxfp4Experts):
+            experts, columns, rows = axes
+            part = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
+            for expert in experts:
+                yield tensor.expert_levels(expert, *part)[:: rows.step].to(device)
+            return
+        levels = Levels.empty(form, torch.Size(map(len, axes)), device)
+        self.read_levels_into(levels, name, source)
+        yield levels
 
     def _find_zero_biases(self, stored: dict[str, StoredTensor]) -> Iterator[str]:
         """Biases of quantized modules that are all zero: AutoGPTQ writes them for models without biases."""

@@ -1,6 +1,6 @@
 """gpt-oss (OpenAI, 2025): experts with biases and a clamped SwiGLU, attention sinks, a window in every second layer.
 
-Experts that are published in MXFP4 are dequantized as they are loaded.
+Experts that are published in MXFP4 stay so on Hopper, and are dequantized elsewhere as they are loaded.
 """
 
 from __future__ import annotations

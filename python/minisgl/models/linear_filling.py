@@ -6,52 +6,18 @@ model there are never more than the layers under way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from minisgl.distributed import TPGroup
 from minisgl.layers.linear import Linear, RowParallelLinear, allocate, unallocated
 from minisgl.layers.weight_slice import WeightSlice
 from minisgl.models.checkpoint import Checkpoint
+from minisgl.models.weight_forms import WeightForms
 from minisgl.quantization.levels import LevelFormat, Levels
-from minisgl.quantization.rounding import Method, largest_of_rows, levels_of_8_bits
-
-Keeps = Callable[[LevelFormat, int, int, torch.dtype], bool]
-"""Ops.keeps."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightForms:
-    """Rules by which a weight's form is chosen."""
-
-    device: torch.device
-    tp: TPGroup
-    keeps: Keeps | None  # None: every weight is dense
-    method: Method | None = None  # that weights are rounded by
-    fp8_activations: bool = False  # products may round x to FP8 where the checkpoint's format does
-
-    def rounded(self, module: Linear) -> LevelFormat | None:
-        """Return the format that a dense weight is rounded to when it is filled, if it is kept in it."""
-        if self.method is None or self.method == "int4":
-            return None
-        return self._kept({LevelFormat(self.method)}, module)
-
-    def stored(self, module: Linear, formats: set[LevelFormat | None]) -> LevelFormat | None:
-        """Return the format of all parts of a weight, if it is kept in it."""
-        if not self.fp8_activations:
-            formats = {form and replace(form, rounds_x=False) for form in formats}
-        return self._kept(formats, module)
-
-    def _kept(self, formats: set[LevelFormat | None], module: Linear) -> LevelFormat | None:
-        """Return the only format of these, if it is kept."""
-        width, size = module.weight.shape
-        form = formats.pop() if len(formats) == 1 else None
-        if self.keeps is None or form is None or not self.keeps(form, width, size, module.weight.dtype):
-            return None
-        return form
+from minisgl.quantization.random_levels import random_levels
+from minisgl.quantization.rounding import largest_of_rows, levels_of_8_bits
 
 
 class LinearFilling:
@@ -65,14 +31,9 @@ class LinearFilling:
 
     def read(self, checkpoint: Checkpoint, part: WeightSlice) -> None:
         """Read one of the parts."""
-        module, forms = self._module, self._forms
+        module = self._module
         if self._left == len(self._parts):
-            formats = {checkpoint.level_format(each.name, each.source) for each in self._parts}
-            form = forms.stored(module, formats)
-            if form is None:
-                allocate(module, forms.device)
-            else:
-                self._levels = Levels.empty(form, module.weight.shape, forms.device)
+            self._choose({checkpoint.level_format(each.name, each.source) for each in self._parts})
         rows = _rows(part.target)
         if self._levels is None:
             checkpoint.read_into(module.weight[rows], part.name, part.source)
@@ -80,11 +41,24 @@ class LinearFilling:
             checkpoint.read_levels_into(self._levels[rows], part.name, part.source)
         self._filled()
 
-    def fill(self, part: WeightSlice, values: Callable[[Tensor], object]) -> None:
-        """Fill one of the parts by a function of its memory."""
-        allocate(self._module, self._forms.device)
-        values(self._module.weight[_rows(part.target)])
+    def draw(self, part: WeightSlice, stored: LevelFormat | None, std: float, generator: torch.Generator) -> None:
+        """Fill one of the parts with random values, in the format of a checkpoint that has them so."""
+        if self._left == len(self._parts):
+            self._choose({stored})
+        rows = _rows(part.target)
+        if self._levels is None:
+            self._module.weight[rows].normal_(std=std, generator=generator)
+        else:
+            self._levels[rows].copy_(random_levels(self._levels.format, part.target.shape, std, generator))
         self._filled()
+
+    def _choose(self, formats: set[LevelFormat | None]) -> None:
+        """Give a weight its memory, in the format that all of its parts have if it is kept."""
+        form = self._forms.stored(self._module, formats)
+        if form is None:
+            allocate(self._module, self._forms.device)
+        else:
+            self._levels = Levels.empty(form, self._module.weight.shape, self._forms.device)
 
     def _filled(self) -> None:
         self._left -= 1
@@ -94,7 +68,7 @@ class LinearFilling:
     def _round(self) -> Levels | None:
         module, tp = self._module, self._forms.tp
         form = self._forms.rounded(module)
-        if form is None or form.kind == "int4":
+        if form is None or form.kind not in ("fp8", "int8"):
             return None
         largest = largest_of_rows(module.weight)
         if isinstance(module, RowParallelLinear) and tp.size > 1:

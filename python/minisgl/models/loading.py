@@ -13,22 +13,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minisgl.config import LoadFormat, QuantizationMethod
 from minisgl.distributed import TPGroup
+from minisgl.layers.embedding import LMHead
 from minisgl.layers.linear import Linear
+from minisgl.layers.mlp import Experts
 from minisgl.layers.weight_slice import Loadable, Stackable, WeightSlice
 from minisgl.models.base import Model
 from minisgl.models.checkpoint import Checkpoint
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel, WeightError
 from minisgl.models.decoder import CausalLM
+from minisgl.models.expert_filling import ExpertFilling
 from minisgl.models.generic.causal_lm import build_generic, load_generic
 from minisgl.models.hub import some
-from minisgl.models.linear_filling import Keeps, LinearFilling, WeightForms
+from minisgl.models.linear_filling import LinearFilling
 from minisgl.models.online_quantization import describe, round_weights
 from minisgl.models.pooling_model import PoolingModel
+from minisgl.models.weight_forms import Keeps, WeightForms
 from minisgl.progress import progress_bar
+from minisgl.quantization.random_levels import format_of
+from minisgl.quantization.schemes import Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +60,20 @@ class _Slice(NamedTuple):
     """A slice, and what fills it if it has no memory yet."""
 
     part: WeightSlice
-    filling: LinearFilling | None
+    filling: LinearFilling | ExpertFilling | None
+    module: str
 
 
 def _slices(model: nn.Module, forms: WeightForms, found: Container[str] = ()) -> Iterator[_Slice]:
     for name, module in model.named_modules():
         parts = list(_module_slices(name, module, found))
-        filling = LinearFilling(module, forms, parts) if isinstance(module, Linear) else None
+        filling: LinearFilling | ExpertFilling | None = None
+        if isinstance(module, Linear):
+            filling = LinearFilling(module, forms, parts)
+        elif isinstance(module, Experts):
+            filling = ExpertFilling(module, forms, parts)
         for part in parts:
-            yield _Slice(part, filling if part.target.is_meta else None)
+            yield _Slice(part, filling if part.target.is_meta else None, name)
 
 
 @torch.no_grad()
@@ -74,14 +85,15 @@ def load_weights(
     found = checkpoint.shapes
     for each in _slices(model, forms, found):
         wanted[each.part.name].append(each)
-    _check({name: [part for part, _ in parts] for name, parts in wanted.items()}, found, folder, checkpoint.zero_biases)
+    slices = {name: [each.part for each in parts] for name, parts in wanted.items()}
+    _check(slices, found, folder, checkpoint.zero_biases)
 
-    kept = [part for parts in wanted.values() for part, _ in parts]
+    kept = [part for parts in slices.values() for part in parts]
     size = sum(part.target.numel() * part.target.element_size() for part in kept if not part.tied)
     bar = progress_bar("Loading weights", size, unit="B", leave=True, shown=progress)
     with bar:
         for name in checkpoint:
-            for part, filling in wanted.get(name, ()):
+            for part, filling, _ in wanted.get(name, ()):
                 if part.tied:
                     continue
                 if filling is not None:
@@ -104,20 +116,23 @@ def load_weights(
 
 
 @torch.no_grad()
-def fill_random(model: nn.Module, std: float, forms: WeightForms, *, seed: int) -> None:
-    """Fill matrices from normal(0, std) on their device; norms stay 1, biases and padding stay 0."""
+def fill_random(
+    model: nn.Module, std: float, forms: WeightForms, *, seed: int, quantization: Quantization | None = None
+) -> None:
+    """Fill matrices from normal(0, std) on their device; norms stay 1, biases and padding stay 0.
+
+    Weights that a checkpoint has quantized get random numbers in that format where they are kept in it.
+    """
     generator = torch.Generator(forms.device).manual_seed(seed)
-
-    def draw(target: Tensor) -> None:
-        target.normal_(std=std, generator=generator)
-
-    for part, filling in _slices(model, forms):
+    heads = {name for name, module in model.named_modules() if isinstance(module, LMHead)}
+    for part, filling, module in _slices(model, forms):
         if part.tied or part.target.ndim < 2:
             continue
         if filling is None:
-            draw(part.target)
+            part.target.normal_(std=std, generator=generator)
         else:
-            filling.fill(part, draw)
+            scheme = None if quantization is None or module in heads else quantization.scheme_of(module)
+            filling.draw(part, format_of(scheme), std, generator)
 
 
 def _check(
@@ -157,6 +172,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     keeps: Keeps | None = None,
+    keeps_experts: Keeps | None = None,
     load_format: LoadFormat = "safetensors",
     quantization: QuantizationMethod = "auto",
     fp8_activations: bool = False,
@@ -166,8 +182,8 @@ def load_model(
     """Return one rank's model, filled from the folder or ("dummy") with random weights. Raises ModelError.
 
     Weights that the checkpoint does not have so are rounded to `quantization`, unless it is "auto". Quantized weights
-    of linear layers stay so where `keeps` says that their products read them. `fp8_activations`: these may round their
-    activations where the checkpoint's format does.
+    of linear layers stay so where `keeps` says that their products read them, experts where `keeps_experts` does.
+    `fp8_activations`: products of linear layers may round their activations where the checkpoint's format does.
     """
     stored = config.quantization
     if stored is not None and quantization not in ("auto", stored.kind):
@@ -178,19 +194,28 @@ def load_model(
             raise UnsupportedModel(f"--quantization {quantization}: {config.architecture} is computed by transformers")
         return load_generic(config, folder, dtype=dtype, device=device, dummy=load_format == "dummy")
     method = None if quantization == "auto" or stored is not None else quantization
-    forms = WeightForms(device, tp, keeps, method, fp8_activations)
+    forms = WeightForms(device, tp, keeps, keeps_experts, method, fp8_activations)
     model = build_model(config, tp=tp, dtype=dtype, device=device)
     if load_format == "dummy":
-        fill_random(model, config.initializer_range, forms, seed=seed + tp.rank)
+        fill_random(model, config.initializer_range, forms, seed=seed + tp.rank, quantization=stored)
     else:
         load_weights(model, Checkpoint(folder, config.checkpoint, stored), folder, forms, progress=progress)
     if method is not None:
         round_weights(model, method, tp)
     if tp.rank == 0:
-        kept = sum(isinstance(module, Linear) and module.levels is not None for module in model.modules())
+        kept = _kept(model)
         name = str(dtype).removeprefix("torch.")
         if method is not None:
             logger.info(describe(method, name, kept))
         elif stored is not None and load_format != "dummy":
             logger.info(stored.describe(name, kept))
     return model
+
+
+def _kept(model: nn.Module) -> str:
+    """Tell what stays quantized in a loaded model; nothing for nothing."""
+    modules = list(model.modules())
+    matrices = sum(isinstance(module, Linear) and module.levels is not None for module in modules)
+    layers = sum(isinstance(module, Experts) and module.packed is not None for module in modules)
+    counts = ((f"{matrices} matrices", matrices), (f"the experts of {layers} layers", layers))
+    return " and ".join(text for text, count in counts if count)

@@ -23,7 +23,7 @@ def round_weights(model: nn.Module, method: Method, tp: TPGroup) -> None:
     UnsupportedModel if a group would lie on two ranks.
     """
     for name, module in model.named_modules():
-        if isinstance(module, Experts):
+        if isinstance(module, Experts) and module.packed is None:
             _round(name, module.w13.flatten(0, 1), method, None)
             _round(name, module.w2.flatten(0, 1), method, tp)
         elif isinstance(module, Linear) and module.levels is None:
@@ -51,8 +51,8 @@ def _round(name: str, weight: Tensor, method: Method, divided: TPGroup | None) -
     return None
 
 
-def describe(method: Method, dtype: str, kept: int = 0) -> str:
-    """Tell in one line what is rounded and how it is computed with, `kept` matrices as they are rounded."""
+def describe(method: Method, dtype: str, kept: str = "") -> str:
+    """Tell in one line what is rounded and how it is computed with, `kept` ones as they are rounded."""
     scales = f"a scale for {INT4_GROUP} inputs, the head too" if method == "int4" else "a scale for each output"
-    form = f"multiplied in {dtype}, {kept} of them kept in {method}" if kept else f"kept and multiplied in {dtype}"
+    form = f"multiplied in {dtype}, {kept} kept in {method}" if kept else f"kept and multiplied in {dtype}"
     return f"matrices are rounded to {method} as they are loaded ({scales}) and {form}"

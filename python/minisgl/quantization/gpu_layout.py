@@ -13,8 +13,8 @@ from torch import Tensor
 from minisgl.quantization.levels import MIDDLE, Kind, Levels
 
 TILE = 64  # rows that are packed together
-CHUNK = {"fp8": 32, "int8": 32, "int4": 64}  # columns, likewise
-_BITS = {"fp8": 8, "int8": 8, "int4": 4}
+BITS: dict[Kind, int] = {"fp8": 8, "int8": 8, "int4": 4, "mxfp4": 4}
+CHUNK: dict[Kind, int] = {kind: 256 // bits for kind, bits in BITS.items()}  # columns, likewise
 _BLOCK = 1 << 24  # values that are packed at a time
 
 
@@ -44,7 +44,7 @@ class PackedLevels:
 def packed_bytes(kind: Kind, width: int, size: int, group: int) -> int:
     """Return the memory of a packed matrix."""
     rows = -(-width // TILE) * TILE
-    return rows * size * _BITS[kind] // 8 + (rows * size // group * 4 if group else width * 4)
+    return rows * size * BITS[kind] // 8 + (rows * size // group * 4 if group else width * 4)
 
 
 def pack_levels(levels: Levels, dtype: torch.dtype, *, gated: bool = False) -> PackedLevels:
@@ -59,19 +59,27 @@ def pack_levels(levels: Levels, dtype: torch.dtype, *, gated: bool = False) -> P
     order = order.clamp_(max=width - 1)  # beyond the last row: anything
     words = torch.empty((len(order) // TILE, size // CHUNK[kind], 512), dtype=torch.int32, device=device)
     count = max(_BLOCK // (size * TILE), 1)
-    pack = _pack_int4 if kind == "int4" else _pack_8_bits
     for start in range(0, len(words), count):
         rows = order[start * TILE : (start + count) * TILE]
-        words[start : start + count] = pack(levels.codes[rows], kind, dtype)
+        words[start : start + count] = pack_codes(levels.codes[rows], kind, dtype)
     if levels.format.group == 0:
         nothing = torch.empty(0, dtype=torch.int32, device=device)
         return PackedLevels(kind, width, size, 0, gated, words, nothing, levels.scales.flatten())
-    scales = levels.scales[order].view(torch.int32)
+    return PackedLevels(kind, width, size, levels.format.group, gated, words, pack_scales(levels[order]), None)
+
+
+def pack_scales(levels: Levels) -> Tensor:
+    """Return the scales of groups of whole tiles: int32 [tiles, groups, TILE]."""
+    kind, scales = levels.format.kind, levels.scales.view(torch.int32)
     if kind != "fp8":
-        zeros = MIDDLE[kind] if levels.zeros is None else levels.zeros[order].int()
+        zeros = MIDDLE[kind] if levels.zeros is None else levels.zeros.int()
         scales = (scales + 0x80 & ~0xFF) | zeros
-    scales = scales.view(-1, TILE, scales.shape[1]).transpose(1, 2).contiguous()
-    return PackedLevels(kind, width, size, levels.format.group, gated, words, scales, None)
+    return scales.view(-1, TILE, scales.shape[1]).transpose(1, 2).contiguous()
+
+
+def pack_codes(codes: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
+    """uint8 [rows, in] of whole tiles and chunks -> int32 [tiles, chunks, 512]."""
+    return _pack_8_bits(codes, kind, dtype) if BITS[kind] == 8 else _pack_4_bits(codes, kind)
 
 
 def _pack_8_bits(codes: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
@@ -90,10 +98,21 @@ def _pack_8_bits(codes: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
     return (halves[..., 0] | halves[..., 1] << 16).reshape(-1, codes.shape[1] // 32, 512)
 
 
-def _pack_int4(codes: Tensor, *_: object) -> Tensor:
+def _pack_4_bits(codes: Tensor, kind: Kind) -> Tensor:
     """uint8 [rows, in] -> int32 [tiles, chunks, 512]."""
     # As of 8 bits, but that a word has two steps.
     parts = codes.int().view(-1, 4, 2, 8, codes.shape[1] // 64, 2, 2, 2, 4, 2)
     parts = parts.permute(0, 4, 1, 3, 8, 5, 2, 6, 7, 9).flatten(-3)  # .., step and half and pair
-    shifts = torch.tensor([4 * (at // 2) + 16 * (at % 2) for at in range(8)], dtype=torch.int32, device=codes.device)
-    return (parts << shifts).sum(-1, dtype=torch.int32).reshape(-1, codes.shape[1] // 64, 512)
+    halves = sum(_place(parts[..., at], kind, at // 2) << 16 * (at % 2) for at in range(8))
+    assert isinstance(halves, Tensor)
+    return halves.to(torch.int32).reshape(-1, codes.shape[1] // 64, 512)
+
+
+def _place(code: Tensor, kind: Kind, index: int) -> Tensor:
+    """Put the bits of a value, the `index`-th of its half of a word, in their places."""
+    if kind == "int4":
+        return code << 4 * index
+    sign, magnitude = code >> 3, code & 7
+    if index < 3:
+        return (sign << 15 | magnitude << 6) >> 3 * index
+    return sign << 14 | magnitude >> 1 << 10 | (magnitude & 1) << 13

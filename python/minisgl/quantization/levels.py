@@ -8,9 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["fp8", "int8", "int4"]
+Kind = Literal["fp8", "int8", "int4", "mxfp4"]
 
 MIDDLE: dict[Kind, int] = {"fp8": 0, "int8": 128, "int4": 8}  # the zero point where none is named
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device="cpu")  # by their four bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class LevelFormat:
 class Levels:
     """Matrix [out, in] of (value - zero) * scale.
 
-    `codes` uint8 [out, in] are the values' bits: those of float8_e4m3fn, an int8 plus 128, an integer from 0 to 15.
+    `codes` uint8 [out, in] are the values' bits: those of float8_e4m3fn, an int8 plus 128, an integer from 0 to 15, an
+    e2m1 (mxfp4, whose scales are powers of two).
     `scales` float32 and `zeros` uint8 are [out, groups].
     """
 
@@ -65,6 +68,11 @@ class Levels:
         zeros = None if self.zeros is None else self.zeros[rows]
         return Levels(self.format, self.codes[rows], self.scales[rows], zeros)
 
+    def to(self, device: torch.device) -> Levels:
+        """Return the matrix on a device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return Levels(self.format, self.codes.to(device), self.scales.to(device), zeros)
+
     def copy_(self, other: Levels) -> None:
         """Take the values of another matrix of this format and shape."""
         self.codes.copy_(other.codes)
@@ -77,6 +85,8 @@ class Levels:
         codes, groups = self.codes, self.scales.shape[1]
         if self.format.kind == "fp8":
             numbers = codes.view(torch.float8_e4m3fn).float().view(len(codes), groups, -1)
+        elif self.format.kind == "mxfp4":
+            numbers = E2M1.to(codes.device)[codes.int()].view(len(codes), groups, -1)
         else:
             zeros = MIDDLE[self.format.kind] if self.zeros is None else self.zeros.float().unsqueeze(2)
             numbers = codes.float().view(len(codes), groups, -1) - zeros

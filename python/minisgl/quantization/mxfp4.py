@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.quantization.levels import Levels
-from minisgl.quantization.matrix import StoredTensor, check_shape, units, within
+from minisgl.quantization.levels import E2M1, LevelFormat, Levels
+from minisgl.quantization.matrix import StoredTensor, check_shape, cuts, units, within
 
 _GROUP = 32  # values of a scale, in 16 bytes
 _BIAS = 127  # of a scale's exponent
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device="cpu")  # by their four bits
+_SMALLEST = 1 << 22  # bits of the float32 2^-127
 
 
 class Mxfp4Experts:
@@ -33,12 +32,23 @@ class Mxfp4Experts:
         groups, _ = units(columns, _GROUP)
         pairs = self._blocks.read(experts, rows, groups)
         exponents = self._scales.read(experts, rows, groups).int() - _BIAS
-        values = torch.stack((_VALUES[(pairs & 15).int()], _VALUES[(pairs >> 4).int()]), dim=-1).flatten(-2)
+        values = torch.stack((E2M1[(pairs & 15).int()], E2M1[(pairs >> 4).int()]), dim=-1).flatten(-2)
         scaled = torch.ldexp(values, exponents.unsqueeze(-1)).flatten(-2)
         return scaled[..., within(columns, _GROUP)].transpose(1, 2)
 
-    def level_format(self, columns: slice) -> None:
-        """Return None: experts are no matrix."""
+    def level_format(self, columns: slice) -> LevelFormat | None:
+        return None if cuts(columns, _GROUP) else LevelFormat("mxfp4", _GROUP)
 
     def levels(self, rows: slice, columns: slice) -> Levels:
         raise NotImplementedError
+
+    def expert_levels(self, expert: int, rows: slice, columns: slice) -> Levels:
+        """Return a part of one expert, [out, in]."""
+        form = self.level_format(columns)
+        if form is None:
+            raise ValueError("these columns have no format")
+        groups, _ = units(columns, _GROUP)
+        pairs = self._blocks.read(slice(expert, expert + 1), rows, groups)[0]
+        exponents = self._scales.read(slice(expert, expert + 1), rows, groups)[0].int()
+        scales = torch.where(exponents == 0, _SMALLEST, exponents << 23).view(torch.float32)
+        return Levels(form, torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1), scales)

@@ -99,10 +99,10 @@ class Quantization:
         kinds = {scheme.kind for _, scheme in self.schemes}
         return kinds.pop() if len(kinds) == 1 else "mixed"
 
-    def describe(self, dtype: str, kept: int = 0) -> str:
-        """Tell in one line how the weights are computed with in a model of this dtype, `kept` of them as they are."""
+    def describe(self, dtype: str, kept: str = "") -> str:
+        """Tell in one line how the weights are computed with in a model of this dtype, `kept` ones as they are."""
         if kept:
-            return f"weights of {self.name}: {kept} matrices stay as they are stored, others are dequantized to {dtype}"
+            return f"weights of {self.name}: {kept} stay as they are stored, others are dequantized to {dtype}"
         rounded = {one.activations for _, one in self.schemes if isinstance(one, ScaledWeights)} - {"16 bits"}
         left_out = f"; activations stay in {dtype}, where the format has {rounded.pop()}" if rounded else ""
         return f"weights of {self.name} are dequantized to {dtype} as they are loaded{left_out}"

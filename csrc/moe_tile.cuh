@@ -1,0 +1,20 @@
+// Common parts of the grouped products (moe_gemm.cu, quantized_moe.cu): copies of a tile's operands and the activation.
+// CLAMPED is a macro: the activation is gpt-oss's, with `alpha` and `limit`; otherwise silu.
+#pragma once
+#include "moe.cuh"
+
+// Copy 16 bytes, or zeros unless they are `real`.
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool real) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
+}
+
+// Offset of 16 bytes, a chunk, in rows of 128 bytes: eight rows of the same chunk are in different banks. It is the
+// 128-byte swizzle of Hopper's matrix descriptors, too.
+__device__ __forceinline__ unsigned place(int row, int chunk) { return (row * 8 + (chunk ^ row & 7)) * 16; }
+
+// A gate and its up, rounded already.
+__device__ __forceinline__ float activated(float gate, float up, float alpha, float limit) {
+  if (!CLAMPED) return rounded(gate / (1.f + __expf(-gate))) * up;
+  gate = fminf(gate, limit), up = fminf(fmaxf(up, -limit), limit);
+  return gate / (1.f + __expf(-alpha * gate)) * (up + 1.f);
+}

@@ -1,0 +1,76 @@
+"""Rules by which the form of a weight is chosen when it is loaded: dense, or quantized as its products read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from minisgl.distributed import TPGroup
+from minisgl.layers.linear import Linear
+from minisgl.layers.mlp import Experts
+from minisgl.quantization.levels import LevelFormat
+from minisgl.quantization.rounding import Method
+
+Keeps = Callable[[LevelFormat, int, int, torch.dtype], bool]
+"""Ops.keeps or Ops.keeps_experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightForms:
+    """Rules by which a weight's form is chosen."""
+
+    device: torch.device
+    tp: TPGroup
+    keeps: Keeps | None  # None: every weight is dense
+    keeps_experts: Keeps | None = None
+    method: Method | None = None  # that weights are rounded by
+    fp8_activations: bool = False  # products may round x to FP8 where the checkpoint's format does
+
+    def rounded(self, module: Linear) -> LevelFormat | None:
+        """Return the format that a dense weight is rounded to when it is filled, if it is kept in it."""
+        return self._kept(self._rounding(), module)
+
+    def stored(self, module: Linear, formats: set[LevelFormat | None]) -> LevelFormat | None:
+        """Return the format of all parts of a weight, if it is kept in it."""
+        if not self.fp8_activations:
+            formats = _in_16_bits(formats)
+        return self._kept(formats, module)
+
+    def rounded_experts(self, experts: Experts) -> LevelFormat | None:
+        """Return the format that dense experts are rounded to, if they are kept in it."""
+        return self._kept_experts(self._rounding(), experts)
+
+    def stored_experts(self, experts: Experts, formats: set[LevelFormat | None]) -> LevelFormat | None:
+        """Return the format of all parts of experts, if they are kept in it; their products never round x."""
+        return self._kept_experts(_in_16_bits(formats), experts)
+
+    def _rounding(self) -> set[LevelFormat | None]:
+        return set() if self.method is None or self.method == "int4" else {LevelFormat(self.method)}
+
+    def _kept(self, formats: set[LevelFormat | None], module: Linear) -> LevelFormat | None:
+        width, size = module.weight.shape
+        form = _only(formats)
+        if self.keeps is None or form is None or not self.keeps(form, width, size, module.weight.dtype):
+            return None
+        return form
+
+    def _kept_experts(self, formats: set[LevelFormat | None], experts: Experts) -> LevelFormat | None:
+        form = _only(formats)
+        if self.keeps_experts is None or form is None:
+            return None
+        for matrix in (experts.w13, experts.w2):
+            _, width, size = matrix.shape
+            if not self.keeps_experts(form, width, size, matrix.dtype):
+                return None
+        return form
+
+
+def _in_16_bits(formats: set[LevelFormat | None]) -> set[LevelFormat | None]:
+    return {form and replace(form, rounds_x=False) for form in formats}
+
+
+def _only(formats: set[LevelFormat | None]) -> LevelFormat | None:
+    """Return the only format of these."""
+    return next(iter(formats)) if len(formats) == 1 else None

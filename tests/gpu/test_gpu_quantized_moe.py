@@ -1,0 +1,154 @@
+"""Experts that stay quantized against float64 of their values: every format, few rows and many."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.kernel.base import ClampedSwiGLU, ExpertActivation, ExpertBiases, ExpertKind, Ops, Routing
+from minisgl.kernel.torch_ops import TorchOps
+from minisgl.quantization.expert_layout import PackedExperts
+from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the norm of the result
+ROWS = (1, 2, 7, 8, 33, 64, 129, 500, 2100)
+FORMATS = (
+    LevelFormat("fp8", 128),
+    LevelFormat("fp8"),
+    LevelFormat("int8"),
+    LevelFormat("int4", 128, zeros=True),
+    LevelFormat("int4", 64),
+    LevelFormat("int4", 32, zeros=True),
+    LevelFormat("mxfp4", 32),
+)
+
+
+@pytest.fixture(scope="module")
+def ops() -> Ops:
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    found = CudaOps(torch.device("cuda", 0))
+    for form, dtype in product(FORMATS, TOLERANCE):
+        if found.keeps_experts(form, 512, 512, dtype):
+            found._moe.begin_compiling(dtype, ExpertKind(16, 4, clamped=False, form=form))
+    if not found.keeps_experts(LevelFormat("fp8"), 768, 1024, torch.bfloat16):
+        pytest.skip("needs compute capability 9.0")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def random_levels(form: LevelFormat, width: int, size: int) -> Levels:
+    """A matrix of values of some 1 / sqrt(size) in this format, with scales that differ."""
+    spread = {"fp8": 100, "int8": 40, "int4": 4, "mxfp4": 3}[form.kind]
+    groups = (width, form.groups(size))
+    scales = (torch.rand(groups, device="cuda") + 0.5) / (spread * size**0.5)
+    if form.kind == "mxfp4":
+        scales = torch.exp2(scales.log2().round() + torch.randint(-1, 2, groups, device="cuda"))
+        return Levels(form, torch.randint(0, 16, (width, size), dtype=torch.uint8, device="cuda"), scales)
+    if form.kind == "fp8":
+        numbers = torch.randn(width, size, device="cuda") * spread
+        return Levels(form, numbers.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), scales)
+    middle = MIDDLE[form.kind]
+    codes = torch.randint(0, 2 * middle, (width, size), dtype=torch.uint8, device="cuda")
+    zeros = torch.randint(5, 11, groups, dtype=torch.uint8, device="cuda") if form.zeros else None
+    return Levels(form, codes, scales, zeros)
+
+
+def experts(
+    form: LevelFormat, count: int, width: int, size: int, dtype: torch.dtype, *, gated: bool
+) -> tuple[PackedExperts, Tensor]:
+    """Packed matrices of `count` experts and their values in float64."""
+    packed = PackedExperts.empty(form, (count, width, size), dtype, torch.device("cuda", 0), gated=gated)
+    values = torch.empty((count, width, size), dtype=torch.float64, device="cuda")
+    halves = [slice(0, width // 2), slice(width // 2, width)] if gated else [slice(0, width)]
+    for expert in range(count):
+        for rows in halves:
+            levels = random_levels(form, rows.stop - rows.start, size)
+            packed.fill(expert, rows, levels)
+            values[expert, rows] = levels.values().double()
+    return packed, values
+
+
+def scores_without_ties(tokens: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Scores by which the chosen experts are the same in any precision; the first expert is never chosen."""
+    order = torch.rand(tokens, count, device="cuda").argsort(dim=1)
+    scores = (order * (8.0 / count)).to(dtype)
+    scores[:, 0] = -8
+    return scores
+
+
+def check(
+    ops: Ops,
+    form: LevelFormat,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    routing: Routing,
+    activation: ExpertActivation = "silu",
+    *,
+    biased: bool = False,
+) -> None:
+    count, hidden, intermediate = sizes
+    w13, wide13 = experts(form, count, 2 * intermediate, hidden, dtype, gated=True)
+    w2, wide2 = experts(form, count, hidden, intermediate, dtype, gated=False)
+    biases = [
+        torch.randn(count, width, device="cuda").to(dtype) if biased else None for width in (2 * intermediate, hidden)
+    ]
+    assert ops.moe_graph_safe(w13, w2, routing.top_k)
+    for tokens in ROWS:
+        x = torch.randn(tokens, hidden, device="cuda").to(dtype)
+        scores = scores_without_ties(tokens, count, dtype)
+        if tokens == 33:  # all tokens to the same experts
+            scores = scores[:1].repeat(tokens, 1)
+        have = ops.moe(x, scores, w13, w2, routing, ExpertBiases(None, *biases), activation)
+        in_double = ExpertBiases(None, *(None if bias is None else bias.double() for bias in biases))
+        want = TorchOps().moe(x.double(), scores.double(), wide13, wide2, routing, in_double, activation)
+        error = float((have.double() - want).norm() / want.norm())
+        assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_every_format(ops: Ops, form: LevelFormat, dtype: torch.dtype) -> None:
+    if form.kind == "mxfp4" and dtype == torch.float16:
+        assert not ops.keeps_experts(form, 512, 512, dtype)
+        return
+    check(ops, form, dtype, (16, 512, 384), Routing(4, renormalize=True))
+
+
+def test_another_routing(ops: Ops) -> None:
+    """Experts are chosen before, in groups, and the last block of rows is not whole."""
+    routing = Routing(8, renormalize=True, score="sigmoid", groups=8, top_groups=4, scale=2.5)
+    check(ops, LevelFormat("fp8", 128), torch.bfloat16, (40, 384, 256), routing)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(2880, 1440), (96, 160)])
+def test_mxfp4_with_biases_and_clamped_swiglu(ops: Ops, hidden: int, intermediate: int) -> None:
+    """gpt-oss's experts on a rank of two, whose columns end inside a chunk; many values are clamped."""
+    form, activation = LevelFormat("mxfp4", 32), ClampedSwiGLU(1.702, 1.5)
+    check(ops, form, torch.bfloat16, (8, hidden, intermediate), Routing(4, renormalize=True), activation, biased=True)
+
+
+def test_a_graph_serves_any_routing(ops: Ops) -> None:
+    """Captured once, replayed with other tokens and scores: bitwise what an eager call gives."""
+    w13, _ = experts(LevelFormat("mxfp4", 32), 32, 512, 256, torch.bfloat16, gated=True)
+    w2, _ = experts(LevelFormat("mxfp4", 32), 32, 256, 256, torch.bfloat16, gated=False)
+    x = torch.randn(24, 256, device="cuda").bfloat16()
+    scores, routing = scores_without_ties(24, 32, torch.bfloat16), Routing(4, renormalize=True)
+    ops.moe(x, scores, w13, w2, routing)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.moe(x, scores, w13, w2, routing)
+    for _ in range(5):
+        x.copy_(torch.randn_like(x))
+        scores.copy_(scores_without_ties(24, 32, torch.bfloat16))
+        graph.replay()
+        assert torch.equal(captured, ops.moe(x, scores, w13, w2, routing))
