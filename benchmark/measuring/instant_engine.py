@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from measuring.pipeline_server import STEP_MS
 from minisgl.config import ConfigError
 from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, StepResult, pages_for
+from minisgl.kvcache.window import WindowGroup
 from minisgl.limits import Limits
 from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
@@ -50,6 +51,7 @@ class InstantEngine:
         self.page_size = page_size
         self.num_slots = num_slots
         self.num_snapshots = 0
+        self.window: WindowGroup | None = None
         self.num_pages = num_slots * pages_for(limits.max_seq_len, page_size)
         self.limits = limits
         self.step_cost: StepCost | None = None  # its steps are equally long

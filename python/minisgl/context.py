@@ -31,3 +31,10 @@ class ForwardContext:
     expanding: Mapping[int, ExpandingPlan] = field(default_factory=dict)  # by layer: those of `attention` that expand
     recurrent: RecurrentRows | None = None  # where some layers are recurrent
     logits: Tensor | None = None  # [S, vocab_size]: where the model leaves them; None: in a new tensor
+    window_cache_loc: Tensor | None = None  # as out_cache_loc, for layers that have pages of their own
+
+    def cache_loc(self, layer: int) -> Tensor:
+        """Return where a layer's K and V are written, [T] int64."""
+        if self.window_cache_loc is None or layer not in self.kv.windowed:
+            return self.out_cache_loc
+        return self.window_cache_loc

@@ -281,6 +281,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     seed: int  # of this sequence alone: 64 bits, derived from the request's seed and the choice's index
     prompt_len: int = 0  # how many of the known tokens are the prompt
     stop_ids: tuple[int, ...] = ()  # what would end it, eos among them: forbidden before sampling.min_tokens
+    window_pages: Int32Array | None = None  # the prefix's in layers with a window, where these have their own
 
 
 class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -350,7 +351,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     start_pos: Int32Array  # [rows]
     query_lens: Int32Array  # [rows], each >= 1
     needs_sample: BoolArray  # [rows]
-    new_pages: Int32Array  # [k, 3]: (slot, index in its page-table row, page)
+    new_pages: Int32Array  # [k, 3]: (slot, index in its page-table row, page); [k, 4]: and the windowed page
     new_rows: list[NewRow] = []
     flags: SamplingFlags = SamplingFlags(0)  # of all rows that sample, together
     logprobs: ScoredTokens | None = None  # None: nobody asked

@@ -9,6 +9,8 @@ import pytest
 from api_harness import MODEL, RawClient, RunningServer
 from fake_engine import wait_until
 
+from minisgl.server.api.load import EngineLoad
+
 COUNTS = {
     "requests_waiting": 3,
     "tokens_waiting": 700,
@@ -52,6 +54,13 @@ def test_loads_are_those_of_the_metrics(loaded: RunningServer) -> None:
     ]
     assert loaded.get("/load").json() == {"server_load": 1}
     wait_until(lambda: loaded.get("/v1/loads").json()["loads"][0]["gen_throughput"] > 0)
+
+
+def test_usage_is_that_of_the_fuller_pool() -> None:
+    windowed = {"window_pages": 10, "window_pages_free": 2, "window_pages_cached": 5, "window_pages_locked": 2}
+    assert EngineLoad.of(COUNTS, 64, 0.0).usage == 0.2
+    assert EngineLoad.of(COUNTS | windowed, 64, 0.0).usage == 0.5
+    assert EngineLoad.of(COUNTS | windowed | {"window_pages_free": 7}, 64, 0.0).usage == 0.2
 
 
 def test_server_info_has_sglangs_keys(loaded: RunningServer) -> None:

@@ -42,7 +42,7 @@ def test_a_page_takes_what_is_reckoned_for_it(dtype: torch.dtype, upcast: torch.
     pool = KVPool(layout, 50, CPU)
     tensors = [half(layer) for half in (pool.keys, pool.values) for layer in range(3)]
     taken = sum(tensor.nbytes for tensor in tensors) + sum(half.nbytes for half in pool.upcast_buffer or ())
-    assert taken == 51 * layout.page_bytes
+    assert taken == 51 * layout.pool_bytes(1)
     assert {tensor.dtype for tensor in tensors} == {dtype}
 
 

@@ -31,33 +31,33 @@ def room(pool: int) -> Room:
 
 
 def test_as_many_as_fit_and_are_useful() -> None:
-    assert pool_pages(CONFIG, page_bytes=100, useful_pages=1000, room=room(5050)) == 50
-    assert pool_pages(CONFIG, page_bytes=100, useful_pages=20, room=room(5050)) == 20
-    assert pool_pages(CONFIG, page_bytes=100, useful_pages=20, room=room(150)) == 1
+    assert pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=1000, room=room(5050)) == 50
+    assert pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=20, room=room(5050)) == 20
+    assert pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=20, room=room(150)) == 1
 
 
 def test_what_the_user_asks_for() -> None:
     config = EngineConfig(model_path="", num_pages=7)
-    assert pool_pages(config, page_bytes=100, useful_pages=5, room=room(5050)) == 7
+    assert pool_pages(config, pool_bytes=lambda pages: 100 * pages, useful_pages=5, room=room(5050)) == 7
 
 
 def test_too_many_pages_name_the_values_that_fit() -> None:
     config = EngineConfig(model_path="", num_pages=40, memory_ratio=0.5)
     of_80_gib = Room(pool=30 * GIB, total=80 * GIB, free=70 * GIB, needs=Needs(2 * GIB, GIB))
     with pytest.raises(ConfigError, match=r"40 pages.*40\.00 GiB.*there are 30\.00 GiB") as error:
-        pool_pages(config, page_bytes=GIB, useful_pages=5, room=of_80_gib)
+        pool_pages(config, pool_bytes=lambda pages: GIB * pages, useful_pages=5, room=of_80_gib)
     assert "of 80.00 GiB 70.00 are free, 2.00 go to steps and 1.00 to CUDA graphs" in str(error.value)
     assert str(error.value).endswith("What would do: --num-pages 30, or --memory-ratio 0.63")
     # They do.
     more = Room(pool=30 * GIB + int(0.13 * 80 * GIB), total=80 * GIB, free=70 * GIB)
-    assert pool_pages(config, page_bytes=GIB, useful_pages=5, room=more) == 40
+    assert pool_pages(config, pool_bytes=lambda pages: GIB * pages, useful_pages=5, room=more) == 40
 
 
 def test_not_even_one_page_fits() -> None:
     with pytest.raises(ConfigError, match=r"too little memory.*--memory-ratio 0\.91$"):
-        pool_pages(CONFIG, page_bytes=100, useful_pages=5, room=room(-3))
+        pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=5, room=room(-3))
     with pytest.raises(ConfigError, match=r"more ranks \(--tp\)"):
-        pool_pages(CONFIG, page_bytes=100, useful_pages=5, room=room(-50_000))
+        pool_pages(CONFIG, pool_bytes=lambda pages: 100 * pages, useful_pages=5, room=room(-50_000))
 
 
 def test_ranks_on_one_machine_share_its_memory() -> None:

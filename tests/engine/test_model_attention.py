@@ -168,7 +168,7 @@ def test_the_pool_holds_what_each_layer_stores() -> None:
     specs = [FULL, replace(FULL, head_dim=128, num_kv_heads=2), LOCAL]
     layers = [LayerAttention("", spec, TorchAttention(spec), TorchAttention(spec)) for spec in specs]
     layout = ModelAttention(layers).kv_layout
-    assert layout.page_bytes == 16 * 2 * 2 * (4 * 256 + 2 * 128 + 4 * 256)
+    assert layout.pool_bytes(1) == 16 * 2 * 2 * (4 * 256 + 2 * 128 + 4 * 256)
     assert layout.upcast == ()
 
 
@@ -180,6 +180,6 @@ def test_layers_that_upcast_share_one_buffer() -> None:
     layers = [LayerAttention("", spec, Upcasts(spec), Upcasts(spec)) for spec in specs]
     layout = ModelAttention(layers[:2]).kv_layout
     assert layout.upcast == FULL.kv_stores()
-    assert layout.page_bytes == 16 * 2 * 4 * 256 * (2 + 2)  # two layers of 8 bits, and one of 16
+    assert layout.pool_bytes(1) == 16 * 2 * 4 * 256 * (2 + 2)  # two layers of 8 bits, and one of 16
     with pytest.raises(ValueError, match="must store alike"):
         _ = ModelAttention(layers).kv_layout

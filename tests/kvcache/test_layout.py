@@ -16,23 +16,23 @@ CPU = torch.device("cpu")
 
 def test_a_page_holds_the_tokens_of_all_layers() -> None:
     wide, narrow = paged_kv(8, 128, BF16), paged_kv(2, 256, FP8)
-    assert KVLayout(16, (wide,)).page_bytes == 16 * 2 * 8 * 128 * 2
-    assert KVLayout(16, (wide, narrow, narrow)).page_bytes == 16 * (2 * 8 * 128 * 2 + 2 * 2 * 2 * 256)
-    assert KVLayout(16, (narrow,) * 3, paged_kv(2, 256, BF16)).page_bytes == 16 * 2 * 2 * 256 * (3 + 2)
+    assert KVLayout(16, (wide,)).pool_bytes(1) == 16 * 2 * 8 * 128 * 2
+    assert KVLayout(16, (wide, narrow, narrow)).pool_bytes(1) == 16 * (2 * 8 * 128 * 2 + 2 * 2 * 2 * 256)
+    assert KVLayout(16, (narrow,) * 3, paged_kv(2, 256, BF16)).pool_bytes(1) == 16 * 2 * 2 * 256 * (3 + 2)
     latent = (Store((576,), BF16),)  # one tensor a layer, as latent attention has it
-    assert KVLayout(64, (latent,) * 2).page_bytes == 64 * 576 * 2 * 2
+    assert KVLayout(64, (latent,) * 2).pool_bytes(1) == 64 * 576 * 2 * 2
 
 
 def test_stores_by_slot_are_subtracted_before_pages_are_counted() -> None:
     """A hybrid: three layers with a float32 state to one with K and V."""
     state = Store((32, 128, 128), torch.float32, per="slot")
     layout = KVLayout(16, ((state,), (state,), (state,), paged_kv(2, 256, BF16)))
-    assert layout.page_bytes == 16 * 2 * 2 * 256 * 2, "states take nothing of a page"
+    assert layout.pool_bytes(1) == 16 * 2 * 2 * 256 * 2, "states take nothing of a page"
     assert layout.state_bytes(num_slots=7) == 3 * 8 * (2 << 20), "the scratch slot has a state too"
-    device = 3 * 8 * (2 << 20) + 100 * layout.page_bytes + 5
+    device = 3 * 8 * (2 << 20) + 100 * layout.pool_bytes(1) + 5
     room = Room(device - layout.state_bytes(7), total=device, free=device)
     config = EngineConfig(model_path="")
-    assert pool_pages(config, page_bytes=layout.page_bytes, useful_pages=1000, room=room) == 100
+    assert pool_pages(config, pool_bytes=layout.pool_bytes, useful_pages=1000, room=room) == 100
     pool = KVPool(layout, 10, CPU, num_slots=7)
     assert [tuple(tensor.shape) for tensor in pool.states(1)] == [(8, 32, 128, 128)]
     assert sum(pool.states(layer)[0].nbytes for layer in range(3)) == layout.state_bytes(7)
@@ -79,7 +79,7 @@ def test_layers_of_one_pool_may_differ() -> None:
     pool = KVPool(layout, 10, CPU)
     tensors = [half(layer) for layer in range(3) for half in (pool.keys, pool.values)]
     assert [tuple(tensor.shape) for tensor in tensors[::2]] == [(11, 4, 2, 16), (11, 4, 1, 32), (11, 4, 2, 16)]
-    assert sum(tensor.nbytes for tensor in tensors) == 11 * layout.page_bytes
+    assert sum(tensor.nbytes for tensor in tensors) == 11 * layout.pool_bytes(1)
     for number, tensor in enumerate(tensors):
         assert not tensor.any()
         tensor.fill_(number + 1)

@@ -18,6 +18,7 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, Logprobs, SamplingParams, StepResult
 from minisgl.kvcache import make_cache
 from minisgl.kvcache.snapshots import SnapshotStore
+from minisgl.kvcache.window import WindowGroup, WindowPool, windowed_pages
 from minisgl.message.types import LogprobRows, PositionLogprobs, unpack_ids
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
@@ -160,15 +161,19 @@ class SimulatedDevice:
         *,
         fails_at_launch: bool = False,
         has_states: bool = False,
+        window: int | None = None,
     ) -> None:
         self._has_states = has_states
+        self._window = window  # of layers with pages of their own
         self._fails = fails
         self._fails_at_launch = fails_at_launch
         self.failures = 0
         self.page_size = page_size
         self.tokens: dict[int, list[int]] = {}
         self.pages: dict[int, dict[int, int]] = {}
+        self.window_pages: dict[int, dict[int, int]] = {}
         self.kv: dict[tuple[int, int], int] = {}
+        self.window_kv: dict[tuple[int, int], int] = {}
         self.states: dict[int, tuple[int, int]] = {}  # by row: position, hash of the tokens before
         self.computed = 0
         self.bitmask = np.zeros((1024, -(-VOCAB // 32)), dtype=np.int32)  # one memory for all steps, as an engine has
@@ -215,25 +220,42 @@ class SimulatedDevice:
 
     def _spoil(self, batch: Batch) -> None:
         """Leave of a step what could be worst: the rows it names lost, garbage in all pages that it may write."""
-        for row in batch.new_rows:
-            self.pages[row.slot] = dict(enumerate(row.pages.tolist()))
-        for slot, index, page in batch.new_pages.tolist():
-            self.pages[slot][index] = page
+        self._apply(batch)
         for slot, start, length in zip(batch.slots.tolist(), batch.start_pos, batch.query_lens, strict=True):
             for position in range(int(start), int(start + length)):
-                self.kv[self.pages[slot][position // self.page_size], position % self.page_size] = -1
+                for kv, place in self._places(slot, position):
+                    kv[place] = -1
         for slot in {*batch.slots.tolist(), *(row.slot for row in batch.new_rows)}:
             self.tokens[slot] = []  # pages stay: those behind it in the queue write to them
         for row in [*batch.slots.tolist(), *(target for _, target in batch.state_copies)]:
             self.states[row] = (-1, -1)
 
+    def _apply(self, batch: Batch) -> None:
+        for row in batch.new_rows:
+            self.pages[row.slot] = dict(enumerate(row.pages.tolist()))
+            assert (row.window_pages is None) == (self._window is None)
+            if row.window_pages is not None:
+                assert len(row.window_pages) == len(row.pages)
+                self.window_pages[row.slot] = dict(enumerate(row.window_pages.tolist()))
+        for slot, index, page, *windowed in batch.new_pages.tolist():
+            assert index == len(self.pages[slot]), "pages come in order"
+            self.pages[slot][index] = page
+            assert len(windowed) == (self._window is not None)
+            if windowed:
+                self.window_pages[slot][index] = windowed[0]
+
+    def _places(self, slot: int, position: int) -> list[tuple[dict[tuple[int, int], int], tuple[int, int]]]:
+        """Where each group of layers has a position."""
+        index, offset = divmod(position, self.page_size)
+        places = [(self.kv, (self.pages[slot][index], offset))]
+        if self._window is not None:
+            places.append((self.window_kv, (self.window_pages[slot][index], offset)))
+        return places
+
     def _run(self, batch: Batch, bitmask: Int32Array | None) -> StepResult:
         for row in batch.new_rows:
             self.tokens[row.slot] = row.token_ids.tolist()
-            self.pages[row.slot] = dict(enumerate(row.pages.tolist()))
-        for slot, index, page in batch.new_pages.tolist():
-            assert index == len(self.pages[slot]), "pages come in order"
-            self.pages[slot][index] = page
+        self._apply(batch)
         for source, target in batch.state_copies:
             self.states[target] = self.states[source]
         sampled: list[int] = []
@@ -245,16 +267,21 @@ class SimulatedDevice:
             (int(a), int(b), int(c), bool(d), int(e)) for a, b, c, d, e in rows
         ):
             assert 0 <= asked <= length, "log-probabilities of what the step does not compute"
-            tokens, pages, prefix = self.tokens[slot], self.pages[slot], 0
+            tokens, prefix = self.tokens[slot], 0
             for position in range(start + length):
                 if self._has_states and position == start > 0:
                     assert self.states[slot] == (start, prefix), f"slot {slot}: its state is not that at {start}"
                 prefix = hash((prefix, tokens[position]))
-                place = pages[position // self.page_size], position % self.page_size
+                (kv, place), *windowed = self._places(slot, position)
                 if position < start:
-                    assert self.kv[place] == prefix, f"slot {slot}: the cache of position {position} is another's"
+                    assert kv[place] == prefix, f"slot {slot}: the cache of position {position} is another's"
+                    for kv, place in windowed:
+                        seen = self._window is not None and position > start - self._window
+                        assert not seen or kv[place] == prefix, f"slot {slot}: position {position} left the window"
                 else:
-                    self.kv[place] = prefix
+                    kv[place] = prefix
+                    for kv, place in windowed:
+                        kv[place] = prefix
                     if position < start + asked:
                         scored.append((prefix, tokens[position + 1]))
             self.states[slot] = (start + length, prefix)
@@ -304,6 +331,8 @@ class World:
     overlap: bool = True
     snapshots: int = 0  # of states, which the simulated model has if there are any
     snapshot_distance: int = 4
+    window: int | None = None
+    num_window_pages: int | None = None  # None: as the engine would choose, with sequences of two windows
     cost: StepCost | None = None
     target_tbt: float = 35.0  # milliseconds, by `cost`
     fails: Callable[[Batch], bool] = lambda _: False
@@ -317,9 +346,15 @@ class World:
 
     def __post_init__(self) -> None:
         self.device = SimulatedDevice(
-            self.page_size, self.fails, fails_at_launch=self.fails_at_launch, has_states=self.snapshots > 0
+            self.page_size,
+            self.fails,
+            fails_at_launch=self.fails_at_launch,
+            has_states=self.snapshots > 0,
+            window=self.window,
         )
         self.store = SnapshotStore(self.snapshots, self.num_pages) if self.snapshots else None
+        self.windows = None if self.window is None else WindowPool(self._window_group(self.window), self.num_pages)
+        observers = [observer for observer in (self.store, self.windows) if observer is not None]
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_prefill_tokens=self.chunk,
@@ -327,7 +362,7 @@ class World:
                 schedule_policy=self.schedule_policy,  # type: ignore[arg-type]
                 target_tbt=self.target_tbt,
             ),
-            cache=make_cache(self.cache, self.page_size, *([] if self.store is None else [self.store])),  # type: ignore[arg-type]
+            cache=make_cache(self.cache, self.page_size, *observers),  # type: ignore[arg-type]
             num_pages=self.num_pages,
             num_slots=self.num_slots,
             max_seq_len=min(self.max_seq_len, self.num_pages * self.page_size),
@@ -336,9 +371,14 @@ class World:
             cost=self.cost,
             snapshots=self.store,
             snapshot_distance=self.snapshot_distance,
+            windows=self.windows,
         )
         # Time stands still: it must not decide what a test sees.
         self.loop = StepLoop(self.scheduler, self.device, overlap=self.overlap, clock=lambda: 0.0)
+
+    def _window_group(self, window: int) -> WindowGroup:
+        chosen = windowed_pages(self.num_pages, window, self.page_size, 2 * window, self.chunk)
+        return WindowGroup(window, self.num_window_pages or chosen)
 
     def add(
         self, seq_id: int, prompt: list[int] | Int32Array, *, priority: int = 0, salt: bytes = b"", **params: object
@@ -349,6 +389,8 @@ class World:
 
     def step(self) -> None:
         report = self.loop.step()
+        if self.scheduler._next_step % 5 == 0:  # it is slow
+            self.scheduler._pages.check_windows()
         self.entered += [opened.seq_id for opened in report.opened]
         self.cached.update((opened.seq_id, opened.cached_tokens) for opened in report.opened)
         for seq_id, token in zip(report.seq_ids, unpack_ids(report.tokens).tolist(), strict=True):

@@ -19,6 +19,7 @@ WORLDS: list[dict[str, object]] = [
     {"page_size": 4, "num_pages": 400, "num_slots": 3, "schedule_policy": "lpm"},
     {"page_size": 16, "num_pages": 12, "chunk": 1000, "batch_policy": "mixed"},
     {"page_size": 1, "num_pages": 120, "chunk": 1000, "snapshots": 3},
+    {"page_size": 2, "num_pages": 60, "chunk": 7, "window": 9, "num_window_pages": 24},
 ]
 
 

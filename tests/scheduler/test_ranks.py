@@ -28,7 +28,7 @@ PLAN = Batch(
     query_lens=ids(5, 1),
     needs_sample=np.array([False, True]),
     new_pages=ids(4, 0, 7, 1, 2, 8).reshape(2, 3),
-    new_rows=[NewRow(4, ids(5, 6, 7, 8, 9), ids(), SamplingParams(stop=("x",)), -(2**63), 5, (2, 3))],
+    new_rows=[NewRow(4, ids(5, 6, 7, 8, 9), ids(), SamplingParams(stop=("x",)), -(2**63), 5, (2, 3), ids(8))],
     flags=SamplingFlags.SAMPLED | SamplingFlags.CONSTRAINED,
     logprobs=ScoredTokens(ids(0), 2, ids(4, 0), 1),
     state_copies=[(1, 9), (11, 4)],

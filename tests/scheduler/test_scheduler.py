@@ -23,6 +23,8 @@ WORLDS: list[dict[str, object]] = [
     {"page_size": 16, "num_pages": 10, "chunk": 1000, "batch_policy": "mixed", "schedule_policy": "lpm"},
     {"page_size": 16, "num_pages": 12, "overlap": False},
     {"page_size": 4, "num_pages": 30, "chunk": 30, "batch_policy": "mixed", "num_slots": 16, "snapshots": 20},
+    {"page_size": 2, "num_pages": 60, "chunk": 7, "window": 9, "num_window_pages": 24},
+    {"page_size": 1, "num_pages": 120, "window": 17, "num_window_pages": 60, "batch_policy": "mixed", "overlap": False},
 ]
 
 
@@ -89,6 +91,11 @@ def test_random_traffic(options: dict[str, object], request: pytest.FixtureReque
     assert whole > count / 3
     if options["num_pages"] != 400:
         assert world.scheduler.retractions >= count / 40
+    if "window" in options:
+        counts = world.scheduler.counts()
+        assert counts["window_pages_given_back"] > 10 * counts["window_pages"]
+        assert counts["window_pages_evicted"] > 10 * counts["window_pages"]
+        assert counts["prefix_tokens_hit"] > 0
 
 
 def test_only_younger_ones_of_its_priority_pass_a_request_over() -> None:

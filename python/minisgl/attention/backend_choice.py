@@ -62,9 +62,12 @@ def preferences(role: Role, spec: AttentionSpec, capability: Capability) -> tupl
     return ("fused", *(("fi", "fa") if spec.group <= 2 else ("fa", "fi")), "varlen", "torch")
 
 
-def make_attention(name: str, layers: Sequence[LayerSpec], device: torch.device) -> ModelAttention:
+def make_attention(
+    name: str, layers: Sequence[LayerSpec], device: torch.device, *, window_group: bool = False
+) -> ModelAttention:
     """Return the layers' backends: those that --attn names where they support a layer, else the next best.
 
+    `window_group` as in ModelAttention.
     Raises ConfigError where the GPU cannot read the pool.
     """
     chosen: dict[AttentionSpec, LayerAttention] = {}
@@ -75,7 +78,9 @@ def make_attention(name: str, layers: Sequence[LayerSpec], device: torch.device)
         for spec in attending:
             backend: AttentionBackend = CpuAttention(spec)
             chosen.setdefault(spec, LayerAttention("torch", spec, backend, backend))
-        return ModelAttention([chosen[spec] if isinstance(spec, AttentionSpec) else spec for spec in layers])
+        return ModelAttention(
+            [chosen[spec] if isinstance(spec, AttentionSpec) else spec for spec in layers], window_group=window_group
+        )
     capability = torch.cuda.get_device_capability(device)
     if capability < FP8 and any(spec.fp8_kv for spec in attending):
         raise ConfigError(
@@ -103,7 +108,9 @@ def make_attention(name: str, layers: Sequence[LayerSpec], device: torch.device)
     titles = Counter(chosen[spec].title for spec in attending)
     for title, count in titles.items():
         logger.info("attention%s: %s", f" of {count} layers" if len(titles) > 1 else "", title)
-    return ModelAttention([chosen[spec] if isinstance(spec, AttentionSpec) else spec for spec in layers])
+    return ModelAttention(
+        [chosen[spec] if isinstance(spec, AttentionSpec) else spec for spec in layers], window_group=window_group
+    )
 
 
 def make_backend(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBackend:

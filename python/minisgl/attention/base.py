@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -117,6 +117,13 @@ class AttentionInputs:
     graph_tokens: int | None = (
         None  # of a step of any rows that a graph holds: its tokens; the host's lengths say nothing
     )
+    window_table: Tensor | None = None  # the same for layers with a window, where these have pages of their own
+
+    def of_layer(self, spec: AttentionSpec) -> AttentionInputs:
+        """Return the inputs with the page table of the layer's group, in which entries behind its window are stale."""
+        if self.window_table is None or spec.window is None:
+            return self
+        return replace(self, page_table=self.window_table, window_table=None)
 
 
 class AttentionPlan(Protocol):

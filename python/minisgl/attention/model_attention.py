@@ -36,7 +36,9 @@ class LayerAttention:
 class ModelAttention:
     """Plans a step for all layers that attend. The others keep a state by slot, which stands in the layout."""
 
-    def __init__(self, layers: Sequence[LayerAttention | RecurrentSpec]) -> None:
+    def __init__(self, layers: Sequence[LayerAttention | RecurrentSpec], *, window_group: bool = False) -> None:
+        """`window_group`: layers with a window have pages and a page table of their own."""
+        self._window_group = window_group
         self._attending = {index: layer for index, layer in enumerate(layers) if isinstance(layer, LayerAttention)}
         self.layers = tuple(self._attending.values())
         self._stores = tuple(
@@ -61,10 +63,16 @@ class ModelAttention:
         upcast = {layer.upcast_stores for layer in self.layers} - {()}
         if len(upcast) > 1:
             raise ValueError("layers whose FP8 pages are upcast share one buffer, so they must store alike")
+        windows: dict[int, int] = {}
+        if self._window_group:
+            found = ((index, layer.spec.window) for index, layer in self._attending.items())
+            windows = {index: window for index, window in found if window is not None}
         return KVLayout(
             page_size=self.layers[0].spec.page_size,
             layers=self._stores,
             upcast=upcast.pop() if upcast else (),
+            windowed=frozenset(windows),
+            window=max(windows.values(), default=None),
         )
 
     def begin_compiling(self, max_rows: int) -> None:
@@ -76,37 +84,46 @@ class ModelAttention:
         """Return each layer's plan for a step that is launched operation by operation, or for a graph of any step."""
         decode = int(inputs.query_lens.max()) == 1
         backends = {index: layer.decode if decode else layer.prefill for index, layer in self._attending.items()}
-        plans = {backend: backend.plan(inputs) for backend in dict.fromkeys(backends.values())}
+        specs = {backend: self._attending[index].spec for index, backend in backends.items()}
+        plans = {backend: backend.plan(inputs.of_layer(spec)) for backend, spec in specs.items()}
         return {index: plans[backend] for index, backend in backends.items()}
 
     def capture_decode(self, rows: int) -> CapturedDecode:
         """Return the attention of a captured decode of so many rows. The largest number is asked for first."""
-        return CapturedDecode(self._attending, rows)
+        return CapturedDecode(self._attending, rows, window_group=self._window_group)
 
 
 class CapturedDecode:
     """Attention of one captured decode, in its capture and in its replays."""
 
-    def __init__(self, layers: Mapping[int, LayerAttention], rows: int) -> None:
+    def __init__(self, layers: Mapping[int, LayerAttention], rows: int, *, window_group: bool) -> None:
         self._layers = layers
-        backends = dict.fromkeys(layer.decode for layer in layers.values() if layer.fused is None)
-        self._graphed = {backend: backend.graphed_decode(rows) for backend in backends}
+        self._specs = {layer.decode: layer.spec for layer in layers.values() if layer.fused is None}
+        self._graphed = {backend: backend.graphed_decode(rows) for backend in self._specs}
+        in_group = {window_group and spec.window is not None for spec in self._specs.values()}
+        # Fused layers read the page tables of all slots; True if some other layer reads `AttentionInputs.page_table`.
+        self.reads_page_table = False in in_group
+        self.reads_window_table = True in in_group  # and AttentionInputs.window_table
         self.prepare(np.zeros(rows, dtype=np.int32))
-
-    @property
-    def reads_page_table(self) -> bool:
-        """True if some layer reads `AttentionInputs.page_table`; fused ones read that of all slots."""
-        return bool(self._graphed)
 
     def plan(self, inputs: AttentionInputs) -> Mapping[int, AttentionPlan]:
         """Return the plan of each layer that is not fused, as `GraphedDecode.plan` makes it."""
-        plans = {backend: (graphed or backend).plan(inputs) for backend, graphed in self._graphed.items()}
+        plans = {
+            backend: (graphed or backend).plan(inputs.of_layer(self._specs[backend]))
+            for backend, graphed in self._graphed.items()
+        }
         return {index: plans[layer.decode] for index, layer in self._layers.items() if layer.fused is None}
 
-    def fused_rows(self, slots: Tensor, kv_lens: Tensor, page_table: Tensor) -> Mapping[int, FusedRows]:
-        """Return the attention of each layer that is fused; arguments as in `FusedDecode.rows`."""
+    def fused_rows(
+        self, slots: Tensor, kv_lens: Tensor, page_table: Tensor, window_table: Tensor | None = None
+    ) -> Mapping[int, FusedRows]:
+        """Return the attention of each layer that is fused; arguments as in `FusedDecode.rows`, with both tables."""
         specs = {layer.spec: layer.fused for layer in self._layers.values() if layer.fused is not None}
-        rows = {spec: fused.rows(slots, kv_lens, page_table, spec.window) for spec, fused in specs.items()}
+        windowed = page_table if window_table is None else window_table
+        rows = {
+            spec: fused.rows(slots, kv_lens, page_table if spec.window is None else windowed, spec.window)
+            for spec, fused in specs.items()
+        }
         return {index: rows[layer.spec] for index, layer in self._layers.items() if layer.fused is not None}
 
     def prepare(self, positions: Int32Array) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,7 @@ from minisgl.engine.step_costs import estimate, measure
 from minisgl.kernel.availability import has_kernels, make_ops
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.window import WindowGroup, pages_behind, windowed_pages
 from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import bind_weights, product_labels
 from minisgl.layers.mlp import expert_labels
@@ -81,6 +82,7 @@ class Engine:
         self.num_slots = config.max_running_requests
         self.num_snapshots = 0
         self.step_cost: StepCost | None = None
+        self.window: WindowGroup | None = None  # layers that have pages of their own
         self._kv_format = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
         self._processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self._tp = tp
@@ -100,7 +102,11 @@ class Engine:
                 if quantized:  # in which format experts are kept is known when they have been loaded
                     kernels = dataclasses.replace(kernels, experts=frozenset())
                 ops.begin_compiling(kernels)
-            attention = self._queue.call(lambda: make_attention(config.attention, specs, self.device))
+            windows = [spec.window for spec in attending if spec.window is not None]
+            grouped = self.device.type == "cpu" and _leaves_pages_behind(windows, self.page_size, context_len)
+            attention = self._queue.call(
+                lambda: make_attention(config.attention, specs, self.device, window_group=grouped)
+            )
             attention.begin_compiling(self.num_slots)
         with phase("load weights"):
             weights = self._queue.call(
@@ -127,20 +133,30 @@ class Engine:
             with phase("measure a step's memory"):
                 needs = self._queue.call(lambda: _measure(parts, sizes, context_len, max_prefill_tokens))
         with phase("allocate the KV cache"):
+
+            def window_pages(num_pages: int) -> int:
+                if layout.window is None:
+                    return 0
+                return windowed_pages(num_pages, layout.window, self.page_size, context_len, max_prefill_tokens)
+
             useful_sequences = self.num_slots if self.device.type == "cuda" else min(self.num_slots, CPU_SEQUENCES)
             room = room_for_pool(self.device, config.memory_ratio, tp.size, needs)
             state_bytes = layout.state_bytes(self.num_slots, self.num_snapshots)
             self.num_pages = pool_pages(
                 config,
-                page_bytes=layout.page_bytes,
+                pool_bytes=lambda pages: layout.pool_bytes(pages, window_pages(pages)),
                 useful_pages=useful_sequences * pages_for(context_len, self.page_size),
                 room=dataclasses.replace(room, pool=tp.smallest(room.pool) - state_bytes),
             )
+            if layout.window is not None:
+                self.window = WindowGroup(layout.window, window_pages(self.num_pages))
             # A sequence must fit into the pool alone.
             max_seq_len = min(context_len, self.num_pages * self.page_size)
             self.limits = Limits(max_seq_len=max_seq_len, vocab_size=model.vocab_size)
             # On the queue, like all that follows: another stream's fill would race with the first step's reads.
-            self._runner = self._queue.call(lambda: parts.runner(self.num_pages, max_seq_len))
+            self._runner = self._queue.call(
+                lambda: parts.runner(self.num_pages, window_pages(self.num_pages), max_seq_len)
+            )
         # For all steps: the host writes a step's only when it has the tokens of the step before, and by then the device
         # has read that one's.
         self._bitmask = torch.empty(
@@ -161,6 +177,7 @@ class Engine:
                     vocab_size=model.vocab_size,
                     max_seq_len=max_seq_len,
                     max_prefill_tokens=max_prefill_tokens,
+                    num_window_pages=None if self.window is None else self.window.num_pages,
                 )
         else:
             weight_bytes = sum(weight.nbytes for weight in weights.parameters())
@@ -228,9 +245,10 @@ class Engine:
 
     def describe(self) -> str:
         """Describe the engine in one line for the log."""
+        windowed = "" if self.window is None else f" and {self.window.num_pages} of the layers with a window"
         return (
             f"{self.device}, {str(self.dtype).removeprefix('torch.')}, {self.num_pages} pages of {self.page_size} "
-            f"tokens{self._kv_format}, up to {self.num_slots} requests of {self.limits.max_seq_len} tokens"
+            f"tokens{self._kv_format}{windowed}, up to {self.num_slots} requests of {self.limits.max_seq_len} tokens"
         )
 
     def close(self) -> None:
@@ -256,15 +274,23 @@ class _Parts:
     sampler: Sampler
     device: torch.device
 
-    def runner(self, num_pages: int, max_seq_len: int) -> StepRunner:
+    def runner(self, num_pages: int, num_window_pages: int, max_seq_len: int) -> StepRunner:
         layout = self.attention.kv_layout
-        kv = KVPool(layout, num_pages, self.device, num_slots=self.num_slots, num_snapshots=self.num_snapshots)
+        kv = KVPool(
+            layout,
+            num_pages,
+            self.device,
+            num_slots=self.num_slots,
+            num_snapshots=self.num_snapshots,
+            num_window_pages=num_window_pages,
+        )
         state = SlotState(
             num_slots=self.num_slots,
             max_seq_len=max_seq_len,
             page_size=kv.page_size,
             scratch_page=kv.scratch_page,
             device=self.device,
+            scratch_window_page=None if layout.window is None else kv.scratch_window_page,
         )
         if isinstance(self.model, PoolingModel):
             return PoolingRunner(self.model, kv, state, self.attention, self.ops, self.sampler)
@@ -309,7 +335,7 @@ def _measure(parts: _Parts, sizes: GraphSizes | None, context_len: int, max_pref
     """Return what steps and graphs take, from a trial."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(parts.device)
-    runner = parts.runner(0, context_len)
+    runner = parts.runner(0, 0, context_len)
     # The trial's states are the real ones, and counted apart.
     states = parts.attention.kv_layout.state_bytes(parts.num_slots, parts.num_snapshots)
     steps = steps_bytes(runner, before, context_len, max_prefill_tokens) - states
@@ -335,6 +361,11 @@ def _layer_specs(config: EngineConfig, model: ModelConfig, tp: TPGroup, dtype: t
         else RecurrentSpec.of(layer.attention, tp_size=tp.size, dtype=dtype)
         for layer in model.layers
     ]
+
+
+def _leaves_pages_behind(windows: Sequence[int], page_size: int, context_len: int) -> bool:
+    """Return True if a sequence can grow so long that layers with these windows no longer see its first page."""
+    return bool(windows) and pages_behind(max(windows), page_size) + 1 < pages_for(context_len, page_size)
 
 
 def _graph_sizes(config: EngineConfig, parts: _Parts, max_prefill_tokens: int) -> GraphSizes | None:

@@ -156,12 +156,14 @@ class StepRunner:
             kv_lens_device=inputs.kv_lens,
             page_table=state.page_table[slots, :width],
             graph_tokens=len(token_slots) if in_graph else None,
+            window_table=None if state.window_table is None else state.window_table[slots, :width],
         )
-        plans = self.attention.plan(attended)
+        plans, windowed = self.attention.plan(attended), state.window_table
         return ForwardContext(
             input_ids=state.tokens[token_slots, positions].long(),
             positions=positions,
-            out_cache_loc=state.out_cache_loc(token_slots, positions),
+            out_cache_loc=state.out_cache_loc(state.page_table, token_slots, positions),
+            window_cache_loc=None if windowed is None else state.out_cache_loc(windowed, token_slots, positions),
             logits_indices=logits_indices,
             kv=self.kv,
             ops=self.ops,
@@ -255,22 +257,29 @@ class StepRunner:
         made = self.ops.decode_inputs(
             slots, state.tokens, state.lengths, state.page_table, state.page_size, pages=attention.reads_page_table
         )
+        windowed = None
+        if state.window_table is not None and attention.reads_window_table:
+            windowed = self.ops.decode_inputs(
+                slots, state.tokens, state.lengths, state.window_table, state.page_size, pages=True
+            )
         inputs = AttentionInputs(
             query_lens=np.ones(rows, dtype=np.int32),
             kv_lens=kv_lens,
             query_starts=self._row_numbers[: rows + 1],
             kv_lens_device=made.kv_lens,
             page_table=made.page_table,
+            window_table=None if windowed is None else windowed.page_table,
         )
         return ForwardContext(
             input_ids=made.input_ids,
             positions=made.positions,
             out_cache_loc=made.out_cache_loc,
+            window_cache_loc=None if windowed is None else windowed.out_cache_loc,
             logits_indices=None,
             kv=self.kv,
             ops=self.ops,
             attention=attention.plan(inputs),
-            fused=attention.fused_rows(slots, made.kv_lens, state.page_table),
+            fused=attention.fused_rows(slots, made.kv_lens, state.page_table, state.window_table),
             recurrent=RecurrentRows(SingleRows(slots, made.positions)),
             logits=logits,
         )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import math
 import os
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,15 +93,20 @@ def describe_states(layout: KVLayout, num_slots: int, wanted: int, num_snapshots
     )
 
 
-def pool_pages(config: EngineConfig, *, page_bytes: int, useful_pages: int, room: Room) -> int:
-    """Return --num-pages, or as many as fit, and no more than all slots together can use. ConfigError if too many."""
-    fitting = max(room.pool // page_bytes, 0)
+def pool_pages(config: EngineConfig, *, pool_bytes: Callable[[int], int], useful_pages: int, room: Room) -> int:
+    """Return --num-pages, or as many as fit, and no more than all slots together can use. ConfigError if too many.
+
+    `pool_bytes` of a number of pages is that of the whole pool, with the pages that a windowed group has beside them.
+    """
+    numbers = range(max(useful_pages, config.num_pages or 1) + 1)
+    fitting = max(bisect_right(numbers, room.pool, key=pool_bytes) - 1, 0)
     wanted = config.num_pages if config.num_pages is not None else min(fitting, useful_pages)
     if 1 <= wanted <= fitting:
         return wanted
     wanted = max(wanted, 1)
     remedies = [f"--num-pages {fitting}"] if fitting else []
-    ratio = math.ceil((config.memory_ratio + (wanted * page_bytes - room.pool) / room.total) * 100) / 100
+    needed = pool_bytes(wanted)
+    ratio = math.ceil((config.memory_ratio + (needed - room.pool) / room.total) * 100) / 100
     if ratio <= 1.0:
         remedies.append(f"--memory-ratio {ratio:.2f}")
     if not remedies:
@@ -107,8 +114,8 @@ def pool_pages(config: EngineConfig, *, page_bytes: int, useful_pages: int, room
             "more ranks (--tp), or smaller --max-prefill-length, --cuda-graph-max-bs, --max-running-requests"
         )
     raise ConfigError(
-        f"too little memory for the KV cache: {wanted} pages of {page_bytes / 2**20:.2f} MiB need "
-        f"{wanted * page_bytes / GIB:.2f} GiB, and there are {room.pool / GIB:.2f} GiB: of {room.total / GIB:.2f} GiB "
+        f"too little memory for the KV cache: {wanted} pages of {needed / wanted / 2**20:.2f} MiB need "
+        f"{needed / GIB:.2f} GiB, and there are {room.pool / GIB:.2f} GiB: of {room.total / GIB:.2f} GiB "
         f"{room.free / GIB:.2f} are free, {room.needs.steps / GIB:.2f} go to steps and {room.needs.graphs / GIB:.2f} "
         f"to CUDA graphs, at --memory-ratio {config.memory_ratio}. What would do: {', or '.join(remedies)}"
     )

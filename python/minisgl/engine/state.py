@@ -21,8 +21,16 @@ class SlotState:
     """Rows for `num_slots` requests and one more, the scratch slot, that padding rows of a graph name."""
 
     def __init__(
-        self, *, num_slots: int, max_seq_len: int, page_size: int, scratch_page: int, device: torch.device
+        self,
+        *,
+        num_slots: int,
+        max_seq_len: int,
+        page_size: int,
+        scratch_page: int,
+        device: torch.device,
+        scratch_window_page: int | None = None,
     ) -> None:
+        """`scratch_window_page`: that of layers with pages of their own, which get a page table of their own."""
         rows = num_slots + 1
         self.device = device
         self.scratch_slot = num_slots
@@ -32,6 +40,9 @@ class SlotState:
         self.page_table = torch.full(
             (rows, pages_for(max_seq_len, page_size)), scratch_page, dtype=torch.int32, device=device
         )
+        self.window_table: Tensor | None = None
+        if scratch_window_page is not None:
+            self.window_table = torch.full_like(self.page_table, scratch_window_page)
         self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)  # 0: no limit
         self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
@@ -44,7 +55,9 @@ class SlotState:
         if batch.new_rows:
             self._enter(batch.new_rows)
         if len(batch.new_pages):
-            self._write(self.page_table, batch.new_pages)
+            self._write(self.page_table, batch.new_pages[:, :3])
+            if self.window_table is not None:
+                self._write(self.window_table, batch.new_pages[:, [0, 1, 3]])
 
     def _enter(self, rows: Sequence[NewRow]) -> None:
         """Write all rows at once: each operation takes the host as long as the next."""
@@ -71,6 +84,9 @@ class SlotState:
         self._write(self.tokens, _beginnings([(row.slot, row.token_ids) for row in rows]))
         if any(len(row.pages) for row in rows):
             self._write(self.page_table, _beginnings([(row.slot, row.pages) for row in rows]))
+            windowed = [(row.slot, row.window_pages) for row in rows if row.window_pages is not None]
+            if self.window_table is not None and windowed:
+                self._write(self.window_table, _beginnings(windowed))
         for row in rows:
             self.processing.enter(row)
 
@@ -80,9 +96,9 @@ class SlotState:
         sent_places, sent_values = upload(np.stack([places, entries[:, 2]]), self.device)
         table.view(-1).scatter_(0, sent_places, sent_values.view(torch.int32)[::2])  # the low half of each
 
-    def out_cache_loc(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Return the places [T] int64 in the KV pool of slots and positions [T]: page * page_size + offset."""
-        pages = self.page_table[slots, positions // self.page_size]
+    def out_cache_loc(self, page_table: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Return the places [T] int64 in a group's pool of slots and positions [T]: page * page_size + offset."""
+        pages = page_table[slots, positions // self.page_size]
         return pages.long() * self.page_size + positions % self.page_size
 
     def advance(self, slots: Tensor, sampled: Tensor) -> None:

@@ -50,14 +50,19 @@ def measure(
     max_seq_len: int,
     max_prefill_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
+    num_window_pages: int | None = None,
 ) -> StepCost | None:
-    """Return the coefficients from ten steps of `run`, which waits for their end. None: too small an engine."""
+    """Return the coefficients from ten steps of `run`, which waits for their end. None: too small an engine.
+
+    `num_window_pages`: of a windowed group, if there is one.
+    """
+    pools = (num_pages,) if num_window_pages is None else (num_pages, num_window_pages)
 
     random = np.random.default_rng(0)
 
     def seconds(rows: int, start_pos: int, query_len: int) -> float:
         token_ids = random.integers(vocab_size, size=(rows, start_pos + query_len), dtype=np.int32)
-        batch = _batch(token_ids, start_pos, num_pages, page_size)
+        batch = _batch(token_ids, start_pos, pools, page_size)
         times = []
         for _ in range(RUNS):
             begin = clock()
@@ -87,15 +92,16 @@ def measure(
     )
 
 
-def _batch(token_ids: Int32Array, start_pos: int, num_pages: int, page_size: int) -> Batch:
+def _batch(token_ids: Int32Array, start_pos: int, pools: Sequence[int], page_size: int) -> Batch:
     """Return a step of all tokens [rows, n] from `start_pos` on, for rows that enter with it.
 
-    As far as the pool reaches, none of them shares a page. They enter, for captured decodes read lengths and tokens of
-    the device's own.
+    As far as the pools, of so many pages each, reach, none of them shares a page. They enter, for captured decodes read
+    lengths and tokens of the device's own.
     """
     rows, known = token_ids.shape
     pages = -(-known // page_size)
-    slots, indices = np.divmod(np.arange(rows * pages, dtype=np.int32), pages)
+    numbers = np.arange(rows * pages, dtype=np.int32)
+    slots, indices = np.divmod(numbers, pages)
     none = np.zeros(0, dtype=np.int32)
     return Batch(
         step=0,
@@ -103,6 +109,6 @@ def _batch(token_ids: Int32Array, start_pos: int, num_pages: int, page_size: int
         start_pos=np.full(rows, start_pos, dtype=np.int32),
         query_lens=np.full(rows, known - start_pos, dtype=np.int32),
         needs_sample=np.ones(rows, dtype=np.bool_),
-        new_pages=np.stack([slots, indices, np.arange(rows * pages, dtype=np.int32) % num_pages], axis=1),
+        new_pages=np.stack([slots, indices, *(numbers % num_pages for num_pages in pools)], axis=1),
         new_rows=[NewRow(slot, ids, none, SamplingParams(), 0, known) for slot, ids in enumerate(token_ids)],
     )

@@ -20,25 +20,38 @@ class KVPool:
 
     One page more than `num_pages` is allocated: the last is a scratch page that nobody owns. Padding rows of a
     captured graph write there, and to the state of the scratch slot, row `num_slots`. The rows of states behind it are
-    snapshots, which no layer reads: `copy_states` saves and restores them.
+    snapshots, which no layer reads: `copy_states` saves and restores them. Layers of a windowed group have
+    `num_window_pages`, and one more, instead.
     """
 
     def __init__(
-        self, layout: KVLayout, num_pages: int, device: torch.device, *, num_slots: int = 0, num_snapshots: int = 0
+        self,
+        layout: KVLayout,
+        num_pages: int,
+        device: torch.device,
+        *,
+        num_slots: int = 0,
+        num_snapshots: int = 0,
+        num_window_pages: int = 0,
     ) -> None:
         self.num_pages = num_pages
         self._state_rows = num_slots + 1 + num_snapshots
         self.page_size = layout.page_size
         self.scratch_page = num_pages
+        self.scratch_window_page = num_window_pages
+        self.windowed = layout.windowed  # layers whose pages are the windowed group's
+        pages = [num_window_pages if index in layout.windowed else num_pages for index in range(len(layout.layers))]
         # One allocation for all stores that are alike: the sum of many would be rounded up by torch.
-        counts = Counter(store for layer in layout.layers for store in layer)
-        stacked = {store: self._allocate(store, count, device) for store, count in counts.items()}
-        self._states = [stack for store, stack in stacked.items() if store.per == "slot"]  # [layers, rows, *shape]
-        tensors: dict[Store, list[Tensor]] = {store: list(stack) for store, stack in stacked.items()}
-        self._layers = [tuple(tensors[store].pop(0) for store in layer) for layer in layout.layers]
+        layers = [[(store, count) for store in layer] for layer, count in zip(layout.layers, pages, strict=True)]
+        counts = Counter(one for layer in layers for one in layer)
+        stacked = {one: self._allocate(*one, count, device) for one, count in counts.items()}
+        self._states = [stack for (store, _), stack in stacked.items() if store.per == "slot"]  # [layers, rows, *shape]
+        tensors: dict[tuple[Store, int], list[Tensor]] = {one: list(stack) for one, stack in stacked.items()}
+        self._layers = [tuple(tensors[one].pop(0) for one in layer) for layer in layers]
         self.upcast_buffer: tuple[Tensor, Tensor] | None = None  # K and V of one layer at a time
         if layout.upcast:
-            keys, values = (self._allocate(store, 1, device)[0] for store in layout.upcast)
+            upcast_pages = layout.upcast_pages(num_pages, num_window_pages)
+            keys, values = (self._allocate(store, upcast_pages, 1, device)[0] for store in layout.upcast)
             self.upcast_buffer = keys, values
 
     def keys(self, layer: int) -> Tensor:
@@ -58,8 +71,8 @@ class KVPool:
             for states in self._states:
                 states[:, target].copy_(states[:, source])
 
-    def _allocate(self, store: Store, count: int, device: torch.device) -> Tensor:
-        entries = (self.num_pages + 1, self.page_size) if store.per == "token" else (self._state_rows,)
+    def _allocate(self, store: Store, num_pages: int, count: int, device: torch.device) -> Tensor:
+        entries = (num_pages + 1, self.page_size) if store.per == "token" else (self._state_rows,)
         return _zeros((count, *entries, *store.shape), store.dtype, device)
 
 

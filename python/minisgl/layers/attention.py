@@ -23,7 +23,7 @@ def attend(layer: int, qkv: Tensor, heads: Heads, sinks: Tensor | None, ctx: For
     fused = ctx.fused.get(layer)
     if fused is not None:
         return fused.forward(qkv, heads, keys, values, sinks)
-    q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.out_cache_loc, keys, values)
+    q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.cache_loc(layer), keys, values)
     return ctx.attention[layer].forward(layer, q, ctx.kv, sinks)
 
 

@@ -24,6 +24,7 @@ from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, PendingStep
 from minisgl.kvcache import make_cache
 from minisgl.kvcache.base import CacheObserver
 from minisgl.kvcache.snapshots import SnapshotStore
+from minisgl.kvcache.window import WindowGroup, WindowPool
 from minisgl.limits import Limits
 from minisgl.message.control import Progress
 from minisgl.message.socket import Inbox, Outbox
@@ -252,6 +253,7 @@ class SchedulableEngine(StepEngine, Protocol):
     num_pages: int
     num_slots: int
     num_snapshots: int  # of the states of a hybrid model
+    window: WindowGroup | None  # layers with pages of their own
     limits: Limits
     step_cost: StepCost | None
 
@@ -283,7 +285,8 @@ def make_loop(
         else:
             logger.info("no prefix is reused: there is no room for snapshots of the recurrent layers' states")
             cache = "naive"
-    observers = [told for told in (snapshots, observer) if told is not None]
+    windows = None if engine.window is None else WindowPool(engine.window, engine.num_pages)
+    observers = [told for told in (snapshots, windows, observer) if told is not None]
     scheduler = Scheduler(
         config,
         cache=make_cache(cache, engine.page_size, *observers),
@@ -295,6 +298,7 @@ def make_loop(
         cost=engine.step_cost,
         pools=model.pooling is not None,
         snapshots=snapshots,
+        windows=windows,
     )
     if not followers:
         return StepLoop(scheduler, engine, overlap=config.overlap)

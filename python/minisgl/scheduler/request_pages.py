@@ -12,23 +12,37 @@ from minisgl.core import CacheNode, IndexArray, Int32Array, pages_for
 from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.kvcache.pages import PagePool
 from minisgl.kvcache.snapshots import SnapshotStore
+from minisgl.kvcache.window import WindowPool
 from minisgl.scheduler.request import Request
 from minisgl.scheduler.table import SlotTable
+from minisgl.scheduler.window_rows import WindowRows
+
+WATERMARK = 0.02  # share of all pages that stays free at an admission, besides one page for each running request
 
 
 class RequestPages:
-    """Owner of the pool and the prefix cache. A request's locked place in the cache is `Request.prefix`."""
+    """Owner of the pools and the prefix cache. A request's locked place in the cache is `Request.prefix`.
+
+    Where some layers attend to a window, these have pages of their own (`_windows`); all others are the full group's.
+    """
 
     def __init__(
-        self, cache: CacheManager, num_pages: int, table: SlotTable, snapshots: SnapshotStore | None = None
+        self,
+        cache: CacheManager,
+        num_pages: int,
+        table: SlotTable,
+        snapshots: SnapshotStore | None = None,
+        windows: WindowPool | None = None,
+        max_prefill_tokens: int = 0,
     ) -> None:
-        """`snapshots`: a prefix is of use only up to one of them."""
+        """`snapshots`: a prefix is of use only up to one of them. `max_prefill_tokens`: of a step, for `windows`."""
         self._cache = cache
         self._snapshots = snapshots
         self._pool = PagePool(num_pages, cache)
         self._table = table
         self._page_size = cache.page_size
         self._reserved = 0  # promised to running requests and not yet allocated
+        self._windows = None if windows is None else WindowRows(windows, table, num_pages, max_prefill_tokens)
 
     @property
     def num_pages(self) -> int:
@@ -36,13 +50,23 @@ class RequestPages:
 
     @property
     def unpromised(self) -> int:
-        """Pages that are available and promised to nobody."""
+        """Pages, of each group, that are available and promised to nobody."""
+        return self._unpromised if self._windows is None else min(self._unpromised, self._windows.unpromised)
+
+    @property
+    def _unpromised(self) -> int:
+        """The full group's."""
         return self._pool.available - self._reserved
 
     def match(self, request: Request) -> CacheHandle:
         """Return the longest cached prefix that the request can use."""
         found = self._match_pages(request)
-        if self._snapshots is None or (usable := self._snapshots.find(found.pages)) == len(found.pages):
+        usable = len(found.pages)
+        if self._snapshots is not None:
+            usable = self._snapshots.find(found.pages)
+        elif self._windows is not None:
+            usable = self._windows.usable(found.pages)
+        if usable == len(found.pages):
             return found
         return self._cache.match(request.token_ids[: usable * self._page_size], request.salt)
 
@@ -69,11 +93,15 @@ class RequestPages:
                 return True
         return False
 
-    def reserve(self, request: Request, prefix: CacheHandle, headroom: int) -> bool:
-        """Lock the prefix and promise pages for the other known tokens, if `headroom` pages stay free; else False."""
+    def reserve(self, request: Request, prefix: CacheHandle, num_running: int) -> bool:
+        """Lock the prefix and promise pages for the other known tokens; False if too few would stay free.
+
+        Beside running requests some must, so that they, and then this one, can grow for a while.
+        """
         self._cache.lock(prefix)
         needed = pages_for(len(request.token_ids), self._page_size) - len(prefix.pages)
-        if needed + headroom > self.unpromised:
+        headroom = _headroom(num_running, self.num_pages)
+        if needed + headroom > self._unpromised or not self._reserve_window(request, prefix, num_running):
             self._cache.unlock(prefix)
             return False
         request.prefix = prefix
@@ -81,13 +109,32 @@ class RequestPages:
         self._reserved += needed
         return True
 
+    def _reserve_window(self, request: Request, prefix: CacheHandle, num_running: int) -> bool:
+        """Do for the windowed group what `reserve` does."""
+        windows = self._windows
+        if windows is None:
+            return True
+        windows.lock(prefix.pages)
+        needed = windows.needed(len(request.token_ids), prefix.pages)
+        if needed + _headroom(num_running, windows.pool.num_pages) > windows.unpromised:
+            windows.unlock(prefix.pages)
+            return False
+        return True
+
+    def enter(self, request: Request, prefix: CacheHandle) -> Int32Array | None:
+        """Give the request a slot, behind `reserve`; return the windowed pages of its prefix, if there are such."""
+        slot = self._table.enter(request, prefix.pages)
+        if self._windows is None:
+            return None
+        return self._windows.enter(slot, len(request.token_ids), prefix.pages)
+
     def missing(self, slots: IndexArray, new_len: Int32Array) -> Int32Array:
         """Count the pages that each row lacks for this many tokens."""
         missing: Int32Array = -(-new_len // self._page_size) - self._table.num_pages[slots]
         return missing
 
     def allocate(self, slots: IndexArray, counts: Int32Array) -> Int32Array:
-        """Give the rows that cross a page boundary their pages; return [k, 3] (slot, index in the row, page)."""
+        """Give the rows that cross a page boundary their pages; return Batch.new_pages."""
         if not counts.any():
             return np.empty((0, 3), dtype=np.int32)
         crossing = counts > 0
@@ -97,16 +144,31 @@ class RequestPages:
             promised = min(count, request.reserved_pages)
             request.reserved_pages -= promised
             self._reserved -= promised
-        return self._table.extend_pages(slots, counts, self._pool.allocate(int(counts.sum())))
+        entries = self._table.extend_pages(slots, counts, self._pool.allocate(int(counts.sum())))
+        return entries if self._windows is None else self._windows.extend(entries)
+
+    def planned(self, slots: IndexArray, new_len: Int32Array) -> None:
+        """Share the prefixes of rows whose prompts a planned step completes; give back what is behind their windows.
+
+        Chunks of a windowed model are shared as they come: their pages are soon behind the window, and in the cache
+        they are kept as long as there is room.
+        """
+        entry_len = self._table.entry_len[slots]
+        shared = new_len == entry_len if self._windows is None else new_len <= entry_len
+        for slot, length in zip(slots[shared].tolist(), new_len[shared].tolist(), strict=True):
+            self.share_prefix(self._table.request(slot), length)
+        if self._windows is not None:
+            self._windows.give_back_behind(slots, new_len >= entry_len)
 
     def share_prefix(self, request: Request, length: int) -> int | None:
-        """Put the first tokens, whose last chunk is planned, into the cache: a later step may read what this writes.
+        """Put the first tokens, whose chunk is planned, into the cache: a later step may read what this writes.
 
         Return the cached page that ends the last whole page of them; None if there is none.
 
         Where another request came first with a longer part of them, this one keeps its own pages until it ends: its
         row must not change under a running step. Locking the other's pages too must not take memory that admission
-        has promised, nor so much that this request could not go on alone; else nothing is put into the cache.
+        has promised, nor so much that this request could not go on alone; else nothing is put into the cache. Windowed
+        pages that the other's lack are this one's from then on; while they are locked, nothing is put there either.
         """
         assert request.prefix is not None
         whole = length // self._page_size
@@ -115,12 +177,18 @@ class RequestPages:
         foreign = len(found.pages) - len(request.prefix.pages)
         if foreign > 0:
             twice = np.count_nonzero(found.pages != pages[: len(found.pages)])
-            if foreign > self.unpromised or pages_for(request.max_len, self._page_size) + twice > self.num_pages:
+            if (
+                foreign > self._unpromised
+                or pages_for(request.max_len, self._page_size) + twice > self.num_pages
+                or (self._windows is not None and not self._windows.can_share(request.slot, found.pages))
+            ):
                 return int(found.pages[-1]) if len(found.pages) == whole else None
         shared = self._cache.insert(tokens, pages[:whole], request.salt).handle
         self._cache.lock(shared)
         self._cache.unlock(request.prefix)
         request.prefix = shared
+        if self._windows is not None:
+            self._windows.share(request.slot, shared.pages)
         return int(shared.pages[-1]) if len(shared.pages) else None
 
     def give_back(self, request: Request) -> None:
@@ -137,6 +205,8 @@ class RequestPages:
         whole = min(int(table.cached_len[slot]), int(table.known_len[slot])) // self._page_size
         pages = table.row_pages(slot)
         result = self._cache.insert(table.tokens[slot, : whole * self._page_size], pages[:whole], request.salt)
+        if self._windows is not None:
+            self._windows.leave(slot, result.handle.pages)
         self._cache.unlock(request.prefix)
         request.prefix = None
         self._pool.free(result.duplicates)
@@ -156,6 +226,11 @@ class RequestPages:
         own = np.flatnonzero(cached[first:] == row[first : len(cached)])
         return (first + int(own[0])) * self._page_size if len(own) else None
 
+    def forget_windows(self, cached: Int32Array) -> None:
+        """Free windowed pages that were never written, beside these cached pages; who found them is retracted."""
+        if self._windows is not None:
+            self._windows.pool.drop_unlocked(cached)
+
     def forget(self, request: Request, length: int) -> None:
         """Take known tokens from the cache whose K and V were never written: those beyond the first `length`."""
         self._pool.free(self._cache.forget(request.token_ids, length, request.salt))
@@ -170,7 +245,7 @@ class RequestPages:
 
     def counts(self) -> dict[str, int]:
         """Return the number of pages by state, for /server_info."""
-        return {
+        counts = {
             "pages": self._pool.num_pages,
             "pages_free": self._pool.allocator.num_free,
             "pages_cached": self._cache.cached_pages,
@@ -178,6 +253,12 @@ class RequestPages:
             "pages_reserved": self._reserved,
             "pages_evicted": self._pool.evicted,
         }
+        return counts if self._windows is None else counts | self._windows.counts()
+
+    def check_windows(self) -> None:
+        """Raise BrokenInvariant if a windowed page has no owner or two; for tests, slow."""
+        if self._windows is not None:
+            self._windows.pool.check(self._cache.owned_pages(), self._windows.held())
 
     def check_idle(self) -> None:
         """Raise if a page is lost, locked or promised although no request runs."""
@@ -185,5 +266,12 @@ class RequestPages:
         self._pool.check_idle()
         if self._snapshots is not None:
             self._snapshots.check()
+        if self._windows is not None:
+            self._windows.pool.check_idle(self._cache.owned_pages())
         if self._reserved or self._cache.locked_pages:
             raise RuntimeError(f"held at idle: {self.counts()}")
+
+
+def _headroom(num_running: int, num_pages: int) -> int:
+    """Return the pages of a pool to leave free at an admission beside so many running requests."""
+    return num_running + int(WATERMARK * num_pages) if num_running else 0

@@ -29,6 +29,7 @@ from minisgl.core import (
 )
 from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.kvcache.snapshots import SnapshotStore
+from minisgl.kvcache.window import WindowPool
 from minisgl.message.engine_state import SequenceState
 from minisgl.message.to_detokenizer import End, Open, Pooled, StepOutput
 from minisgl.message.types import TextOptions, pack_ids
@@ -45,7 +46,6 @@ from minisgl.structured_output.protocol import Grammars, NoGrammars, Progress
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 2  # small steps that fail although a request is alone in them: then it ends with an error
-WATERMARK = 0.02  # share of all pages that stays free at an admission, besides one page for each running request
 
 
 class Scheduler:
@@ -70,17 +70,18 @@ class Scheduler:
         pools: bool = False,
         snapshots: SnapshotStore | None = None,
         snapshot_distance: int = DISTANCE,
+        windows: WindowPool | None = None,
     ) -> None:
         """`pools`: the model makes a vector of each prompt, which ends its request, and no token.
 
         `snapshots`: the model has recurrent layers, and `cache` tells this store which pages it holds. They are
-        `snapshot_distance` tokens apart.
+        `snapshot_distance` tokens apart. `windows`: some layers have pages of their own, and `cache` tells it the same.
         """
         self._pooling = pools
         self._limits = StepLimits(config.max_prefill_tokens, num_slots)
         self._batch_policy = make_batch_policy(config, cost)
         self._table = SlotTable(num_slots, max_seq_len, cache.page_size)
-        self._pages = RequestPages(cache, num_pages, self._table, snapshots)
+        self._pages = RequestPages(cache, num_pages, self._table, snapshots, windows, config.max_prefill_tokens)
         self._snapshots = None
         if snapshots is not None:
             self._snapshots = StateSnapshots(snapshots, self._pages, self._table, distance=snapshot_distance)
@@ -201,9 +202,7 @@ class Scheduler:
         table.last_step[slots] = step
         if self._snapshots is not None:
             self._snapshots.advance(slots, new_len)
-        for slot in slots[new_len == table.entry_len[slots]].tolist():
-            request = table.request(slot)
-            self._pages.share_prefix(request, len(request.token_ids))
+        self._pages.planned(slots, new_len)
         return batch
 
     def fill(self, mask: Int32Array, batch: Batch) -> None:
@@ -241,7 +240,7 @@ class Scheduler:
             remaining = min(len(request.token_ids), request.max_len - 1) - prefix.cached_len  # as in the table
             if not chunks.accepts(prefix.cached_len, remaining):
                 continue
-            if not self._pages.reserve(request, prefix, self._headroom()):
+            if not self._pages.reserve(request, prefix, len(self._running)):
                 break
             new_rows.append(self._enter(request, prefix))
             remaining = int(table.remaining(self._running_array[-1:])[0])  # a snapshot may cut it
@@ -255,12 +254,6 @@ class Scheduler:
             return self._snapshots.is_coming(request, cached_len, self._running_array)
         return self._pages.is_being_prefilled(request, cached_len, self._running_array)
 
-    def _headroom(self) -> int:
-        """Pages to leave free at an admission, so that those who run, and then this one, can grow for a while."""
-        if not self._running:
-            return 0
-        return len(self._running) + int(WATERMARK * self._pages.num_pages)
-
     def _enter(self, request: Request, prefix: CacheHandle) -> NewRow:
         if request.state is RequestState.WAITING:
             self._report_open(request, prefix.cached_len)
@@ -269,7 +262,8 @@ class Scheduler:
         self._waiting.admitted(request)
         request.hit_tokens = prefix.cached_len
         request.state = RequestState.RUNNING
-        self._running.append(self._table.enter(request, prefix.pages))
+        window_pages = self._pages.enter(request, prefix)
+        self._running.append(request.slot)
         self._running_array = np.asarray(self._running, dtype=np.intp)
         if self._snapshots is not None:
             self._snapshots.enter(request, prefix)
@@ -278,7 +272,14 @@ class Scheduler:
         if sampling.min_tokens:
             stop_ids = sampling.stop_token_ids + (() if sampling.ignore_eos else tuple(self._eos.tolist()))
         return NewRow(
-            request.slot, request.token_ids, prefix.pages, sampling, request.seed, request.prompt_len, stop_ids
+            request.slot,
+            request.token_ids,
+            prefix.pages,
+            sampling,
+            request.seed,
+            request.prompt_len,
+            stop_ids,
+            window_pages,
         )
 
     def _make_room(self) -> bool:
@@ -391,9 +392,12 @@ class Scheduler:
         # A prompt's pages are the cache's from the launch of its last chunk on. Those that were never written go back
         # to it like the others, and are then forgotten. Whoever had found them there entered in one of these steps.
         unwritten: list[tuple[Request, int]] = []
+        beside_unwritten: list[Int32Array] = []
         for request in requests:
             assert request.prefix is not None
-            length = self._pages.unwritten(request, int(table.cached_len[request.slot]))
+            written = int(table.cached_len[request.slot])
+            beside_unwritten.append(request.prefix.pages[written // table.page_size :])
+            length = self._pages.unwritten(request, written)
             if length is not None:
                 table.cached_len[request.slot] = request.prefix.cached_len
                 unwritten.append((request, length))
@@ -405,6 +409,8 @@ class Scheduler:
                     request.failures = 0
                 self._retract(request)
         self._retire()
+        for pages in beside_unwritten:
+            self._pages.forget_windows(pages)
         for request, length in unwritten:
             self._pages.forget(request, length)
         if self._snapshots is not None:

@@ -18,27 +18,32 @@ class EngineLoad:
     prefix_tokens_queried: int = 0  # prompt tokens looked for in the cache, since the start
     prefix_tokens_hit: int = 0  # of these, found
     generation_rate: float = 0.0  # tokens/s between the last two heartbeats
+    window_usage: float = 0.0  # share of the windowed layers' pages that running sequences hold
 
     @classmethod
     def of(cls, counts: Mapping[str, int], page_size: int, generation_rate: float) -> EngineLoad:
         """Return the load that the scheduler's counts say; without any (before the first heartbeat) there is none."""
-        pages = counts.get("pages", 0)
-        unlocked = counts.get("pages_cached", 0) - counts.get("pages_locked", 0)
+
+        def held(kind: str) -> int:
+            unlocked = counts.get(f"{kind}_cached", 0) - counts.get(f"{kind}_locked", 0)
+            return counts.get(kind, 0) - counts.get(f"{kind}_free", 0) - unlocked
+
         return cls(
             counts.get("requests_running", 0),
             counts.get("requests_waiting", 0),
-            (pages - counts.get("pages_free", 0) - unlocked) * page_size,
+            held("pages") * page_size,
             counts.get("tokens_waiting", 0),
-            pages * page_size,
+            counts.get("pages", 0) * page_size,
             counts.get("prefix_tokens_queried", 0),
             counts.get("prefix_tokens_hit", 0),
             generation_rate,
+            held("window_pages") / max(counts.get("window_pages", 0), 1),
         )
 
     @property
     def usage(self) -> float:
-        """Share of the KV cache that running sequences hold; 1 is all."""
-        return self.tokens_used / self.max_tokens if self.max_tokens else 0.0
+        """Share of the KV cache that running sequences hold, of the fuller pool if there are two; 1 is all."""
+        return max(self.tokens_used / self.max_tokens, self.window_usage) if self.max_tokens else 0.0
 
     @property
     def hit_rate(self) -> float:

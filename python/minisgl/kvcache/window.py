@@ -1,0 +1,221 @@
+"""Pages of the layers that attend to a window: their own pool, which a long sequence leaves behind.
+
+Layers with a window form a group with page ids and a page table of its own, whose rows have an entry for each entry of
+the full group's. A running request holds the pages that its next query can see, and gives back those behind. What it
+shares goes into the prefix cache: beside a cached page of the full group there may be a windowed page, which is evicted
+by itself, least recently used first. So a cached prefix may lack windowed pages, and is of use up to a point only if
+the window before that point is there. This is policy on page numbers, as in `kvcache.pages`: NumPy only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from minisgl.core import Int32Array, pages_for
+from minisgl.kvcache.base import empty_pages, require
+from minisgl.kvcache.pages import OutOfPages, PageAllocator
+
+ABSENT = -1  # in place of a windowed page
+# Tokens of a sequence that the pools are shared out for: this share of the context, up to so many, or so many windows.
+USUAL_SHARE, USUAL_LEN, USUAL_WINDOWS = 1 / 8, 4096, 4
+
+
+@dataclass(frozen=True, slots=True)
+class WindowGroup:
+    """Layers with a window, and their pages."""
+
+    window: int  # the longest: positions that a query attends to, its own included
+    num_pages: int
+
+
+def pages_behind(window: int, page_size: int) -> int:
+    """Return how many pages before a query's own it may see: windows of 8 tokens reach back 2 pages of 4."""
+    return pages_for(window - 1, page_size)
+
+
+def windowed_pages(num_pages: int, window: int, page_size: int, context_len: int, max_prefill_tokens: int) -> int:
+    """Return the windowed group's pages beside `num_pages` of the full group.
+
+    Both groups run out at once with sequences of the usual length: an eighth of the context, but at most 4096 tokens
+    and at least 4 windows. Such a sequence holds a full page for each page_size tokens, and the windowed pages of a
+    window. Besides, a step has room for all tokens that it prefills, since a chunk is written before it is behind any
+    window. A window of 1024 in a context of 32k, pages of 16: sequences of 4096 tokens hold 65 of 256 pages, so 1000
+    full pages have 254 windowed ones beside them, and 512 for chunks of 8192 tokens.
+    """
+    usual = min(context_len, max(min(USUAL_LEN, int(USUAL_SHARE * context_len)), USUAL_WINDOWS * window))
+    held = pages_behind(window, page_size) + 1
+    shared = -(-num_pages * held // pages_for(usual, page_size))
+    return min(num_pages, max(shared, held + 1) + pages_for(max_prefill_tokens, page_size))
+
+
+class WindowPool:
+    """All windowed pages. Each is free, held by one request, or beside a cached page of the full group.
+
+    Implements kvcache.base.CacheObserver: when a page leaves the cache, the one beside it is freed.
+    """
+
+    def __init__(self, group: WindowGroup, num_full_pages: int) -> None:
+        self.window = group.window
+        self.allocator = PageAllocator(group.num_pages)
+        self.evicted = 0  # pages that the cache gave up for requests, since the start
+        # By page of the full group:
+        self._beside: Int32Array = np.full(num_full_pages, ABSENT, dtype=np.int32)
+        self._locks = np.zeros(num_full_pages, dtype=np.int32)
+        self._used_at = np.zeros(num_full_pages, dtype=np.int64)
+        self._clock = 0
+        self._cached = 0
+        self._locked = 0
+        # Pages of the full group in the order of eviction, when it was last sorted, and their times then. Whichever was
+        # used, locked or forgotten since is passed over; all others are older than whatever has come since.
+        self._queue = np.empty(0, dtype=np.intp)
+        self._queued_at = np.empty(0, dtype=np.int64)
+
+    @property
+    def num_pages(self) -> int:
+        return self.allocator.num_pages
+
+    @property
+    def cached_pages(self) -> int:
+        return self._cached
+
+    @property
+    def locked_pages(self) -> int:
+        """Cached pages that requests hold."""
+        return self._locked
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` can give: those that are free, and those of the cache that nobody locks."""
+        return self.allocator.num_free + self._cached - self._locked
+
+    # ---- pages of requests ----
+
+    def allocate(self, num_pages: int) -> Int32Array:
+        """Give pages to the caller, evicting what the free list lacks; OutOfPages if there are too few."""
+        if num_pages > self.available:
+            raise OutOfPages(num_pages, self.available)
+        missing = num_pages - self.allocator.num_free
+        if missing > 0:
+            self._evict(missing)
+        return self.allocator.allocate(num_pages)
+
+    def free(self, pages: Int32Array) -> None:
+        """Take pages back from their owner, as `PageAllocator.free`."""
+        self.allocator.free(pages)
+
+    # ---- pages of the cache ----
+
+    def beside(self, cached: Int32Array) -> Int32Array:
+        """Return the windowed page beside each cached page, or ABSENT."""
+        found: Int32Array = self._beside[cached]
+        return found
+
+    def adopt(self, cached: Int32Array, pages: Int32Array) -> Int32Array:
+        """Take windowed pages for cached ones that have none; return the others, which stay the caller's.
+
+        `pages` are those of a sequence from its beginning, ABSENT where the caller owns none. `cached` are the full
+        group's pages of the same places, as many as are cached. The pages taken become the most recently used.
+        """
+        given = pages[: len(cached)]
+        taken = (given != ABSENT) & (self._beside[cached] == ABSENT)
+        self._beside[cached[taken]] = given[taken]
+        self._cached += int(taken.sum())
+        self.use(cached[taken])
+        left: Int32Array = np.concatenate([given[~taken], pages[len(cached) :]])
+        kept: Int32Array = left[left != ABSENT]
+        return kept
+
+    def put(self, cached: Int32Array, pages: Int32Array) -> None:
+        """Put windowed pages beside cached ones, in place of what is there, which nobody locks."""
+        self.drop(cached)
+        self._beside[cached] = pages
+        self._cached += len(cached)
+        self.use(cached)
+
+    def is_locked(self, cached: Int32Array) -> bool:
+        """Return True if somebody locks a windowed page beside one of these."""
+        return bool(self._locks[cached].any())
+
+    def use(self, cached: Int32Array) -> None:
+        """Make the windowed pages beside these the most recently used, the last of them the most."""
+        self._used_at[cached] = self._clock + np.arange(len(cached))
+        self._clock += len(cached)
+
+    def lock(self, cached: Int32Array) -> None:
+        """Keep the windowed pages beside these from eviction; none is absent, and none is named twice."""
+        require(bool((self._beside[cached] != ABSENT).all()), "a windowed page that is absent is locked")
+        self._locked += int((self._locks[cached] == 0).sum())
+        self._locks[cached] += 1
+
+    def unlock(self, cached: Int32Array) -> None:
+        """Take back a lock of each, which is a use. A page that several requests share may be named as often."""
+        np.subtract.at(self._locks, cached, 1)
+        require(bool((self._locks[cached] >= 0).all()), "a windowed page is unlocked that was not locked")
+        self._locked -= len(np.unique(cached[self._locks[cached] == 0]))
+        self.use(cached)
+
+    def drop(self, cached: Int32Array) -> None:
+        """Free what stands beside these pages, which nobody locks."""
+        require(not self.is_locked(cached), "a windowed page that is locked is to be freed")
+        pages = self.beside(cached)
+        pages = pages[pages != ABSENT]
+        self._beside[cached] = ABSENT
+        self._cached -= len(pages)
+        self.allocator.free(pages)
+
+    def stored(self, parent: int | None, tokens: Int32Array, pages: Int32Array, salt: bytes) -> None:
+        pass  # a request puts its windowed pages there itself
+
+    def removed(self, pages: Int32Array) -> None:
+        self.drop(pages)
+
+    def cleared(self) -> None:
+        self.drop(np.flatnonzero(self._beside != ABSENT).astype(np.int32))
+
+    def drop_unlocked(self, cached: Int32Array) -> None:
+        """Free what stands beside these pages and is not locked."""
+        self.drop(cached[self._locks[cached] == 0])
+
+    def _evict(self, num_pages: int) -> None:
+        """Free the least recently used pages that nobody locks; there are so many."""
+        self.evicted += num_pages
+        while num_pages > 0:
+            if len(self._queue) == 0:
+                unlocked = np.flatnonzero((self._beside != ABSENT) & (self._locks == 0))
+                self._queue = unlocked[np.argsort(self._used_at[unlocked], kind="stable")]
+                self._queued_at = self._used_at[self._queue]
+            first, queued_at = self._queue[:num_pages], self._queued_at[:num_pages]
+            self._queue, self._queued_at = self._queue[num_pages:], self._queued_at[num_pages:]
+            unused = (self._beside[first] != ABSENT) & (self._locks[first] == 0) & (self._used_at[first] == queued_at)
+            evicted = first[unused].astype(np.int32)
+            self.drop(evicted)
+            num_pages -= len(evicted)
+
+    # ---- checking ----
+
+    def check(self, cached: Int32Array, held: Int32Array | None = None) -> None:
+        """Raise BrokenInvariant if a page has no owner or two; for tests, slow.
+
+        `cached`: all cached pages of the full group; `held`: all windowed pages that requests own.
+        """
+        self.allocator.check()
+        beside = self._beside[cached]
+        beside = beside[beside != ABSENT]
+        require(len(beside) == int((self._beside != ABSENT).sum()), "a windowed page stands beside one not cached")
+        require(len(beside) == self._cached, f"{self._cached} windowed pages are counted, {len(beside)} are cached")
+        locked = (self._locks > 0) & (self._beside != ABSENT)
+        require(int(locked.sum()) == self._locked, f"{self._locked} locked windowed pages are counted")
+        require(int((self._locks > 0).sum()) == self._locked, "a windowed page is locked that is absent")
+        owned = np.concatenate([self.allocator.free_pages(), beside, empty_pages() if held is None else held])
+        owners = np.bincount(owned, minlength=self.num_pages)
+        require(
+            bool((owners == 1).all()),
+            f"lost windowed pages: {np.flatnonzero(owners == 0)}; with two owners: {np.flatnonzero(owners > 1)}",
+        )
+
+    def check_idle(self, cached: Int32Array) -> None:
+        """Raise BrokenInvariant unless every windowed page is free or cached, and none is locked."""
+        self.check(cached)
+        require(self._locked == 0, f"{self._locked} windowed pages are locked by nobody")

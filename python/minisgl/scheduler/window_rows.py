@@ -1,0 +1,161 @@
+"""Windowed pages of running requests: what each row holds, and what it gives back as its window moves on.
+
+Of a row with n pages, the next query sees at most the last `behind` + 1, so all in front are given back when a step
+is planned. That step may still read them: the device runs steps in order, and they are not written before the next.
+Entries in front keep their old numbers, which nobody attends to.
+
+Admission promises a prompt the pages that it holds when it is computed; a step's chunks come out of a reserve, which
+is whole again when the step is planned.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from minisgl.core import BoolArray, IndexArray, Int32Array, pages_for
+from minisgl.kvcache.window import ABSENT, WindowPool, pages_behind
+from minisgl.scheduler.table import SlotTable
+
+
+class WindowRows:
+    """Owner of the windowed group's rows; places in them are those of the table's rows of full pages.
+
+    Row entries `start` .. `lent` are the cache's and locked, those from max(start, lent) on are the request's own.
+    """
+
+    def __init__(self, pool: WindowPool, table: SlotTable, num_full_pages: int, max_prefill_tokens: int) -> None:
+        self.pool = pool
+        self.given_back = 0  # pages, while their requests ran
+        self._table = table
+        self._behind = pages_behind(pool.window, table.page_size)
+        # Each windowed page stands for a page of the full group, so as many as those never run out before them.
+        self._is_limit = pool.num_pages < num_full_pages
+        self._chunks = pages_for(max_prefill_tokens, table.page_size)
+        num_slots = len(table.num_pages)
+        self._pages = np.zeros_like(table.pages)
+        self._cached = np.zeros_like(table.pages)  # of the full group: the cached page that a lent one stands beside
+        self._start = np.zeros(num_slots, dtype=np.int32)
+        self._lent = np.zeros(num_slots, dtype=np.int32)
+        self._promised = np.zeros(num_slots, dtype=np.int32)  # to hold, while its prompt is computed; then 0
+
+    @property
+    def unpromised(self) -> int:
+        """Pages that are available and promised to nobody."""
+        if not self._is_limit:
+            return sys.maxsize
+        owed = np.maximum(self._promised - (self._table.num_pages - self._start), 0)
+        return self.pool.available - self._chunks - int(owed.sum())
+
+    def usable(self, cached: Int32Array) -> int:
+        """Return how many of a cached prefix's pages a request can use: as far as the window before their end reaches.
+
+        Say windows reach 2 pages back, and the cached pages 0 to 5 have windowed ones but for 3: a query behind page 5
+        would see 4 and 5, so all 6 are usable. Without 4, only the first 3 are, behind which it sees 1 and 2.
+        """
+        present = self.pool.beside(cached) != ABSENT
+        if present[max(len(cached) - self._behind, 0) :].all():
+            return len(cached)
+        ends = np.arange(1, len(cached) + 1)
+        last_absent = np.maximum.accumulate(np.where(present, 0, ends))
+        found = ends[last_absent <= np.maximum(ends - self._behind, 0)]
+        return int(found[-1]) if len(found) else 0
+
+    def lock(self, prefix: Int32Array) -> None:
+        """Lock the window before the end of a usable prefix."""
+        self.pool.lock(prefix[self._first(prefix) :])
+
+    def unlock(self, prefix: Int32Array) -> None:
+        """Undo `lock`, where the request does not enter."""
+        self.pool.unlock(prefix[self._first(prefix) :])
+
+    def needed(self, num_tokens: int, prefix: Int32Array) -> int:
+        """Return the pages to promise to a request of so many known tokens behind a locked prefix."""
+        return self._held(num_tokens) - (len(prefix) - self._first(prefix))
+
+    def enter(self, slot: int, num_tokens: int, prefix: Int32Array) -> Int32Array:
+        """Begin the row of a request with a locked prefix; return the row's entries."""
+        first, length = self._first(prefix), len(prefix)
+        self._pages[slot, :first] = 0  # any page: nobody attends to them
+        self._pages[slot, first:length] = self.pool.beside(prefix[first:])
+        self._cached[slot, :length] = prefix
+        self._start[slot], self._lent[slot] = first, length
+        self._promised[slot] = self._held(num_tokens)
+        return self._pages[slot, :length].copy()
+
+    def extend(self, entries: Int32Array) -> Int32Array:
+        """Give rows a page for each new entry [k, 3] (slot, index, full page): [k, 4] with the windowed page."""
+        pages = self.pool.allocate(len(entries))
+        self._pages[entries[:, 0], entries[:, 1]] = pages
+        return np.column_stack([entries, pages])
+
+    def can_share(self, slot: int, cached: Int32Array) -> bool:
+        """Return True if nobody locks what `share` would replace."""
+        return not self.pool.is_locked(cached[self._first_own(slot) :])
+
+    def share(self, slot: int, cached: Int32Array) -> None:
+        """Put a row's own pages beside the cached pages of its tokens, and lock them there."""
+        first, length = self._first_own(slot), len(cached)
+        if first < length:
+            self.pool.put(cached[first:], self._pages[slot, first:length])
+            self.pool.lock(cached[first:])
+            self._cached[slot, first:length] = cached[first:]
+            self._lent[slot] = length
+
+    def give_back_behind(self, slots: IndexArray, prefilled: BoolArray) -> None:
+        """Give back the pages that no step after the one just planned can see; `prefilled`: whose prompt it ends."""
+        self._promised[slots[prefilled]] = 0
+        start = self._start[slots]
+        first = np.maximum(self._table.num_pages[slots] - self._behind - 1, start)
+        counts = first - start
+        if not counts.any():
+            return
+        self._start[slots] = first
+        owners = np.repeat(slots, counts)
+        index = np.repeat(first - np.cumsum(counts), counts) + np.arange(len(owners))
+        is_lent = index < self._lent[owners]
+        self.pool.unlock(self._cached[owners[is_lent], index[is_lent]])
+        self.pool.free(self._pages[owners[~is_lent], index[~is_lent]])
+        self.given_back += len(owners)
+
+    def leave(self, slot: int, cached: Int32Array) -> None:
+        """Give everything back; `cached` are the cached pages of the row's whole pages, where it may leave its own."""
+        start, lent, length = int(self._start[slot]), int(self._lent[slot]), int(self._table.num_pages[slot])
+        own = np.full(length, ABSENT, dtype=np.int32)
+        own[max(start, lent) :] = self._pages[slot, max(start, lent) : length]
+        self.pool.free(self.pool.adopt(cached, own))
+        self.pool.unlock(self._cached[slot, start:lent])
+        self._promised[slot] = self._start[slot] = self._lent[slot] = 0
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of windowed pages by state, for /server_info."""
+        return {
+            "window_pages": self.pool.num_pages,
+            "window_pages_free": self.pool.allocator.num_free,
+            "window_pages_cached": self.pool.cached_pages,
+            "window_pages_locked": self.pool.locked_pages,
+            "window_pages_evicted": self.pool.evicted,
+            "window_pages_given_back": self.given_back,
+        }
+
+    def held(self) -> Int32Array:
+        """Return all pages that running requests own; for checks, slow."""
+        return np.concatenate(
+            [
+                self._pages[slot, self._first_own(slot) : self._table.num_pages[slot]]
+                for slot in range(len(self._start))
+                if self._table.requests[slot] is not None
+            ]
+            or [np.empty(0, dtype=np.int32)]
+        )
+
+    def _first(self, prefix: Int32Array) -> int:
+        return max(len(prefix) - self._behind, 0)
+
+    def _held(self, num_tokens: int) -> int:
+        """Pages that a prompt holds when it is computed, and one for the page that its chunk may begin."""
+        return min(pages_for(num_tokens, self._table.page_size), self._behind + 1) + 1
+
+    def _first_own(self, slot: int) -> int:
+        return max(int(self._start[slot]), int(self._lent[slot]))

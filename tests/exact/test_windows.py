@@ -1,0 +1,53 @@
+"""Pages behind a window are given back while requests run, and no token changes: one pool is far too small for them.
+
+`test_exact.py` and `test_families.py` have windowed families too, in all kinds of batches and on several ranks. Here
+the windowed group's pages are too few for one sequence, and prefixes are found whose windowed pages are partly gone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from exact.oracle import Oracle
+from minisgl import LLM, SamplingParams
+from models.tiny import VOCAB
+
+NEW_TOKENS = 20
+
+
+@pytest.mark.parametrize(("kind", "page_size", "chunk", "tp_size"), [("gpt-oss", 1, 20, 1), ("gemma3", 4, 16, 2)])
+def test_a_pool_too_small_for_the_context_serves_it(
+    tmp_path: Path, kind: str, page_size: int, chunk: int, tp_size: int
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the other ranks
+    oracle, rng = Oracle(kind, tmp_path), random.Random(0)
+    shared = [rng.randrange(VOCAB) for _ in range(140)]
+    lengths = (0, 200), (140, 9), (96, 5), (0, 5), (0, 6)
+    prompts = [shared[:length] + [rng.randrange(VOCAB) for _ in range(own)] for length, own in lengths]
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    with LLM(
+        str(tmp_path),
+        device="cpu",
+        tp_size=tp_size,
+        page_size=page_size,
+        num_page_override=256 // page_size,
+        max_extend_tokens=chunk,
+        max_running_req=8,
+        batch_policy="mixed",
+    ) as llm:
+        answers = [llm.generate(prompts, params) for _ in range(2)]
+        counts = llm.loop.scheduler.counts()
+        assert counts["window_pages"] * page_size < len(prompts[0])
+        assert counts["window_pages_given_back"] > 2 * counts["window_pages"]
+        assert counts["window_pages_evicted"] > 0
+        assert counts["prefix_tokens_hit"] > 0
+        llm.check_idle()
+    for answer in answers:
+        for prompt, one in zip(prompts, answer, strict=True):
+            oracle.check_greedy(prompt, one["token_ids"])
