@@ -348,6 +348,14 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
     schedule_policy: Annotated[
         SchedulePolicy, Setting("who enters first: fcfs: who came first; lpm: longest cached prefix")
     ] = "fcfs"
+    state_snapshot_distance: Annotated[
+        int,
+        Setting(
+            "tokens between the snapshots of a sequence, at least: each adds a step to a prompt",
+            metavar="TOKENS",
+            ge=1,
+        ),
+    ] = 512
     overlap: Annotated[
         bool,
         Setting(

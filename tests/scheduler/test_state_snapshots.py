@@ -53,11 +53,11 @@ def test_a_prompt_goes_on_from_the_last_page_end_of_the_same_and_of_a_shorter_on
 
 
 def test_where_prompts_part_the_second_saves_a_snapshot_for_the_third() -> None:
-    world, shared = make_world(), tokens(0, 42)
-    assert ask(world, shared + tokens(1, 30)) == [0]
-    assert ask(world, shared + tokens(2, 30)) == [0], "K and V of 40 tokens are there, and no state"
-    assert ask(world, shared + tokens(3, 30)) == [40]
-    assert ask(world, shared + tokens(2, 30)) == [68], "the second's own pages went into the tree behind the first's"
+    world, shared = make_world(), tokens(0, 30)
+    assert ask(world, shared + tokens(1, 28)) == [0]
+    assert ask(world, shared + tokens(2, 28)) == [0], "K and V of 28 tokens are there, and no state"
+    assert ask(world, shared + tokens(3, 28)) == [28]
+    assert ask(world, shared + tokens(2, 28)) == [56], "the second's own pages went into the tree behind the first's"
 
 
 def test_one_of_many_that_come_together_saves_what_the_others_wait_for() -> None:
@@ -79,10 +79,10 @@ def test_nobody_waits_for_a_prefix_that_brings_no_snapshot() -> None:
 
 
 def test_long_prompts_have_snapshots_on_the_way() -> None:
-    """One in 16 distances: a prompt that parts late finds the last before."""
+    """One in 8 distances: a prompt that parts late finds the last before."""
     world, prompt = make_world(num_pages=400, max_seq_len=400), tokens(0, 300)
     ask(world, prompt)
-    assert told(world, "snapshots") == [3]  # at 128 and 256, and at its end
+    assert told(world, "snapshots") == [5]  # at 64, 128, 192 and 256, and at its end
     assert ask(world, prompt[:290] + tokens(1, 20)) == [256]
 
 

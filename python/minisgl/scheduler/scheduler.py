@@ -36,7 +36,7 @@ from minisgl.message.types import TextOptions, pack_ids
 from minisgl.scheduler.batch_policy import Chunks, longest_first, make_batch_policy
 from minisgl.scheduler.request import Request, RequestState, WaitingQueue, sequence_state
 from minisgl.scheduler.request_pages import RequestPages
-from minisgl.scheduler.state_snapshots import DISTANCE, StateSnapshots
+from minisgl.scheduler.state_snapshots import StateSnapshots
 from minisgl.scheduler.step_limits import StepLimits, is_small
 from minisgl.scheduler.table import SlotTable
 from minisgl.scheduler.token_scores import report_logprobs, report_prompt, scored_tokens
@@ -69,13 +69,12 @@ class Scheduler:
         cost: StepCost | None = None,
         pools: bool = False,
         snapshots: SnapshotStore | None = None,
-        snapshot_distance: int = DISTANCE,
         windows: WindowPool | None = None,
     ) -> None:
         """`pools`: the model makes a vector of each prompt, which ends its request, and no token.
 
-        `snapshots`: the model has recurrent layers, and `cache` tells this store which pages it holds. They are
-        `snapshot_distance` tokens apart. `windows`: some layers have pages of their own, and `cache` tells it the same.
+        `snapshots`: the model has recurrent layers, and `cache` tells this store which pages it holds. `windows`: some
+        layers have pages of their own, and `cache` tells it the same.
         """
         self._pooling = pools
         self._limits = StepLimits(config.max_prefill_tokens, num_slots)
@@ -84,7 +83,9 @@ class Scheduler:
         self._pages = RequestPages(cache, num_pages, self._table, snapshots, windows, config.max_prefill_tokens)
         self._snapshots = None
         if snapshots is not None:
-            self._snapshots = StateSnapshots(snapshots, self._pages, self._table, distance=snapshot_distance)
+            self._snapshots = StateSnapshots(
+                snapshots, self._pages, self._table, distance=config.state_snapshot_distance
+            )
         self._eos = np.asarray(eos_token_ids, dtype=np.int32)
         self._grammars = grammars or NoGrammars()
         self._waiting = WaitingQueue(config.schedule_policy)

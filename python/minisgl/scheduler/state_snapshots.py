@@ -4,7 +4,8 @@ A state is known where a step of its row ends, and never behind. So a snapshot c
 saved when the chunk is planned to have run: in front of the step that follows, by a copy that this step's plan carries.
 The device executes plans in order, so the books need not wait for it: a place may be given to another at once.
 
-Snapshots are saved, all at the ends of pages and `distance` tokens apart at least,
+Snapshots are saved, all at the ends of pages and `distance` tokens apart at least, because a prefill of fewer takes no
+longer than the step that is added (12 ms for Qwen3.5-9B on an H200, as for 500 tokens),
 
 - where prompts part: at the end of a prefix that the tree has, without a snapshot, and at that of a prefix which a
   waiting request has in common with one that is being prefilled;
@@ -27,8 +28,7 @@ from minisgl.scheduler.request import Request
 from minisgl.scheduler.request_pages import RequestPages
 from minisgl.scheduler.table import SlotTable
 
-DISTANCE = 256  # tokens: a shorter prefill takes hardly longer than the step that a snapshot adds to a prompt
-SPACING = 16  # distances: K and V of so many tokens cost somewhat more than a snapshot
+SPACING = 8  # distances: K and V of so many tokens cost somewhat more than a snapshot
 _NOWHERE = -1
 
 
@@ -53,7 +53,7 @@ class StateSnapshots:
         pages: RequestPages,
         table: SlotTable,
         *,
-        distance: int = DISTANCE,
+        distance: int,
     ) -> None:
         self.store = store
         self._pages = pages
