@@ -209,6 +209,16 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             ge=1,
         ),
     ] = None
+    window_ratio: Annotated[
+        float | None,
+        Setting(
+            "pages of layers with a sliding window for each page of the others; none: what usual sequences need",
+            aliases=("--swa-full-tokens-ratio",),
+            metavar="RATIO",
+            gt=0,
+            le=1,
+        ),
+    ] = None
     memory_ratio: Annotated[
         float,
         Setting(

@@ -10,7 +10,7 @@ import pytest
 from minisgl.core import Int32Array
 from minisgl.kvcache.base import BrokenInvariant
 from minisgl.kvcache.pages import OutOfPages
-from minisgl.kvcache.window import ABSENT, WindowGroup, WindowPool, pages_behind, windowed_pages
+from minisgl.kvcache.window import ABSENT, WindowGroup, WindowPool, pages_behind, usual_ratio, windowed_pages
 from minisgl.scheduler.table import SlotTable
 from minisgl.scheduler.window_rows import WindowRows
 
@@ -28,12 +28,13 @@ def test_a_query_sees_no_page_further_behind(window: int, page_size: int) -> Non
 
 
 def test_pools_are_shared_out_by_the_usual_length() -> None:
-    assert windowed_pages(1000, 1024, 16, 32768, 8192) == 254 + 512
-    assert windowed_pages(1000, 1024, 16, 1024, 8192) == 1000, "no page of the context is ever behind the window"
-    assert windowed_pages(10_000, 128, 16, 131072, 8192) == 352 + 512, "9 of 256 pages"
-    assert windowed_pages(10_000, 128, 16, 1024, 8192) == 2813 + 512, "4 windows are more than an eighth of the context"
-    assert windowed_pages(3, 16, 4, 10_000, 64) == 3, "never more than of the full group"
-    assert windowed_pages(100, 16, 4, 10_000, 8) == 6 + 2, "at least what a sequence needs alone"
+    assert usual_ratio(1024, 16, context_len=32768) == 65 / 256
+    assert usual_ratio(1024, 16, context_len=1024) == 1.0, "no page of the context is ever behind the window"
+    assert usual_ratio(128, 16, context_len=131072) == 9 / 256
+    assert usual_ratio(128, 16, context_len=1024) == 9 / 32, "4 windows are more than an eighth of the context"
+    assert windowed_pages(1000, 65 / 256, 1024, 16, 8192) == 254 + 512
+    assert windowed_pages(3, 0.1, 16, 4, 64) == 3, "never more than of the full group"
+    assert windowed_pages(100, 0.01, 16, 4, 8) == 6 + 2, "at least what a sequence needs alone"
 
 
 @pytest.mark.parametrize("seed", range(3))

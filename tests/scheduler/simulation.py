@@ -18,7 +18,7 @@ from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, DeviceOutOfMemory, Int32Array, Logprobs, SamplingParams, StepResult
 from minisgl.kvcache import make_cache
 from minisgl.kvcache.snapshots import SnapshotStore
-from minisgl.kvcache.window import WindowGroup, WindowPool, windowed_pages
+from minisgl.kvcache.window import WindowGroup, WindowPool, usual_ratio, windowed_pages
 from minisgl.message.types import LogprobRows, PositionLogprobs, unpack_ids
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
@@ -377,7 +377,8 @@ class World:
         self.loop = StepLoop(self.scheduler, self.device, overlap=self.overlap, clock=lambda: 0.0)
 
     def _window_group(self, window: int) -> WindowGroup:
-        chosen = windowed_pages(self.num_pages, window, self.page_size, 2 * window, self.chunk)
+        ratio = usual_ratio(window, self.page_size, 2 * window)
+        chosen = windowed_pages(self.num_pages, ratio, window, self.page_size, self.chunk)
         return WindowGroup(window, self.num_window_pages or chosen)
 
     def add(

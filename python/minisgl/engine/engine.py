@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +44,7 @@ from minisgl.engine.step_costs import estimate, measure
 from minisgl.kernel.availability import has_kernels, make_ops
 from minisgl.kernel.base import Ops
 from minisgl.kvcache.pool import KVPool
-from minisgl.kvcache.window import WindowGroup, pages_behind, windowed_pages
+from minisgl.kvcache.window import WindowGroup, leaves_pages_behind, usual_ratio, windowed_pages
 from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import bind_weights, product_labels
 from minisgl.layers.mlp import expert_labels
@@ -103,7 +103,7 @@ class Engine:
                     kernels = dataclasses.replace(kernels, experts=frozenset())
                 ops.begin_compiling(kernels)
             windows = [spec.window for spec in attending if spec.window is not None]
-            grouped = self.device.type == "cpu" and _leaves_pages_behind(windows, self.page_size, context_len)
+            grouped = self.device.type == "cpu" and leaves_pages_behind(windows, self.page_size, context_len)
             attention = self._queue.call(
                 lambda: make_attention(config.attention, specs, self.device, window_group=grouped)
             )
@@ -137,7 +137,8 @@ class Engine:
             def window_pages(num_pages: int) -> int:
                 if layout.window is None:
                     return 0
-                return windowed_pages(num_pages, layout.window, self.page_size, context_len, max_prefill_tokens)
+                ratio = config.window_ratio or usual_ratio(layout.window, self.page_size, context_len)
+                return windowed_pages(num_pages, ratio, layout.window, self.page_size, max_prefill_tokens)
 
             useful_sequences = self.num_slots if self.device.type == "cuda" else min(self.num_slots, CPU_SEQUENCES)
             room = room_for_pool(self.device, config.memory_ratio, tp.size, needs)
@@ -361,11 +362,6 @@ def _layer_specs(config: EngineConfig, model: ModelConfig, tp: TPGroup, dtype: t
         else RecurrentSpec.of(layer.attention, tp_size=tp.size, dtype=dtype)
         for layer in model.layers
     ]
-
-
-def _leaves_pages_behind(windows: Sequence[int], page_size: int, context_len: int) -> bool:
-    """Return True if a sequence can grow so long that layers with these windows no longer see its first page."""
-    return bool(windows) and pages_behind(max(windows), page_size) + 1 < pages_for(context_len, page_size)
 
 
 def _graph_sizes(config: EngineConfig, parts: _Parts, max_prefill_tokens: int) -> GraphSizes | None:

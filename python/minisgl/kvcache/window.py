@@ -9,6 +9,8 @@ the window before that point is there. This is policy on page numbers, as in `kv
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +20,7 @@ from minisgl.kvcache.base import empty_pages, require
 from minisgl.kvcache.pages import OutOfPages, PageAllocator
 
 ABSENT = -1  # in place of a windowed page
+_LOOKED_AT = 64  # pages at a time that may be evicted
 # Tokens of a sequence that the pools are shared out for: this share of the context, up to so many, or so many windows.
 USUAL_SHARE, USUAL_LEN, USUAL_WINDOWS = 1 / 8, 4096, 4
 
@@ -35,19 +38,30 @@ def pages_behind(window: int, page_size: int) -> int:
     return pages_for(window - 1, page_size)
 
 
-def windowed_pages(num_pages: int, window: int, page_size: int, context_len: int, max_prefill_tokens: int) -> int:
-    """Return the windowed group's pages beside `num_pages` of the full group.
+def leaves_pages_behind(windows: Sequence[int], page_size: int, context_len: int) -> bool:
+    """Return True if a sequence can grow so long that layers with these windows no longer see its first page."""
+    return bool(windows) and pages_behind(max(windows), page_size) + 1 < pages_for(context_len, page_size)
 
-    Both groups run out at once with sequences of the usual length: an eighth of the context, but at most 4096 tokens
-    and at least 4 windows. Such a sequence holds a full page for each page_size tokens, and the windowed pages of a
-    window. Besides, a step has room for all tokens that it prefills, since a chunk is written before it is behind any
-    window. A window of 1024 in a context of 32k, pages of 16: sequences of 4096 tokens hold 65 of 256 pages, so 1000
-    full pages have 254 windowed ones beside them, and 512 for chunks of 8192 tokens.
+
+def usual_ratio(window: int, page_size: int, context_len: int) -> float:
+    """Return the windowed pages for each page of the full group with which both run out at once.
+
+    That is for sequences of the usual length: an eighth of the context, but at most 4096 tokens and at least 4 windows.
+    Such a sequence holds a full page for each page_size tokens, and the windowed pages of a window. A window of 1024 in
+    a context of 32k, pages of 16: sequences of 4096 tokens hold 65 windowed and 256 full pages, so 0.254.
     """
     usual = min(context_len, max(min(USUAL_LEN, int(USUAL_SHARE * context_len)), USUAL_WINDOWS * window))
-    held = pages_behind(window, page_size) + 1
-    shared = -(-num_pages * held // pages_for(usual, page_size))
-    return min(num_pages, max(shared, held + 1) + pages_for(max_prefill_tokens, page_size))
+    return min((pages_behind(window, page_size) + 1) / pages_for(usual, page_size), 1.0)
+
+
+def windowed_pages(num_pages: int, ratio: float, window: int, page_size: int, max_prefill_tokens: int) -> int:
+    """Return the windowed group's pages beside `num_pages` of the full group: a share of these, and room for chunks.
+
+    All tokens that a step prefills need windowed pages, since a chunk is written before it is behind any window. There
+    are at least as many as a sequence needs alone, and never more than of the full group.
+    """
+    shared = max(math.ceil(num_pages * ratio), pages_behind(window, page_size) + 2)
+    return min(num_pages, shared + pages_for(max_prefill_tokens, page_size))
 
 
 class WindowPool:
@@ -186,12 +200,14 @@ class WindowPool:
                 unlocked = np.flatnonzero((self._beside != ABSENT) & (self._locks == 0))
                 self._queue = unlocked[np.argsort(self._used_at[unlocked], kind="stable")]
                 self._queued_at = self._used_at[self._queue]
-            first, queued_at = self._queue[:num_pages], self._queued_at[:num_pages]
-            self._queue, self._queued_at = self._queue[num_pages:], self._queued_at[num_pages:]
-            unused = (self._beside[first] != ABSENT) & (self._locks[first] == 0) & (self._used_at[first] == queued_at)
-            evicted = first[unused].astype(np.int32)
-            self.drop(evicted)
-            num_pages -= len(evicted)
+            first = self._queue[: max(num_pages, _LOOKED_AT)]
+            unused = (self._beside[first] != ABSENT) & (self._locks[first] == 0)
+            unused &= self._used_at[first] == self._queued_at[: len(first)]
+            chosen = np.flatnonzero(unused)[:num_pages]
+            self.drop(first[chosen].astype(np.int32))
+            num_pages -= len(chosen)
+            looked_at = len(first) if num_pages > 0 else int(chosen[-1]) + 1
+            self._queue, self._queued_at = self._queue[looked_at:], self._queued_at[looked_at:]
 
     # ---- checking ----
 
