@@ -103,7 +103,9 @@ class Engine:
                     kernels = dataclasses.replace(kernels, experts=frozenset())
                 ops.begin_compiling(kernels)
             windows = [spec.window for spec in attending if spec.window is not None]
-            grouped = self.device.type == "cpu" and leaves_pages_behind(windows, self.page_size, context_len)
+            grouped = leaves_pages_behind(windows, self.page_size, context_len)
+            if self.device.type != "cpu" and config.window_ratio is None:  # until a GPU has run it
+                grouped = False
             attention = self._queue.call(
                 lambda: make_attention(config.attention, specs, self.device, window_group=grouped)
             )
