@@ -93,6 +93,7 @@ def test_every_tiling(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
     """Each size of tile, those of other GPUs and numbers of tokens too, with tails of K and of the outputs."""
     from minisgl.kernel import cuda_moe
     from minisgl.kernel.compile import Compiler
+    from minisgl.kernel.cuda_routing import CudaRouting
 
     compiler = Compiler(torch.device("cuda", 0))
     tilings = [tiling for _, tiling in cuda_moe._TILINGS] + [cuda_moe._FEW, cuda_moe._MANY]
@@ -104,7 +105,7 @@ def test_every_tiling(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
             w13, w2 = layer(6, hidden, intermediate, dtype)
             x = torch.randn(300, hidden, device="cuda").to(dtype)
             scores = distinct_scores(300, 6, dtype)
-            out = cuda_moe.CudaMoe(compiler)(x, scores, w13, w2, Routing(3, renormalize=True))
+            out = cuda_moe.CudaMoe(compiler, CudaRouting(compiler))(x, scores, w13, w2, Routing(3, renormalize=True))
             reference = TorchOps().moe(
                 x.double(), scores.double(), w13.double(), w2.double(), Routing(3, renormalize=True)
             )

@@ -114,9 +114,8 @@ class AttentionInputs:
     query_starts: Tensor  # [rows + 1] int32: prefix sums of query_lens
     kv_lens_device: Tensor  # [rows] int32
     page_table: Tensor  # [rows, max_pages] int32: page of each block of page_size positions
-    graph_tokens: int | None = (
-        None  # of a step of any rows that a graph holds: its tokens; the host's lengths say nothing
-    )
+    # Tokens of a step of any rows that a graph holds, of which the host's lengths say nothing; None: no such graph.
+    graph_tokens: int | None = None
     window_table: Tensor | None = None  # the same for layers with a window, where these have pages of their own
 
     def of_layer(self, spec: AttentionSpec) -> AttentionInputs:
