@@ -28,7 +28,8 @@ from minisgl.kernel.cuda_ops import CudaOps
 from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
-from minisgl.quantization.levels import LevelFormat, Levels
+from minisgl.quantization.expert_layout import PackedExperts
+from minisgl.quantization.levels import Kind, LevelFormat, Levels
 
 DEVICE = torch.device("cuda", 0)
 
@@ -253,6 +254,39 @@ def same_each_time(work: Callable[..., object], *args: object, **options: object
     return lambda _: work(*args, **options)
 
 
+def experts() -> Iterator[Case]:
+    """Time quantized experts of a layer. Bytes: the chosen experts' weights, tokens in and out."""
+    ops = CudaOps(DEVICE)
+    layers: tuple[tuple[str, Kind, int, int, int, int, int], ...] = (
+        ("gpt-oss-20b", "mxfp4", 32, 32, 4, 2880, 2880),
+        ("Qwen3-30B-A3B", "fp8", 128, 128, 8, 2048, 768),
+        ("Qwen3-30B-A3B", "int4", 128, 128, 8, 2048, 768),
+    )
+    for model, kind, group, count, top_k, hidden, intermediate in layers:
+        form, routing = LevelFormat(kind, group), Routing(top_k, renormalize=True)
+        shapes = (((count, 2 * intermediate, hidden), True), ((count, hidden, intermediate), False))
+        packed = [PackedExperts.empty(form, shape, torch.bfloat16, DEVICE, gated=gated) for shape, gated in shapes]
+        for each in packed:
+            each.words.random_(-(2**31), 2**31 - 1)
+            each.scales.fill_(240 if kind == "mxfp4" else 0x3A800008)  # 2^-13; 2^-10, and the zero point 8
+        for tokens in (1, 8, 64, 256, 2048):
+            x = torch.randn(tokens, hidden, device=DEVICE).to(torch.bfloat16)
+            scores = [torch.rand(tokens, count, device=DEVICE).to(torch.bfloat16) for _ in range(8)]
+            touched = sum(torch.unique(score.topk(top_k).indices).numel() for score in scores) / len(scores)
+            weights = sum(each.nbytes for each in packed) * touched / count
+
+            def run(
+                index: int,
+                x: torch.Tensor = x,
+                scores: list[torch.Tensor] = scores,
+                packed: list[PackedExperts] = packed,
+                routing: Routing = routing,
+            ) -> torch.Tensor:
+                return ops.moe(x, scores[index % 8], packed[0], packed[1], routing)
+
+            yield Case(f"experts in {kind}", f"{tokens} tokens, {model}", run, int(weights) + 2 * x.nbytes)
+
+
 def between() -> Iterator[Case]:
     """Time what stands between products and attention. Few tokens come from the L2 cache, as they do in a step."""
     csrc = CudaOps(DEVICE)
@@ -325,6 +359,7 @@ SUITES: dict[str, Callable[[], Iterator[Case]]] = {
     "moe": moe,
     "products": products,
     "quantized": quantized,
+    "experts": experts,
     "between": between,
     "pages": pages,
 }

@@ -2,18 +2,20 @@
 // in T: a block takes WARPGROUPS times 64 rows of an expert's packed weight (quantized.cuh) for one tile of at most M_MAX
 // (token, expert) pairs (see moe.cu).
 //
-// The weight is decoded in registers, which are the left operand of wgmma; the pairs' rows of x, which are gathered into
-// shared memory, are the right one. Both stream through shared memory in STAGES of BLOCK_K columns, of the weight 16
-// bytes for each thread and chunk, which nobody else reads. While wgmma works on one chunk, the next one is decoded.
-// Columns beyond K are zeros, so K need be a multiple of 8 alone, and `chunks` is how many chunks the weight has.
+// The weight is decoded in registers, which are the left operand; the pairs' rows of x, which are gathered into shared
+// memory, are the right one. Both stream through shared memory in STAGES of BLOCK_K columns: one thread asks for the
+// weight, in one copy for 64 rows, all threads for x. Few pairs are multiplied by `mma`, for the decoding is the work,
+// many by wgmma: while it works on one chunk, the next one is decoded.
 //
+// Columns beyond K are zeros, so K need be a multiple of 8 alone, and `chunks` is how many chunks the weight has.
 // In a gated weight 8 of each 16 rows are gates, the next 8 are the ups: a lane's sums have both. For example lane 5 of
-// warp 1 has in total[t] the gate of output 9 for the pairs 8t + 2 and 8t + 3, then the up of output 9 for them.
+// warp 1 has in sums[t] the gate of output 9 for the pairs 8t + 2 and 8t + 3, then the up of output 9 for them.
 // ROUTE, CLAMPED: as in moe_gemm.cu.
 #include "left_product.cuh"
 #include "moe_tile.cuh"
 #include "quantized.cuh"
 
+constexpr bool WGMMA = M_MAX >= 64;
 constexpr int THREADS = WARPGROUPS * 128;
 constexpr int BLOCK_N = WARPGROUPS * 64;
 constexpr int TILES = M_MAX / 8;
@@ -21,20 +23,124 @@ constexpr int CHUNKS = BLOCK_K / CHUNK_K;
 constexpr int BOX = M_MAX * LINE;                  // 64 columns of x
 constexpr int BOXES = BLOCK_K / 64;
 constexpr int X_STAGE = BOXES * BOX;
-constexpr int W_TILE = CHUNKS * CHUNK;             // of a warpgroup
+constexpr int W_TILE = CHUNKS * CHUNK;             // of 64 rows
 constexpr int UNIT = GROUP ? GROUP : BLOCK_K;
-constexpr int GROUPS = GROUP ? BLOCK_K / GROUP : 0;
-constexpr bool DEFERS = GROUPS > 1 && TILES <= 4;  // a group's sums are scaled while the next ones are multiplied
 constexpr int S_UNIT = WEIGHT == E2M1 ? 128 : 256;  // bytes of the scales of a chunk, or of a group, of 64 rows
-constexpr int S_UNITS = WEIGHT == E2M1 ? CHUNKS : GROUPS;
+constexpr int S_UNITS = WEIGHT == E2M1 ? CHUNKS : GROUP ? BLOCK_K / UNIT : 0;
 constexpr int S_TILE = S_UNITS * S_UNIT;
 constexpr int STAGE = (X_STAGE + WARPGROUPS * (W_TILE + S_TILE) + 1023) / 1024 * 1024;
 constexpr int AHEAD = STAGES - 1;
 constexpr int ROW_STEP = THREADS / 8;              // rows of 128 bytes that the block's threads load at a time
 constexpr int X_LOADS = (M_MAX * BOXES + ROW_STEP - 1) / ROW_STEP;
-constexpr int X_ROWS = (M_MAX + ROW_STEP - 1) / ROW_STEP;  // different ones of a thread
+constexpr int X_ROWS = ROW_STEP < M_MAX ? M_MAX / ROW_STEP : 1;  // different ones of a thread
+constexpr int X_BOXES = ROW_STEP < M_MAX ? 1 : ROW_STEP / M_MAX;  // that are loaded at a time
+static_assert(ROW_STEP % M_MAX == 0 || M_MAX % ROW_STEP == 0);
+static_assert(BLOCK_K % 64 == 0 && BLOCK_K % UNIT == 0);
 
-extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the results
+extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then sums and results
+
+__device__ __forceinline__ void load_matrices(unsigned (&m)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
+}
+
+// A thread's share of a stage's weight: 16 bytes of each chunk, and the scales of its rows.
+struct Share {
+  const uint4* words;
+  const Scale* scales;
+
+  // Left operands of a chunk.
+  __device__ __forceinline__ void decode(unsigned (&a)[STEPS][4], int c) const {
+    uint4 packed = words[c * (CHUNK / 16)];
+    unsigned powers = WEIGHT == E2M1 ? scales[c * 32].word : 0;
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+      unsigned low = ONES + 0x00080008, high = low;
+      if (WEIGHT == E2M1) {
+        low = power(powers, s / 2 * 2), high = power(powers, s / 2 * 2 + 1);
+      } else if (GROUP && WEIGHT == INT4) {
+        const Scale* here = scales + (c * CHUNK_K + s * 16) / UNIT * 64;
+        low = here[0].zero(), high = here[8].zero();
+      }
+      decode_step(a[s], packed, s, low, high);
+    }
+  }
+
+  // Add the sums of a group, multiplied by its scales.
+  __device__ __forceinline__ void add(float (*total)[4], const float (*sums)[4], int group) const {
+    float low = scales[group * 64].factor(), high = scales[group * 64 + 8].factor();
+#pragma unroll
+    for (int t = 0; t < (GROUP ? TILES : 0); ++t) {
+      total[t][0] += low * sums[t][0], total[t][1] += low * sums[t][1];
+      total[t][2] += high * sums[t][2], total[t][3] += high * sums[t][3];
+    }
+  }
+};
+
+// total += a stage's products, by `mma`. `right`: the address of x.
+__device__ __forceinline__ void multiply(float (&total)[TILES][4], const Share& share, unsigned right) {
+  int lane = threadIdx.x & 31;
+  // An address of a lane names a row of x and 8 columns: of 8 rows and 32 columns, or of 16 and 16.
+  int row = M_MAX == 8 ? lane & 7 : (lane & 7) + (lane >> 4) * 8, chunk = M_MAX == 8 ? lane >> 3 : lane >> 3 & 1;
+  unsigned at[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) at[i] = right + place(row, (i * 2 & (M_MAX == 8 ? 4 : 6)) + chunk);
+  float sums[TILES][4] = {};
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+    unsigned a[STEPS][4], b[TILES][4];
+    share.decode(a, c);
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+      int k = c * CHUNK_K + s * 16;
+      if (M_MAX == 8) {
+        if (s % 2 == 0) load_matrices(b[0], at[k % 64 / 16] + k / 64 * BOX);
+        mma(GROUP ? sums[0] : total[0], a[s][0], a[s][1], a[s][2], a[s][3], b[0][s % 2 * 2], b[0][s % 2 * 2 + 1]);
+      } else {
+#pragma unroll
+        for (int t = 0; t < TILES / 2; ++t) load_matrices(b[t], at[k % 64 / 16] + k / 64 * BOX + t * 16 * LINE);
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+          mma(GROUP ? sums[t] : total[t], a[s][0], a[s][1], a[s][2], a[s][3], b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+      }
+      if (GROUP && (k + 16) % UNIT == 0) {
+        share.add(total, sums, k / UNIT);
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[t][i] = 0.f;
+      }
+    }
+  }
+}
+
+// The same by wgmma. At the end none of its products is under way, as in quantized_gemm.cu.
+__device__ __forceinline__ void multiply_many(float (&total)[TILES][4], const Share& share, unsigned right) {
+  unsigned long long b = descriptor(right);
+  float sums[GROUP ? TILES : 1][4];
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+    unsigned a[STEPS][4];
+    share.decode(a, c);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+      int k = c * CHUNK_K + s * 16;
+      unsigned long long here = b + ((k / 64 * BOX + k % 64 * 2) >> 4);
+      if (GROUP && k % UNIT == 0) multiply_add<false>(sums, a[s], here);
+      else multiply_add<true>(GROUP ? sums : total, a[s], here);
+      if (GROUP && (k + 16) % UNIT == 0) {
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        wait_products<0>();
+        if (GROUP) share.add(total, sums, k / UNIT);
+        if (s + 1 < STEPS) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      }
+    }
+    if (!GROUP || (c + 1) * CHUNK_K % UNIT) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    if (c + 1 < CHUNKS) wait_products<1>();
+    else wait_products<0>();
+  }
+}
 
 // GATED: out[pair] = activation(gate, up) with the rows of x at pair / divisor, N outputs and a bias [experts, 2 * N].
 // Otherwise: out[pair] = (weight @ x[pair / divisor] + bias) * pair_weights[pair] with a bias [experts, N].
@@ -43,6 +149,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     const T* x, int divisor, const unsigned* weight, const unsigned* scales, const float* row_scales, const T* bias,
     float alpha, float limit, const T* router_logits, int weighting, const int* order, const Tile* tiles,
     const int* tile_count, const float* pair_weights, T* out, int N, int K, int chunks) {
+  __shared__ Barrier full[STAGES];  // of the weight; x is waited for by its threads
   __shared__ int pair_of[M_MAX];
   constexpr int OUTPUTS = GATED ? BLOCK_N / 2 : BLOCK_N;
   int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, group = warp >> 2;
@@ -54,7 +161,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 #if ROUTE
   __shared__ int experts[TOP_K];
   __shared__ float weights[TOP_K];
-  if (warp == 0) route(router_logits + blockIdx.y / TOP_K * EXPERTS, weighting, experts, weights);
+  if (thread < 32) route(router_logits + blockIdx.y / TOP_K * EXPERTS, weighting, experts, weights);
   __syncthreads();
   tile = {experts[blockIdx.y % TOP_K], (int)blockIdx.y, 1, 0};
 #else
@@ -64,55 +171,59 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 
   int row_tiles = ((GATED ? 2 : 1) * N + 63) / 64, steps = (chunks + CHUNKS - 1) / CHUNKS;
   int units = WEIGHT == E2M1 ? chunks : chunks * CHUNK_K / UNIT;  // of scales
-  // Beyond the weight's rows: any.
-  long long tile_at = (long long)tile.expert * row_tiles + min((int)blockIdx.x * WARPGROUPS + group, row_tiles - 1);
-  const unsigned char* words = (const unsigned char*)weight + tile_at * chunks * CHUNK + (thread & 127) * 16;
-  const unsigned char* scale_words = (const unsigned char*)scales + tile_at * units * S_UNIT + (thread & 127) * 16;
-  int chunk = thread & 7;
-  const T* rows[X_ROWS];
-  bool real[X_ROWS];
-#pragma unroll
-  for (int i = 0; i < X_ROWS; ++i) {
-    int row = (thread / 8 + i * ROW_STEP) % M_MAX;
-    real[i] = row < tile.count;
-    int place = tile.start + (real[i] ? row : 0), pair = ROUTE ? place : order[place];
-    rows[i] = x + (long long)(pair / divisor) * K + chunk * 8;
-    if (chunk == 0) pair_of[row] = pair;
-  }
-
-  unsigned base = shared_address(memory);
-  auto weight_at = [&](int step) { return step % STAGES * STAGE + X_STAGE + group * W_TILE; };
-  auto scales_at = [&](int step) { return step % STAGES * STAGE + X_STAGE + WARPGROUPS * W_TILE + group * S_TILE; };
+  auto stage_of = [](int step) { return memory + step % STAGES * STAGE; };
   auto load_weight = [&](int step) {
-    unsigned to = base + weight_at(step) + (thread & 127) * 16;
+    int first_chunk = step * CHUNKS, first_unit = step * S_UNITS;
+    int bytes = min(CHUNKS, chunks - first_chunk) * CHUNK, scale_bytes = min(S_UNITS, units - first_unit) * S_UNIT;
+    Barrier* barrier = &full[step % STAGES];
+    expect(barrier, WARPGROUPS * (bytes + (S_UNITS ? scale_bytes : 0)));
+    unsigned char* to = stage_of(step) + X_STAGE;
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-      int at = step * CHUNKS + c;
-      copy_async(to + c * CHUNK, words + (long long)min(at, chunks - 1) * CHUNK, at < chunks);
-    }
-    to = base + scales_at(step) + (thread & 127) * 16;
-#pragma unroll
-    for (int at = 0; at < S_TILE; at += 2048) {
-      long long from = (long long)step * S_TILE + at;
-      bool in = (thread & 127) * 16 + from < (long long)units * S_UNIT;
-      if (at + (thread & 127) * 16 < S_TILE) copy_async(to + at, in ? scale_words + from : (const unsigned char*)scales, in);
+    for (int w = 0; w < WARPGROUPS; ++w) {  // beyond the weight's rows: any
+      long long at = (long long)tile.expert * row_tiles + min((int)blockIdx.x * WARPGROUPS + w, row_tiles - 1);
+      copy_bytes(to + w * W_TILE, (const unsigned char*)weight + (at * chunks + first_chunk) * CHUNK, bytes, barrier);
+      if (S_UNITS)
+        copy_bytes(to + WARPGROUPS * W_TILE + w * S_TILE, (const unsigned char*)scales + (at * units + first_unit) * S_UNIT, scale_bytes, barrier);
     }
   };
+
+  // What a last stage lacks is zero, or of an earlier one: x is zero there, so it must but be finite.
+  if (chunks % CHUNKS && steps <= STAGES) {
+    for (int i = thread; i < STAGE / 16; i += THREADS) ((uint4*)stage_of(steps - 1))[i] = make_uint4(0, 0, 0, 0);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  if (thread == 0) {
+    for (int s = 0; s < STAGES; ++s) init(&full[s], 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (thread == 0)
+    for (int s = 0; s < min(AHEAD, steps); ++s) load_weight(s);
+
+  int chunk = thread & 7, first_row = thread / 8;  // of a stage's rows of 128 bytes, of x
+  const unsigned char* rows[X_ROWS];
+  int bytes[X_ROWS];  // from this thread's chunk on
+#pragma unroll
+  for (int i = 0; i < X_ROWS; ++i) {
+    int row = (first_row + i * ROW_STEP) % M_MAX;
+    bool real = row < tile.count;
+    int place = tile.start + (real ? row : 0), pair = ROUTE ? place : order[place];
+    rows[i] = (const unsigned char*)(x + (long long)(pair / divisor) * K + chunk * 8);
+    bytes[i] = real ? (K - chunk * 8) * 2 : 0;
+    if (chunk == 0) pair_of[row] = pair;
+  }
+  unsigned base = shared_address(memory), x_at = base + place(first_row, chunk);
   auto load_x = [&](int step) {
-    unsigned to = base + step % STAGES * STAGE;
+    unsigned to = x_at + step % STAGES * STAGE;
+    int first = step * BLOCK_K * 2 + first_row / M_MAX * LINE;
 #pragma unroll
     for (int i = 0; i < X_LOADS; ++i) {
-      int at = thread / 8 + i * ROW_STEP, column = step * BLOCK_K + at / M_MAX * 64;
-      bool in = column + chunk * 8 < K && real[i % X_ROWS];
-      if (M_MAX * BOXES % ROW_STEP == 0 || at < M_MAX * BOXES)
-        copy_async(to + at / M_MAX * BOX + place(at % M_MAX, chunk), rows[i % X_ROWS] + (in ? column : 0), in);
+      int r = i % X_ROWS, at = first + i / X_ROWS * X_BOXES * LINE;
+      if (M_MAX * BOXES % ROW_STEP == 0 || first_row + i * ROW_STEP < M_MAX * BOXES)
+        copy_async(to + i * ROW_STEP * LINE, rows[r] + at, at < bytes[r]);
     }
   };
   auto commit = [] { asm volatile("cp.async.commit_group;" ::: "memory"); };
-
-#pragma unroll
-  for (int s = 0; s < AHEAD; ++s)
-    if (s < steps) load_weight(s);
   if (!GATED) wait_for_predecessor(), start_successor();
 #pragma unroll
   for (int s = 0; s < AHEAD; ++s) {
@@ -120,72 +231,33 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     commit();
   }
 
-  float acc[DEFERS ? 2 : 1][TILES][4] = {}, total[GROUP ? TILES : 1][4] = {};
-  int row = (warp & 3) * 16 + (lane >> 2);  // of the warpgroup's 64
+  float sums[TILES][4] = {};
   for (int step = 0; step < steps; ++step) {
     asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (WGMMA) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
-    if (step + AHEAD < steps) load_weight(step + AHEAD), load_x(step + AHEAD);
-    commit();
-    unsigned right = base + step % STAGES * STAGE;
-    const uint4* left = (const uint4*)(memory + weight_at(step)) + (thread & 127);
-    const Scale* scales_of = (const Scale*)(memory + scales_at(step)) + (WEIGHT == E2M1 ? (warp & 3) * 8 + (lane >> 2) : row);
-    auto finish_group = [&](int g) {
-      float low = scales_of[g * 64].factor(), high = scales_of[g * 64 + 8].factor();
-      float(*sums)[4] = acc[DEFERS ? g & 1 : 0];
-#pragma unroll
-      for (int t = 0; t < (GROUP ? TILES : 0); ++t) {
-        total[t][0] += low * sums[t][0], total[t][1] += low * sums[t][1];
-        total[t][2] += high * sums[t][2], total[t][3] += high * sums[t][3];
-      }
-    };
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-      uint4 packed = left[c * (CHUNK / 16)];
-      unsigned powers = WEIGHT == E2M1 ? scales_of[c * 32].word : 0;
-      unsigned a[STEPS][4];
-#pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
-        unsigned low = ONES + 0x00080008, high = low;
-        if (WEIGHT == E2M1) {
-          low = power(powers, s / 2 * 2), high = power(powers, s / 2 * 2 + 1);
-        } else if (GROUP && WEIGHT == INT4) {
-          const Scale* here = scales_of + (c * CHUNK_K + s * 16) / UNIT * 64;
-          low = here[0].zero(), high = here[8].zero();
-        }
-        decode_step(a[s], packed, s, low, high);
-      }
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
-        int k = c * CHUNK_K + s * 16, g = k / UNIT;  // of the stage
-        unsigned long long b = descriptor(right + k / 64 * BOX + k % 64 * 2);
-        float(*sums)[4] = acc[DEFERS ? g & 1 : 0];
-        if (GROUP && k % UNIT == 0) multiply_add<false>(sums, a[s], b);
-        else multiply_add<true>(sums, a[s], b);
-        if (GROUP && (k + 16) % UNIT == 0) {
-          asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-          if (!DEFERS) wait_products<0>(), finish_group(g);
-          else if (g > 0) wait_products<1>(), finish_group(g - 1);
-          if (s + 1 < STEPS) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        }
-      }
-      if (!GROUP || (c + 1) * CHUNK_K % UNIT) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      // As in quantized_gemm.cu: at a stage's end none may be under way.
-      if (c + 1 < CHUNKS) wait_products<1>();
-      else wait_products<0>();
+    if (step + AHEAD < steps) {
+      if (thread == 0) load_weight(step + AHEAD);
+      __syncwarp();
+      load_x(step + AHEAD);
     }
-    if (DEFERS) finish_group(GROUPS - 1);
+    commit();
+    wait(&full[step % STAGES], step / STAGES & 1);
+    const unsigned char* left = stage_of(step) + X_STAGE;
+    const uint4* words = (const uint4*)(left + group * W_TILE) + (thread & 127);
+    const Scale* scales_of = (const Scale*)(left + WARPGROUPS * W_TILE + group * S_TILE);
+    scales_of += (warp & 3) * (WEIGHT == E2M1 ? 8 : 16) + (lane >> 2);
+    unsigned right = base + step % STAGES * STAGE;
+    if constexpr (WGMMA) multiply_many(sums, {words, scales_of}, right);
+    else multiply(sums, {words, scales_of}, right);
   }
 
-  // Through shared memory, so that rows are written 16 bytes at a time.
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   __syncthreads();
+  // Through shared memory, so that rows are written 16 bytes at a time.
   constexpr int STRIDE = OUTPUTS + 8;
   T* result = (T*)memory;
   int first = blockIdx.x * OUTPUTS;
-  float(*sums)[4] = GROUP ? total : acc[0];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {  // the rows g and g + 8
     int output = first + (GATED ? warp * 8 + (lane >> 2) : warp * 16 + (lane >> 2) + h * 8);

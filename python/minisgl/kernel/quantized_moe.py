@@ -51,45 +51,59 @@ class QuantizedTiling(NamedTuple):
         return self.stages * (-(-stage // 1024) * 1024)
 
 
-# So few pairs seldom share an expert: each is a tile.
+class _Tilings(NamedTuple):
+    """Tilings by the number of pairs, as the fastest of those were that have been measured."""
+
+    few: QuantizedTiling  # so few that they seldom share an expert: each is a tile
+    by_mean: tuple[tuple[float, QuantizedTiling], ...]  # by the tokens of an expert, up to so many
+    many: QuantizedTiling
+
+
 _FEW_PAIRS = 8
-# By the mean number of tokens that an expert gets, the first that is not exceeded, or else one for many.
-_TILINGS_8_BITS = (
-    (4.5, QuantizedTiling(8, 1, 256, 2, 4)),
-    (12.0, QuantizedTiling(16, 1, 128, 3, 5)),
-    (24.0, QuantizedTiling(32, 1, 128, 3, 4)),
+_8_BITS = _Tilings(
+    QuantizedTiling(8, 1, 256, 2, 4, route=True),
+    (
+        (4.5, QuantizedTiling(8, 1, 256, 2, 5)),
+        (12.0, QuantizedTiling(16, 1, 128, 3, 5)),
+        (24.0, QuantizedTiling(32, 1, 128, 2, 5)),
+    ),
+    QuantizedTiling(64, 2, 128, 3, 2),
 )
-_TILINGS_4_BITS = (
-    (4.5, QuantizedTiling(8, 1, 128, 4, 6)),
-    (12.0, QuantizedTiling(16, 1, 320, 2, 4)),
-    (24.0, QuantizedTiling(32, 1, 128, 5, 4)),
-    (64.0, QuantizedTiling(64, 2, 128, 4, 1)),
+_INT4 = _Tilings(
+    QuantizedTiling(8, 1, 256, 3, 5, route=True),
+    (
+        (4.5, QuantizedTiling(8, 1, 256, 3, 5)),
+        (12.0, QuantizedTiling(16, 1, 128, 3, 6)),
+        (24.0, QuantizedTiling(32, 1, 128, 3, 5)),
+    ),
+    QuantizedTiling(64, 2, 128, 3, 2),
 )
-_MANY = QuantizedTiling(64, 2, 128, 3, 2)
-_MANY_OF_MXFP4 = QuantizedTiling(128, 2, 64, 4, 2)  # without sums of groups, registers suffice for more rows
+# 192 and 320 divide 2,880, the width of gpt-oss; and there are no sums of groups, so registers suffice for more pairs.
+_MXFP4 = _Tilings(
+    QuantizedTiling(8, 1, 320, 2, 6, route=True),
+    (
+        (4.5, QuantizedTiling(8, 1, 320, 2, 6)),
+        (12.0, QuantizedTiling(16, 1, 320, 2, 5)),
+        (20.0, QuantizedTiling(32, 1, 320, 2, 3)),
+        (64.0, QuantizedTiling(64, 2, 192, 3, 2)),
+    ),
+    QuantizedTiling(128, 2, 128, 2, 2),
+)
+_TILINGS: dict[Kind, _Tilings] = {"fp8": _8_BITS, "int8": _8_BITS, "int4": _INT4, "mxfp4": _MXFP4}
 
 
 def tilings(form: LevelFormat) -> list[QuantizedTiling]:
     """Return the tilings of any number of pairs, those of few first."""
-    by_mean = [tiling for _, tiling in (_TILINGS_8_BITS if BITS[form.kind] == 8 else _TILINGS_4_BITS)]
-    return [_few(form), *by_mean, _many(form)]
+    few, by_mean, many = _TILINGS[form.kind]
+    return [few, *(tiling for _, tiling in by_mean), many]
 
 
 def choose_tiling(form: LevelFormat, pairs: int, experts: int) -> QuantizedTiling:
     """Return the tiling for so many (token, expert) pairs."""
+    few, by_mean, many = _TILINGS[form.kind]
     if pairs <= _FEW_PAIRS:
-        return _few(form)
-    by_mean = _TILINGS_8_BITS if BITS[form.kind] == 8 else _TILINGS_4_BITS
-    return next((tiling for most, tiling in by_mean if pairs / experts <= most), _many(form))
-
-
-def _few(form: LevelFormat) -> QuantizedTiling:
-    by_mean = _TILINGS_8_BITS if BITS[form.kind] == 8 else _TILINGS_4_BITS
-    return by_mean[0][1]._replace(route=True)
-
-
-def _many(form: LevelFormat) -> QuantizedTiling:
-    return _MANY_OF_MXFP4 if form.kind == "mxfp4" else _MANY
+        return few
+    return next((tiling for most, tiling in by_mean if pairs / experts <= most), many)
 
 
 def supports(form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
