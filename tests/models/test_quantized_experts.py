@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from minisgl.quantization.levels import LevelFormat
 from minisgl.quantization.mxfp4 import Mxfp4Experts
 from models.quantized import save_mxfp4, save_quantized
 from models.test_model_tp import Rank
+from models.test_online_quantization import Threads
 from models.tiny import make_model
 from support.expert_values import expert_values
 
@@ -109,11 +112,22 @@ def test_scales_beyond_the_layout_are_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fp8", "int8"])
 def test_experts_that_are_rounded_stay_so(tmp_path: Path, method: str) -> None:
+    """With the values of dense ones, and two ranks together round as one does."""
     make_model("qwen3-moe", hidden_size=128, moe_intermediate_size=64).save_pretrained(tmp_path)
     dense = load(tmp_path, SingleRank(), quantization=method, keeps_experts=None)
     packed = load(tmp_path, SingleRank(), quantization=method)
     assert all(each.packed is not None and each.packed[0].format == LevelFormat(method) for each in packed)
     assert_same_experts(packed, dense)
+    peers, barrier = [None, None], threading.Barrier(2)
+    ranks = [Threads(rank, peers, barrier) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        halves = list(pool.map(lambda tp: load(tmp_path, tp, quantization=method), ranks))
+    for whole, *parts in zip(packed, *halves, strict=True):
+        w13, w2 = values(whole)
+        for rank, (rank_w13, rank_w2) in enumerate(map(values, parts)):
+            kept = slice(rank * 32, (rank + 1) * 32)
+            assert torch.equal(rank_w13, torch.cat((w13[:, :64][:, kept], w13[:, 64:][:, kept]), dim=1))
+            assert torch.equal(rank_w2, w2[..., kept])
 
 
 def test_dummy_experts_have_the_format_of_the_checkpoint(tmp_path: Path) -> None:
