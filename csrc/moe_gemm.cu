@@ -25,13 +25,6 @@ constexpr int STAGE_BYTES = (BLOCK_N + BLOCK_M) * BLOCK_K * 2;
 constexpr int ROW_STEP = THREADS / CHUNKS;  // rows that the block's threads load at a time
 constexpr int AHEAD = STAGES - (WARPGROUP ? 2 : 1);  // stages being loaded; of a warpgroup, two are being multiplied
 
-__device__ __forceinline__ void load_matrices(unsigned (&m)[4], unsigned address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(address)
-               : "memory");
-}
-
 #if WARPGROUP
 #define FOUR(c, t) "+f"(c[t][0]), "+f"(c[t][1]), "+f"(c[t][2]), "+f"(c[t][3])
 #define SIXTEEN(c, t) FOUR(c, t), FOUR(c, t + 1), FOUR(c, t + 2), FOUR(c, t + 3)

@@ -8,6 +8,14 @@ __device__ __forceinline__ void copy_async(unsigned to, const void* from, bool r
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
 }
 
+// Four 8 x 8 matrices, of which the lanes' addresses name the rows, eight lanes one after another each.
+__device__ __forceinline__ void load_matrices(unsigned (&m)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
+               : "memory");
+}
+
 // Offset of 16 bytes, a chunk, in rows of 128 bytes: eight rows of the same chunk are in different banks. It is the
 // 128-byte swizzle of Hopper's matrix descriptors, too.
 __device__ __forceinline__ unsigned place(int row, int chunk) { return (row * 8 + (chunk ^ row & 7)) * 16; }

@@ -37,12 +37,7 @@ constexpr int X_BOXES = ROW_STEP < M_MAX ? 1 : ROW_STEP / M_MAX;  // that are lo
 static_assert(ROW_STEP % M_MAX == 0 || M_MAX % ROW_STEP == 0);
 static_assert(BLOCK_K % 64 == 0 && BLOCK_K % UNIT == 0);
 
-extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then sums and results
-
-__device__ __forceinline__ void load_matrices(unsigned (&m)[4], unsigned address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
-}
+extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the results
 
 // A thread's share of a stage's weight: 16 bytes of each chunk, and the scales of its rows.
 struct Share {
