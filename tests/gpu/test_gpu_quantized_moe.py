@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from minisgl.distributed import SingleRank
 from minisgl.kernel.base import ClampedSwiGLU, ExpertActivation, ExpertBiases, ExpertKind, Ops, Routing
 from minisgl.kernel.torch_ops import TorchOps
+from minisgl.layers.mlp import Experts
+from minisgl.models.config.load_config import load_model_config
+from minisgl.models.loading import load_model
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
+from models.quantized import save_mxfp4, save_quantized
 
 pytestmark = pytest.mark.gpu
 
@@ -152,3 +159,31 @@ def test_a_graph_serves_any_routing(ops: Ops) -> None:
         scores.copy_(scores_without_ties(24, 32, torch.bfloat16))
         graph.replay()
         assert torch.equal(captured, ops.moe(x, scores, w13, w2, routing))
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks of bf16", "awq", "compressed int4", "mxfp4"])
+def test_experts_of_a_checkpoint(ops: Ops, tmp_path: Path, name: str) -> None:
+    """What loading packs on the GPU is multiplied as the values that the checkpoint means."""
+    if name == "mxfp4":
+        save_mxfp4(tmp_path, hidden_size=256, intermediate_size=256)
+        quantized = plain = tmp_path
+    else:
+        quantized, plain = save_quantized(tmp_path, "qwen3-moe", name, hidden_size=256, moe_intermediate_size=256)
+    options: dict[str, Any] = {"tp": SingleRank(), "device": torch.device("cuda", 0)}
+    kept = {"dtype": torch.bfloat16, "keeps": ops.keeps, "keeps_experts": ops.keeps_experts}
+    packed, dense = (
+        load_model(load_model_config(folder), folder, **options, **form)
+        for folder, form in ((quantized, kept), (plain, {"dtype": torch.float32}))
+    )
+    routing = Routing(2, renormalize=True)
+    layers = zip(packed.modules(), dense.modules(), strict=True)
+    pairs = [(have, want) for have, want in layers if isinstance(have, Experts) and isinstance(want, Experts)]
+    for have, want in pairs:
+        assert (have.packed is not None) == (name != "compressed int4")  # whose down_proj is not quantized
+        for tokens in (1, 30, 300):
+            x = torch.randn(tokens, 256, device="cuda").bfloat16()
+            scores = torch.rand(tokens, len(have.w13), device="cuda").argsort(dim=1).bfloat16()
+            y = ops.moe(x, scores, *have.matrices, routing)
+            reference = TorchOps().moe(x.double(), scores.double(), want.w13.double(), want.w2.double(), routing)
+            assert float((y.double() - reference).norm() / reference.norm()) < TOLERANCE[torch.bfloat16]
+    assert pairs
