@@ -37,7 +37,7 @@ __device__ __forceinline__ void add_up(
     const float (*total)[4], float* memory, Barrier* received, int first, int rows, int N,
     const float* row_scales, const T* bias, const T* residual, T* out) {
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  int width = GATED ? N / 2 : N, column = blockIdx.y * OUTPUTS + split * OWN;  // the first of this block's
+  int width = GATED ? N / 2 : N, column = blockIdx.z * OUTPUTS + split * OWN;  // the first of this block's
   T fetched[FETCHES ? TURNS : 1] = {};
   if (FETCHES && residual)
 #pragma unroll
@@ -49,7 +49,7 @@ __device__ __forceinline__ void add_up(
   for (int h = 0; h < 2; ++h) {
     int output = (warp * 16 + (GATED ? 0 : h * 8)) / (GATED ? 2 : 1) + (lane >> 2), owner = output / OWN;
     int slot = GATED ? output % OWN * 2 + h : output % OWN;
-    float* to = memory + (owner * SLOTS + slot) * STRIDE + (lane & 3) * 2;
+    float* to = memory + owner * PART + slot * STRIDE + (lane & 3) * 2;
 #pragma unroll
     for (int t = 0; t < TILES; ++t) *(Vec2*)(to + t * 8) = Vec2{total[t][h * 2], total[t][h * 2 + 1]};
   }
@@ -72,8 +72,8 @@ __device__ __forceinline__ void add_up(
     float y = 0.f, up = 0.f;
 #pragma unroll
     for (int s = 0; s < SPLIT; ++s) {
-      y += memory[(s * SLOTS + (GATED ? at * 2 : at)) * STRIDE + m];
-      if (GATED) up += memory[(s * SLOTS + at * 2 + 1) * STRIDE + m];
+      y += memory[s * PART + (GATED ? at * 2 : at) * STRIDE + m];
+      if (GATED) up += memory[s * PART + (at * 2 + 1) * STRIDE + m];
     }
     if (row_scales) y *= row_scales[n];
     if (bias) y += to_float(bias[n]);

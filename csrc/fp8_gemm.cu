@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
     const float* w_scales, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int N, int K) {
   __shared__ Barrier full[STAGES], empty[STAGES], received;
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  int first = blockIdx.z * M_MAX, rows = min(M - first, M_MAX);  // of x
+  int first = blockIdx.y * M_MAX, rows = min(M - first, M_MAX);  // of x
   int steps = K / LINE, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
   bool producer = thread == CONSUMERS;
 
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
   auto load_weight = [&](int step) {
     expect(&full[step % STAGES], STAGE_BYTES);
     unsigned char* to = stage_of(step) + X_STAGE;
-    int column = (begin + step) * LINE, row = blockIdx.y * BLOCK_N;
+    int column = (begin + step) * LINE, row = blockIdx.z * BLOCK_N;
     if (GATED) copy_groups(to, w_map, column, row / 16, &full[step % STAGES]);
     else copy_box(to, w_map, column, row, &full[step % STAGES]);
   };
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
 
   float total[TILES][4] = {};
   if (warp < WARPS) {
-    int group = min(blockIdx.y * (BLOCK_N / 16) + warp, (N - 1) / 16);  // of 16 rows, half of which share scales
+    int group = min(blockIdx.z * (BLOCK_N / 16) + warp, (N - 1) / 16);  // of 16 rows, half of which share scales
     const float* low = w_scales + (long long)(GATED ? group : group * 2) * steps + begin;
     const float* high = w_scales + (long long)(GATED ? group + N / 16 : min(group * 2 + 1, (N - 1) / 8)) * steps + begin;
     float low_scale = GROUP && count > 0 ? low[0] : 1.f, high_scale = GROUP && count > 0 ? high[0] : 1.f;

@@ -38,6 +38,16 @@ __device__ __forceinline__ unsigned multiply(unsigned a, unsigned b) {
   return c;
 }
 
+// a * b + c, rounded once.
+__device__ __forceinline__ unsigned multiply_and_add(unsigned a, unsigned b, unsigned c) {
+  unsigned d;
+  if constexpr (Is<T>::bf16)
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  else
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 __device__ __forceinline__ float low_of(unsigned pair) { return to_float(T{(unsigned short)pair}); }
 __device__ __forceinline__ float high_of(unsigned pair) { return to_float(T{(unsigned short)(pair >> 16)}); }
 

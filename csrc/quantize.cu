@@ -10,8 +10,8 @@ extern "C" __global__ void __launch_bounds__(1024) quantize(
     const T* x, OPTIONAL const W* norm, float eps, e4m3* codes, float* scales, int stride, int K) {
   __shared__ float scratch[32], sums[32];
   int row = blockIdx.x, count = (K / 8 + blockDim.x - 1) / blockDim.x;
+  start_successor();  // which may fetch weights
   wait_for_predecessor();
-  start_successor();
   const T* from = x + (long long)row * K;
   Vec<8> kept[MOST];
   float square = 0.f, largest = 0.f;

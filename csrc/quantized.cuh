@@ -7,7 +7,8 @@
 // In 4 bits a word has 8 values of a row: columns 2, 3, 10, 11, 18, 19, 26, 27, then of row 41; then 32 columns later.
 //
 // Macros: WEIGHT is E4M3, INT8, INT4 or E2M1. GROUP columns have a scale for each row, which is multiplied into float32
-// sums; 0: all columns, so that it is left to the end. The bits of two values of e4m3 lie in 16 such that one `and` finds
+// sums; 0: all columns, so that it is left to the end. OFFSETS: a group has an offset beside its scale, both in T, and
+// values of T are (level - 8) * scale + offset. The bits of two values of e4m3 lie in 16 such that one `and` finds
 // the first pair of a word in T's place; two shifts bring the second. Those of four values of e2m1 lie so too: the bits
 // of the first at 15 and 8 to 6, of the next two 3 and 6 lower, and of the last at 14, 11, 10 and 13.
 //
@@ -20,6 +21,9 @@
 #define INT8 1
 #define INT4 2
 #define E2M1 3
+#ifndef OFFSETS
+#define OFFSETS 0
+#endif
 
 constexpr int WEIGHT_BITS = WEIGHT == INT4 || WEIGHT == E2M1 ? 4 : 8;
 constexpr int CHUNK_K = 256 / WEIGHT_BITS;  // columns that 16 bytes of each lane have
@@ -36,11 +40,15 @@ __device__ __forceinline__ unsigned subtract(unsigned a, unsigned b) {
   return c;
 }
 
-// A group's scale and what its zero point is subtracted as: 24 bits of a float32, and 8 of an integer.
+// A group's scale and zero point: 24 bits of a float32, and 8 of an integer. OFFSETS: two values of T, scale and offset.
 struct Scale {
   unsigned word;
-  __device__ __forceinline__ float factor() const { return __uint_as_float(WEIGHT == E4M3 ? word : word & 0xffffff00u); }
-  __device__ __forceinline__ unsigned zero() const { return ONES + (word & 0xff) * 0x10001; }
+  // Of the group's sums.
+  __device__ __forceinline__ float factor() const {
+    return OFFSETS ? 1.f : __uint_as_float(WEIGHT == E4M3 ? word : word & 0xffffff00u);
+  }
+  // As `decode` wants it: the zero point as it is subtracted, or the word itself.
+  __device__ __forceinline__ unsigned zero() const { return OFFSETS ? word : ONES + (word & 0xff) * 0x10001; }
 };
 
 // Integers of 8 bits, less 128, at the low ends of two halves.
@@ -72,7 +80,10 @@ __device__ __forceinline__ unsigned decode(unsigned word, int k, unsigned zero) 
   } else if constexpr (WEIGHT == INT8) {
     return decode_int8(word >> (8 * k) & 0x00ff00ff);
   } else {
-    return subtract((word >> (4 * k) & 0x000f000f) | ONES, zero);
+    unsigned level = (word >> (4 * k) & 0x000f000f) | ONES;
+    if constexpr (!OFFSETS) return subtract(level, zero);
+    unsigned scale = __byte_perm(zero, 0, 0x1010), offset = __byte_perm(zero, 0, 0x3232);
+    return multiply_and_add(subtract(level, ONES + 0x00080008), scale, offset);
   }
 }
 

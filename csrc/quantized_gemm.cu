@@ -18,9 +18,10 @@ constexpr int CHUNKS = BLOCK_K / CHUNK_K;
 constexpr int BOX = M_MAX * LINE;                  // bytes of 64 columns of x
 constexpr int X_STAGE = BLOCK_K / 64 * BOX;
 constexpr int W_TILE = CHUNKS * CHUNK;             // of a warpgroup
+constexpr bool SCALES = GROUP && !OFFSETS;         // sums of groups
 constexpr int UNIT = GROUP ? GROUP : BLOCK_K;
 constexpr int GROUPS = GROUP ? BLOCK_K / GROUP : 0;
-constexpr bool DEFERS = GROUPS > 1 && TILES <= 4;  // a group's sums are scaled while the next ones are multiplied
+constexpr bool DEFERS = SCALES && GROUPS > 1 && TILES <= 4;  // a group's sums are scaled while the next ones are multiplied
 constexpr int S_TILE = GROUPS * 64 * 4;
 constexpr int STAGE_BYTES = X_STAGE + WARPGROUPS * (W_TILE + S_TILE);
 constexpr int STAGE = (STAGE_BYTES + 1023) / 1024 * 1024;
@@ -29,12 +30,13 @@ extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
     const __grid_constant__ TensorMap x_map, const unsigned* weight, const unsigned* scales,
-    OPTIONAL const float* row_scales, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int N, int K) {
+    OPTIONAL const float* row_scales, OPTIONAL const T* bias, OPTIONAL const T* residual,
+    OPTIONAL const unsigned* next, int next_stride, int next_count, int next_bytes, T* out, int M, int N, int K) {
   __shared__ Barrier full[STAGES], empty[STAGES], received;
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  int first = blockIdx.z * M_MAX, rows = min(M - first, M_MAX);  // of x
+  int first = blockIdx.y * M_MAX, rows = min(M - first, M_MAX);  // of x
   int steps = K / BLOCK_K, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
-  int tile = blockIdx.y * WARPGROUPS, tiles = (N + 63) / 64;
+  int tile = blockIdx.z * WARPGROUPS, tiles = (N + 63) / 64;
   bool producer = thread == CONSUMERS;
 
   auto stage_of = [](int step) { return memory + step % STAGES * STAGE; };
@@ -75,10 +77,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
       load_weight(step);
       load_x(step);
     }
+    // The memory rests from here on until the next product has begun, which then finds the beginnings of its parts in L2.
+    if (next) {
+      int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x, blocks = gridDim.x * gridDim.y * gridDim.z;
+      for (int i = block; i < next_count; i += blocks) prefetch((const char*)next + (long long)i * next_stride, next_bytes);
+    }
   }
   __syncwarp();
 
-  float acc[DEFERS ? 2 : 1][TILES][4] = {}, total[GROUP ? TILES : 1][4] = {};
+  float acc[DEFERS ? 2 : 1][TILES][4] = {}, total[SCALES ? TILES : 1][4] = {};
   int group = warp >> 2, row = (warp & 3) * 16 + (lane >> 2);  // of the warpgroup's 64
   if (warp < WARPS) {
     for (int step = 0; step < count; ++step) {
@@ -91,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
         float low = scales_of[g * 64].factor(), high = scales_of[g * 64 + 8].factor();
         float(*sums)[4] = acc[DEFERS ? g & 1 : 0];
 #pragma unroll
-        for (int t = 0; t < (GROUP ? TILES : 0); ++t) {
+        for (int t = 0; t < (SCALES ? TILES : 0); ++t) {
           total[t][0] += low * sums[t][0], total[t][1] += low * sums[t][1];
           total[t][2] += high * sums[t][2], total[t][3] += high * sums[t][3];
         }
@@ -115,16 +122,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
           int k = c * CHUNK_K + s * 16, g = k / UNIT;  // of the stage
           unsigned long long b = descriptor(x + k / 64 * BOX + k % 64 * 2);
           float(*sums)[4] = acc[DEFERS ? g & 1 : 0];
-          if (GROUP && k % UNIT == 0) multiply_add<false>(sums, a[s], b);
+          if (SCALES && k % UNIT == 0) multiply_add<false>(sums, a[s], b);
           else multiply_add<true>(sums, a[s], b);
-          if (GROUP && (k + 16) % UNIT == 0) {
+          if (SCALES && (k + 16) % UNIT == 0) {
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             if (!DEFERS) wait_products<0>(), finish_group(g);
             else if (g > 0) wait_products<1>(), finish_group(g - 1);
             if (s + 1 < STEPS) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
           }
         }
-        if (!GROUP || (c + 1) * CHUNK_K % UNIT) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        if (!SCALES || (c + 1) * CHUNK_K % UNIT) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         // Registers of the chunk before are free. At a stage's end none may be under way: ptxas would order all others.
         if (c + 1 < CHUNKS) wait_products<1>();
         else wait_products<0>();
@@ -136,5 +143,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
   if (SPLIT > 1) meet_cluster();
   else __syncthreads();
   if (warp >= WARPS) return;
-  add_up(GROUP ? total : acc[0], (float*)memory, &received, first, rows, N, GROUP ? nullptr : row_scales, bias, residual, out);
+  add_up(SCALES ? total : acc[0], (float*)memory, &received, first, rows, N, GROUP ? nullptr : row_scales, bias, residual, out);
 }

@@ -16,7 +16,7 @@ from minisgl import LLM, SamplingParams
 from minisgl.kernel.base import Norm, Ops
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
-from minisgl.quantization.rounding import largest_of_rows, round_to_8_bits
+from minisgl.quantization.rounding import INT4_FORMAT, largest_of_rows, levels_of_int4, round_to_8_bits
 from support.small_models import save_qwen3
 
 pytestmark = pytest.mark.gpu
@@ -29,6 +29,7 @@ FORMATS = (
     *(LevelFormat("fp8", group) for group in (0, 128)),
     *(LevelFormat("int4", group, zeros) for group, zeros in ((32, True), (64, False), (128, True))),
     LevelFormat("int8"),
+    INT4_FORMAT,
 )
 
 
@@ -45,6 +46,8 @@ def ops() -> Ops:
 def random_levels(form: LevelFormat, width: int, size: int) -> Levels:
     """A matrix of normal values in this format; with `rounds_x`, of blocks of 128 rows."""
     weight = torch.randn(width, size, device="cuda") / size**0.5
+    if form.offsets:
+        return levels_of_int4(weight)
     groups = weight.view(width, form.groups(size), -1)
     largest = groups.abs().amax(2)
     if form.rounds_x and form.group:
@@ -87,6 +90,22 @@ def test_products_multiply_the_values(ops: Ops, form: LevelFormat, dtype: torch.
                 (gated.norm_gated_linear(x, norm, bias, activation="silu"), activated),
             ):
                 assert error(have, want) < TOLERANCE[dtype], (rows, width, size)
+
+
+def test_columns_in_another_order(ops: Ops) -> None:
+    """Groups of a GPTQ checkpoint with desc_act."""
+    torch.manual_seed(0)
+    order = tuple(torch.randperm(1024).tolist())
+    levels = random_levels(LevelFormat("int4", 128, zeros=True, order=order), 768, 1024)
+    plain, gated = (ops.bind_levels(levels, torch.bfloat16, gated=gated) for gated in (False, True))
+    wide, norm = levels.values().double(), Norm(torch.randn(1024, device="cuda").bfloat16(), 1e-6)
+    for rows in (1, 40, 300):
+        x = torch.randn(rows, 1024, device="cuda").bfloat16()
+        normed = TorchOps().rms_norm(x.double(), Norm(norm.weight.double(), norm.eps))
+        activated = TorchOps().norm_gated_linear(normed, None, wide, activation="silu")
+        assert error(plain.linear(x), x.double() @ wide.T) < TOLERANCE[torch.bfloat16]
+        assert error(plain.norm_linear(x, norm), normed @ wide.T) < TOLERANCE[torch.bfloat16]
+        assert error(gated.norm_gated_linear(x, norm, activation="silu"), activated) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("group", [0, 128])
@@ -152,7 +171,7 @@ def test_weights_rounded_to_fp8_answer_as_their_values(
     ):
         answers = [answer["token_ids"] for answer in llm.generate(prompts, params)]
         alone = [llm.generate([prompt], params)[0]["token_ids"] for prompt in prompts[:4]]
-    assert re.search(r"products read 16 matrices in fp8 up to 256 rows \(csrc/quantized_gemm.cu\)", caplog.text)
+    assert re.search(r"products read 16 matrices in fp8 up to 384 rows \(csrc/quantized_gemm.cu\)", caplog.text)
     model = AutoModelForCausalLM.from_pretrained(rounded, dtype=torch.float32).cuda().eval()
     for prompt, answer in zip(prompts + prompts[:4], answers + alone, strict=True):
         with torch.inference_mode():

@@ -7,6 +7,7 @@ import torch
 
 from minisgl.quantization.gpu_layout import CHUNK, TILE, pack_levels, packed_bytes
 from minisgl.quantization.levels import Kind, LevelFormat, Levels
+from minisgl.quantization.rounding import INT4_GROUP, levels_of_int4
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -77,3 +78,14 @@ def test_scales_and_zero_points(kind: Kind, group: int) -> None:
         assert torch.equal(words & 0xFF, levels.zeros.int())
         words &= ~0xFF
     assert torch.equal(words.view(torch.float32), levels.scales)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_scales_and_offsets(dtype: torch.dtype) -> None:
+    levels = levels_of_int4(torch.randn(96, 256, generator=torch.Generator().manual_seed(0)))
+    packed = pack_levels(levels, dtype)
+    assert packed.nbytes == packed_bytes("int4", 96, 256, INT4_GROUP)
+    pairs = packed.group_scales.transpose(1, 2).flatten(0, 1)[:96].contiguous().view(dtype).float()
+    assert levels.offsets is not None
+    assert torch.equal(pairs[:, 0::2], levels.scales)
+    assert torch.equal(pairs[:, 1::2], levels.offsets)

@@ -33,6 +33,7 @@ from minisgl.kernel.recurrent_rows import SingleRows, recurrent_rows
 from minisgl.kernel.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat, Levels
+from minisgl.quantization.rounding import INT4_FORMAT
 from support.delta_net import make_layer, projection
 
 CSRC = Path(minisgl.__file__).parent / "csrc"
@@ -258,8 +259,9 @@ def run_quantized() -> None:
 
     ops, dtype = CudaOps(CPU), torch.bfloat16
     norm, bias = Norm(torch.zeros(256, dtype=dtype), 1e-6), torch.zeros(512, dtype=dtype)
-    forms = LevelFormat("fp8"), LevelFormat("int4", 128, zeros=True), LevelFormat("int8")
-    for form in (*forms, LevelFormat("fp8", 128, rounds_x=True)):
+    forms = LevelFormat("fp8"), LevelFormat("int4", 128, zeros=True), LevelFormat("int8"), INT4_FORMAT
+    ordered = LevelFormat("int4", 128, order=tuple(reversed(range(256))))
+    for form in (*forms, ordered, LevelFormat("fp8", 128, rounds_x=True)):
         for gated in (False, True):
             assert ops.keeps(form, 512, 256, dtype)
             levels = Levels.empty(form, torch.Size((512, 256)), CPU)

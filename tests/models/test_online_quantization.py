@@ -23,7 +23,7 @@ from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.models.loading import load_model
 from minisgl.quantization import rounding
-from minisgl.quantization.rounding import INT4_GROUP, largest_of_rows, round_to_8_bits, round_to_int4
+from minisgl.quantization.rounding import INT4_GROUP, largest_of_rows, levels_of_int4, round_to_8_bits, round_to_int4
 from models.harness import Harness
 from models.quantized import SHAPE, save_quantized
 from models.test_model_tp import Rank
@@ -59,6 +59,7 @@ def test_int4_values_are_on_their_grid_in_every_dtype(dtype: torch.dtype) -> Non
     assert grid.scales.dtype == grid.offsets.dtype == torch.bfloat16
     scales, offsets = (table.float().repeat_interleave(INT4_GROUP, 1) for table in (grid.scales, grid.offsets))
     assert torch.equal(((levels - 8) * scales + offsets).to(dtype), rounded)
+    assert torch.equal(levels_of_int4(weight).values().to(dtype), rounded), "what a GPU keeps"
     assert ((rounded.float() - weight.float()).abs() <= 0.6 * scales + 2.0**-8 * weight.float().abs()).all()
     assert (rounded.float() - weight.float()).norm() < 0.085 * weight.float().norm()
     again = rounded.clone()
@@ -138,8 +139,8 @@ class Threads:
         return torch.cat(self.peers, dim=-1)
 
 
-@pytest.mark.parametrize("method", ["fp8", "int8"])
-def test_levels_of_8_bits_are_what_is_rounded_to(tmp_path: Path, method: Any) -> None:
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
+def test_levels_are_what_is_rounded_to(tmp_path: Path, method: Any) -> None:
     """A weight that stays quantized is rounded when it is filled, a dense one in the end: to the same values."""
     make_model("llama", **WIDE).save_pretrained(tmp_path)
     for options in ({}, {"load_format": "dummy"}):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +94,14 @@ class CudaOps:
                 return Fp8Weight(self._fp8, matrix, self.activate_and_mul)
         packed = pack_levels(levels, dtype, gated=gated)
         self._quantized.begin_compiling(packed, dtype)
-        return QuantizedWeight(self, self._quantized, packed, dtype)
+        order = levels.format.order
+        columns = None if order is None else torch.tensor(order, device=packed.words.device)
+        return QuantizedWeight(self, self._quantized, packed, dtype, columns)
+
+    def read_in_order(self, weights: Sequence[Weight]) -> None:
+        for weight, following in pairwise(weights):
+            if isinstance(weight, QuantizedWeight) and isinstance(following, QuantizedWeight):
+                weight.precede(following)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         size = x.shape[-1]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from minisgl.kernel.base import Activation, Norm, Ops
 from minisgl.kernel.fp8_gemm import Fp8Gemm, Fp8Matrix
-from minisgl.kernel.quantized_gemm import MAX_ROWS, QuantizedGemm, max_rows
+from minisgl.kernel.quantized_division import MAX_ROWS
+from minisgl.kernel.quantized_gemm import Beginnings, QuantizedGemm, max_rows
 from minisgl.quantization.gpu_layout import PackedLevels
 
 Activate = Callable[[Tensor, Activation], Tensor]
@@ -23,38 +24,56 @@ class QuantizedWeight:
     For many its values are written to memory that is free again afterwards, so that a library multiplies them.
     """
 
-    def __init__(self, ops: Ops, gemm: QuantizedGemm, packed: PackedLevels, dtype: torch.dtype) -> None:
-        self._ops, self._gemm, self._packed, self._dtype = ops, gemm, packed, dtype
+    def __init__(
+        self, ops: Ops, gemm: QuantizedGemm, packed: PackedLevels, dtype: torch.dtype, order: Tensor | None = None
+    ) -> None:
+        """`order`: int64 [in], the columns that the packed ones are, if they are in another order."""
+        self._ops, self._gemm, self._packed, self._dtype, self._order = ops, gemm, packed, dtype, order
+        self._beginnings = gemm.beginnings(packed)
+        self._following: Beginnings | None = None
         group = f" with groups of {packed.group}" if packed.group else ""
-        few, values = max_rows(packed.group), str(dtype).removeprefix("torch.")
-        self.label = f"{packed.kind}{group} up to {few} rows (csrc/quantized_gemm.cu), above in {values} (cuBLAS)"
+        ordered = " in their order" if order is not None else ""
+        few, values = max_rows(packed), str(dtype).removeprefix("torch.")
+        self.label = (
+            f"{packed.kind}{group}{ordered} up to {few} rows (csrc/quantized_gemm.cu), above in {values} (cuBLAS)"
+        )
+
+    def precede(self, following: QuantizedWeight) -> None:
+        """Let products of few rows fetch the beginnings of the weight that a step reads next."""
+        self._following = following._beginnings
 
     @property
     def tensor(self) -> Tensor:
-        """The matrix [out, in] in the model's dtype, made anew."""
+        """The matrix [out, in] in the model's dtype, columns as they are packed, made anew."""
         return self._gemm.values(self._packed, self._dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        x = self._ordered(x)
         if not self._packed.gated and self._gemm.takes(x, self._packed):
-            return self._gemm.product(x, self._packed, bias, residual)
+            return self._gemm.product(x, self._packed, bias, residual, following=self._following)
         return self._ops.linear(x, self.tensor, bias, residual)
 
     def norm_linear(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
+        x = self._normed(x, norm)
         if not self._packed.gated and self._gemm.takes(x, self._packed):
-            return self._gemm.product(self._normed(x, norm), self._packed, bias, out=out)
-        return self._ops.norm_linear(x, norm, self.tensor, bias, out)
+            return self._gemm.product(x, self._packed, bias, out=out, following=self._following)
+        return self._ops.norm_linear(x, None, self.tensor, bias, out)
 
     def norm_gated_linear(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
     ) -> Tensor:
+        x = self._normed(x, norm)
         if self._packed.gated and self._gemm.takes(x, self._packed):
-            return self._gemm.product(self._normed(x, norm), self._packed, bias, gate=activation)
-        return self._ops.norm_gated_linear(x, norm, self.tensor, bias, activation=activation)
+            return self._gemm.product(x, self._packed, bias, gate=activation, following=self._following)
+        return self._ops.norm_gated_linear(x, None, self.tensor, bias, activation=activation)
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
-        return x if norm is None else self._ops.rms_norm(x, norm)
+        return self._ordered(x if norm is None else self._ops.rms_norm(x, norm))
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        return x if self._order is None else x.index_select(1, self._order)
 
 
 class Fp8Weight:
@@ -65,7 +84,7 @@ class Fp8Weight:
         scales = f"blocks of {matrix.group}" if matrix.group else "rows"
         self.label = (
             f"fp8 with fp8 activations, scales of {scales}, up to {MAX_ROWS} rows (csrc/fp8_gemm.cu), "
-            "above by torch._scaled_mm"
+            f"above by {gemm.library(matrix)}"
         )
 
     @property

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from minisgl.kernel.availability import import_error
 from minisgl.kernel.base import Activation, Norm
 from minisgl.kernel.compile import Compiler, tensor_map
-from minisgl.kernel.quantized_gemm import (
-    FEW_ROWS_SPLIT_COST,
-    MAX_ROWS,
-    MAX_STAGES,
-    RING_BYTES,
-    Division,
-    fewest_waves,
-    sums_bytes,
-)
+from minisgl.kernel.quantized_division import MAX_ROWS, Division, divide_fp8, fp8_stage_bytes, sums_bytes
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.quantization.levels import LevelFormat, Levels
 
@@ -67,6 +61,7 @@ class Fp8Gemm:
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
+        self._row_scaled = _sglang_product()
 
     def begin_compiling(self, weight: Fp8Matrix, dtype: torch.dtype) -> None:
         """Begin to compile the products with a weight; of a gated one those with silu."""
@@ -74,9 +69,13 @@ class Fp8Gemm:
         width, size = weight.codes.shape
         specs = [_quantize_spec(dtype, dtype, weight.group)]
         for rows in (8, 16, 32, MAX_ROWS):
-            division = divide(rows, width, size, weight.group, self._compiler.num_sms)
+            division = divide_fp8(rows, width, size, weight.group, self._compiler.num_sms)
             specs.append(_product_spec(_Kernel(dtype, weight.group, gate, division)))
         self._compiler.begin(specs)
+
+    def library(self, weight: Fp8Matrix) -> str:
+        """Name what multiplies many rows with this weight."""
+        return "sglang-kernel" if weight.block_scales is None and self._row_scaled is not None else "torch._scaled_mm"
 
     def quantize(self, x: Tensor, norm: Norm | None, group: int, *, room: int) -> Fp8Rows:
         """Return norm(x), [M, K], in e4m3, with scales for rows or for `group` of their columns.
@@ -131,21 +130,26 @@ class Fp8Gemm:
         if rows == 0:
             return x.new_empty((0, width if gate is None else width // 2))
         if rows <= MAX_ROWS:
-            division = divide(rows, width, size, weight.group, self._compiler.num_sms)
+            division = divide_fp8(rows, width, size, weight.group, self._compiler.num_sms)
             quantized = self.quantize(x, norm, weight.group, room=division.max_rows)
             return self.product(quantized, rows, weight, bias, residual, division, x.dtype, gate, out)
-        quantized = self.quantize(x, norm, weight.group, room=-(-rows // _LIBRARY_ROWS) * _LIBRARY_ROWS)
-        if weight.block_scales is not None:
-            scales = quantized.scales.t(), weight.block_scales.t()
-        else:
-            scales = quantized.scales.unsqueeze(1), weight.scales.unsqueeze(0)
-        y = torch._scaled_mm(quantized.codes, weight.codes.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=x.dtype)
-        y = y[:rows]
+        y = self._library_product(self.quantize(x, norm, weight.group, room=_room(rows)), rows, weight, x.dtype)
         if bias is not None:
             y.add_(bias)
         if residual is not None:
             y.add_(residual)
         return y if out is None else out.copy_(y)
+
+    def _library_product(self, x: Fp8Rows, rows: int, weight: Fp8Matrix, dtype: torch.dtype) -> Tensor:
+        """[rows, N] of many rows, by the faster library that there is."""
+        if weight.block_scales is not None:
+            scales = x.scales.t(), weight.block_scales.t()
+        elif self._row_scaled is not None:
+            return self._row_scaled(x.codes[:rows], weight.codes.t(), x.scales[:rows], weight.scales, dtype)
+        else:
+            scales = x.scales.unsqueeze(1), weight.scales.unsqueeze(0)
+        y = torch._scaled_mm(x.codes, weight.codes.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=dtype)
+        return y[:rows]
 
     def product(
         self,
@@ -171,7 +175,7 @@ class Fp8Gemm:
             groups = weight.codes.view(torch.uint8).view(2, width // 16, 8, size).transpose(0, 1)
             w_map = tensor_map(groups, block // 16, 2, 8, _LINE)
         kernel(
-            (1, -(-width // block), -(-rows // division.max_rows)),
+            (1, -(-rows // division.max_rows), -(-width // block)),
             division.warpgroups * 128 + 32,
             x_map=tensor_map(x.codes[:rows], division.max_rows, _LINE),
             w_map=w_map,
@@ -189,21 +193,18 @@ class Fp8Gemm:
         return out
 
 
-def divide(rows: int, width: int, size: int, group: int, num_sms: int) -> Division:
-    """Divide x [rows, size] @ weight [width, size]^T."""
-    max_rows = next(each for each in (8, 16, 32, 64) if rows <= each)
-    warpgroups, blocks, split_cost = (1, 3, FEW_ROWS_SPLIT_COST) if max_rows <= 32 else (2, 2, 0.12)
-    tiles, steps = -(-width // (warpgroups * _WARPGROUP)), size // _LINE
-    split = fewest_waves(tiles, steps, num_sms * blocks, split_cost)
-    division = Division(max_rows, warpgroups, split, _LINE, 0, blocks)
-    room = RING_BYTES[blocks] // stage_bytes(group, division)
-    return division._replace(stages=max(2, min(room, -(-steps // split), MAX_STAGES)))
+def _room(rows: int) -> int:
+    """Return the rows that torch's product wants, at least `rows`."""
+    return -(-rows // _LIBRARY_ROWS) * _LIBRARY_ROWS
 
 
-def stage_bytes(group: int, division: Division) -> int:
-    """Size of a stage: columns of x and of the weight's rows, and x's scales."""
-    size = (division.max_rows + division.warpgroups * _WARPGROUP) * _LINE + (division.max_rows * 4 if group else 0)
-    return -(-size // 1024) * 1024
+def _sglang_product() -> Callable[..., Tensor] | None:
+    """Return sglang-kernel's product with scales of rows, which is faster than torch's, if the package is there."""
+    if import_error("sgl_kernel", "sglang-kernel", "cuda") is not None:
+        return None
+    from sgl_kernel import fp8_scaled_mm
+
+    return cast("Callable[..., Tensor]", fp8_scaled_mm)
 
 
 def _quantize_spec(dtype: torch.dtype, norm_dtype: torch.dtype, group: int) -> KernelSpec:
@@ -224,5 +225,5 @@ def _product_spec(kind: _Kernel) -> KernelSpec:
         "STAGES": division.stages,
         "BLOCKS": division.blocks,
     }
-    shared_bytes = max(division.stages * stage_bytes(kind.group, division), sums_bytes(division))
+    shared_bytes = max(division.stages * fp8_stage_bytes(kind.group, division), sums_bytes(division))
     return KernelSpec("fp8_gemm.cu", "fp8_gemm", macros, shared_bytes=shared_bytes)

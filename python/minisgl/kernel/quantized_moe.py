@@ -110,6 +110,8 @@ def supports(form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bo
     """Return True if the kernels read matrices [width, size] of this format in products of this dtype."""
     dtypes = (torch.bfloat16,) if form.kind == "mxfp4" else (torch.bfloat16, torch.float16)
     columns = form.group or 32
+    if form.offsets or form.order is not None:
+        return False
     return dtype in dtypes and form.group in _GROUPS[form.kind] and size % columns == 0 and width % 16 == 0
 
 

@@ -17,7 +17,7 @@ from minisgl.models.checkpoint import Checkpoint
 from minisgl.models.weight_forms import WeightForms
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.random_levels import random_levels
-from minisgl.quantization.rounding import largest_of_rows, levels_of_8_bits
+from minisgl.quantization.rounding import largest_of_rows, levels_of_8_bits, levels_of_int4
 
 
 class LinearFilling:
@@ -68,12 +68,15 @@ class LinearFilling:
     def _round(self) -> Levels | None:
         module, tp = self._module, self._forms.tp
         form = self._forms.rounded(module)
-        if form is None or form.kind not in ("fp8", "int8"):
+        if form is None or form.kind == "mxfp4":
             return None
-        largest = largest_of_rows(module.weight)
-        if isinstance(module, RowParallelLinear) and tp.size > 1:
-            largest = tp.all_gather(largest).amax(1, keepdim=True)
-        levels = levels_of_8_bits(module.weight, form.kind, largest)
+        if form.kind == "int4":
+            levels = levels_of_int4(module.weight)
+        else:
+            largest = largest_of_rows(module.weight)
+            if isinstance(module, RowParallelLinear) and tp.size > 1:
+                largest = tp.all_gather(largest).amax(1, keepdim=True)
+            levels = levels_of_8_bits(module.weight, form.kind, largest)
         module.weight = unallocated(*module.weight.shape, dtype=module.weight.dtype)
         return levels
 

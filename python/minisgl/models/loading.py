@@ -201,7 +201,7 @@ def load_model(
     else:
         load_weights(model, Checkpoint(folder, config.checkpoint, stored), folder, forms, progress=progress)
     if method is not None:
-        round_weights(model, method, tp)
+        round_weights(model, method, tp, forms)
     if tp.rank == 0:
         kept = _kept(model)
         name = str(dtype).removeprefix("torch.")

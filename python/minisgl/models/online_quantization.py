@@ -7,17 +7,26 @@ from torch import Tensor, nn
 
 from minisgl.distributed import TPGroup
 from minisgl.layers.embedding import LMHead
-from minisgl.layers.linear import Linear, RowParallelLinear
+from minisgl.layers.linear import Linear, RowParallelLinear, unallocated
 from minisgl.layers.mlp import Experts
 from minisgl.models.config.model_config import UnsupportedModel
-from minisgl.quantization.rounding import INT4_GROUP, Int4Grid, Method, largest_of_rows, round_to_8_bits, round_to_int4
+from minisgl.models.weight_forms import WeightForms
+from minisgl.quantization.rounding import (
+    INT4_GROUP,
+    Int4Grid,
+    Method,
+    largest_of_rows,
+    levels_of_int4,
+    round_to_8_bits,
+    round_to_int4,
+)
 
 
 @torch.no_grad()
-def round_weights(model: nn.Module, method: Method, tp: TPGroup) -> None:
+def round_weights(model: nn.Module, method: Method, tp: TPGroup, forms: WeightForms) -> None:
     """Round the matrices of attention and feed-forward blocks, with int4 the head's too, on every rank alike.
 
-    Those that were rounded when they were filled (`linear_filling`) are left alone.
+    Those that were rounded when they were filled (`linear_filling`) are left alone; a head is kept as `forms` say.
 
     Embeddings, norms, biases and routers stay. 8 bits have a scale for each output, int4 for each INT4_GROUP inputs.
     UnsupportedModel if a group would lie on two ranks.
@@ -29,6 +38,10 @@ def round_weights(model: nn.Module, method: Method, tp: TPGroup) -> None:
         elif isinstance(module, Linear) and module.levels is None:
             if isinstance(module, LMHead):
                 if method != "int4":
+                    continue
+                if forms.rounded(module) is not None:
+                    module.levels = levels_of_int4(module.weight)
+                    module.weight = unallocated(*module.weight.shape, dtype=module.weight.dtype)
                     continue
                 if module.tied:  # the embedding stays as it is
                     module.weight = nn.Parameter(module.weight.clone(), requires_grad=False)

@@ -11,7 +11,7 @@ from minisgl.distributed import TPGroup
 from minisgl.layers.linear import Linear
 from minisgl.layers.mlp import Experts
 from minisgl.quantization.levels import LevelFormat
-from minisgl.quantization.rounding import Method
+from minisgl.quantization.rounding import INT4_FORMAT, Method
 
 Keeps = Callable[[LevelFormat, int, int, torch.dtype], bool]
 """Ops.keeps or Ops.keeps_experts."""
@@ -30,7 +30,7 @@ class WeightForms:
 
     def rounded(self, module: Linear) -> LevelFormat | None:
         """Return the format that a dense weight is rounded to when it is filled, if it is kept in it."""
-        return self._kept(self._rounding(), module)
+        return self._kept({INT4_FORMAT} if self.method == "int4" else self._rounding(), module)
 
     def stored(self, module: Linear, formats: set[LevelFormat | None]) -> LevelFormat | None:
         """Return the format of all parts of a weight, if it is kept in it."""
@@ -47,6 +47,7 @@ class WeightForms:
         return self._kept_experts(_in_16_bits(formats), experts)
 
     def _rounding(self) -> set[LevelFormat | None]:
+        """Return the format of 8 bits, which experts have, too."""
         return set() if self.method is None or self.method == "int4" else {LevelFormat(self.method)}
 
     def _kept(self, formats: set[LevelFormat | None], module: Linear) -> LevelFormat | None:

@@ -87,7 +87,7 @@ class PackedExperts:
             self.scales[expert].view(groups)[..., half] = _exponents(packed.scales).view(groups)[..., half]
         elif self.row_scales is None:
             warps = (*self.scales.shape[1:3], 4, 2, 8)  # warp, half and row g
-            self.scales[expert].view(warps)[..., half, :] = pack_scales(packed).view(warps)[..., half, :]
+            self.scales[expert].view(warps)[..., half, :] = pack_scales(packed, self.dtype).view(warps)[..., half, :]
 
 
 def _padded(levels: Levels, size: int) -> Levels:

@@ -23,8 +23,9 @@ class PackedLevels:
     """`Levels` on a GPU in the layout of csrc/quantized.cuh.
 
     `words` int32 [tiles, chunks, 512]; `row_scales` float32 [out] if a row has one scale, else `group_scales` int32
-    [tiles, groups, TILE]: float32 bits, of integers with the zero point as the lowest eight. `gated`: the first half
-    of the rows are gates, and eight of them are packed in front of the eight that they are for.
+    [tiles, groups, TILE]: float32 bits, of integers with the zero point as the lowest eight; with `offsets` a scale and
+    an offset of 16 bits. `gated`: the first half of the rows are gates, and eight of them are packed in front of the
+    eight that they are for.
     """
 
     kind: Kind
@@ -32,6 +33,7 @@ class PackedLevels:
     size: int
     group: int  # columns of a scale; 0: all
     gated: bool
+    offsets: bool
     words: Tensor
     group_scales: Tensor
     row_scales: Tensor | None
@@ -64,14 +66,18 @@ def pack_levels(levels: Levels, dtype: torch.dtype, *, gated: bool = False) -> P
         words[start : start + count] = pack_codes(levels.codes[rows], kind, dtype)
     if levels.format.group == 0:
         nothing = torch.empty(0, dtype=torch.int32, device=device)
-        return PackedLevels(kind, width, size, 0, gated, words, nothing, levels.scales.flatten())
-    return PackedLevels(kind, width, size, levels.format.group, gated, words, pack_scales(levels[order]), None)
+        return PackedLevels(kind, width, size, 0, gated, False, words, nothing, levels.scales.flatten())
+    scales = pack_scales(levels[order], dtype)
+    return PackedLevels(kind, width, size, levels.format.group, gated, levels.format.offsets, words, scales, None)
 
 
-def pack_scales(levels: Levels) -> Tensor:
-    """Return the scales of groups of whole tiles: int32 [tiles, groups, TILE]."""
+def pack_scales(levels: Levels, dtype: torch.dtype) -> Tensor:
+    """Return the scales of groups of whole tiles, offsets in `dtype`: int32 [tiles, groups, TILE]."""
     kind, scales = levels.format.kind, levels.scales.view(torch.int32)
-    if kind != "fp8":
+    if levels.offsets is not None:
+        both = levels.scales.to(dtype), levels.offsets.to(dtype)
+        scales = torch.stack(both, -1).view(torch.int32).squeeze(-1)
+    elif kind != "fp8":
         zeros = MIDDLE[kind] if levels.zeros is None else levels.zeros.int()
         scales = (scales + 0x80 & ~0xFF) | zeros
     return scales.view(-1, TILE, scales.shape[1]).transpose(1, 2).contiguous()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -26,6 +26,9 @@ class LevelFormat:
     group: int = 0
     zeros: bool = False  # it has zero points
     rounds_x: bool = False
+    offsets: bool = False  # groups have them, of 16 bits as their scales
+    # Columns of the matrix in the order in which the levels have them, if it is another one.
+    order: tuple[int, ...] | None = field(default=None, repr=False)
 
     def groups(self, size: int) -> int:
         """Scales of a row of `size` columns."""
@@ -34,17 +37,18 @@ class LevelFormat:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Matrix [out, in] of (value - zero) * scale.
+    """Matrix [out, in] of (value - zero) * scale + offset.
 
     `codes` uint8 [out, in] are the values' bits: those of float8_e4m3fn, an int8 plus 128, an integer from 0 to 15, an
     e2m1 (mxfp4, whose scales are powers of two).
-    `scales` float32 and `zeros` uint8 are [out, groups].
+    `scales` float32, `zeros` uint8 and `offsets` float32 are [out, groups].
     """
 
     format: LevelFormat
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    offsets: Tensor | None = None
 
     @classmethod
     def empty(cls, form: LevelFormat, shape: torch.Size, device: torch.device) -> Levels:
@@ -56,6 +60,7 @@ class Levels:
             torch.empty((width, size), dtype=torch.uint8, device=device),
             torch.empty(table, dtype=torch.float32, device=device),
             torch.empty(table, dtype=torch.uint8, device=device) if form.zeros else None,
+            torch.empty(table, dtype=torch.float32, device=device) if form.offsets else None,
         )
 
     @property
@@ -66,7 +71,8 @@ class Levels:
     def __getitem__(self, rows: slice | Tensor) -> Levels:
         """Return some rows; of a slice the same memory."""
         zeros = None if self.zeros is None else self.zeros[rows]
-        return Levels(self.format, self.codes[rows], self.scales[rows], zeros)
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return Levels(self.format, self.codes[rows], self.scales[rows], zeros, offsets)
 
     def to(self, device: torch.device) -> Levels:
         """Return the matrix on a device."""
@@ -79,9 +85,11 @@ class Levels:
         self.scales.copy_(other.scales)
         if self.zeros is not None and other.zeros is not None:
             self.zeros.copy_(other.zeros)
+        if self.offsets is not None and other.offsets is not None:
+            self.offsets.copy_(other.offsets)
 
     def values(self) -> Tensor:
-        """float32 [out, in]."""
+        """float32 [out, in], columns in the matrix's own order."""
         codes, groups = self.codes, self.scales.shape[1]
         if self.format.kind == "fp8":
             numbers = codes.view(torch.float8_e4m3fn).float().view(len(codes), groups, -1)
@@ -90,4 +98,8 @@ class Levels:
         else:
             zeros = MIDDLE[self.format.kind] if self.zeros is None else self.zeros.float().unsqueeze(2)
             numbers = codes.float().view(len(codes), groups, -1) - zeros
-        return (numbers * self.scales.unsqueeze(2)).flatten(1)
+        values = numbers * self.scales.unsqueeze(2)
+        values = (values if self.offsets is None else values + self.offsets.unsqueeze(2)).flatten(1)
+        if self.format.order is None:
+            return values
+        return torch.empty_like(values).index_copy_(1, torch.tensor(self.format.order, device=values.device), values)

@@ -49,7 +49,8 @@ class AwqMatrix:
         kept = within(rows, _AWQ_WORD)
         codes = _awq_unpack(self._qweight.read(columns, words))[:, kept]
         zeros = _awq_unpack(self._qzeros.read(groups, words))[:, kept]
-        return _int4_levels(codes.T, self._scales.read(groups, rows).T, zeros.T, self._group, columns)
+        scales = self._scales.read(groups, rows).T
+        return _int4_levels(self.level_format(columns), codes.T, scales, zeros.T, self._group, columns)
 
 
 def _awq_unpack(words: Tensor) -> Tensor:
@@ -99,8 +100,7 @@ class GptqMatrix:
         return values.sub_(zeros.T[:, group_of]).mul_(scales.T[:, group_of])
 
     def level_format(self, columns: slice) -> LevelFormat | None:
-        in_order = self._g_idx is None or _in_order(self._g_idx, self._group)
-        return _int4_format(self._group, columns, zeros=True) if self._scheme.bits == 4 and in_order else None
+        return _int4_format(self._group, columns, self._g_idx, zeros=True) if self._scheme.bits == 4 else None
 
     def levels(self, rows: slice, columns: slice) -> Levels:
         words, _ = units(columns, self._per_word)
@@ -109,7 +109,8 @@ class GptqMatrix:
         zero_words, _ = units(rows, self._per_word)
         zeros = unpack(self._qzeros.read(groups, zero_words), 4)[:, within(rows, self._per_word)]
         zeros = (zeros + self._scheme.zero_offset) % 16
-        return _int4_levels(codes, self._scales.read(groups, rows).T, zeros.T, self._group, columns)
+        scales = self._scales.read(groups, rows).T
+        return _int4_levels(self.level_format(columns), codes, scales, zeros.T, self._group, columns)
 
 
 class PackedMatrix:
@@ -158,9 +159,8 @@ class PackedMatrix:
         return values.mul_(self._scale.read(rows, groups).float()[:, group_of])
 
     def level_format(self, columns: slice) -> LevelFormat | None:
-        in_order = self._g_idx is None or _in_order(self._g_idx, self._group)
         zeros = self._zero_point is not None
-        return _int4_format(self._group, columns, zeros=zeros) if self._bits == 4 and in_order else None
+        return _int4_format(self._group, columns, self._g_idx, zeros=zeros) if self._bits == 4 else None
 
     def levels(self, rows: slice, columns: slice) -> Levels:
         words, _ = units(columns, self._per_word)
@@ -170,30 +170,41 @@ class PackedMatrix:
         if self._zero_point is not None:
             zero_words, _ = units(rows, self._per_word)
             zeros = unpack(self._zero_point.read(zero_words, groups).T, 4)[:, within(rows, self._per_word)].T
-        return _int4_levels(codes, self._scale.read(rows, groups), zeros, self._group, columns)
+        scales = self._scale.read(rows, groups)
+        return _int4_levels(self.level_format(columns), codes, scales, zeros, self._group, columns)
 
 
-def _int4_format(group: int, columns: slice, *, zeros: bool) -> LevelFormat | None:
-    """Return the format of columns with groups of `group`; those of larger groups are counted as smaller ones."""
+def _int4_format(group: int, columns: slice, g_idx: StoredTensor | None = None, *, zeros: bool) -> LevelFormat | None:
+    """Return the format of columns with groups of `group`; those of larger groups are counted as smaller ones.
+
+    `g_idx` is the group of each column: if these are not in order, all columns have a format together.
+    """
+    order = None
+    if g_idx is not None:
+        found = g_idx.read().long()
+        in_order = torch.arange(len(found)) // group
+        if not torch.equal(found, in_order):
+            by_group = found.argsort(stable=True)
+            if (columns.start, columns.stop) != (0, len(found)) or not torch.equal(found[by_group], in_order):
+                return None
+            order = tuple(by_group.tolist())
     if group % _LARGEST_GROUP == 0:
         group = _LARGEST_GROUP
-    return None if cuts(columns, group) else LevelFormat("int4", group, zeros)
+    return None if cuts(columns, group) else LevelFormat("int4", group, zeros, order=order)
 
 
-def _int4_levels(codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, columns: slice) -> Levels:
-    """codes [rows, columns], scales and zeros [rows, groups that hold the columns]."""
-    form = _int4_format(group, columns, zeros=zeros is not None)
+def _int4_levels(
+    form: LevelFormat | None, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, columns: slice
+) -> Levels:
+    """codes [rows, columns], scales and zeros [rows, groups of `group` that hold the columns]."""
     if form is None:
         raise ValueError("these columns have no format")
     _, each = units(columns, group)
     each = each[:: form.group]
+    if form.order is not None:
+        codes = codes[:, torch.tensor(form.order)]
     zeros = None if zeros is None else zeros[:, each].to(torch.uint8)
     return Levels(form, codes.to(torch.uint8), scales[:, each].float(), zeros)
-
-
-def _in_order(g_idx: StoredTensor, group: int) -> bool:
-    found = g_idx.read().long()
-    return torch.equal(found, torch.arange(len(found)) // group)
 
 
 def _groups(g_idx: StoredTensor | None, columns: slice, group: int, count: int) -> tuple[slice, Tensor]:

@@ -14,6 +14,7 @@ from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
 Method = Literal["fp8", "int8", "int4"]
 
 INT4_GROUP = 32  # input columns of a scale
+INT4_FORMAT = LevelFormat("int4", INT4_GROUP, offsets=True)
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
 _INT4_STEPS, _INT4_MIDDLE = 15, 8
 _BLOCK = 1 << 20  # values at a time: they stay in the cache
@@ -74,13 +75,30 @@ def round_to_int4(weight: Tensor) -> Int4Grid:
     offsets = torch.empty_like(scales)
     for rows in _chunks(weight):
         groups = _groups(weight[rows])
-        low, high = torch.aminmax(groups, dim=2)
-        scales[rows] = ((high - low) / _INT4_STEPS).clamp_min_(torch.finfo(torch.float16).tiny)
-        offsets[rows] = low + _INT4_MIDDLE * scales[rows].float()
+        scales[rows], offsets[rows] = _grid(groups)
         steps = _levels(groups, scales[rows], offsets[rows]).sub_(_INT4_MIDDLE)
         values = steps.mul_(scales[rows].float().unsqueeze(2)).add_(offsets[rows].float().unsqueeze(2))
         weight[rows] = values.flatten(1).to(weight.dtype)
     return Int4Grid(scales, offsets)
+
+
+def levels_of_int4(weight: Tensor) -> Levels:
+    """Return what `round_to_int4` would round [out, in] to, which stays as it is."""
+    levels = Levels.empty(INT4_FORMAT, weight.shape, weight.device)
+    assert levels.offsets is not None
+    for rows in _chunks(weight):
+        groups = _groups(weight[rows])
+        scales, offsets = _grid(groups)
+        levels.scales[rows], levels.offsets[rows] = scales, offsets
+        levels.codes[rows] = _levels(groups, scales, offsets).flatten(1).to(torch.uint8)
+    return levels
+
+
+def _grid(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and offsets, bfloat16 [out, groups], of values [out, groups, INT4_GROUP]."""
+    low, high = torch.aminmax(groups, dim=2)
+    scales = ((high - low) / _INT4_STEPS).clamp_min_(torch.finfo(torch.float16).tiny).bfloat16()
+    return scales, (low + _INT4_MIDDLE * scales.float()).bfloat16()
 
 
 def _groups(rows: Tensor) -> Tensor:

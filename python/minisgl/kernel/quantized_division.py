@@ -1,0 +1,164 @@
+"""Division of products with quantized weights among blocks: csrc/quantized_gemm.cu and fp8_gemm.cu.
+
+Sizes of blocks and the costs below are those of the fastest divisions measured on an H200 (docs/log.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from minisgl.quantization.gpu_layout import BITS, TILE
+from minisgl.quantization.levels import Kind
+
+MAX_ROWS = 64  # of x, that a block takes; or _LARGE_BLOCK where registers suffice
+_LARGE_BLOCK = 128
+_MAX_STAGES = 16
+_FEW_ROWS_SPLIT_COST = 0.03  # see `fewest_waves`
+_SPLIT_COST = 0.15
+
+
+class Division(NamedTuple):
+    """Division of a product among blocks: macros of the kernels."""
+
+    max_rows: int  # of x, of a block
+    warpgroups: int  # of 64 rows of the weight each
+    split: int  # blocks that divide K
+    block_k: int  # columns of a stage
+    stages: int
+    blocks: int  # on a multiprocessor
+
+    @property
+    def block_n(self) -> int:
+        """Rows of the weight of a block."""
+        return self.warpgroups * TILE
+
+    def tiles(self, rows: int, width: int) -> int:
+        """Parts of the product that have all of K."""
+        return -(-rows // self.max_rows) * -(-width // self.block_n)
+
+
+def ring_bytes(blocks: int) -> int:
+    """Return the shared memory of a block if so many are on a multiprocessor."""
+    return (216 << 10) // blocks // 1024 * 1024
+
+
+def sums_bytes(division: Division) -> int:
+    """Memory of a block's own sums, and of those that others send it (csrc/column_sums.cuh)."""
+    own = division.block_n * (division.max_rows + 2) * 4
+    return own if division.split == 1 else 2 * own
+
+
+def quantized_stage_bytes(kind: Kind, group: int, division: Division) -> int:
+    """Size of a stage of quantized_gemm.cu: columns of x, of the weight's rows, and their scales."""
+    weight = TILE * division.block_k * BITS[kind] // 8
+    scales = division.block_k // group * TILE * 4 if group else 0
+    size = division.max_rows * division.block_k * 2 + division.warpgroups * (weight + scales)
+    return -(-size // 1024) * 1024
+
+
+def fp8_stage_bytes(group: int, division: Division) -> int:
+    """Size of a stage of fp8_gemm.cu: columns of x and of the weight's rows, and x's scales."""
+    size = (division.max_rows + division.block_n) * division.block_k + (division.max_rows * 4 if group else 0)
+    return -(-size // 1024) * 1024
+
+
+def divide_quantized(
+    kind: Kind, rows: int, width: int, size: int, group: int, num_sms: int, *, sums_of_groups: bool
+) -> Division:
+    """Divide x [rows, size] @ weight [width, size]^T of quantized_gemm.cu.
+
+    `sums_of_groups`: groups have sums of their own, for which twice the registers are needed.
+    """
+
+    def staged(division: Division) -> Division:
+        stage = quantized_stage_bytes(kind, group, division)
+        return _staged(division, stage, size)
+
+    if rows <= 8 and kind != "int4":
+        return staged(_streamed(width, size, num_sms))
+    if rows <= 32:
+        block_k = 256 if kind == "int4" and rows <= 16 and size % 256 == 0 else 128 if size % 128 == 0 else 64
+        division = Division(_block_rows(rows), 1, 1, block_k, 0, 3)
+        split = fewest_waves(division.tiles(rows, width), size // block_k, num_sms * 3, _FEW_ROWS_SPLIT_COST)
+        return staged(division._replace(split=split))
+    candidates = [_narrow(rows, width, size, group, num_sms, staged)]
+    if rows > MAX_ROWS and not sums_of_groups:
+        for warpgroups in (2, 3):
+            candidates += [
+                staged(Division(_LARGE_BLOCK, warpgroups, split, max(64, group), 0, 1)) for split in (1, 2, 4)
+            ]
+    if rows > _LARGE_BLOCK and not sums_of_groups:
+        candidates[0] = staged(Division(MAX_ROWS, 2, 2, max(64, group), 0, 2))
+    return min(candidates, key=lambda each: _cost(each, rows, width, size, num_sms))
+
+
+def divide_fp8(rows: int, width: int, size: int, group: int, num_sms: int) -> Division:
+    """Divide x [rows, size] @ weight [width, size]^T of fp8_gemm.cu, of at most MAX_ROWS rows."""
+
+    def staged(division: Division) -> Division:
+        return _staged(division, fp8_stage_bytes(group, division), size)
+
+    if rows > 32:
+        return _narrow(rows, width, size, group, num_sms, staged)
+    division = Division(_block_rows(rows), 1, 1, 128, 0, 3)
+    split = fewest_waves(division.tiles(rows, width), size // 128, num_sms * 3, _FEW_ROWS_SPLIT_COST)
+    return staged(division._replace(split=split))
+
+
+def fewest_waves(tiles: int, steps: int, slots: int, split_cost: float) -> int:
+    """Return by how many blocks K, of so many steps, is divided, if `slots` blocks run at a time.
+
+    They come in waves, each of which reads 1 / split of K; and more blocks have more sums to exchange, which for each
+    costs `split_cost` of a wave.
+    """
+    splits = [split for split in (1, 2, 4, 8) if steps // split >= 2 or split == 1]
+    return min(splits, key=lambda split: -(-tiles * split // slots) / split + split_cost * split)
+
+
+def _streamed(width: int, size: int, num_sms: int) -> Division:
+    """Divide a weight that a few rows read as fast as the memory can, two or three blocks a multiprocessor.
+
+    Clusters of more than two blocks leave some of three places empty, because they lie in one part of the device.
+    """
+    division = Division(8, 2, 1, 128 if size % 128 == 0 else 64, 0, 2)
+    tiles, steps = division.tiles(1, width), size // division.block_k
+    split = next(
+        (each for each in (8, 4, 2) if steps // each >= 2 and tiles * each <= num_sms * (2 if each > 2 else 3)),
+        1,
+    )
+    return division._replace(split=split, blocks=min(max(2, -(-tiles * split // num_sms)), 3))
+
+
+def _block_rows(rows: int) -> int:
+    return next(each for each in (8, 16, 32, MAX_ROWS) if rows <= each)
+
+
+def _narrow(
+    rows: int, width: int, size: int, group: int, num_sms: int, staged: Callable[[Division], Division]
+) -> Division:
+    """Divide among blocks of 64 rows of x and 64 of the weight, two or three on a multiprocessor."""
+    division = Division(MAX_ROWS, 1, 1, 128, 0, 3)
+    tiles = division.tiles(rows, width)
+    split = fewest_waves(tiles, size // 128, num_sms * 3, _SPLIT_COST)
+    division = division._replace(split=split, blocks=min(max(2, -(-tiles * split // num_sms)), 3))
+    long = staged(division)
+    return long if (long.stages > 2 or group == 128) and size % 128 == 0 else staged(division._replace(block_k=64))
+
+
+def _staged(division: Division, stage: int, size: int) -> Division:
+    steps = -(-size // division.block_k // division.split)
+    return division._replace(stages=max(2, min(ring_bytes(division.blocks) // stage, steps, _MAX_STAGES)))
+
+
+def _cost(division: Division, rows: int, width: int, size: int, num_sms: int) -> float:
+    """Estimate nanoseconds of more than MAX_ROWS rows: of multiplying, and of beginning and exchanging sums."""
+    per_value, begin = {1: (2.6, 5000), 2: (2.15, 9000), 3: (2.04, 9000)}[division.warpgroups]  # of 4,096 columns
+    if division.max_rows > MAX_ROWS and division.warpgroups == 2:
+        per_value, begin = 2.3, 12000
+    at_a_time = division.blocks if division.warpgroups == 2 else 1
+    blocks = (
+        -(-division.tiles(rows, width) * division.split // (num_sms * at_a_time)) * at_a_time
+    )  # of a multiprocessor
+    work = blocks * division.block_n * division.max_rows * size // 4096 // division.split
+    return per_value * work + (begin if division.split > 1 else 0)

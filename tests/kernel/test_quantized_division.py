@@ -1,0 +1,56 @@
+"""Divisions of products with quantized weights: blocks fit a multiprocessor, and their parts are whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from minisgl.kernel.quantized_division import (
+    Division,
+    divide_fp8,
+    divide_quantized,
+    fp8_stage_bytes,
+    quantized_stage_bytes,
+    sums_bytes,
+)
+from minisgl.quantization.levels import Kind
+
+SM_BYTES, BLOCK_BYTES = 228 << 10, 227 << 10  # of shared memory on Hopper, 1 KiB of which each block needs besides
+SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (768, 256), (48, 128), (151936, 4096))
+ROWS = (1, 8, 16, 17, 33, 64, 65, 128, 200, 256, 500)
+
+
+def check(division: Division, stage: int, rows: int, size: int) -> None:
+    shared = max(division.stages * stage, sums_bytes(division)) + 2048  # barriers
+    assert shared <= BLOCK_BYTES
+    assert shared * division.blocks <= SM_BYTES
+    assert division.stages >= 2
+    assert rows <= division.max_rows or division.max_rows >= 64
+    assert division.block_n // division.split % 16 == 0, "a gated weight's gates and what they are for stay together"
+    assert size % division.block_k == 0
+    assert division.split <= 8
+
+
+@pytest.mark.parametrize(("kind", "group"), [("fp8", 0), ("fp8", 128), ("int8", 0), ("int4", 32), ("int4", 128)])
+def test_blocks_of_quantized_weights(kind: Kind, group: int) -> None:
+    for width, size in SHAPES:
+        for rows in ROWS:
+            for sums_of_groups in {group > 0, group > 0 and kind != "int4"}:
+                division = divide_quantized(kind, rows, width, size, group, 132, sums_of_groups=sums_of_groups)
+                check(division, quantized_stage_bytes(kind, group, division), rows, size)
+                assert division.max_rows <= (64 if sums_of_groups else 128), "registers of sums"
+                assert division.block_k % max(group, 64 if kind == "int4" else 32) == 0
+
+
+@pytest.mark.parametrize("group", [0, 128])
+def test_blocks_of_fp8_with_fp8(group: int) -> None:
+    for width, size in SHAPES:
+        for rows in ROWS[:6]:
+            division = divide_fp8(rows, width, size, group, 132)
+            check(division, fp8_stage_bytes(group, division), rows, size)
+
+
+def test_many_rows_use_all_multiprocessors() -> None:
+    """Of a wide weight a block takes as many rows as keep its tensor cores busy."""
+    division = divide_quantized("fp8", 128, 24576, 4096, 0, 132, sums_of_groups=False)
+    assert (division.max_rows, division.warpgroups, division.split) == (128, 3, 1)
+    assert 120 <= division.tiles(128, 24576) <= 132
