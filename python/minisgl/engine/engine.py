@@ -123,8 +123,7 @@ class Engine:
         if layout.has_states:
             for_states = tp.smallest(room_for_pool(self.device, config.memory_ratio, tp.size, Needs()).pool)
             self.num_slots = slots_with_states(self.num_slots, layout, for_states)
-            # On GPUs not by itself yet: no GPU has run it.
-            if reuses_prefixes and (self.device.type == "cpu" or config.state_snapshots is not None):
+            if reuses_prefixes:
                 self.num_snapshots = snapshots_with_room(config.state_snapshots, self.num_slots, layout, for_states)
             if tp.rank == 0:
                 logger.info(describe_states(layout, self.num_slots, config.max_running_requests, self.num_snapshots))
