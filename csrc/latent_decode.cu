@@ -1,31 +1,39 @@
-// Latent attention (MLA) over the latents themselves, of decodes and short chunks: each query's heads attend to the same cached rows, of which the first RANK
-// dimensions are the values too. Flash-decoding (Dao et al., 2023): a block takes 16 heads of a row and one of the
-// row's splits, tile by tile of 64 tokens; a second kernel merges the splits.
+// Latent attention (MLA) over the latents themselves, of decodes and short chunks: each query's heads attend to the same
+// cached rows, of which the first RANK dimensions are the values too. Flash-decoding (Dao et al., 2023): a block takes 16
+// heads of a query and one of its row's splits, tile by tile of 32 tokens; a second kernel merges the splits.
 //
-// While a tile is used, the next one comes in. Of a tile, a warp multiplies its own 8 tokens by all of the 16 queries,
-// warps agree on each head's maximum, and then each adds the tile's values to its own RANK / 8 dimensions. Scores are
-// exponents of two. Rows in shared memory are 16 bytes longer, so that ldmatrix finds 8 of them in different banks.
+// While a tile is used, the next ones come in. Its scores are shared out by tokens and dimensions: a warp multiplies eight
+// tokens by one half of the 16 queries' dimensions, which it keeps in registers. Then a warp has two heads, a lane a token:
+// it adds the halves up and agrees on the head's maximum. Then each warp adds the tile's values to its own RANK / 8
+// dimensions. Scores are exponents of two. Rows in shared memory are 16 bytes longer, so that ldmatrix finds eight of them
+// in different banks.
 //
-// -DRANK, a multiple of 128, and -DROPE, whose sum is one of 32; -DPAGE_SIZE.
+// -DRANK, a multiple of 128, and -DROPE, whose sum is one of 64; -DPAGE_SIZE.
 #include "mma.cuh"
 
 constexpr int ROW = RANK + ROPE;
 constexpr int HEADS = 16;
-constexpr int TILE = 64;
-constexpr int WARPS = TILE / 8;
+constexpr int TILE = 32;
+constexpr int STAGES = 5;
+constexpr int AHEAD = STAGES - 1;  // tiles on their way
+constexpr int WARPS = 8;
 constexpr int THREADS = WARPS * 32;
 constexpr int STRIDE = ROW + 8;
 constexpr int P_STRIDE = TILE + 8;
+constexpr int HALF = ROW / 2;
 constexpr int DIMS = RANK / WARPS;  // of a warp
 constexpr int PARTS = ROW / 8;      // of 16 bytes, of a row
+constexpr int LOADS = TILE * PARTS / THREADS;  // of a thread, of a tile
+constexpr int MERGERS = 4;  // at most
+constexpr int MAX_SPLITS = 128;
 constexpr float LOG2_E = 1.44269504f;
 #define INF __int_as_float(0x7f800000)
 
 struct Shared {
-  alignas(16) T q[HEADS][STRIDE];
-  alignas(16) T rows[2][TILE][STRIDE];
+  alignas(16) T rows[STAGES][TILE][STRIDE];
   alignas(16) T p[HEADS][P_STRIDE];
-  float largest[WARPS][HEADS], sum[WARPS][HEADS];
+  float scores[2][HEADS][TILE + 1];
+  float rescale[HEADS], sum[HEADS];
 };
 
 __device__ __forceinline__ unsigned address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
@@ -48,89 +56,95 @@ __device__ __forceinline__ uint4 ldmatrix_transposed(const void* row) {
   return v;
 }
 
-// Positions from `length` on are replaced by the last before it: they are finite, and count for nothing.
-__device__ __forceinline__ void load_tile(T (*rows)[STRIDE], const T* cache, const int* pages, int tile, int length) {
-#pragma unroll
-  for (int i = 0; i < TILE * PARTS / THREADS; ++i) {
-    int part = threadIdx.x + i * THREADS, token = part / PARTS, at = part % PARTS * 8;
-    int position = min(tile * TILE + token, length - 1);
-    long long place = (long long)pages[position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE;
-    copy_16(&rows[token][at], cache + place * ROW + at);
-  }
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
 // query [rows, num_heads, ROW]; grid: rows times splits, blocks of heads. A row is a query; the pages that it sees are
-// those of its number in `table_rows`, or else its own. With one split the result goes to out [rows, num_heads, RANK], else
-// to partial [rows, num_heads, splits, RANK], and the logarithm of its weight, to base 2, to weights [rows, num_heads, splits].
-extern "C" __global__ void __launch_bounds__(THREADS) latent_decode(
+// those of its number in `table_rows`, or else its own, and of these only the last position is written by the kernel before
+// this one. With one split the result goes to out [rows, num_heads, RANK], else to partial [rows, num_heads, splits, RANK],
+// and the logarithm of its weight, to base 2, to weights [rows, num_heads, splits].
+extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
     const T* query, const T* cache, const int* lengths, OPTIONAL const int* table_rows, const int* page_table,
-    long long table_stride, int splits, int num_heads, float softmax_scale, OPTIONAL float* partial, OPTIONAL float* weights, T* out) {
+    long long table_stride, int splits, int num_heads, float softmax_scale, OPTIONAL float* partial,
+    OPTIONAL float* weights, T* out) {
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
   int row = blockIdx.x / splits, split = blockIdx.x % splits, first_head = blockIdx.y * HEADS;
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, p = lane & 3;
+  int length = lengths[row], count = (length + TILE - 1) / TILE, each = (count + splits - 1) / splits;
+  int begin = split * each, end = min(begin + each, count);
+  const int* pages = page_table + (table_rows ? table_rows[row] : row) * table_stride;
+
+  // Places of the rows that this thread copies of a tile, found before it is their turn. Positions from `length` on are
+  // replaced by the last before it: they are finite, and count for nothing.
+  int places[LOADS];
+  auto find = [&](int tile) {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      int position = min(tile * TILE + (threadIdx.x + i * THREADS) / PARTS, length - 1);
+      places[i] = pages[position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE;
+    }
+  };
+  auto load = [&](int tile) {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      int part = threadIdx.x + i * THREADS, at = part % PARTS * 8;
+      copy_16(&shared.rows[tile % STAGES][part / PARTS][at], cache + (long long)places[i] * ROW + at);
+    }
+  };
+  auto commit = [] { asm volatile("cp.async.commit_group;" ::: "memory"); };
+  int early = table_rows ? begin : min(min(begin + AHEAD, end), (length - 1) / TILE);  // tiles that are complete
+  if (begin < end) find(begin);
+  for (int tile = begin; tile < early; ++tile) load(tile), commit(), find(min(tile + 1, end - 1));
   wait_for_predecessor();
   start_successor();
-  int length = lengths[row], count = (length + TILE - 1) / TILE, each = (count + splits - 1) / splits;
-  int tile = split * each, end = min(tile + each, count);
+  if (begin >= end) return;
+  for (int tile = max(begin, early); tile < begin + AHEAD; ++tile) {
+    if (tile < end) load(tile), find(min(tile + 1, end - 1));
+    commit();
+  }
   long long at_head = (long long)row * num_heads + first_head;
-  if (tile >= end) {
-    if (weights && threadIdx.x < HEADS && first_head + threadIdx.x < num_heads)
-      weights[(at_head + threadIdx.x) * splits + split] = -INF;
-    return;
-  }
-  const int* pages = page_table + (table_rows ? table_rows[row] : row) * table_stride;
-  load_tile(shared.rows[tile & 1], cache, pages, tile, length);
-  for (int part = threadIdx.x; part < HEADS * PARTS; part += THREADS) {
-    int head = part / PARTS, at = part % PARTS * 8;
-    uint4 values = {};
-    if (first_head + head < num_heads) values = *(const uint4*)(query + (at_head + head) * ROW + at);
-    *(uint4*)&shared.q[head][at] = values;
-  }
+  int tokens = warp % 4 * 8, half = warp / 4 * HALF;  // whose scores are this warp's
+  unsigned q[HALF / 16][4];
+#pragma unroll
+  for (int k = 0; k < HALF / 16; ++k)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int head = g + i % 2 * 8, at = half + k * 16 + i / 2 * 8 + 2 * p;
+      q[k][i] = first_head + head < num_heads ? *(const unsigned*)(query + (at_head + head) * ROW + at) : 0u;
+    }
 
   float acc[DIMS / 8][4] = {}, largest[2] = {-INF, -INF}, sum[2] = {}, scale = softmax_scale * LOG2_E;
-  for (; tile < end; ++tile) {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+  for (int tile = begin; tile < end; ++tile) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
     __syncthreads();
-    T(*rows)[STRIDE] = shared.rows[tile & 1];
-    if (tile + 1 < end) load_tile(shared.rows[(tile + 1) & 1], cache, pages, tile + 1, length);
+    T(*rows)[STRIDE] = shared.rows[tile % STAGES];
+    if (tile + AHEAD < end) load(tile + AHEAD), find(min(tile + AHEAD + 1, end - 1));
+    commit();
 
     float s[2][4] = {};
-#pragma unroll 6
-    for (int k = 0; k < ROW; k += 32) {
-      uint4 b = ldmatrix(&rows[warp * 8 + (lane & 7)][k + (lane >> 3) * 8]);
-      uint4 a = ldmatrix(&shared.q[lane & 15][k + (lane >> 4) * 8]);
-      mma(s[0], a.x, a.y, a.z, a.w, b.x, b.y);
-      a = ldmatrix(&shared.q[lane & 15][k + 16 + (lane >> 4) * 8]);
-      mma(s[1], a.x, a.y, a.z, a.w, b.z, b.w);
+#pragma unroll
+    for (int k = 0; k < HALF / 32; ++k) {
+      uint4 b = ldmatrix(&rows[tokens + (lane & 7)][half + k * 32 + (lane >> 3) * 8]);
+      mma(s[0], q[2 * k][0], q[2 * k][1], q[2 * k][2], q[2 * k][3], b.x, b.y);
+      mma(s[1], q[2 * k + 1][0], q[2 * k + 1][1], q[2 * k + 1][2], q[2 * k + 1][3], b.z, b.w);
     }
-    // This thread has the scores of head g + 8 * h with tokens 2p and 2p + 1 of the warp's.
-    int token = warp * 8 + 2 * p;
-    float x[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) shared.scores[warp / 4][g + i / 2 * 8][tokens + 2 * p + i % 2] = s[0][i] + s[1][i];
+    __syncthreads();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      int head = warp * 2 + h;
+      float x = (shared.scores[0][head][lane] + shared.scores[1][head][lane]) * scale, most = largest[h];
+      if (tile * TILE + lane >= length) x = -INF;
+      float own = x;
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        x[h][i] = tile * TILE + token + i < length ? (s[0][2 * h + i] + s[1][2 * h + i]) * scale : -INF;
-      float most = fmaxf(x[h][0], x[h][1]);
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-      if (p == 0) shared.largest[warp][g + 8 * h] = most;
+      for (int offset = 16; offset > 0; offset >>= 1) own = fmaxf(own, __shfl_xor_sync(0xffffffffu, own, offset));
+      most = fmaxf(most, own);
+      float factor = exp2f(largest[h] - most), share = exp2f(x - most);
+      largest[h] = most, sum[h] = sum[h] * factor + share;
+      shared.p[head][lane] = from_float<T>(share);
+      if (lane == 0) shared.rescale[head] = factor;
     }
     __syncthreads();
-    float rescale[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float most = largest[h];
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) most = fmaxf(most, shared.largest[w][g + 8 * h]);
-      rescale[h] = exp2f(largest[h] - most), largest[h] = most;
-      float low = exp2f(x[h][0] - most), high = exp2f(x[h][1] - most);
-      sum[h] = sum[h] * rescale[h] + low + high;
-      *(unsigned*)&shared.p[g + 8 * h][token] = pack(low, high);
-    }
-    __syncthreads();
+    float rescale[2] = {shared.rescale[g], shared.rescale[g + 8]};
 #pragma unroll
     for (int n = 0; n < DIMS / 8; ++n)
 #pragma unroll
@@ -148,18 +162,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_decode(
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    sum[h] = quad_sum(sum[h]);
-    if (p == 0) shared.sum[warp][g + 8 * h] = sum[h];
+    int head = warp * 2 + h;
+    float total = warp_sum(sum[h]);
+    if (lane != 0) continue;
+    shared.sum[head] = total;
+    if (weights && first_head + head < num_heads) weights[(at_head + head) * splits + split] = largest[h] + log2f(total);
   }
   __syncthreads();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     int head = g + 8 * h;
     if (first_head + head >= num_heads) continue;
-    float total = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) total += shared.sum[w][head];
-    float factor = 1.f / total;
+    float factor = 1.f / shared.sum[head];
 #pragma unroll
     for (int n = 0; n < DIMS / 8; ++n) {
       int dim = warp * DIMS + n * 8 + 2 * p;
@@ -169,31 +183,65 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_decode(
       else
         *(unsigned*)(out + (at_head + head) * RANK + dim) = pack(low, high);
     }
-    if (weights && warp == 0 && p == 0) weights[(at_head + head) * splits + split] = largest[h] + log2f(total);
   }
 }
 
-// out [heads of all rows, RANK] from the splits' results; one block a head, RANK / 4 threads.
-extern "C" __global__ void __launch_bounds__(RANK / 4) latent_merge(
-    const float* partial, const float* weights, T* out, int splits) {
+// out [rows, num_heads, RANK] from the splits' results; grid: rows times num_heads. A block's threads are up to MERGERS times
+// RANK / 4, which have four dimensions each and share the splits, of which only the first ones have tokens.
+extern "C" __global__ void __launch_bounds__(MERGERS * RANK / 4) latent_merge(
+    const float* partial, const float* weights, const int* lengths, T* out, int splits, int num_heads) {
+  __shared__ float shares[MAX_SPLITS], total;
+  __shared__ alignas(16) float sums[MERGERS][RANK];
   wait_for_predecessor();
   start_successor();
   long long head = blockIdx.x;
-  int dim = threadIdx.x * 4;
-  weights += head * splits, partial += head * splits * RANK + dim;
-  float largest = -INF, total = 0.f, sum[4] = {};
-  for (int split = 0; split < splits; ++split) largest = fmaxf(largest, weights[split]);
-#pragma unroll 4
-  for (int split = 0; split < splits; ++split) {
-    float share = exp2f(weights[split] - largest);
-    if (share == 0.f) continue;  // of a split without tokens nothing was written
-    Vec<4, float> part = *(const Vec<4, float>*)(partial + (long long)split * RANK);
-    total += share;
+  int thread = threadIdx.x, dim = thread % (RANK / 4) * 4, merger = thread / (RANK / 4);
+  int mergers = blockDim.x / (RANK / 4);
+  int count = (lengths[head / num_heads] + TILE - 1) / TILE, each = (count + splits - 1) / splits;
+  int used = (count + each - 1) / each;
+  partial += head * splits * RANK + dim;
+  if (thread < 32) {
+    float x[MAX_SPLITS / 32], most = -INF, all = 0.f;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] += share * part.v[i];
+    for (int i = 0; i < MAX_SPLITS / 32; ++i) {
+      x[i] = i * 32 + thread < used ? weights[head * splits + i * 32 + thread] : -INF;
+      most = fmaxf(most, x[i]);
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
+#pragma unroll
+    for (int i = 0; i < MAX_SPLITS / 32; ++i) all += shares[i * 32 + thread] = exp2f(x[i] - most);
+    all = warp_sum(all);
+    if (thread == 0) total = all;
   }
+  constexpr int AT_ONCE = 8;
+  Vec<4, float> part[AT_ONCE] = {};
+  auto fetch = [&](int from) {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (from + i * mergers < used) part[i] = *(const Vec<4, float>*)(partial + (long long)(from + i * mergers) * RANK);
+  };
+  fetch(merger);
+  __syncthreads();
+  float sum[4] = {};
+  for (int split = merger; split < used; split += mergers * AT_ONCE) {
+    if (split > merger) fetch(split);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (split + i * mergers < used)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[j] += shares[split + i * mergers] * part[i].v[j];
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) sums[merger][dim + j] = sum[j];
+  __syncthreads();
+  if (merger) return;
   Vec<4> result;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) result.v[i] = from_float<T>(sum[i] / total);
+  for (int j = 0; j < 4; ++j) {
+    float all = 0.f;
+    for (int m = 0; m < mergers; ++m) all += sums[m][dim + j];
+    result.v[j] = from_float<T>(all / total);
+  }
   *(Vec<4>*)(out + head * RANK + dim) = result;
 }

@@ -19,8 +19,10 @@ from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kvcache.pool import KVPool
 
 _THREADS = 256
-_TILE = 64
-_MAX_SPLITS = 64
+_TILE = 32  # as in latent_decode.cu
+_STAGES = 5  # likewise
+_MAX_SPLITS = 128
+_MERGERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,16 @@ class LatentQueries:
         )
         if partial is not None and weights is not None:
             merge = self.compiler.kernel(_spec, "latent_merge", self.spec)
-            merge((queries * heads,), rank // 4, partial=partial, weights=weights, out=out, splits=splits)
+            merge(
+                (queries * heads,),
+                rank // 4 * (_MERGERS if splits > _MERGERS else 1),
+                partial=partial,
+                weights=weights,
+                lengths=self.lengths,
+                out=out,
+                splits=splits,
+                num_heads=heads,
+            )
         return out
 
 
@@ -71,8 +82,7 @@ def _spec(kernel: str, spec: AttentionSpec) -> KernelSpec:
     macros: Macros = {"SCALAR": SCALAR_NAMES[spec.dtype], "RANK": rank, "ROPE": rope, "PAGE_SIZE": spec.page_size}
     shared = 0
     if kernel == "latent_decode":  # struct Shared of latent_decode.cu
-        shared = (
-            2 * ((LATENT_HEADS + 2 * _TILE) * (rank + rope + 8) + LATENT_HEADS * (_TILE + 8))
-            + 2 * 4 * LATENT_HEADS * _TILE // 8
-        )
+        rows, shares = _STAGES * _TILE * (rank + rope + 8), LATENT_HEADS * (_TILE + 8)
+        floats = LATENT_HEADS * (2 * (_TILE + 1) + 2)
+        shared = 2 * (rows + shares) + 4 * floats
     return KernelSpec("latent_decode.cu", kernel, macros, shared_bytes=shared)

@@ -13,10 +13,11 @@ from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.small_batch_gemm import MAX_ROWS
 
-_WARPS = 4  # as in moe_choose.cu and moe_router.cu: of a block
+_WARPS = 4  # as in moe_choose.cu: of a block
 _MAX_GROUPS = 32
-_ROUTER_TOKENS = 4  # as in moe_router.cu: of a block
-_ROUTER_COLUMNS = 256  # likewise: H is a multiple
+_ROUTER_THREADS = 256  # as in moe_router.cu
+_ROUTER_TOKENS = 4  # likewise: of a block
+_ROUTER_EXPERTS = 2
 
 
 class CudaRouting:
@@ -29,7 +30,7 @@ class CudaRouting:
     def scores(x: Tensor, weight: Tensor) -> bool:
         """Return True if `norm_router` is for this router and so few tokens."""
         tokens, size = x.shape
-        few = 0 < tokens <= MAX_ROWS and x.is_contiguous() and size % _ROUTER_COLUMNS == 0
+        few = 0 < tokens <= MAX_ROWS and x.is_contiguous() and size % 8 == 0
         return few and weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
 
     def norm_router(self, x: Tensor, norm: Norm, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,8 +39,8 @@ class CudaRouting:
         normed, logits = torch.empty_like(x), x.new_empty((tokens, experts), dtype=torch.float32)
         kernel = self._compiler.kernel(_router_spec, x.dtype, norm.weight.dtype)
         kernel(
-            (-(-experts // _WARPS), -(-tokens // _ROUTER_TOKENS)),
-            32 * _WARPS,
+            (-(-experts // _ROUTER_EXPERTS), -(-tokens // _ROUTER_TOKENS)),
+            _ROUTER_THREADS,
             x=x,
             norm=norm.weight,
             eps=norm.eps,
