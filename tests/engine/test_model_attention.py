@@ -183,3 +183,12 @@ def test_layers_that_upcast_share_one_buffer() -> None:
     assert layout.pool_bytes(1) == 16 * 2 * 4 * 256 * (2 + 2)  # two layers of 8 bits, and one of 16
     with pytest.raises(ValueError, match="must store alike"):
         _ = ModelAttention(layers).kv_layout
+
+
+def test_long_chunks_of_latents_behind_many_tokens_leave_the_graphs() -> None:
+    latents = AttentionSpec(16, 1, 576, 16, torch.float32, latent_dim=512, expanded_dims=(128, 128))
+    queries = np.array([1, 1, 200], dtype=np.int32)
+    short, long = queries + 1000, queries + np.array([9000, 9000, 4000], dtype=np.int32)
+    for spec, fits in ((latents, [True, False]), (FULL, [True, True])):
+        attention = make_attention("auto", [replace(spec, dtype=torch.float32)], CPU)
+        assert [attention.fits_graph(queries, kv_lens) for kv_lens in (short, long)] == fits

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AbsorbedTokens, AttentionInputs, AttentionPlan, AttentionSpec
+from minisgl.attention.key_blocks import MIN_EXPANDED
 from minisgl.attention.latent_decode import LatentQueries
 from minisgl.attention.latent_prefill import ExpandedChunks, expands, plan_chunks
 from minisgl.kernel.compile import Compiler
 from minisgl.kvcache.pool import KVPool
 from minisgl.uploads import upload
-
-MIN_QUERIES = 64  # of a row whose keys and values are expanded
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class LatentAttentionBackend:
         if inputs.graph_tokens is None and int(inputs.query_lens.max()) == 1:
             return LatentQueries(self._spec, inputs.kv_lens_device, inputs.page_table, None, self._compiler)
         every = self._queries(inputs)
-        long = inputs.query_lens >= MIN_QUERIES
+        long = inputs.query_lens >= MIN_EXPANDED
         if inputs.graph_tokens is not None or not self._expands or not long.any():
             return every
         chunks = plan_chunks(self._spec, self._compiler, inputs, np.flatnonzero(long).astype(np.int32))

@@ -10,11 +10,15 @@ import numpy as np
 from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionPlan, AttentionSpec, RecurrentSpec
+from minisgl.attention.key_blocks import MIN_EXPANDED
 from minisgl.core import Int32Array
 from minisgl.kvcache.layout import KVLayout, Store
 
 if TYPE_CHECKING:
     from minisgl.attention.fused import FusedDecode, FusedRows
+
+
+_MAX_ABSORBED = 1 << 18  # queries times keys of chunks in a graph
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +60,16 @@ class ModelAttention:
     def prefill_graph_safe(self) -> bool:
         """True if a CUDA graph may hold any step. Chunks of a recurrent layer are laid out on the host."""
         return self.history is None and all(layer.prefill.prefill_graph_safe for layer in self.layers)
+
+    def fits_graph(self, query_lens: Int32Array, kv_lens: Int32Array) -> bool:
+        """Return True if a graph is the fastest way for a step that prefills and has few tokens.
+
+        In a graph latent attention is absorbed, which costs its chunks behind many cached tokens more than launches do.
+        """
+        if all(layer.spec.expanded_dims is None for layer in self.layers):
+            return True
+        scores = query_lens.astype(np.int64) * kv_lens
+        return int(scores[query_lens >= MIN_EXPANDED].sum()) <= _MAX_ABSORBED
 
     @property
     def kv_layout(self) -> KVLayout:

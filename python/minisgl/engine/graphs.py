@@ -242,8 +242,9 @@ class PrefillGraphs:
         return _CapturedPrefill(rows, packed, inputs, context, graph)
 
     def fits(self, batch: Batch) -> bool:
-        """Return True if a graph has room for the plan's tokens."""
-        return batch.num_tokens <= self._sizes[-1]
+        """Return True if a graph has room for the plan's tokens, and is the fastest way."""
+        few = batch.num_tokens <= self._sizes[-1]
+        return few and self._runner.attention.fits_graph(batch.query_lens, batch.start_pos + batch.query_lens)
 
     def forward(self, batch: Batch) -> ForwardOutput:
         """Replay a plan that fits."""
