@@ -10,6 +10,7 @@
 //
 // -DRANK, a multiple of 128, and -DROPE, whose sum is one of 64; -DPAGE_SIZE.
 #include "mma.cuh"
+#include "tiles.cuh"
 
 constexpr int ROW = RANK + ROPE;
 constexpr int HEADS = 16;
@@ -35,26 +36,6 @@ struct Shared {
   float scores[2][HEADS][TILE + 1];
   float rescale[HEADS], sum[HEADS];
 };
-
-__device__ __forceinline__ unsigned address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void copy_16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address(to)), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ uint4 ldmatrix(const void* row) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address(row)) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ uint4 ldmatrix_transposed(const void* row) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address(row)) : "memory");
-  return v;
-}
 
 // query [rows, num_heads, ROW]; grid: rows times splits, blocks of heads. A row is a query; the pages that it sees are
 // those of its number in `table_rows`, or else its own, and of these only the last position is written by the kernel before
@@ -89,16 +70,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
       copy_16(&shared.rows[tile % STAGES][part / PARTS][at], cache + (long long)places[i] * ROW + at);
     }
   };
-  auto commit = [] { asm volatile("cp.async.commit_group;" ::: "memory"); };
   int early = table_rows ? begin : min(min(begin + AHEAD, end), (length - 1) / TILE);  // tiles that are complete
   if (begin < end) find(begin);
-  for (int tile = begin; tile < early; ++tile) load(tile), commit(), find(min(tile + 1, end - 1));
+  for (int tile = begin; tile < early; ++tile) load(tile), close_group(), find(min(tile + 1, end - 1));
   wait_for_predecessor();
   start_successor();
   if (begin >= end) return;
   for (int tile = max(begin, early); tile < begin + AHEAD; ++tile) {
     if (tile < end) load(tile), find(min(tile + 1, end - 1));
-    commit();
+    close_group();
   }
   long long at_head = (long long)row * num_heads + first_head;
   int tokens = warp % 4 * 8, half = warp / 4 * HALF;  // whose scores are this warp's
@@ -113,11 +93,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
 
   float acc[DIMS / 8][4] = {}, largest[2] = {-INF, -INF}, sum[2] = {}, scale = softmax_scale * LOG2_E;
   for (int tile = begin; tile < end; ++tile) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
+    wait_group<AHEAD - 1>();
     __syncthreads();
     T(*rows)[STRIDE] = shared.rows[tile % STAGES];
     if (tile + AHEAD < end) load(tile + AHEAD), find(min(tile + AHEAD + 1, end - 1));
-    commit();
+    close_group();
 
     float s[2][4] = {};
 #pragma unroll
