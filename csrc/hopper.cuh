@@ -37,11 +37,6 @@ __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
-// Bytes, a multiple of 16, from memory into L2, where a later kernel finds them.
-__device__ __forceinline__ void prefetch(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // All threads of the cluster are here. Orders nothing but the initialization of barriers, which has a fence of its own.
 __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");

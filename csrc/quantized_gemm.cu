@@ -30,8 +30,7 @@ extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
     const __grid_constant__ TensorMap x_map, const unsigned* weight, const unsigned* scales,
-    OPTIONAL const float* row_scales, OPTIONAL const T* bias, OPTIONAL const T* residual,
-    OPTIONAL const unsigned* next, int next_stride, int next_count, int next_bytes, T* out, int M, int N, int K) {
+    OPTIONAL const float* row_scales, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int N, int K) {
   __shared__ Barrier full[STAGES], empty[STAGES], received;
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int first = blockIdx.y * M_MAX, rows = min(M - first, M_MAX);  // of x
@@ -76,11 +75,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
       wait(&empty[step % STAGES], (step / STAGES - 1) & 1);
       load_weight(step);
       load_x(step);
-    }
-    // The memory rests from here on until the next product has begun, which then finds the beginnings of its parts in L2.
-    if (next) {
-      int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x, blocks = gridDim.x * gridDim.y * gridDim.z;
-      for (int i = block; i < next_count; i += blocks) prefetch((const char*)next + (long long)i * next_stride, next_bytes);
     }
   }
   __syncwarp();

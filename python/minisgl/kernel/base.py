@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -230,10 +229,6 @@ class Ops(Protocol):
 
     def bind_levels(self, levels: Levels, dtype: torch.dtype, *, gated: bool) -> Weight:
         """Return a loaded quantized weight with its products. `gated`: only `norm_gated_linear` reads it."""
-        ...
-
-    def read_in_order(self, weights: Sequence[Weight]) -> None:
-        """Take note of the order in which steps read weights: a product may fetch the next one's beginning."""
         ...
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from minisgl.kernel.base import Activation, Norm, Ops
 from minisgl.kernel.fp8_gemm import Fp8Gemm, Fp8Matrix
 from minisgl.kernel.quantized_division import MAX_ROWS
-from minisgl.kernel.quantized_gemm import Beginnings, QuantizedGemm, max_rows
+from minisgl.kernel.quantized_gemm import QuantizedGemm, max_rows
 from minisgl.quantization.gpu_layout import PackedLevels
 
 Activate = Callable[[Tensor, Activation], Tensor]
@@ -29,18 +29,12 @@ class QuantizedWeight:
     ) -> None:
         """`order`: int64 [in], the columns that the packed ones are, if they are in another order."""
         self._ops, self._gemm, self._packed, self._dtype, self._order = ops, gemm, packed, dtype, order
-        self._beginnings = gemm.beginnings(packed)
-        self._following: Beginnings | None = None
         group = f" with groups of {packed.group}" if packed.group else ""
         ordered = " in their order" if order is not None else ""
         few, values = max_rows(packed), str(dtype).removeprefix("torch.")
         self.label = (
             f"{packed.kind}{group}{ordered} up to {few} rows (csrc/quantized_gemm.cu), above in {values} (cuBLAS)"
         )
-
-    def precede(self, following: QuantizedWeight) -> None:
-        """Let products of few rows fetch the beginnings of the weight that a step reads next."""
-        self._following = following._beginnings
 
     @property
     def tensor(self) -> Tensor:
@@ -50,7 +44,7 @@ class QuantizedWeight:
     def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         x = self._ordered(x)
         if not self._packed.gated and self._gemm.takes(x, self._packed):
-            return self._gemm.product(x, self._packed, bias, residual, following=self._following)
+            return self._gemm.product(x, self._packed, bias, residual)
         return self._ops.linear(x, self.tensor, bias, residual)
 
     def norm_linear(
@@ -58,7 +52,7 @@ class QuantizedWeight:
     ) -> Tensor:
         x = self._normed(x, norm)
         if not self._packed.gated and self._gemm.takes(x, self._packed):
-            return self._gemm.product(x, self._packed, bias, out=out, following=self._following)
+            return self._gemm.product(x, self._packed, bias, out=out)
         return self._ops.norm_linear(x, None, self.tensor, bias, out)
 
     def norm_gated_linear(
@@ -66,7 +60,7 @@ class QuantizedWeight:
     ) -> Tensor:
         x = self._normed(x, norm)
         if self._packed.gated and self._gemm.takes(x, self._packed):
-            return self._gemm.product(x, self._packed, bias, gate=activation, following=self._following)
+            return self._gemm.product(x, self._packed, bias, gate=activation)
         return self._ops.norm_gated_linear(x, None, self.tensor, bias, activation=activation)
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:

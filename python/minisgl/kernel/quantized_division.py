@@ -119,7 +119,7 @@ def fewest_waves(tiles: int, steps: int, slots: int, split_cost: float) -> int:
 def _streamed(width: int, size: int, num_sms: int) -> Division:
     """Divide a weight that a few rows read as fast as the memory can, two or three blocks a multiprocessor.
 
-    Clusters of more than two blocks leave some of three places empty, because they lie in one part of the device.
+    Large clusters leave places empty, because they lie in one part of the device: they need more than they fill.
     """
     division = Division(8, 2, 1, 128 if size % 128 == 0 else 64, 0, 2)
     tiles, steps = division.tiles(1, width), size // division.block_k
@@ -127,7 +127,7 @@ def _streamed(width: int, size: int, num_sms: int) -> Division:
         (each for each in (8, 4, 2) if steps // each >= 2 and tiles * each <= num_sms * (2 if each > 2 else 3)),
         1,
     )
-    return division._replace(split=split, blocks=min(max(2, -(-tiles * split // num_sms)), 3))
+    return division._replace(split=split, blocks=3 if split == 8 else min(max(2, -(-tiles * split // num_sms)), 3))
 
 
 def _block_rows(rows: int) -> int:

@@ -16,9 +16,6 @@ from minisgl.quantization.levels import Kind, LevelFormat
 
 # Of x. Above, it is faster to write the values in x's dtype and let cuBLAS multiply them.
 _MOST_ROWS = {"sums of rows": 384, "sums of groups": 256}
-_AHEAD = 12 << 20  # bytes of the next weight that are fetched into L2, while the memory would rest
-_AHEAD_ROWS = 0  # of x, at most, for which that pays
-_CHUNK_BYTES = 2048  # of TILE rows, as in quantized.cuh
 _MIN_BLOCK_K = 64  # columns of a stage
 _MAX_VALUES_WIDTH = 1 << 16  # rows of a weight whose values there is room for, beside the model
 _VALUES_CHUNKS = 4  # of a block, as in dequantize.cu
@@ -29,15 +26,6 @@ _GROUPS: dict[Kind, tuple[int, ...]] = {"fp8": (0, 128), "int8": (0,), "int4": (
 def max_rows(weight: PackedLevels) -> int:
     """Return the most rows of x that are multiplied with a weight as it is stored."""
     return _MOST_ROWS["sums of groups" if _sums_groups(weight) else "sums of rows"]
-
-
-class Beginnings(NamedTuple):
-    """Parts of a weight that a product reads first, of `bytes` each, `stride` apart."""
-
-    words: Tensor
-    stride: int
-    parts: int
-    bytes: int
 
 
 class _Kernel(NamedTuple):
@@ -90,7 +78,6 @@ class QuantizedGemm:
         *,
         gate: Activation | None = None,
         out: Tensor | None = None,
-        following: Beginnings | None = None,
         division: Division | None = None,
     ) -> Tensor:
         """[M, N], or [M, N / 2] with the activation of a `gate`; see Ops.linear and norm_gated_linear."""
@@ -100,8 +87,6 @@ class QuantizedGemm:
             out = x.new_empty((rows, outputs))
         if division is None:
             division = self.division(weight, rows)
-        if rows > _AHEAD_ROWS:
-            following = None
         kind = _kernel_of(weight, x.dtype, gate, division)
         kernel = self._compiler.kernel(_product_spec, kind)
         kernel(
@@ -113,10 +98,6 @@ class QuantizedGemm:
             row_scales=weight.row_scales,
             bias=bias,
             residual=residual,
-            next=None if following is None else following.words,
-            next_stride=0 if following is None else following.stride,
-            next_count=0 if following is None else following.parts,
-            next_bytes=0 if following is None else following.bytes,
             out=out,
             M=rows,
             N=width,
@@ -124,10 +105,6 @@ class QuantizedGemm:
             cluster=division.split,
         )
         return out
-
-    def beginnings(self, weight: PackedLevels) -> Beginnings:
-        """Return what the blocks of a product of few rows read first, of which a part fits into L2."""
-        return beginnings(weight, _AHEAD, self.division(weight, rows=1).split)
 
     def division(self, weight: PackedLevels, rows: int) -> Division:
         """Divide a product of so many rows."""
@@ -164,13 +141,6 @@ class QuantizedGemm:
 def _sums_groups(weight: PackedLevels) -> bool:
     """Return True if the kernel scales sums of groups; those with offsets are scaled as they are decoded."""
     return weight.group > 0 and not weight.offsets
-
-
-def beginnings(weight: PackedLevels, size: int, split: int) -> Beginnings:
-    """Return the beginnings of the parts that K is divided into."""
-    tiles, chunks, _ = weight.words.shape
-    count, stride = tiles * split, chunks * _CHUNK_BYTES // split
-    return Beginnings(weight.words, stride, count, min(size // count // _CHUNK_BYTES * _CHUNK_BYTES, stride))
 
 
 def _kernel_of(

@@ -5,8 +5,6 @@ In float32 each is the same arithmetic as transformers' modules, in the same ord
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,9 +66,6 @@ class TorchOps:
 
     def bind_levels(self, levels: Levels, dtype: torch.dtype, *, gated: bool) -> Weight:  # noqa: ARG002
         return self.bind(levels.values().to(dtype))
-
-    def read_in_order(self, weights: Sequence[Weight]) -> None:
-        pass
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         y = self._product(x, weight, bias)

@@ -68,12 +68,10 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 
 
 def bind_weights(model: nn.Module, ops: Ops) -> None:
-    """Bind loaded weights to the products of `ops`, before the first forward. A tied embedding keeps its own copy.
-
-    A step is taken to read them in the modules' order.
-    """
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
-    for module in linears:
+    """Bind loaded weights to the products of `ops`, before the first forward. A tied embedding keeps its own copy."""
+    for module in model.modules():
+        if not isinstance(module, Linear):
+            continue
         if module.levels is not None:
             module.product = ops.bind_levels(module.levels, module.weight.dtype, gated=module.gated)
             module.levels = None
@@ -81,7 +79,6 @@ def bind_weights(model: nn.Module, ops: Ops) -> None:
             module.product, module.grid = ops.bind(module.weight, module.grid), None
             if module.product.tensor is not module.weight:
                 module.weight = nn.Parameter(module.product.tensor, requires_grad=False)
-    ops.read_in_order([module.product for module in linears])
 
 
 def product_labels(model: nn.Module) -> str:
