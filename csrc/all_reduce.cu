@@ -1,4 +1,4 @@
-// All-reduce by writing into the peers' memory (push). -DRANKS: of the group.
+// All-reduce and all-gather by writing into the peers' memory (push). -DRANKS: of the group.
 //
 // Each rank has three buffers that all others can write to. A call, or *epoch*, uses one of them: ranks write their
 // values there, and each reads what it has got until it is no longer EMPTY, so data is its own flag and one crossing of
@@ -97,6 +97,16 @@ struct Group {
     return x;
   }
 
+  // Give all others this rank's vectors.
+  __device__ __forceinline__ void send_all(const T* x, int vectors, int first, int stride) const {
+    for (int i = first; i < vectors; i += stride) {
+      Words mine = without_empty(((const Words*)x)[i]);
+#pragma unroll
+      for (int r = 0; r < RANKS; ++r)
+        if (r != rank) send(buffers[r] + (rank * vectors + i), mine);
+    }
+  }
+
   // The values of all ranks at places `stride` vectors apart. This rank's own is x.
   __device__ __forceinline__ void receive(Words (&values)[RANKS], Words x, int place, int stride) const {
 #pragma unroll
@@ -161,12 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) one_shot(
   Group group(addresses, control, status, rank, buffer_bytes, patience);
   if (group.has_failed()) return;
   int first = blockIdx.x * THREADS + threadIdx.x, stride = gridDim.x * THREADS;
-  for (int i = first; i < vectors; i += stride) {
-    Words own = without_empty(load(x, i));
-#pragma unroll
-    for (int r = 0; r < RANKS; ++r)
-      if (r != rank) send(group.buffers[r] + (rank * vectors + i), own);
-  }
+  group.send_all(x, vectors, first, stride);
   group.empty_before(first, stride);
   for (int i = first; i < vectors; i += stride) {
     Words values[RANKS];
@@ -216,4 +221,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) two_shot(
     }
   }
   group.finish(sums + vectors);
+}
+
+// The ranks' x [rows, row_vectors] side by side, of which out [rows, out_vectors] has room for the first columns.
+extern "C" __global__ void __launch_bounds__(THREADS) gather(
+    const T* x, T* out, const long long* addresses, int* control, int* status, int rank, int rows, int row_vectors,
+    int out_vectors, long long buffer_bytes, long long patience) {
+  wait_for_predecessor();
+  start_successor();
+  Group group(addresses, control, status, rank, buffer_bytes, patience);
+  if (group.has_failed()) return;
+  int first = blockIdx.x * THREADS + threadIdx.x, stride = gridDim.x * THREADS, vectors = rows * row_vectors;
+  group.send_all(x, vectors, first, stride);
+  group.empty_before(first, stride);
+  for (int i = first; i < vectors; i += stride) {
+    Words values[RANKS];
+    group.receive(values, without_empty(load(x, i)), i, vectors);
+    int row = i / row_vectors, column = i % row_vectors;
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r, column += row_vectors)
+      if (column < out_vectors) ((Words*)out)[(long long)row * out_vectors + column] = values[r];
+  }
+  group.finish(RANKS * vectors);
 }

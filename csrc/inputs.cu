@@ -25,11 +25,15 @@ extern "C" __global__ void decode_inputs(
   }
 }
 
-// One block a token: its row of the embedding. H is a multiple of VEC.
-extern "C" __global__ void embed(const long long* input_ids, const T* weight, T* out, int H) {
+// One block a token: its row of the embedding, of which the ids from `first` on are here, `count` of them; zeros for
+// others. H is a multiple of VEC.
+extern "C" __global__ void embed(
+    const long long* input_ids, const T* weight, T* out, long long first, long long count, int H) {
   wait_for_predecessor();
   start_successor();
-  const T* from = weight + input_ids[blockIdx.x] * H;
+  long long row = input_ids[blockIdx.x] - first;
+  bool is_here = row >= 0 && row < count;
+  const T* from = weight + row * H;
   for (int i = threadIdx.x * VEC; i < H; i += blockDim.x * VEC)
-    *(Vec<VEC>*)(out + (long long)blockIdx.x * H + i) = *(const Vec<VEC>*)(from + i);
+    *(Vec<VEC>*)(out + (long long)blockIdx.x * H + i) = is_here ? *(const Vec<VEC>*)(from + i) : Vec<VEC>{};
 }

@@ -8,7 +8,14 @@
 // bounds come first. If few tokens are left, each is compared with all others; if many, the limit is searched by
 // histograms, most significant bits first. All sums that decide are integers, so their order does not matter and equal
 // input gives equal tokens. -DTHREADS: of a block of sample_choose, 512 or 1024.
+//
+// Logits may be divided among GPUs by tokens, -DRANKS: each runs sample_partials on its own, all get the partials of
+// all, and sample_choose reads the few groups that matter from the GPU that has them.
 #include "common.cuh"
+
+#ifndef RANKS
+#define RANKS 1
+#endif
 
 #define INF __int_as_float(0x7f800000)
 using u64 = unsigned long long;
@@ -92,20 +99,45 @@ __device__ __forceinline__ unsigned ordered(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+__device__ __forceinline__ float from_ordered(unsigned key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
 // Place in a group of a lane's i-th logit: vectors of all lanes follow each other.
 __device__ __forceinline__ int place_of(int i, int lane) { return i / VEC * 32 * VEC + lane * VEC + i % VEC; }
+
+struct Division {  // of the logits among GPUs; of no meaning with one
+  const long long* addresses;  // of each GPU's [rows, row_stride]
+  int ids;                     // of a GPU
+  int groups;                  // of a GPU
+
+  __device__ __forceinline__ int first_id(int group) const {
+    return RANKS == 1 ? group * GROUP : group / groups * ids + group % groups * GROUP;
+  }
+};
 
 struct Logits {  // of one row
   const T* values;
   const unsigned* mask;  // bit i of word w is set where id 32 w + i is allowed; null: all are
   int vocab;
+  Division division;
+  long long offset;  // of the row in each GPU's logits
 
-  // A lane's share of a group; beyond the vocabulary they are -infinity.
-  __device__ __forceinline__ void load(int start, int lane, float* x) const {
-    if (start + GROUP <= vocab && (size_t)values % 16 == 0) {
+  __device__ __forceinline__ int first_id(int group) const { return division.first_id(group); }
+
+  // A lane's part of a group; beyond the vocabulary they are -infinity.
+  __device__ __forceinline__ void load(int group, int lane, float* x) const {
+    int start = group * GROUP, end = vocab;
+    const T* from = values;
+    if (RANKS > 1) {
+      int rank = group / division.groups;
+      from = (const T*)division.addresses[rank] + offset;
+      start = (group - rank * division.groups) * GROUP, end = min(division.ids, vocab - rank * division.ids);
+    }
+    if (start + GROUP <= end && (size_t)from % 16 == 0) {
 #pragma unroll
       for (int i = 0; i < PER_LANE; i += VEC) {
-        Vec<VEC> v = *(const Vec<VEC>*)(values + start + place_of(i, lane));
+        Vec<VEC> v = *(const Vec<VEC>*)(from + start + place_of(i, lane));
 #pragma unroll
         for (int j = 0; j < VEC; ++j) x[i + j] = to_float(v.v[j]);
       }
@@ -113,7 +145,7 @@ struct Logits {  // of one row
 #pragma unroll
       for (int i = 0; i < PER_LANE; ++i) {
         int place = start + place_of(i, lane);
-        x[i] = place < vocab ? to_float(values[place]) : -INF;
+        x[i] = place < end ? to_float(from[place]) : -INF;
       }
     }
     if (!mask) return;
@@ -128,20 +160,21 @@ struct Logits {  // of one row
   }
 };
 
-__device__ __forceinline__ Logits logits_of(const T* logits, long long row_stride, const unsigned* mask, int vocab, int row) {
-  return {logits + row * row_stride, mask ? mask + (long long)row * ((vocab + 31) / 32) : nullptr, vocab};
+__device__ __forceinline__ Logits logits_of(
+    const T* logits, long long row_stride, const unsigned* mask, int vocab, int row, Division division = {}) {
+  long long offset = row * row_stride;
+  return {logits + offset, mask ? mask + (long long)row * ((vocab + 31) / 32) : nullptr, vocab, division, offset};
 }
 
 extern "C" __global__ void __launch_bounds__(32 * PARTIAL_WARPS) sample_partials(
     const T* logits, long long row_stride, OPTIONAL const unsigned* mask, const long long* slots, const float* temperature,
-    Partial* partials, int groups, int vocab) {
+    Partial* partials, int groups, int vocab, int first_id) {
   int row = blockIdx.y, lane = threadIdx.x & 31, group = blockIdx.x * PARTIAL_WARPS + (threadIdx.x >> 5);
   wait_for_predecessor();
   start_successor();
   if (group >= groups) return;
-  int start = group * GROUP;
   float x[PER_LANE];
-  logits_of(logits, row_stride, mask, vocab, row).load(start, lane, x);
+  logits_of(logits, row_stride, mask, vocab, row).load(group, lane, x);
   float best = x[0];
 #pragma unroll
   for (int i = 1; i < PER_LANE; ++i) best = x[i] > best ? x[i] : best;
@@ -160,7 +193,8 @@ extern "C" __global__ void __launch_bounds__(32 * PARTIAL_WARPS) sample_partials
     for (int i = 0; i < PER_LANE; ++i) sum += __expf((x[i] - best) * inverse);
     sum = warp_sum(sum);
   }
-  if (lane == 0) partials[(long long)row * groups + group] = {best, sum, start + (place < GROUP ? place : 0), 0};
+  int argmax = first_id + group * GROUP + (place < GROUP ? place : 0);
+  if (lane == 0) partials[(long long)row * groups + group] = {best, sum, argmax, 0};
 }
 
 __device__ __forceinline__ unsigned clamped(float steps) {
@@ -213,7 +247,7 @@ template <bool FIRST> __device__ __forceinline__ void histogram(const Row& row, 
   for (int group = threadIdx.x >> 5; group < row.groups; group += WARPS) {
     if (row.distance(s.max[group]) > far) continue;
     float x[PER_LANE];
-    row.logits.load(group * GROUP, lane, x);
+    row.logits.load(group, lane, x);
     unsigned distance[PER_LANE], nearest = ALL, farthest = 0;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
@@ -375,7 +409,7 @@ __device__ __forceinline__ int collect(const Row& row, unsigned cut, Shared& s) 
     if (row.distance(s.max[group]) > cut) continue;
     if (__shfl_sync(ALL, *(volatile int*)&s.tokens, 0) > FEW) break;
     float x[PER_LANE];
-    row.logits.load(group * GROUP, lane, x);
+    row.logits.load(group, lane, x);
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
       unsigned d = row.distance(x[i]), lanes = __ballot_sync(ALL, d <= cut);
@@ -383,7 +417,7 @@ __device__ __forceinline__ int collect(const Row& row, unsigned cut, Shared& s) 
       int at = 0;
       if (lane == 0) at = atomicAdd(&s.tokens, __popc(lanes));
       at = __shfl_sync(ALL, at, 0) + __popc(lanes & ((1u << lane) - 1));
-      if (d <= cut && at < FEW) s.distance[at] = d, s.id[at] = group * GROUP + place_of(i, lane);
+      if (d <= cut && at < FEW) s.distance[at] = d, s.id[at] = row.logits.first_id(group) + place_of(i, lane);
     }
   }
   __syncthreads();
@@ -464,7 +498,7 @@ __device__ __forceinline__ void weigh(const Row& row, unsigned limit, Shared& s)
     float kept = 0.f;
     if (row.distance(s.max[group]) <= limit) {
       float x[PER_LANE];
-      row.logits.load(group * GROUP, lane, x);
+      row.logits.load(group, lane, x);
 #pragma unroll
       for (int i = 0; i < PER_LANE; ++i)
         if (row.distance(x[i]) <= limit) kept += __expf((x[i] - row.max) * row.inverse);
@@ -497,10 +531,10 @@ __device__ __forceinline__ int choose(const Row& row, unsigned limit, long long 
   }
   __syncthreads();
   if (threadIdx.x < 32) {
-    int start = s.group * GROUP, last = -1, chosen = -1;
+    int start = row.logits.first_id(s.group), last = -1, chosen = -1;
     u64 rest = s.rest;
     float x[PER_LANE];
-    row.logits.load(start, lane, x);
+    row.logits.load(s.group, lane, x);
     for (int i = 0; i < PER_LANE; i += VEC) {
       u64 mass[VEC], sum = 0;
 #pragma unroll
@@ -534,11 +568,13 @@ __device__ __forceinline__ int choose(const Row& row, unsigned limit, long long 
   return s.token;
 }
 
-// One block a row: choose, append the token to the slot's sequence and advance its length.
+// One block a row, on each GPU with the same result: choose, append the token to the slot's sequence and advance its
+// length. With several GPUs the logits lie at `addresses`, each GPU's of `ids_of_rank` ids in `groups_of_rank` groups.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sample_choose(
-    const T* logits, long long row_stride, OPTIONAL const unsigned* mask, const long long* slots, const float* temperature,
-    const int* top_k, const float* top_p, const float* min_p, const long long* seeds, const Partial* partials, int groups, int vocab,
-    int* tokens, long long tokens_stride, int* lengths, int scratch_slot, int* sampled) {
+    const T* logits, OPTIONAL const long long* addresses, int ids_of_rank, int groups_of_rank, long long row_stride,
+    OPTIONAL const unsigned* mask, const long long* slots, const float* temperature, const int* top_k, const float* top_p,
+    const float* min_p, const long long* seeds, const Partial* partials, int groups, int vocab, int* tokens,
+    long long tokens_stride, int* lengths, int scratch_slot, int* sampled) {
   __shared__ Shared s;
   int index = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   long long slot = slots[index];
@@ -567,7 +603,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sample_cho
 
   int token = place;
   if (t > 0.f) {
-    Row row = {logits_of(logits, row_stride, mask, vocab, index), groups, s.max[place / GROUP], 1.f / t};
+    Division division = {addresses, ids_of_rank, groups_of_rank};
+    Row row = {logits_of(logits, row_stride, mask, vocab, index, division), groups, from_ordered(top), 1.f / t};
     float sum = 0.f;
     for (int group = threadIdx.x; group < groups; group += THREADS) {
       float weight = s.weight[group];

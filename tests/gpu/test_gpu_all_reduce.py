@@ -80,6 +80,28 @@ def test_every_rank_gets_the_sum_bit_for_bit(ranks: int, sizes: tuple[int, int],
         side.check()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_rank_gets_all_columns(ranks: int, dtype: torch.dtype) -> None:
+    """Between sums, which use the same buffers; the last rank's columns are padded."""
+    torch.manual_seed(ranks)
+    group = Ranks(ranks, ONE_SHOT)
+    for rows, columns, missing in ((1, 1024, 0), (5, 72, 8), (33, 200, 16), (1, 8, 0)):
+        width = ranks * columns - missing
+        values = [torch.randn((rows, columns), device="cuda").to(dtype) for _ in range(ranks)]
+        outs = [torch.empty((rows, width), device="cuda", dtype=dtype) for _ in range(ranks)]
+        torch.cuda.synchronize()
+        for side, stream, x, out in zip(group.sides, group.streams, values, outs, strict=True):
+            assert side.gathers(x, width)
+            with torch.cuda.stream(stream):
+                side.gather(x, width, out)
+        torch.cuda.synchronize()
+        wanted = torch.cat(values, dim=1)[:, :width]
+        assert all(torch.equal(out, wanted) for out in outs)
+        total = sum_of(values)
+        assert all(torch.equal(got, total) for got in group(values))
+
+
 @pytest.mark.parametrize("sizes", [ONE_SHOT, TWO_SHOT], ids=["one_shot", "two_shot"])
 def test_a_rank_that_does_not_come_is_named(sizes: tuple[int, int]) -> None:
     group = Ranks(4, sizes, timeout_s=0.2)

@@ -177,6 +177,10 @@ def test_decode_inputs_and_embedding(ops: Ops) -> None:
         assert torch.equal(have.page_table[row, :used], want.page_table[row, :used])
     weight = torch.randn(100, 1024, device="cuda", dtype=torch.bfloat16)
     assert torch.equal(ops.embed(have.input_ids, weight), weight[have.input_ids])
+    first, last = int(have.input_ids.min()) + 1, int(have.input_ids.max())
+    divided = ops.embed(have.input_ids, weight[first:last], first)
+    assert torch.equal(divided, TorchOps().embed(have.input_ids, weight[first:last], first))
+    assert divided.count_nonzero() < weight[have.input_ids].count_nonzero()
 
 
 @pytest.mark.parametrize("count", [0, 1, 255, 257, 1000])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,6 +15,9 @@ from minisgl.engine.processing import process_logits
 from minisgl.engine.sampler import Sampler, TorchSampler, filter_threshold, uniform
 from minisgl.engine.state import SlotState
 
+if TYPE_CHECKING:
+    from minisgl.engine.cuda_sampler import CudaSampler
+
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -22,7 +26,7 @@ FILTERED = SamplingFlags.SAMPLED | SamplingFlags.FILTERED
 
 
 @pytest.fixture(scope="module")
-def sampler() -> Sampler:
+def sampler() -> CudaSampler:
     from minisgl.engine.cuda_sampler import CudaSampler
 
     return CudaSampler(torch.device("cuda", 0))
@@ -333,3 +337,51 @@ def test_scratch_slot_never_grows(sampler: Sampler) -> None:
     logits = torch.randn(4, 1000, device="cuda")
     sampler.sample(logits, slots, state, SamplingFlags(0))
     assert state.lengths[state.scratch_slot] == 1
+
+
+class Divided:
+    """The ranks of a group in one: `all_gather` returns what was collected from all of them."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+        self.parts: dict[int, Tensor] = {}
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.parts[self.rank] = x
+        return torch.cat([self.parts.get(rank, x) for rank in range(self.size)], dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("vocab", "ranks"), [(151936, 2), (151936, 8), (8192, 4), (1000, 4), (4096, 8)])
+def test_divided_logits_give_the_tokens_of_whole_ones(
+    sampler: CudaSampler, dtype: torch.dtype, vocab: int, ranks: int
+) -> None:
+    """Filtered, sampled and greedy rows. Where groups of 512 end at the same ids the tokens are the same; elsewhere a
+    draw within rounding of a boundary may fall on its other side.
+    """
+    rows = 256
+    logits = (torch.randn(rows, vocab, device="cuda") * 4).to(dtype)
+    slots = torch.randperm(rows, device="cuda")
+    one, other = make_state(rows, greedy=rows // 4), make_state(rows, greedy=rows // 4)
+    for state in (one, other):
+        spread_filters(state, vocab)
+    ids = -(-vocab // ranks)
+    padded = torch.nn.functional.pad(logits, (0, ranks * ids - vocab), value=99.0)  # never chosen
+    shares = [part.contiguous() for part in padded.split(ids, dim=1)]
+    addresses = torch.tensor([share.data_ptr() for share in shares], device="cuda")
+    group = Divided(ranks)
+    before = one.tokens.clone(), one.lengths.clone()
+    for group.rank in (*range(ranks), 0, ranks - 1):  # the last two have all partials
+        one.tokens.copy_(before[0])
+        one.lengths.copy_(before[1])
+        got = sampler.sample_divided(shares[group.rank], slots, one, group, addresses, vocab)  # type: ignore[arg-type]
+        if group.rank == 0:
+            first = got
+    assert torch.equal(first, got)
+    want = sampler.sample(logits, slots, other, FILTERED)
+    greedy = other.temperature[slots] == 0
+    assert torch.equal(got[greedy], want[greedy])
+    different = (got != want).float().mean()
+    assert different == 0 if ids % 512 == 0 else different < 0.02
+    assert torch.equal(one.lengths, other.lengths)
+    assert torch.equal(one.tokens[slots, one.lengths[slots].long() - 1], got)

@@ -118,6 +118,31 @@ def test_a_rank_that_dies_ends_the_call_that_needs_it() -> None:
                 llm.generate(PROMPTS * 20, SamplingParams(max_tokens=1000, ignore_eos=True))
 
 
+def sampled_tokens_of(*, custom_all_reduce: bool) -> list[list[int]]:
+    """Answers of two ranks: plain, filtered, greedy, with penalties, with log-probabilities."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"top_k": 20, "top_p": 0.9},
+        {"temperature": 0.0},
+        {"frequency_penalty": 0.5},
+        {"min_p": 0.05, "logprobs": 3},
+    )
+    params = [
+        SamplingParams(**{"temperature": 0.9, "seed": index, "max_tokens": 40, "ignore_eos": True} | kinds[index % 5])
+        for index in range(len(PROMPTS))
+    ]
+    with LLM("demo", "bfloat16", tp_size=2, custom_all_reduce=custom_all_reduce) as llm:
+        alone = [llm.generate(PROMPTS[index], params[index])[0] for index in range(5)]  # each kind in graphs of its own
+        answers = llm.generate(PROMPTS, params)
+        llm.check_idle()
+    return [answer["token_ids"] for answer in (*alone, *answers)]
+
+
+def test_divided_logits_are_sampled_as_gathered_ones() -> None:
+    """Without our own all-reduce every rank gathers them. With two ranks the sums are the same bits in both."""
+    assert sampled_tokens_of(custom_all_reduce=True) == sampled_tokens_of(custom_all_reduce=False)
+
+
 def test_two_gpus_answer_as_one_does() -> None:
     assert tokens_of(2, "float32", "torch") == tokens_of(1, "float32", "torch")
 

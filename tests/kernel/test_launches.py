@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ import torch
 import minisgl
 from minisgl.attention.base import AttentionInputs, AttentionSpec, ExpandingPlan
 from minisgl.core import SamplingFlags
+from minisgl.distributed import TPGroup
 from minisgl.engine.queue import token_copier
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import (
@@ -375,7 +376,19 @@ def run_sampling(dtype: torch.dtype) -> None:
     for bitmask in (None, torch.zeros(3, 32, dtype=torch.int32)):
         for flags in (SamplingFlags.SAMPLED, SamplingFlags.SAMPLED | SamplingFlags.PROCESSED):
             sampled = sampler.sample(logits, slots, state, flags, bitmask)
+    sampler.begin_compiling_divided(dtype, 4)
+    sampler.sample_divided(logits, slots, state, cast(TPGroup, Rank(1, 4)), torch.zeros(4, dtype=torch.int64), 3900)
     token_copier(CPU)(sampled, torch.zeros(8, dtype=torch.int32))
+
+
+class Rank:
+    """One of several ranks that all have the same."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(1, self.size)
 
 
 def run_collectives(dtype: torch.dtype) -> None:
@@ -390,5 +403,7 @@ def run_collectives(dtype: torch.dtype) -> None:
         push(one)
         push(one, one.clone())
     assert not push.supports(x.repeat(5, 1))
+    assert push.gathers(x, 4 * 64 - 8)
+    assert push.gather(x, 4 * 64 - 8).shape == (8, 4 * 64 - 8)
     push.abort()
     push.check()

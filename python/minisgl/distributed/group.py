@@ -6,11 +6,26 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 _POLL = 0.02  # seconds between looks at who has come
+
+
+class SharedRows(Protocol):
+    """Memory of equal shape on each rank's GPU, which kernels of all ranks can read."""
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's, [rows, width]."""
+        ...
+
+    @property
+    def addresses(self) -> Tensor:
+        """Where each rank's begins, int64 [ranks] on this rank's GPU."""
+        ...
 
 
 class TPGroup(Protocol):
@@ -26,8 +41,15 @@ class TPGroup(Protocol):
         """The sum over ranks, plus `residual`, of x's shape; may overwrite x."""
         ...
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """[..., n] -> [..., size * n]: the ranks' tensors side by side in rank order."""
+    def all_gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
+        """[T, n] -> [T, size * n]: the ranks' tensors side by side in rank order; the first `width` columns of them.
+
+        Written to `out`, if given, which is contiguous.
+        """
+        ...
+
+    def share_rows(self, rows: int, width: int, dtype: torch.dtype) -> SharedRows | None:
+        """Memory [rows, width] on each rank; None where ranks do not reach each other's. All ranks ask together."""
         ...
 
     def smallest(self, value: int) -> int:
@@ -56,8 +78,12 @@ class SingleRank:
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return x if residual is None else x.add_(residual)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x
+    def all_gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
+        x = x[:, :width]
+        return x if out is None else out.copy_(x)
+
+    def share_rows(self, rows: int, width: int, dtype: torch.dtype) -> SharedRows | None:  # noqa: ARG002
+        return None
 
     def smallest(self, value: int) -> int:
         return value
@@ -70,6 +96,12 @@ class SingleRank:
 
     def close(self) -> None:
         pass
+
+
+def side_by_side(gathered: Tensor, width: int | None, out: Tensor | None) -> Tensor:
+    """Lay out what all ranks have, [size, T, n], as `TPGroup.all_gather` returns it."""
+    columns = gathered.movedim(0, 1).flatten(1)[:, :width]
+    return columns if out is None else out.copy_(columns)
 
 
 def meet(

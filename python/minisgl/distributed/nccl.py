@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minisgl.distributed.group import meet
+from minisgl.distributed.group import SharedRows, meet, side_by_side
 from minisgl.kernel.availability import kernels_missing
 
 if TYPE_CHECKING:
@@ -85,10 +85,15 @@ class NcclTP:
         dist.all_reduce(x, group=self._group)
         return x if residual is None else x.add_(residual)
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
+        if self._push is not None and self._push.gathers(x, width):
+            return self._push.gather(x, width, out)
         flat = x.new_empty(self.size * x.numel())
         _all_gather(flat, x.flatten(), group=self._group)
-        return flat.view(self.size, *x.shape).movedim(0, -2).reshape(*x.shape[:-1], self.size * x.shape[-1])
+        return side_by_side(flat.view(self.size, *x.shape), width, out)
+
+    def share_rows(self, rows: int, width: int, dtype: torch.dtype) -> SharedRows | None:
+        return None if self._push is None else self._push.share_rows(self._group, rows, width, dtype)
 
     def smallest(self, value: int) -> int:
         tensor = torch.tensor([int(value)], device=self._device)

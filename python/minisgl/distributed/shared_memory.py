@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minisgl.distributed.group import meet
+from minisgl.distributed.group import SharedRows, meet, side_by_side
 from minisgl.process.machine import make_run_dir
 
 _SLOT_BYTES = 1 << 20  # larger tensors go in pieces
@@ -93,7 +93,7 @@ class SharedMemoryTP:
             piece.copy_(total)
         return x if residual is None else x.add_(residual)
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
         gathered = x.new_empty(self.size, x.numel())
         begin = 0
         for piece in _pieces(x.flatten()):
@@ -101,7 +101,10 @@ class SharedMemoryTP:
             for row, values in zip(gathered, self._exchange(piece), strict=True):
                 row[begin:end] = values
             begin = end
-        return gathered.view(self.size, *x.shape).movedim(0, -2).reshape(*x.shape[:-1], self.size * x.shape[-1])
+        return side_by_side(gathered.view(self.size, *x.shape), width, out)
+
+    def share_rows(self, rows: int, width: int, dtype: torch.dtype) -> SharedRows | None:  # noqa: ARG002
+        return None
 
     def smallest(self, value: int) -> int:
         return min(int(one) for one in self._exchange(torch.tensor([value])))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from minisgl.core import MAX_BAD_WORD_TOKENS, SamplingFlags
+from minisgl.distributed import TPGroup
 from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.compile import Compiler
@@ -48,7 +47,7 @@ class CudaSampler:
     def sample(
         self, logits: Tensor, slots: Tensor, state: SlotState, flags: SamplingFlags, bitmask: Tensor | None = None
     ) -> Tensor:
-        rows, vocab = logits.shape
+        vocab = logits.shape[1]
         groups = -(-vocab // _GROUP)
         if logits.stride(1) != 1 or groups > _MAX_GROUPS:
             return self._torch.sample(logits, slots, state, flags, bitmask)
@@ -56,26 +55,107 @@ class CudaSampler:
             bitmask = bitmask.contiguous()
         if SamplingFlags.PROCESSED in flags:
             logits, bitmask = self.process(logits, slots, state, bitmask), None
-        partials = torch.empty(rows * groups * _PARTIAL_BYTES, dtype=torch.uint8, device=logits.device)
-        sampled = torch.empty(rows, dtype=torch.int32, device=logits.device)
+        partials = self._partials(logits, slots, state, bitmask, groups=groups, vocab=vocab)
+        return self._choose(logits, slots, state, bitmask, partials, groups=groups, vocab=vocab)
+
+    def begin_compiling_divided(self, dtype: torch.dtype, ranks: int) -> None:
+        """Compile in threads what `sample_divided` launches."""
+        threads = _THREADS_OF_FEW_ROWS, _THREADS
+        self._compiler.begin(_sample_spec("sample_choose", dtype, count, ranks) for count in threads)
+
+    def samples_divided(self, ids: int, ranks: int) -> bool:
+        """Return True if `sample_divided` takes logits of so many ids from each of so many ranks."""
+        return ranks * -(-ids // _GROUP) <= _MAX_GROUPS
+
+    def sample_divided(
+        self, logits: Tensor, slots: Tensor, state: SlotState, tp: TPGroup, addresses: Tensor, vocab: int
+    ) -> Tensor:
+        """Choose as `sample` does, without a mask, where each rank has the logits [rows, ids] of some ids.
+
+        `addresses` [ranks] int64: every rank's logits, in the order of the ids, the last ones padded. Partials are
+        gathered, and their arrival shows that the logits which they are of are there.
+        """
+        ids = logits.shape[1]
+        groups = -(-ids // _GROUP)
+        first_id = tp.rank * ids
+        here = min(max(vocab - first_id, 0), ids)
+        partials = self._partials(logits, slots, state, None, groups=groups, vocab=here, first_id=first_id)
+        return self._choose(
+            logits,
+            slots,
+            state,
+            None,
+            tp.all_gather(partials),
+            groups=tp.size * groups,
+            vocab=vocab,
+            addresses=addresses,
+        )
+
+    def _partials(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        state: SlotState,
+        bitmask: Tensor | None,
+        *,
+        groups: int,
+        vocab: int,
+        first_id: int = 0,
+    ) -> Tensor:
+        """Return what is to be known of each group, in [rows, groups * 4] words that are no numbers."""
+        rows = len(logits)
+        partials = torch.empty((rows, groups * _PARTIAL_BYTES // 4), dtype=torch.float32, device=logits.device)
+        sample_partials = self._compiler.kernel(_sample_spec, "sample_partials", logits.dtype, self._threads(rows))
+        sample_partials(
+            (-(-groups // _PARTIAL_WARPS), rows),
+            32 * _PARTIAL_WARPS,
+            logits=logits,
+            row_stride=logits.stride(0),
+            mask=bitmask,
+            slots=slots,
+            temperature=state.temperature,
+            partials=partials,
+            groups=groups,
+            vocab=vocab,
+            first_id=first_id,
+        )
+        return partials
+
+    def _threads(self, rows: int) -> int:
         # Twice as many rows fit on the device at a time with half the threads each.
-        choose_threads = _THREADS_OF_FEW_ROWS if rows <= self._multiprocessors else _THREADS
-        shared: dict[str, Any] = {
-            "logits": logits,
-            "row_stride": logits.stride(0),
-            "mask": bitmask,
-            "slots": slots,
-            "temperature": state.temperature,
-            "partials": partials,
-            "groups": groups,
-            "vocab": vocab,
-        }
-        sample_partials = self._compiler.kernel(_sample_spec, "sample_partials", logits.dtype, choose_threads)
-        sample_partials((-(-groups // _PARTIAL_WARPS), rows), 32 * _PARTIAL_WARPS, **shared)
-        sample_choose = self._compiler.kernel(_sample_spec, "sample_choose", logits.dtype, choose_threads)
+        return _THREADS_OF_FEW_ROWS if rows <= self._multiprocessors else _THREADS
+
+    def _choose(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        state: SlotState,
+        bitmask: Tensor | None,
+        partials: Tensor,
+        *,
+        groups: int,
+        vocab: int,
+        addresses: Tensor | None = None,
+    ) -> Tensor:
+        rows, ids = logits.shape
+        ranks = 1 if addresses is None else len(addresses)
+        sampled = torch.empty(rows, dtype=torch.int32, device=logits.device)
+        threads = self._threads(rows)
+        sample_choose = self._compiler.kernel(_sample_spec, "sample_choose", logits.dtype, threads, ranks)
         sample_choose(
             (rows,),
-            choose_threads,
+            threads,
+            logits=logits,
+            addresses=addresses,
+            ids_of_rank=ids,
+            groups_of_rank=groups // ranks,
+            row_stride=logits.stride(0),
+            mask=bitmask,
+            slots=slots,
+            temperature=state.temperature,
+            partials=partials,
+            groups=groups,
+            vocab=vocab,
             top_k=state.top_k,
             top_p=state.top_p,
             min_p=state.min_p,
@@ -85,7 +165,6 @@ class CudaSampler:
             lengths=state.lengths,
             scratch_slot=state.scratch_slot,
             sampled=sampled,
-            **shared,
         )
         return sampled
 
@@ -126,8 +205,8 @@ class CudaSampler:
         return processed
 
 
-def _sample_spec(kernel: str, dtype: torch.dtype, choose_threads: int) -> KernelSpec:
-    return KernelSpec("sample.cu", kernel, {"SCALAR": SCALAR_NAMES[dtype], "THREADS": choose_threads})
+def _sample_spec(kernel: str, dtype: torch.dtype, choose_threads: int, ranks: int = 1) -> KernelSpec:
+    return KernelSpec("sample.cu", kernel, {"SCALAR": SCALAR_NAMES[dtype], "THREADS": choose_threads, "RANKS": ranks})
 
 
 def _process_spec(dtype: torch.dtype) -> KernelSpec:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,11 +20,18 @@ from minisgl.attention.backend_choice import make_attention
 from minisgl.attention.base import AttentionSpec, LayerSpec, RecurrentSpec
 from minisgl.attention.model_attention import ModelAttention
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, SamplingFlags, StepResult, pages_for
+from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, StepResult, pages_for
 from minisgl.distributed import TPGroup
 from minisgl.engine.device import bound_primitive_caches, resolve_device, resolve_dtype
 from minisgl.engine.forward import ForwardOutput, StepRunner
-from minisgl.engine.graphs import DecodeGraphs, Graphs, GraphSizes, decode_graph_sizes, prefill_graph_sizes
+from minisgl.engine.graphs import (
+    DecodeGraphs,
+    Graphs,
+    GraphSizes,
+    decode_graph_sizes,
+    prefill_graph_sizes,
+    samples_from_graph,
+)
 from minisgl.engine.memory import (
     CPU_SEQUENCES,
     GIB,
@@ -55,6 +63,9 @@ from minisgl.models.loading import build_model, load_model
 from minisgl.models.pooling_model import PoolingModel
 from minisgl.progress import progress_bar
 from minisgl.step_cost import StepCost
+
+if TYPE_CHECKING:  # needs CUDA's packages
+    from minisgl.engine.divided_logits import DividedLogits
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +140,9 @@ class Engine:
                 logger.info(describe_states(layout, self.num_slots, config.max_running_requests, self.num_snapshots))
         parts = _Parts(weights, self.num_slots, self.num_snapshots, attention, ops, sampler, self.device)
         sizes = _graph_sizes(config, parts, max_prefill_tokens)
+        if sizes is not None and tp.size > 1:
+            divided = self._queue.call(lambda: _divide_logits(tp, sampler, sizes.decode[-1], model, self.dtype))
+            parts = dataclasses.replace(parts, divided=divided)
         needs = Needs()
         if self.device.type == "cuda":
             with phase("measure a step's memory"):
@@ -233,7 +247,7 @@ class Engine:
 
     def _sample(self, batch: Batch, forwarded: ForwardOutput, bitmask: Tensor | None) -> StepResult[Tensor]:
         graphs = self._graphs_for(batch)
-        eager = graphs is None or bitmask is not None or SamplingFlags.PROCESSED in batch.flags
+        eager = graphs is None or bitmask is not None or not samples_from_graph(batch)
         return self._runner.sample(
             batch,
             forwarded,
@@ -275,6 +289,7 @@ class _Parts:
     ops: Ops
     sampler: Sampler
     device: torch.device
+    divided: DividedLogits | None = None
 
     def runner(self, num_pages: int, num_window_pages: int, max_seq_len: int) -> StepRunner:
         layout = self.attention.kv_layout
@@ -296,7 +311,7 @@ class _Parts:
         )
         if isinstance(self.model, PoolingModel):
             return PoolingRunner(self.model, kv, state, self.attention, self.ops, self.sampler)
-        return StepRunner(self.model, kv, state, self.attention, self.ops, self.sampler)
+        return StepRunner(self.model, kv, state, self.attention, self.ops, self.sampler, self.divided)
 
 
 def _load(
@@ -394,6 +409,20 @@ def _context_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_seq_len is not None and config.max_seq_len > longest:
         raise ConfigError(f"--max-seq-len-override {config.max_seq_len}: the model's positions end at {longest}")
     return config.max_seq_len or longest
+
+
+def _divide_logits(
+    tp: TPGroup, sampler: Sampler, rows: int, model: ModelConfig, dtype: torch.dtype
+) -> DividedLogits | None:
+    """Return memory for the logits of captured decodes of up to `rows` rows, divided; None where that cannot be."""
+    if isinstance(sampler, TorchSampler):
+        return None
+    from minisgl.engine.cuda_sampler import CudaSampler
+    from minisgl.engine.divided_logits import DividedLogits
+
+    if not isinstance(sampler, CudaSampler):
+        return None
+    return DividedLogits.make(tp, sampler, rows=rows, vocab_size=model.vocab_size, dtype=dtype)
 
 
 def _make_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:

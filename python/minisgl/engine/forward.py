@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from minisgl.kernel.recurrent_rows import RecurrentRows, SingleRows, recurrent_r
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.base import Model
 from minisgl.uploads import upload
+
+if TYPE_CHECKING:  # needs CUDA's packages
+    from minisgl.engine.divided_logits import DividedLogits
 
 
 class StepInputs(NamedTuple, Generic[A]):
@@ -114,6 +117,7 @@ class StepRunner:
         attention: ModelAttention,
         ops: Ops,
         sampler: Sampler,
+        divided: DividedLogits | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -121,6 +125,7 @@ class StepRunner:
         self.attention = attention
         self.ops = ops
         self.sampler = sampler
+        self.divided = divided  # logits of captured decodes, where ranks keep them divided
         self._row_numbers = torch.arange(len(state.lengths) + 1, dtype=torch.int32, device=state.device)
 
     def apply(self, batch: Batch) -> None:
@@ -251,7 +256,7 @@ class StepRunner:
         """Return the context of a decode of `slots` [rows] int64, from device state alone so that a graph can hold it.
 
         `kv_lens` is the host's idea of the lengths: at capture, the longest possible. `logits` [rows, vocab_size] is
-        where they go.
+        where they go; where they are divided, the rank's own.
         """
         state, rows = self.state, len(slots)
         made = self.ops.decode_inputs(
@@ -282,4 +287,5 @@ class StepRunner:
             fused=attention.fused_rows(slots, made.kv_lens, state.page_table, state.window_table),
             recurrent=RecurrentRows(SingleRows(slots, made.positions)),
             logits=logits,
+            divided=self.divided is not None,
         )

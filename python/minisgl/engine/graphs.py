@@ -54,6 +54,11 @@ class GraphSizes:
         return len(self.decode) + len(self.prefill)
 
 
+def samples_from_graph(batch: Batch) -> bool:
+    """Return True if a decode's tokens are chosen as captured: neither masked nor processed."""
+    return not batch.constrained and SamplingFlags.PROCESSED not in batch.flags
+
+
 class Graphs:
     """Captures at construction; `captured` is called after each graph, of prefills first, the largest of them first."""
 
@@ -126,7 +131,10 @@ class DecodeGraphs:
         model, device, scratch_slot = runner.model, runner.state.device, runner.state.scratch_slot
         self._rows = np.full(sizes[-1], scratch_slot, dtype=np.int32)  # what is in `_slots`
         self._slots = torch.full((sizes[-1],), scratch_slot, dtype=torch.int64, device=device)
-        self._logits = torch.empty((sizes[-1], model.config.vocab_size), dtype=model.dtype, device=device)
+        if runner.divided is None:
+            self._logits = torch.empty((sizes[-1], model.config.vocab_size), dtype=model.dtype, device=device)
+        else:
+            self._logits = runner.divided.own[: sizes[-1]]
         self._captured: dict[int, _CapturedStep] = {}
         for size in reversed(sizes):
             self._captured[size] = self._capture(size, memory)
@@ -143,6 +151,8 @@ class DecodeGraphs:
             return context
 
         def choose(flags: SamplingFlags) -> Tensor:
+            if runner.divided is not None:
+                return runner.divided.sample(logits, slots, runner.state)
             return runner.sampler.sample(logits, slots, runner.state, flags)
 
         forward_graph, context = memory.capture(forward)
@@ -164,7 +174,10 @@ class DecodeGraphs:
         captured = self._captured[size]
         captured.attention.prepare(batch.start_pos)
         captured.forward.replay()
-        return ForwardOutput(self._logits[:rows], self._slots[:rows])
+        logits, divided = self._logits[:rows], self._runner.divided
+        if divided is not None and (batch.logprobs is not None or not samples_from_graph(batch)):
+            logits = divided.whole(logits)
+        return ForwardOutput(logits, self._slots[:rows])
 
     def sample(self, batch: Batch) -> Tensor:
         """Return the sampled tokens [rows] behind the same plan's forward, overwritten by the next replay.

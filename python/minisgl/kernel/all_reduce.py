@@ -8,9 +8,11 @@ not, and for large tensors, NCCL does it. All is captured by CUDA graphs: which 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -81,15 +83,22 @@ class PushAllReduce:
         shape: LaunchShape = LaunchShape(),  # noqa: B008
     ) -> None:
         self._compiler = compiler
-        self._rank = rank
         self._memory = memory
         self._ranks = len(memory.addresses)
         self._sizes = sizes
-        self._timeout_ns = int(timeout_s * 1e9)
         self._timeout_s = timeout_s
         self._shape = shape
         self._control = torch.zeros(_CONTROL_WORDS, dtype=torch.int32, device=memory.addresses.device)
         self._status = torch.zeros(2, dtype=torch.int32, pin_memory=memory.addresses.is_cuda)
+        self._buffer_bytes = sizes.buffer_bytes(self._ranks)
+        self._shared: dict[str, Any] = {
+            "addresses": memory.addresses,
+            "control": self._control,
+            "status": self._status,
+            "rank": rank,
+            "buffer_bytes": self._buffer_bytes,
+            "patience": int(timeout_s * 1e9),
+        }
 
     def supports(self, x: Tensor) -> bool:
         """Return True if this is the way to sum x over ranks; all say the same."""
@@ -105,23 +114,60 @@ class PushAllReduce:
         """Return the sum over ranks, plus `residual`, which is contiguous and as large as x; overwrites x."""
         vectors = x.nbytes // _VECTOR_BYTES
         one_shot = x.nbytes <= self._sizes.one_shot
-        kernel = self._compiler.kernel(_spec, self._ranks, x.dtype, one_shot, self._shape.threads)
-        worked_on = vectors if one_shot else -(-vectors // self._ranks)
+        way = "one_shot" if one_shot else "two_shot"
+        kernel = self._compiler.kernel(_spec, self._ranks, x.dtype, way, self._shape.threads)
         kernel(
-            (min(-(-worked_on // self._shape.threads), self._shape.max_blocks),),
+            (self._blocks(vectors if one_shot else -(-vectors // self._ranks)),),
             self._shape.threads,
             x=x,
             residual=residual,
             out=x,
-            addresses=self._memory.addresses,
-            control=self._control,
-            status=self._status,
-            rank=self._rank,
             vectors=vectors,
-            buffer_bytes=self._sizes.buffer_bytes(self._ranks),
-            patience=self._timeout_ns,
+            **self._shared,
         )
         return x
+
+    def gathers(self, x: Tensor, width: int | None = None) -> bool:
+        """Return True if this is the way to lay the ranks' x [T, n] side by side; all say the same."""
+        columns = x.shape[-1] if width is None else math.gcd(x.shape[-1], width)
+        return (
+            x.dim() == 2
+            and 0 < self._ranks * x.nbytes <= self._buffer_bytes
+            and columns * x.itemsize % _VECTOR_BYTES == 0
+            and x.data_ptr() % _VECTOR_BYTES == 0
+            and x.is_contiguous()
+            and x.dtype in _DTYPES
+        )
+
+    def gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
+        """Return the first `width` columns of the ranks' x [T, n] side by side, in `out` if given."""
+        rows, columns = x.shape
+        if width is None:
+            width = self._ranks * columns
+        if out is None:
+            out = x.new_empty((rows, width))
+        kernel = self._compiler.kernel(_spec, self._ranks, x.dtype, "gather", self._shape.threads)
+        kernel(
+            (self._blocks(x.nbytes // _VECTOR_BYTES),),
+            self._shape.threads,
+            x=x,
+            out=out,
+            rows=rows,
+            row_vectors=columns * x.itemsize // _VECTOR_BYTES,
+            out_vectors=width * x.itemsize // _VECTOR_BYTES,
+            **self._shared,
+        )
+        return out
+
+    def share_rows(self, group: dist.ProcessGroup, rows: int, width: int, dtype: torch.dtype) -> RowsOfRanks | None:
+        """Return memory [rows, width] of each rank; None for rows that vectors of 16 bytes do not divide."""
+        if width * dtype.itemsize % _VECTOR_BYTES:
+            return None
+        memory = SymmetricMemory(group, self._memory.addresses.device, rows * width * dtype.itemsize)
+        return RowsOfRanks(memory.words.view(dtype).view(rows, width), memory)
+
+    def _blocks(self, vectors: int) -> int:
+        return min(-(-vectors // self._shape.threads), self._shape.max_blocks)
 
     def abort(self) -> None:
         """End calls that wait for a rank, and those that come; from any thread."""
@@ -134,9 +180,9 @@ class PushAllReduce:
             raise RuntimeError(f"rank {late_rank - 1} did not come to an all-reduce within {self._timeout_s:.0f} s")
 
 
-def _spec(ranks: int, dtype: torch.dtype, one_shot: bool, threads: int) -> KernelSpec:
+def _spec(ranks: int, dtype: torch.dtype, kernel: str, threads: int) -> KernelSpec:
     macros: Macros = {"RANKS": ranks, "SCALAR": SCALAR_NAMES[dtype], "THREADS": threads}
-    return KernelSpec("all_reduce.cu", "one_shot" if one_shot else "two_shot", macros)
+    return KernelSpec("all_reduce.cu", kernel, macros)
 
 
 class SymmetricMemory:
@@ -152,6 +198,18 @@ class SymmetricMemory:
     def of(self, rank: int, count: int) -> Tensor:
         """Return the first words of a rank's memory, int32 [count]."""
         return self._handle.get_buffer(rank, (count,), torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOfRanks:
+    """Implements `distributed.group.SharedRows`."""
+
+    own: Tensor
+    memory: SymmetricMemory
+
+    @property
+    def addresses(self) -> Tensor:
+        return self.memory.addresses
 
 
 def connect_push(
@@ -176,8 +234,8 @@ def connect_push(
                 smallest(1)
                 return PushAllReduce(Compiler(device), rank, memory, sizes, timeout_s=timeout_s)
             why = "what one GPU writes another does not read"
-    if why is not None:
-        logger.warning("all-reduce by NCCL alone, slower for small batches: rank %d: %s", rank, why)
+    level = logging.WARNING if rank == 0 else logging.DEBUG
+    logger.log(level, "all-reduce by NCCL alone, slower: %s", why or "another rank does not reach its peers")
     return None
 
 

@@ -208,8 +208,11 @@ class Ops(Protocol):
         """
         ...
 
-    def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """ids [T] int64, weight [vocab, H] -> weight[ids], [T, H]."""
+    def embed(self, ids: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
+        """ids [T] int64, weight [vocab, H] -> weight[ids], [T, H].
+
+        With `first` the weight is of the ids from there on, and others give zeros.
+        """
         ...
 
     def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:

@@ -244,13 +244,22 @@ class CudaOps:
         few = self._latent.makes_values(latents, weight)
         return self._latent.values(latents, weight) if few else latent_values(latents, weight)
 
-    def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
         size = weight.shape[1]
         if not _vectorizes(weight, size) or not len(ids):
-            return self._torch.embed(ids, weight)
+            return self._torch.embed(ids, weight, first)
         out = weight.new_empty((len(ids), size))
         kernel = self._compiler.kernel(_embed, weight.dtype)
-        kernel((len(ids),), _row_threads(out, size), input_ids=ids, weight=weight, out=out, H=size)
+        kernel(
+            (len(ids),),
+            _row_threads(out, size),
+            input_ids=ids,
+            weight=weight,
+            out=out,
+            first=first or 0,
+            count=len(weight),
+            H=size,
+        )
         return out
 
     def decode_inputs(

@@ -94,8 +94,11 @@ class TorchOps:
         table = page_table[slots] if pages else page_table[:0]
         return DecodeInputs(tokens[slots, positions].long(), positions, out_cache_loc, kv_lens, table)
 
-    def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding(ids, weight)
+    def embed(self, ids: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
+        if first is None:
+            return F.embedding(ids, weight)
+        is_here = (ids >= first) & (ids < first + len(weight))
+        return F.embedding((ids - first) * is_here, weight).mul_(is_here.unsqueeze(-1))
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         x32 = x.float()

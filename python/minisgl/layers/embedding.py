@@ -36,16 +36,17 @@ class VocabEmbedding(nn.Module):
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         if self.tp.size == 1:
             return ctx.ops.embed(ids, self.weight)
-        here = (ids >= self.share.start) & (ids < self.share.stop)
-        x = ctx.ops.embed((ids - self.share.start) * here, self.weight)
-        return self.tp.all_reduce(x * here.unsqueeze(-1))
+        return self.tp.all_reduce(ctx.ops.embed(ids, self.weight, self.share.start))
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         yield vocab_slice(name, self.weight, self.vocab_size, self.share, tied=False)
 
 
 class LMHead(Linear):
-    """norm(x) of [S, hidden_size] -> logits [S, vocab_size] on every rank. Given an embedding, it uses its weight."""
+    """norm(x) of [S, hidden_size] -> logits [S, vocab_size] on every rank. Given an embedding, it uses its weight.
+
+    `ctx.divided`: logits of the rank's share alone, with its padding.
+    """
 
     def __init__(
         self,
@@ -64,10 +65,9 @@ class LMHead(Linear):
         self.weight = tied_to.weight if tied_to else vocab_weight(self.share, hidden_size, dtype)
 
     def forward(self, x: Tensor, norm: RMSNorm, ctx: ForwardContext) -> Tensor:
-        if self.tp.size == 1:
+        if self.tp.size == 1 or ctx.divided:
             return self.product.norm_linear(x, norm.params, out=ctx.logits)
-        logits = self.tp.all_gather(self.product.norm_linear(x, norm.params))[:, : self.vocab_size]
-        return logits if ctx.logits is None else ctx.logits.copy_(logits)
+        return self.tp.all_gather(self.product.norm_linear(x, norm.params), self.vocab_size, ctx.logits)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         yield vocab_slice(name, self.weight, self.vocab_size, self.share, tied=self.tied)
