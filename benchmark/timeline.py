@@ -1,7 +1,9 @@
 """The parts of a steady decode step on host and device, from torch's profiler: a table, and a plot of a few steps.
 
 The host's part is divided into schedule (decide the plan), launch (send it to the device), wait (for the tokens of the
-step before) and complete (finish that one). The device's part is divided by kernel; a gap is time in which none runs.
+step before) and complete (finish that one). The device's part is divided by kernel and by kind of work; a gap is time
+in which none runs. A kernel that begins while the one before it still runs counts from that one's end. With several
+ranks the times are rank 0's, and sums over ranks contain what it waits for the others.
 
     python benchmark/timeline.py --shape 0.6b --batch-sizes 1,64,256 --plot docs/timeline.png
 """
@@ -37,6 +39,13 @@ from minisgl.scheduler.loop import StepLoop
 HOST = ("schedule", "launch", "wait", "complete")
 STEPS = 12
 KERNELS = 8  # of a table
+KINDS = {  # beginnings of kernels' names
+    "product": ("skinny_gemm", "small_batch_gemm", "quantized_gemm", "fp8_gemm", "cuBLAS", "moe_"),
+    "attention": ("decode_attention", "norm_rope_store", "latent_", "delta_", "device_kernel"),  # the last: FA3
+    "sum over ranks": ("one_shot", "two_shot", "gather", "nccl"),
+    "norm": ("rms_norm",),
+    "sampling": ("sample_", "process_logits"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +173,21 @@ def short(kernel: str) -> str:
     return re.sub(r"<.*", "", name).rpartition("::")[2] or kernel[:40]
 
 
-def kernel_rows(timeline: Timeline) -> list[list[Any]]:
+def kind_of(kernel: str) -> str:
+    """Return the kind of work that a kernel does."""
+    name = short(kernel)
+    return next((kind for kind, beginnings in KINDS.items() if name.startswith(beginnings)), "other")
+
+
+def kernel_rows(timeline: Timeline, name_of: Callable[[str], str] = short) -> list[list[Any]]:
     """Return rows [kernel, launches a step, microseconds a step, share], the longest first."""
     time_of: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
+    reached = 0.0
     for span in timeline.device:
-        time_of[short(span.name)] += span.end - span.begin
-        count[short(span.name)] += 1
+        time_of[name_of(span.name)] += max(0.0, span.end - max(span.begin, reached))
+        count[name_of(span.name)] += 1
+        reached = max(reached, span.end)
     total, steps = sum(time_of.values()), timeline.steps
     longest = sorted(time_of, key=lambda name: -time_of[name])[:KERNELS]
     return [[n, count[n] / steps, time_of[n] / steps, f"{time_of[n] / total:.0%}"] for n in longest]
@@ -199,6 +216,7 @@ def main() -> None:
     print(table(head, figures), end="\n\n")
     for timeline in timelines:
         print(f"{timeline.rows} rows, a step under the profiler: {timeline.profiled_us:.0f} us")
+        print(table(["kind", "launches", "us", "share"], kernel_rows(timeline, kind_of)), end="\n\n")
         print(table(["kernel", "launches", "us", "share"], kernel_rows(timeline)), end="\n\n")
     output.save("timeline", args, {str(t.rows): {"step_us": t.step_us, **t.host_us} for t in timelines})
     if output.plot:
