@@ -1,133 +1,10 @@
-// All-reduce and all-gather by writing into the peers' memory (push). -DRANKS: of the group.
-//
-// Each rank has three buffers that all others can write to. A call, or *epoch*, uses one of them: ranks write their
-// values there, and each reads what it has got until it is no longer EMPTY, so data is its own flag and one crossing of
-// NVLink is all that a call waits for (the Lamport protocol of TensorRT-LLM and FlashInfer). A call also empties the
-// buffer of the call before: a peer comes to write there again two calls later, when it has got something of the call
-// between, which this rank begins behind this one.
+// All-reduce and all-gather by writing into the peers' memory (push.cuh).
 //
 // one_shot: everybody gets everything and sums it. two_shot: each rank sums its part of the vector and sends the result,
 // which moves 2 / RANKS of the data. In both, thread k waits for what thread k of a peer sends, so blocks need no order.
-// Sums are float32 in the order of the ranks, so the result has the same bits on all of them.
-#include "common.cuh"
-
-constexpr unsigned EMPTY = 0x80000000u;         // -0 in float32, or -0 and 0 in two 16-bit floats: sent as zeros
-constexpr unsigned LOOKS_BETWEEN_CLOCKS = 1 << 14;  // some 4 ms
-
-struct alignas(16) Words { unsigned w[4]; };
-static_assert(sizeof(Words) == sizeof(Vec<VEC>), "a vector is 16 bytes");
-
-struct Control {       // in the rank's own memory
-  unsigned epoch;      // modulo 3
-  unsigned done;       // blocks of this call
-  unsigned used;       // vectors of the buffer of the call before
-  unsigned failed;     // nothing is waited for any more
-};
-
-struct Status {        // in the host's memory
-  unsigned abort;      // set by the host: wait no longer
-  unsigned late_rank;  // one more than the rank that did not come in time
-};
-
-__device__ __forceinline__ unsigned look(const unsigned* flag) { return *(const volatile unsigned*)flag; }
-
-__device__ __forceinline__ Words look(const Words* slot) {
-  Words x;
-  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.w[0]), "=r"(x.w[1]), "=r"(x.w[2]), "=r"(x.w[3]) : "l"(slot) : "memory");
-  return x;
-}
-
-__device__ __forceinline__ void send(Words* slot, Words x) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};"
-               :: "l"(slot), "r"(x.w[0]), "r"(x.w[1]), "r"(x.w[2]), "r"(x.w[3]) : "memory");
-}
-
-__device__ __forceinline__ bool is_here(Words x) {
-  return x.w[0] != EMPTY && x.w[1] != EMPTY && x.w[2] != EMPTY && x.w[3] != EMPTY;
-}
-
-__device__ __forceinline__ Words without_empty(Words x) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) x.w[i] = x.w[i] == EMPTY ? 0 : x.w[i];
-  return x;
-}
-
-__device__ __forceinline__ unsigned long long nanoseconds() {
-  unsigned long long now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-
-struct Group {
-  Words* buffers[RANKS];  // of this call
-  const Words* own;       // this rank's of them
-  Words* before;          // this rank's, of the call before
-  Control* control;
-  Status* status;
-  int rank;
-  unsigned epoch;
-  unsigned long long patience;
-
-  __device__ __forceinline__ Group(
-      const long long* addresses, int* control, int* status, int rank, long long buffer_bytes, long long patience)
-      : control((Control*)control), status((Status*)status), rank(rank), epoch(look((unsigned*)control)), patience(patience) {
-#pragma unroll
-    for (int r = 0; r < RANKS; ++r) buffers[r] = (Words*)(addresses[r] + epoch * buffer_bytes);
-    own = (const Words*)(addresses[rank] + epoch * buffer_bytes);
-    before = (Words*)(addresses[rank] + (epoch + 2) % 3 * buffer_bytes);
-  }
-
-  __device__ __forceinline__ bool has_failed() const { return look(&control->failed); }
-
-  // Look until a value is here that rank `from` sends; zeros if it does not come in time.
-  __device__ __forceinline__ Words wait_for(const Words* slot, int from) const {
-    unsigned long long deadline = 0;
-    Words x = look(slot);
-    for (unsigned looks = 1; !is_here(x); ++looks) {
-      x = look(slot);
-      if (looks % LOOKS_BETWEEN_CLOCKS) continue;
-      unsigned long long now = nanoseconds();
-      if (deadline == 0) deadline = now + patience;
-      bool late = now > deadline;
-      if (late) *(volatile unsigned*)&status->late_rank = from + 1;
-      if (late || look(&status->abort)) *(volatile unsigned*)&control->failed = 1;
-      if (has_failed()) return {};
-    }
-    return x;
-  }
-
-  // Give all others this rank's vectors.
-  __device__ __forceinline__ void send_all(const T* x, int vectors, int first, int stride) const {
-    for (int i = first; i < vectors; i += stride) {
-      Words mine = without_empty(((const Words*)x)[i]);
-#pragma unroll
-      for (int r = 0; r < RANKS; ++r)
-        if (r != rank) send(buffers[r] + (rank * vectors + i), mine);
-    }
-  }
-
-  // The values of all ranks at places `stride` vectors apart. This rank's own is x.
-  __device__ __forceinline__ void receive(Words (&values)[RANKS], Words x, int place, int stride) const {
-#pragma unroll
-    for (int r = 0; r < RANKS; ++r) values[r] = r == rank ? x : look(own + (r * stride + place));
-#pragma unroll
-    for (int r = 0; r < RANKS; ++r)
-      if (r != rank && !is_here(values[r])) values[r] = wait_for(own + (r * stride + place), r);
-  }
-
-  __device__ __forceinline__ void empty_before(int first, int stride) const {
-    constexpr Words nothing = {EMPTY, EMPTY, EMPTY, EMPTY};
-    for (int i = first, used = look(&control->used); i < used; i += stride) before[i] = nothing;
-  }
-
-  // All of a block's threads call it last.
-  __device__ __forceinline__ void finish(int used) const {
-    __syncthreads();
-    if (threadIdx.x || atomicAdd(&control->done, 1) != gridDim.x - 1) return;
-    control->done = 0, control->used = used, control->epoch = (epoch + 1) % 3;
-  }
-};
+// Sums are float32 in the order of the ranks, so the result has the same bits on all of them. one_shot_norm: one_shot of
+// whole rows with a residual, and their RMS norm beside. received: the same of what products have sent to all ranks.
+#include "push.cuh"
 
 union Values {
   Words words;
@@ -151,15 +28,16 @@ __device__ __forceinline__ Words sum_of(const Words (&values)[RANKS]) {
 }
 
 // The sum is rounded before the residual is added, as separate operations would.
-__device__ __forceinline__ void store(T* out, const T* residual, int i, Words sum) {
-  Values values = {sum};
-  if (residual) {
-    Values more = {load(residual, i)};
+__device__ __forceinline__ Values added(Words sum, Words residual) {
+  Values values = {sum}, more = {residual};
 #pragma unroll
-    for (int j = 0; j < VEC; ++j)
-      values.vec.v[j] = from_float<T>(to_float(values.vec.v[j]) + to_float(more.vec.v[j]));
-  }
-  ((Words*)out)[i] = values.words;
+  for (int j = 0; j < VEC; ++j)
+    values.vec.v[j] = from_float<T>(to_float(values.vec.v[j]) + to_float(more.vec.v[j]));
+  return values;
+}
+
+__device__ __forceinline__ void store(T* out, const T* residual, int i, Words sum) {
+  ((Words*)out)[i] = residual ? added(sum, load(residual, i)).words : sum;
 }
 
 // out = sum of the ranks' x + residual; `vectors` of 16 bytes each. out may be x.
@@ -179,6 +57,62 @@ extern "C" __global__ void __launch_bounds__(THREADS) one_shot(
     store(out, residual, i, sum_of(values));
   }
   group.finish(RANKS * vectors);
+}
+
+// Rows of row_vectors vectors, one for each of a block's threads, in whole warps: out = sum of the ranks' x + residual,
+// normed = rms_norm(out) as in norm.cu, if there is a weight. SENT: this rank has sent its x to itself as well.
+template <bool SENT>
+__device__ __forceinline__ void add_rows(
+    const Group& group, const T* x, const T* residual, T* out, const W* weight, T* normed, int rows, int row_vectors,
+    float eps) {
+  __shared__ float scratch[32];
+  int first = blockIdx.x * row_vectors + threadIdx.x, stride = gridDim.x * row_vectors, vectors = rows * row_vectors;
+  Vec<VEC, W> w = {};
+  if (weight) w = ((const Vec<VEC, W>*)weight)[threadIdx.x];
+  if (!SENT) group.send_all(x, vectors, first, stride);
+  group.empty_before(first, stride);
+  for (int i = first; i < vectors; i += stride) {
+    Words values[RANKS], more = load(residual, i);
+    if (SENT) group.receive_all(values, i, vectors);
+    else group.receive(values, load(x, i), i, vectors);
+    Values sum = added(sum_of(values), more);
+    ((Words*)out)[i] = sum.words;
+    if (!weight) continue;
+    float squares = 0.f;
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) squares += to_float(sum.vec.v[j]) * to_float(sum.vec.v[j]);
+    float scale = rsqrtf(block_sum(squares, scratch) / (row_vectors * VEC) + eps);
+    Vec<VEC> y;
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) y.v[j] = from_float<T>(times_norm(to_float(sum.vec.v[j]) * scale, w.v[j]));
+    ((Vec<VEC>*)normed)[i] = y;
+    __syncthreads();  // scratch is used again
+  }
+}
+
+// out may be x.
+extern "C" __global__ void __launch_bounds__(1024) one_shot_norm(
+    const T* x, const T* residual, T* out, const W* weight, T* normed, const long long* addresses, int* control,
+    int* status, int rank, int rows, int row_vectors, float eps, long long buffer_bytes, long long patience) {
+  wait_for_predecessor();
+  start_successor();
+  Group group(addresses, control, status, rank, buffer_bytes, patience);
+  if (group.has_failed()) return;
+  add_rows<false>(group, x, residual, out, weight, normed, rows, row_vectors, eps);
+  group.finish(RANKS * rows * row_vectors);
+}
+
+// Its predecessor sends this rank's x (skinny_gemm_push). It does not wait for that one's end: when all has come, the
+// predecessor has read all that it reads. out may be residual.
+extern "C" __global__ void __launch_bounds__(1024) received(
+    const T* residual, T* out, OPTIONAL const W* weight, OPTIONAL T* normed, const long long* addresses, int* control,
+    int* status, int rank, int rows, int row_vectors, float eps, long long buffer_bytes, long long patience) {
+  start_successor();
+  Group group(addresses, control, status, rank, buffer_bytes, patience);
+  if (group.has_failed()) return;
+  add_rows<true>(group, nullptr, residual, out, weight, normed, rows, row_vectors, eps);
+  wait_for_predecessor();
+  group.finish(RANKS * rows * row_vectors);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) two_shot(

@@ -16,15 +16,19 @@
 // NORM: x is RMS-normed: y = scale(x) * ((x * norm) @ weight^T), the scale known once all of x has been multiplied.
 // GATED: the weight's first half gates its second: y [M, N / 2] = activation(gate) * up.
 // M is at most M_MAX (8 or 16), K a multiple of COLUMNS, N of 8 (GATED: of 16). T is bf16 or f16.
+// skinny_gemm_push: y is a part of a sum over GPUs, and goes to all of them (-DRANKS, push.cuh) instead of to memory.
 #include "common.cuh"
 #include "mma.cuh"
+#if RANKS > 1
+#include "push.cuh"
+#endif
 
-constexpr int THREADS = 128;
+constexpr int BLOCK_THREADS = 128;
 constexpr int COLUMNS = 4096 / BLOCK_N;         // of K, of a stage
 constexpr int LINE = COLUMNS * sizeof(T);    // bytes
 constexpr int PARTS = LINE / 16;             // of 16 bytes
 constexpr int WARPS_N = BLOCK_N / 16;
-constexpr int WARPS_K = THREADS / 32 / WARPS_N;  // warps that share a row, 64 columns of a stage each
+constexpr int WARPS_K = BLOCK_THREADS / 32 / WARPS_N;  // warps that share a row, 64 columns of a stage each
 constexpr int W_STAGE = BLOCK_N * LINE;         // bytes
 constexpr int X_STAGE = M_MAX * LINE;        // bytes
 constexpr int STAGE = W_STAGE + X_STAGE + (NORM ? LINE : 0);
@@ -110,17 +114,18 @@ __device__ __forceinline__ void multiply_stage(
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) skinny_gemm(
-    const T* x, OPTIONAL const T* norm, float eps, const T* weight, OPTIONAL const T* bias, OPTIONAL const T* residual,
-    T* out, int M, int N, int K) {
-  __shared__ float sums[CLUSTER * WARPS_K][SHARE][M_MAX];
-  __shared__ float squares[CLUSTER * THREADS / 32][NORM ? M_MAX : 2];  // of each warp of each block
+using Sums = float[CLUSTER * WARPS_K][SHARE][M_MAX];
+using Squares = float[CLUSTER * BLOCK_THREADS / 32][NORM ? M_MAX : 2];  // of each warp of each block
+
+// A block's part of all columns, and the squares' sums.
+__device__ __forceinline__ void multiply(
+    Sums& sums, Squares& squares, const T* x, const T* norm, const T* weight, int M, int N, int K) {
   int rank = blockIdx.x, thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block is there
   int stages = K / COLUMNS, begin = stages * rank / CLUSTER, count = stages * (rank + 1) / CLUSTER - begin;
 
   // A thread copies 16 bytes of four lines of a stage. GATED: the first half of the lines are gates.
-  constexpr int LINES = THREADS / PARTS;  // that the block copies at a time
+  constexpr int LINES = BLOCK_THREADS / PARTS;  // that the block copies at a time
   int part = thread % PARTS, copied = thread / PARTS, half = N / 2;
   const T* w_from[4];
 #pragma unroll
@@ -182,14 +187,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) skinny_gemm(
     for (int t = 0; t < TILES; ++t) {
       float total = quad_sum(square[t]);
       if ((lane & 3) == 0)
-        for (int r = 0; r < CLUSTER; ++r) push(&squares[rank * (THREADS / 32) + warp][t * 8 + (lane >> 2)], r, total);
+        for (int r = 0; r < CLUSTER; ++r) push(&squares[rank * (BLOCK_THREADS / 32) + warp][t * 8 + (lane >> 2)], r, total);
     }
   }
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   else __syncthreads();
 
-  int width = GATED ? half : N;
-  for (int i = thread; i < M * OUTPUTS; i += THREADS) {
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) skinny_gemm(
+    const T* x, OPTIONAL const T* norm, float eps, const T* weight, OPTIONAL const T* bias, OPTIONAL const T* residual,
+    T* out, int M, int N, int K) {
+  __shared__ Sums sums;
+  __shared__ Squares squares;
+  multiply(sums, squares, x, norm, weight, M, N, K);
+  int width = GATED ? N / 2 : N, thread = threadIdx.x, rank = blockIdx.x;
+  for (int i = thread; i < M * OUTPUTS; i += BLOCK_THREADS) {
     int m = i / OUTPUTS, column = i % OUTPUTS, n = blockIdx.y * (GATED ? BLOCK_N / 2 : BLOCK_N) + rank * OUTPUTS + column;
     if (n >= width) continue;
     float y = 0.f, up = 0.f, total = 0.f;
@@ -200,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) skinny_gemm(
     }
     if (NORM)
 #pragma unroll
-      for (int w = 0; w < CLUSTER * THREADS / 32; ++w) total += squares[w][m];
+      for (int w = 0; w < CLUSTER * BLOCK_THREADS / 32; ++w) total += squares[w][m];
     float factor = NORM ? rsqrtf(total / K + eps) : 1.f;
     y = y * factor + (bias ? to_float(bias[n]) : 0.f);
     if (GATED) {
@@ -211,3 +224,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) skinny_gemm(
     out[(long long)m * width + n] = from_float<T>(y);
   }
 }
+
+#if RANKS > 1
+// NORM and GATED are 0. The sum of the GPUs' y is all_reduce.cu's: `received`.
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) skinny_gemm_push(
+    const T* x, const T* weight, const long long* addresses, int* control, int rank, long long buffer_bytes, int M, int N,
+    int K) {
+  __shared__ Sums sums;
+  __shared__ Squares squares;
+  multiply(sums, squares, x, nullptr, weight, M, N, K);
+  Group group(addresses, control, nullptr, rank, buffer_bytes, 0);
+  for (int begin = 0; begin < M * OUTPUTS; begin += BLOCK_THREADS) {
+    int i = begin + threadIdx.x, m = min(i / OUTPUTS, M - 1), column = i % OUTPUTS;
+    int n = blockIdx.y * BLOCK_N + blockIdx.x * OUTPUTS + column;
+    float y = 0.f;
+#pragma unroll
+    for (int r = 0; r < CLUSTER * WARPS_K; ++r) y += sums[r][column][m];
+    // Eight lanes have a vector: the first of them gets it.
+    unsigned one = from_float<T>(y).bits, two = one | __shfl_down_sync(0xffffffffu, one, 1) << 16;
+    Words words = {two, __shfl_down_sync(0xffffffffu, two, 2), __shfl_down_sync(0xffffffffu, two, 4),
+                   __shfl_down_sync(0xffffffffu, two, 6)};
+    if (threadIdx.x % VEC || i >= M * OUTPUTS || n >= N) continue;
+    words = without_empty(words);
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) send(group.buffers[r] + (rank * (M * N / VEC) + (m * N + n) / VEC), words);
+  }
+}
+#endif

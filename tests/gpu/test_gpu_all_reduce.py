@@ -80,6 +80,67 @@ def test_every_rank_gets_the_sum_bit_for_bit(ranks: int, sizes: tuple[int, int],
         side.check()
 
 
+@pytest.mark.parametrize(("dtype", "norm_dtype"), [(torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_sum_is_normed_to_the_bits_of_its_norm(ranks: int, dtype: torch.dtype, norm_dtype: torch.dtype) -> None:
+    """More and fewer rows than blocks, between sums that use the same buffers."""
+    from minisgl.kernel.base import Norm
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    torch.manual_seed(ranks)
+    group, ops = Ranks(ranks, ONE_SHOT), CudaOps(torch.device("cuda", 0))
+    for rows, size in ((9, 256), (21, 1024), (12, 2560)):
+        norm = Norm(torch.randn(size, device="cuda").to(norm_dtype), 1e-6)
+        values = [torch.randn((rows, size), device="cuda").to(dtype) for _ in range(ranks)]
+        residual = torch.randn((rows, size), device="cuda").to(dtype)
+        got, copies = [], [value.clone() for value in values]
+        torch.cuda.synchronize()
+        for side, stream, x in zip(group.sides, group.streams, copies, strict=True):
+            assert side.norms(x)
+            with torch.cuda.stream(stream):
+                got.append(side.sum_and_norm(x, residual, norm))
+        torch.cuda.synchronize()
+        total = sum_of(values, residual)
+        wanted = ops.rms_norm(total, norm)
+        assert all(torch.equal(x, total) and torch.equal(normed, wanted) for x, normed in got)
+        assert all(torch.equal(x, total) for x in group(values, residual))
+    for side in group.sides:
+        side.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_products_are_summed_to_the_bits_of_separate_sums(ranks: int, dtype: torch.dtype) -> None:
+    """Products that write to their peers, in clusters and without, with and without a norm, between other sums."""
+    from minisgl.kernel.base import Norm
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    torch.manual_seed(ranks)
+    group, ops = Ranks(ranks, ONE_SHOT), CudaOps(torch.device("cuda", 0))
+    for rows, width, size in ((1, 2560, 4096), (3, 256, 512), (8, 2560, 4096), (13, 1024, 768)):
+        norm = Norm(torch.randn(width, device="cuda").to(dtype), 1e-6)
+        inputs = [torch.randn((rows, size), device="cuda").to(dtype) for _ in range(ranks)]
+        weights = [(torch.randn((width, size), device="cuda") * 0.02).to(dtype) for _ in range(ranks)]
+        residual = torch.randn((rows, width), device="cuda").to(dtype)
+        parts = [ops.linear(x, weight) for x, weight in zip(inputs, weights, strict=True)]
+        total = sum_of(parts, residual)
+        for one in (norm, None):
+            got, copies = [], [residual.clone() for _ in range(ranks)]
+            torch.cuda.synchronize()
+            for rank, (side, stream) in enumerate(zip(group.sides, group.streams, strict=True)):
+                assert side.multiplies(inputs[rank], weights[rank], copies[rank])
+                with torch.cuda.stream(stream):
+                    got.append(side.product_sum(inputs[rank], weights[rank], copies[rank], one))
+            torch.cuda.synchronize()
+            assert all(torch.equal(x, total) for x, _ in got)
+            if one is not None:
+                wanted = ops.rms_norm(total, one)
+                assert all(normed is not None and torch.equal(normed, wanted) for _, normed in got)
+            assert all(torch.equal(x, total) for x in group(parts, residual))
+    for side in group.sides:
+        side.check()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_rank_gets_all_columns(ranks: int, dtype: torch.dtype) -> None:

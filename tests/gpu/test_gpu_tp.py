@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.multiprocessing as multiprocessing
 from minisgl import LLM, SamplingParams
 from minisgl.core import Grammar
 from minisgl.distributed.nccl import NcclTP
+from minisgl.kernel.base import Norm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,6 +38,8 @@ ROW = 5120  # values of a row of states
 
 def run_rank(rank: int, folder: Path) -> None:
     """All that the test of two ranks asks of one, which saves what it got."""
+    from minisgl.kernel.cuda_ops import CudaOps
+
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     tp = NcclTP.connect(rank=rank, size=2, init_method=f"file://{folder / 'rendezvous'}", device=device, timeout_s=8.0)
@@ -55,6 +59,22 @@ def run_rank(rank: int, folder: Path) -> None:
         if not (torch.equal(ours, nccl) and torch.equal(ours, exact)):
             wrong.append(f"{rows} rows")
     used = tp.pushes
+    ops, norm = CudaOps(device), Norm(torch.full((ROW,), 1.5, device=device, dtype=torch.bfloat16), 1e-6)
+    for rows in (1, 9, 64, 410):
+        both = values(rows, rows + 1)
+        total, normed = tp.all_reduce_norm(both[rank][1:].clone(), both[0][:-1].contiguous(), norm)
+        wanted = tp.all_reduce(both[rank][1:].clone(), both[0][:-1].contiguous())
+        if not torch.equal(total, wanted) or (
+            normed is not None and not torch.equal(normed, ops.rms_norm(wanted, norm))
+        ):
+            wrong.append(f"norm of {rows} rows")
+    weight = values(7, 2560)[rank].view(ROW, 2560)
+    for rows in (1, 8, 2, 5):
+        x, residual = values(rows, rows)[rank][:, :2560].contiguous(), values(rows + 1, rows)[0]
+        wanted = tp.all_reduce(ops.linear(x, weight), residual)
+        got = tp.product_sum(x, weight, residual.clone(), norm)
+        if got is None or not torch.equal(got[0], wanted) or not torch.equal(got[1], ops.rms_norm(wanted, norm)):
+            wrong.append(f"product of {rows} rows")
 
     x, y, residual = (torch.zeros((8, ROW), device=device, dtype=torch.bfloat16) for _ in range(3))
     tp.all_reduce(x.clone(), residual)
@@ -118,6 +138,17 @@ def test_a_rank_that_dies_ends_the_call_that_needs_it() -> None:
                 llm.generate(PROMPTS * 20, SamplingParams(max_tokens=1000, ignore_eos=True))
 
 
+def test_a_rank_that_is_stopped_ends_the_call_that_needs_it() -> None:
+    """Its peer waits in a kernel, whose own patience is 300 seconds."""
+    with LLM("demo", "bfloat16", tp_size=2, max_running_req=8, hang_timeout=3.0) as llm:
+        llm.generate(PROMPTS, SamplingParams(max_tokens=2))
+        (child,) = llm._ranks._children
+        threading.Timer(0.3, child.process.send_signal, [signal.SIGSTOP]).start()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="scheduler-1 hangs: it has not answered for"):
+                llm.generate(PROMPTS * 20, SamplingParams(max_tokens=1000, ignore_eos=True))
+
+
 def sampled_tokens_of(*, custom_all_reduce: bool) -> list[list[int]]:
     """Answers of two ranks: plain, filtered, greedy, with penalties, with log-probabilities."""
     kinds: tuple[dict[str, Any], ...] = (
@@ -131,7 +162,7 @@ def sampled_tokens_of(*, custom_all_reduce: bool) -> list[list[int]]:
         SamplingParams(**{"temperature": 0.9, "seed": index, "max_tokens": 40, "ignore_eos": True} | kinds[index % 5])
         for index in range(len(PROMPTS))
     ]
-    with LLM("demo", "bfloat16", tp_size=2, custom_all_reduce=custom_all_reduce) as llm:
+    with LLM("demo", "bfloat16", tp_size=2, max_running_req=24, custom_all_reduce=custom_all_reduce) as llm:
         alone = [llm.generate(PROMPTS[index], params[index])[0] for index in range(5)]  # each kind in graphs of its own
         answers = llm.generate(PROMPTS, params)
         llm.check_idle()

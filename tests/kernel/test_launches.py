@@ -403,6 +403,15 @@ def run_collectives(dtype: torch.dtype) -> None:
         push(one)
         push(one, one.clone())
     assert not push.supports(x.repeat(5, 1))
+    rows, norm = torch.zeros(9, 256, dtype=dtype), Norm(torch.zeros(256, dtype=dtype), 1e-6)
+    assert not push.norms(rows)  # in two shots
+    larger = PushAllReduce(Compiler(CPU), 1, memory, PushSizes(8192, 8192), timeout_s=1.0)
+    assert larger.norms(rows)
+    assert larger.sum_and_norm(rows, rows.clone(), norm)[1].shape == (9, 256)
+    weight = torch.zeros(256, 512, dtype=dtype)
+    assert larger.multiplies(rows.repeat(1, 2), weight, rows)
+    for one in (norm, None):
+        assert larger.product_sum(rows.repeat(1, 2), weight, rows, one)[0] is rows
     assert push.gathers(x, 4 * 64 - 8)
     assert push.gather(x, 4 * 64 - 8).shape == (8, 4 * 64 - 8)
     push.abort()

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
+
+from minisgl.kernel.base import Norm
+
+Summed: TypeAlias = tuple[Tensor, Tensor | None]
+"""Sum over ranks, and its RMS norm if one kernel has computed both."""
 
 _POLL = 0.02  # seconds between looks at who has come
 
@@ -39,6 +44,17 @@ class TPGroup(Protocol):
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The sum over ranks, plus `residual`, of x's shape; may overwrite x."""
+        ...
+
+    def all_reduce_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> Summed:
+        """Return `all_reduce` of x [T, H] with its norm; may overwrite x."""
+        ...
+
+    def product_sum(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm | None) -> Summed | None:
+        """Return `all_reduce_norm` of x [T, K] @ weight [H, K]^T; None where that is the way.
+
+        Overwrites the residual [T, H].
+        """
         ...
 
     def all_gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
@@ -77,6 +93,12 @@ class SingleRank:
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return x if residual is None else x.add_(residual)
+
+    def all_reduce_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> Summed:  # noqa: ARG002
+        return x.add_(residual), None
+
+    def product_sum(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm | None) -> Summed | None:  # noqa: ARG002
+        return None
 
     def all_gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
         x = x[:, :width]

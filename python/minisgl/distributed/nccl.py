@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minisgl.distributed.group import SharedRows, meet, side_by_side
+from minisgl.distributed.group import SharedRows, Summed, meet, side_by_side
 from minisgl.kernel.availability import kernels_missing
+from minisgl.kernel.base import Norm
 
 if TYPE_CHECKING:
     from minisgl.kernel.all_reduce import PushAllReduce
@@ -84,6 +85,16 @@ class NcclTP:
             return self._push(x, residual)
         dist.all_reduce(x, group=self._group)
         return x if residual is None else x.add_(residual)
+
+    def all_reduce_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> Summed:
+        if norm is not None and self._push is not None and self._push.norms(x):
+            return self._push.sum_and_norm(x, residual, norm)
+        return self.all_reduce(x, residual), None
+
+    def product_sum(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm | None) -> Summed | None:
+        if self._push is None or not self._push.multiplies(x, weight, residual):
+            return None
+        return self._push.product_sum(x, weight, residual, norm)
 
     def all_gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
         if self._push is not None and self._push.gathers(x, width):

@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minisgl.distributed.group import SharedRows, meet, side_by_side
+from minisgl.distributed.group import SharedRows, Summed, meet, side_by_side
+from minisgl.kernel.base import Norm
 from minisgl.process.machine import make_run_dir
 
 _SLOT_BYTES = 1 << 20  # larger tensors go in pieces
@@ -92,6 +93,12 @@ class SharedMemoryTP:
                 total.add_(other)
             piece.copy_(total)
         return x if residual is None else x.add_(residual)
+
+    def all_reduce_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> Summed:  # noqa: ARG002
+        return self.all_reduce(x, residual), None
+
+    def product_sum(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm | None) -> Summed | None:  # noqa: ARG002
+        return None
 
     def all_gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
         gathered = x.new_empty(self.size, x.numel())

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,8 +20,10 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from minisgl.kernel.availability import one_line
+from minisgl.kernel.base import Norm
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.kernel.skinny_gemm import SkinnyGemm
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,9 @@ _VECTOR_BYTES = 16
 _BUFFERS = 3
 _EMPTY = -(2**31)
 _CONTROL_WORDS = 4
+
+_NORM_MAX_ROWS = 256  # of more, a norm of its own is faster
+_SENDING = "addresses", "control", "rank", "buffer_bytes"  # what a product sends by
 
 _DTYPES = {torch.bfloat16, torch.float16, torch.float32} & set(SCALAR_NAMES)
 
@@ -83,6 +88,7 @@ class PushAllReduce:
         shape: LaunchShape = LaunchShape(),  # noqa: B008
     ) -> None:
         self._compiler = compiler
+        self._skinny = SkinnyGemm(compiler)
         self._memory = memory
         self._ranks = len(memory.addresses)
         self._sizes = sizes
@@ -126,6 +132,50 @@ class PushAllReduce:
             **self._shared,
         )
         return x
+
+    def norms(self, x: Tensor) -> bool:
+        """Return True if `sum_and_norm` is the way to sum x [T, H] over ranks and norm it; all say the same."""
+        return self.supports(x) and x.nbytes <= self._sizes.one_shot and len(x) <= _NORM_MAX_ROWS and _by_rows(x)
+
+    def sum_and_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """Return the sum of x [T, H] over ranks plus `residual`, and its RMS norm; overwrites x with the sum."""
+        normed = torch.empty_like(x)
+        self._add_rows("one_shot_norm", norm, residual, x=x, out=x, normed=normed)
+        return x, normed
+
+    def multiplies(self, x: Tensor, weight: Tensor, residual: Tensor) -> bool:
+        """Return True if `product_sum` is the way for these; all say the same."""
+        return self._skinny.pushes(x, weight) and self.norms(residual)
+
+    def product_sum(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the sum over ranks of x [T, K] @ weight [H, K]^T plus `residual` [T, H], and its RMS norm.
+
+        Overwrites the residual with the sum.
+        """
+        self._skinny.push(x, weight, self._ranks, **{name: self._shared[name] for name in _SENDING})
+        normed = None if norm is None else torch.empty_like(residual)
+        self._add_rows("received", norm, residual, out=residual, normed=normed)
+        return residual, normed
+
+    def _add_rows(self, kernel: str, norm: Norm | None, residual: Tensor, **tensors: Tensor | None) -> None:
+        rows, size = residual.shape
+        vectors = size * residual.itemsize // _VECTOR_BYTES
+        weight, eps = (None, 0.0) if norm is None else norm
+        norm_dtype = residual.dtype if weight is None else weight.dtype
+        launch = self._compiler.kernel(_norm_spec, kernel, self._ranks, residual.dtype, norm_dtype, self._shape.threads)
+        launch(
+            (min(rows, self._shape.max_blocks),),
+            vectors,
+            residual=residual,
+            weight=weight,
+            rows=rows,
+            row_vectors=vectors,
+            eps=eps,
+            **tensors,
+            **self._shared,
+        )
 
     def gathers(self, x: Tensor, width: int | None = None) -> bool:
         """Return True if this is the way to lay the ranks' x [T, n] side by side; all say the same."""
@@ -183,6 +233,17 @@ class PushAllReduce:
 def _spec(ranks: int, dtype: torch.dtype, kernel: str, threads: int) -> KernelSpec:
     macros: Macros = {"RANKS": ranks, "SCALAR": SCALAR_NAMES[dtype], "THREADS": threads}
     return KernelSpec("all_reduce.cu", kernel, macros)
+
+
+def _norm_spec(kernel: str, ranks: int, dtype: torch.dtype, norm_dtype: torch.dtype, threads: int) -> KernelSpec:
+    spec = _spec(ranks, dtype, kernel, threads)
+    return replace(spec, macros={**spec.macros, "NORM_SCALAR": SCALAR_NAMES[norm_dtype]})
+
+
+def _by_rows(x: Tensor) -> bool:
+    """Return True if a block can have a row of x, with a thread for each vector."""
+    vectors, rest = divmod(x.shape[-1] * x.itemsize, _VECTOR_BYTES)
+    return rest == 0 and vectors % 32 == 0 and vectors <= 1024
 
 
 class SymmetricMemory:

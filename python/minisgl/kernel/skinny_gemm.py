@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -99,6 +100,40 @@ class SkinnyGemm:
         )
         return out
 
+    def pushes(self, x: Tensor, weight: Tensor) -> bool:
+        """Return True if `push` takes x [M, K] and weight [N, K]."""
+        return self.supports(x, weight) and self._compiler.arch >= 90
+
+    def push(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        ranks: int,
+        *,
+        addresses: Tensor,
+        control: Tensor,
+        rank: int,
+        buffer_bytes: int,
+    ) -> None:
+        """Send x [M, K] @ weight [N, K]^T to all ranks, as their next sum's part (csrc/push.cuh)."""
+        (rows, size), width = x.shape, len(weight)
+        kind = self._kind(x.dtype, rows, width, size, norm=False, gate=None, before_attention=False)
+        kernel = self._compiler.kernel(_push_spec, kind, ranks)
+        kernel(
+            (1, -(-width // kind.block_n)),
+            _THREADS,
+            x=x,
+            weight=weight,
+            addresses=addresses,
+            control=control,
+            rank=rank,
+            buffer_bytes=buffer_bytes,
+            M=rows,
+            N=width,
+            K=size,
+            cluster=kind.cluster,
+        )
+
     def _kind(
         self,
         dtype: torch.dtype,
@@ -152,6 +187,11 @@ def _spec(kind: _Kind) -> KernelSpec:
         shared_bytes=kind.stages * _stage_bytes(kind.block_n, kind.max_rows, norm=kind.norm),
         sm_shared_bytes=SHARED_BEFORE_ATTENTION if kind.before_attention else 0,
     )
+
+
+def _push_spec(kind: _Kind, ranks: int) -> KernelSpec:
+    spec = _spec(kind)
+    return replace(spec, name="skinny_gemm_push", macros={**spec.macros, "RANKS": ranks})
 
 
 def _kind(

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
-from minisgl.kernel.base import Heads
+from minisgl.distributed.group import Summed
+from minisgl.kernel.base import Heads, Norm
 from minisgl.layers.layer_config import AttentionConfig, NormConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, zeros
 from minisgl.layers.norm import ProjectionNorm, RMSNorm, UnweightedNorm, params_of
@@ -94,8 +95,15 @@ class Attention(nn.Module):
         self.sinks = HeadSinks(config.num_heads, tp, dtype=dtype) if config.has_sinks else None
         self.o_proj = RowParallelLinear(config.num_heads * dim, hidden_size, bias=config.out_bias, tp=tp, dtype=dtype)
 
-    def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
-        """Attend to norm(x), plus `residual`."""
+    def forward(
+        self,
+        x: Tensor,
+        norm: RMSNorm | None,
+        ctx: ForwardContext,
+        residual: Tensor | None = None,
+        next_norm: Norm | None = None,
+    ) -> Summed:
+        """Attend to norm(x); the end is `RowParallelLinear.add`."""
         qkv, gate = self.qkv_proj(x, norm), None
         if self.output_gate:
             gate = qkv[:, -self.num_heads * self.head_dim :]
@@ -122,5 +130,4 @@ class Attention(nn.Module):
         attended = attend(self.layer, qkv, heads, sinks, ctx).flatten(1)
         if gate is not None:
             attended = attended * torch.sigmoid(gate)
-        y: Tensor = self.o_proj(attended, residual)
-        return y
+        return self.o_proj.add(attended, residual, next_norm)

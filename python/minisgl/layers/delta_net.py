@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
-from minisgl.kernel.base import DeltaHeads
+from minisgl.distributed.group import Summed
+from minisgl.kernel.base import DeltaHeads, Norm
 from minisgl.kernel.recurrent_rows import RecurrentRows
 from minisgl.layers.layer_config import DeltaNetConfig, NormConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, zeros
@@ -63,12 +64,18 @@ class GatedDeltaNet(nn.Module):
             self.norm.params,
         )
 
-    def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
-        """Feed norm(x) through the recurrence, plus `residual`."""
+    def forward(
+        self,
+        x: Tensor,
+        norm: RMSNorm | None,
+        ctx: ForwardContext,
+        residual: Tensor | None = None,
+        next_norm: Norm | None = None,
+    ) -> Summed:
+        """Feed norm(x) through the recurrence; the end is `RowParallelLinear.add`."""
         if ctx.recurrent is None:
             raise ValueError("a recurrent layer needs the layout of the step's rows")
-        y: Tensor = self.out_proj(self._recur(self.in_proj(x, norm), ctx.recurrent, ctx), residual)
-        return y
+        return self.out_proj.add(self._recur(self.in_proj(x, norm), ctx.recurrent, ctx), residual, next_norm)
 
     def _recur(self, projected: Tensor, rows: RecurrentRows, ctx: ForwardContext) -> Tensor:
         """Rows of one token in a step of their own, all others in chunks: [T, value_heads * value_dim]."""

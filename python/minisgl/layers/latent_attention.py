@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
+from minisgl.distributed.group import Summed
+from minisgl.kernel.base import Norm
 from minisgl.layers.layer_config import AttentionConfig, LatentConfig, NormConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, empty
 from minisgl.layers.norm import RMSNorm
@@ -106,8 +108,15 @@ class LatentAttention(nn.Module):
             config.num_heads * latent.value_dim, hidden_size, bias=False, tp=tp, dtype=dtype
         )
 
-    def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
-        """Attend to norm(x), plus `residual`."""
+    def forward(
+        self,
+        x: Tensor,
+        norm: RMSNorm | None,
+        ctx: ForwardContext,
+        residual: Tensor | None = None,
+        next_norm: Norm | None = None,
+    ) -> Summed:
+        """Attend to norm(x); the end is `RowParallelLinear.add`."""
         config, tokens, heads = self.config, len(x), self.num_heads
         projected: Tensor = self.q_kv_a_proj(x, norm)
         q, row = projected.tensor_split([-config.kv_rank - config.rope_dim], dim=-1)
@@ -134,8 +143,7 @@ class LatentAttention(nn.Module):
                 absorbed = torch.bmm(q_nope[few.tokens].transpose(0, 1), self.kv_b_proj.keys).transpose(0, 1)
                 query = torch.cat((absorbed, q_rope[few.tokens]), dim=-1)
                 attended[few.tokens] = self._values(query, few.plan, ctx)
-        y: Tensor = self.o_proj(attended.flatten(1), residual)
-        return y
+        return self.o_proj.add(attended.flatten(1), residual, next_norm)
 
     def _values(self, query: Tensor, plan: AttentionPlan, ctx: ForwardContext) -> Tensor:
         """Attend to the latents with query [n, heads, kv_rank + rope_dim]; return [n, heads, value_dim]."""

@@ -1,4 +1,4 @@
-"""Matrix products divided among ranks: by output rows (no exchange), or by input columns (one all-reduce)."""
+"""Matrix products divided among ranks: by output rows (no exchange), or by input columns (the parts are summed)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.distributed import TPGroup
-from minisgl.kernel.base import Ops, Weight
+from minisgl.distributed.group import Summed
+from minisgl.kernel.base import Norm, Ops, Weight
+from minisgl.kernel.torch_ops import DenseWeight
 from minisgl.layers.norm import RMSNorm, params_of
 from minisgl.layers.weight_slice import WeightSlice, row_slices, whole
 from minisgl.quantization.levels import Levels
@@ -129,7 +131,10 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """One matrix whose input columns are divided: [T, in_features / size], summed over ranks -> [T, out_features]."""
+    """One matrix whose input columns are divided: [T, in_features / size] -> the rank's part of [T, out_features].
+
+    The product is the sum of the ranks' parts; the first rank's has the bias.
+    """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
@@ -139,14 +144,21 @@ class RowParallelLinear(Linear):
         self.bias = zeros(out_features, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The product, plus `residual` [T, out_features], which may be overwritten."""
-        if self.tp.size == 1:
-            return self.product.linear(x, self.bias, residual)
-        y = self.product.linear(x)
-        if self.bias is None:
-            return self.tp.all_reduce(y, residual)
-        y = self.tp.all_reduce(y).add_(self.bias)
-        return y if residual is None else y.add_(residual)
+        """The rank's part, plus `residual` [T, out_features], which may be overwritten."""
+        return self.product.linear(x, self.bias if self.tp.rank == 0 else None, residual)
+
+    def add(self, x: Tensor, residual: Tensor | None, norm: Norm | None) -> Summed:
+        """Return the product plus `residual`, and the norm of this sum if one kernel computes both.
+
+        Without a residual the rank's part. May overwrite the residual.
+        """
+        if self.tp.size == 1 or residual is None:
+            return self(x, residual), None
+        if isinstance(self.product, DenseWeight) and self.bias is None:
+            total = self.tp.product_sum(x, self.product.tensor, residual, norm)
+            if total is not None:
+                return total
+        return self.tp.all_reduce_norm(self(x), residual, norm)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         rows, share = self.weight.shape

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
-from minisgl.kernel.base import ClampedSwiGLU, ExpertBiases, ExpertKind, ExpertMatrices, Ops
+from minisgl.distributed.group import Summed
+from minisgl.kernel.base import ClampedSwiGLU, ExpertBiases, ExpertKind, ExpertMatrices, Norm, Ops
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, empty, unallocated, zeros
 from minisgl.layers.norm import RMSNorm, params_of
@@ -32,12 +33,25 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, bias=bias, dtype=dtype, gated=True)
         self.down_proj = RowParallelLinear(size, hidden_size, bias=bias, tp=tp, dtype=dtype)
 
-    def forward(self, x: Tensor, norm: RMSNorm | None, _: ForwardContext, residual: Tensor | None = None) -> Tensor:
-        """Feed norm(x) forward, plus `residual`."""
-        gate_up = self.gate_up_proj
-        hidden = gate_up.product.norm_gated_linear(x, params_of(norm), gate_up.bias, activation=self.activation)
-        y: Tensor = self.down_proj(hidden, residual)
+    def forward(
+        self,
+        x: Tensor,
+        norm: RMSNorm | None,
+        _: ForwardContext,
+        residual: Tensor | None = None,
+        next_norm: Norm | None = None,
+    ) -> Summed:
+        """Feed norm(x) forward; the end is `RowParallelLinear.add`."""
+        return self.down_proj.add(self._hidden(x, norm), residual, next_norm)
+
+    def part(self, x: Tensor, before: Tensor | None = None) -> Tensor:
+        """The rank's part of what x gives, plus `before` [T, hidden_size], which may be overwritten."""
+        y: Tensor = self.down_proj(self._hidden(x, None), before)
         return y
+
+    def _hidden(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        gate_up = self.gate_up_proj
+        return gate_up.product.norm_gated_linear(x, params_of(norm), gate_up.bias, activation=self.activation)
 
 
 class SparseMLP(nn.Module):
@@ -62,8 +76,15 @@ class SparseMLP(nn.Module):
         self.shared_expert = shared if config.shared_gate else None
         self.shared_expert_gate = TokenGate(hidden_size, dtype=dtype) if config.shared_gate else None
 
-    def forward(self, x: Tensor, norm: RMSNorm | None, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
-        """Send each token of norm(x) to its experts, plus `residual`."""
+    def forward(
+        self,
+        x: Tensor,
+        norm: RMSNorm | None,
+        ctx: ForwardContext,
+        residual: Tensor | None = None,
+        next_norm: Norm | None = None,
+    ) -> Summed:
+        """Send each token of norm(x) to its experts; sum as `RowParallelLinear.add` does."""
         y: Tensor
         router, experts = self.router, self.experts
         normed, router_logits = ctx.ops.norm_router(x, params_of(norm), router.weight, router.bias)
@@ -77,13 +98,13 @@ class SparseMLP(nn.Module):
             self.activation,
             residual if alone else None,
         )
-        if not alone:
-            y = self.tp.all_reduce(y, residual)
         if self.shared_experts is not None:
-            y = self.shared_experts(normed, None, ctx, residual=y)
+            y = self.shared_experts.part(normed, y)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            y = y.addcmul_(self.shared_expert(normed, None, ctx), self.shared_expert_gate(normed, ctx))
-        return y
+            y = y.addcmul_(self.shared_expert.part(normed), self.shared_expert_gate(normed, ctx))
+        if alone or residual is None:
+            return y, None
+        return self.tp.all_reduce_norm(y, residual, next_norm)
 
     @property
     def _biases(self) -> ExpertBiases:

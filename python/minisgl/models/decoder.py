@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from minisgl.layers.latent_attention import LatentAttention
 from minisgl.layers.layer_config import AttentionConfig, DeltaNetConfig, MoEConfig, RopeConfig
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl.layers.mlp import GatedMLP, Router, SparseMLP
-from minisgl.layers.norm import RMSNorm
+from minisgl.layers.norm import RMSNorm, params_of
 from minisgl.layers.rotary import Rotary
 from minisgl.layers.weight_slice import WeightSlice, whole
 from minisgl.models.base import Model
@@ -37,13 +37,21 @@ class LayerScalar(nn.Module):
         yield whole(name, self.weight)
 
 
+class States(NamedTuple):
+    """States x [T, hidden_size] between two blocks, and the next block's norm of them, where it is known already."""
+
+    x: Tensor
+    normed: Tensor | None = None
+
+
 class DecoderLayer(nn.Module):
     """x = x + attention(norm(x)), then x = x + mlp(norm(x)).
 
     Some families norm each block's output too (Gemma 3), or that alone (OLMo 2). Norms and additions are seldom
     launches of their own: the norm in front of a block begins the block's first product (`Ops.norm_linear`,
     `Ops.norm_gated_linear`), and `residual` is added by its last one (`Ops.linear`), unless a norm of the output
-    stands between. A family that scales a block's output (Granite) has its own addition.
+    stands between. A family that scales a block's output (Granite) has its own addition. With several ranks a block
+    gives a part of its output: what sums the parts adds the residual, and may compute the norm that comes next.
     """
 
     def __init__(
@@ -56,6 +64,7 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        self.tp = tp
         layer, hidden_size = config.layers[index], config.hidden_size
 
         def norm(name: str | None) -> RMSNorm | None:
@@ -87,25 +96,33 @@ class DecoderLayer(nn.Module):
         """The block in which tokens meet."""
         return self.self_attn or cast(GatedDeltaNet, self.linear_attn)
 
-    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T, hidden_size] -> [T, hidden_size]; may overwrite x."""
-        x = self._block(self.attention, self.attention_norm, self.attention_post_norm, x, ctx)
-        x = self._block(self.mlp, self.mlp_norm, self.mlp_post_norm, x, ctx)
-        return x if self.layer_scalar is None else x.mul_(self.layer_scalar.weight)
+    def forward(self, states: States, ctx: ForwardContext, next_norm: RMSNorm | None) -> States:
+        """Pass states through both blocks; may overwrite them. `next_norm`: of the layer behind this one."""
+        if self.layer_scalar is not None:
+            next_norm = None
+        states = self._block(self.attention, self.attention_norm, self.attention_post_norm, states, ctx, self.mlp_norm)
+        states = self._block(self.mlp, self.mlp_norm, self.mlp_post_norm, states, ctx, next_norm)
+        return states if self.layer_scalar is None else States(states.x.mul_(self.layer_scalar.weight))
 
     def _block(
-        self, block: nn.Module, norm: RMSNorm | None, post_norm: RMSNorm | None, x: Tensor, ctx: ForwardContext
-    ) -> Tensor:
+        self,
+        block: Any,
+        norm: RMSNorm | None,
+        post_norm: RMSNorm | None,
+        states: States,
+        ctx: ForwardContext,
+        next_norm: RMSNorm | None,
+    ) -> States:
         """x + residual_scale * post_norm(block(norm(x)))."""
-        y: Tensor
+        x, normed = states
+        inputs = (x, norm) if normed is None else (normed, None)
+        if post_norm is None and self.residual_scale == 1.0:
+            return States(*block(*inputs, ctx, x, params_of(next_norm)))
+        part, _ = block(*inputs, ctx)
+        y = self.tp.all_reduce(part)
         if self.residual_scale != 1.0:
-            y = block(x, norm, ctx)
-            y = x.add_(y if post_norm is None else post_norm(y, ctx), alpha=self.residual_scale)
-        elif post_norm is None:
-            y = block(x, norm, ctx, residual=x)
-        else:
-            y = post_norm(block(x, norm, ctx), ctx, residual=x)
-        return y
+            return States(x.add_(y if post_norm is None else post_norm(y, ctx), alpha=self.residual_scale))
+        return States(cast(RMSNorm, post_norm)(y, ctx, residual=x))
 
 
 class Decoder(nn.Module):
@@ -127,8 +144,11 @@ class Decoder(nn.Module):
         x: Tensor = self.embed_tokens(ctx.input_ids, ctx)
         if self.embedding_scale != 1.0:
             x.mul_(self._scale(x))
-        for layer in self.layers:
-            x = layer(x, ctx)
+        states = States(x)
+        next_norms = [*(layer.attention_norm for layer in self.layers), None][1:]
+        for layer, next_norm in zip(self.layers, next_norms, strict=True):
+            states = layer(states, ctx, next_norm)
+        x = states.x
         return x if ctx.logits_indices is None else x[ctx.logits_indices]
 
     def _scale(self, x: Tensor) -> float:

@@ -1,0 +1,136 @@
+// Writing into the peers' memory (push). -DRANKS: of the group.
+//
+// Each rank has three buffers that all others can write to. A call, or *epoch*, uses one of them: ranks write their
+// values there, and each reads what it has got until it is no longer EMPTY, so data is its own flag and one crossing of
+// NVLink is all that a call waits for (the Lamport protocol of TensorRT-LLM and FlashInfer). A call also empties the
+// buffer of the call before: a peer comes to write there again two calls later, when it has got something of the call
+// between, which this rank begins behind this one.
+#pragma once
+#include "common.cuh"
+
+constexpr unsigned EMPTY = 0x80000000u;         // -0 in float32, or -0 and 0 in two 16-bit floats: sent as zeros
+constexpr unsigned LOOKS_BETWEEN_CLOCKS = 1 << 14;  // some 4 ms
+
+struct alignas(16) Words { unsigned w[4]; };
+static_assert(sizeof(Words) == sizeof(Vec<VEC>), "a vector is 16 bytes");
+
+struct Control {       // in the rank's own memory
+  unsigned epoch;      // modulo 3
+  unsigned done;       // blocks of this call
+  unsigned used;       // vectors of the buffer of the call before
+  unsigned failed;     // nothing is waited for any more
+};
+
+struct Status {        // in the host's memory
+  unsigned abort;      // set by the host: wait no longer
+  unsigned late_rank;  // one more than the rank that did not come in time
+};
+
+__device__ __forceinline__ unsigned look(const unsigned* flag) { return *(const volatile unsigned*)flag; }
+
+__device__ __forceinline__ Words look(const Words* slot) {
+  Words x;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.w[0]), "=r"(x.w[1]), "=r"(x.w[2]), "=r"(x.w[3]) : "l"(slot) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void send(Words* slot, Words x) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               :: "l"(slot), "r"(x.w[0]), "r"(x.w[1]), "r"(x.w[2]), "r"(x.w[3]) : "memory");
+}
+
+__device__ __forceinline__ bool is_here(Words x) {
+  return x.w[0] != EMPTY && x.w[1] != EMPTY && x.w[2] != EMPTY && x.w[3] != EMPTY;
+}
+
+__device__ __forceinline__ Words without_empty(Words x) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x.w[i] = x.w[i] == EMPTY ? 0 : x.w[i];
+  return x;
+}
+
+__device__ __forceinline__ unsigned long long nanoseconds() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+struct Group {
+  Words* buffers[RANKS];  // of this call
+  const Words* own;       // this rank's of them
+  Words* before;          // this rank's, of the call before
+  Control* control;
+  Status* status;
+  int rank;
+  unsigned epoch;
+  unsigned long long patience;
+
+  __device__ __forceinline__ Group(
+      const long long* addresses, int* control, int* status, int rank, long long buffer_bytes, long long patience)
+      : control((Control*)control), status((Status*)status), rank(rank), epoch(look((unsigned*)control)), patience(patience) {
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) buffers[r] = (Words*)(addresses[r] + epoch * buffer_bytes);
+    own = (const Words*)(addresses[rank] + epoch * buffer_bytes);
+    before = (Words*)(addresses[rank] + (epoch + 2) % 3 * buffer_bytes);
+  }
+
+  __device__ __forceinline__ bool has_failed() const { return look(&control->failed); }
+
+  // Look until a value is here that rank `from` sends; zeros if it does not come in time.
+  __device__ __forceinline__ Words wait_for(const Words* slot, int from) const {
+    unsigned long long deadline = 0;
+    Words x = look(slot);
+    for (unsigned looks = 1; !is_here(x); ++looks) {
+      x = look(slot);
+      if (looks % LOOKS_BETWEEN_CLOCKS) continue;
+      unsigned long long now = nanoseconds();
+      if (deadline == 0) deadline = now + patience;
+      bool late = now > deadline;
+      if (late) *(volatile unsigned*)&status->late_rank = from + 1;
+      if (late || look(&status->abort)) *(volatile unsigned*)&control->failed = 1;
+      if (has_failed()) return {};
+    }
+    return x;
+  }
+
+  // Give all others this rank's vectors.
+  __device__ __forceinline__ void send_all(const T* x, int vectors, int first, int stride) const {
+    for (int i = first; i < vectors; i += stride) {
+      Words mine = without_empty(((const Words*)x)[i]);
+#pragma unroll
+      for (int r = 0; r < RANKS; ++r)
+        if (r != rank) send(buffers[r] + (rank * vectors + i), mine);
+    }
+  }
+
+  // The values of all ranks at places `stride` vectors apart. This rank's own is x.
+  __device__ __forceinline__ void receive(Words (&values)[RANKS], Words x, int place, int stride) const {
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) values[r] = r == rank ? x : look(own + (r * stride + place));
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r)
+      if (r != rank && !is_here(values[r])) values[r] = wait_for(own + (r * stride + place), r);
+  }
+
+  // The same where this rank has sent its own to itself as well.
+  __device__ __forceinline__ void receive_all(Words (&values)[RANKS], int place, int stride) const {
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) values[r] = look(own + (r * stride + place));
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r)
+      if (!is_here(values[r])) values[r] = wait_for(own + (r * stride + place), r);
+  }
+
+  __device__ __forceinline__ void empty_before(int first, int stride) const {
+    constexpr Words nothing = {EMPTY, EMPTY, EMPTY, EMPTY};
+    for (int i = first, used = look(&control->used); i < used; i += stride) before[i] = nothing;
+  }
+
+  // All of a block's threads call it last.
+  __device__ __forceinline__ void finish(int used) const {
+    __syncthreads();
+    if (threadIdx.x || atomicAdd(&control->done, 1) != gridDim.x - 1) return;
+    control->done = 0, control->used = used, control->epoch = (epoch + 1) % 3;
+  }
+};
