@@ -19,7 +19,9 @@ _THREADS = 128  # of a block, as in skinny_gemm.cu
 _STAGE = 4096  # values of a weight in a stage, likewise
 _CLUSTERS = (2, 8)  # blocks, the fewest and the most; GPUs before Hopper have no clusters
 _SMALL = 1 << 23  # values of a weight that is divided into many narrow blocks; of others, clusters share K
-_BLOCKS_OF_SM = 1.94  # of a weight that is not small, on a multiprocessor at least; 256 in all on an H200
+_STAGES = 7, 5  # of a weight that is not small
+_UNDER_WAY = 128 << 10  # bytes on their way to a multiprocessor that keep the memory busy
+_ENOUGH = 0.76  # of the memory's speed, as `_speed` reckons it
 _STATIC_BYTES = 5 << 10  # of shared memory besides the ring, at most
 _RING_BEFORE_ATTENTION = 56 << 10  # bytes at most: two blocks leave room for some of attention's, which begin early
 
@@ -151,7 +153,7 @@ class SkinnyGemm:
             width,
             size,
             _CLUSTERS if self._compiler.arch >= 90 else (1, 1),
-            int(_BLOCKS_OF_SM * self._compiler.num_sms),
+            self._compiler.num_sms,
             self._compiler.block_shared_bytes - _STATIC_BYTES,
             norm=norm,
             gate=gate,
@@ -200,15 +202,16 @@ def _kind(
     width: int,
     size: int,
     clusters: tuple[int, int],
-    min_blocks: int,
+    num_sms: int,
     room: int,
     *,
     norm: bool,
     gate: Activation | None,
     before_attention: bool,
 ) -> _Kind:
-    """Division of x [rows, size] @ weight [width, size]^T among blocks, at least `min_blocks` of a weight that is not
-    small if K can be shared among so many. `room`: for the ring, bytes.
+    """Division of x [rows, size] @ weight [width, size]^T among blocks. `room`: for a block's ring, bytes.
+
+    Of a weight that is not small as few blocks share K as keep the memory busy enough, or else the best number.
     """
     max_rows = 8 if rows <= 8 else 16
     if width * size <= _SMALL and size % 256 == 0:
@@ -218,12 +221,35 @@ def _kind(
         if before_attention:
             stages = min(stages, _RING_BEFORE_ATTENTION // _stage_bytes(16, max_rows, norm=norm))
         return _Kind(dtype, max_rows, 16, 1, stages, norm, gate, before_attention)
-    (cluster, most), blocks = clusters, -(-width // 64)
-    while cluster < most and cluster * blocks < min_blocks:
-        cluster *= 2
-    while size // 64 < cluster:
-        cluster //= 2
-    return _Kind(dtype, max_rows, 64, cluster, 7, norm, gate, False)
+    stage_bytes = _stage_bytes(64, max_rows, norm=norm)
+    ways = [
+        (cluster, stages)
+        for cluster in (1, 2, 4, 8)
+        for stages in _STAGES
+        if clusters[0] <= cluster <= clusters[1] and (cluster <= size // 64 or cluster == clusters[0])
+    ]
+    speeds = [
+        _speed(
+            cluster * -(-width // 64), num_sms, (room + _STATIC_BYTES) // (stages * stage_bytes + _STATIC_BYTES), stages
+        )
+        for cluster, stages in ways
+    ]
+    best = next(
+        (way for way, speed in zip(ways, speeds, strict=True) if speed >= _ENOUGH), ways[speeds.index(max(speeds))]
+    )
+    return _Kind(dtype, max_rows, 64, *best, norm, gate, False)
+
+
+def _speed(blocks: int, num_sms: int, blocks_of_sm: int, stages: int) -> float:
+    """Return about what share of the memory's speed is reached by so many blocks, each with `stages` under way.
+
+    All that run at a time must keep enough under way, and a last round of few blocks is as long as a full one.
+    """
+    at_a_time = blocks_of_sm * num_sms
+    under_way = min(blocks / num_sms, blocks_of_sm) * stages * 2 * _STAGE
+    return min(under_way / _UNDER_WAY, 1.0) * (
+        1.0 if blocks <= at_a_time else blocks / (at_a_time * -(-blocks // at_a_time))
+    )
 
 
 def _stage_bytes(block_n: int, max_rows: int, *, norm: bool) -> int:
