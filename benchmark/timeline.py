@@ -42,7 +42,7 @@ KERNELS = 8  # of a table
 KINDS = {  # beginnings of kernels' names
     "product": ("skinny_gemm", "small_batch_gemm", "quantized_gemm", "fp8_gemm", "cuBLAS", "moe_"),
     "attention": ("decode_attention", "norm_rope_store", "latent_", "delta_", "device_kernel"),  # the last: FA3
-    "sum over ranks": ("one_shot", "two_shot", "gather", "nccl"),
+    "sum over ranks": ("one_shot", "two_shot", "received", "gather", "nccl"),
     "norm": ("rms_norm",),
     "sampling": ("sample_", "process_logits"),
 }
