@@ -124,7 +124,8 @@ class LatentAttention(nn.Module):
             q = self.q_b_proj(q.contiguous(), self.q_a_layernorm)
         q_nope, q_rope = q.tensor_split([heads * config.nope_dim], dim=-1)
         q_nope, q_rope = q_nope.view(tokens, heads, -1), q_rope.view(tokens, heads, -1)
-        rest = (
+        row_and_places = (
+            row,
             self.kv_a_layernorm.params,
             self.rotary.cos_sin,
             ctx.positions,
@@ -133,10 +134,10 @@ class LatentAttention(nn.Module):
         )
         plan = ctx.expanding.get(self.layer)
         if plan is None:
-            query = ctx.ops.latent_query(q_nope, q_rope, self.kv_b_proj.keys, row, *rest)
+            query = ctx.ops.latent_query(q_nope, q_rope, self.kv_b_proj.keys, *row_and_places)
             attended = self._values(query, ctx.attention[self.layer], ctx)
         else:
-            ctx.ops.norm_rope_store_latent(q_rope, row, *rest, rotated=q_rope)
+            ctx.ops.norm_rope_store_latent(q_rope, *row_and_places, rotated=q_rope)
             attended = x.new_empty(tokens, heads, config.value_dim)
             plan.forward_expanded(self.layer, q_nope, q_rope, self.kv_b_proj.weight, ctx.kv, attended)
             if (few := plan.absorbed) is not None:
