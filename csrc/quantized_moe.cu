@@ -109,7 +109,7 @@ __device__ __forceinline__ void multiply(float (&total)[TILES][4], const Share& 
   }
 }
 
-// The same by wgmma. At the end none of its products is under way, as in quantized_gemm.cu.
+// total += a stage's products, by wgmma. At the end none of them is under way, as in quantized_gemm.cu.
 __device__ __forceinline__ void multiply_many(float (&total)[TILES][4], const Share& share, unsigned right) {
   unsigned long long b = descriptor(right);
   float sums[GROUP ? TILES : 1][4];

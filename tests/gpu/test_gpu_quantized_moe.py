@@ -163,7 +163,7 @@ def test_a_graph_serves_any_routing(ops: Ops) -> None:
 
 @pytest.mark.parametrize("name", ["fp8 blocks of bf16", "awq", "compressed int4", "mxfp4"])
 def test_experts_of_a_checkpoint(ops: Ops, tmp_path: Path, name: str) -> None:
-    """What loading packs on the GPU is multiplied as the values that the checkpoint means."""
+    """Loading packs them on the GPU, and products multiply the values that the checkpoint means."""
     if name == "mxfp4":
         save_mxfp4(tmp_path, hidden_size=256, intermediate_size=256)
         quantized = plain = tmp_path

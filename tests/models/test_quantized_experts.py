@@ -1,4 +1,4 @@
-"""Experts that stay quantized when they are loaded: each rank's values, memory, and what is dense all the same."""
+"""Experts that stay quantized when they are loaded: each rank's values, their memory, and which are dense instead."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class Experts(nn.Module):
 
     @property
     def matrices(self) -> tuple[ExpertMatrices, ExpertMatrices]:
-        """What `Ops.moe` reads."""
+        """Return what `Ops.moe` reads."""
         return self.packed or (self.w13, self.w2)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
