@@ -5,7 +5,7 @@
 #pragma once
 #include "common.cuh"
 
-__device__ __forceinline__ float silu(float x) { return x / (1.f + __expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
 // Channels of q, k and v in a row of the projection.
 __device__ __forceinline__ int num_channels(int key_heads, int value_heads) {
@@ -18,4 +18,4 @@ __device__ __forceinline__ float log_decay(T logit, float bias, float rate) {
   return -rate * (x > 20.f ? x : log1pf(expf(x)));
 }
 
-__device__ __forceinline__ float sigmoid(T logit) { return 1.f / (1.f + __expf(-to_float(logit))); }
+__device__ __forceinline__ float sigmoid(T logit) { return __fdividef(1.f, 1.f + __expf(-to_float(logit))); }

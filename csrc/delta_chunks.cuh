@@ -28,9 +28,15 @@ constexpr bool FINE = !Is<T>::bf16;
 constexpr int PARTS = FINE ? 2 : 1;  // of what only the output sees
 static_assert(KEY_DIM == HEAD && VALUE_DIM == HEAD, "a lane has four columns");
 
+// Two values as pairs of bf16: rounded, and what that left. One instruction a pair converts faster than one a value.
+__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
+  unsigned pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
 __device__ __forceinline__ void split(float x, float y, unsigned& high, unsigned& low) {
-  high = pack<bf16>(x, y);
-  low = pack<bf16>(x - __uint_as_float(high << 16), y - __uint_as_float(high & 0xffff0000u));
+  high = pack_bf16(x, y);
+  low = pack_bf16(x - __uint_as_float(high << 16), y - __uint_as_float(high & 0xffff0000u));
 }
 
 // Left operand [16, 16] of a product, in two parts.
@@ -48,12 +54,14 @@ __device__ __forceinline__ Operand as_operand(const float (&left)[4], const floa
   return a;
 }
 
-// c [16, 64] += a @ b in blocks [16, 16] of b from `first` to `end`. A product of the tensor cores waits for the one before it with
-// the same sum, so those of different sums stand between them.
+// Right operand [16, 64] in blocks [16, 16].
 struct Blocks {
   uint4 high[4], low[4];
 };
-template <bool SPLIT> __device__ __forceinline__ void add_product(float (*c)[4], const Operand& a, const Blocks& b, int first = 0, int end = 4) {
+// c [16, 64] += a @ b, for blocks of b from `first` to `end`. A product of the tensor cores waits for the one before it with
+// the same sum, so those of different sums stand between them.
+template <bool SPLIT>
+__device__ __forceinline__ void add_product(float (*c)[4], const Operand& a, const Blocks& b, int first = 0, int end = 4) {
   auto add = [&](const unsigned(&left)[4], const uint4(&right)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -1,16 +1,20 @@
-// One token a row through a Gated DeltaNet (Yang et al., "Gated Delta Networks", 2024), in two kernels: delta_conv mixes
-// the inputs of q, k and v and makes q and k unit vectors, and delta_step takes a step of each value head's memory and
-// norms and gates what it reads. All sums are float32 (delta.cuh).
+// One token a row through a Gated DeltaNet (delta.cuh), in two kernels: delta_conv mixes the inputs of q, k and v and makes q
+// and k unit vectors, and delta_step takes a step of each value head's memory and norms and gates what it reads. All sums
+// are float32. `tokens` [rows] are the rows' tokens of the step, if not all. Of `lengths` [rows], if given, the first that is
+// not 1 ends the rows.
 #include "delta.cuh"
 
-// mixed [R, channels] = silu of the convolution; q and k are unit vectors, and q is divided by sqrt(KEY_DIM). The row's
+// mixed [T, channels] = silu of the convolution; q and k are unit vectors, and q is divided by sqrt(KEY_DIM). The row's
 // inputs [slots, TAPS - 1, channels] move on by one. A row at position 0 has none yet. One block a head of q, k or v
 // (blockIdx.x) and row, one thread a channel.
 extern "C" __global__ void delta_conv(const T* projected, T* inputs, const float* conv, const long long* slots,
-                                      const long long* positions, float* mixed, int key_heads, int value_heads,
+                                      const long long* positions, OPTIONAL const long long* tokens,
+                                      OPTIONAL const long long* lengths, float* mixed, int key_heads, int value_heads,
                                       int width) {
   __shared__ float scratch[32];
   int head = blockIdx.x, row = blockIdx.y, channels = num_channels(key_heads, value_heads);
+  if (lengths != nullptr && lengths[row] != 1) return;
+  long long token = tokens == nullptr ? row : tokens[row];
   bool is_value = head >= 2 * key_heads;
   int first = is_value ? 2 * key_heads * KEY_DIM + (head - 2 * key_heads) * VALUE_DIM : head * KEY_DIM;
   bool here = threadIdx.x < (is_value ? VALUE_DIM : KEY_DIM);
@@ -25,7 +29,7 @@ extern "C" __global__ void delta_conv(const T* projected, T* inputs, const float
   for (int tap = 0; tap < TAPS; ++tap) weights[tap] = conv[tap * channels + channel];
   wait_for_predecessor();
   start_successor();
-  before[TAPS - 1] = projected[(long long)row * width + channel];
+  before[TAPS - 1] = projected[token * width + channel];
   float sum = 0.f;
 #pragma unroll
   for (int tap = 0; tap < TAPS; ++tap) sum += weights[tap] * to_float(before[tap]);
@@ -37,12 +41,12 @@ extern "C" __global__ void delta_conv(const T* projected, T* inputs, const float
   if (!here) return;
 #pragma unroll
   for (int tap = 0; tap < TAPS - 1; ++tap) history[tap * channels] = before[tap + 1];
-  mixed[(long long)row * channels + channel] = value;
+  mixed[token * channels + channel] = value;
 }
 
 // A value head's memory S [KEY_DIM, VALUE_DIM] becomes S = decay S + k (beta (v - k' decay S))', and
-// out [R, value_heads * VALUE_DIM] = norm(q' S) * weight * silu(z). One block a value head (blockIdx.x) and row. A warp
-// holds every WARPS-th row of S in registers, a lane four of its columns; sums over rows pass through shared memory.
+// out [T, value_heads * VALUE_DIM] = norm(q' S) * weight * silu(z). Blocks of a value head (blockIdx.x) take the rows in turn.
+// A warp holds every WARPS-th row of S in registers, a lane four of its columns; sums over rows pass through shared memory.
 constexpr int WARPS = THREADS / 32, ROWS = KEY_DIM / WARPS;
 static_assert(VALUE_DIM == 128 && ROWS * WARPS == KEY_DIM && THREADS >= VALUE_DIM, "a lane has four columns");
 
@@ -56,64 +60,68 @@ __device__ __forceinline__ float sum_of_warps(const float (*part)[VALUE_DIM], in
 
 extern "C" __global__ void __launch_bounds__(THREADS) delta_step(
     const T* projected, const float* mixed, float* memory, const float* a_log, const float* dt_bias,
-    const T* norm_weight, const long long* slots, const long long* positions, T* out, int key_heads, int value_heads,
-    int width, float eps) {
+    const T* norm_weight, const long long* slots, const long long* positions, OPTIONAL const long long* tokens,
+    OPTIONAL const long long* lengths, T* out, int rows, int key_heads, int value_heads, int width, float eps) {
   __shared__ alignas(16) float part[WARPS][VALUE_DIM], q[KEY_DIM], k[KEY_DIM], correction[VALUE_DIM];
   __shared__ float scratch[32];
-  int head = blockIdx.x, row = blockIdx.y, thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  float* state = memory + (slots[row] * value_heads + head) * (KEY_DIM * VALUE_DIM) + warp * VALUE_DIM + lane * 4;
-  bool fresh = positions[row] == 0;
-  Vec<4, float> s[ROWS];
+  int head = blockIdx.x, thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  for (int row = blockIdx.y; row < rows && (lengths == nullptr || lengths[row] == 1); row += gridDim.y) {
+    float* state = memory + (slots[row] * value_heads + head) * (KEY_DIM * VALUE_DIM) + warp * VALUE_DIM + lane * 4;
+    long long token = tokens == nullptr ? row : tokens[row];
+    bool fresh = positions[row] == 0;
+    Vec<4, float> s[ROWS];
 #pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
-    if (!fresh) s[i] = *(const Vec<4, float>*)(state + i * WARPS * VALUE_DIM);
-    else s[i] = {};
-  }
-  float rate = expf(a_log[head]), bias = dt_bias[head];
-  float weight = thread < VALUE_DIM ? to_float(norm_weight[thread]) : 0.f;
-  wait_for_predecessor();
-  start_successor();
-
-  int channels = num_channels(key_heads, value_heads), key_head = head / (value_heads / key_heads);
-  const float* made = mixed + (long long)row * channels;
-  for (int i = thread; i < KEY_DIM; i += THREADS) {
-    q[i] = made[key_head * KEY_DIM + i];
-    k[i] = made[(key_heads + key_head) * KEY_DIM + i];
-  }
-  const T* gates = projected + (long long)row * width + channels;
-  float decay = expf(log_decay(gates[value_heads * (VALUE_DIM + 1) + head], bias, rate));
-  float beta = sigmoid(gates[value_heads * VALUE_DIM + head]);
-  __syncthreads();
-
-  Vec<4, float> sum = {};
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) sum.v[j] += k[warp + i * WARPS] * s[i].v[j];
-  *(Vec<4, float>*)&part[warp][lane * 4] = sum;
-  __syncthreads();
-  if (thread < VALUE_DIM) {
-    float v = made[2 * key_heads * KEY_DIM + head * VALUE_DIM + thread];
-    correction[thread] = beta * (v - decay * sum_of_warps(part, thread));
-  }
-  __syncthreads();
-  Vec<4, float> step = *(const Vec<4, float>*)&correction[lane * 4];
-  sum = {};
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      s[i].v[j] = decay * s[i].v[j] + k[warp + i * WARPS] * step.v[j];
-      sum.v[j] += q[warp + i * WARPS] * s[i].v[j];
+    for (int i = 0; i < ROWS; ++i) {
+      if (!fresh) s[i] = *(const Vec<4, float>*)(state + i * WARPS * VALUE_DIM);
+      else s[i] = {};
     }
-    *(Vec<4, float>*)(state + i * WARPS * VALUE_DIM) = s[i];
-  }
-  *(Vec<4, float>*)&part[warp][lane * 4] = sum;
-  __syncthreads();
-  float read = thread < VALUE_DIM ? sum_of_warps(part, thread) : 0.f;
-  float scale = rsqrtf(block_sum(read * read, scratch) / VALUE_DIM + eps);
-  if (thread < VALUE_DIM) {
-    float z = to_float(gates[head * VALUE_DIM + thread]);
-    out[((long long)row * value_heads + head) * VALUE_DIM + thread] = from_float<T>(read * scale * weight * silu(z));
+    float rate = expf(a_log[head]), bias = dt_bias[head];
+    float weight = thread < VALUE_DIM ? to_float(norm_weight[thread]) : 0.f;
+    wait_for_predecessor();
+    start_successor();
+
+    int channels = num_channels(key_heads, value_heads), key_head = head / (value_heads / key_heads);
+    const float* made = mixed + token * channels;
+    for (int i = thread; i < KEY_DIM; i += THREADS) {
+      q[i] = made[key_head * KEY_DIM + i];
+      k[i] = made[(key_heads + key_head) * KEY_DIM + i];
+    }
+    const T* gates = projected + token * width + channels;
+    float decay = expf(log_decay(gates[value_heads * (VALUE_DIM + 1) + head], bias, rate));
+    float beta = sigmoid(gates[value_heads * VALUE_DIM + head]);
+    __syncthreads();
+
+    Vec<4, float> sum = {};
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum.v[j] += k[warp + i * WARPS] * s[i].v[j];
+    *(Vec<4, float>*)&part[warp][lane * 4] = sum;
+    __syncthreads();
+    if (thread < VALUE_DIM) {
+      float v = made[2 * key_heads * KEY_DIM + head * VALUE_DIM + thread];
+      correction[thread] = beta * (v - decay * sum_of_warps(part, thread));
+    }
+    __syncthreads();
+    Vec<4, float> step = *(const Vec<4, float>*)&correction[lane * 4];
+    sum = {};
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        s[i].v[j] = decay * s[i].v[j] + k[warp + i * WARPS] * step.v[j];
+        sum.v[j] += q[warp + i * WARPS] * s[i].v[j];
+      }
+      *(Vec<4, float>*)(state + i * WARPS * VALUE_DIM) = s[i];
+    }
+    *(Vec<4, float>*)&part[warp][lane * 4] = sum;
+    __syncthreads();
+    float read = thread < VALUE_DIM ? sum_of_warps(part, thread) : 0.f;
+    float scale = rsqrtf(block_sum(read * read, scratch) / VALUE_DIM + eps);
+    if (thread < VALUE_DIM) {
+      float z = to_float(gates[head * VALUE_DIM + thread]);
+      out[(token * value_heads + head) * VALUE_DIM + thread] = from_float<T>(read * scale * weight * silu(z));
+    }
+    if (row + gridDim.y < rows) __syncthreads();  // before shared memory is written again
   }
 }

@@ -3,7 +3,7 @@
 
 // What delta_scan reads of a chunk for 16 columns of each of its SCAN_WARPS warps.
 constexpr int COLUMNS = 16 * SCAN_WARPS, SPLITS = VALUE_DIM / COLUMNS;
-constexpr int LOADERS = 64, THREADS = SCAN_WARPS * 32 + LOADERS;
+constexpr int LOADERS = 128, THREADS = SCAN_WARPS * 32 + LOADERS;
 struct Stage {
   bf16 k[2][CHUNK][STRIDE];
   bf16 q[PARTS][CHUNK][STRIDE];
@@ -13,146 +13,154 @@ struct Stage {
   float gates[CHUNK][4];
 };
 
-// Grid: value heads times SPLITS, rows. While SCAN_WARPS warps use a stage, two more load the next one. The values become the reads; memory [slots, value_heads, KEY_DIM, VALUE_DIM] and
-// the convolution's inputs [slots, TAPS - 1, channels] those behind the row.
+// Grid: value heads times SPLITS, and blocks that take the rows in turn, up to the first one of length 0. While SCAN_WARPS
+// warps use a stage, others load the next one. The values become the reads; memory [slots, value_heads, KEY_DIM, VALUE_DIM]
+// and the convolution's inputs [slots, TAPS - 1, channels] those behind the row.
 extern "C" __global__ void __launch_bounds__(THREADS) delta_scan(
     const T* projected, T* inputs, float* memory, const long long* slots, const long long* positions,
     const long long* begins, const long long* lengths, const bf16* keys, const bf16* queries, float* values,
-    const bf16* solve, const bf16* scores, const float* gates, int tokens, int key_heads, int value_heads, int width) {
+    const bf16* solve, const bf16* scores, const float* gates, int rows, int tokens, int key_heads, int value_heads, int width) {
   extern __shared__ uint4 dynamic[];
   Stage* stages = (Stage*)dynamic;
-  int head = blockIdx.x / SPLITS, column = blockIdx.x % SPLITS * COLUMNS, row = blockIdx.y;
+  int head = blockIdx.x / SPLITS, column = blockIdx.x % SPLITS * COLUMNS;
   int group = value_heads / key_heads, key_head = head / group, warp = threadIdx.x >> 5;
   wait_for_predecessor();
   start_successor();
-  bool fresh = positions[row] == 0;
-  int length = (int)lengths[row];
-  long long begin = begins[row], slot = slots[row];
+  int turn = 0;  // chunks so far
 
   if (warp >= SCAN_WARPS) {
     int thread = threadIdx.x - SCAN_WARPS * 32, channels = num_channels(key_heads, value_heads);
-    // The last inputs, of this block's columns; of q and k the first block of their value heads keeps them.
-    auto keep_input = [&](int channel) {
-      T* history = inputs + slot * (TAPS - 1) * channels + channel;
-      T last[TAPS - 1];
+    for (int row = blockIdx.y; row < rows && lengths[row] != 0; row += gridDim.y) {
+      bool fresh = positions[row] == 0;
+      int length = (int)lengths[row];
+      long long begin = begins[row], slot = slots[row];
+      // The last inputs, of this block's columns; of q and k the first block of their value heads keeps them.
+      auto keep_input = [&](int channel) {
+        T* history = inputs + slot * (TAPS - 1) * channels + channel;
+        T last[TAPS - 1];
 #pragma unroll
-      for (int tap = 0; tap < TAPS - 1; ++tap) {
-        int token = length - (TAPS - 1) + tap;
-        if (token >= 0) last[tap] = projected[(begin + token) * width + channel];
-        else last[tap] = fresh ? from_float<T>(0.f) : history[(TAPS - 1 + token) * channels];
-      }
-#pragma unroll
-      for (int tap = 0; tap < TAPS - 1; ++tap) history[tap * channels] = last[tap];
-    };
-    for (int chunk = 0; chunk * CHUNK < length; ++chunk) {
-      // Rows of `bytes` of the chunk's tokens, `stride` bytes apart, to those of a tile; zeros behind the last token.
-      long long at = begin + chunk * CHUNK;
-      int count = min(length - chunk * CHUNK, CHUNK);
-      auto copy = [&](void* tile, int tile_stride, const void* from, long long stride, int bytes) {
-        int parts = bytes / 16;
-#pragma unroll 8
-        for (int i = thread; i < CHUNK * parts; i += LOADERS) {
-          int token = i / parts, part = i % parts * 16;
-          copy_16((char*)tile + token * tile_stride + part, (const char*)from + min(token, count - 1) * stride + part,
-                  token < count);
+        for (int tap = 0; tap < TAPS - 1; ++tap) {
+          int token = length - (TAPS - 1) + tap;
+          if (token >= 0) last[tap] = projected[(begin + token) * width + channel];
+          else last[tap] = fresh ? from_float<T>(0.f) : history[(TAPS - 1 + token) * channels];
         }
-      };
-      Stage& stage = stages[chunk & 1];
-      long long key_row = at * key_heads + key_head, row_of_head = at * value_heads + head;
-      long long keys_plane = (long long)tokens * key_heads * HEAD, plane = (long long)tokens * value_heads * CHUNK;
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        copy(stage.k[part], sizeof(stage.k[0][0]), keys + part * keys_plane + key_row * HEAD, key_heads * HEAD * 2, HEAD * 2);
-        copy(stage.solve[part], sizeof(stage.solve[0][0]), solve + part * plane + row_of_head * CHUNK,
-             value_heads * CHUNK * 2, CHUNK * 2);
-        if (part >= PARTS) continue;
-        copy(stage.q[part], sizeof(stage.q[0][0]), queries + part * keys_plane + key_row * HEAD, key_heads * HEAD * 2, HEAD * 2);
-        copy(stage.scores[part], sizeof(stage.scores[0][0]), scores + part * plane + row_of_head * CHUNK,
-             value_heads * CHUNK * 2, CHUNK * 2);
+        for (int tap = 0; tap < TAPS - 1; ++tap) history[tap * channels] = last[tap];
+      };
+      for (int chunk = 0; chunk * CHUNK < length; ++chunk) {
+        // Rows of the chunk's tokens, `stride` bytes apart, to those of a tile; zeros behind the last token.
+        long long at = begin + chunk * CHUNK;
+        int count = min(length - chunk * CHUNK, CHUNK);
+        auto copy = [&](void* tile, int tile_stride, int bytes, const void* from, long long stride) {
+          int parts = bytes / 16, first = thread / parts, part = thread % parts * 16;
+          const char* source = (const char*)from + first * stride + part;
+#pragma unroll
+          for (int i = 0; i < CHUNK * parts / LOADERS; ++i) {
+            int token = first + i * (LOADERS / parts);
+            copy_16((char*)tile + token * tile_stride + part, token < count ? source : (const char*)from, token < count);
+            source += LOADERS / parts * stride;
+          }
+        };
+        Stage& stage = stages[turn++ & 1];
+        long long key_row = at * key_heads + key_head, row_of_head = at * value_heads + head;
+        long long keys_plane = (long long)tokens * key_heads * HEAD, plane = (long long)tokens * value_heads * CHUNK;
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          copy(stage.k[part], STRIDE * 2, HEAD * 2, keys + part * keys_plane + key_row * HEAD, key_heads * HEAD * 2);
+          copy(stage.solve[part], TOKENS * 2, CHUNK * 2, solve + part * plane + row_of_head * CHUNK, value_heads * CHUNK * 2);
+          if (part >= PARTS) continue;
+          copy(stage.q[part], STRIDE * 2, HEAD * 2, queries + part * keys_plane + key_row * HEAD, key_heads * HEAD * 2);
+          copy(stage.scores[part], TOKENS * 2, CHUNK * 2, scores + part * plane + row_of_head * CHUNK, value_heads * CHUNK * 2);
+        }
+        copy(stage.v, sizeof(stage.v[0]), COLUMNS * 4, values + row_of_head * HEAD + column, value_heads * HEAD * 4);
+        if (thread < CHUNK)
+          copy_16(stage.gates[thread], gates + (row_of_head + min(thread, count - 1) * value_heads) * 4, thread < count);
+        close_group();
+        if (chunk == 0) {
+          for (int i = thread; i < COLUMNS; i += LOADERS) keep_input(2 * key_heads * HEAD + head * HEAD + column + i);
+          if (head % group == 0 && column == 0)
+            for (int i = thread; i < 2 * HEAD; i += LOADERS) keep_input((i / HEAD * key_heads + key_head) * HEAD + i % HEAD);
+        }
+        wait_group<0>();
+        __syncthreads();  // the stage is there, and the one before it may be overwritten
       }
-      copy(stage.v, sizeof(stage.v[0]), values + row_of_head * HEAD + column, value_heads * HEAD * 4, COLUMNS * 4);
-      for (int i = thread; i < CHUNK; i += LOADERS)
-        copy_16(stage.gates[i], gates + (row_of_head + min(i, count - 1) * value_heads) * 4, i < count);
-      close_group();
-      if (chunk == 0) {
-        for (int i = thread; i < COLUMNS; i += LOADERS) keep_input(2 * key_heads * HEAD + head * HEAD + column + i);
-        if (head % group == 0 && column == 0)
-          for (int i = thread; i < 2 * HEAD; i += LOADERS) keep_input((i / HEAD * key_heads + key_head) * HEAD + i % HEAD);
-      }
-      wait_group<0>();
-      __syncthreads();  // the stage is there, and the one before it may be overwritten
     }
     return;
   }
 
-  // s: the memory's columns of this warp, transposed: accumulators [16, 8] of columns and keys.
   int g = (threadIdx.x & 31) >> 2, p = threadIdx.x & 3;
-  float s[KEY_DIM / 8][4];
-  float* state = memory + ((slot * value_heads + head) * KEY_DIM) * VALUE_DIM + column + warp * 16 + g;
-#pragma unroll
-  for (int tile = 0; tile < KEY_DIM / 8; ++tile)
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      s[tile][i] = fresh ? 0.f : state[(tile * 8 + 2 * p + (i & 1)) * VALUE_DIM + (i >> 1) * 8];
-
-  for (int chunk = 0; chunk * CHUNK < length; ++chunk) {
-    __syncthreads();
-    const Stage& stage = stages[chunk & 1];
-    int count = min(length - chunk * CHUNK, CHUNK);
-
-    // All matrices are transposed: their rows are the warp's columns, their columns the chunk's tokens.
-    float u[CHUNK / 8][4] = {}, o[CHUNK / 8][4] = {};
-#pragma unroll
-    for (int dim = 0; dim < KEY_DIM / 16; ++dim) {
-      Operand a = as_operand(s[2 * dim], s[2 * dim + 1]);
-      add_product<true>(u, a, rows_of<true>(stage.k[0], stage.k[1], dim * 16), 0);
-      add_product<FINE>(o, a, rows_of<FINE>(stage.q[0], stage.q[PARTS - 1], dim * 16), 0);
-    }
-    float r[CHUNK / 8][4];
-#pragma unroll
-    for (int tile = 0; tile < CHUNK / 8; ++tile)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int token = tile * 8 + 2 * p + (i & 1);
-        float passed = stage.gates[token][0];
-        r[tile][i] = stage.gates[token][2] * (stage.v[token][warp * 16 + g + (i >> 1) * 8] - passed * u[tile][i]);
-        o[tile][i] *= passed;
-        u[tile][i] = 0.f;
-      }
-#pragma unroll
-    for (int before = 0; before < CHUNK / 16; ++before) {
-      Operand a = as_operand(r[2 * before], r[2 * before + 1]);
-      add_product<true>(u, a, rows_of<true>(stage.solve[0], stage.solve[1], before * 16, before), before);
-    }
-#pragma unroll
-    for (int before = 0; before < CHUNK / 16; ++before) {
-      Operand a = as_operand(u[2 * before], u[2 * before + 1]);
-      add_product<FINE>(o, a, rows_of<FINE>(stage.scores[0], stage.scores[PARTS - 1], before * 16, before), before);
-    }
-    float* out = values + ((begin + chunk * CHUNK) * value_heads + head) * HEAD + column + warp * 16 + g;
-#pragma unroll
-    for (int tile = 0; tile < CHUNK / 8; ++tile)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int token = tile * 8 + 2 * p + (i & 1);
-        u[tile][i] *= stage.gates[token][1];
-        if (token < count) out[(long long)token * value_heads * HEAD + (i >> 1) * 8] = o[tile][i];
-      }
-    float passed = stage.gates[count - 1][0];
+  for (int row = blockIdx.y; row < rows && lengths[row] != 0; row += gridDim.y) {
+    bool fresh = positions[row] == 0;
+    int length = (int)lengths[row];
+    long long begin = begins[row], slot = slots[row];
+    // s: the memory's columns of this warp, transposed: accumulators [16, 8] of columns and keys.
+    float s[KEY_DIM / 8][4];
+    float* state = memory + ((slot * value_heads + head) * KEY_DIM) * VALUE_DIM + column + warp * 16 + g;
 #pragma unroll
     for (int tile = 0; tile < KEY_DIM / 8; ++tile)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[tile][i] *= passed;
+      for (int i = 0; i < 4; ++i)
+        s[tile][i] = fresh ? 0.f : state[(tile * 8 + 2 * p + (i & 1)) * VALUE_DIM + (i >> 1) * 8];
+
+    for (int chunk = 0; chunk * CHUNK < length; ++chunk) {
+      __syncthreads();
+      const Stage& stage = stages[turn++ & 1];
+      int count = min(length - chunk * CHUNK, CHUNK);
+
+      // All matrices are transposed: their rows are the warp's columns, their columns the chunk's tokens.
+      float u[CHUNK / 8][4] = {}, o[CHUNK / 8][4] = {};
 #pragma unroll
-    for (int before = 0; before < CHUNK / 16; ++before) {
-      Operand a = as_operand(u[2 * before], u[2 * before + 1]);
+      for (int dim = 0; dim < KEY_DIM / 16; ++dim) {
+        Operand a = as_operand(s[2 * dim], s[2 * dim + 1]);
+        add_product<true>(u, a, rows_of<true>(stage.k[0], stage.k[1], dim * 16));
+        add_product<FINE>(o, a, rows_of<FINE>(stage.q[0], stage.q[PARTS - 1], dim * 16));
+      }
+      float r[CHUNK / 8][4];
 #pragma unroll
-      for (int dim = 0; dim < KEY_DIM; dim += 64)
-        add_product<true>(&s[dim / 8], a, columns_of(stage.k[0], stage.k[1], before * 16, dim), 0);
+      for (int tile = 0; tile < CHUNK / 8; ++tile)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          int token = tile * 8 + 2 * p + (i & 1);
+          float passed = stage.gates[token][0];
+          r[tile][i] = stage.gates[token][2] * (stage.v[token][warp * 16 + g + (i >> 1) * 8] - passed * u[tile][i]);
+          o[tile][i] *= passed;
+          u[tile][i] = 0.f;
+        }
+#pragma unroll
+      for (int before = 0; before < CHUNK / 16; ++before) {
+        Operand a = as_operand(r[2 * before], r[2 * before + 1]);
+        add_product<true>(u, a, rows_of<true>(stage.solve[0], stage.solve[1], before * 16, before), before);
+      }
+#pragma unroll
+      for (int before = 0; before < CHUNK / 16; ++before) {
+        Operand a = as_operand(u[2 * before], u[2 * before + 1]);
+        add_product<FINE>(o, a, rows_of<FINE>(stage.scores[0], stage.scores[PARTS - 1], before * 16, before), before);
+      }
+      float* out = values + ((begin + chunk * CHUNK) * value_heads + head) * HEAD + column + warp * 16 + g;
+#pragma unroll
+      for (int tile = 0; tile < CHUNK / 8; ++tile)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          int token = tile * 8 + 2 * p + (i & 1);
+          u[tile][i] *= stage.gates[token][1];
+          if (token < count) out[(long long)token * value_heads * HEAD + (i >> 1) * 8] = o[tile][i];
+        }
+      float passed = stage.gates[count - 1][0];
+#pragma unroll
+      for (int tile = 0; tile < KEY_DIM / 8; ++tile)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[tile][i] *= passed;
+#pragma unroll
+      for (int before = 0; before < CHUNK / 16; ++before) {
+        Operand a = as_operand(u[2 * before], u[2 * before + 1]);
+#pragma unroll
+        for (int dim = 0; dim < KEY_DIM; dim += 64)
+          add_product<true>(&s[dim / 8], a, columns_of(stage.k[0], stage.k[1], before * 16, dim));
+      }
     }
+#pragma unroll
+    for (int tile = 0; tile < KEY_DIM / 8; ++tile)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state[(tile * 8 + 2 * p + (i & 1)) * VALUE_DIM + (i >> 1) * 8] = s[tile][i];
   }
-#pragma unroll
-  for (int tile = 0; tile < KEY_DIM / 8; ++tile)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) state[(tile * 8 + 2 * p + (i & 1)) * VALUE_DIM + (i >> 1) * 8] = s[tile][i];
 }

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minisgl.kernel import delta_rule
-from minisgl.kernel.recurrent_rows import recurrent_rows
+from minisgl.kernel.recurrent_rows import captured_rows, recurrent_rows
 from support.delta_net import by_the_book, make_layer, projection
 
 
@@ -49,8 +49,30 @@ def test_layout_of_the_example() -> None:
     assert rows.chunked is not None
     assert (rows.single.slots.tolist(), rows.single.tokens.tolist()) == ([8], [5])  # type: ignore[union-attr]
     chunked = rows.chunked
+    assert chunked.padded is not None
     assert (chunked.slots.tolist(), chunked.positions.tolist()) == ([9, 7], [6, 0])
-    assert (chunked.size, chunked.active) == (32, (2,))
-    assert chunked.places.tolist() == [*range(20), *range(32, 37)]
-    assert chunked.before.tolist() == [[0, 1, 2], [23, 24, 25]]
-    assert chunked.last.tolist() == [[20, 21, 22], [28, 29, 30]]
+    assert (chunked.padded.size, chunked.padded.active) == (32, (2,))
+    assert chunked.padded.places.tolist() == [*range(20), *range(32, 37)]
+    assert chunked.padded.before.tolist() == [[0, 1, 2], [23, 24, 25]]
+    assert chunked.padded.last.tolist() == [[20, 21, 22], [28, 29, 30]]
+
+
+def test_layout_of_lengths_on_the_device() -> None:
+    """Rows of 130, 1, 64 and 2 tokens, one without any, and one of padding: the chunks beyond theirs are of no row."""
+    lens = np.array([130, 1, 64, 2, 0, 11], dtype=np.int32)
+    starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
+    rows = captured_rows(starts, torch.arange(6) + 7, torch.arange(208) + 1000)
+    single, chunked = rows.single, rows.chunked
+    assert single is not None
+    assert chunked is not None
+    assert single.lengths is not None
+    assert single.tokens is not None
+    assert (single.lengths[0], single.slots[0], single.tokens[0]) == (1, 8, 130)
+    assert 1 not in single.lengths[1:]
+    assert chunked.lengths.tolist() == [130, 64, 11, 2, 0, 0]
+    assert chunked.slots.tolist()[:4] == [7, 9, 12, 10]
+    assert chunked.begins.tolist()[:4] == [0, 131, 197, 195]
+    assert chunked.positions.tolist()[:4] == [1000, 1131, 1197, 1195]
+    chunks = list(zip(chunked.chunk_rows.tolist(), chunked.chunk_firsts.tolist(), strict=True))
+    assert chunks[:6] == [(0, 0), (0, 64), (0, 128), (1, 0), (2, 0), (3, 0)]
+    assert all(first >= chunked.lengths[row] for row, first in chunks[6:])

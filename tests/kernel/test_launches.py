@@ -30,7 +30,7 @@ from minisgl.kernel.base import (
     Product,
     Routing,
 )
-from minisgl.kernel.recurrent_rows import SingleRows, recurrent_rows
+from minisgl.kernel.recurrent_rows import SingleRows, captured_rows
 from minisgl.kernel.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat, Levels
@@ -305,11 +305,14 @@ def run_delta_net(dtype: torch.dtype) -> None:
 
     layer = make_layer(2, 4, 128, 128, slots=3, dtype=dtype, device="cpu")
     projected, rows = projection(layer.heads, 2, dtype, "cpu"), SingleRows(torch.tensor([2, 0]), torch.tensor([0, 7]))
-    out = CudaOps(CPU).delta_step(projected, layer.heads, layer.inputs, layer.memory, rows)
-    assert out.shape == (2, 4 * 128)
-    chunked = recurrent_rows(np.array([2], np.int32), torch.tensor([1]), torch.arange(2), 3, torch.from_numpy).chunked
-    assert chunked is not None
-    CudaOps(CPU).delta_chunks(projected, layer.heads, layer.inputs, layer.memory, chunked, out)
+    ops, out = CudaOps(CPU), torch.empty(2, 4 * 128, dtype=dtype)
+    assert ops.delta_graph_safe(layer.heads, dtype)
+    ops.delta_step(projected, layer.heads, layer.inputs, layer.memory, rows, out)
+    both = captured_rows(torch.tensor([0, 2, 2], dtype=torch.int32), torch.tensor([1, 2]), torch.arange(2))
+    assert both.single is not None
+    assert both.chunked is not None
+    ops.delta_chunks(projected, layer.heads, layer.inputs, layer.memory, both.chunked, out)
+    ops.delta_step(projected, layer.heads, layer.inputs, layer.memory, both.single, out)
 
 
 def run_latents(dtype: torch.dtype) -> None:

@@ -58,8 +58,8 @@ class ModelAttention:
 
     @property
     def prefill_graph_safe(self) -> bool:
-        """True if a CUDA graph may hold any step. Chunks of a recurrent layer are laid out on the host."""
-        return self.history is None and all(layer.prefill.prefill_graph_safe for layer in self.layers)
+        """True if a CUDA graph may hold the attention of any step."""
+        return all(layer.prefill.prefill_graph_safe for layer in self.layers)
 
     def fits_graph(self, query_lens: Int32Array, kv_lens: Int32Array) -> bool:
         """Return True if a graph is the fastest way for a step that prefills and has few tokens.

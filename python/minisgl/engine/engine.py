@@ -399,7 +399,7 @@ def _graph_sizes(config: EngineConfig, parts: _Parts, max_prefill_tokens: int) -
         logger.warning("steps run without CUDA graphs, which cannot hold the %s", unsafe)
         return None
     prefill = []
-    if parts.attention.prefill_graph_safe:
+    if parts.attention.prefill_graph_safe and parts.model.prefill_graph_safe(parts.ops):
         prefill = prefill_graph_sizes(max_prefill_tokens, parts.model.layer_weights)
     return GraphSizes(decode_graph_sizes(max_bs), prefill)
 

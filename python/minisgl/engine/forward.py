@@ -22,7 +22,7 @@ from minisgl.engine.processing import process_logits
 from minisgl.engine.sampler import Sampler, compute_logprobs
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops
-from minisgl.kernel.recurrent_rows import RecurrentRows, SingleRows, recurrent_rows
+from minisgl.kernel.recurrent_rows import RecurrentRows, SingleRows, captured_rows, recurrent_rows
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.base import Model
 from minisgl.uploads import upload
@@ -174,14 +174,20 @@ class StepRunner:
             ops=self.ops,
             attention=plans,
             expanding={layer: plan for layer, plan in plans.items() if isinstance(plan, ExpandingPlan)},
-            recurrent=self._recurrent_rows(query_lens, slots, positions),
+            recurrent=self._recurrent_rows(inputs, None if in_graph else query_lens, slots, positions),
         )
 
-    def _recurrent_rows(self, query_lens: Int32Array, slots: Tensor, positions: Tensor) -> RecurrentRows | None:
-        """Return the rows as recurrent layers take them, if there are any such layers."""
+    def _recurrent_rows(
+        self, inputs: StepInputs[Tensor], query_lens: Int32Array | None, slots: Tensor, positions: Tensor
+    ) -> RecurrentRows | None:
+        """Return the rows as recurrent layers take them, if there are any such layers. In a graph the host knows no
+        lengths.
+        """
         history = self.attention.history
         if history is None:
             return None
+        if query_lens is None:
+            return captured_rows(inputs.query_starts, slots, positions)
         return recurrent_rows(query_lens, slots, positions, history, lambda array: upload(array, self.state.device))
 
     def read(

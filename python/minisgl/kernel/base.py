@@ -273,9 +273,10 @@ class Ops(Protocol):
         ...
 
     def delta_step(
-        self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows
-    ) -> Tensor:
-        """One token of each row through a Gated DeltaNet: projected [R, width] -> [R, value_heads * value_dim].
+        self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows, out: Tensor
+    ) -> None:
+        """Rows of one token through a Gated DeltaNet: their tokens of projected [T, width] to those of `out`
+        [T, value_heads * value_dim].
 
         Updates the rows' `inputs` [slots, conv_size - 1, channels] and `memory` [slots, value_heads, key_dim,
         value_dim] float32. Slots may repeat only as scratch.
@@ -285,9 +286,13 @@ class Ops(Protocol):
     def delta_chunks(
         self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: ChunkedRows, out: Tensor
     ) -> None:
-        """Rows of several tokens through a Gated DeltaNet: their tokens of projected [T, width] to those of `out`
-        [T, value_heads * value_dim]. Updates the rows' states as `delta_step` does.
+        """Compute rows of several tokens as `delta_step` does those of one. Of rows without padded chunks, other tokens
+        of `out` may be overwritten too.
         """
+        ...
+
+    def delta_graph_safe(self, heads: DeltaHeads, dtype: torch.dtype, /) -> bool:
+        """Return True if `delta_chunks` takes rows without padded chunks, as they are in a CUDA graph."""
         ...
 
     def norm_rope_store_latent(

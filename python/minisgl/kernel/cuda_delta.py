@@ -14,40 +14,32 @@ from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec
 
 _HEAD_DIM = 128  # of keys and values in all published models
 _THREADS = 256  # for a value head's memory of 64 KiB, which their registers hold
+_WAVES = 4  # blocks for each multiprocessor where rows are taken in turn
 
 
 class CudaDelta:
     """Launches both kernels."""
 
-    def __init__(self, compiler: Compiler, threads: int = _THREADS) -> None:
+    def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
-        self._threads = threads
 
     def begin_compiling(self, dtype: torch.dtype, taps: Iterable[int]) -> None:
         """Begin to compile, in threads, for heads of the usual size."""
-        self._compiler.begin(_spec("delta_step", dtype, each, self._threads) for each in taps)
+        self._compiler.begin(_spec("delta_step", dtype, each) for each in taps)
 
-    def supports(self, projected: Tensor, heads: DeltaHeads, inputs: Tensor) -> bool:
+    def supports(self, heads: DeltaHeads, dtype: torch.dtype) -> bool:
         """Return True if the kernels can take a step of these heads."""
-        alike = projected.dtype == inputs.dtype == heads.norm.weight.dtype
-        return (
-            alike
-            and projected.dtype in SCALAR_NAMES
-            and projected.is_contiguous()
-            and heads.key_dim == heads.value_dim == _HEAD_DIM
-            and len(projected) > 0
-        )
+        alike = heads.norm.weight.dtype == dtype in SCALAR_NAMES
+        return alike and heads.key_dim == heads.value_dim == _HEAD_DIM
 
     def __call__(
-        self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows
-    ) -> Tensor:
-        count, width = projected.shape
-        mixed = torch.empty((count, heads.channels), dtype=torch.float32, device=projected.device)
-        out = projected.new_empty((count, heads.num_value_heads * heads.value_dim))
-        taps = len(heads.conv)
+        self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows, out: Tensor
+    ) -> None:
+        """Compute Ops.delta_step."""
+        (tokens, width), count, taps = projected.shape, len(rows.slots), len(heads.conv)
+        mixed = torch.empty((tokens, heads.channels), dtype=torch.float32, device=projected.device)
         conv, step = (
-            self._compiler.kernel(_spec, name, projected.dtype, taps, self._threads)
-            for name in ("delta_conv", "delta_step")
+            self._compiler.kernel(_spec, name, projected.dtype, taps) for name in ("delta_conv", "delta_step")
         )
         conv(
             (2 * heads.num_key_heads + heads.num_value_heads, count),
@@ -57,14 +49,18 @@ class CudaDelta:
             conv=heads.conv,
             slots=rows.slots,
             positions=rows.positions,
+            tokens=rows.tokens,
+            lengths=rows.lengths,
             mixed=mixed,
             key_heads=heads.num_key_heads,
             value_heads=heads.num_value_heads,
             width=width,
         )
+        # Where the device alone knows how many rows there are, a few times as many blocks as run at once suffice.
+        in_turn = -(-_WAVES * self._compiler.num_sms // heads.num_value_heads)
         step(
-            (heads.num_value_heads, count),
-            self._threads,
+            (heads.num_value_heads, count if rows.lengths is None else min(count, in_turn)),
+            _THREADS,
             projected=projected,
             mixed=mixed,
             memory=memory,
@@ -73,21 +69,23 @@ class CudaDelta:
             norm_weight=heads.norm.weight,
             slots=rows.slots,
             positions=rows.positions,
+            tokens=rows.tokens,
+            lengths=rows.lengths,
             out=out,
+            rows=count,
             key_heads=heads.num_key_heads,
             value_heads=heads.num_value_heads,
             width=width,
             eps=heads.norm.eps,
         )
-        return out
 
 
-def _spec(name: str, dtype: torch.dtype, taps: int, threads: int) -> KernelSpec:
+def _spec(name: str, dtype: torch.dtype, taps: int) -> KernelSpec:
     macros: dict[str, str | int] = {
         "SCALAR": SCALAR_NAMES[dtype],
         "KEY_DIM": _HEAD_DIM,
         "VALUE_DIM": _HEAD_DIM,
         "TAPS": taps,
-        "THREADS": threads,
+        "THREADS": _THREADS,
     }
     return KernelSpec("delta_net.cu", name, macros)

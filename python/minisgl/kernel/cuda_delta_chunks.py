@@ -17,7 +17,8 @@ _PADDING = 8  # 16-bit values behind each row of a tile in shared memory
 _PREPARE_THREADS = 128
 _GATE_WARPS = 8
 _COLUMNS = 16  # of a memory, that each warp of the scan holds
-_LOADER_WARPS = 2  # beside them
+_LOADER_WARPS = 4  # beside them
+_WAVES = 4  # blocks for each multiprocessor where rows are taken in turn
 _SCAN_WARPS = 1, 2, 4  # of a block: the fewest that leave no block waiting for another one's end
 _PARTS = {torch.bfloat16: 1, torch.float16: 2}  # bf16 values that one is cut into, where only the output sees it
 
@@ -35,14 +36,11 @@ class CudaDeltaChunks:
                 scans = (_scan_spec(dtype, each, warps) for warps in _SCAN_WARPS)
                 self._compiler.begin([_prepare_spec(dtype, each), *scans, _gate_spec(dtype, each)])
 
-    def supports(self, projected: Tensor, heads: DeltaHeads, inputs: Tensor) -> bool:
+    def supports(self, heads: DeltaHeads, dtype: torch.dtype) -> bool:
         """Return True if the kernels can take rows of these heads."""
-        dtype = projected.dtype
         return (
-            dtype == inputs.dtype == heads.norm.weight.dtype
-            and dtype in _PARTS
-            and projected.is_contiguous()
-            and projected.shape[1] % 4 == 0  # rows are read 8 bytes at a time
+            heads.norm.weight.dtype == dtype in _PARTS
+            and heads.num_value_heads % 2 == 0  # rows of a projection are read 8 bytes at a time
             and heads.key_dim == heads.value_dim == _HEAD_DIM
             and _scan_bytes(dtype, min(_SCAN_WARPS)) <= self._compiler.block_shared_bytes
         )
@@ -66,7 +64,7 @@ class CudaDeltaChunks:
         sizes = {"key_heads": key_heads, "value_heads": value_heads, "width": width}
         prepare = self._compiler.kernel(_prepare_spec, dtype, taps)
         prepare(
-            (key_heads, len(rows.chunk_rows)),
+            (key_heads, self._in_turn(rows, len(rows.chunk_rows), key_heads)),
             _PREPARE_THREADS,
             projected=projected,
             inputs=inputs,
@@ -85,14 +83,18 @@ class CudaDeltaChunks:
             solve=solve,
             scores=scores,
             gates=gates,
+            chunks=len(rows.chunk_rows),
             tokens=tokens,
             **sizes,
             early=False,
         )
         warps = self._scan_warps(dtype, value_heads * len(rows.slots))
-        scan = self._compiler.kernel(_scan_spec, dtype, taps, warps)
+        scan, blocks = (
+            self._compiler.kernel(_scan_spec, dtype, taps, warps),
+            value_heads * _HEAD_DIM // (_COLUMNS * warps),
+        )
         scan(
-            (value_heads * (_HEAD_DIM // (_COLUMNS * warps)), len(rows.slots)),
+            (blocks, self._in_turn(rows, len(rows.slots), blocks)),
             32 * (warps + _LOADER_WARPS),
             projected=projected,
             inputs=inputs,
@@ -107,6 +109,7 @@ class CudaDeltaChunks:
             solve=solve,
             scores=scores,
             gates=gates,
+            rows=len(rows.slots),
             tokens=tokens,
             **sizes,
             early=False,
@@ -126,6 +129,13 @@ class CudaDeltaChunks:
             eps=heads.norm.eps,
             early=False,
         )
+
+    def _in_turn(self, rows: ChunkedRows, most: int, blocks: int) -> int:
+        """Return the grid's second size for `most` rows or chunks, each of `blocks` blocks.
+
+        In a CUDA graph there is room for many more than there are; a few times as many blocks as run at once suffice.
+        """
+        return most if rows.padded is not None else min(most, -(-_WAVES * self._compiler.num_sms // blocks))
 
     def _scan_warps(self, dtype: torch.dtype, memories: int) -> int:
         """Return the warps of a block, for `memories` heads of rows: fewer make more blocks, which read more in all."""

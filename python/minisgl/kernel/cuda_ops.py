@@ -290,17 +290,20 @@ class CudaOps:
         return DecodeInputs(input_ids, positions, out_cache_loc, kv_lens, table)
 
     def delta_step(
-        self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows
-    ) -> Tensor:
-        step = self._delta if self._delta.supports(projected, heads, inputs) else self._torch.delta_step
-        return step(projected, heads, inputs, memory, rows)
+        self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows, out: Tensor
+    ) -> None:
+        step = self._delta if self._delta.supports(heads, projected.dtype) else self._torch.delta_step
+        step(projected, heads, inputs, memory, rows, out)
 
     def delta_chunks(
         self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: ChunkedRows, out: Tensor
     ) -> None:
-        fits = self._delta_chunks.supports(projected, heads, inputs)
+        fits = self._delta_chunks.supports(heads, projected.dtype)
         chunks = self._delta_chunks if fits else self._torch.delta_chunks
         chunks(projected, heads, inputs, memory, rows, out)
+
+    def delta_graph_safe(self, heads: DeltaHeads, dtype: torch.dtype, /) -> bool:
+        return self._delta.supports(heads, dtype) and self._delta_chunks.supports(heads, dtype)
 
     def norm_router(self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         if norm is not None and bias is None and self._routing.scores(x, weight):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.base import DeltaHeads
-from minisgl.kernel.recurrent_rows import ChunkedRows, SingleRows
+from minisgl.kernel.recurrent_rows import ChunkedRows, PaddedChunks, SingleRows
 
 _EPS = 1e-6  # added to the square of a vector's length
 
@@ -98,39 +98,47 @@ def step(projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, r
 
 
 def chunks(projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: ChunkedRows) -> Tensor:
-    """Compute rows of several tokens: projected [n, width] -> [n, value_heads * value_dim]; updates as in `step`."""
+    """Compute rows of several tokens: projected [n, width] -> [n, value_heads * value_dim]; updates as in `step`.
+
+    Raises ValueError for rows without padded chunks.
+    """
+    padded = rows.padded
+    if padded is None:
+        raise ValueError("these rows are laid out for kernels alone")
     parts = _split(projected, heads)
     fresh = (rows.positions == 0).view(-1, 1, 1)
-    mixed = _convolve(parts.qkv, heads, inputs, fresh, rows)
-    num_chunks = sum(rows.active)
+    mixed, kept = _convolve(parts.qkv, heads, inputs[rows.slots].masked_fill(fresh, 0), padded)
+    inputs.index_copy_(0, rows.slots, kept)
+    num_chunks = sum(padded.active)
 
     def laid_out(x: Tensor) -> Tensor:
         """[n, ...] -> [chunks, ..., size] with zeros where a chunk is padded; the axes between are kept."""
-        chunked = x.new_zeros(num_chunks * rows.size, *x.shape[1:]).index_copy_(0, rows.places, x)
-        return chunked.view(num_chunks, rows.size, *x.shape[1:])
+        chunked = x.new_zeros(num_chunks * padded.size, *x.shape[1:]).index_copy_(0, padded.places, x)
+        return chunked.view(num_chunks, padded.size, *x.shape[1:])
 
     q, k, v = (laid_out(x) for x in _split_heads(mixed, heads))
     q, k = (x.transpose(1, 2) for x in (q, k))  # [chunks, h, size, key_dim]
     beta, decay = (laid_out(x).permute(0, 2, 3, 1) for x in (parts.beta, parts.decay))  # [chunks, h, g, size]
     state = _states(memory, rows.slots, fresh, heads)
-    attended = delta_rule(q, k, v.permute(0, 2, 3, 1, 4), beta, decay, state, rows.active)
+    attended = delta_rule(q, k, v.permute(0, 2, 3, 1, 4), beta, decay, state, padded.active)
     memory.index_copy_(0, rows.slots, state.flatten(1, 2))
-    attended = attended.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)[rows.places]
+    attended = attended.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)[padded.places]
     return _finish(attended, parts.z, heads)
 
 
-def _convolve(qkv: Tensor, heads: DeltaHeads, inputs: Tensor, fresh: Tensor, rows: ChunkedRows) -> Tensor:
-    """silu(convolution) of [n, channels] behind each slot's last inputs: float32 [n, channels]; keeps the last ones."""
-    history, taps = inputs[rows.slots].masked_fill(fresh, 0), len(heads.conv)
+def _convolve(qkv: Tensor, heads: DeltaHeads, history: Tensor, rows: PaddedChunks) -> tuple[Tensor, Tensor]:
+    """Return silu(convolution) of [n, channels] behind each row's last inputs, float32 [n, channels], and the next
+    step's last inputs, in the shape of `history` [R, taps - 1, channels].
+    """
+    taps = len(heads.conv)
     extended = qkv.new_empty(len(qkv) + history.shape[0] * history.shape[1], qkv.shape[1])
     extended.index_copy_(0, rows.extended, qkv)
     extended.index_copy_(0, rows.before.flatten(), history.flatten(0, 1))
-    inputs.index_copy_(0, rows.slots, extended[rows.last])
     wide, count = extended.float(), len(extended) - taps + 1
     mixed = wide[:count] * heads.conv[0]
     for tap in range(1, taps):
         mixed.addcmul_(wide[tap : tap + count], heads.conv[tap])
-    return F.silu(mixed[rows.extended - (taps - 1)])
+    return F.silu(mixed[rows.extended - (taps - 1)]), extended[rows.last]
 
 
 def delta_rule(

@@ -28,6 +28,21 @@ class SingleRows:
     slots: Tensor  # [R] int64
     positions: Tensor  # [R] int64; a token at position 0 begins with a state of zeros
     tokens: Tensor | None = None  # [R] int64: of the step's T tokens; None: all
+    lengths: Tensor | None = (
+        None  # [R] int64: in a CUDA graph rows of other lengths than 1 follow; None: there are none
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedChunks:
+    """Chunks of equal size of all rows, the longest row first, as products of torch take them."""
+
+    places: Tensor  # [n] int64: of each token in [chunks * size]
+    size: int  # tokens of a chunk
+    active: tuple[int, ...]  # rows that have a chunk 0, 1, ...: their sum is the number of chunks
+    extended: Tensor  # [n] int64: of each token among the rows' tokens with `history` inputs in front of each row
+    before: Tensor  # [R, history] int64: of these inputs there
+    last: Tensor  # [R, history] int64: of the inputs that the next step finds in front
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +51,12 @@ class ChunkedRows:
 
     slots: Tensor  # [R] int64
     positions: Tensor  # [R] int64: of each row's first token; at 0 it begins with a state of zeros
-    tokens: Tensor  # [n] int64: of the step's T tokens, row after row
     begins: Tensor  # [R] int64: of each row's first token in the step
-    lengths: Tensor  # [R] int64
-    chunk_rows: Tensor  # [chunks] int64: of each chunk, its row
-    chunk_firsts: Tensor  # [chunks] int64: of each chunk, its first token in the row
-    places: Tensor  # [n] int64: of each token in [chunks * size]
-    size: int  # tokens of a chunk
-    active: tuple[int, ...]  # rows that have a chunk 0, 1, ...: their sum is the number of chunks
-    extended: Tensor  # [n] int64: of each token among the rows' tokens with `history` inputs in front of each row
-    before: Tensor  # [R, history] int64: of these inputs there
-    last: Tensor  # [R, history] int64: of the inputs that the next step finds in front
+    lengths: Tensor  # [R] int64; in a CUDA graph there may be rows of length 0, the last ones
+    tokens: Tensor  # [n] int64: of the step's T tokens, row after row
+    chunk_rows: Tensor  # [chunks] int64: of each chunk of CHUNK tokens, its row
+    chunk_firsts: Tensor  # [chunks] int64: of each chunk, its first token in the row; there is no chunk behind its end
+    padded: PaddedChunks | None  # None in a CUDA graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +97,9 @@ def recurrent_rows(
         long,
         starts[long],
         lengths,
+        starts[long][row] + within,
         np.concatenate([np.arange(count) for count in active]),
         np.repeat(np.arange(len(active)) * size, active),
-        starts[long][row] + within,
         (first_chunks[within // size] + row) * size + within % size,
         np.arange(ends[-1]) + history + shift[row],
         ((ends - lengths + shift)[:, None] + inputs).ravel(),
@@ -97,22 +107,55 @@ def recurrent_rows(
     ]
     packed = upload(np.concatenate(host).astype(np.int64, copy=False))
     on_device = torch.split(packed, [len(array) for array in host])
-    alone_rows, alone_tokens, long_rows, begins, *of_chunks, tokens, places, extended, before, last = on_device
-    row_lengths, chunk_rows, chunk_firsts = of_chunks
+    alone_rows, alone_tokens, long_rows, begins, *of_rows, places, extended, before, last = on_device
+    row_lengths, tokens, chunk_rows, chunk_firsts = of_rows
     chunked = ChunkedRows(
         slots=slots[long_rows],
         positions=positions[begins],
-        tokens=tokens,
         begins=begins,
         lengths=row_lengths,
+        tokens=tokens,
         chunk_rows=chunk_rows,
         chunk_firsts=chunk_firsts,
-        places=places,
-        size=size,
-        active=tuple(active),
-        extended=extended,
-        before=before.view(-1, history),
-        last=last.view(-1, history),
+        padded=PaddedChunks(
+            places=places,
+            size=size,
+            active=tuple(active),
+            extended=extended,
+            before=before.view(-1, history),
+            last=last.view(-1, history),
+        ),
     )
     single = SingleRows(slots[alone_rows], positions[alone_tokens], alone_tokens) if len(alone) else None
     return RecurrentRows(single, chunked)
+
+
+def captured_rows(query_starts: Tensor, slots: Tensor, positions: Tensor) -> RecurrentRows:
+    """Return the layout of rows whose lengths the device alone knows, so that a CUDA graph holds any.
+
+    Row r of `slots` [R] int64 has the tokens from query_starts[r] to query_starts[r + 1], [R + 1] int32, or none.
+    There is room for as many chunks as T tokens in R rows could need.
+    """
+    rows, num_tokens = len(slots), len(positions)
+    starts = query_starts.long()
+    begins, lengths = starts[:-1], starts.diff()
+    first_positions = positions[begins.clamp(max=num_tokens - 1)]  # an empty row may stand behind the last token
+    alone = (lengths == 1).long().argsort(descending=True)
+    long, order = lengths.masked_fill(lengths == 1, 0).sort(descending=True)
+    counts = (long + CHUNK - 1) // CHUNK
+    ends = counts.cumsum(0)
+    numbers = torch.arange(num_tokens // CHUNK + min(rows, num_tokens // 2), device=slots.device)
+    chunk_rows = torch.searchsorted(ends, numbers, right=True).clamp_(max=rows - 1)
+    return RecurrentRows(
+        SingleRows(slots[alone], first_positions[alone], begins[alone], lengths[alone]),
+        ChunkedRows(
+            slots=slots[order],
+            positions=first_positions[order],
+            begins=begins[order],
+            lengths=long,
+            tokens=torch.arange(num_tokens, device=slots.device),
+            chunk_rows=chunk_rows,
+            chunk_firsts=(numbers - (ends - counts)[chunk_rows]) * CHUNK,
+            padded=None,
+        ),
+    )

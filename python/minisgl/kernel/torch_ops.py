@@ -120,14 +120,20 @@ class TorchOps:
         return _rotate(q, cos, sin)
 
     def delta_step(
-        self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows
-    ) -> Tensor:
-        return delta_rule.step(projected, heads, inputs, memory, rows)
+        self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows, out: Tensor
+    ) -> None:
+        if rows.tokens is None:
+            out.copy_(delta_rule.step(projected, heads, inputs, memory, rows))
+        else:
+            out[rows.tokens] = delta_rule.step(projected[rows.tokens], heads, inputs, memory, rows)
 
     def delta_chunks(
         self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: ChunkedRows, out: Tensor
     ) -> None:
         out[rows.tokens] = delta_rule.chunks(projected[rows.tokens], heads, inputs, memory, rows)
+
+    def delta_graph_safe(self, *_: object) -> bool:
+        return False  # chunks are laid out on the host
 
     def norm_rope_store_latent(
         self,

@@ -81,13 +81,11 @@ class GatedDeltaNet(nn.Module):
         """Rows of one token in a step of their own, all others in chunks: [T, value_heads * value_dim]."""
         heads, (inputs, memory) = self.heads, ctx.kv.states(self.layer)
         single, chunked = rows.single, rows.chunked
-        if single is not None and single.tokens is None:
-            return ctx.ops.delta_step(projected, heads, inputs, memory, single)
         out = projected.new_empty(len(projected), self.num_value_heads * self.config.value_dim)
-        if single is not None and single.tokens is not None:
-            out[single.tokens] = ctx.ops.delta_step(projected[single.tokens], heads, inputs, memory, single)
         if chunked is not None:
             ctx.ops.delta_chunks(projected, heads, inputs, memory, chunked, out)
+        if single is not None:
+            ctx.ops.delta_step(projected, heads, inputs, memory, single, out)
         return out
 
 

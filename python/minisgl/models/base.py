@@ -34,6 +34,10 @@ class Model(nn.Module, ABC):
         """True if a decode launches the same work whatever its data, so that a CUDA graph may hold it."""
 
     @abstractmethod
+    def prefill_graph_safe(self, ops: Ops) -> bool:
+        """True if this holds for the layers of any step, too, as its rows' lengths are on the device."""
+
+    @abstractmethod
     def kernel_needs(self, kv_dtype: torch.dtype) -> KernelNeeds:
         """The kernels that steps over a KV pool of this dtype will ask for."""
 

@@ -169,6 +169,10 @@ class DecoderModel(Model):
     def graph_safe(self, ops: Ops) -> bool:
         return all(module.graph_safe(ops) for module in self.modules() if isinstance(module, SparseMLP))
 
+    def prefill_graph_safe(self, ops: Ops) -> bool:
+        recurrent = (module for module in self.modules() if isinstance(module, GatedDeltaNet))
+        return self.graph_safe(ops) and all(ops.delta_graph_safe(module.heads, self.dtype) for module in recurrent)
+
     def kernel_needs(self, kv_dtype: torch.dtype) -> KernelNeeds:
         products, experts = set(), set()
         for layer in (module for module in self.modules() if isinstance(module, DecoderLayer)):

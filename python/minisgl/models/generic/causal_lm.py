@@ -142,6 +142,9 @@ class GenericCausalLM(Model):
     def graph_safe(self, ops: Ops) -> bool:  # noqa: ARG002
         return False  # nobody knows what transformers' modules do with the host
 
+    def prefill_graph_safe(self, ops: Ops) -> bool:
+        return self.graph_safe(ops)
+
     def kernel_needs(self, kv_dtype: torch.dtype) -> KernelNeeds:
         head_dims = frozenset(attention.head_dim for attention in self.config.attentions)
         return KernelNeeds(self.dtype, kv_dtype, self.dtype, head_dims, products=frozenset(), experts=frozenset())
