@@ -75,8 +75,9 @@ def divide_quantized(
         stage = quantized_stage_bytes(kind, group, division)
         return _staged(division, stage, size)
 
-    if rows <= 8 and kind != "int4":
-        return staged(_streamed(width, size, num_sms))
+    streamed = _streamed(width, size, num_sms) if rows <= 8 and kind != "int4" else None
+    if streamed is not None:
+        return staged(streamed)
     if rows <= 32:
         block_k = 256 if kind == "int4" and rows <= 16 and size % 256 == 0 else 128 if size % 128 == 0 else 64
         division = Division(_block_rows(rows), 1, 1, block_k, 0, 3)
@@ -116,18 +117,17 @@ def fewest_waves(tiles: int, steps: int, slots: int, split_cost: float) -> int:
     return min(splits, key=lambda split: -(-tiles * split // slots) / split + split_cost * split)
 
 
-def _streamed(width: int, size: int, num_sms: int) -> Division:
-    """Divide a weight that a few rows read as fast as the memory can, two or three blocks a multiprocessor.
-
-    Large clusters leave places empty, because they lie in one part of the device: they need more than they fill.
+def _streamed(width: int, size: int, num_sms: int) -> Division | None:
+    """Divide a weight that a few rows read among blocks of 128 of its rows, if these fill two or three places on a
+    multiprocessor with clusters of two or four. Larger clusters leave places empty: they lie in one part of the device.
     """
     division = Division(8, 2, 1, 128 if size % 128 == 0 else 64, 0, 2)
     tiles, steps = division.tiles(1, width), size // division.block_k
-    split = next(
-        (each for each in (8, 4, 2) if steps // each >= 2 and tiles * each <= num_sms * (2 if each > 2 else 3)),
-        1,
-    )
-    return division._replace(split=split, blocks=3 if split == 8 else min(max(2, -(-tiles * split // num_sms)), 3))
+    for split, places in ((4, 2), (2, 3)):
+        blocks = -(-tiles * split // num_sms)  # of a multiprocessor
+        if steps // split >= 2 and 2 <= blocks <= places and tiles * split >= 1.4 * num_sms:
+            return division._replace(split=split, blocks=blocks)
+    return None
 
 
 def _block_rows(rows: int) -> int:
