@@ -17,9 +17,9 @@ _PADDING = 8  # 16-bit values behind each row of a tile in shared memory
 _PREPARE_THREADS = 128
 _GATE_WARPS = 8
 _COLUMNS = 16  # of a memory, that each warp of the scan holds
+_SCAN_WARPS = 1, 2, 4  # of a block of the scan
 _LOADER_WARPS = 4  # beside them
 _WAVES = 4  # blocks for each multiprocessor where rows are taken in turn
-_SCAN_WARPS = 1, 2, 4  # of a block: the fewest that leave no block waiting for another one's end
 _PARTS = {torch.bfloat16: 1, torch.float16: 2}  # bf16 values that one is cut into, where only the output sees it
 
 
@@ -89,10 +89,8 @@ class CudaDeltaChunks:
             early=False,
         )
         warps = self._scan_warps(dtype, value_heads * len(rows.slots))
-        scan, blocks = (
-            self._compiler.kernel(_scan_spec, dtype, taps, warps),
-            value_heads * _HEAD_DIM // (_COLUMNS * warps),
-        )
+        blocks = value_heads * _HEAD_DIM // (_COLUMNS * warps)
+        scan = self._compiler.kernel(_scan_spec, dtype, taps, warps)
         scan(
             (blocks, self._in_turn(rows, len(rows.slots), blocks)),
             32 * (warps + _LOADER_WARPS),
