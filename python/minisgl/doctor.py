@@ -34,7 +34,7 @@ from minisgl.kernel.torch_ops import TorchOps
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.random_levels import random_levels
-from minisgl.quantization.rounding import round_to_int4
+from minisgl.quantization.rounding import INT4_FORMAT, round_to_int4
 from minisgl.settings import add_flags, read_flags
 from minisgl.tables import Color, colored, table
 
@@ -54,7 +54,13 @@ _LATENTS = AttentionSpec(  # DeepSeek-V2-Lite's
     16, 1, 576, 16, torch.bfloat16, scale=192**-0.5, latent_dim=512, expanded_dims=(128, 128)
 )
 _EXPERT_FORMATS = (LevelFormat("fp8", 128), LevelFormat("int4", 128, zeros=True), LevelFormat("mxfp4", 32))
-_FORMATS = (LevelFormat("fp8"), LevelFormat("fp8", 128), LevelFormat("int8"), LevelFormat("int4", 128, zeros=True))
+_FORMATS = (
+    LevelFormat("fp8"),
+    LevelFormat("fp8", 128),
+    LevelFormat("int8"),
+    LevelFormat("int4", 128, zeros=True),
+    INT4_FORMAT,
+)
 
 
 class State(StrEnum):
@@ -197,6 +203,8 @@ def _run_levels(ops: Ops, form: LevelFormat, device: torch.device, dtype: torch.
     levels.scales.fill_(0.5)
     if levels.zeros is not None:
         levels.zeros.random_(0, 16, generator=generator)
+    if levels.offsets is not None:
+        levels.offsets.fill_(0.25)
     x = torch.randn(3, 2048, device=device, generator=generator).to(dtype)
     return ops.bind_levels(levels, dtype, gated=False).linear(x), x.double() @ levels.values().double().T
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
-import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ from minisgl import LLM, SamplingParams
 from minisgl.kernel.base import Norm, Ops
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
-from minisgl.quantization.rounding import INT4_FORMAT, largest_of_rows, levels_of_int4, round_to_8_bits
+from minisgl.quantization.rounding import INT4_FORMAT, largest_of_rows, levels_of_int4, round_to_8_bits, round_to_int4
 from support.small_models import save_qwen3
 
 pytestmark = pytest.mark.gpu
 
-VOCAB = 5000
+VOCAB = 4992
 ROWS = (1, 8, 16, 33, 64, 100, 130, 256, 2048)
 SHAPES = ((768, 1024), (4096, 2048), (512, 4096))
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the norm of the result
@@ -141,37 +141,50 @@ def rounded_to_fp8(x: torch.Tensor, group: int) -> torch.Tensor:
     return (groups / scales).to(torch.float8_e4m3fn).double().mul(scales.double()).flatten(1)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A Qwen3 of four layers, and in float32 one whose matrices are rounded to FP8 by hand."""
-    plain = save_qwen3(tmp_path_factory.mktemp("plain"), weights=True, vocab_size=VOCAB, num_layers=4)
-    rounded = tmp_path_factory.mktemp("rounded") / "model"
+def save_rounded(plain: Path, rounded: Path, method: str) -> Path:
+    """Copy a model in float32, with matrices that are rounded by hand; with int4 the head, too."""
     shutil.copytree(plain, rounded)
     tensors = {name: weight.float() for name, weight in load_file(plain / "model.safetensors").items()}
     for name, weight in tensors.items():
-        if name.endswith("_proj.weight"):
+        if method == "int4" and name.endswith(("_proj.weight", "lm_head.weight")):
+            round_to_int4(weight)
+        elif name.endswith("_proj.weight"):
             round_to_8_bits(weight, "fp8", largest_of_rows(weight))
     save_file(tensors, rounded / "model.safetensors", {"format": "pt"})
-    return plain, rounded
+    return rounded
 
 
-@pytest.mark.parametrize("graph", [None, 0])
-def test_weights_rounded_to_fp8_answer_as_their_values(
-    folders: tuple[Path, Path], graph: int | None, caplog: pytest.LogCaptureFixture
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of four layers with a head of its own."""
+    path = tmp_path_factory.mktemp("plain")
+    return save_qwen3(path, weights=True, vocab_size=VOCAB, num_layers=4, tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "graph", "label"),
+    [
+        ("fp8", None, "16 matrices in fp8 up to 384 rows"),
+        ("fp8", 0, "16 matrices in fp8 up to 384 rows"),
+        ("int4", None, "17 matrices in int4 with groups of 32 up to 384 rows"),
+    ],
+)
+def test_rounded_weights_answer_as_their_values(
+    folder: Path, tmp_path: Path, method: Any, graph: int | None, label: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Alone, in a batch and in long prompts, by the logits of transformers with the rounded weights."""
     from transformers import AutoModelForCausalLM
 
-    plain, rounded = folders
     rng, params = random.Random(0), SamplingParams(max_tokens=32, ignore_eos=True)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 300))] for _ in range(40)]
     with (
         caplog.at_level(logging.INFO),
-        LLM(str(plain), device="cuda", quantization="fp8", num_page_override=2000, cuda_graph_max_bs=graph) as llm,
+        LLM(str(folder), device="cuda", quantization=method, num_page_override=2000, cuda_graph_max_bs=graph) as llm,
     ):
         answers = [answer["token_ids"] for answer in llm.generate(prompts, params)]
         alone = [llm.generate([prompt], params)[0]["token_ids"] for prompt in prompts[:4]]
-    assert re.search(r"products read 16 matrices in fp8 up to 384 rows \(csrc/quantized_gemm.cu\)", caplog.text)
+    assert f"products read {label} (csrc/quantized_gemm.cu)" in caplog.text
+    rounded = save_rounded(folder, tmp_path / "rounded", method)
     model = AutoModelForCausalLM.from_pretrained(rounded, dtype=torch.float32).cuda().eval()
     for prompt, answer in zip(prompts + prompts[:4], answers + alone, strict=True):
         with torch.inference_mode():
@@ -180,12 +193,12 @@ def test_weights_rounded_to_fp8_answer_as_their_values(
         assert float((logits.max(dim=1).values - chosen).max()) < 0.15
 
 
-def test_memory_is_that_of_the_quantized_weights(folders: tuple[Path, Path]) -> None:
+def test_memory_is_that_of_the_quantized_weights(folder: Path) -> None:
     """Matrices take one byte a value."""
     used = {}
     for method in ("auto", "fp8"):
         torch._C._cuda_clearCublasWorkspaces()
-        with LLM(str(folders[0]), device="cuda", quantization=method, num_page_override=16, cuda_graph_max_bs=0) as llm:
+        with LLM(str(folder), device="cuda", quantization=method, num_page_override=16, cuda_graph_max_bs=0) as llm:
             model = llm._engine._runner.model
             matrices = sum(weight.numel() for name, weight in model.named_parameters() if name.endswith("_proj.weight"))
             torch._C._cuda_clearCublasWorkspaces()  # of 32 MiB each, which our own kernels do not ask for
