@@ -4,12 +4,13 @@ Each is made tiny with random weights in float32; three prompts, of which two be
 batch with pages of 4 tokens and chunks of 8, and every token must be the best of transformers' own forward over the
 whole sequence (eager attention), or as good to 1e-4. Prints a table in Markdown.
 
-    PYTHONPATH=python python tools/try_architectures.py [--only MODEL_TYPE,...]
+    PYTHONPATH=python python tools/try_architectures.py [--only MODEL_TYPE,...] [--tp 2]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import queue
 import sys
@@ -28,6 +29,14 @@ _SIZES: dict[str, Any] = {
     "ffn_dim": 48,
     "word_embed_proj_dim": 32,
     "rotary_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "n_group": 1,
+    "topk_group": 1,
     "max_position_embeddings": 256,
     "sliding_window": 6,
     "num_experts": 4,
@@ -40,6 +49,19 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+# Those that families set though their configs begin with None.
+_SET_THOUGH_NONE = ("deepseek_v2", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron")
+_UNSET = ("head_dim", "num_key_value_heads", "num_experts", "n_routed_experts", "num_experts_per_tok")
+_LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu")
+# What a family asks for besides.
+_MORE: dict[str, dict[str, Any]] = {
+    "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    # One key-value head for each query head, as where they are made of a latent; head_dim is what is rotated.
+    **{name: {"num_key_value_heads": 4, "head_dim": 8} for name in _LATENT},
+    "laguna": {"num_attention_heads_per_layer": [4, 4]},
+    "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]},
+    "zaya": {"num_experts_per_tok": 1},
 }
 _LISTS = ("layer_types", "mlp_layer_types", "attention_types", "no_rope_layers")
 _PROMPTS = [[3, 5, 7, 9, 11] * 4, [2, 4, 6], [3, 5, 7, 9, 11] * 4 + [8, 4]]
@@ -60,17 +82,25 @@ def tiny_config(model_type: str) -> Any:
     config = CONFIG_MAPPING[model_type]()
     for part in {id(one): one for one in (config, config.get_text_config(decoder=True))}.values():
         for name, value in _SIZES.items():
-            if getattr(part, name, None) is not None:
-                setattr(part, name, value)
+            _set(part, name, value, also_unset=name in _UNSET and model_type in _SET_THOUGH_NONE)
         for name in _LISTS:
             kinds = getattr(part, name, None)
             if isinstance(kinds, list) and len(kinds) > 2:
                 setattr(part, name, [kinds[0], kinds[-1]])
+        for name, value in _MORE.get(model_type, {}).items():
+            setattr(part, name, value)
     return config
 
 
-def try_one(model_type: str) -> str:
-    """Return what became of a family."""
+def _set(part: Any, name: str, value: Any, *, also_unset: bool) -> None:
+    """Set a key that a config has, unless it has a value for each layer or follows from others."""
+    with contextlib.suppress(AttributeError):
+        if hasattr(part, name) and (getattr(part, name) is not None or also_unset):
+            setattr(part, name, value)
+
+
+def try_one(model_type: str, tp_size: int) -> str:
+    """Return what became of a family on so many ranks."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -86,9 +116,7 @@ def try_one(model_type: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         try:
-            with LLM(
-                folder, "float32", model_impl="transformers", tokenizer="demo", page_size=4, max_extend_tokens=8
-            ) as llm:
+            with LLM(folder, "float32", tp_size=tp_size, **_SETTINGS) as llm:
                 params = SamplingParams(max_tokens=_TOKENS, temperature=0.0, ignore_eos=True)
                 answers = [answer["token_ids"] for answer in llm.generate(_PROMPTS, params)]
         except ConfigError as error:
@@ -103,9 +131,9 @@ def try_one(model_type: str) -> str:
     return "exact" if worst < 1e-4 else f"WRONG by {worst:.2g}"
 
 
-def _try_apart(model_type: str, results: Any) -> None:
+def _try_apart(model_type: str, tp_size: int, results: Any) -> None:
     try:
-        results.put(try_one(model_type))
+        results.put(try_one(model_type, tp_size))
     except BaseException as error:  # told, and then the process ends as it would have
         results.put(f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
         raise
@@ -114,6 +142,7 @@ def _try_apart(model_type: str, results: Any) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="model types, comma separated; none: all")
+    parser.add_argument("--tp", type=int, default=1, help="ranks")
     args = parser.parse_args()
     from transformers import AutoModelForCausalLM
 
@@ -126,7 +155,7 @@ def main() -> int:
     context = multiprocessing.get_context("fork")
     for model_type in types:
         results = context.Queue()
-        child = context.Process(target=_try_apart, args=(model_type, results))
+        child = context.Process(target=_try_apart, args=(model_type, args.tp, results))
         child.start()
         try:
             result = results.get(timeout=_PATIENCE)

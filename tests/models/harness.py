@@ -20,6 +20,7 @@ from minisgl.kvcache.pool import KVPool
 from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import bind_weights
 from minisgl.models.decoder import CausalLM
+from minisgl.models.generic.causal_lm import GenericCausalLM
 
 MAX_SEQUENCES = 8
 
@@ -36,10 +37,16 @@ class Tracked:
 
 class Harness:
     def __init__(
-        self, model: CausalLM, *, page_size: int = 4, num_pages: int = 300, seed: int = 0, ops: Ops | None = None
+        self,
+        model: CausalLM | GenericCausalLM,
+        *,
+        page_size: int = 4,
+        num_pages: int = 300,
+        seed: int = 0,
+        ops: Ops | None = None,
     ) -> None:
         config = model.config
-        device = model.lm_head.weight.device
+        device = next(model.parameters()).device
         self.model = model
         self.ops = ops or TorchOps()
         bind_weights(model, self.ops)

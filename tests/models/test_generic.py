@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from minisgl import LLM, SamplingParams
 from minisgl.config import ConfigError
+from minisgl.distributed import SingleRank
+from minisgl.distributed.shared_memory import SharedMemoryTP
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
+from minisgl.models.generic.numeric_probe import GatedForm, NormForm, gated_form, norm_form
+from minisgl.models.generic.paper_run import check_division
+from minisgl.models.loading import build_model, load_model
+from models.harness import Harness
 from models.tiny import make_model
 
 SIZES: dict[str, Any] = {
@@ -27,14 +40,25 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Each brings what no family here has: LayerNorms and biases, learned positions, parallel blocks, a logit scale, windows
-# and another experts' layout.
+# Each brings what no family here has: LayerNorms and biases, learned positions, parallel blocks, a logit scale,
+# windows, another experts' layout, and values that are smaller than keys.
 KINDS: dict[str, dict[str, Any]] = {
     "starcoder2": {"num_key_value_heads": 2, "sliding_window": 6},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "gpt_neox": {"rotary_pct": 0.25},
     "cohere": {"num_key_value_heads": 2, "logit_scale": 0.25},
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
+    "minicpm3": {
+        **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
+        **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "head_dim", "v_head_dim"), 8),
+        "num_key_value_heads": 4,
+    },
+}
+# By transformers' plan: outputs are gathered and heads divided behind their norms, or in the product of q, k and v.
+DIVIDED: dict[str, dict[str, Any]] = {
+    **{kind: KINDS[kind] for kind in ("starcoder2", "gpt_neox", "mixtral")},
+    "olmo2": {"num_key_value_heads": 2},
+    "phi3": {"num_key_value_heads": 2},
 }
 PROMPTS = [[3, 5, 7, 9, 11] * 4, [2, 4, 6], [*[3, 5, 7, 9, 11] * 4, 8, 4]]
 PARAMS = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
@@ -43,7 +67,7 @@ SMALL_PAGES: dict[str, Any] = {"tokenizer": "demo", "page_size": 4, "max_extend_
 
 def save(kind: str, folder: Path, **changes: Any) -> Any:
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind](**{**SIZES, **KINDS.get(kind, {}), **changes})
+    config = CONFIG_MAPPING[kind](**{**SIZES, **{**DIVIDED, **KINDS}.get(kind, {}), **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     model.save_pretrained(folder)
     return model
@@ -84,6 +108,68 @@ def test_a_family_of_ours_by_transformers(tmp_path: Path) -> None:
     assert_best(model, prompts, answers)
 
 
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_two_ranks(kind: str, tmp_path: Path) -> None:
+    """Logits of a prefill, a chunk and a decode are transformers'; ranks are threads. No rank has all weights."""
+    model = save(kind, tmp_path)
+    config = load_model_config(tmp_path)
+    config.check_tp(2)
+
+    def logits_on(rank: int) -> tuple[torch.Tensor, int]:
+        tp = SharedMemoryTP.connect(rank=rank, size=2, init_method=f"file://{tmp_path / 'meeting'}", timeout_s=60)
+        with loading:  # which transformers does in one thread at a time
+            ours = load_model(config, tmp_path, tp=tp, dtype=torch.float32, device=torch.device("cpu"))
+        harness = Harness(ours, num_pages=20)
+        a, b = harness.add(PROMPTS[0]), harness.add(PROMPTS[1])
+        rows = [harness.step(plan) for plan in ([(a, 11), (b, 2)], [(b, 1), (a, 8)], [(a, 1)])]
+        tp.close()
+        return torch.cat(rows), sum(weight.numel() for weight in ours.parameters())
+
+    loading = threading.Lock()
+    with ThreadPoolExecutor(2) as threads:
+        (logits, size), (others, _) = threads.map(logits_on, range(2))
+    with torch.inference_mode():
+        a, b = (model(torch.tensor([prompt]), use_cache=False).logits[0] for prompt in PROMPTS[:2])
+    assert (logits - torch.stack([a[10], b[1], b[2], a[18], a[19]])).abs().max() < 1e-4
+    assert torch.equal(others, logits)
+    assert size < 0.75 * sum(weight.numel() for weight in model.parameters())  # a small model is half embeddings
+
+
+def test_what_stands_in_for_modules(tmp_path: Path) -> None:
+    """A block of gate and up is one, q, k and v are a product, and what a probe finds to be another norm stays."""
+
+    def parts(kind: str) -> Counter[str]:
+        (tmp_path / kind).mkdir()
+        save(kind, tmp_path / kind)
+        model = build_model(
+            load_model_config(tmp_path / kind, implementation="transformers"),
+            tp=SingleRank(),
+            dtype=torch.float32,
+            device=torch.device("meta"),
+        )
+        return Counter(type(module).__name__ for module in model.modules())
+
+    llama = parts("llama")
+    assert (llama["GivenNorm"], llama["GivenGatedMLP"], llama["MergedPart"], llama["Linear"]) == (5, 2, 6, 0)
+    assert parts("mixtral")["GivenExperts"] == 2
+    cohere = parts("cohere")  # whose norm has no eps that is called so, and subtracts the mean
+    assert (cohere["GivenNorm"], cohere["CohereLayerNorm"], cohere["GivenGatedMLP"]) == (0, 3, 2)
+
+
+def test_norms_and_blocks_by_numbers() -> None:
+    class Clamped(LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=7.0) * self.up_proj(x))
+
+    config = CONFIG_MAPPING["llama"](**SIZES)
+    assert gated_form(LlamaMLP(config)) == GatedForm(("gate_proj", "up_proj"), "down_proj", "silu")
+    assert gated_form(Clamped(config)) is None
+    assert gated_form(Phi3MLP(CONFIG_MAPPING["phi3"](**SIZES))) == GatedForm(("gate_up_proj",), "down_proj", "silu")
+    assert norm_form(LlamaRMSNorm(32, 1e-5)) == NormForm(1e-5, float32=False, unit_offset=False)
+    assert norm_form(Gemma3RMSNorm(32, 1e-5)) == NormForm(1e-5, float32=True, unit_offset=True)
+    assert norm_form(torch.nn.LayerNorm(32, bias=False)) is None
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
@@ -104,8 +190,19 @@ def test_other_refusals(tmp_path: Path) -> None:
     save("starcoder2", tmp_path)
     with pytest.raises(UnsupportedModel, match="Starcoder2ForCausalLM is not supported; known are"):
         load_model_config(tmp_path, implementation="minisgl")
-    with pytest.raises(ConfigError, match="on one rank alone"):
-        load_model_config(tmp_path).check_tp(2)
+    with pytest.raises(ConfigError, match=r"does not divide the model's attention heads \(4\)"):
+        load_model_config(tmp_path).check_tp(3)
+    with pytest.raises(ConfigError, match=r"key and value heads \(2\)"):
+        load_model_config(tmp_path).check_tp(4)
+    save("opt", tmp_path / "opt")
+    with pytest.raises(ConfigError, match=r"--tp 2: .*, which has no plan to divide it"):
+        load_model_config(tmp_path / "opt").check_tp(2)
+    config = load_model_config(tmp_path)
+    assert config.transformers is not None
+    plan = tuple((name, style) for name, style in config.transformers.tp_plan if not name.endswith("o_proj"))
+    whole = dataclasses.replace(config, transformers=dataclasses.replace(config.transformers, tp_plan=plan))
+    with pytest.raises(UnsupportedModel, match="plan does not fit its modules"):
+        check_division(whole, 2)
     with pytest.raises(ConfigError, match="--quantization int8"):
         LLM(str(tmp_path), "float32", quantization="int8", **SMALL_PAGES)
     raw = json.loads((tmp_path / "config.json").read_text())

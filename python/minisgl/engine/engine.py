@@ -24,6 +24,7 @@ from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, StepResult, p
 from minisgl.distributed import TPGroup
 from minisgl.engine.device import bound_primitive_caches, resolve_device, resolve_dtype
 from minisgl.engine.forward import ForwardOutput, StepRunner
+from minisgl.engine.graph_trial import ROWS, decode_fault, prefill_fault, trial_pages
 from minisgl.engine.graphs import (
     DecodeGraphs,
     Graphs,
@@ -140,7 +141,10 @@ class Engine:
                 logger.info(describe_states(layout, self.num_slots, config.max_running_requests, self.num_snapshots))
         parts = _Parts(weights, self.num_slots, self.num_snapshots, attention, ops, sampler, self.device)
         sizes = _graph_sizes(config, parts, max_prefill_tokens)
-        if sizes is not None and tp.size > 1:
+        if sizes is not None and weights.graphs_by_trial:
+            with phase("try CUDA graphs"):
+                sizes = self._queue.call(partial(_sizes_that_hold, parts, sizes, context_len, tp))
+        if sizes is not None and tp.size > 1 and weights.divides_logits:
             divided = self._queue.call(lambda: _divide_logits(tp, sampler, sizes.decode[-1], model, self.dtype))
             parts = dataclasses.replace(parts, divided=divided)
         needs = Needs()
@@ -402,6 +406,26 @@ def _graph_sizes(config: EngineConfig, parts: _Parts, max_prefill_tokens: int) -
     if parts.attention.prefill_graph_safe and parts.model.prefill_graph_safe(parts.ops):
         prefill = prefill_graph_sizes(max_prefill_tokens, parts.model.layer_weights)
     return GraphSizes(decode_graph_sizes(max_bs), prefill)
+
+
+def _sizes_that_hold(parts: _Parts, sizes: GraphSizes, context_len: int, tp: TPGroup) -> GraphSizes | None:
+    """Return the sizes, or what a trial leaves of them, which every rank leaves alike."""
+    layout = parts.attention.kv_layout
+    pages = trial_pages(layout.page_size)
+    runner = dataclasses.replace(parts, num_slots=ROWS).runner(
+        pages, 0 if layout.window is None else pages, context_len
+    )
+
+    def fits(fault: str | None, what: str) -> bool:
+        if fault is not None:
+            logger.warning("%s run without CUDA graphs: %s", what, fault)
+        return tp.smallest(int(fault is None)) == 1
+
+    if not fits(decode_fault(runner, context_len), "steps"):
+        return None
+    if sizes.prefill and not fits(prefill_fault(runner, context_len, sizes.prefill[0]), "prefills"):
+        return GraphSizes(sizes.decode, [])
+    return sizes
 
 
 def _context_len(config: EngineConfig, model: ModelConfig) -> int:

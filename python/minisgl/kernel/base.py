@@ -362,6 +362,12 @@ class Ops(Protocol):
         """
         ...
 
+    def moe_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        """`moe` with silu and without biases of tokens whose experts are chosen: their ids [T, top_k], each of a token
+        once, and their weights.
+        """
+        ...
+
     def moe_graph_safe(self, w13: ExpertMatrices, w2: ExpertMatrices, top_k: int, /) -> bool:
         """Return True if `moe` launches the same work with these whatever its data, as a CUDA graph demands."""
         ...

@@ -139,11 +139,29 @@ class CudaMoe:
         residual: Tensor | None = None,
     ) -> Tensor:
         """Compute Ops.moe."""
-        x, top_k = x.contiguous(), routing.top_k
         weighting = _Weighting.RENORMALIZED if routing.renormalize else _Weighting.PROBABILITIES
         if not routing.plain or biases.choice is not None or router_logits.dtype != x.dtype:
             router_logits, weighting = self._chosen(router_logits, routing, biases.choice, x.dtype), _Weighting.CHOSEN
-        router_logits = router_logits.contiguous()
+        return self._mix(x, router_logits, weighting, routing.top_k, w13, w2, biases, activation, residual)
+
+    def chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        """Compute Ops.moe_chosen."""
+        table = _table(weights, experts, len(w13), x.dtype)
+        return self._mix(x, table, _Weighting.CHOSEN, experts.shape[1], w13, w2, NO_BIASES, "silu", None)
+
+    def _mix(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        weighting: _Weighting,
+        top_k: int,
+        w13: ExpertMatrices,
+        w2: ExpertMatrices,
+        biases: ExpertBiases,
+        activation: ExpertActivation,
+        residual: Tensor | None,
+    ) -> Tensor:
+        x, router_logits = x.contiguous(), router_logits.contiguous()
         tokens, hidden = x.shape
         experts, _, intermediate = w2.shape
         pairs = tokens * top_k
@@ -201,9 +219,7 @@ class CudaMoe:
         """Return [T, experts] with the weights of each token's experts, and -1 for the others."""
         if CudaRouting.supports(routing):
             return self._routing.table(router_logits, routing, choice_bias, dtype)
-        weights, experts = route(router_logits, routing, choice_bias)
-        table = router_logits.new_full(router_logits.shape, -1.0, dtype=dtype)
-        return table.scatter_(-1, experts.long(), weights.to(dtype))
+        return _table(*route(router_logits, routing, choice_bias), router_logits.shape[1], dtype)
 
     def _plan(self, router_logits: Tensor, weighting: _Weighting, top_k: int, tile_rows: int) -> _Plan:
         (tokens, experts), device = router_logits.shape, router_logits.device
@@ -280,6 +296,12 @@ class CudaMoe:
     @property
     def _many(self) -> _Tiling:
         return _MANY_ON_HOPPER if self._compiler.arch == 90 else _MANY
+
+
+def _table(weights: Tensor, chosen: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
+    """[T, top_k] weights and ids -> [T, experts] with the weights, and -1 for experts that a token is not sent to."""
+    table = weights.new_full((len(weights), experts), -1.0, dtype=dtype)
+    return table.scatter_(-1, chosen.long(), weights.to(dtype))
 
 
 def _plan_spec(kernel: str, dtype: torch.dtype, experts: int, top_k: int) -> KernelSpec:

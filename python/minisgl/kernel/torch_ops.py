@@ -186,8 +186,24 @@ class TorchOps:
     ) -> Tensor:
         if not isinstance(w13, Tensor) or not isinstance(w2, Tensor):
             raise TypeError("packed experts are for the kernels of csrc/")
-        top_k = routing.top_k
         weights, experts = route(router_logits, routing, biases.choice)
+        y = self._mix(x, weights, experts, w13, w2, biases, activation)
+        return y if residual is None else y.add_(residual)
+
+    def moe_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        return self._mix(x, weights, experts, w13, w2, NO_BIASES, "silu")
+
+    def _mix(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        biases: ExpertBiases,
+        activation: ExpertActivation,
+    ) -> Tensor:
+        top_k = experts.shape[1]
         order = experts.flatten().argsort(stable=True)
         tokens, weights = order // top_k, weights.flatten()[order].unsqueeze(1)
         counts = experts.flatten().bincount(minlength=len(w13)).tolist()
@@ -202,8 +218,7 @@ class TorchOps:
                 y = self._product(hidden, w2[expert], w2_bias)
                 out.index_add_(0, tokens[mine], (y * weights[mine]).float())
                 start += count
-        y = out.to(x.dtype)
-        return y if residual is None else y.add_(residual)
+        return out.to(x.dtype)
 
     def begin_compiling(self, *_: object) -> None:
         pass

@@ -19,11 +19,17 @@ class Model(nn.Module, ABC):
     """
 
     model: nn.Module
+    graphs_by_trial = False  # True: graphs hold its steps if a trial finds no fault
+    divides_logits = True  # it can leave the logits of a rank's share of the vocabulary (`ForwardContext.divided`)
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
+
+    def forward(self, ctx: ForwardContext) -> Tensor:
+        """Logits [S, vocab_size] of the tokens that sample, in the model's dtype, the same on every rank."""
+        return self.logits(self.model(ctx), ctx)
 
     @abstractmethod
     def logits(self, states: Tensor, ctx: ForwardContext) -> Tensor:

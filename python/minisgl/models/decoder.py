@@ -222,10 +222,6 @@ class CausalLM(DecoderModel):
         width, size = self.lm_head.weight.shape
         return replace(needs, products=needs.products | {Product(width, size, norm=True, gate=None)})
 
-    def forward(self, ctx: ForwardContext) -> Tensor:
-        """Logits [S, vocab_size] of the tokens that sample, in the model's dtype, the same on every rank."""
-        return self.logits(self.model(ctx), ctx)
-
     def logits(self, states: Tensor, ctx: ForwardContext) -> Tensor:
         """Logits [S, vocab_size] of states [S, hidden_size] that the decoder gave."""
         logits: Tensor = self.lm_head(states, self.model.norm, ctx)

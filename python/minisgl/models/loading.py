@@ -26,7 +26,7 @@ from minisgl.models.checkpoint import Checkpoint
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel, WeightError
 from minisgl.models.decoder import CausalLM
 from minisgl.models.expert_filling import ExpertFilling
-from minisgl.models.generic.causal_lm import build_generic, load_generic
+from minisgl.models.generic.load import build_generic, load_generic
 from minisgl.models.hub import some
 from minisgl.models.linear_filling import LinearFilling
 from minisgl.models.online_quantization import describe, round_weights
@@ -157,7 +157,7 @@ def build_model(config: ModelConfig, *, tp: TPGroup, dtype: torch.dtype, device:
     """
     config.check_tp(tp.size)
     if config.transformers is not None:
-        return build_generic(config, dtype=dtype)
+        return build_generic(config, tp=tp, dtype=dtype)
     with torch.device(device):
         if config.pooling is not None:
             return PoolingModel(config, config.pooling, tp=tp, dtype=dtype).eval()
@@ -192,7 +192,7 @@ def load_model(
         config.check_tp(tp.size)
         if quantization != "auto":
             raise UnsupportedModel(f"--quantization {quantization}: {config.architecture} is computed by transformers")
-        return load_generic(config, folder, dtype=dtype, device=device, dummy=load_format == "dummy")
+        return load_generic(config, folder, tp=tp, dtype=dtype, device=device, dummy=load_format == "dummy")
     method = None if quantization == "auto" or stored is not None else quantization
     forms = WeightForms(device, tp, keeps, keeps_experts, method, fp8_activations)
     model = build_model(config, tp=tp, dtype=dtype, device=device)

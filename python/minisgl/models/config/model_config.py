@@ -43,11 +43,25 @@ class CheckpointNames:
 
 
 @dataclass(frozen=True, slots=True)
+class RotaryCall:
+    """Call of a module that makes cosines and sines: its name, and what it is told besides x and the positions."""
+
+    name: str
+    args: tuple[str | int | float | None, ...] = ()
+    kwargs: tuple[tuple[str, str | int | float | None], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TransformersModules:
     """Modules of transformers that compute a model."""
 
     config_json: str  # of which transformers makes them
     attending: tuple[str, ...]  # names of those that attend, in the layers' order
+    rotaries: tuple[RotaryCall | None, ...]  # of each of these, if our kernels can rotate in its place
+    merged: tuple[tuple[str, ...], ...]  # names of linear layers that read one input
+    tp_plan: tuple[tuple[str, str], ...]  # styles by which transformers divides modules among ranks
+    tp_missing: str | None  # why these do not divide the model, if so
+    tp_sizes: tuple[tuple[str, int], ...]  # what they divide, by a name for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +120,11 @@ class ModelConfig:
 
         KV heads are replicated and the vocabulary is padded, so neither has to divide.
         """
-        if self.transformers is not None and size > 1:
-            raise UnsupportedModel(f"--tp {size}: {self.architecture} is computed by transformers, on one rank alone")
+        by_plan = () if self.transformers is None or size == 1 else self.transformers.tp_sizes
+        if self.transformers is not None and size > 1 and self.transformers.tp_missing is not None:
+            raise UnsupportedModel(
+                f"--tp {size}: {self.architecture} is computed by transformers, {self.transformers.tp_missing}"
+            )
         for layer in self.layers:
             expert = " of an expert" if isinstance(layer.mlp, MoEConfig) else ""
             if isinstance(layer.attention, AttentionConfig):
@@ -117,7 +134,7 @@ class ModelConfig:
             divided[f"intermediate size{expert}"] = layer.mlp.intermediate_size
             if isinstance(layer.mlp, MoEConfig):
                 divided["intermediate size of the shared experts"] = layer.mlp.shared_intermediate_size
-            for what, count in divided.items():
+            for what, count in (*divided.items(), *by_plan):
                 if count % size:
                     raise UnsupportedModel(
                         f"tensor parallelism over {size} ranks does not divide the model's {what} ({count})"

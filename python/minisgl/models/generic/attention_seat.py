@@ -11,13 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl.context import ForwardContext
+from minisgl.distributed import TPGroup
 from minisgl.kernel.base import Heads
 from minisgl.layers.attention import attend
 from minisgl.layers.layer_config import NO_ROPE, AttentionConfig
-from minisgl.models.config.model_config import UnsupportedModel
+from minisgl.models.config.model_config import RotaryCall, UnsupportedModel
+from minisgl.models.generic.division import share
+from minisgl.models.generic.rotation import RotationProbe
+from minisgl.models.generic.step import Step
 
 PAGED = "minisgl"  # in the registry; it has no masks, and transformers then makes none
 PROBED = "minisgl-probe"
@@ -29,7 +33,7 @@ class Seat(Protocol):
     """Attends for a module."""
 
     def __call__(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any], /
     ) -> Tensor:
         """Attend with q [1, heads, T, head_dim], k and v [1, kv_heads, T, head_dim]: [1, T, heads, head_dim]."""
         ...
@@ -84,8 +88,10 @@ class Probe:
     """Records what each attention of a model on the meta device asks for, in the order of the calls."""
 
     module_names: Mapping[nn.Module, str]
+    rotations: RotationProbe
     names: list[str] = field(default_factory=list)
     configs: list[AttentionConfig] = field(default_factory=list)
+    rotaries: list[RotaryCall | None] = field(default_factory=list)
 
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
@@ -94,25 +100,33 @@ class Probe:
         name = self.module_names[module]
         if name in self.names:
             raise UnsupportedModel("a layer attends twice")
-        if v.shape != k.shape or k.shape[3] != head_dim or k.shape[2] != q.shape[2]:
-            raise UnsupportedModel("keys and values of a token have other sizes than its queries, or other tokens")
+        if v.shape[:3] != k.shape[:3] or k.shape[2] != q.shape[2]:
+            raise UnsupportedModel("keys and values are of other tokens or heads than one another or the queries")
+        if k.shape[3] != head_dim or v.shape[3] > head_dim:
+            raise UnsupportedModel("keys are of another size than queries, or values of a larger one")
         if not (options.get("is_causal") or getattr(module, "is_causal", True)):
             raise UnsupportedModel("its attention is bidirectional")
         if options.get("softcap") is not None:
             raise UnsupportedModel("its attention has a softcap")
         self.names.append(name)
+        self.rotaries.append(self.rotations.call_of(module, q, k))
         self.configs.append(
             AttentionConfig(
                 num_heads=heads,
                 num_kv_heads=k.shape[1],
                 head_dim=head_dim,
-                rope=NO_ROPE,  # q and k come rotated
+                rope=NO_ROPE,  # as transformers' modules make it
                 scale=head_dim**-0.5 if options.get("scaling") is None else float(options["scaling"]),
                 window=_window(mask, options.get("sliding_window")),
                 has_sinks=options.get("s_aux") is not None,
             )
         )
-        return q.transpose(1, 2)
+        return give_queries(module, q, k, v)
+
+
+def give_queries(_module: nn.Module, q: Tensor, _k: Tensor, v: Tensor, *_: object) -> Tensor:
+    """Attend in shape alone."""
+    return q.transpose(1, 2)[..., : v.shape[3]]
 
 
 def _window(mask: Tensor | None, option: int | None) -> int | None:
@@ -125,20 +139,14 @@ def _window(mask: Tensor | None, option: int | None) -> int | None:
     return window
 
 
-@dataclass
-class Step:
-    """The step under way."""
-
-    ctx: ForwardContext | None = None
-
-
 @dataclass(frozen=True)
 class PagedSeat:
     """Attention of one layer over the paged KV pool, for the tokens of all sequences of a step."""
 
     layer: int
-    config: AttentionConfig
-    unrotated: Tensor  # [max_positions, head_dim]: see Heads.cos_sin
+    config: AttentionConfig  # of all ranks
+    cos_sin: Tensor  # [max_positions, head_dim]: see Heads.cos_sin
+    tp: TPGroup
     step: Step
 
     def __call__(
@@ -150,8 +158,33 @@ class PagedSeat:
         mask: Tensor | None,  # noqa: ARG002 (the pool's pages tell sequences apart)
         options: dict[str, Any],
     ) -> Tensor:
-        if self.step.ctx is None:
-            raise RuntimeError("no step is under way")
-        qkv = torch.cat((q[0], k[0], v[0])).transpose(0, 1).flatten(1)
-        heads = Heads(self.config.num_heads, self.config.num_kv_heads, self.unrotated, q_norm=None, k_norm=None)
-        return attend(self.layer, qkv, heads, options.get("s_aux"), self.step.ctx).unsqueeze(0)
+        config, tp, sinks = self.config, self.tp, options.get("s_aux")
+        q, k, v = q[0], k[0], v[0]
+        has_all = len(q) == config.num_heads
+        if tp.size > 1:  # of heads that its projections did not divide, a rank attends with its share
+            mine = config.kv_heads_of(tp.rank, tp.size)
+            if len(k) == config.num_kv_heads:
+                k, v = (torch.cat([part[head : head + 1] for head in mine]) for part in (k, v))
+            q = share(q, 0, tp) if has_all else q
+            sinks = share(sinks, 0, tp) if sinks is not None and len(sinks) == config.num_heads else sinks
+        value_dim = v.shape[2]
+        if value_dim < config.head_dim:  # as of latent attention
+            v = F.pad(v, (0, config.head_dim - value_dim))
+        heads = Heads(len(q), len(k), self.cos_sin, q_norm=None, k_norm=None)
+        out = attend(self.layer, _side_by_side(q, k, v), heads, sinks, self.step.ctx)
+        if tp.size > 1 and has_all:
+            out = tp.all_gather(out.flatten(1)).view(len(out), config.num_heads, config.head_dim)
+        return out[..., :value_dim].unsqueeze(0)
+
+
+def _side_by_side(*parts: Tensor) -> Tensor:
+    """[heads, T, head_dim] each -> [T, all heads * head_dim]; without a copy if they are columns of one product."""
+    tokens, head_dim = parts[0].shape[1:]
+    width = sum(map(len, parts)) * head_dim
+    start = at = parts[0].storage_offset()
+    for part in parts:
+        memory = part.untyped_storage().data_ptr(), part.storage_offset(), part.stride()
+        if memory != (parts[0].untyped_storage().data_ptr(), at, (head_dim, width, 1)):
+            return torch.cat(parts).transpose(0, 1).flatten(1)
+        at += len(part) * head_dim
+    return parts[0].as_strided((tokens, width), (width, 1), start)

@@ -13,12 +13,14 @@ from minisgl.models.config.model_config import ModelConfig, TransformersModules,
 
 def read_generic(architecture: str, raw: Mapping[str, Any]) -> ModelConfig:
     """Return the model as transformers has it; its layers' attention is what its modules ask for. UnsupportedModel."""
-    from minisgl.models.generic.causal_lm import hf_config, make_empty, probe
+    from minisgl.models.generic.division import divided_sizes, missing_style
+    from minisgl.models.generic.model_probe import hf_config, make_empty, probe
 
     content = json.dumps(raw)
     try:
         text = hf_config(content).get_text_config(decoder=True)
-        found = probe(make_empty(content))
+        model = make_empty(content)
+        found, merged = probe(model)
     except UnsupportedModel:
         raise
     except Exception as error:  # of any config or module of transformers
@@ -26,6 +28,7 @@ def read_generic(architecture: str, raw: Mapping[str, Any]) -> ModelConfig:
     positions = getattr(text, "max_position_embeddings", None)
     if not positions:
         raise UnsupportedModel("config.json does not tell the context length (max_position_embeddings)")
+    kv_heads = {name: config.num_kv_heads for name, config in zip(found.names, found.configs, strict=True)}
     return ModelConfig(
         architecture=architecture,
         vocab_size=text.vocab_size,
@@ -37,5 +40,13 @@ def read_generic(architecture: str, raw: Mapping[str, Any]) -> ModelConfig:
         tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
         dtype=ConfigReader(raw).dtype(),
         initializer_range=float(getattr(text, "initializer_range", 0.02)),
-        transformers=TransformersModules(content, tuple(found.names)),
+        transformers=TransformersModules(
+            content,
+            tuple(found.names),
+            tuple(found.rotaries),
+            merged,
+            tp_plan=tuple(model._tp_plan.items()),
+            tp_missing=missing_style(model._tp_plan),
+            tp_sizes=tuple(dict.fromkeys(divided_sizes(model, model._tp_plan, kv_heads))),
+        ),
     )

@@ -1,0 +1,121 @@
+"""Trial of CUDA graphs for a model whose modules are not ours: may a graph hold a step, and is its replay what the
+launches one by one compute?
+
+A module may read a result back and decide by it on the host, or keep on the host what changes from step to step. Torch
+tells of the first; the second shows in the replay of another step than the one that was captured.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.core import Batch, SamplingFlags, pages_for
+from minisgl.engine.forward import StepRunner, step_inputs, views_like
+from minisgl.engine.graphs import DecodeGraphs, GraphMemory, PrefillGraphs
+from minisgl.uploads import upload
+
+ROWS = 2  # of a trial's steps
+_PROMPT_LEN = 5
+# Cosine of the angle between logits. Attention may add up in another order, and send a token to another expert.
+_ALIKE = 0.9
+
+
+def trial_pages(page_size: int) -> int:
+    """Return the pages that a trial's runner needs."""
+    return ROWS * pages_for(_PROMPT_LEN + 1, page_size)
+
+
+def decode_fault(runner: StepRunner, max_seq_len: int) -> str | None:
+    """Return why no graph may hold a decode; None if one did. The runner has ROWS slots and `trial_pages` pages."""
+    prefill, decode = _steps(runner)
+    runner.forward(prefill)  # whose keys and values the decode reads
+    state, config = runner.state, runner.model.config
+    slots = torch.arange(ROWS, device=state.device)
+    logits = torch.empty((ROWS, config.vocab_size), dtype=runner.model.dtype, device=state.device)
+    attention = runner.attention.capture_decode(ROWS)
+    kv_lens = np.full(ROWS, max_seq_len, dtype=np.int32)
+
+    def launch() -> Tensor:
+        runner.model(runner.decode_context(slots, kv_lens, attention, logits))
+        return logits
+
+    def replay() -> Tensor:
+        return DecodeGraphs(runner, [ROWS], max_seq_len, GraphMemory(), _nothing).forward(decode).logits
+
+    launch()
+    attention.prepare(decode.start_pos)
+    return _fault(launch, replay)
+
+
+def prefill_fault(runner: StepRunner, max_seq_len: int, tokens: int) -> str | None:
+    """Return why no graph of `tokens` tokens may hold a prefill; None if one did."""
+    prefill, _ = _steps(runner)
+    host = step_inputs(prefill)
+    inputs = views_like(upload(np.concatenate(host), runner.state.device), host)
+    ctx = runner.context(inputs, prefill.query_lens, host.kv_lens, logits_indices=inputs.logits_indices.long())
+
+    def launch() -> Tensor:
+        logits: Tensor = runner.model(ctx)
+        return logits
+
+    def replay() -> Tensor:
+        return PrefillGraphs(runner, [tokens], max_seq_len, GraphMemory(), _nothing).forward(prefill).logits
+
+    return _fault(launch, replay)
+
+
+def _steps(runner: StepRunner) -> tuple[Batch, Batch]:
+    """Return a prefill of random prompts, and the decode that follows it."""
+    state, slots = runner.state, np.arange(ROWS, dtype=np.int32)
+    pages = pages_for(_PROMPT_LEN + 1, state.page_size)
+    taken = torch.arange(ROWS * pages, dtype=torch.int32, device=state.device)
+    for table in (state.page_table, state.window_table):
+        if table is not None:
+            table[:ROWS, :pages] = taken.view(ROWS, pages)
+    state.tokens[:ROWS].random_(0, runner.model.config.vocab_size)
+    state.lengths[:ROWS] = _PROMPT_LEN + 1
+
+    def step(start: int, length: int) -> Batch:
+        return Batch(
+            step=0,
+            slots=slots,
+            start_pos=np.full(ROWS, start, dtype=np.int32),
+            query_lens=np.full(ROWS, length, dtype=np.int32),
+            needs_sample=np.ones(ROWS, dtype=np.bool_),
+            new_pages=np.zeros((0, 3), dtype=np.int32),
+            flags=SamplingFlags(0),
+        )
+
+    return step(0, _PROMPT_LEN), step(_PROMPT_LEN, 1)
+
+
+def _fault(launch: Callable[[], Tensor], replay: Callable[[], Tensor]) -> str | None:
+    """Return what is wrong with the replay of a step."""
+    launch()
+    launched = launch().float().clone()
+    torch.cuda.synchronize()
+    try:
+        # Found so, before a capture fails and leaves torch's generator and allocator in its midst.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            launch()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        replayed = replay().float()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # of any module of transformers, by way of torch
+        return f"the host takes part: {' '.join(str(error).split())[:200]}"
+    cosine = float(torch.cosine_similarity(replayed.flatten(), launched.flatten(), dim=0))
+    return None if cosine >= _ALIKE else f"a replay computes something else (cosine of the logits {cosine:.2f})"
+
+
+def _nothing() -> None:
+    pass
