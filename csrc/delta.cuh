@@ -1,4 +1,4 @@
-// What the kernels of a Gated DeltaNet share (Yang et al., "Gated Delta Networks", 2024). A projection [T, width] holds q
+// Shared parts of the kernels of a Gated DeltaNet (Yang et al., "Gated Delta Networks", 2024). A projection [T, width] holds q
 // and k of all key heads, v of all value heads (together the channels of the convolution), the gate z of all value heads,
 // and a logit b of the step and a of the decay for each. -DKEY_DIM and -DVALUE_DIM are the sizes of heads, -DTAPS the
 // inputs that the convolution reads.

@@ -1,7 +1,7 @@
 // Rows through a Gated DeltaNet, chunk by chunk (delta_chunks.cuh).
 #include "delta_chunks.cuh"
 
-// What delta_scan reads of a chunk for 16 columns of each of its SCAN_WARPS warps.
+// A chunk as delta_scan reads it, for 16 columns of each of its SCAN_WARPS warps.
 constexpr int COLUMNS = 16 * SCAN_WARPS, SPLITS = VALUE_DIM / COLUMNS;
 constexpr int LOADERS = 128, THREADS = SCAN_WARPS * 32 + LOADERS;
 struct Stage {

@@ -4,7 +4,7 @@
 // through the keys tile by tile; a thread of a third fetches them, and its registers go to the others. While a tile's scores become shares, the tile before it
 // multiplies its values. Scores are exponents of two.
 //
-// What the row's keys are is said by an Item. If they are but a part of what the queries see, the parts are launched one
+// An Item names the row's keys. If they are but a part of what the queries see, the parts are launched one
 // after another, and each is merged with those before it by the logarithms of their sums (`lse`).
 //
 // -DRANK, -DNOPE and -DVALUE, multiples of 64, -DROPE 64; -DTILE: keys of a tile, 64 or 128. T is bf16 or f16. Hopper.
