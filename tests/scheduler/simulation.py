@@ -390,7 +390,7 @@ class World:
 
     def step(self) -> None:
         report = self.loop.step()
-        if self.scheduler._next_step % 5 == 0:  # it is slow
+        if self.scheduler._next_step % 20 == 0:  # it is slow
             self.scheduler._pages.check_windows()
         self.entered += [opened.seq_id for opened in report.opened]
         self.cached.update((opened.seq_id, opened.cached_tokens) for opened in report.opened)

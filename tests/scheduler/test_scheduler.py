@@ -23,8 +23,7 @@ WORLDS: list[dict[str, object]] = [
     {"page_size": 16, "num_pages": 10, "chunk": 1000, "batch_policy": "mixed", "schedule_policy": "lpm"},
     {"page_size": 16, "num_pages": 12, "overlap": False},
     {"page_size": 4, "num_pages": 30, "chunk": 30, "batch_policy": "mixed", "num_slots": 16, "snapshots": 20},
-    {"page_size": 2, "num_pages": 60, "chunk": 7, "window": 9, "num_window_pages": 24},
-    {"page_size": 1, "num_pages": 120, "window": 17, "num_window_pages": 60, "batch_policy": "mixed", "overlap": False},
+    {"page_size": 2, "num_pages": 60, "chunk": 7, "window": 9, "num_window_pages": 24, "batch_policy": "mixed"},
 ]
 
 
