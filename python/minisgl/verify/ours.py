@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,15 +20,18 @@ from minisgl.distributed import SingleRank
 from minisgl.engine.engine import Engine
 from minisgl.engine.forward import ForwardOutput, step_inputs
 from minisgl.engine.graphs import DecodeGraphs
+from minisgl.layers.norm import RMSNorm
 from minisgl.message.types import unpack_ids
 from minisgl.models.config.model_config import ModelConfig
-from minisgl.models.decoder import DecoderModel
+from minisgl.models.decoder import DecoderModel, States
 from minisgl.scheduler.loop import make_loop, reuses_prefixes
 from minisgl.verify.compare import Run, common_length, compare_rows
 from minisgl.verify.oracle import TRACED, Answers, Expected, Float32Array
 
 # Called on the engine's device with each step's plan, the tokens of each row so far, and all logits [T, vocab].
 Observer = Callable[[Batch, Sequence[list[int]], Tensor], None]
+LayerInputs: TypeAlias = tuple[States, ForwardContext, RMSNorm | None]
+"""Arguments of DecoderLayer.forward."""
 
 
 class ObservedEngine(Engine):
@@ -46,8 +50,8 @@ class ObservedEngine(Engine):
         model = self._decoder_model
         logits: list[Tensor] = []
 
-        def keep(_last_layer: nn.Module, inputs: tuple[Tensor, ForwardContext], states: Tensor) -> None:
-            logits.append(model.logits(states, inputs[1]))
+        def keep(_last_layer: nn.Module, inputs: LayerInputs, states: States) -> None:
+            logits.append(model.logits(states.x, inputs[1]))
 
         with model.model.layers[-1].register_forward_hook(keep):
             output = runner.forward(batch)
@@ -201,9 +205,9 @@ def _looks_away(_batch: Batch, _known: Sequence[list[int]], _logits: Tensor) -> 
 def _tapped(layers: Sequence[nn.Module], into: Sequence[list[Tensor]]) -> Iterator[None]:
     """Keep what goes into each layer: what the one before it gave."""
 
-    def tap(kept: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, ForwardContext]], None]:
-        def keep(_layer: nn.Module, inputs: tuple[Tensor, ForwardContext]) -> None:
-            kept.append(inputs[0].clone())
+    def tap(kept: list[Tensor]) -> Callable[[nn.Module, LayerInputs], None]:
+        def keep(_layer: nn.Module, inputs: LayerInputs) -> None:
+            kept.append(inputs[0].x.clone())
 
         return keep
 
