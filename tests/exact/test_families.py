@@ -33,9 +33,17 @@ KINDS = (
     "deepseek-v2",
     "deepseek-v3",
     "gemma4",
+    "gemma4-moe",
     "qwen3-next",
 )
-WINDOWED = ("ministral", "olmo3", "exaone4", "gpt-oss", "gemma4")  # their windows are shorter than the sequences
+WINDOWED = (
+    "ministral",
+    "olmo3",
+    "exaone4",
+    "gpt-oss",
+    "gemma4",
+    "gemma4-moe",
+)  # their windows are shorter than the sequences
 NEW_TOKENS = 24
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from minisgl.layers.layer_config import ProportionalScaling, RopeConfig
+from minisgl.kernel.base import Routing
+from minisgl.layers.layer_config import MLPConfig, MoEConfig, ProportionalScaling, RopeConfig
 from minisgl.models.config.load_config import load_model_config, parse_config
 from minisgl.models.config.model_config import UnsupportedModel
 
@@ -33,6 +34,12 @@ TEXT: dict[str, Any] = {  # a dense model
     "use_bidirectional_attention": "vision",
     "vocab_size": 262144,
 }
+EXPERTS: dict[str, Any] = {  # of 26B-A4B
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
 GEMMA_4: dict[str, Any] = {
     "architectures": ["Gemma4ForConditionalGeneration"],
     "dtype": "bfloat16",
@@ -50,6 +57,16 @@ def test_layers_without_a_window_have_other_heads() -> None:
     assert full.rope == RopeConfig(1000000.0, ProportionalScaling(0.25, 1.0))
     assert (config.logits_softcap, config.attention.scale) == (30.0, 1.0)
     assert config.checkpoint.ours("model.embed_vision.weight") is None
+
+
+def test_experts_stand_beside_the_mlp() -> None:
+    config = parse_config({**GEMMA_4, "text_config": TEXT | EXPERTS})
+    assert {layer.mlp for layer in config.layers} == {MLPConfig(21504, activation="gelu_tanh")}
+    assert {layer.experts for layer in config.layers} == {MoEConfig(128, 704, Routing(8, renormalize=True))}
+    assert config.experts_per_token == 8
+    config.check_tp(2)
+    with pytest.raises(UnsupportedModel, match=r"intermediate size of an expert \(704\)"):
+        parse_config({**GEMMA_4, "text_config": TEXT | EXPERTS | {"num_attention_heads": 96}}).check_tp(3)
 
 
 def test_transformers_writes_heads_by_layer(tmp_path: Path) -> None:
@@ -72,7 +89,9 @@ def test_transformers_writes_heads_by_layer(tmp_path: Path) -> None:
     [
         ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input 256 is not supported"),
         ({"num_kv_shared_layers": 4}, "num_kv_shared_layers 4 is not supported"),
-        ({"enable_moe_block": True}, "enable_moe_block true is not supported"),
+        ({"enable_moe_block": True}, "config.json lacks num_experts"),
+        ({**EXPERTS, "top_k_experts": 129}, "top_k_experts 129 is more than num_experts 128"),
+        ({"num_experts": 128}, "num_experts 128 is not supported"),
         ({"use_bidirectional_attention": "all"}, 'use_bidirectional_attention "all" is not supported'),
         ({"hidden_activation": "silu"}, 'hidden_activation "silu" is not supported'),
         ({"num_global_key_value_heads": 5}, "is not a multiple of num_global_key_value_heads 5"),

@@ -111,6 +111,15 @@ GEMMA4: dict[str, Any] = {
     "final_logit_softcapping": 5.0,
     "tie_word_embeddings": True,
 }
+GEMMA4_EXPERTS: dict[str, Any] = {
+    **GEMMA4,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+}
 HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
@@ -195,6 +204,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3", DEEPSEEK_V3),
     "glm4-moe-lite": ("Glm4MoeLite", GLM4_MOE_LITE),
     "gemma4": ("Gemma4", GEMMA4),
+    "gemma4-moe": ("Gemma4", GEMMA4_EXPERTS),
     "qwen3-next": ("Qwen3Next", {**HYBRID, **QWEN_EXPERTS, "mlp_only_layers": [1]}),
     "qwen3.5": ("Qwen3_5", HYBRID),
     "qwen3.5-moe": ("Qwen3_5Moe", {**HYBRID, **QWEN_EXPERTS}),
@@ -215,6 +225,8 @@ def make_model(kind: str, **changes: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # ones would hide a norm that is left out or put in the wrong place
+                parameter.uniform_(0.5, 1.5)
+            if name.endswith("scale"):
                 parameter.uniform_(0.5, 1.5)
             if name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.2)

@@ -362,8 +362,16 @@ class Ops(Protocol):
         """
         ...
 
-    def moe_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        """`moe` with silu and without biases of tokens whose experts are chosen: their ids [T, top_k], each of a token
+    def moe_chosen(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        activation: Activation = "silu",
+    ) -> Tensor:
+        """`moe` without biases of tokens whose experts are chosen: their ids [T, top_k], each of a token
         once, and their weights.
         """
         ...

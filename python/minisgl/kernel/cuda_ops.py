@@ -326,9 +326,17 @@ class CudaOps:
             return self._torch.moe(x, router_logits, w13, w2, routing, biases, activation, residual)
         return self._moe(x, router_logits, w13, w2, routing, biases, activation, residual)
 
-    def moe_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        if not self.moe_graph_safe(w13, w2, experts.shape[1]):
-            return self._torch.moe_chosen(x, weights, experts, w13, w2)
+    def moe_chosen(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        activation: Activation = "silu",
+    ) -> Tensor:
+        if activation != "silu" or not self.moe_graph_safe(w13, w2, experts.shape[1]):
+            return self._torch.moe_chosen(x, weights, experts, w13, w2, activation)
         return self._moe.chosen(x, weights, experts, w13, w2)
 
     def moe_graph_safe(self, w13: ExpertMatrices, w2: ExpertMatrices, top_k: int, /) -> bool:

@@ -190,8 +190,16 @@ class TorchOps:
         y = self._mix(x, weights, experts, w13, w2, biases, activation)
         return y if residual is None else y.add_(residual)
 
-    def moe_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        return self._mix(x, weights, experts, w13, w2, NO_BIASES, "silu")
+    def moe_chosen(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        activation: Activation = "silu",
+    ) -> Tensor:
+        return self._mix(x, weights, experts, w13, w2, NO_BIASES, activation)
 
     def _mix(
         self,
@@ -201,7 +209,7 @@ class TorchOps:
         w13: Tensor,
         w2: Tensor,
         biases: ExpertBiases,
-        activation: ExpertActivation,
+        activation: Activation | ClampedSwiGLU,
     ) -> Tensor:
         top_k = experts.shape[1]
         order = experts.flatten().argsort(stable=True)
@@ -260,7 +268,7 @@ def activate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 
-def _activate_expert(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
+def _activate_expert(gate_up: Tensor, activation: Activation | ClampedSwiGLU) -> Tensor:
     if not isinstance(activation, ClampedSwiGLU):
         return activate_and_mul(gate_up, activation)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -198,6 +198,13 @@ class NormNames:
 
 
 @dataclass(frozen=True, slots=True)
+class Gemma4Parts:
+    """Parts of a Gemma 4 layer beside attention and MLP. A learned factor of the layer's output all have."""
+
+    experts: MoEConfig | None = None  # beside the MLP, with its activation
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """One decoder layer."""
 
@@ -205,4 +212,11 @@ class LayerConfig:
     mlp: MLPConfig | MoEConfig
     norms: NormNames = NormNames()
     residual_scale: float = 1.0  # factor of each block's output before it is added (Granite)
-    has_scalar: bool = False  # a learned factor of the layer's output (Gemma 4)
+    gemma4: Gemma4Parts | None = None  # what the layers of that family have besides
+
+    @property
+    def experts(self) -> MoEConfig | None:
+        """The experts in the place of the MLP or beside it."""
+        if isinstance(self.mlp, MoEConfig):
+            return self.mlp
+        return None if self.gemma4 is None else self.gemma4.experts

@@ -169,6 +169,7 @@ class Experts(nn.Module):
     """
 
     packed: tuple[PackedExperts, PackedExperts] | None = None
+    may_pack = True  # what computes with them reads packed ones too
 
     def __init__(self, config: MoEConfig, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Gemma 4, its dense text model (Gemma team, 2026): Gemma 3 with wider heads and fewer KV heads without a window.
+"""Gemma 4, its text model (Gemma team, 2026): Gemma 3 with wider heads and fewer KV heads without a window.
 
-Embeddings by layer, layers that share KV (E2B, E4B) and experts beside the MLP (26B-A4B) are refused by name. Towers
-for images and sound are left out.
+26B-A4B has experts beside the MLP of each layer. Embeddings by layer and layers that share KV (E2B, E4B) are refused by
+name. Towers for images and sound are left out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from minisgl.layers.layer_config import AttentionConfig, LayerConfig, MLPConfig
+from minisgl.kernel.base import Routing
+from minisgl.layers.layer_config import AttentionConfig, Gemma4Parts, LayerConfig, MLPConfig, MoEConfig
 from minisgl.models.config.common_fields import (
     MULTIMODAL_NAMES,
     nested_text,
@@ -64,7 +65,8 @@ def read_gemma4(architecture: str, reader: ConfigReader) -> ModelConfig:
     sliding, full = _read_attentions(reader, window if window < context_len else None)
     _check_sizes(reader, full, windowed)
     mlp = MLPConfig(reader.count("intermediate_size"), activation="gelu_tanh")
-    layers = [LayerConfig(sliding if slides else full, mlp, SANDWICH_NORMS, has_scalar=True) for slides in windowed]
+    parts = Gemma4Parts(experts=_read_experts(reader) if reader.flag("enable_moe_block") else None)
+    layers = [LayerConfig(sliding if slides else full, mlp, SANDWICH_NORMS, gemma4=parts) for slides in windowed]
     cap = None if reader.get("final_logit_softcapping") is None else reader.number("final_logit_softcapping")
     model = read_model(architecture, reader, layers, context_len)
     return dataclasses.replace(
@@ -106,6 +108,14 @@ def _read_attentions(reader: ConfigReader, window: int | None) -> tuple[Attentio
             f"num_global_key_value_heads {full.num_kv_heads}"
         )
     return sliding, full
+
+
+def _read_experts(reader: ConfigReader) -> MoEConfig:
+    """Read the experts beside the MLP of every layer."""
+    num_experts, chosen = reader.count("num_experts"), reader.count("top_k_experts")
+    if chosen > num_experts:
+        raise UnsupportedModel(f"top_k_experts {chosen} is more than num_experts {num_experts}")
+    return MoEConfig(num_experts, reader.count("moe_intermediate_size"), Routing(chosen, renormalize=True))
 
 
 def _saved_sizes(reader: ConfigReader) -> ConfigReader:

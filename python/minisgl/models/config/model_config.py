@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from minisgl.config import ConfigError
-from minisgl.layers.layer_config import AttentionConfig, LayerConfig, MoEConfig, NormConfig
+from minisgl.layers.layer_config import AttentionConfig, LayerConfig, MLPConfig, NormConfig
 from minisgl.pooling.pooling_config import PoolingConfig
 from minisgl.quantization.schemes import Quantization
 
@@ -113,7 +113,7 @@ class ModelConfig:
     @property
     def experts_per_token(self) -> int:
         """The most experts that a layer sends a token to; 0 for a dense model."""
-        return max(layer.mlp.routing.top_k if isinstance(layer.mlp, MoEConfig) else 0 for layer in self.layers)
+        return max((one.routing.top_k for layer in self.layers if (one := layer.experts)), default=0)
 
     def check_tp(self, size: int) -> None:
         """Raise UnsupportedModel if the layers cannot be divided among `size` ranks.
@@ -126,14 +126,15 @@ class ModelConfig:
                 f"--tp {size}: {self.architecture} is computed by transformers, {self.transformers.tp_missing}"
             )
         for layer in self.layers:
-            expert = " of an expert" if isinstance(layer.mlp, MoEConfig) else ""
             if isinstance(layer.attention, AttentionConfig):
                 divided = {"attention heads": layer.attention.num_heads}
             else:
                 divided = {"key heads of linear attention": layer.attention.num_key_heads}
-            divided[f"intermediate size{expert}"] = layer.mlp.intermediate_size
-            if isinstance(layer.mlp, MoEConfig):
-                divided["intermediate size of the shared experts"] = layer.mlp.shared_intermediate_size
+            if isinstance(layer.mlp, MLPConfig):
+                divided["intermediate size"] = layer.mlp.intermediate_size
+            if layer.experts is not None:
+                divided["intermediate size of an expert"] = layer.experts.intermediate_size
+                divided["intermediate size of the shared experts"] = layer.experts.shared_intermediate_size
             for what, count in (*divided.items(), *by_plan):
                 if count % size:
                     raise UnsupportedModel(

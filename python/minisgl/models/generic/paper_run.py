@@ -31,7 +31,7 @@ class _OnPaper(SingleRank):
 
 
 class _PaperOps(TorchOps):
-    def moe_chosen(self, x: Tensor, *_: Tensor) -> Tensor:
+    def moe_chosen(self, x: Tensor, *_: object) -> Tensor:
         return torch.empty_like(x)
 
 
