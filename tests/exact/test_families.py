@@ -33,7 +33,7 @@ KINDS = (
     "deepseek-v2",
     "deepseek-v3",
     "gemma4",
-    "gemma4-moe",
+    "gemma4-parts",
     "qwen3-next",
 )
 WINDOWED = (
@@ -42,7 +42,7 @@ WINDOWED = (
     "exaone4",
     "gpt-oss",
     "gemma4",
-    "gemma4-moe",
+    "gemma4-parts",
 )  # their windows are shorter than the sequences
 NEW_TOKENS = 24
 

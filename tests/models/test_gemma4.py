@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from minisgl.kernel.base import Routing
-from minisgl.layers.layer_config import MLPConfig, MoEConfig, ProportionalScaling, RopeConfig
+from minisgl.layers.layer_config import LayerInputConfig, MLPConfig, MoEConfig, ProportionalScaling, RopeConfig
 from minisgl.models.config.load_config import load_model_config, parse_config
 from minisgl.models.config.model_config import UnsupportedModel
 
@@ -40,6 +40,13 @@ EXPERTS: dict[str, Any] = {  # of 26B-A4B
     "top_k_experts": 8,
     "moe_intermediate_size": 704,
 }
+INPUTS: dict[str, Any] = {  # of E2B, whose last layers share KV
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 6,
+    "use_double_wide_mlp": True,
+}
 GEMMA_4: dict[str, Any] = {
     "architectures": ["Gemma4ForConditionalGeneration"],
     "dtype": "bfloat16",
@@ -69,6 +76,21 @@ def test_experts_stand_beside_the_mlp() -> None:
         parse_config({**GEMMA_4, "text_config": TEXT | EXPERTS | {"num_attention_heads": 96}}).check_tp(3)
 
 
+def test_the_last_layers_share_kv_of_earlier_ones() -> None:
+    config = parse_config({**GEMMA_4, "text_config": TEXT | INPUTS})
+    assert config.layer_inputs == LayerInputConfig(256, 262144)
+    assert [attention.kv_of for attention in config.attentions] == [None] * 6 + [4] * 5 + [5]
+    sizes = [layer.mlp.intermediate_size for layer in config.layers]
+    assert sizes == [21504] * 6 + [43008] * 6
+    names = "model.language_model.layers.6.self_attn.k_norm.weight", "model.layers.5.self_attn.k_norm.weight"
+    assert [config.checkpoint.ours(name) for name in names] == [None, names[1]]
+
+
+def test_each_layer_has_inputs_by_default() -> None:
+    text = {key: value for key, value in TEXT.items() if key != "hidden_size_per_layer_input"}
+    assert parse_config({**GEMMA_4, "text_config": text}).layer_inputs == LayerInputConfig(256, 262144)
+
+
 def test_transformers_writes_heads_by_layer(tmp_path: Path) -> None:
     import transformers
 
@@ -87,8 +109,9 @@ def test_transformers_writes_heads_by_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input 256 is not supported"),
-        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers 4 is not supported"),
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers 7 leaves no layer of each type"),
+        ({"num_kv_shared_layers": 12}, "num_kv_shared_layers 12 leaves no layer of each type"),
+        (INPUTS | {"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input 9 is less than vocab_size 262144"),
         ({"enable_moe_block": True}, "config.json lacks num_experts"),
         ({**EXPERTS, "top_k_experts": 129}, "top_k_experts 129 is more than num_experts 128"),
         ({"num_experts": 128}, "num_experts 128 is not supported"),

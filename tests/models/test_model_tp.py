@@ -37,7 +37,7 @@ KINDS = (
     "deepseek-v2",
     "deepseek-v3",
     "gemma4",
-    "gemma4-moe",
+    "gemma4-parts",
     "qwen3-next",
     "qwen3.5-moe",
 )

@@ -95,7 +95,9 @@ def test_mixed_batches(saved: Saved, kind: str) -> None:
         assert_close(logits, rows)
 
 
-@pytest.mark.parametrize("kind", ["mistral-window", "qwen2-window", "gemma3", "exaone4", "gpt-oss", "gemma4"])
+@pytest.mark.parametrize(
+    "kind", ["mistral-window", "qwen2-window", "gemma3", "exaone4", "gpt-oss", "gemma4", "gemma4-parts"]
+)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_windows_and_cached_prefixes(saved: Saved, kind: str, page_size: int) -> None:
     """A hit longer than the window, one as long, and one shorter: what is masked follows from positions alone."""

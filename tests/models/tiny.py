@@ -111,14 +111,19 @@ GEMMA4: dict[str, Any] = {
     "final_logit_softcapping": 5.0,
     "tie_word_embeddings": True,
 }
-GEMMA4_EXPERTS: dict[str, Any] = {
+GEMMA4_PARTS: dict[str, Any] = {  # experts as 26B-A4B has them; inputs of each layer and shared KV as E2B has them
     **GEMMA4,
-    "num_hidden_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"],
+    "num_hidden_layers": 5,
+    "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+    "attention_k_eq_v": False,
     "enable_moe_block": True,
     "num_experts": 6,
     "top_k_experts": 2,
     "moe_intermediate_size": 48,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
 }
 HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -204,7 +209,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3", DEEPSEEK_V3),
     "glm4-moe-lite": ("Glm4MoeLite", GLM4_MOE_LITE),
     "gemma4": ("Gemma4", GEMMA4),
-    "gemma4-moe": ("Gemma4", GEMMA4_EXPERTS),
+    "gemma4-parts": ("Gemma4", GEMMA4_PARTS),
     "qwen3-next": ("Qwen3Next", {**HYBRID, **QWEN_EXPERTS, "mlp_only_layers": [1]}),
     "qwen3.5": ("Qwen3_5", HYBRID),
     "qwen3.5-moe": ("Qwen3_5Moe", {**HYBRID, **QWEN_EXPERTS}),

@@ -32,6 +32,7 @@ class AttentionSpec:
     scale: float | None = None  # factor of q @ k; None: head_dim ** -0.5
     has_sinks: bool = False  # each head's softmax has one more score, which `AttentionPlan.forward` is given
     latent_dim: int | None = None  # the first dimensions of a key are its value (MLA); None: V is stored beside K
+    stores_kv: bool = True  # False: the layer attends to K and V that another one stores
     # Of latent attention: a head's key without its rope, and its value, as they are made of a latent.
     expanded_dims: tuple[int, int] | None = None
 
@@ -59,6 +60,7 @@ class AttentionSpec:
             scale=config.scale,
             has_sinks=config.has_sinks,
             latent_dim=None if config.latent is None else config.latent.kv_rank,
+            stores_kv=config.kv_of is None,
             expanded_dims=None if config.latent is None else (config.latent.nope_dim, config.latent.value_dim),
         )
 
@@ -78,7 +80,7 @@ class AttentionSpec:
         return torch.float8_e4m3fn if self.fp8_kv else self.dtype
 
     def kv_stores(self, dtype: torch.dtype | None = None) -> tuple[Store, ...]:
-        """Return what the layer keeps of a token, in `kv_dtype` or another: K and V, or K alone if V is part of it."""
+        """Return what a token has that it attends to, in `kv_dtype` or another: K and V, or K alone with V in it."""
         stores = paged_kv(self.num_kv_heads, self.head_dim, dtype or self.kv_dtype)
         return stores if self.latent_dim is None else stores[:1]
 

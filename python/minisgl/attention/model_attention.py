@@ -32,6 +32,11 @@ class LayerAttention:
     fused: FusedDecode | None = None  # captured decodes, in the place of `decode`
 
     @property
+    def stores(self) -> tuple[Store, ...]:
+        """What the layer itself keeps of a token: nothing if it shares K and V of another."""
+        return self.spec.kv_stores() if self.spec.stores_kv else ()
+
+    @property
     def upcast_stores(self) -> tuple[Store, ...]:
         """Stores of the copy that a backend reads in the place of FP8 pages, if it does."""
         return self.spec.kv_stores(self.spec.dtype) if self.prefill.upcasts or self.decode.upcasts else ()
@@ -45,9 +50,7 @@ class ModelAttention:
         self._window_group = window_group
         self._attending = {index: layer for index, layer in enumerate(layers) if isinstance(layer, LayerAttention)}
         self.layers = tuple(self._attending.values())
-        self._stores = tuple(
-            layer.stores if isinstance(layer, RecurrentSpec) else layer.spec.kv_stores() for layer in layers
-        )
+        self._stores = tuple(layer.stores for layer in layers)
         # Inputs in front of a token that recurrent layers read; None: there are no such layers.
         self.history = max((layer.history for layer in layers if isinstance(layer, RecurrentSpec)), default=None)
 

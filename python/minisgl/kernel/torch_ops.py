@@ -115,9 +115,9 @@ class TorchOps:
         if heads.k_norm is not None:
             k = self.rms_norm(k, heads.k_norm)
         cos, sin = heads.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-        store(k_cache.flatten(0, 1), out_cache_loc, _rotate(k, cos, sin))
+        store(k_cache.flatten(0, 1), out_cache_loc, rotate(k, cos, sin))
         store(v_cache.flatten(0, 1), out_cache_loc, v)
-        return _rotate(q, cos, sin)
+        return rotate(q, cos, sin)
 
     def delta_step(
         self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows, out: Tensor
@@ -148,9 +148,9 @@ class TorchOps:
     ) -> None:
         latent, key = row.unsqueeze(1).tensor_split([len(norm.weight)], dim=-1)
         cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-        stored = torch.cat((self.rms_norm(latent, norm), _rotate(key, cos, sin)), dim=-1)
+        stored = torch.cat((self.rms_norm(latent, norm), rotate(key, cos, sin)), dim=-1)
         store(cache.flatten(0, 1), out_cache_loc, stored)
-        rotated.copy_(_rotate(q_rope, cos, sin))
+        rotated.copy_(rotate(q_rope, cos, sin))
 
     def latent_query(
         self,
@@ -306,7 +306,7 @@ def store(cache: Tensor, out_cache_loc: Tensor, x: Tensor) -> None:
     cache.view(torch.uint8).index_copy_(0, out_cache_loc, rounded.view(torch.uint8))  # torch moves no float8 by index
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim] with cos and sin float32 [T, 1, head_dim / 2]: rotated in float32, in x's dtype."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x [T, heads, head_dim] with cos and sin float32 [T, 1, head_dim / 2], rotated in float32, in x's dtype."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

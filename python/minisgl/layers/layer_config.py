@@ -111,6 +111,7 @@ class AttentionConfig:
     has_sinks: bool = False  # a learned score of each head beside those of the positions, whose value is 0
     output_gate: bool = False  # each head's output times the sigmoid of a gate, which stands in q_proj behind its query
     latent: LatentConfig | None = None
+    kv_of: int | None = None  # an earlier layer, whose K and V it attends to; None: it has its own
 
     @property
     def rope_head_dim(self) -> int:
@@ -195,6 +196,14 @@ class NormNames:
     mlp: str | None = "post_attention_layernorm"
     attention_post: str | None = None
     mlp_post: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputConfig:
+    """Embeddings that each layer has of the tokens, beside the states (Gemma 4 E2B, E4B)."""
+
+    size: int
+    vocab_size: int  # ids that the table has
 
 
 @dataclass(frozen=True, slots=True)

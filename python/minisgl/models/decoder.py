@@ -17,6 +17,7 @@ from minisgl.layers.layer_config import DeltaNetConfig
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl.layers.mlp import GatedMLP, Router, SparseMLP
 from minisgl.layers.norm import RMSNorm
+from minisgl.layers.per_layer_inputs import PerLayerInputs
 from minisgl.layers.rotary import Rotary
 from minisgl.models.base import Model
 from minisgl.models.config.model_config import ModelConfig
@@ -34,6 +35,11 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabEmbedding(config.vocab_size, size, tp=tp, dtype=dtype)
         kinds = dict.fromkeys((attention.rope_head_dim, attention.rope) for attention in config.attentions)
         rotaries = {kind: Rotary(kind[0], config.max_position_embeddings, kind[1]) for kind in kinds}
+        self.layer_inputs: PerLayerInputs | None = None
+        if config.layer_inputs is not None:
+            self.layer_inputs = PerLayerInputs(
+                config.layer_inputs, config.num_layers, size, config.norm, tp=tp, dtype=dtype
+            )
         self.layers = nn.ModuleList(
             (DecoderLayer if layer.gemma4 is None else Gemma4Layer)(config, index, rotaries, tp=tp, dtype=dtype)
             for index, layer in enumerate(config.layers)
@@ -44,7 +50,7 @@ class Decoder(nn.Module):
         x: Tensor = self.embed_tokens(ctx.input_ids, ctx)
         if self.embedding_scale != 1.0:
             x.mul_(self._scale(x))
-        states = States(x)
+        states = States(x, layer_inputs=None if self.layer_inputs is None else self.layer_inputs(x, ctx))
         next_norms = [*(layer.attention_norm for layer in self.layers), None][1:]
         for layer, next_norm in zip(self.layers, next_norms, strict=True):
             states = layer(states, ctx, next_norm)

@@ -17,14 +17,19 @@ from minisgl.layers.layer_config import AttentionConfig, MoEConfig, RopeConfig
 from minisgl.layers.mlp import GatedMLP, SparseMLP
 from minisgl.layers.norm import RMSNorm, params_of
 from minisgl.layers.rotary import Rotary
+from minisgl.layers.shared_kv_attention import SharedKVAttention
 from minisgl.models.config.model_config import ModelConfig
 
 
 class States(NamedTuple):
-    """States x [T, hidden_size] between two blocks, and the next block's norm of them, where it is known already."""
+    """States x [T, hidden_size] between two blocks, and the next block's norm of them, where it is known already.
+
+    `layer_inputs` [T, layers, size]: what each layer has of the tokens besides, in models with `PerLayerInputs`.
+    """
 
     x: Tensor
     normed: Tensor | None = None
+    layer_inputs: Tensor | None = None
 
 
 class DecoderLayer(nn.Module):
@@ -55,10 +60,14 @@ class DecoderLayer(nn.Module):
 
         self.attention_norm = norm(layer.norms.attention)
         # Named as in the checkpoints.
-        self.self_attn: Attention | LatentAttention | None = None
+        self.self_attn: Attention | LatentAttention | SharedKVAttention | None = None
         self.linear_attn: GatedDeltaNet | None = None
         if isinstance(layer.attention, AttentionConfig):
-            kind = Attention if layer.attention.latent is None else LatentAttention
+            kind: type[Attention | LatentAttention | SharedKVAttention] = Attention
+            if layer.attention.latent is not None:
+                kind = LatentAttention
+            elif layer.attention.kv_of is not None:
+                kind = SharedKVAttention
             rotary = rotaries[layer.attention.rope_head_dim, layer.attention.rope]
             self.self_attn = kind(layer.attention, index, hidden_size, rotary, config.norm, tp=tp, dtype=dtype)
         else:
@@ -74,7 +83,7 @@ class DecoderLayer(nn.Module):
         self.residual_scale = layer.residual_scale
 
     @property
-    def attention(self) -> Attention | LatentAttention | GatedDeltaNet:
+    def attention(self) -> Attention | LatentAttention | SharedKVAttention | GatedDeltaNet:
         """The block in which tokens meet."""
         return self.self_attn or cast(GatedDeltaNet, self.linear_attn)
 
@@ -93,7 +102,7 @@ class DecoderLayer(nn.Module):
         next_norm: RMSNorm | None,
     ) -> States:
         """x + residual_scale * post_norm(block(norm(x)))."""
-        x, normed = states
+        x, normed, _ = states
         inputs = (x, norm) if normed is None else (normed, None)
         if post_norm is None and self.residual_scale == 1.0:
             return States(*block(*inputs, ctx, x, params_of(next_norm)))

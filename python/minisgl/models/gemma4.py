@@ -1,7 +1,7 @@
 """Gemma 4, its text model (Gemma team, 2026): Gemma 3 with wider heads and fewer KV heads without a window.
 
-26B-A4B has experts beside the MLP of each layer. Embeddings by layer and layers that share KV (E2B, E4B) are refused by
-name. Towers for images and sound are left out.
+26B-A4B has experts beside the MLP of each layer; E2B and E4B have embeddings for each layer, and their last layers
+attend to K and V of earlier ones. Towers for images and sound are left out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from minisgl.kernel.base import Routing
-from minisgl.layers.layer_config import AttentionConfig, Gemma4Parts, LayerConfig, MLPConfig, MoEConfig
+from minisgl.layers.layer_config import (
+    AttentionConfig,
+    Gemma4Parts,
+    LayerConfig,
+    LayerInputConfig,
+    MLPConfig,
+    MoEConfig,
+)
 from minisgl.models.config.common_fields import (
     MULTIMODAL_NAMES,
     nested_text,
@@ -40,6 +47,7 @@ _DEFAULTS: Mapping[str, Any] = {  # of transformers' Gemma4TextConfig
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
     "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -66,15 +74,27 @@ def read_gemma4(architecture: str, reader: ConfigReader) -> ModelConfig:
     _check_sizes(reader, full, windowed)
     mlp = MLPConfig(reader.count("intermediate_size"), activation="gelu_tanh")
     parts = Gemma4Parts(experts=_read_experts(reader) if reader.flag("enable_moe_block") else None)
-    layers = [LayerConfig(sliding if slides else full, mlp, SANDWICH_NORMS, gemma4=parts) for slides in windowed]
+    sources = _kv_sources(reader, windowed)
+    shared_mlp = MLPConfig(2 * mlp.intermediate_size, mlp.activation) if reader.flag("use_double_wide_mlp") else mlp
+    layers = [
+        LayerConfig(
+            dataclasses.replace(sliding if slides else full, kv_of=source),
+            mlp if source is None else shared_mlp,
+            SANDWICH_NORMS,
+            gemma4=parts,
+        )
+        for slides, source in zip(windowed, sources, strict=True)
+    ]
+    inputs = _read_layer_inputs(reader)
     cap = None if reader.get("final_logit_softcapping") is None else reader.number("final_logit_softcapping")
     model = read_model(architecture, reader, layers, context_len)
     return dataclasses.replace(
         model,
         norm=dataclasses.replace(model.norm, float32=True),
+        layer_inputs=inputs,
         embedding_scale=reader.count("hidden_size") ** 0.5,
         logits_softcap=cap,
-        checkpoint=_CHECKPOINT if architecture == _WITH_TOWERS else CheckpointNames(),
+        checkpoint=_checkpoint(_CHECKPOINT if architecture == _WITH_TOWERS else CheckpointNames(), sources),
     )
 
 
@@ -108,6 +128,39 @@ def _read_attentions(reader: ConfigReader, window: int | None) -> tuple[Attentio
             f"num_global_key_value_heads {full.num_kv_heads}"
         )
     return sliding, full
+
+
+def _kv_sources(reader: ConfigReader, windowed: list[bool]) -> list[int | None]:
+    """Return, for each of the last layers, the last one before these of its kind; None: it has its own K and V."""
+    shared = reader.count("num_kv_shared_layers", 0, least=0)
+    own = windowed[: max(len(windowed) - shared, 0)]
+    if set(windowed) != set(own):
+        raise UnsupportedModel(
+            f"num_kv_shared_layers {shared} leaves no layer of each type that has K and V for the others"
+        )
+    last = {kind: max(layer for layer, slides in enumerate(own) if slides == kind) for kind in set(own)}
+    return [None] * len(own) + [last[slides] for slides in windowed[len(own) :]]
+
+
+def _checkpoint(names: CheckpointNames, sources: list[int | None]) -> CheckpointNames:
+    """Return names without K and V of layers that share them, which published files have."""
+    prefixes = [theirs for theirs, ours in names.renamed if ours == "model."] or ["model."]
+    unused = tuple(
+        f"{prefix}layers.{layer}.self_attn.{name}."
+        for prefix in prefixes
+        for layer, source in enumerate(sources)
+        if source is not None
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    )
+    return dataclasses.replace(names, ignored=names.ignored + unused)
+
+
+def _read_layer_inputs(reader: ConfigReader) -> LayerInputConfig | None:
+    """Read the embeddings that each layer has of the tokens; None: there are none."""
+    size, ids = reader.count("hidden_size_per_layer_input", 0, least=0), reader.count("vocab_size_per_layer_input")
+    if size and ids < (vocab_size := reader.count("vocab_size")):
+        raise UnsupportedModel(f"vocab_size_per_layer_input {ids} is less than vocab_size {vocab_size}")
+    return LayerInputConfig(size, ids) if size else None
 
 
 def _read_experts(reader: ConfigReader) -> MoEConfig:

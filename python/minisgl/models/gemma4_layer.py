@@ -1,4 +1,4 @@
-"""A layer of Gemma 4, which may have experts beside its MLP, and scales its output."""
+"""A layer of Gemma 4, which may have experts beside its MLP and an input of its own, and scales its output."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from minisgl.distributed import TPGroup
 from minisgl.layers.chosen_experts import ChosenExperts, ScaledRouter
 from minisgl.layers.layer_config import Gemma4Parts, MLPConfig, RopeConfig
 from minisgl.layers.norm import RMSNorm
+from minisgl.layers.per_layer_inputs import LayerInput
 from minisgl.layers.rotary import Rotary
 from minisgl.layers.weight_slice import WeightSlice, whole
 from minisgl.models.config.model_config import ModelConfig
@@ -57,6 +58,10 @@ class Gemma4Layer(DecoderLayer):
             self.experts_norm = norm("pre_feedforward_layernorm_2")
             self.mlp_part_norm = norm("post_feedforward_layernorm_1")
             self.experts_part_norm = norm("post_feedforward_layernorm_2")
+        self.index = index
+        self.layer_input: LayerInput | None = None
+        if config.layer_inputs is not None:
+            self.layer_input = LayerInput(config.layer_inputs.size, size, config.norm, dtype=dtype)
         self.layer_scalar = LayerScalar(dtype=dtype)
 
     def forward(
@@ -66,12 +71,16 @@ class Gemma4Layer(DecoderLayer):
         next_norm: RMSNorm | None,  # noqa: ARG002
     ) -> States:
         """Pass states through all blocks; may overwrite them. The norm of the next layer is left to it."""
+        inputs = states.layer_inputs
         states = self._block(self.attention, self.attention_norm, self.attention_post_norm, states, ctx, None)
         if self.router is None:
             states = self._block(self.mlp, self.mlp_norm, self.mlp_post_norm, states, ctx, None)
         else:
             states = self._feed_both(states.x, self.router, ctx)
-        return States(states.x.mul_(self.layer_scalar.weight))
+        x = states.x
+        if self.layer_input is not None and inputs is not None:
+            x = self.layer_input(x, inputs[:, self.index], ctx)
+        return States(x.mul_(self.layer_scalar.weight), layer_inputs=inputs)
 
     def _feed_both(self, x: Tensor, router: ScaledRouter, ctx: ForwardContext) -> States:
         """x + post_norm(norm_1(mlp(norm(x))) + norm_2(experts(norm(x))))."""

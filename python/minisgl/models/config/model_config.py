@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from minisgl.config import ConfigError
-from minisgl.layers.layer_config import AttentionConfig, LayerConfig, MLPConfig, NormConfig
+from minisgl.layers.layer_config import AttentionConfig, LayerConfig, LayerInputConfig, MLPConfig, NormConfig
 from minisgl.pooling.pooling_config import PoolingConfig
 from minisgl.quantization.schemes import Quantization
 
@@ -79,6 +79,7 @@ class ModelConfig:
     initializer_range: float
     eos_token_ids: tuple[int, ...] = ()
     embedding_scale: float = 1.0  # factor of the input embeddings
+    layer_inputs: LayerInputConfig | None = None  # of every layer
     logits_scale: float = 1.0  # factor of the logits
     logits_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     checkpoint: CheckpointNames = CheckpointNames()

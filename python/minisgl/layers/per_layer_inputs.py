@@ -1,0 +1,88 @@
+"""Inputs of each layer beside the states (Gemma 4 E2B, E4B): embeddings of the tokens that every layer has anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minisgl.context import ForwardContext
+from minisgl.distributed import TPGroup
+from minisgl.kernel.base import Norm
+from minisgl.layers.embedding import VocabShare, vocab_slice, vocab_weight
+from minisgl.layers.layer_config import LayerInputConfig, NormConfig
+from minisgl.layers.linear import empty
+from minisgl.layers.weight_slice import WeightSlice, whole
+
+
+class PerLayerInputs(nn.Module):
+    """(norm(projection(x) / sqrt(hidden_size)) + sqrt(size) * embedding(ids)) / sqrt(2), of each layer's `size`.
+
+    The table is divided by tokens among ranks as the embedding is; every rank has the projection.
+    """
+
+    def __init__(
+        self,
+        config: LayerInputConfig,
+        num_layers: int,
+        hidden_size: int,
+        norm: NormConfig,
+        *,
+        tp: TPGroup,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.tp, self.size, self.eps = tp, config.size, norm.eps
+        self.vocab_size, self.share = config.vocab_size, VocabShare(config.vocab_size, tp)
+        self.projection_scale = hidden_size**-0.5
+        self.table_scale = torch.tensor(config.size**0.5, dtype=dtype, device="cpu").item()  # rounded as in training
+        self.table = vocab_weight(self.share, num_layers * config.size, dtype)
+        self.projection = empty(num_layers * config.size, hidden_size, dtype=dtype)
+        self.norm = _norm_weight(config.size, norm, dtype)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """Input embeddings x [T, hidden_size] -> [T, layers, size]."""
+        if self.tp.size == 1:
+            embedded = ctx.ops.embed(ctx.input_ids, self.table)
+        else:
+            embedded = self.tp.all_reduce(ctx.ops.embed(ctx.input_ids, self.table, self.share.start))
+        projected = ctx.ops.linear(x, self.projection).mul_(self.projection_scale).view(-1, self.size)
+        normed = ctx.ops.rms_norm(projected, Norm(self.norm, self.eps))
+        return (
+            normed.add_(embedded.view(-1, self.size).mul_(self.table_scale)).mul_(2**-0.5).view(len(x), -1, self.size)
+        )
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        beside = name.rpartition(".")[0]
+        table = f"{beside}.embed_tokens_per_layer"
+        yield vocab_slice(table, self.table, self.vocab_size, self.share, tied=False)
+        yield whole(f"{beside}.per_layer_model_projection.weight", self.projection)
+        yield whole(f"{beside}.per_layer_projection_norm.weight", self.norm)
+
+
+class LayerInput(nn.Module):
+    """x + norm(projection(gelu(gate(x)) * input)) of one layer's input. Every rank has it."""
+
+    def __init__(self, size: int, hidden_size: int, norm: NormConfig, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = norm.eps
+        self.gate = empty(size, hidden_size, dtype=dtype)
+        self.projection = empty(hidden_size, size, dtype=dtype)
+        self.norm = _norm_weight(hidden_size, norm, dtype)
+
+    def forward(self, x: Tensor, inputs: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [T, hidden_size] and inputs [T, size] -> [T, hidden_size]; overwrites x."""
+        gated = F.gelu(ctx.ops.linear(x, self.gate), approximate="tanh").mul_(inputs)
+        return x.add_(ctx.ops.rms_norm(ctx.ops.linear(gated, self.projection), Norm(self.norm, self.eps)))
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        beside = name.rpartition(".")[0]
+        yield whole(f"{beside}.per_layer_input_gate.weight", self.gate)
+        yield whole(f"{beside}.per_layer_projection.weight", self.projection)
+        yield whole(f"{beside}.post_per_layer_input_norm.weight", self.norm)
+
+
+def _norm_weight(size: int, config: NormConfig, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.ones(size, dtype=torch.float32 if config.float32 else dtype), requires_grad=False)
