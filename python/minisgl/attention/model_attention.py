@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionPlan, AttentionSpec, RecurrentSpec
+from minisgl.attention.base import (
+    AttentionBackend,
+    AttentionInputs,
+    AttentionPlan,
+    AttentionSpec,
+    ExpandingPlan,
+    RecurrentSpec,
+)
 from minisgl.attention.key_blocks import MIN_EXPANDED
 from minisgl.core import Int32Array
 from minisgl.kvcache.layout import KVLayout, Store
@@ -104,6 +111,15 @@ class ModelAttention:
         specs = {backend: self._attending[index].spec for index, backend in backends.items()}
         plans = {backend: backend.plan(inputs.of_layer(spec)) for backend, spec in specs.items()}
         return {index: plans[backend] for index, backend in backends.items()}
+
+    def expanding(self, plans: Mapping[int, AttentionPlan]) -> Mapping[int, ExpandingPlan]:
+        """Return those of a step's plans that expand keys and values, by layer."""
+        return {
+            layer: plan
+            for layer, plan in plans.items()
+            # The look at a protocol's members takes the host some 30 us, so other layers are spared it.
+            if self._attending[layer].spec.expanded_dims is not None and isinstance(plan, ExpandingPlan)
+        }
 
     def capture_decode(self, rows: int) -> CapturedDecode:
         """Return the attention of a captured decode of so many rows. The largest number is asked for first."""

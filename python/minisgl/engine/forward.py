@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionInputs, ExpandingPlan
+from minisgl.attention.base import AttentionInputs
 from minisgl.attention.model_attention import CapturedDecode, ModelAttention
 from minisgl.context import ForwardContext
 from minisgl.core import A, Batch, Int32Array, Logprobs, StepResult, pages_for
@@ -173,7 +173,7 @@ class StepRunner:
             kv=self.kv,
             ops=self.ops,
             attention=plans,
-            expanding={layer: plan for layer, plan in plans.items() if isinstance(plan, ExpandingPlan)},
+            expanding=self.attention.expanding(plans),
             recurrent=self._recurrent_rows(inputs, None if in_graph else query_lens, slots, positions),
         )
 
