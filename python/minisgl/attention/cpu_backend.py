@@ -31,11 +31,12 @@ class LoneDecode:
     """The only row of one query, its pages in a row in the pool. Implements Decode."""
 
     tokens: Tensor | None
-    pages: slice
-    positions: slice  # of those in the pages
+    places: slice  # of the tokens it sees, among all of the pool
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-        k, v = (pool[self.pages].flatten(0, 1)[self.positions].to(q.dtype).transpose(0, 1) for pool in (keys, values))
+        k, v = keys.flatten(0, 1)[self.places].transpose(0, 1), values.flatten(0, 1)[self.places].transpose(0, 1)
+        if k.dtype != q.dtype:
+            k, v = k.to(q.dtype), v.to(q.dtype)
         if sinks is not None:
             mask = torch.ones(1, k.shape[1], dtype=torch.bool)
             return attend_in_float32(q.view(len(k), -1, q.shape[2]), k, v, mask, scale, sinks.view(len(k), -1)).view(
@@ -113,9 +114,8 @@ class CpuAttention(TorchAttention):
         pages = inputs.page_table.numpy()[rows[owners], columns]
         tokens = None if len(rows) == len(inputs.query_lens) else torch.from_numpy(first[rows])
         if len(rows) == 1 and (np.diff(pages) == 1).all():
-            begin = int(starts[0]) % size
-            places = slice(begin, begin + int(lengths[0] - starts[0]))
-            return [LoneDecode(tokens, slice(int(pages[0]), int(pages[-1]) + 1), places)]
+            begin = int(pages[0]) * size + int(starts[0]) % size
+            return [LoneDecode(tokens, slice(begin, begin + int(lengths[0] - starts[0])))]
         order, runs = _runs(pages, _LONG_RUN // size)
         owners, columns = owners[order], columns[order]
         positions = columns[:, None] * size + np.arange(size)
