@@ -26,9 +26,12 @@ def close(have: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("float32_weight", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm(dtype: torch.dtype) -> None:
-    x, norm = torch.randn(9, 72).to(dtype), Norm(torch.rand(72).to(dtype) + 0.5, 1e-5)
+def test_rms_norm(dtype: torch.dtype, float32_weight: bool, rows: int) -> None:
+    x, weight = torch.randn(rows, 72).to(dtype), torch.rand(72).to(dtype) + 0.5
+    norm = Norm(weight.float() if float32_weight else weight, 1e-5)
     before = x.clone()
     close(CpuOps(bfloat16_products=False).rms_norm(x, norm), REFERENCE.rms_norm(x, norm))
     assert torch.equal(x, before)

@@ -6,6 +6,8 @@ Where the CPU multiplies bfloat16, weights are packed once into the layout that 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,6 +54,8 @@ class CpuOps(TorchOps):
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        if x.numel() == x.shape[-1]:
+            return _lone_rms_norm(x, norm)
         wide = x.to(torch.float32, copy=True)
         return wide.mul_(_scale(wide, norm.eps)).to(norm.weight.dtype).mul_(norm.weight).to(x.dtype)
 
@@ -92,6 +96,16 @@ def _norm_rope_store(
     store(keys, out_cache_loc, rotated[:, num_q:])
     store(values, out_cache_loc, rows[:, num_rotated:])
     return rotated[:, :num_q]
+
+
+def _lone_rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """Norm x of one row. Its mean square is a number on the host: a tensor of it takes a dispatch for each step to it.
+
+    x / root is computed in float32 and rounded to the weight's dtype, as for many rows.
+    """
+    values = x.flatten().float()
+    root = math.sqrt(values.dot(values).item() / len(values) + norm.eps)
+    return x.to(norm.weight.dtype).div(root).mul_(norm.weight).to(x.dtype)
 
 
 def _scale(x: Tensor, eps: float) -> Tensor:
