@@ -227,8 +227,6 @@ def _fi_ready(spec: AttentionSpec, capability: Capability, role: Role) -> bool:
 
 
 def _fused_unsupported(spec: AttentionSpec, capability: Capability) -> str | None:
-    if not spec.stores_kv:
-        return "it stores K and V of each token, which a layer that shares those of another does not have"
     return import_error("cuda.core", "cuda-core", "cuda") or fused_decode_unsupported(spec, capability)
 
 

@@ -14,6 +14,8 @@ _MAX_GROUP = 8  # query heads of a KV head: rows of a tensor-core instruction
 
 def fused_decode_unsupported(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
     """Return why the kernel cannot run a layer on this GPU, or None."""
+    if not spec.stores_kv:
+        return "it stores K and V of each token, which a layer that shares those of another does not have"
     if capability < (9, 0):
         return "it needs thread block clusters (compute capability 9.0)"
     if spec.dtype not in (torch.bfloat16, torch.float16):
