@@ -85,7 +85,7 @@ def test_scores(setting: str, cases: list[Case]) -> None:
 def test_scores_among_retractions(cases: list[Case], request: pytest.FixtureRequest) -> None:
     """Beside answers that outgrow the pool: whoever came last makes room for them, again and again."""
     short = request.config.getoption("--demo-cases") < 10  # contexts: see `cases`
-    num_pages, num_growers, length = (450, 24, 128) if short else (1024, 48, 256)
+    num_pages, num_growers, length = (400, 24, 160) if short else (1024, 48, 256)
 
     def grow(server: Server, number: int) -> int:
         answer = server.client.completions.create(
