@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,29 +63,32 @@ class CudaDeltaChunks:
         scores = make(parts, tokens, value_heads, CHUNK)
         gates = make(tokens, value_heads, 4, dtype=torch.float32)
         sizes = {"key_heads": key_heads, "value_heads": value_heads, "width": width}
+        of_chunks: dict[str, Any] = {  # arguments of the first kernel and the second
+            "projected": projected,
+            "inputs": inputs,
+            "slots": rows.slots,
+            "positions": rows.positions,
+            "begins": rows.begins,
+            "lengths": rows.lengths,
+            "keys": keys,
+            "queries": queries,
+            "values": values,
+            "solve": solve,
+            "scores": scores,
+            "gates": gates,
+            "tokens": tokens,
+        }
         prepare = self._compiler.kernel(_prepare_spec, dtype, taps)
         prepare(
             (key_heads, self._in_turn(rows, len(rows.chunk_rows), key_heads)),
             _PREPARE_THREADS,
-            projected=projected,
-            inputs=inputs,
             conv=heads.conv,
             a_log=heads.a_log,
             dt_bias=heads.dt_bias,
-            slots=rows.slots,
-            positions=rows.positions,
-            begins=rows.begins,
-            lengths=rows.lengths,
             chunk_rows=rows.chunk_rows,
             chunk_firsts=rows.chunk_firsts,
-            keys=keys,
-            queries=queries,
-            values=values,
-            solve=solve,
-            scores=scores,
-            gates=gates,
             chunks=len(rows.chunk_rows),
-            tokens=tokens,
+            **of_chunks,
             **sizes,
             early=False,
         )
@@ -94,21 +98,9 @@ class CudaDeltaChunks:
         scan(
             (blocks, self._in_turn(rows, len(rows.slots), blocks)),
             32 * (warps + _LOADER_WARPS),
-            projected=projected,
-            inputs=inputs,
             memory=memory,
-            slots=rows.slots,
-            positions=rows.positions,
-            begins=rows.begins,
-            lengths=rows.lengths,
-            keys=keys,
-            queries=queries,
-            values=values,
-            solve=solve,
-            scores=scores,
-            gates=gates,
             rows=len(rows.slots),
-            tokens=tokens,
+            **of_chunks,
             **sizes,
             early=False,
         )
