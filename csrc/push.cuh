@@ -113,7 +113,7 @@ struct Group {
       if (r != rank && !is_here(values[r])) values[r] = wait_for(own + (r * stride + place), r);
   }
 
-  // The same where this rank has sent its own to itself as well.
+  // Receive from every rank, this one included: it has sent its own values to itself as well.
   __device__ __forceinline__ void receive_all(Words (&values)[RANKS], int place, int stride) const {
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) values[r] = look(own + (r * stride + place));

@@ -43,11 +43,11 @@ __device__ __forceinline__ unsigned subtract(unsigned a, unsigned b) {
 // A group's scale and zero point: 24 bits of a float32, and 8 of an integer. OFFSETS: two values of T, scale and offset.
 struct Scale {
   unsigned word;
-  // Of the group's sums.
+  // A group's sums are multiplied by it.
   __device__ __forceinline__ float factor() const {
     return OFFSETS ? 1.f : __uint_as_float(WEIGHT == E4M3 ? word : word & 0xffffff00u);
   }
-  // As `decode` wants it: the zero point as it is subtracted, or the word itself.
+  // Argument of `decode`: the zero point as it is subtracted, or the word itself.
   __device__ __forceinline__ unsigned zero() const { return OFFSETS ? word : ONES + (word & 0xff) * 0x10001; }
 };
 

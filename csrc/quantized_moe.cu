@@ -182,7 +182,8 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     }
   };
 
-  // What a last stage lacks is zero, or of an earlier one: x is zero there, so it must but be finite.
+  // A last stage that is not full has zeros behind its end, or values of an earlier one: x is zero there, so they need
+  // only be finite.
   if (chunks % CHUNKS && steps <= STAGES) {
     for (int i = thread; i < STAGE / 16; i += THREADS) ((uint4*)stage_of(steps - 1))[i] = make_uint4(0, 0, 0, 0);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -12,7 +12,7 @@ from models.tiny import VOCAB
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the engine reused."""
+    """Tokens and pages that the engine reused, by its own counts."""
 
     cached: list[list[int]]  # tokens of each prompt of a round that were in the cache
     counts: dict[str, int]

@@ -50,7 +50,7 @@ def test_blocks_of_fp8_with_fp8(group: int) -> None:
 
 
 def test_many_rows_use_all_multiprocessors() -> None:
-    """Of a wide weight a block takes as many rows as keep its tensor cores busy."""
+    """A block takes as many rows of a wide weight as keep its tensor cores busy."""
     division = divide_quantized("fp8", 128, 24576, 4096, 0, 132, sums_of_groups=False)
     assert (division.max_rows, division.warpgroups, division.split) == (128, 3, 1)
     assert 120 <= division.tiles(128, 24576) <= 132

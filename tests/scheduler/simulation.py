@@ -245,7 +245,7 @@ class SimulatedDevice:
                 self.window_pages[slot][index] = windowed[0]
 
     def _places(self, slot: int, position: int) -> list[tuple[dict[tuple[int, int], int], tuple[int, int]]]:
-        """Where each group of layers has a position."""
+        """Return the place of a position in each group of layers."""
         index, offset = divmod(position, self.page_size)
         places = [(self.kv, (self.pages[slot][index], offset))]
         if self._window is not None:

@@ -40,7 +40,7 @@ class LayerAttention:
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        """What the layer itself keeps of a token: nothing if it shares K and V of another."""
+        """Stores in which the layer itself keeps a token; none if it shares K and V of another layer."""
         return self.spec.kv_stores() if self.spec.stores_kv else ()
 
     @property

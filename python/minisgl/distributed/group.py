@@ -29,7 +29,7 @@ class SharedRows(Protocol):
 
     @property
     def addresses(self) -> Tensor:
-        """Where each rank's begins, int64 [ranks] on this rank's GPU."""
+        """Address of each rank's rows, int64 [ranks] on this rank's GPU."""
         ...
 
 

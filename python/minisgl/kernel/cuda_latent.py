@@ -1,4 +1,4 @@
-"""What latent attention does around its attention (csrc/latent.cu, latent_values.cu).
+"""Operations of latent attention in front of the attention and behind it (csrc/latent.cu, latent_values.cu).
 
 Norm, rotation and the write to the paged cache are one launch, which for few tokens makes the absorbed queries too.
 Products of more tokens are cuBLAS's.

@@ -34,7 +34,7 @@ _NOWHERE = -1
 
 @dataclass(slots=True)
 class _Row:
-    """What a slot's request has saved, and what it will save."""
+    """Snapshots that a slot's request has saved, and those that it will save."""
 
     last: int  # position of its latest snapshot, reached if not saved, or of that from which it began
     branches: list[int] = field(default_factory=list)  # positions where another prompt parts from this one

@@ -25,7 +25,7 @@ _SMALL, _WIDE, _EXPERTS = 8, 16, 4  # sizes of a stand-in's layers
 
 @dataclass(frozen=True, slots=True)
 class NormForm:
-    """How an RMSNorm of `Ops` is made of a norm's weight."""
+    """Recipe for an RMSNorm of `Ops` from a norm's weight."""
 
     eps: float
     float32: bool  # the weight is read as float32
