@@ -20,10 +20,10 @@ from minisgl.config import (
     SourceConfig,
     ToolCallParserName,
 )
+from minisgl.config.settings import Declaration, Setting, Settings, declarations, take_keywords
 from minisgl.llm import LLM
 from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS
 from minisgl.parsers.reasoning import REASONING_FORMATS
-from minisgl.settings import Declaration, Setting, Settings, declarations, take_keywords
 
 PARTS = {SourceConfig: "source", EngineConfig: "engine", SchedulerConfig: "scheduler", HttpConfig: "http"}
 STRUCTS: list[type[msgspec.Struct]] = [*PARTS, ServerConfig]

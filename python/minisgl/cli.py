@@ -19,8 +19,8 @@ import msgspec
 
 from minisgl import __version__
 from minisgl.config import ConfigError, EngineConfig, HttpConfig, SchedulerConfig, ServerConfig, SourceConfig
+from minisgl.config.settings import add_flags, read_flags
 from minisgl.models.hub import ModelFolders, find_model
-from minisgl.settings import add_flags, read_flags
 
 logger = logging.getLogger(__name__)
 

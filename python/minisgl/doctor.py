@@ -24,6 +24,7 @@ from minisgl.attention.backend_choice import CANDIDATES, TESTED, make_backend, p
 from minisgl.attention.base import AttentionSpec
 from minisgl.attention.self_test import ROLES, AttentionTest
 from minisgl.config import ConfigError, EngineConfig
+from minisgl.config.settings import add_flags, read_flags
 from minisgl.core import SamplingFlags
 from minisgl.engine.device import resolve_device
 from minisgl.engine.sampler import TorchSampler
@@ -35,7 +36,6 @@ from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.random_levels import random_levels
 from minisgl.quantization.rounding import INT4_FORMAT, round_to_int4
-from minisgl.settings import add_flags, read_flags
 from minisgl.tables import Color, colored, table
 
 PACKAGES = {

@@ -9,13 +9,13 @@ import pytest
 
 from minisgl.cli import NO_EFFECT, NO_SUCH_FLAG, make_parser, parse_args
 from minisgl.config import ConfigError, EngineConfig, HttpConfig, SchedulerConfig, ServerConfig, SourceConfig
+from minisgl.config.settings import declarations
 from minisgl.limits import Limits
 from minisgl.server.api.answers.sglang import RENAMED
 from minisgl.server.api.app import TOPICS
 from minisgl.server.api.bodies.request_body import Body
 from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, SglangBody
 from minisgl.server.api.routes.endpoint import Service
-from minisgl.settings import declarations
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["from-vllm.md", "from-sglang.md"]

@@ -14,7 +14,7 @@ import zmq
 
 from minisgl.cli import parse_args
 from minisgl.config import ConfigError
-from minisgl.kv_events_config import KVEventsConfig
+from minisgl.config.kv_events import KVEventsConfig
 from minisgl.kvcache.radix import RadixCache
 from minisgl.scheduler.kv_publisher import END, KVPublisher
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from minisgl.config import EngineConfig, SamplingDefaults, SchedulerConfig, ServerConfig, SourceConfig
+from minisgl.config.settings import declarations, take_keywords
 from minisgl.core import Int32Array, InvalidRequest, SamplingParams, room_for_output
 from minisgl.engine.device import join_ranks
 from minisgl.engine.engine import Engine
@@ -37,7 +38,6 @@ from minisgl.pooling.vectors import Float32Array, activated, check_dimensions, c
 from minisgl.progress import progress_bar
 from minisgl.scheduler.loop import make_loop, reuses_prefixes
 from minisgl.seeds import choice_seed, random_seed
-from minisgl.settings import declarations, take_keywords
 from minisgl.structured_output.matcher import GrammarMatchers
 from minisgl.structured_output.translate import named_tokens
 from minisgl.structured_output.validator import GrammarValidator

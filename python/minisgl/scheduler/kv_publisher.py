@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from minisgl.config import ConfigError
-from minisgl.kv_events_config import KVEventsConfig
+from minisgl.config.kv_events import KVEventsConfig
 from minisgl.kvcache.events import EventBatch, EventRecorder
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """One declaration per setting, from which flags, --help, refusals by range and choice, and `LLM`'s keywords follow.
 
-A setting is a field of a configuration struct (`minisgl.config`) whose type is `Annotated` with a `Setting`. This
+A setting is a field of a configuration struct of this folder whose type is `Annotated` with a `Setting`. This
 module reads such fields; it knows none of them.
 """
 
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import msgspec
 
 T = TypeVar("T", bound=msgspec.Struct)
+MAX_SECONDS = 86_400  # bound of the settings that are a time
 
 
 class ConfigError(ValueError):

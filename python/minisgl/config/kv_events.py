@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from minisgl.settings import ConfigError
+from minisgl.config.settings import ConfigError
 
 _BIND_HOSTS = frozenset({"*", "0.0.0.0", "[::]", "::", "localhost", "[::1]"})
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]

@@ -1,0 +1,70 @@
+"""The configuration: plain frozen structs, made once from the command line or by LLM, validated once.
+
+They travel to the worker processes as JSON over the control pipe (`message.control`).
+
+Each setting is declared in this folder and nowhere else: a field whose type is `Annotated` with a `Setting`. Its flag,
+its line in --help, the check of its bounds or choices and, in the structs of the model's source, the engine and the
+scheduler, its keyword of `LLM` follow from that (`settings`). To add one, declare the field and read it where it is
+due:
+
+    class HttpConfig(...):
+        max_choices: Annotated[int, Setting("choices of a prompt: n, best_of", metavar="N", ge=1)] = 64
+
+makes `--max-choices N`, refused below 1 by name and limit; the API server reads `config.http.max_choices`. A `Literal`
+type makes choices; `int | None` is optional, and None is what its help says; a bool's flag sets the opposite of its
+default. Only what several fields must agree on is checked by hand, in `validate`.
+"""
+
+from __future__ import annotations
+
+from minisgl.config.engine import (
+    DEFAULT_PAGE_SIZE,
+    Device,
+    Dtype,
+    EngineConfig,
+    KVCacheDtype,
+    LoadFormat,
+    ModelImplementation,
+    QuantizationMethod,
+    attention_names,
+)
+from minisgl.config.http import HttpConfig
+from minisgl.config.scheduler import BatchPolicyName, CacheType, SchedulePolicy, SchedulerConfig
+from minisgl.config.server import (
+    DEFAULT_PORT,
+    LogFormat,
+    LogLevel,
+    ReasoningParserName,
+    ServerConfig,
+    ToolCallParserName,
+)
+from minisgl.config.settings import ConfigError
+from minisgl.config.source import DEMO_MODEL, ModelSource, SamplingDefaults, SourceConfig
+
+__all__ = [
+    "DEFAULT_PAGE_SIZE",
+    "DEFAULT_PORT",
+    "DEMO_MODEL",
+    "BatchPolicyName",
+    "CacheType",
+    "ConfigError",
+    "Device",
+    "Dtype",
+    "EngineConfig",
+    "HttpConfig",
+    "KVCacheDtype",
+    "LoadFormat",
+    "LogFormat",
+    "LogLevel",
+    "ModelImplementation",
+    "ModelSource",
+    "QuantizationMethod",
+    "ReasoningParserName",
+    "SamplingDefaults",
+    "SchedulePolicy",
+    "SchedulerConfig",
+    "ServerConfig",
+    "SourceConfig",
+    "ToolCallParserName",
+    "attention_names",
+]

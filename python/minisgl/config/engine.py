@@ -1,0 +1,217 @@
+"""Configuration of the engine: the form of its weights, its devices, kernels and memory."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from minisgl.config.settings import MAX_SECONDS, ConfigError, Setting, Settings
+from minisgl.pooling.pooling_config import Convert, Runner
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float16", "bfloat16", "float32"]
+ModelImplementation = Literal["auto", "minisgl", "transformers"]
+LoadFormat = Literal["safetensors", "dummy"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+QuantizationMethod = Literal["auto", "fp8", "int8", "int4"]
+KVCacheDtype = Literal["auto", "fp8_e4m3"]
+DEFAULT_PAGE_SIZE = 64
+ATTENTION_BACKENDS = ("auto", "fa", "fi", "varlen", "latent", "torch")
+DECODE_ATTENTION = (*ATTENTION_BACKENDS, "fused")
+
+
+def attention_names(attention: str) -> tuple[str, str]:
+    """Return the backends for prefill and decode that --attn names; ConfigError for one that is unknown."""
+    names = attention.split(",")
+    if len(names) > 2 or names[0] not in ATTENTION_BACKENDS or names[-1] not in DECODE_ATTENTION:
+        raise ConfigError(
+            f"--attn must be one of {', '.join(ATTENTION_BACKENDS)}, or two with a comma (prefill, decode), "
+            f"of which the second may also be fused, not {attention}"
+        )
+    return names[0], names[-1]
+
+
+class EngineConfig(Settings, frozen=True, kw_only=True):
+    """The engine: its model, where it runs, and the memory it may use."""
+
+    model_path: str  # a local folder
+    device: Annotated[Device, Setting("auto: cuda if there is one")] = "auto"
+    dtype: Annotated[
+        Dtype,
+        Setting("of weights and computation; auto: the checkpoint's", values={"half": "float16", "float": "float32"}),
+    ] = "auto"
+    runner: Annotated[
+        Runner,
+        Setting(
+            "generate: text; pooling: embeddings, scores or classes; auto: pooling if the folder has a modules.json of "
+            "sentence-transformers or the architecture no head for text",
+            switches={"--is-embedding": "pooling"},
+        ),
+    ] = "auto"
+    convert: Annotated[
+        Convert,
+        Setting(
+            "what a pooling model makes: embed: embeddings; classify: classes, or of a causal reranker the score that "
+            "it answers yes; auto: as the architecture and modules.json say",
+            values={"none": "auto"},
+        ),
+    ] = "auto"
+    load_format: Annotated[
+        LoadFormat,
+        Setting("dummy: random weights", switches={"--dummy-weight": "dummy"}, values={"auto": "safetensors"}),
+    ] = "safetensors"
+    model_impl: Annotated[
+        ModelImplementation,
+        Setting(
+            "who computes the model; auto: this package if it knows the architecture, else transformers' modules with "
+            "attention over the paged KV cache",
+            values={"vllm": "minisgl", "sglang": "minisgl"},
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        QuantizationMethod,
+        Setting(
+            "auto: matrices as the checkpoint has them; fp8, int8, int4: rounded to these as they are loaded",
+            values=dict.fromkeys(("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "mxfp4"), "auto"),
+        ),
+    ] = "auto"
+    fp8_activations: Annotated[
+        bool,
+        Setting("round activations to FP8, too, where the checkpoint's format does and a GPU multiplies FP8"),
+    ] = False
+    attention: Annotated[
+        str,
+        Setting(
+            "attention: auto, fa, fi, varlen or torch, or two with a comma: for prefill (and mixed batches), for "
+            "decode (there also fused)",
+            flags=("--attn", "--attention-backend"),
+            metavar="NAME",
+            keyword="attention_backend",
+            values={
+                "fa3": "fa",
+                "flash_attn": "fa",
+                "flashinfer": "fi",
+                "trtllm": "fi",
+                "trtllm_mha": "fi",
+                "torch_native": "torch",
+                "torch_sdpa": "torch",
+            },
+        ),
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        KVCacheDtype,
+        Setting(
+            "type of the stored K and V; auto: the model's dtype; fp8_e4m3: 8 bits, so twice as many fit",
+            values={"fp8": "fp8_e4m3"},
+        ),
+    ] = "auto"
+    page_size: Annotated[
+        int, Setting("tokens of a page of the KV cache", aliases=("--block-size",), metavar="TOKENS", ge=1)
+    ] = DEFAULT_PAGE_SIZE
+    num_pages: Annotated[
+        int | None,
+        Setting(
+            "pages in the KV cache; none: as memory allows",
+            aliases=("--num-gpu-blocks-override",),
+            metavar="PAGES",
+            keyword="num_page_override",
+            ge=1,
+        ),
+    ] = None
+    window_ratio: Annotated[
+        float | None,
+        Setting(
+            "pages of layers with a sliding window for each page of the others; none: what usual sequences need",
+            aliases=("--swa-full-tokens-ratio",),
+            metavar="RATIO",
+            gt=0,
+            le=1,
+        ),
+    ] = None
+    memory_ratio: Annotated[
+        float,
+        Setting(
+            "share of the GPU's memory for weights and KV cache; on the CPU, of the free memory for the KV cache, "
+            "at most 8 GiB, and for 16 sequences of full length",
+            aliases=("--gpu-memory-utilization", "--mem-fraction-static"),
+            metavar="RATIO",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.9
+    max_running_requests: Annotated[
+        int,
+        Setting(
+            "requests that run at the same time",
+            aliases=("--max-num-seqs",),
+            metavar="N",
+            keyword="max_running_req",
+            ge=1,
+            le=4096,
+        ),
+    ] = 256
+    state_snapshots: Annotated[
+        int | None,
+        Setting(
+            "states of recurrent layers (hybrid models) kept behind cached prefixes, from which later prompts go on; "
+            "0: no prefix is reused; none: as memory allows",
+            metavar="N",
+            ge=0,
+        ),
+    ] = None
+    max_seq_len: Annotated[
+        int | None,
+        Setting(
+            "context length; none: the model's",
+            flags=("--max-seq-len-override",),
+            aliases=("--max-model-len", "--context-length"),
+            metavar="TOKENS",
+            keyword="max_seq_len_override",
+            ge=2,
+        ),
+    ] = None
+    cuda_graph_max_bs: Annotated[
+        int | None,
+        Setting(
+            "largest decode batch in a CUDA graph; 0: no graphs; none: --max-running-requests",
+            flags=("--cuda-graph-max-bs", "--graph"),
+            aliases=("--max-cudagraph-capture-size",),
+            metavar="ROWS",
+            switches={"--enforce-eager": 0, "--disable-cuda-graph": 0},
+            ge=0,
+        ),
+    ] = None
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        Setting("log-probabilities of the model's logits, or after penalties, biases, masks and temperature"),
+    ] = "raw_logprobs"
+    tp_size: Annotated[
+        int,
+        Setting(
+            "GPUs, or processes on the CPU, that hold the model together",
+            flags=("--tp", "--tp-size", "--tensor-parallel-size"),
+            aliases=("-tp",),
+            metavar="N",
+            ge=1,
+            le=64,
+        ),
+    ] = 1
+    custom_all_reduce: Annotated[
+        bool,
+        Setting("leave every sum over GPUs to NCCL, small ones too", flags=("--disable-custom-all-reduce",)),
+    ] = True
+    hang_timeout: Annotated[
+        float,
+        Setting(
+            "after which a rank that hangs ends all: it gives no sign of life, or no step ends and no CPU computes it; "
+            "longer than any step on a GPU; 0: never",
+            aliases=("--watchdog-timeout",),
+            metavar="SECONDS",
+            ge=0,
+            le=MAX_SECONDS,
+            unit="seconds",
+        ),
+    ] = 20.0
+
+    def validate(self) -> None:
+        super().validate()
+        attention_names(self.attention)

@@ -1,0 +1,132 @@
+"""Configuration of the API server: who may call it and how, and what one request may take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from minisgl.config.settings import MAX_SECONDS, ConfigError, Setting, Settings
+from minisgl.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS, Limits
+
+
+class HttpConfig(Settings, frozen=True, kw_only=True):
+    """Who may call the API server and how."""
+
+    api_keys: Annotated[
+        tuple[str, ...],
+        Setting(
+            "clients must send one of these as bearer token; none: all routes are open; better in MINISGL_API_KEY "
+            "or a file: others see flags",
+            flags=("--api-key",),
+            metavar="KEY",
+        ),
+    ] = ()
+    admin_api_key: Annotated[
+        str | None,
+        Setting(
+            "key that /flush_cache, /abort and their like want instead of --api-key; better in "
+            "MINISGL_ADMIN_API_KEY; none: what opens the other routes opens these",
+            metavar="KEY",
+        ),
+    ] = None
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Setting(
+            "names of the server in clients' Host headers, besides localhost and addresses; * for any; none: any, "
+            "unless --host is a loopback address",
+            metavar="NAME",
+        ),
+    ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Setting("web pages of other origins that may call (CORS); * for all; none: they are refused", metavar="ORIGIN"),
+    ] = ()
+    allowed_methods: Annotated[tuple[str, ...], Setting("that such pages may use", metavar="METHOD")] = ("*",)
+    allowed_headers: Annotated[tuple[str, ...], Setting("that such pages may send", metavar="HEADER")] = ("*",)
+    allow_credentials: Annotated[bool, Setting("such pages may send cookies")] = False
+    root_path: Annotated[
+        str, Setting("that a reverse proxy puts before every route", aliases=("--fastapi-root-path",), metavar="PATH")
+    ] = ""
+    ssl_keyfile: Annotated[str | None, Setting("private key, for https", metavar="FILE")] = None
+    ssl_certfile: Annotated[str | None, Setting("certificate, for https", metavar="FILE")] = None
+    max_body_bytes: Annotated[int, Setting("largest body of a request", metavar="BYTES", ge=1)] = 8 * 1024 * 1024
+    ui: Annotated[
+        bool, Setting("no page at / that shows the server at work, and no /debug/state", flags=("--disable-ui",))
+    ] = True
+    response_store: Annotated[
+        str | None,
+        Setting("SQLite file that keeps the responses of /v1/responses; none: they are not kept", metavar="FILE"),
+    ] = None
+    response_store_bytes: Annotated[
+        int, Setting("of responses that are kept: the oldest make room", metavar="BYTES", ge=1)
+    ] = 1024**3
+    max_queued_requests: Annotated[
+        int, Setting("sequences (each choice is one) running or waiting; further requests get 503", metavar="N", ge=1)
+    ] = 8192
+    max_choices: Annotated[int, Setting("choices of a prompt: n, best_of", metavar="N", ge=1)] = MAX_CHOICES
+    max_stop_strings: Annotated[int, Setting("stop strings of a request", metavar="N", ge=0, le=MAX_STOP_STRINGS)] = (
+        MAX_STOP_STRINGS
+    )
+    max_logprobs: Annotated[
+        int, Setting("alternatives per token that a request may ask for", metavar="N", ge=0, le=MAX_LOGPROBS)
+    ] = MAX_LOGPROBS
+    receive_timeout: Annotated[
+        float, Setting("for a request to arrive whole", metavar="SECONDS", gt=0, le=MAX_SECONDS, unit="seconds")
+    ] = 60.0
+    send_timeout: Annotated[
+        float,
+        Setting(
+            "after which a client that accepts no data is disconnected",
+            metavar="SECONDS",
+            gt=0,
+            le=MAX_SECONDS,
+            unit="seconds",
+        ),
+    ] = 300.0
+    health_timeout: Annotated[
+        float,
+        Setting(
+            "without a heartbeat through all processes after which /health fails",
+            metavar="SECONDS",
+            gt=0,
+            le=MAX_SECONDS,
+            unit="seconds",
+        ),
+    ] = 60.0
+
+    def limits(self, engine: Limits) -> Limits:
+        """Return the engine's limits, with what one request may ask for."""
+        return msgspec.structs.replace(
+            engine, max_choices=self.max_choices, max_stop_strings=self.max_stop_strings, max_logprobs=self.max_logprobs
+        )
+
+    def validate(self) -> None:
+        super().validate()
+        admin_keys = () if self.admin_api_key is None else (self.admin_api_key,)
+        for flag, keys in {"--api-key": self.api_keys, "--admin-api-key": admin_keys}.items():
+            if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in keys):
+                raise ConfigError(f"{flag}: a key must have at least one character, all of them visible ASCII")
+        if "*" in self.allowed_origins and self.allow_credentials:
+            raise ConfigError("--allow-credentials needs the --allowed-origins by name, not *")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"--root-path must begin with / and not end with it, not {self.root_path}")
+        if self.response_store is not None and not Path(self.response_store).absolute().parent.is_dir():
+            raise ConfigError(f"--response-store {self.response_store}: there is no such folder")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("--ssl-keyfile and --ssl-certfile must be given together")
+        for flag, path in {"--ssl-keyfile": self.ssl_keyfile, "--ssl-certfile": self.ssl_certfile}.items():
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{flag} {path}: there is no such file")
+        if self.ssl_keyfile is not None and self.ssl_certfile is not None:
+            _check_certificate(self.ssl_keyfile, self.ssl_certfile)
+
+
+def _check_certificate(keyfile: str, certfile: str) -> None:
+    import ssl  # which no other process needs
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)
+    except OSError as error:
+        raise ConfigError(f"--ssl-certfile {certfile} and its --ssl-keyfile cannot be used: {error}") from None
