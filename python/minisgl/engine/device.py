@@ -1,4 +1,4 @@
-"""The device of an engine: which it is, its dtype and libraries, the other ranks', and copies to it."""
+"""The device of an engine: its choice, its dtype, the group of its ranks, and the caches of its libraries."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from minisgl.distributed.shared_memory import SharedMemoryTP
 from minisgl.message.socket import Addresses
 from minisgl.process.machine import PRIMITIVE_CACHES
 
+GIB = float(1 << 30)  # bytes, as messages give them
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

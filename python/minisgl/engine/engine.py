@@ -5,68 +5,53 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minisgl.attention.backend_choice import make_attention
-from minisgl.attention.base import AttentionSpec, LayerSpec, RecurrentSpec
-from minisgl.attention.model_attention import ModelAttention
+from minisgl.attention.base import AttentionSpec
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, StepResult, pages_for
 from minisgl.distributed import TPGroup
 from minisgl.engine.device import bound_primitive_caches, resolve_device, resolve_dtype
-from minisgl.engine.forward import ForwardOutput, StepRunner
-from minisgl.engine.graph_trial import ROWS, decode_fault, prefill_fault, trial_pages
+from minisgl.engine.forward import ForwardOutput
+from minisgl.engine.graph_sizes import graph_sizes
+from minisgl.engine.graph_trial import sizes_that_hold
 from minisgl.engine.graphs import (
     DecodeGraphs,
     Graphs,
-    GraphSizes,
-    decode_graph_sizes,
-    prefill_graph_sizes,
     samples_from_graph,
 )
 from minisgl.engine.memory import (
     CPU_SEQUENCES,
-    GIB,
     Needs,
     describe_states,
-    graphs_bytes,
+    measure_needs,
     pool_pages,
     room_for_pool,
     slots_with_states,
     snapshots_with_room,
-    steps_bytes,
 )
-from minisgl.engine.pooling import PoolingRunner
+from minisgl.engine.parts import RunnerParts, divide_logits, layer_specs, load_weights, make_sampler
 from minisgl.engine.queue import make_queue
-from minisgl.engine.sampler import Sampler, TorchSampler
-from minisgl.engine.state import SlotState
 from minisgl.engine.step_costs import estimate, measure
-from minisgl.kernel.availability import has_kernels, make_ops
-from minisgl.kernel.base import Ops
-from minisgl.kvcache.pool import KVPool
+from minisgl.kernel.availability import make_ops
 from minisgl.kvcache.window import WindowGroup, leaves_pages_behind, usual_ratio, windowed_pages
-from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import bind_weights, product_labels
 from minisgl.layers.mlp import expert_labels
 from minisgl.limits import Limits
-from minisgl.models.base import Model
 from minisgl.models.config.model_config import ModelConfig
-from minisgl.models.loading import build_model, load_model
-from minisgl.models.pooling_model import PoolingModel
+from minisgl.models.loading import build_model
 from minisgl.progress import progress_bar
 from minisgl.step_cost import StepCost
 
 if TYPE_CHECKING:  # needs CUDA's packages
-    from minisgl.engine.divided_logits import DividedLogits
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +84,7 @@ class Engine:
         self._processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self._tp = tp
         context_len = _context_len(config, model)
-        specs = _layer_specs(config, model, tp, self.dtype)
+        specs = layer_specs(config, model, tp, self.dtype)
         attending = [spec for spec in specs if isinstance(spec, AttentionSpec)]
         quantized = config.quantization != "auto" or model.quantization is not None
         if self.device.type == "cpu":
@@ -107,7 +92,7 @@ class Engine:
         with phase("load kernels"):  # first: threads go on compiling them while weights are loaded
             self._queue = make_queue(self.device, self.num_slots)
             ops = make_ops(self.device)
-            sampler = _make_sampler(self.device, self.dtype)
+            sampler = make_sampler(self.device, self.dtype)
             if self.device.type == "cuda":
                 on_paper = build_model(model, tp=tp, dtype=self.dtype, device=torch.device("meta"))
                 kernels = on_paper.kernel_needs(attending[0].kv_dtype)
@@ -124,7 +109,7 @@ class Engine:
             attention.begin_compiling(self.num_slots)
         with phase("load weights"):
             weights = self._queue.call(
-                lambda: _load(config, model, tp, self.dtype, self.device, ops, progress=progress)
+                lambda: load_weights(config, model, tp, self.dtype, self.device, ops, progress=progress)
             )
             self._queue.call(lambda: bind_weights(weights, ops))
             if quantized and self.device.type == "cuda":
@@ -139,18 +124,18 @@ class Engine:
                 self.num_snapshots = snapshots_with_room(config.state_snapshots, self.num_slots, layout, for_states)
             if tp.rank == 0:
                 logger.info(describe_states(layout, self.num_slots, config.max_running_requests, self.num_snapshots))
-        parts = _Parts(weights, self.num_slots, self.num_snapshots, attention, ops, sampler, self.device)
-        sizes = _graph_sizes(config, parts, max_prefill_tokens)
+        parts = RunnerParts(weights, self.num_slots, self.num_snapshots, attention, ops, sampler, self.device)
+        sizes = graph_sizes(config, parts, max_prefill_tokens)
         if sizes is not None and weights.graphs_by_trial:
             with phase("try CUDA graphs"):
-                sizes = self._queue.call(partial(_sizes_that_hold, parts, sizes, context_len, tp))
+                sizes = self._queue.call(partial(sizes_that_hold, parts, sizes, context_len, tp))
         if sizes is not None and tp.size > 1 and weights.divides_logits:
-            divided = self._queue.call(lambda: _divide_logits(tp, sampler, sizes.decode[-1], model, self.dtype))
+            divided = self._queue.call(lambda: divide_logits(tp, sampler, sizes.decode[-1], model, self.dtype))
             parts = dataclasses.replace(parts, divided=divided)
         needs = Needs()
         if self.device.type == "cuda":
             with phase("measure a step's memory"):
-                needs = self._queue.call(lambda: _measure(parts, sizes, context_len, max_prefill_tokens))
+                needs = self._queue.call(lambda: measure_needs(parts, sizes, context_len, max_prefill_tokens))
         with phase("allocate the KV cache"):
 
             def window_pages(num_pages: int) -> int:
@@ -282,178 +267,8 @@ class Engine:
             torch.cuda.empty_cache()
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Parts of a runner, whatever the size of its pool."""
-
-    model: Model
-    num_slots: int
-    num_snapshots: int  # of recurrent states
-    attention: ModelAttention
-    ops: Ops
-    sampler: Sampler
-    device: torch.device
-    divided: DividedLogits | None = None
-
-    def runner(self, num_pages: int, num_window_pages: int, max_seq_len: int) -> StepRunner:
-        layout = self.attention.kv_layout
-        kv = KVPool(
-            layout,
-            num_pages,
-            self.device,
-            num_slots=self.num_slots,
-            num_snapshots=self.num_snapshots,
-            num_window_pages=num_window_pages,
-        )
-        state = SlotState(
-            num_slots=self.num_slots,
-            max_seq_len=max_seq_len,
-            page_size=kv.page_size,
-            scratch_page=kv.scratch_page,
-            device=self.device,
-            scratch_window_page=None if layout.window is None else kv.scratch_window_page,
-        )
-        if isinstance(self.model, PoolingModel):
-            return PoolingRunner(self.model, kv, state, self.attention, self.ops, self.sampler)
-        return StepRunner(self.model, kv, state, self.attention, self.ops, self.sampler, self.divided)
-
-
-def _load(
-    config: EngineConfig,
-    model: ModelConfig,
-    tp: TPGroup,
-    dtype: torch.dtype,
-    device: torch.device,
-    ops: Ops,
-    *,
-    progress: bool,
-) -> Model:
-    try:
-        return load_model(
-            model,
-            Path(config.model_path),
-            tp=tp,
-            dtype=dtype,
-            device=device,
-            keeps=ops.keeps,
-            keeps_experts=ops.keeps_experts,
-            load_format=config.load_format,
-            quantization=config.quantization,
-            fp8_activations=config.fp8_activations,
-            progress=progress,
-        )
-    except torch.OutOfMemoryError as error:
-        on_paper = build_model(model, tp=tp, dtype=dtype, device=torch.device("meta"))
-        needed = sum(weight.nbytes for weight in on_paper.parameters())
-        total = torch.cuda.get_device_properties(device).total_memory
-        raise ConfigError(
-            f"the weights of {needed / GIB:.1f} GiB do not fit into {device} of {total / GIB:.1f} GiB: "
-            f"use --tp {tp.size * 2 ** math.ceil(math.log2(max(2.0, needed / (config.memory_ratio * total))))}"
-        ) from error
-
-
-def _measure(parts: _Parts, sizes: GraphSizes | None, context_len: int, max_prefill_tokens: int) -> Needs:
-    """Return what steps and graphs take, from a trial."""
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(parts.device)
-    runner = parts.runner(0, 0, context_len)
-    # The trial's states are the real ones, and counted apart.
-    states = parts.attention.kv_layout.state_bytes(parts.num_slots, parts.num_snapshots)
-    steps = steps_bytes(runner, before, context_len, max_prefill_tokens) - states
-    torch.cuda.empty_cache()
-    graphs = 0 if sizes is None else graphs_bytes(runner, sizes, context_len)
-    del runner
-    torch.cuda.empty_cache()  # what torch keeps would look taken
-    return Needs(steps, graphs)
-
-
-def _layer_specs(config: EngineConfig, model: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> list[LayerSpec]:
-    """Return each layer's attention on a rank, or the state that it keeps in the place of it."""
-    return [
-        AttentionSpec.of(
-            layer.attention,
-            tp_size=tp.size,
-            page_size=config.page_size,
-            dtype=dtype,
-            norm_dtype=torch.float32 if model.norm.float32 else None,
-            fp8_kv=config.kv_cache_dtype == "fp8_e4m3",
-        )
-        if isinstance(layer.attention, AttentionConfig)
-        else RecurrentSpec.of(layer.attention, tp_size=tp.size, dtype=dtype)
-        for layer in model.layers
-    ]
-
-
-def _graph_sizes(config: EngineConfig, parts: _Parts, max_prefill_tokens: int) -> GraphSizes | None:
-    """Return the sizes to capture; None where there are no graphs."""
-    if parts.device.type == "cpu":
-        if config.cuda_graph_max_bs is not None:
-            logger.info("--cuda-graph-max-bs is for GPUs and not used on the CPU")
-        return None
-    if isinstance(parts.model, PoolingModel):
-        return None  # nothing is decoded
-    max_bs = parts.num_slots
-    if config.cuda_graph_max_bs is not None:
-        max_bs = min(config.cuda_graph_max_bs, max_bs)
-    if max_bs == 0:
-        return None
-    safe = {"attention": parts.attention.graph_safe, "experts": parts.model.graph_safe(parts.ops)}
-    if not all(safe.values()):
-        unsafe = " and ".join(name for name in safe if not safe[name])
-        logger.warning("steps run without CUDA graphs, which cannot hold the %s", unsafe)
-        return None
-    prefill = []
-    if parts.attention.prefill_graph_safe and parts.model.prefill_graph_safe(parts.ops):
-        prefill = prefill_graph_sizes(max_prefill_tokens, parts.model.layer_weights)
-    return GraphSizes(decode_graph_sizes(max_bs), prefill)
-
-
-def _sizes_that_hold(parts: _Parts, sizes: GraphSizes, context_len: int, tp: TPGroup) -> GraphSizes | None:
-    """Return the sizes, or what a trial leaves of them, which every rank leaves alike."""
-    layout = parts.attention.kv_layout
-    pages = trial_pages(layout.page_size)
-    runner = dataclasses.replace(parts, num_slots=ROWS).runner(
-        pages, 0 if layout.window is None else pages, context_len
-    )
-
-    def fits(fault: str | None, what: str) -> bool:
-        if fault is not None:
-            logger.warning("%s run without CUDA graphs: %s", what, fault)
-        return tp.smallest(int(fault is None)) == 1
-
-    if not fits(decode_fault(runner, context_len), "steps"):
-        return None
-    if sizes.prefill and not fits(prefill_fault(runner, context_len, sizes.prefill[0]), "prefills"):
-        return GraphSizes(sizes.decode, [])
-    return sizes
-
-
 def _context_len(config: EngineConfig, model: ModelConfig) -> int:
     longest = model.max_position_embeddings
     if config.max_seq_len is not None and config.max_seq_len > longest:
         raise ConfigError(f"--max-seq-len-override {config.max_seq_len}: the model's positions end at {longest}")
     return config.max_seq_len or longest
-
-
-def _divide_logits(
-    tp: TPGroup, sampler: Sampler, rows: int, model: ModelConfig, dtype: torch.dtype
-) -> DividedLogits | None:
-    """Return memory for the logits of captured decodes of up to `rows` rows, divided; None where that cannot be."""
-    if isinstance(sampler, TorchSampler):
-        return None
-    from minisgl.engine.cuda_sampler import CudaSampler
-    from minisgl.engine.divided_logits import DividedLogits
-
-    if not isinstance(sampler, CudaSampler):
-        return None
-    return DividedLogits.make(tp, sampler, rows=rows, vocab_size=model.vocab_size, dtype=dtype)
-
-
-def _make_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
-    if has_kernels(device):
-        from minisgl.engine.cuda_sampler import CudaSampler
-
-        sampler = CudaSampler(device)
-        sampler.begin_compiling(dtype)
-        return sampler
-    return TorchSampler()

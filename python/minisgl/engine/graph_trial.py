@@ -7,6 +7,8 @@ tells of the first; the second shows in the replay of another step than the one 
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import warnings
 from collections.abc import Callable
 
@@ -15,44 +17,64 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Batch, SamplingFlags, pages_for
+from minisgl.distributed import TPGroup
 from minisgl.engine.forward import StepRunner, step_inputs, views_like
+from minisgl.engine.graph_sizes import GraphSizes
 from minisgl.engine.graphs import DecodeGraphs, GraphMemory, PrefillGraphs
+from minisgl.engine.parts import RunnerParts
 from minisgl.uploads import upload
 
-ROWS = 2  # of a trial's steps
+logger = logging.getLogger(__name__)
+
+_ROWS = 2  # of a trial's steps
 _PROMPT_LEN = 5
 # Cosine of the angle between logits. Attention may add up in another order, and send a token to another expert.
 _ALIKE = 0.9
 
 
-def trial_pages(page_size: int) -> int:
-    """Return the pages that a trial's runner needs."""
-    return ROWS * pages_for(_PROMPT_LEN + 1, page_size)
+def sizes_that_hold(parts: RunnerParts, sizes: GraphSizes, context_len: int, tp: TPGroup) -> GraphSizes | None:
+    """Return the sizes, or what a trial leaves of them, which every rank leaves alike."""
+    layout = parts.attention.kv_layout
+    pages = _ROWS * pages_for(_PROMPT_LEN + 1, layout.page_size)
+    runner = dataclasses.replace(parts, num_slots=_ROWS).runner(
+        pages, 0 if layout.window is None else pages, context_len
+    )
+
+    def fits(fault: str | None, what: str) -> bool:
+        if fault is not None:
+            logger.warning("%s run without CUDA graphs: %s", what, fault)
+        return tp.smallest(int(fault is None)) == 1
+
+    if not fits(_decode_fault(runner, context_len), "steps"):
+        return None
+    if sizes.prefill and not fits(_prefill_fault(runner, context_len, sizes.prefill[0]), "prefills"):
+        return GraphSizes(sizes.decode, [])
+    return sizes
 
 
-def decode_fault(runner: StepRunner, max_seq_len: int) -> str | None:
-    """Return why no graph may hold a decode; None if one did. The runner has ROWS slots and `trial_pages` pages."""
+def _decode_fault(runner: StepRunner, max_seq_len: int) -> str | None:
+    """Return why no graph may hold a decode; None if one did. The runner has _ROWS slots and their pages."""
     prefill, decode = _steps(runner)
     runner.forward(prefill)  # whose keys and values the decode reads
     state, config = runner.state, runner.model.config
-    slots = torch.arange(ROWS, device=state.device)
-    logits = torch.empty((ROWS, config.vocab_size), dtype=runner.model.dtype, device=state.device)
-    attention = runner.attention.capture_decode(ROWS)
-    kv_lens = np.full(ROWS, max_seq_len, dtype=np.int32)
+    slots = torch.arange(_ROWS, device=state.device)
+    logits = torch.empty((_ROWS, config.vocab_size), dtype=runner.model.dtype, device=state.device)
+    attention = runner.attention.capture_decode(_ROWS)
+    kv_lens = np.full(_ROWS, max_seq_len, dtype=np.int32)
 
     def launch() -> Tensor:
         runner.model(runner.decode_context(slots, kv_lens, attention, logits))
         return logits
 
     def replay() -> Tensor:
-        return DecodeGraphs(runner, [ROWS], max_seq_len, GraphMemory(), _nothing).forward(decode).logits
+        return DecodeGraphs(runner, [_ROWS], max_seq_len, GraphMemory(), _nothing).forward(decode).logits
 
     launch()
     attention.prepare(decode.start_pos)
     return _fault(launch, replay)
 
 
-def prefill_fault(runner: StepRunner, max_seq_len: int, tokens: int) -> str | None:
+def _prefill_fault(runner: StepRunner, max_seq_len: int, tokens: int) -> str | None:
     """Return why no graph of `tokens` tokens may hold a prefill; None if one did."""
     prefill, _ = _steps(runner)
     host = step_inputs(prefill)
@@ -71,22 +93,22 @@ def prefill_fault(runner: StepRunner, max_seq_len: int, tokens: int) -> str | No
 
 def _steps(runner: StepRunner) -> tuple[Batch, Batch]:
     """Return a prefill of random prompts, and the decode that follows it."""
-    state, slots = runner.state, np.arange(ROWS, dtype=np.int32)
+    state, slots = runner.state, np.arange(_ROWS, dtype=np.int32)
     pages = pages_for(_PROMPT_LEN + 1, state.page_size)
-    taken = torch.arange(ROWS * pages, dtype=torch.int32, device=state.device)
+    taken = torch.arange(_ROWS * pages, dtype=torch.int32, device=state.device)
     for table in (state.page_table, state.window_table):
         if table is not None:
-            table[:ROWS, :pages] = taken.view(ROWS, pages)
-    state.tokens[:ROWS].random_(0, runner.model.config.vocab_size)
-    state.lengths[:ROWS] = _PROMPT_LEN + 1
+            table[:_ROWS, :pages] = taken.view(_ROWS, pages)
+    state.tokens[:_ROWS].random_(0, runner.model.config.vocab_size)
+    state.lengths[:_ROWS] = _PROMPT_LEN + 1
 
     def step(start: int, length: int) -> Batch:
         return Batch(
             step=0,
             slots=slots,
-            start_pos=np.full(ROWS, start, dtype=np.int32),
-            query_lens=np.full(ROWS, length, dtype=np.int32),
-            needs_sample=np.ones(ROWS, dtype=np.bool_),
+            start_pos=np.full(_ROWS, start, dtype=np.int32),
+            query_lens=np.full(_ROWS, length, dtype=np.int32),
+            needs_sample=np.ones(_ROWS, dtype=np.bool_),
             new_pages=np.zeros((0, 3), dtype=np.int32),
             flags=SamplingFlags(0),
         )

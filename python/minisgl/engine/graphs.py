@@ -21,37 +21,12 @@ from minisgl.attention.model_attention import CapturedDecode
 from minisgl.context import ForwardContext
 from minisgl.core import Batch, SamplingFlags
 from minisgl.engine.forward import ForwardOutput, StepInputs, StepRunner, pad_inputs, step_inputs, views_like
+from minisgl.engine.graph_sizes import GraphSizes
 from minisgl.uploads import pinned, upload
 
 T = TypeVar("T")
 
-PREFILL_SIZES = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))  # tokens
-# Tokens x weights of a layer whose products take a fast GPU as long as the layer's launches take the host.
-_LAUNCH_WORTH = 32e9
 _DRAWN = SamplingFlags.SAMPLED | SamplingFlags.FILTERED
-
-
-def decode_graph_sizes(max_bs: int) -> list[int]:
-    """Return 1, 2, 4, 8, then every 8 up to 256 and every 32 beyond: padding stays below an eighth of a large batch."""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_bs + 1, 32)]
-    return sorted({size for size in sizes if size < max_bs} | {max_bs})
-
-
-def prefill_graph_sizes(max_tokens: int, layer_weights: int) -> list[int]:
-    """Return the token counts worth capturing, of steps of up to `max_tokens`: larger ones outlast the launches."""
-    useful = int(min(max_tokens, _LAUNCH_WORTH / layer_weights))
-    return list(PREFILL_SIZES[: bisect_left(PREFILL_SIZES, useful) + 1])
-
-
-@dataclass(frozen=True, slots=True)
-class GraphSizes:
-    """Sizes to capture, both ascending."""
-
-    decode: list[int]  # rows
-    prefill: list[int]  # tokens; none where prefills run without graphs
-
-    def __len__(self) -> int:
-        return len(self.decode) + len(self.prefill)
 
 
 def samples_from_graph(batch: Batch) -> bool:

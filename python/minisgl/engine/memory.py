@@ -19,8 +19,11 @@ from torch import Tensor
 
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.core import Batch, Int32Array, SamplingFlags, ScoredTokens, StepResult
+from minisgl.engine.device import GIB
 from minisgl.engine.forward import StepRunner
-from minisgl.engine.graphs import Graphs, GraphSizes
+from minisgl.engine.graph_sizes import GraphSizes
+from minisgl.engine.graphs import Graphs
+from minisgl.engine.parts import RunnerParts
 from minisgl.kvcache.layout import KVLayout
 from minisgl.limits import MAX_LOGPROBS
 
@@ -31,7 +34,6 @@ CPU_SEQUENCES = 16
 STATE_SHARE = 0.5  # of the room for the pool that recurrent states may take; the rest is for pages
 SNAPSHOT_SHARE = 0.25  # of what is left that snapshots of states take by themselves
 SNAPSHOTS_PER_SLOT = 4  # that they are at most
-GIB = float(1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,21 @@ def _trial_step(start_pos: Int32Array, query_lens: Int32Array, logprobs: ScoredT
 def run_trial(runner: StepRunner, batch: Batch) -> StepResult[Tensor]:
     """Launch all that a step can consist of."""
     return runner.sample(batch, runner.forward(batch), processed_logprobs=True)
+
+
+def measure_needs(parts: RunnerParts, sizes: GraphSizes | None, context_len: int, max_prefill_tokens: int) -> Needs:
+    """Return what steps and graphs take, from a trial."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(parts.device)
+    runner = parts.runner(0, 0, context_len)
+    # The trial's states are the real ones, and counted apart.
+    states = parts.attention.kv_layout.state_bytes(parts.num_slots, parts.num_snapshots)
+    steps = steps_bytes(runner, before, context_len, max_prefill_tokens) - states
+    torch.cuda.empty_cache()
+    graphs = 0 if sizes is None else graphs_bytes(runner, sizes, context_len)
+    del runner
+    torch.cuda.empty_cache()  # what torch keeps would look taken
+    return Needs(steps, graphs)
 
 
 def steps_bytes(runner: StepRunner, before: int, max_seq_len: int, max_tokens: int) -> int:
