@@ -6,9 +6,9 @@ extern "C" __global__ void delta_gate(const T* projected, const float* reads, co
                                       const long long* chunk_tokens, T* out, int n, int key_heads, int value_heads,
                                       int width, float eps) {
   int unit = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), at = (threadIdx.x & 31) * 4;
-  if (unit >= n * value_heads) return;
   wait_for_predecessor();
   start_successor();
+  if (unit >= n * value_heads) return;
   int head = unit % value_heads;
   long long token = chunk_tokens[unit / value_heads], place = (token * value_heads + head) * VALUE_DIM + at;
   Vec<4> weight = *(const Vec<4>*)(norm_weight + at);

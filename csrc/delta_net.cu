@@ -13,7 +13,10 @@ extern "C" __global__ void delta_conv(const T* projected, T* inputs, const float
                                       int width) {
   __shared__ float scratch[32];
   int head = blockIdx.x, row = blockIdx.y, channels = num_channels(key_heads, value_heads);
-  if (lengths != nullptr && lengths[row] != 1) return;
+  if (lengths != nullptr && lengths[row] != 1) {
+    wait_for_predecessor();  // there may be no row of one token (common.cuh)
+    return;
+  }
   long long token = tokens == nullptr ? row : tokens[row];
   bool is_value = head >= 2 * key_heads;
   int first = is_value ? 2 * key_heads * KEY_DIM + (head - 2 * key_heads) * VALUE_DIM : head * KEY_DIM;
@@ -124,4 +127,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_step(
     }
     if (row + gridDim.y < rows) __syncthreads();  // before shared memory is written again
   }
+  wait_for_predecessor();  // there may be no row of one token (common.cuh)
 }

@@ -71,6 +71,18 @@ def declared() -> set[str]:
     return {name for path in CSRC.glob("*.cu") for name in re.findall(declaration, path.read_text())}
 
 
+def returns_early() -> set[str]:
+    """Kernels of csrc/ that may return before they wait for their predecessor."""
+    found = set()
+    for path in CSRC.glob("*.cu"):
+        kernels = re.findall(r'extern "C" __global__ void[^;{]*?\b(\w+)\([^)]*\) \{\n(.*?)\n\}', path.read_text(), re.S)
+        for name, body in kernels:
+            before, waits, _ = body.partition("wait_for_predecessor()")
+            if waits and "return;" in before:
+                found.add(name)
+    return found
+
+
 class Recorder:
     """Stands in for `Compiler`: parses the real sources, compiles nothing and records the launches."""
 
@@ -419,3 +431,9 @@ def run_collectives(dtype: torch.dtype) -> None:
     assert push.gather(x, 4 * 64 - 8).shape == (8, 4 * 64 - 8)
     push.abort()
     push.check()
+
+
+def test_kernels_wait_before_they_return() -> None:
+    """A grid that ends before its predecessor tells its successor that all is written (common.cuh)."""
+    # Some block of decode_attention has work in any step; `received` returns when a rank has failed.
+    assert returns_early() == {"decode_attention", "received"}
