@@ -56,7 +56,7 @@ def test_grammars_that_compile_hold_up_nobody() -> None:
     world = World(num_pages=400, num_slots=4)
     for seq_id in range(200):
         world.add(seq_id, [1, 2, 3], max_tokens=2, ignore_eos=True, grammar=Grammar("regex", "5"))
-        matcher = world.scheduler._by_seq_id[seq_id].matcher
+        matcher = world.scheduler._requests._by_seq_id[seq_id].matcher
         assert isinstance(matcher, SimulatedMatcher)
         matcher.polls = 10**9
     world.add(200, [1, 2, 4], max_tokens=5, ignore_eos=True)

@@ -1,17 +1,15 @@
-"""The scheduler's decisions: admission, the plan of each step, what a finished step means, and giving things back.
+"""The scheduler's decisions: admission, the plan of each step, and what follows when the device has too little memory.
 
 It knows no device: `schedule` makes plans and `complete` takes the tokens they brought, in the same order but not
-necessarily before the next plan is made (overlap). Whatever ends a request only marks it; `RequestPages.give_back`
-is the one place where slots, pages and locks are given back, and only after the last step that names them is complete.
+necessarily before the next plan is made (overlap). What they mean for their requests is in `step_results`, and a
+request's state changes in `lifecycle` alone.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Sequence
-from itertools import islice
 
 import numpy as np
 
@@ -21,7 +19,6 @@ from minisgl.core import (
     Batch,
     CacheNode,
     FinishReason,
-    IndexArray,
     Int32Array,
     NewRow,
     SamplingParams,
@@ -31,17 +28,19 @@ from minisgl.kvcache.base import CacheHandle, CacheManager
 from minisgl.kvcache.snapshots import SnapshotStore
 from minisgl.kvcache.window import WindowPool
 from minisgl.message.engine_state import SequenceState
-from minisgl.message.to_detokenizer import End, Open, Pooled, StepOutput
-from minisgl.message.types import TextOptions, pack_ids
+from minisgl.message.to_detokenizer import StepOutput
+from minisgl.message.types import TextOptions
 from minisgl.scheduler.batch_policy import Chunks, longest_first, make_batch_policy
-from minisgl.scheduler.request import Request, RequestState, WaitingQueue, sequence_state
+from minisgl.scheduler.lifecycle import RequestLifecycle
+from minisgl.scheduler.request import Request, RequestState
 from minisgl.scheduler.request_pages import RequestPages
 from minisgl.scheduler.state_snapshots import StateSnapshots
 from minisgl.scheduler.step_limits import StepLimits, is_small
+from minisgl.scheduler.step_results import StepResults
 from minisgl.scheduler.table import SlotTable
-from minisgl.scheduler.token_scores import report_logprobs, report_prompt, scored_tokens
+from minisgl.scheduler.token_scores import scored_tokens
 from minisgl.step_cost import StepCost
-from minisgl.structured_output.protocol import Grammars, NoGrammars, Progress
+from minisgl.structured_output.protocol import Grammars, NoGrammars
 
 logger = logging.getLogger(__name__)
 
@@ -86,21 +85,14 @@ class Scheduler:
             self._snapshots = StateSnapshots(
                 snapshots, self._pages, self._table, distance=config.state_snapshot_distance
             )
-        self._eos = np.asarray(eos_token_ids, dtype=np.int32)
+        self._eos_token_ids = eos_token_ids
         self._grammars = grammars or NoGrammars()
-        self._waiting = WaitingQueue(config.schedule_policy)
-        self._running: list[int] = []  # slots, oldest admission first
-        self._running_array: IndexArray = np.empty(0, dtype=np.intp)  # the same, rebuilt when it changes
-        self._retiring: list[int] = []  # slots of ended requests that a step in flight may still name
-        self._by_seq_id: dict[int, Request] = {}
+        self._requests = RequestLifecycle(config.schedule_policy, self._table, self._pages, self._snapshots)
+        self._results = StepResults(self._table, self._requests, eos_token_ids, self._grammars)
         self._arrivals = 0
         self._next_step = 0
         self._completed_step = -1
-        self.retractions = 0
         self.failed_steps = 0  # for which the device had too little memory
-        self._prefix_tokens_queried = 0  # of all requests that entered
-        self._prefix_tokens_hit = 0  # of these, found in the cache
-        self._report = StepOutput()  # the next
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
@@ -134,42 +126,46 @@ class Scheduler:
         if sampling.grammar is not None:
             request.matcher = self._grammars.start(sampling)
         self._arrivals += 1
-        self._by_seq_id[seq_id] = request
-        self._waiting.add(request)
+        self._requests.add(request)
         if request.prompt_scored and request.max_len == len(prompt_ids):
-            self._end(request, "length")  # there is nothing to compute
+            self._requests.end(request, "length")  # there is nothing to compute
 
     def end(self, seq_id: int, reason: FinishReason) -> None:
         """End a request from outside (abort, stop string). One that has ended already is passed over."""
-        request = self._by_seq_id.get(seq_id)
+        request = self._requests.find(seq_id)
         if request is not None:
-            self._end(request, reason)
+            self._requests.end(request, reason)
 
     @property
     def has_work(self) -> bool:
         """True if something waits, runs, or has to be given back."""
-        return bool(self._waiting or self._running or self._retiring or self._report.ended)
+        return self._requests.has_work
+
+    @property
+    def retractions(self) -> int:
+        """Number of times that a running request had to wait again."""
+        return self._requests.retractions
 
     @property
     def is_compiling(self) -> bool:
         """True if some request may wait for nothing but its grammar."""
-        return any(_is_compiling(request) for request in self._waiting)
+        return any(_is_compiling(request) for request in self._requests.waiting)
 
     # --- a step is planned ------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
         """Plan the next step; None when nothing can run, or not before the steps in flight are complete."""
-        self._retire()
+        self._requests.retire(self._completed_step)
         if self._snapshots is not None:
-            self._snapshots.save(len(self._running))
+            self._snapshots.save(len(self._requests.running))
         if not self._make_room():
             return None
-        running, table = self._running_array, self._table
+        running, table = self._requests.running_slots, self._table
         chunks = self._batch_policy.chunks(
             table.cached_len[running], table.remaining(running), self._limits.prefill_tokens
         )
         new_rows = self._admit(chunks)
-        running = self._running_array
+        running = self._requests.running_slots
         remaining = table.remaining(running)  # less than `chunks` knows where one that waits wants a snapshot
         query_lens = np.minimum(self._batch_policy.query_lens(remaining, chunks), remaining)
         chosen = query_lens > 0
@@ -222,29 +218,29 @@ class Scheduler:
         """
         table = self._table
         new_rows: list[NewRow] = []
-        if not self._waiting or chunks.is_full:
+        if not self._requests.waiting or chunks.is_full:
             return new_rows
-        prompts = self._running_array[table.remaining(self._running_array) > 1].tolist()
+        prompts = self._requests.running_slots[table.remaining(self._requests.running_slots) > 1].tolist()
         highest = max((table.request(slot).priority for slot in prompts), default=-math.inf)
-        for request in self._waiting.candidates(
+        for request in self._requests.waiting.candidates(
             lambda request: not _is_compiling(request), lambda request: self._pages.match(request).cached_len
         ):
-            if not table.num_free or len(self._running) >= self._limits.running or chunks.is_full:
+            if not table.num_free or len(self._requests.running) >= self._limits.running or chunks.is_full:
                 break
             if chunks.is_crowded and request.priority < highest:
                 break
             prefix = self._pages.match(request)
-            waits = request.prompt_scored and not self._waiting.is_overdue(request)
+            waits = request.prompt_scored and not self._requests.waiting.is_overdue(request)
             if waits and self._is_being_prefilled(request, prefix.cached_len):
                 continue
             highest = max(highest, request.priority)
             remaining = min(len(request.token_ids), request.max_len - 1) - prefix.cached_len  # as in the table
             if not chunks.accepts(prefix.cached_len, remaining):
                 continue
-            if not self._pages.reserve(request, prefix, len(self._running)):
+            if not self._pages.reserve(request, prefix, len(self._requests.running)):
                 break
             new_rows.append(self._enter(request, prefix))
-            remaining = int(table.remaining(self._running_array[-1:])[0])  # a snapshot may cut it
+            remaining = int(table.remaining(self._requests.running_slots[-1:])[0])  # a snapshot may cut it
             if remaining > 1:
                 chunks.add(prefix.cached_len, remaining)
         return new_rows
@@ -252,26 +248,15 @@ class Scheduler:
     def _is_being_prefilled(self, request: Request, cached_len: int) -> bool:
         """Return True if the request will find more of its tokens computed if it waits."""
         if self._snapshots is not None:
-            return self._snapshots.is_coming(request, cached_len, self._running_array)
-        return self._pages.is_being_prefilled(request, cached_len, self._running_array)
+            return self._snapshots.is_coming(request, cached_len, self._requests.running_slots)
+        return self._pages.is_being_prefilled(request, cached_len, self._requests.running_slots)
 
     def _enter(self, request: Request, prefix: CacheHandle) -> NewRow:
-        if request.state is RequestState.WAITING:
-            self._report_open(request, prefix.cached_len)
-            self._prefix_tokens_queried += len(request.token_ids)
-            self._prefix_tokens_hit += prefix.cached_len
-        self._waiting.admitted(request)
-        request.hit_tokens = prefix.cached_len
-        request.state = RequestState.RUNNING
-        window_pages = self._pages.enter(request, prefix)
-        self._running.append(request.slot)
-        self._running_array = np.asarray(self._running, dtype=np.intp)
-        if self._snapshots is not None:
-            self._snapshots.enter(request, prefix)
+        window_pages = self._requests.enter(request, prefix)
         sampling = request.sampling
         stop_ids: tuple[int, ...] = ()
         if sampling.min_tokens:
-            stop_ids = sampling.stop_token_ids + (() if sampling.ignore_eos else tuple(self._eos.tolist()))
+            stop_ids = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_token_ids)
         return NewRow(
             request.slot,
             request.token_ids,
@@ -291,7 +276,7 @@ class Scheduler:
         youngest is retracted: of its 4 pages the other two get one each, and it waits with its 16 tokens.
         """
         while True:
-            running, table = self._running_array, self._table
+            running, table = self._requests.running_slots, self._table
             if len(running) <= self._pages.unpromised:
                 return True  # no decode needs more than one
             decodes = running[table.remaining(running) == 1]
@@ -302,69 +287,17 @@ class Scheduler:
                 return True
             if self._completed_step < self._next_step - 1:
                 return False  # they may end requests, and they name the slots that would be retracted
-            self._retract(max(map(table.request, self._running), key=lambda request: request.precedence))
-
-    def _retract(self, request: Request) -> None:
-        """Take everything from a running request; it waits again with the tokens it has. Nothing is in flight."""
-        slot = request.slot
-        request.token_ids = self._table.tokens[slot, : self._table.known_len[slot]].copy()
-        request.state = RequestState.RETRACTED
-        request.prompt_scores.clear()
-        self._stop_running(slot)
-        self._pages.give_back(request)
-        self._waiting.add(request)
-        self.retractions += 1
+            youngest = max(map(table.request, self._requests.running), key=lambda request: request.precedence)
+            self._requests.retract(youngest)
 
     # --- a step is complete -----------------------------------------------------------------------------------
 
     def complete(self, batch: Batch, result: StepResult[AnyArray]) -> None:
         """Take what a step brought: a token or a vector for each row that samples, in row order, log-probabilities."""
-        slots = batch.slots[batch.needs_sample].astype(np.intp)
-        if result.vectors is not None:
-            self._take_vectors(slots, result.vectors)
-        else:
-            self._take_tokens(batch, slots, result)
+        self._results.take(batch, result)
         self._completed_step = batch.step
         self._limits.completed()
-        self._retire()
-
-    def _take_vectors(self, slots: IndexArray, vectors: AnyArray) -> None:
-        """Report the vectors [S, size] of whole prompts, whose requests end with them."""
-        for slot, vector in zip(slots.tolist(), vectors, strict=True):
-            if self._table.live[slot]:
-                request = self._table.request(slot)
-                self._report.pooled.append(Pooled(request.seq_id, vector.astype("<f4").tobytes()))
-                self._end(request, "stop")
-
-    def _take_tokens(self, batch: Batch, slots: IndexArray, result: StepResult[AnyArray]) -> None:
-        table, tokens = self._table, result.tokens
-        if batch.logprobs is not None:
-            report_logprobs(self._report, table, batch, batch.logprobs, result)
-        live = table.live[slots]  # the others ended while the step ran: their tokens are dropped
-        slots, tokens = slots[live], tokens[live]
-        table.tokens[slots, table.known_len[slots]] = tokens
-        table.known_len[slots] += 1
-        self._report.seq_ids = table.seq_id[slots].tolist()
-        self._report.tokens = pack_ids(tokens)
-
-        stop = (tokens[:, None] == self._eos).any(axis=1) & table.stops_at_eos[slots]
-        for row in np.flatnonzero(table.own_stop_ids[slots]).tolist():
-            stop[row] |= int(tokens[row]) in self._table.request(int(slots[row])).sampling.stop_token_ids
-        full = table.known_len[slots] == table.max_len[slots]
-        ended = set(np.flatnonzero(stop | full).tolist())
-        by_grammar = self._advance(slots, tokens) if batch.constrained else {}
-        for row in sorted(ended | by_grammar.keys()):
-            request = self._table.request(int(slots[row]))
-            if by_grammar.get(row) in (Progress.FAILED, Progress.EXCLUDED):
-                self._end(request, "error", excluded=by_grammar[row] is Progress.EXCLUDED)
-            elif stop[row]:
-                self._end(request, "stop", stop_token=int(tokens[row]))
-            elif row in by_grammar:
-                self._end(request, "stop")
-            else:
-                self._end(request, "length")
-        if not batch.needs_sample.all():
-            self._end_unsampled(batch)
+        self._requests.retire(self._completed_step)
 
     def record(self, batch: Batch, seconds: float) -> None:
         """Take how long a completed step ran on the device: what the next ones hold may depend on it."""
@@ -408,8 +341,8 @@ class Scheduler:
             if request.state is RequestState.RUNNING:
                 if int(table.known_len[request.slot]) > len(request.token_ids):
                     request.failures = 0
-                self._retract(request)
-        self._retire()
+                self._requests.retract(request)
+        self._requests.retire(self._completed_step)
         for pages in beside_unwritten:
             self._pages.forget_windows(pages)
         for request, length in unwritten:
@@ -421,69 +354,11 @@ class Scheduler:
             if alone.failures == MAX_FAILURES:
                 name = {"request_id": alone.request_id}
                 logger.error("the device has too little memory for request %(request_id)s alone", name, extra=name)
-                self._end(alone, "error")
-
-    def _advance(self, slots: IndexArray, tokens: Int32Array) -> dict[int, Progress]:
-        """Move the matchers on; return the progress, by row, of those that can go no further."""
-        rows = np.flatnonzero(self._table.constrained(slots))
-        matchers = [
-            matcher for slot in slots[rows].tolist() if (matcher := self._table.request(slot).matcher) is not None
-        ]
-        progress = self._grammars.advance(matchers, tokens[rows])
-        found = zip(rows.tolist(), progress, strict=True)
-        return {row: progress for row, progress in found if progress is not Progress.OPEN}
-
-    def _end_unsampled(self, batch: Batch) -> None:
-        """End the requests that get no token (max_tokens = 0) and whose last chunk this was."""
-        table, slots = self._table, batch.slots.astype(np.intp)
-        done = table.live[slots] & (table.known_len[slots] == table.max_len[slots])
-        done &= batch.start_pos + batch.query_lens == table.max_len[slots] - 1
-        for slot in slots[done].tolist():
-            request = self._table.request(slot)
-            if request.prompt_scores:
-                report_prompt(self._report, table, request)
-            self._end(request, "length")
-
-    def _report_open(self, request: Request, cached_tokens: int) -> None:
-        now = time.perf_counter()
-        opened = Open(request.seq_id, request.text, cached_tokens, request.sampling.min_tokens, now)
-        self._report.opened.append(opened)
+                self._requests.end(alone, "error")
 
     def report(self) -> StepOutput:
         """Return the events since the last report, at most one step's tokens among them."""
-        report, self._report = self._report, StepOutput()
-        return report
-
-    # --- a request ends ---------------------------------------------------------------------------------------
-
-    def _end(
-        self, request: Request, reason: FinishReason, stop_token: int | None = None, *, excluded: bool = False
-    ) -> None:
-        """Mark the request as ended. What it holds is given back by `_retire`."""
-        del self._by_seq_id[request.seq_id]
-        self._report.ended.append(End(request.seq_id, reason, stop_token, excluded))
-        if request.state is RequestState.RUNNING:
-            self._stop_running(request.slot)
-            self._retiring.append(request.slot)
-        else:
-            self._waiting.remove(request)
-            if request.state is RequestState.WAITING:
-                self._report_open(request, 0)
-        request.state = RequestState.FINISHED
-
-    def _stop_running(self, slot: int) -> None:
-        self._table.live[slot] = False
-        self._running.remove(slot)
-        self._running_array = np.asarray(self._running, dtype=np.intp)
-
-    def _retire(self) -> None:
-        """Give back slots, pages and locks of ended requests that no incomplete step names."""
-        if not self._retiring:
-            return
-        last_step = self._table.last_step
-        for slot in [slot for slot in self._retiring if last_step[slot] <= self._completed_step]:
-            self._retiring.remove(slot)
-            self._pages.give_back(self._table.request(slot))
+        return self._requests.take_report()
 
     # --- what others may ask ----------------------------------------------------------------------------------
 
@@ -492,15 +367,8 @@ class Scheduler:
         return {
             **self._pages.counts(),
             **({} if self._snapshots is None else self._snapshots.counts()),
-            "requests_waiting": len(self._waiting),
-            "tokens_waiting": sum(len(request.token_ids) for request in self._waiting),
-            "requests_running": len(self._running),
-            "requests_retiring": len(self._retiring),
-            "sequences": len(self._by_seq_id),
-            "retractions": self.retractions,
+            **self._requests.counts(),
             "failed_steps": self.failed_steps,
-            "prefix_tokens_queried": self._prefix_tokens_queried,
-            "prefix_tokens_hit": self._prefix_tokens_hit,
         }
 
     def seq_ids(self, batch: Batch) -> list[int]:
@@ -510,13 +378,7 @@ class Scheduler:
 
     def sequences(self, limit: int) -> list[SequenceState]:
         """Return up to `limit` of those that run, by admission, and as many of those that wait."""
-        table = self._table
-        running = map(table.request, self._running[:limit])
-        found = [
-            sequence_state(request, int(table.cached_len[request.slot]), int(table.known_len[request.slot]))
-            for request in running
-        ]
-        return found + [sequence_state(request, 0, len(request.token_ids)) for request in islice(self._waiting, limit)]
+        return self._requests.sequences(limit)
 
     def tree(self, max_nodes: int) -> list[CacheNode]:
         """Return the largest nodes of the tree of cached prefixes."""
@@ -535,7 +397,7 @@ class Scheduler:
     def check_idle(self) -> None:
         """Raise if anything is held although nothing runs: free + cached pages must be all pages."""
         self._pages.check_idle()
-        if self._by_seq_id:
+        if self.counts()["sequences"]:
             raise RuntimeError(f"held at idle: {self.counts()}")
 
 

@@ -1,0 +1,144 @@
+"""Requests from their arrival to their end: every transition that `request` draws is made here.
+
+Whatever ends a request only marks it; slots, pages and locks are given back by `retire`, and only after the last step
+that names them is complete.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+
+import numpy as np
+
+from minisgl.config import SchedulePolicy
+from minisgl.core import FinishReason, IndexArray, Int32Array
+from minisgl.kvcache.base import CacheHandle
+from minisgl.message.engine_state import SequenceState
+from minisgl.message.to_detokenizer import End, Open, StepOutput
+from minisgl.scheduler.request import Request, RequestState, WaitingQueue, sequence_state
+from minisgl.scheduler.request_pages import RequestPages
+from minisgl.scheduler.state_snapshots import StateSnapshots
+from minisgl.scheduler.table import SlotTable
+
+
+class RequestLifecycle:
+    """All requests by their state, and the report of those that began and ended."""
+
+    def __init__(
+        self, policy: SchedulePolicy, table: SlotTable, pages: RequestPages, snapshots: StateSnapshots | None
+    ) -> None:
+        self._table = table
+        self._pages = pages
+        self._snapshots = snapshots
+        self.waiting = WaitingQueue(policy)
+        self.running: list[int] = []  # slots, oldest admission first
+        self.running_slots: IndexArray = np.empty(0, dtype=np.intp)  # the same, rebuilt when it changes
+        self._retiring: list[int] = []  # slots of ended requests that a step in flight may still name
+        self._by_seq_id: dict[int, Request] = {}
+        self.report = StepOutput()  # the next
+        self.retractions = 0
+        self._prefix_tokens_queried = 0  # of all requests that entered
+        self._prefix_tokens_hit = 0  # of these, found in the cache
+
+    @property
+    def has_work(self) -> bool:
+        """True if something waits, runs, or has to be given back."""
+        return bool(self.waiting or self.running or self._retiring or self.report.ended)
+
+    def find(self, seq_id: int) -> Request | None:
+        """Return the request, unless it has ended."""
+        return self._by_seq_id.get(seq_id)
+
+    def add(self, request: Request) -> None:
+        """Let a new request wait."""
+        self._by_seq_id[request.seq_id] = request
+        self.waiting.add(request)
+
+    def enter(self, request: Request, prefix: CacheHandle) -> Int32Array | None:
+        """Give a waiting request, whose pages are reserved, a slot; return the windowed pages of its prefix, if any."""
+        if request.state is RequestState.WAITING:
+            self._report_open(request, prefix.cached_len)
+            self._prefix_tokens_queried += len(request.token_ids)
+            self._prefix_tokens_hit += prefix.cached_len
+        self.waiting.admitted(request)
+        request.hit_tokens = prefix.cached_len
+        request.state = RequestState.RUNNING
+        window_pages = self._pages.enter(request, prefix)
+        self.running.append(request.slot)
+        self.running_slots = np.asarray(self.running, dtype=np.intp)
+        if self._snapshots is not None:
+            self._snapshots.enter(request, prefix)
+        return window_pages
+
+    def retract(self, request: Request) -> None:
+        """Take everything from a running request; it waits again with the tokens it has. Nothing is in flight."""
+        slot = request.slot
+        request.token_ids = self._table.tokens[slot, : self._table.known_len[slot]].copy()
+        request.state = RequestState.RETRACTED
+        request.prompt_scores.clear()
+        self._stop_running(slot)
+        self._pages.give_back(request)
+        self.waiting.add(request)
+        self.retractions += 1
+
+    def end(
+        self, request: Request, reason: FinishReason, stop_token: int | None = None, *, excluded: bool = False
+    ) -> None:
+        """Mark the request as ended. What it holds is given back by `retire`."""
+        del self._by_seq_id[request.seq_id]
+        self.report.ended.append(End(request.seq_id, reason, stop_token, excluded))
+        if request.state is RequestState.RUNNING:
+            self._stop_running(request.slot)
+            self._retiring.append(request.slot)
+        else:
+            self.waiting.remove(request)
+            if request.state is RequestState.WAITING:
+                self._report_open(request, 0)
+        request.state = RequestState.FINISHED
+
+    def retire(self, completed_step: int) -> None:
+        """Give back slots, pages and locks of ended requests that no step behind this one names."""
+        if not self._retiring:
+            return
+        last_step = self._table.last_step
+        for slot in [slot for slot in self._retiring if last_step[slot] <= completed_step]:
+            self._retiring.remove(slot)
+            self._pages.give_back(self._table.request(slot))
+
+    def take_report(self) -> StepOutput:
+        """Return the events since the last report, at most one step's tokens among them."""
+        report, self.report = self.report, StepOutput()
+        return report
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of requests by state, and what became of them."""
+        return {
+            "requests_waiting": len(self.waiting),
+            "tokens_waiting": sum(len(request.token_ids) for request in self.waiting),
+            "requests_running": len(self.running),
+            "requests_retiring": len(self._retiring),
+            "sequences": len(self._by_seq_id),
+            "retractions": self.retractions,
+            "prefix_tokens_queried": self._prefix_tokens_queried,
+            "prefix_tokens_hit": self._prefix_tokens_hit,
+        }
+
+    def sequences(self, limit: int) -> list[SequenceState]:
+        """Return up to `limit` of those that run, by admission, and as many of those that wait."""
+        table = self._table
+        running = map(table.request, self.running[:limit])
+        found = [
+            sequence_state(request, int(table.cached_len[request.slot]), int(table.known_len[request.slot]))
+            for request in running
+        ]
+        return found + [sequence_state(request, 0, len(request.token_ids)) for request in islice(self.waiting, limit)]
+
+    def _report_open(self, request: Request, cached_tokens: int) -> None:
+        now = time.perf_counter()
+        self.report.opened.append(Open(request.seq_id, request.text, cached_tokens, request.sampling.min_tokens, now))
+
+    def _stop_running(self, slot: int) -> None:
+        self._table.live[slot] = False
+        self.running.remove(slot)
+        self.running_slots = np.asarray(self.running, dtype=np.intp)

@@ -1,0 +1,92 @@
+"""Results of a step on the host: tokens go into the slot table and the report, and requests that are complete end."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minisgl.core import AnyArray, Batch, IndexArray, Int32Array, StepResult
+from minisgl.message.to_detokenizer import Pooled
+from minisgl.message.types import pack_ids
+from minisgl.scheduler.lifecycle import RequestLifecycle
+from minisgl.scheduler.table import SlotTable
+from minisgl.scheduler.token_scores import report_logprobs, report_prompt
+from minisgl.structured_output.protocol import Grammars, Progress
+
+
+class StepResults:
+    """Reads what completed steps brought, in the order of the steps."""
+
+    def __init__(
+        self, table: SlotTable, requests: RequestLifecycle, eos_token_ids: tuple[int, ...], grammars: Grammars
+    ) -> None:
+        self._table = table
+        self._requests = requests
+        self._eos = np.asarray(eos_token_ids, dtype=np.int32)
+        self._grammars = grammars
+
+    def take(self, batch: Batch, result: StepResult[AnyArray]) -> None:
+        """Report what the step brought to rows that sample, in row order, and end the requests that have all."""
+        slots = batch.slots[batch.needs_sample].astype(np.intp)
+        if result.vectors is not None:
+            self._take_vectors(slots, result.vectors)
+        else:
+            self._take_tokens(batch, slots, result)
+
+    def _take_vectors(self, slots: IndexArray, vectors: AnyArray) -> None:
+        """Report the vectors [S, size] of whole prompts, whose requests end with them."""
+        for slot, vector in zip(slots.tolist(), vectors, strict=True):
+            if self._table.live[slot]:
+                request = self._table.request(slot)
+                self._requests.report.pooled.append(Pooled(request.seq_id, vector.astype("<f4").tobytes()))
+                self._requests.end(request, "stop")
+
+    def _take_tokens(self, batch: Batch, slots: IndexArray, result: StepResult[AnyArray]) -> None:
+        table, tokens = self._table, result.tokens
+        if batch.logprobs is not None:
+            report_logprobs(self._requests.report, table, batch, batch.logprobs, result)
+        live = table.live[slots]  # the others ended while the step ran: their tokens are dropped
+        slots, tokens = slots[live], tokens[live]
+        table.tokens[slots, table.known_len[slots]] = tokens
+        table.known_len[slots] += 1
+        self._requests.report.seq_ids = table.seq_id[slots].tolist()
+        self._requests.report.tokens = pack_ids(tokens)
+
+        stop = (tokens[:, None] == self._eos).any(axis=1) & table.stops_at_eos[slots]
+        for row in np.flatnonzero(table.own_stop_ids[slots]).tolist():
+            stop[row] |= int(tokens[row]) in self._table.request(int(slots[row])).sampling.stop_token_ids
+        full = table.known_len[slots] == table.max_len[slots]
+        ended = set(np.flatnonzero(stop | full).tolist())
+        by_grammar = self._advance(slots, tokens) if batch.constrained else {}
+        for row in sorted(ended | by_grammar.keys()):
+            request = self._table.request(int(slots[row]))
+            if by_grammar.get(row) in (Progress.FAILED, Progress.EXCLUDED):
+                self._requests.end(request, "error", excluded=by_grammar[row] is Progress.EXCLUDED)
+            elif stop[row]:
+                self._requests.end(request, "stop", stop_token=int(tokens[row]))
+            elif row in by_grammar:
+                self._requests.end(request, "stop")
+            else:
+                self._requests.end(request, "length")
+        if not batch.needs_sample.all():
+            self._end_unsampled(batch)
+
+    def _advance(self, slots: IndexArray, tokens: Int32Array) -> dict[int, Progress]:
+        """Move the matchers on; return the progress, by row, of those that can go no further."""
+        rows = np.flatnonzero(self._table.constrained(slots))
+        matchers = [
+            matcher for slot in slots[rows].tolist() if (matcher := self._table.request(slot).matcher) is not None
+        ]
+        progress = self._grammars.advance(matchers, tokens[rows])
+        found = zip(rows.tolist(), progress, strict=True)
+        return {row: progress for row, progress in found if progress is not Progress.OPEN}
+
+    def _end_unsampled(self, batch: Batch) -> None:
+        """End the requests that get no token (max_tokens = 0) and whose last chunk this was."""
+        table, slots = self._table, batch.slots.astype(np.intp)
+        done = table.live[slots] & (table.known_len[slots] == table.max_len[slots])
+        done &= batch.start_pos + batch.query_lens == table.max_len[slots] - 1
+        for slot in slots[done].tolist():
+            request = self._table.request(slot)
+            if request.prompt_scores:
+                report_prompt(self._requests.report, table, request)
+            self._requests.end(request, "length")
