@@ -38,7 +38,7 @@ def test_the_extra_that_was_asked_for_is_there(tmp_path: Path, before: str | Non
     python.chmod(0o755)
 
     def setup(extra: str) -> list[str]:
-        """What pip is called with."""
+        """Run scripts/setup; return the arguments that pip was called with."""
         (tmp_path / "installed").write_text("")
         subprocess.run(["scripts/setup", *([extra] if extra else [])], cwd=tmp_path, check=True, capture_output=True)
         return (tmp_path / "installed").read_text().splitlines()

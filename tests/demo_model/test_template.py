@@ -71,7 +71,7 @@ def test_tools_are_listed_in_the_system_turn(render, system):
 
 
 def test_members_of_a_tool_that_were_not_learned_are_not_shown(render):
-    """In any order and with $schema in front, as zod writes it, a tool looks as in training."""
+    """A tool in any order and with $schema in front, as zod writes it, looks as in training."""
     parameters = {
         "type": "object",
         "properties": {"city": {"type": "string", "description": "The city"}},

@@ -197,7 +197,7 @@ def test_thinking_is_switched_by_the_effort(client: OpenAI) -> None:
 
 
 def test_an_answer_is_continued(client: OpenAI) -> None:
-    """From where it was cut, to the same end."""
+    """A cut answer goes on where it was cut, to the same end."""
     for case in cases("recall", 3, lambda case: len(case.answer) > 12):
         whole = client.chat.completions.create(**params(case)).choices[0].message.content or ""
         begun = [*case.messages, {"role": "assistant", "content": whole[:8]}]
@@ -227,7 +227,7 @@ def test_logprobs_of_a_chat(client: OpenAI) -> None:
 
 
 def test_a_call_is_demanded(client: OpenAI) -> None:
-    """By tool_choice, with and without a thought before it; the arguments follow the tool's schema."""
+    """tool_choice demands it, with and without a thought before it; the arguments follow the tool's schema."""
     weather = {
         "name": "get_weather",
         "parameters": {
@@ -288,7 +288,7 @@ def test_a_call_is_demanded_where_the_model_would_not_call(client: OpenAI) -> No
 
 
 def test_content_of_a_schema_or_a_call(client: OpenAI) -> None:
-    """With both, the model calls where a tool fits and answers in the schema's form where none does."""
+    """Given both, the model calls where a tool fits and answers in the schema's form where none does."""
     (case,) = cases("tools", 1, calls)
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
@@ -304,7 +304,7 @@ def test_content_of_a_schema_or_a_call(client: OpenAI) -> None:
 
 
 def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(client: OpenAI) -> None:
-    """Where the model is free to call, at a temperature at which it would often call wrongly."""
+    """The model is free to call, at a temperature at which it would often call wrongly."""
     number = {"type": "integer", "minimum": 1000, "maximum": 1099}
     called = spoke = 0
     for case in [*cases("tools", 2, calls), *cases("recall", 1)]:

@@ -1,4 +1,4 @@
-"""Which attention backends are chosen, for GPUs that need not be there."""
+"""Choice of attention backends, for GPUs that need not be there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps are captured: padding stays small, and prefills only as far as their graphs pay."""
+"""Choice of the steps to capture: padding stays small, and prefills only as far as their graphs pay."""
 
 from __future__ import annotations
 

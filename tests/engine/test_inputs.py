@@ -1,4 +1,4 @@
-"""What a step reads, against plain loops over its rows; padding adds tokens and rows and changes nothing else."""
+"""Inputs of a step, against plain loops over its rows; padding adds tokens and rows and changes nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many pages the KV pool gets, and what the user is told when they do not fit."""
+"""Pages of the KV pool, and the message to the user when they do not fit."""
 
 from __future__ import annotations
 

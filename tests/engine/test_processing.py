@@ -1,4 +1,4 @@
-"""What changes logits, against plain Python on random logits: any parameters, in any company, in reused slots."""
+"""Processing of logits, against plain Python on random logits: any parameters, in any company, in reused slots."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def rows(draw: st.DrawFn) -> Row:
 
 
 def expected(row: Row, logits: list[float]) -> list[float]:
-    """By the book, for one row."""
+    """Return one row's processed logits, by the definition of each parameter."""
     asked, tokens = row.sampling, row.prompt + row.output
     biases = dict(asked.logit_bias)
     changed = []
@@ -88,7 +88,7 @@ def enter(state: SlotState, slot: int, row: Row) -> None:
 
 
 def pack(masks: list[list[bool] | None]) -> torch.Tensor:
-    """As a grammar library fills it."""
+    """Return the bitmask [rows, words] as a grammar library fills it."""
     table = np.zeros((len(masks), -(-VOCAB // 32)), dtype=np.uint32)
     for words, mask in zip(table, masks, strict=True):
         for token in range(VOCAB):

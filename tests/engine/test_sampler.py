@@ -118,7 +118,7 @@ def test_temperature_zero_is_greedy_in_any_company() -> None:
 
 
 def test_every_choice_has_a_probability_above_zero() -> None:
-    """Also for draws next to 1, where the product with the total may round up to it."""
+    """Draws next to 1 are included, where the product with the total may round up to it."""
     logits = torch.full((5000, 8), -torch.inf)
     logits[:, 2:4] = 0.0
     state = make_state(5000)

@@ -1,4 +1,4 @@
-"""What a model must answer: Hugging Face transformers in float32, and how clear each choice was.
+"""Answers that a model must give: Hugging Face transformers in float32, and how clear each choice was.
 
 Batch shape moves float32 logits by about 3e-5. A test demands equality, so it takes prompts and seeds whose every
 choice has a margin far above that.

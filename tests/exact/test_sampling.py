@@ -30,7 +30,7 @@ TOP_K = 20
 
 @dataclass
 class Answer:
-    """Of the oracle."""
+    """Answer of the oracle to a prompt."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -99,7 +99,7 @@ def pick(logits: torch.Tensor, position: int, sampling: SamplingParams) -> int |
 
 
 def questions(plain: Answer, rng: random.Random) -> list[SamplingParams]:
-    """What changes the answer to a prompt that would have been `plain`."""
+    """Return parameters each of which changes the answer to a prompt that would have been `plain`."""
     told = plain.tokens
     asked = [
         SamplingParams(),

@@ -51,7 +51,7 @@ class Ranks:
 
 
 def sum_of(values: Sequence[Tensor], residual: Tensor | None = None) -> Tensor:
-    """In float32 and in the order of the ranks, rounded; then the residual, rounded again."""
+    """Add in float32 and in the order of the ranks, round, add the residual, round again."""
     total = torch.zeros_like(values[0], dtype=torch.float32)
     for value in values:
         total += value.float()

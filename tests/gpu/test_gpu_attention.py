@@ -173,7 +173,7 @@ def check_steps(world: World, name: str) -> None:
 
 @contextmanager
 def side_stream() -> Iterator[None]:
-    """As the engine's: a graph cannot be captured on the default stream."""
+    """Run on a stream of its own, as the engine does: no graph can be captured on the default stream."""
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
@@ -207,7 +207,7 @@ class Graph:
             self.out = run()
 
     def replay(self, q: Tensor, lengths: Int32Array) -> Tensor:
-        """Of as many rows as there are lengths; the others are padding."""
+        """Replay as many rows as there are lengths; the others are padding."""
         padded = np.ones(self.rows, dtype=np.int32)
         padded[: len(lengths)] = lengths
         self.q[: len(q)] = q

@@ -49,7 +49,7 @@ def generate(folder: Path, **options: object) -> list[list[int]]:
 
 
 def worst_regret(folder: Path, answers: list[list[int]], dtype: torch.dtype = torch.bfloat16) -> float:
-    """How far below the oracle's best logit the chosen tokens were, at worst."""
+    """Return the largest distance of a chosen token's logit from the oracle's best."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
@@ -129,7 +129,7 @@ def test_graph_equals_eager(folder: Path, attention: str, policy: str) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_twenty_retractions_change_no_answer(tmp_path: Path, overlap: bool) -> None:
-    """In float32 with torch's attention, where a token computed again has the same best logit."""
+    """float32 and torch's attention give a token that is computed again the same best logit."""
     save_qwen3(tmp_path, weights=True, vocab_size=VOCAB, num_layers=4)
     rng = random.Random(1)
     short = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))] for _ in range(16)]

@@ -205,7 +205,7 @@ def prompts() -> list[list[int]]:
 
 
 def regrets(folder: Path, answers: list[list[int]], make_cache: Any) -> Tensor:
-    """How far below the oracle's best logit each chosen token was."""
+    """Return the distance of each chosen token's logit from the oracle's best."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=BF16).cuda().eval()

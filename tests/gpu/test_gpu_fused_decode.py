@@ -31,7 +31,7 @@ def fused_decode(spec: AttentionSpec) -> FusedDecode:
 
 @dataclass(frozen=True)
 class Step:
-    """What a decode step finds on the device: rows of `lengths` tokens, the last of which is new."""
+    """State that a decode step finds on the device: rows of `lengths` tokens, the last of which is new."""
 
     spec: AttentionSpec
     lengths: list[int]
@@ -44,14 +44,14 @@ class Step:
     sinks: Tensor | None  # [heads]
 
     def inputs(self) -> DecodeInputs:
-        """Where the new tokens stand, for those who store and attend by themselves."""
+        """Return the places of the new tokens, for code that stores and attends by itself."""
         tokens = self.all_lengths.unsqueeze(1).expand(-1, max(self.lengths))  # any will do
         return TorchOps().decode_inputs(
             self.slots, tokens, self.all_lengths, self.page_table, self.spec.page_size, pages=True
         )
 
     def forward(self, window: int | None = None) -> Tensor:
-        """With the new K and V stored in `caches`."""
+        """Attend with the fused kernel, which stores the new K and V in `caches`."""
         kv_lens = self.all_lengths[self.slots]
         rows = fused_decode(self.spec).rows(self.slots, kv_lens, self.page_table, window)
         return rows.forward(self.qkv, self.heads, self.caches[0], self.caches[1], self.sinks)
@@ -177,7 +177,7 @@ def compare(step: Step, window: int | None) -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 8, 16, 20, 28, 40, 60, 256])
 def test_a_row_depends_on_no_other(rows: int) -> None:
-    """The same bits whatever the others' lengths, and again."""
+    """A row's bits are the same whatever the others' lengths, and again."""
     spec = AttentionSpec(16, 8, 128, 64, BF16)
     step = make_step(spec, [12345, *[640] * (rows - 1)])
     first = step.forward()

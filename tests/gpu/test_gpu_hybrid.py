@@ -1,4 +1,4 @@
-"""Hybrids on a GPU: snapshots of states, token for token as transformers has them, and prefills from graphs, bit for bit.
+"""Hybrids on a GPU: snapshots of states against transformers, token for token; prefills from graphs, bit for bit.
 
 Prefills of Gated DeltaNets from a graph are compared with their launches one after another, each waiting for the end of
 the one before it: with the same products, of as many rows, nothing may differ.

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def regrets(folder: Path, answers: list[list[int]]) -> torch.Tensor:
-    """How far below the oracle's best logit each chosen token was."""
+    """Return the distance of each chosen token's logit from the oracle's best."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().eval()

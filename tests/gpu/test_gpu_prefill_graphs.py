@@ -37,7 +37,7 @@ STEPS = {
 
 @pytest.fixture(scope="module", params=["fa", "auto"])
 def engine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """With random weights, keys, values and tokens, and pages of each slot all over the pool."""
+    """Make an engine with random weights, keys, values and tokens, and pages of each slot all over the pool."""
     path = save_qwen3(tmp_path_factory.mktemp("qwen3"), weights=False, vocab_size=VOCAB, max_position_embeddings=2048)
     pages = SLOTS * 2048 // 16
     with LLM(

@@ -84,7 +84,7 @@ def probabilities(logits: Tensor, state: SlotState, slots: Tensor) -> Tensor:
 
 
 def kept_by(logits: Tensor, state: SlotState, slots: Tensor, slack: float) -> Tensor:
-    """Which tokens float64 says the filters keep, with thresholds moved by a relative `slack`."""
+    """Return the tokens that the filters keep by float64, with thresholds moved by a relative `slack`."""
     probs = probabilities(logits, state, slots)
     threshold = filter_threshold(
         probs, state.top_k[slots], state.top_p[slots].double() * (1 + slack), state.min_p[slots].double() * (1 - slack)

@@ -98,7 +98,7 @@ def test_every_row_gets_what_it_asked_for(folder: Path, graph: int | None) -> No
 
 
 def test_seeded_rows_do_not_notice_processed_company(folder: Path) -> None:
-    """The same tokens beside rows with penalties as beside plain ones; as many, because bf16 logits depend on it."""
+    """Seeded tokens are the same beside rows with penalties as beside as many plain ones."""
     prompts, params = requests()
     seeded = [index for index, one in enumerate(params) if one.temperature > 0]
     plain = [

@@ -1,4 +1,4 @@
-"""What files beside config.json say: the checkpoint's dtype, and the token that ends the tokenizer's texts."""
+"""Facts from files beside config.json: the checkpoint's dtype, and the token that ends the tokenizer's texts."""
 
 from __future__ import annotations
 

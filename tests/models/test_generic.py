@@ -84,7 +84,7 @@ def assert_best(model: Any, prompts: list[list[int]], answers: list[list[int]]) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens(kind: str, tmp_path: Path) -> None:
-    """In one batch, in chunks, over pages with a shared prefix, and with logits of a prompt."""
+    """Tokens are the oracle's in one batch, in chunks, over pages with a shared prefix, and with logits of a prompt."""
     model = save(kind, tmp_path)
     with LLM(str(tmp_path), "float32", **SMALL_PAGES) as llm:
         answers = [answer["token_ids"] for answer in llm.generate(PROMPTS, PARAMS)]

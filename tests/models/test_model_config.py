@@ -280,7 +280,7 @@ PUBLISHED = {
 
 
 def modern(raw: dict[str, Any]) -> dict[str, Any]:
-    """The same config as transformers 5 writes it."""
+    """Return the config as transformers 5 writes it."""
     raw = dict(raw)
     rope = raw.pop("rope_scaling", None) or {"rope_type": "default"}
     return {

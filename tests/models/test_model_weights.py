@@ -304,7 +304,7 @@ def test_hub_ids_are_downloaded_with_what_is_needed(monkeypatch: pytest.MonkeyPa
 
 
 def test_models_come_from_modelscope_if_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With a stand-in for the package, whose hub no test can reach."""
+    """A stand-in takes the place of the package, whose hub no test can reach."""
     monkeypatch.setitem(sys.modules, "modelscope", None)
     with pytest.raises(UnsupportedModel, match=r"pip install 'minisgl\[modelscope\]'$"):
         model_folder("owner/name", hub="modelscope")

@@ -62,7 +62,7 @@ def test_what_pools_by_itself(tmp_path: Path) -> None:
 
 
 def test_causal_rerankers(tmp_path: Path) -> None:
-    """By words as in vLLM, or by LogitScore's ids."""
+    """Their answers are named by words as in vLLM, or by LogitScore's ids."""
     (tmp_path / "words").mkdir()
     (tmp_path / "score").mkdir()
     words = folder(tmp_path / "words", vocab=("a", "yes", "no"))

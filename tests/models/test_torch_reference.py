@@ -208,7 +208,7 @@ def test_attention_is_the_formula(
 
 
 def test_sinks_added_to_an_output_are_those_of_the_softmax() -> None:
-    """For backends that return the log-sum-exp; sinks far above and far below the scores too."""
+    """Backends that return the log-sum-exp need it; some sinks are far above and far below the scores."""
     torch.manual_seed(0)
     scores, values, sinks = torch.randn(7, 5, 9), torch.randn(9, 16), torch.tensor([-90.0, -1.0, 0.0, 3.0, 90.0])
     have = add_sinks(scores.softmax(-1) @ values, scores.logsumexp(-1), sinks)

@@ -18,7 +18,7 @@ class Parser(Protocol):
 
 @dataclass
 class Parsed:
-    """What the events together say."""
+    """Contents of all events together."""
 
     content: str = ""
     reasoning: str = ""

@@ -78,7 +78,7 @@ def test_a_schema_that_goes_round_or_far_is_no_internal_error(form: str, schema:
 
 
 def test_what_is_looked_at_of_alternatives_has_a_limit() -> None:
-    """In a grammar it is a refusal; an answer's values are then read as whatever they look like."""
+    """A grammar with more is refused; an answer's values are then read as whatever they look like."""
     # A schema, its list of options, and the options themselves, each twice.
     fitting = [{"type": "integer", "minimum": number} for number in range(MAX_ALTERNATIVES // 2 - 1)]
     for options, is_allowed in ((fitting, True), ([*fitting, {"type": "null"}], False)):

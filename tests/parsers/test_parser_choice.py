@@ -1,4 +1,4 @@
-"""Which parsers a chat template shows, and which the flags name."""
+"""Parsers that a chat template shows, and those that the flags name."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def parser(name: str) -> ToolCallParser:
 
 
 def parse(name: str, text: str) -> Parsed:
-    """In one piece; and the same character by character."""
+    """Parse the text in one piece, and check that character by character gives the same."""
     whole = run(parser(name), [text])
     assert run(parser(name), list(text)) == whole
     return whole

@@ -29,7 +29,7 @@ def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_embeddings_of_the_last_token(embedder: Path) -> None:
-    """In chunks beside other prompts; again from the prefix cache; cut to some dimensions; as long as fits."""
+    """Prompts run in chunks beside others, from the prefix cache, cut to some dimensions, and as long as fits."""
     reference, prompts = Reference(embedder, "Model"), texts(10)
     ids = [reference.ids(text) for text in prompts]
     longest = [5] * 512

@@ -36,7 +36,7 @@ def extend_hash(prefix: int, token: int) -> int:
 
 
 def next_token(prefix: int, allowed: set[int] | None = None) -> int:
-    """What the simulated model says after a prefix: its favourite, or the next that is allowed."""
+    """Return the simulated model's token after a prefix: its favourite, or the next that is allowed."""
     token = prefix % VOCAB
     while allowed is not None and token not in allowed:
         token = (token + 1) % VOCAB
@@ -113,7 +113,7 @@ def expected_answer(prompt: Int32Array, params: SamplingParams) -> list[int]:
 
 
 def logprobs_after(scored: list[tuple[int, int]], top: int) -> Logprobs:
-    """What the simulated model thinks of (prefix, the token after it)."""
+    """Return the simulated model's scores of (prefix, the token after it)."""
     if not scored:
         none = np.empty((0, top), dtype=np.float32)
         return Logprobs(np.empty(0, np.float32), np.empty(0, np.int32), none.astype(np.int32), none)
@@ -413,7 +413,7 @@ class World:
             self.ends[end.seq_id] = end.reason
 
     def check_logprobs(self, seq_id: int, prompt: list[int], params: SamplingParams) -> None:
-        """Of an ended sequence: one row for each token if asked for, and all of the prompt unless it ended before."""
+        """Check an ended sequence: a row for each token if asked for, and all of the prompt unless it ended before."""
         answer, found = self.answers[seq_id], self.logprobs.pop(seq_id, [])
         if params.logprobs is None:
             assert found == []

@@ -1,4 +1,4 @@
-"""What rank 0 plans reaches the other ranks as it was, whatever the step asks for."""
+"""Plans of rank 0 reach the other ranks as they were, whatever the step asks for."""
 
 from __future__ import annotations
 

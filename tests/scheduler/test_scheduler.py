@@ -28,7 +28,7 @@ WORLDS: list[dict[str, object]] = [
 
 
 def random_questions(rng: random.Random) -> dict[str, int]:
-    """Of some requests log-probabilities are wanted, and of some of these nothing else."""
+    """Ask for log-probabilities of some requests, and for nothing else of some of these."""
     asked: dict[str, int] = {}
     if rng.random() < 0.2:
         asked["logprobs"] = rng.randint(0, 3)
@@ -388,13 +388,13 @@ def test_decodes_go_longest_first_and_keep_their_order(overlap: bool, monkeypatc
 
 
 def starts_of(batch: Batch, later: int = 0) -> dict[int, int]:
-    """By slot."""
+    """Return each row's first position, by slot."""
     return dict(zip(batch.slots.tolist(), (batch.start_pos + later).tolist(), strict=True))
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_admission_counts_pages(page_size: int) -> None:
-    """As many one-page requests as there are pages, though their tokens would fit many times."""
+    """There run as many one-page requests as there are pages, though their tokens would fit many times."""
     world = World(page_size=page_size, num_pages=3, num_slots=8, max_seq_len=page_size)
     if page_size == 1:
         world = World(page_size=1, num_pages=6, num_slots=8, max_seq_len=6)

@@ -1,4 +1,4 @@
-"""Where a hybrid's states are saved, and who goes on from them, on a simulated device that knows every state."""
+"""Snapshots of a hybrid's states, and requests that go on from them, on a simulated device that knows every state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a windowed group changes for requests: how many run at once, and which prefixes they find."""
+"""Effects of a windowed group on requests: how many run at once, and which prefixes they find."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the running server answers, through the OpenAI SDK and curl."""
+"""Answers of the running server, through the OpenAI SDK and curl."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_scores_do_not_depend_on_how_they_are_asked(server: Server) -> None:
 
 
 def test_offsets_are_places_in_the_text(server: Server) -> None:
-    """Of special tokens, which are skipped or not, and of bytes that are no text."""
+    """So are those of special tokens, which are skipped or not, and of bytes that are no text."""
     for ids, skip, text, offsets in (
         ([97, 258, 98], True, "ab", [0, 1, 1]),
         ([97, 258, 98], False, "a<|im_end|>b", [0, 1, 11]),

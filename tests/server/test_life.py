@@ -1,4 +1,4 @@
-"""How the server starts, fails, dies and ends: always with a clear line, and never leaving a process."""
+"""Start, failures, death and end of the server: always with a clear line, and never leaving a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fields do that are not about sampling: conversations, structured output, the queue. The built-in model."""
+"""Effects of fields that are not about sampling: conversations, structured output, the queue. The built-in model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 def prompt_ids(server: Server, **fields: Any) -> list[int]:
-    """Of a conversation, as the model gets it."""
+    """Return the ids of a conversation, as the model gets it."""
     ids: list[int] = ask(server, return_token_ids=True, max_tokens=1, **fields)["prompt_token_ids"]
     return ids
 

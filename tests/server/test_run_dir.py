@@ -1,4 +1,4 @@
-"""Where a server's sockets are."""
+"""Places of a server's sockets."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_the_log_names_them(server: Server) -> None:
     ],
 )
 def test_max_new_tokens_is_a_cap(server: Server, path: str, body: dict[str, object], asked: dict[str, object]) -> None:
-    """On what a request leaves out, where it would be as many as fit, and on what it asks for."""
+    """It bounds what a request asks for, and what is as many as fit where the request leaves it out."""
     for fields in ({}, asked):
         answer = httpx.post(f"{server.url}{path}", json=body | fields, timeout=60).json()
         usage = answer.get("usage") or answer["meta_info"]

@@ -1,4 +1,4 @@
-"""What each sampling field does to an answer, through the whole server, on both routes. The built-in model, greedy."""
+"""Effect of each sampling field on an answer, through the whole server, on both routes. The built-in model, greedy."""
 
 from __future__ import annotations
 

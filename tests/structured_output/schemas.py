@@ -178,7 +178,7 @@ def _record(names: tuple[str, ...], required: int, *, is_open: bool) -> Schema:
 
 
 def own_schemas() -> dict[str, Schema]:
-    """By name; always the same ones."""
+    """Return schemas by name; always the same ones."""
     schemas = {**SCALARS, **WHOLES}
     for name, schema in SCALARS.items():
         schemas[f"array of {name}"] = {"type": "array", "items": schema, "maxItems": 3}

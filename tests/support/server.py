@@ -66,7 +66,7 @@ class Server:
         return OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=180)
 
     def info(self) -> dict[str, dict[str, int]]:
-        """What each process holds."""
+        """Return the counts of what each process holds."""
         headers = {"authorization": f"Bearer {self.api_key}"}
         answer: dict[str, Any] = httpx.get(f"{self.url}/server_info", headers=headers, timeout=PATIENCE).json()
         assert answer["complete"]

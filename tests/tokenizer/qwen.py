@@ -136,7 +136,7 @@ def _write(ranks: dict[bytes, int], folder: Path) -> None:
 
 
 def _byte_characters() -> list[str]:
-    """How byte-level vocabularies write each byte."""
+    """Return the character by which byte-level vocabularies write each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Which tokens are added ones: as transformers has it, wherever the folder says so."""
+"""Added tokens are those that transformers has, wherever the folder says so."""
 
 from __future__ import annotations
 

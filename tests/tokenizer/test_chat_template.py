@@ -252,7 +252,7 @@ def test_developer_is_system_where_the_template_knows_no_better() -> None:
 
 
 def test_a_file_of_its_own_replaces_the_folders_templates(tmp_path: Path) -> None:
-    """In the prompts, in what /tokenizer_info shows, and in the choice of parsers."""
+    """It does so in the prompts, in what /tokenizer_info shows, and in the choice of parsers."""
     demo = demo_folder()
     file = tmp_path / "template.jinja"
     file.write_text("[TOOL_CALLS] {{ messages[0].content }}")

@@ -338,7 +338,7 @@ class Machine(RuleBasedStateMachine):
         self.late += 1
 
     def check(self, seq_id: int) -> None:
-        """At its End a sequence has said everything."""
+        """Check that a sequence has said everything at its End."""
         end, options, sent = self.ends[seq_id], self.options[seq_id], self.sent[seq_id]
         *_, last = pieces = self.pieces[seq_id]
         text = "".join(piece.text for piece in pieces)

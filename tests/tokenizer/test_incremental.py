@@ -85,7 +85,7 @@ def test_any_ids_of_any_kind(kind: str, data: st.DataObject, skip: bool) -> None
 @settings(deadline=None, max_examples=120)
 @given(data=st.data())
 def test_a_text_that_continues_another(kind: str, data: st.DataObject) -> None:
-    """What the ids add to a text before them: no space in front is lost."""
+    """Ids behind a text add to it what a whole decode does: no space in front is lost."""
     tokenizer, decoder = pair(kind)
     letter = next(
         tokenizer.token_to_id(token) for token in ("a</w>", "a", "▁a", "hello") if tokenizer.token_to_id(token)
@@ -111,7 +111,7 @@ def test_any_text_of_any_kind(kind: str, text: str) -> None:
 @settings(deadline=None, max_examples=120)
 @given(data=st.binary(max_size=12))
 def test_runs_of_bytes(kind: str, data: bytes) -> None:
-    """As bytes.decode for byte-level tokenizers: so Rust's from_utf8_lossy and Python agree on what is replaced."""
+    """Byte-level tokenizers give what bytes.decode does, so Rust's from_utf8_lossy and Python replace the same."""
     tokenizer, decoder = pair(kind)
     ids = byte_ids(tokenizer, kind, data)
     text = "".join(pieces(decoder, ids))
@@ -141,7 +141,7 @@ ENDINGS += [b"\x80" + b"A", b"\x80\x80A", b"\x80\x80\x80A", b"\xa0\x80A", b"\x90
 @settings(deadline=None, max_examples=150)
 @given(data=st.lists(st.sampled_from(INTERESTING), max_size=8).map(bytes), word=st.booleans())
 def test_nothing_is_held_back_that_is_certain(kind: str, data: bytes, word: bool) -> None:
-    """What has come out is all that any continuation has in common."""
+    """All that any continuation has in common has come out."""
     tokenizer, decoder = pair(kind)
     ids = [tokenizer.token_to_id("a")] * word + byte_ids(tokenizer, kind, data)
     out = "".join(pieces(decoder, ids)[:-1])

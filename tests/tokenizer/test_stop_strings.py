@@ -84,7 +84,7 @@ def test_examples() -> None:
 
 
 def test_the_worst_stop_strings_are_cheap() -> None:
-    """As many and as long as allowed, and text that almost matches all the time."""
+    """There are as many and as long ones as allowed, and the text almost matches all the time."""
     stops = tuple("a" * (MAX_STOP_STRING_CHARS - 1 - i) + "b" for i in range(MAX_STOP_STRINGS))
     matcher = StopMatcher(stops)
     begin = time.process_time()

@@ -92,7 +92,7 @@ def request(prompt: Any, seq_ids: tuple[int, ...] = (1,), **sampling: Any) -> Ge
 
 
 def admit(asked: Generate, *others: Any) -> tuple[Accepted | Refused, list[Add]]:
-    """What follows from a request in the end."""
+    """Return the answer to a request in the end, and what the scheduler gets."""
     settled = admission.admit(asked, *others).settled()
     return settled.answer, settled.adds
 
@@ -279,7 +279,7 @@ def test_echo_is_the_prompts_text(tokenizer: TextTokenizer) -> None:
 
 
 class Server:
-    """What surrounds a worker: its supervisor's end of the pipe, and the inboxes that it sends to."""
+    """Surroundings of a worker: its supervisor's end of the pipe, and the inboxes that it sends to."""
 
     def __init__(self, run_dir: str, model: Path) -> None:
         self.addresses = Addresses(run_dir)
