@@ -103,12 +103,12 @@ def assert_close(have: Tensor, want: Tensor) -> None:
 def test_a_replay_is_the_eager_step(engine: Engine, rows: list[tuple[int, int, bool]]) -> None:
     batch, pool = plan(rows), pool_of(engine)
     pages = pool.shape[1] - 1
-    before = pool.clone()
+    before = engine._queue.call(pool.clone)  # on the engine's stream, as all that writes the pool
     eager = engine._queue.call(lambda: engine._runner.forward(batch))
-    want = pool.clone()
+    want = engine._queue.call(pool.clone)
     engine._queue.call(lambda: pool.copy_(before))
     graphed = engine._queue.call(lambda: graphs_of(engine, batch).forward(batch))
-    have = pool.clone()
+    have = engine._queue.call(pool.clone)
     engine._queue.call(lambda: pool.copy_(before))
     assert_close(graphed.logits, eager.logits)
     assert torch.equal(graphed.slots, eager.slots)
@@ -124,7 +124,7 @@ def test_steps_in_flight_do_not_mix(engine: Engine) -> None:
     """The host runs ahead: what it sends for the next replay must not reach the one before it."""
     batches = [plan(rows) for rows in STEPS.values()] * 3
     pool = pool_of(engine)
-    before = pool.clone()
+    before = engine._queue.call(pool.clone)
 
     def one(batch: Batch) -> Tensor:
         pool.copy_(before)
