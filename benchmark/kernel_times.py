@@ -160,7 +160,7 @@ def moe() -> Iterator[Case]:
                 w13, w2 = layers[index % 2]
                 return ops.moe(x, scores[index % 8], w13, w2, routing)
 
-            captured = ops.moe_graph_safe(*layers[0], routing.top_k)
+            captured = ops.moe_graph_safe(*layers[0], len(layers[0][0]), routing.top_k)
             yield Case(f"moe ({name})", f"{tokens} tokens", run, int(weights) + 2 * x.numel() * 2, captured)
 
 

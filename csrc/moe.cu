@@ -9,6 +9,7 @@ constexpr int PER_LANE = (EXPERTS + 31) / 32;
 constexpr unsigned ALL = 0xffffffffu;
 
 // One block: `order` [pairs] is a counting sort of the pairs by expert, with a tile for every `tile_rows` of an expert's.
+// Pairs of other ranks' experts are left out.
 __device__ __forceinline__ void sort(
     int pairs, int tile_rows, const int* experts, int* order, Tile* tiles, int* tile_count) {
   __shared__ int count[EXPERTS], start[EXPERTS], first_tile[EXPERTS];
@@ -16,7 +17,8 @@ __device__ __forceinline__ void sort(
   for (int e = thread; e < EXPERTS; e += threads) count[e] = 0;
   __syncthreads();
 #pragma unroll 4
-  for (int pair = thread; pair < pairs; pair += threads) atomicAdd(&count[experts[pair]], 1);
+  for (int pair = thread; pair < pairs; pair += threads)
+    if (experts[pair] >= 0) atomicAdd(&count[experts[pair]], 1);
   __syncthreads();
   if (thread < 32) {
     int before = 0, tiles_before = 0;
@@ -39,16 +41,18 @@ __device__ __forceinline__ void sort(
       tiles[first_tile[e] + done / tile_rows] = {e, start[e] + done, min(tile_rows, count[e] - done), 0};
   __syncthreads();
 #pragma unroll 4
-  for (int pair = thread; pair < pairs; pair += threads) order[atomicAdd(&start[experts[pair]], 1)] = pair;
+  for (int pair = thread; pair < pairs; pair += threads)
+    if (experts[pair] >= 0) order[atomicAdd(&start[experts[pair]], 1)] = pair;
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_route(
-    const T* router_logits, int tokens, int weighting, int* experts, float* weights) {
+    const T* router_logits, int tokens, int weighting, int first_expert, int held, int* experts, float* weights) {
   wait_for_predecessor();
   start_successor();
   int token = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
-  if (token < tokens)
-    route(router_logits + (long long)token * EXPERTS, weighting, experts + token * TOP_K, weights + token * TOP_K);
+  if (token >= tokens) return;
+  const T* logits = router_logits + (long long)token * EXPERTS;
+  route(logits, weighting, first_expert, held, experts + token * TOP_K, weights + token * TOP_K);
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_sort(
@@ -60,19 +64,23 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_sort(
 
 // Route and sort in one block, for few tokens.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_plan(
-    const T* router_logits, int tokens, int weighting, int tile_rows, float* weights, int* order, Tile* tiles,
-    int* tile_count) {
+    const T* router_logits, int tokens, int weighting, int first_expert, int held, int tile_rows, float* weights,
+    int* order, Tile* tiles, int* tile_count) {
   __shared__ int experts[PLAN_TOKENS * TOP_K];
   wait_for_predecessor();
   start_successor();
-  for (int token = threadIdx.x >> 5; token < tokens; token += blockDim.x >> 5)
-    route(router_logits + token * EXPERTS, weighting, experts + token * TOP_K, weights + token * TOP_K);
+  for (int token = threadIdx.x >> 5; token < tokens; token += blockDim.x >> 5) {
+    int first = token * TOP_K;
+    route(router_logits + token * EXPERTS, weighting, first_expert, held, experts + first, weights + first);
+  }
   __syncthreads();
   sort(tokens * TOP_K, tile_rows, experts, order, tiles, tile_count);
 }
 
 // out [tokens, H] = the sum over each token's pairs of y [pairs, H], and of the residual. H is a multiple of VEC.
-extern "C" __global__ void moe_combine(const T* y, OPTIONAL const T* residual, T* out, int tokens, int H) {
+// With weights, y has nothing of pairs that are ELSEWHERE.
+extern "C" __global__ void moe_combine(
+    const T* y, OPTIONAL const float* pair_weights, OPTIONAL const T* residual, T* out, int tokens, int H) {
   wait_for_predecessor();
   start_successor();
   int vectors = H / VEC;
@@ -80,10 +88,16 @@ extern "C" __global__ void moe_combine(const T* y, OPTIONAL const T* residual, T
   if (n >= (long long)tokens * vectors) return;
   long long token = n / vectors;
   int i = (int)(n % vectors) * VEC;
-  Vec<VEC> parts[TOP_K], before = {}, result;
+  Vec<VEC> parts[TOP_K] = {}, before = {}, result;
   if (residual) before = *(const Vec<VEC>*)(residual + token * H + i);
+  unsigned here = 0xffffffffu;
+  if (pair_weights) {
 #pragma unroll
-  for (int k = 0; k < TOP_K; ++k) parts[k] = *(const Vec<VEC>*)(y + (token * TOP_K + k) * H + i);
+    for (int k = 0; k < TOP_K; ++k) here ^= (pair_weights[token * TOP_K + k] == ELSEWHERE ? 1u : 0u) << k;
+  }
+#pragma unroll
+  for (int k = 0; k < TOP_K; ++k)
+    if (here >> k & 1u) parts[k] = *(const Vec<VEC>*)(y + (token * TOP_K + k) * H + i);
 #pragma unroll
   for (int j = 0; j < VEC; ++j) {
     float sum = to_float(before.v[j]);

@@ -1,5 +1,7 @@
 // Common parts of a mixture of experts' launches: a tile of (token, expert) pairs, and the choice of experts.
 // Pair n is the n % TOP_K-th expert of token n / TOP_K. EXPERTS and TOP_K are macros, TOP_K at most 32.
+// Of the EXPERTS a rank may hold some alone, `held` from `first_expert` on, which are then counted from 0: a pair of
+// another one has the expert -1 and the weight ELSEWHERE.
 #pragma once
 #include "common.cuh"
 
@@ -17,8 +19,11 @@ __device__ __forceinline__ unsigned order_of(float x) {
 // weights of experts that were chosen before, and -1 for the others.
 enum Weighting { PROBABILITIES, RENORMALIZED, CHOSEN };
 
+constexpr float ELSEWHERE = -3.0e38f;
+
 // One warp: the TOP_K most likely experts of softmax(logits [EXPERTS]), the first of equals, and their weights.
-__device__ __forceinline__ void route(const T* logits, int weighting, int* experts, float* weights) {
+__device__ __forceinline__ void route(
+    const T* logits, int weighting, int first_expert, int held, int* experts, float* weights) {
   constexpr int PER_LANE = (EXPERTS + 31) / 32;
   constexpr unsigned ALL = 0xffffffffu;
   int lane = threadIdx.x & 31;
@@ -55,8 +60,10 @@ __device__ __forceinline__ void route(const T* logits, int weighting, int* exper
     chosen_sum += best;
   }
   if (lane < TOP_K) {
-    experts[lane] = my_expert;
-    weights[lane] = weighting == CHOSEN ? mine : rounded(mine / (weighting == RENORMALIZED ? chosen_sum : sum));
+    bool here = my_expert >= first_expert && my_expert < first_expert + held;
+    float weight = weighting == CHOSEN ? mine : rounded(mine / (weighting == RENORMALIZED ? chosen_sum : sum));
+    experts[lane] = here ? my_expert - first_expert : -1;
+    weights[lane] = here ? weight : ELSEWHERE;
   }
 }
 #endif

@@ -53,8 +53,8 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address) {
 // [experts, N].
 template <bool GATED> __device__ __forceinline__ void grouped_product(
     const T* x, int divisor, const T* weight, const T* bias, float alpha, float limit, const T* router_logits,
-    int weighting, const int* order, const Tile* tiles, const int* tile_count, const float* pair_weights, T* out, int N,
-    int K) {
+    int weighting, int first_expert, int held, const int* order, const Tile* tiles, const int* tile_count,
+    const float* pair_weights, T* out, int N, int K) {
   extern __shared__ __align__(1024) char memory[];
   __shared__ int pair_of[BLOCK_M];
   constexpr int OUTPUTS = GATED ? HALF : BLOCK_N;
@@ -69,11 +69,20 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 #if ROUTE
   __shared__ int experts[TOP_K];
   __shared__ float weights[TOP_K];
-  if (warp == 0) route(router_logits + blockIdx.y / TOP_K * EXPERTS, weighting, experts, weights);
+  const T* logits = router_logits + blockIdx.y / TOP_K * EXPERTS;
+  if (warp == 0) route(logits, weighting, first_expert, held, experts, weights);
   __syncthreads();
   tile = {experts[blockIdx.y % TOP_K], (int)blockIdx.y, 1, 0};
+  if (tile.expert < 0) {
+    if (!GATED) no_output<OUTPUTS>(out, N);
+    return;
+  }
 #else
-  if (blockIdx.y >= *tile_count) return;
+  int count = *tile_count;
+  if (blockIdx.y >= count) {
+    if (!GATED && count == 0) wait_for_predecessor();
+    return;
+  }
   tile = tiles[blockIdx.y];
 #endif
   int first = blockIdx.x * OUTPUTS, row = thread / CHUNKS, chunk = thread % CHUNKS;
@@ -220,16 +229,18 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_gated(
     const T* x, int divisor, const T* weight, OPTIONAL const T* bias, float alpha, float limit, const T* router_logits,
-    int weighting, OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
-    OPTIONAL const float* pair_weights, T* out, int N, int K) {
+    int weighting, int first_expert, int held, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
+    OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<true>(
-      x, divisor, weight, bias, alpha, limit, router_logits, weighting, order, tiles, tile_count, pair_weights, out, N, K);
+      x, divisor, weight, bias, alpha, limit, router_logits, weighting, first_expert, held, order, tiles, tile_count,
+      pair_weights, out, N, K);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_weighted(
     const T* x, int divisor, const T* weight, OPTIONAL const T* bias, float alpha, float limit, const T* router_logits,
-    int weighting, OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
-    OPTIONAL const float* pair_weights, T* out, int N, int K) {
+    int weighting, int first_expert, int held, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
+    OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<false>(
-      x, divisor, weight, bias, alpha, limit, router_logits, weighting, order, tiles, tile_count, pair_weights, out, N, K);
+      x, divisor, weight, bias, alpha, limit, router_logits, weighting, first_expert, held, order, tiles, tile_count,
+      pair_weights, out, N, K);
 }

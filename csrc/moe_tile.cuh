@@ -20,6 +20,16 @@ __device__ __forceinline__ void load_matrices(unsigned (&m)[4], unsigned address
 // 128-byte swizzle of Hopper's matrix descriptors, too.
 __device__ __forceinline__ unsigned place(int row, int chunk) { return (row * 8 + (chunk ^ row & 7)) * 16; }
 
+// Zeros in the place of a block's OUTPUTS of the N outputs of pair blockIdx.y, whose expert another rank holds.
+template <int OUTPUTS> __device__ __forceinline__ void no_output(T* out, int N) {
+  wait_for_predecessor();
+  start_successor();
+  int first = blockIdx.x * OUTPUTS;
+  T* row = out + (long long)blockIdx.y * N;
+  for (int i = first + threadIdx.x * 8; i < min(first + OUTPUTS, N); i += blockDim.x * 8)
+    *(uint4*)(row + i) = make_uint4(0, 0, 0, 0);
+}
+
 // A gate and its up, rounded already.
 __device__ __forceinline__ float activated(float gate, float up, float alpha, float limit) {
   if (!CLAMPED) return rounded(gate / (1.f + __expf(-gate))) * up;

@@ -142,8 +142,8 @@ __device__ __forceinline__ void multiply_many(float (&total)[TILES][4], const Sh
 // row_scales are [experts, rows of the weight], gates before ups.
 template <bool GATED> __device__ __forceinline__ void grouped_product(
     const T* x, int divisor, const unsigned* weight, const unsigned* scales, const float* row_scales, const T* bias,
-    float alpha, float limit, const T* router_logits, int weighting, const int* order, const Tile* tiles,
-    const int* tile_count, const float* pair_weights, T* out, int N, int K, int chunks) {
+    float alpha, float limit, const T* router_logits, int weighting, int first_expert, int held, const int* order,
+    const Tile* tiles, const int* tile_count, const float* pair_weights, T* out, int N, int K, int chunks) {
   __shared__ Barrier full[STAGES];  // of the weight; x is waited for by its threads
   __shared__ int pair_of[M_MAX];
   constexpr int OUTPUTS = GATED ? BLOCK_N / 2 : BLOCK_N;
@@ -156,11 +156,20 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 #if ROUTE
   __shared__ int experts[TOP_K];
   __shared__ float weights[TOP_K];
-  if (thread < 32) route(router_logits + blockIdx.y / TOP_K * EXPERTS, weighting, experts, weights);
+  const T* logits = router_logits + blockIdx.y / TOP_K * EXPERTS;
+  if (thread < 32) route(logits, weighting, first_expert, held, experts, weights);
   __syncthreads();
   tile = {experts[blockIdx.y % TOP_K], (int)blockIdx.y, 1, 0};
+  if (tile.expert < 0) {
+    if (!GATED) no_output<OUTPUTS>(out, N);
+    return;
+  }
 #else
-  if (blockIdx.y >= *tile_count) return;
+  int count = *tile_count;
+  if (blockIdx.y >= count) {
+    if (!GATED && count == 0) wait_for_predecessor();
+    return;
+  }
   tile = tiles[blockIdx.y];
 #endif
 
@@ -293,20 +302,20 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_moe_gated(
     const T* x, int divisor, const unsigned* weight, const unsigned* scales, OPTIONAL const float* row_scales,
-    OPTIONAL const T* bias, float alpha, float limit, const T* router_logits, int weighting, OPTIONAL const int* order,
-    OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K,
-    int chunks) {
+    OPTIONAL const T* bias, float alpha, float limit, const T* router_logits, int weighting, int first_expert, int held,
+    OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
+    OPTIONAL const float* pair_weights, T* out, int N, int K, int chunks) {
   grouped_product<true>(
-      x, divisor, weight, scales, row_scales, bias, alpha, limit, router_logits, weighting, order, tiles, tile_count,
-      pair_weights, out, N, K, chunks);
+      x, divisor, weight, scales, row_scales, bias, alpha, limit, router_logits, weighting, first_expert, held, order,
+      tiles, tile_count, pair_weights, out, N, K, chunks);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_moe_weighted(
     const T* x, int divisor, const unsigned* weight, const unsigned* scales, OPTIONAL const float* row_scales,
-    OPTIONAL const T* bias, float alpha, float limit, const T* router_logits, int weighting, OPTIONAL const int* order,
-    OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K,
-    int chunks) {
+    OPTIONAL const T* bias, float alpha, float limit, const T* router_logits, int weighting, int first_expert, int held,
+    OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
+    OPTIONAL const float* pair_weights, T* out, int N, int K, int chunks) {
   grouped_product<false>(
-      x, divisor, weight, scales, row_scales, bias, alpha, limit, router_logits, weighting, order, tiles, tile_count,
-      pair_weights, out, N, K, chunks);
+      x, divisor, weight, scales, row_scales, bias, alpha, limit, router_logits, weighting, first_expert, held, order,
+      tiles, tile_count, pair_weights, out, N, K, chunks);
 }

@@ -14,7 +14,7 @@ from minisgl.cli import parse_args
 from minisgl.config import ConfigError
 from minisgl.logs import configure_logging, set_up_logging
 from minisgl.models.config.generation_config import load_sampling_defaults
-from minisgl.models.config.load_config import load_model_config
+from minisgl.models.config.load_config import load_engine_model
 from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.server.api.tracing import check_otel
 from minisgl.server.supervisor import Supervisor, bind
@@ -43,8 +43,7 @@ def main() -> int:
         listener = bind(config.host, config.port, config.http.send_timeout)
         folders = find()
         # An unsupported model is noticed before any process is started.
-        model = load_model_config(folders.model, config.engine.runner, config.engine.convert, config.engine.model_impl)
-        model.check_tp(config.engine.tp_size)
+        model = load_engine_model(folders.model, config.engine)
         if config.shell and model.pooling is not None:
             raise ConfigError(f"--shell is for a chat, and {NO_TEXT}")
         config = msgspec.structs.replace(

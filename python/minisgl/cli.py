@@ -37,7 +37,6 @@ NO_EFFECT = _by_flag(
         "--trust-remote-code": "code that comes with a model is never run: a model that needs it is refused by name",
         "--enable-auto-tool-choice": "tool calls are found wherever the chat template shows their form",
         "--enable-chunked-prefill": "prompts longer than --max-prefill-length are always cut",
-        "--enable-expert-parallel": "experts are spread with --tp, like all layers",
         "--async-scheduling": "overlap is on unless --disable-overlap says otherwise",
         "--enable-metrics": "/metrics is always there",
         "--enable-prompt-tokens-details --enable-cache-report": "usage always counts cached tokens",
@@ -115,8 +114,9 @@ def make_parser(*, serve: bool = False) -> argparse.ArgumentParser:
     same.add_argument(
         *("--expert-parallel-size", "--ep-size", "--ep"),
         type=int,
+        default=1,
         metavar="N",
-        help=NO_EFFECT["--enable-expert-parallel"],
+        help="as many as --tp stands for --enable-expert-parallel, 1 for nothing",
     )
     for flag, why in NO_EFFECT.items():
         same.add_argument(flag, action="append_const", const=flag, dest="no_effect", help=why)
@@ -175,6 +175,10 @@ def parse_args(argv: Sequence[str]) -> tuple[ServerConfig, Callable[[], ModelFol
     if serve and args.bare_model is not None:
         source = msgspec.structs.replace(source, model=args.bare_model)
     engine = EngineConfig(model_path="", **read_flags(args, EngineConfig))
+    if args.expert_parallel_size not in (1, engine.tp_size):
+        raise ConfigError(f"--ep-size must be 1 or as many as --tp, not {args.expert_parallel_size}")
+    if args.expert_parallel_size > 1:
+        engine = msgspec.structs.replace(engine, expert_parallel=True)
     http = HttpConfig(**read_flags(args, HttpConfig))
     keys = api_keys(http.api_keys, args.api_key_file, os.environ.get("MINISGL_API_KEY", ""))
     server = read_flags(args, ServerConfig)

@@ -77,7 +77,7 @@ def test_moe(
 def test_other_routings(ops: Ops, dtype: torch.dtype, float32_router: bool, routing: Routing) -> None:
     """The kernels compute the experts that a routing other than the plain one chooses, in small steps and in large."""
     w13, w2 = layer(64, 512, 96, dtype)
-    assert ops.moe_graph_safe(w13, w2, routing.top_k)
+    assert ops.moe_graph_safe(w13, w2, len(w13), routing.top_k)
     biases = ExpertBiases(choice=torch.randn(64, device="cuda") * 0.01)
     for tokens in (1, 3, 40, 129, 900):
         x = torch.randn(tokens, 512, device="cuda").to(dtype)
@@ -128,7 +128,7 @@ def test_biases_and_clamped_swiglu(
         x = torch.randn(tokens, hidden, device="cuda").to(dtype)
         scores = distinct_scores(tokens, experts, dtype)
         for biases in (ExpertBiases(w13=w13_bias, w2=w2_bias), ExpertBiases(w13=w13_bias)):
-            assert ops.moe_graph_safe(w13, w2, top_k)
+            assert ops.moe_graph_safe(w13, w2, len(w13), top_k)
             out = ops.moe(x, scores, w13, w2, routing, biases, activation)
             in_double = ExpertBiases(*(None if bias is None else bias.double() for bias in biases))
             reference = TorchOps().moe(
@@ -151,7 +151,7 @@ def test_every_token_to_the_same_experts(ops: Ops, tokens: int) -> None:
 def test_a_graph_serves_any_routing(ops: Ops) -> None:
     """Captured once, replayed with other tokens and scores: bitwise what an eager call gives."""
     w13, w2 = layer(32, 512, 256, torch.bfloat16)
-    assert ops.moe_graph_safe(w13, w2, 4)
+    assert ops.moe_graph_safe(w13, w2, len(w13), 4)
     x = torch.randn(24, 512, device="cuda").to(torch.bfloat16)
     scores = distinct_scores(24, 32, torch.bfloat16)
     ops.moe(x, scores, w13, w2, Routing(4, renormalize=True))
@@ -176,7 +176,7 @@ def test_scores_without_an_order_stay_inside(ops: Ops, value: float) -> None:
 
 def test_odd_shapes_run_in_torch(ops: Ops) -> None:
     w13, w2 = layer(4, 20, 12, torch.float32)
-    assert not ops.moe_graph_safe(w13, w2, 2)
+    assert not ops.moe_graph_safe(w13, w2, len(w13), 2)
     x = torch.randn(9, 20, device="cuda")
     scores = distinct_scores(9, 4, torch.float32)
     out = ops.moe(x, scores, w13, w2, Routing(2, renormalize=True))

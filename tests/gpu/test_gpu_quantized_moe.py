@@ -109,7 +109,7 @@ def check(
     biases = [
         torch.randn(count, width, device="cuda").to(dtype) if biased else None for width in (2 * intermediate, hidden)
     ]
-    assert ops.moe_graph_safe(w13, w2, routing.top_k)
+    assert ops.moe_graph_safe(w13, w2, len(w13), routing.top_k)
     for tokens in ROWS:
         x = torch.randn(tokens, hidden, device="cuda").to(dtype)
         scores = scores_without_ties(tokens, count, dtype)

@@ -304,6 +304,8 @@ def run_moe(dtype: torch.dtype) -> None:
             quantized = [PackedExperts.empty(form, shape, dtype, CPU, gated=gated) for shape, gated in shapes]
             wide = torch.zeros(tokens, 128, dtype=dtype)
             assert CudaOps(CPU).moe(wide, scores, *quantized, Routing(2, renormalize=True)).shape == wide.shape
+        CudaOps(CPU).moe(x, scores, w13[5:], w2[5:], Routing(2, renormalize=True), first=5)
+        CudaOps(CPU).moe_chosen(x, scores[:, :2], scores[:, :2].long(), w13[5:], w2[5:], first=5, num_experts=8)
         grouped = Routing(2, renormalize=True, score="sigmoid", groups=4, top_groups=2)
         weights, experts = CudaRouting(Compiler(CPU))(scores.float(), grouped, torch.zeros(8))
         assert weights.shape == experts.shape == (tokens, 2)

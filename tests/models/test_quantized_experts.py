@@ -27,10 +27,13 @@ from support.expert_values import expert_values
 CPU = torch.device("cpu")
 
 
-def load(folder: Path, tp: Any, **options: Any) -> list[Experts]:
+def load(folder: Path, tp: Any, *, whole: bool = False, **options: Any) -> list[Experts]:
     """The experts of each layer, which stay quantized if they can."""
     given = {"keeps_experts": lambda *_: True, **options}
-    model = load_model(load_model_config(folder), folder, tp=tp, dtype=torch.bfloat16, device=CPU, **given)
+    config = load_model_config(folder)
+    if whole:
+        config = config.with_whole_experts()
+    model = load_model(config, folder, tp=tp, dtype=torch.bfloat16, device=CPU, **given)
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 
@@ -61,13 +64,18 @@ def assert_same_experts(have: list[Experts], want: list[Experts]) -> None:
 def test_experts_have_the_values_of_the_checkpoint_on_every_rank(
     tmp_path: Path, name: str, sizes: tuple[int, ...], form: LevelFormat
 ) -> None:
-    """Ranks whose columns end inside a block, those of four with blocks of 128, have dense experts."""
+    """Ranks whose columns end inside a block, those of four with blocks of 128, have dense experts unless whole."""
     quantized, plain = save_quantized(tmp_path, "qwen3-moe", name, hidden_size=256, moe_intermediate_size=256)
     for size in (1, 2, 4):
         tp = SingleRank() if size == 1 else Rank(size - 1, size)
         experts = load(quantized, tp)
         assert [each.packed and each.packed[0].format for each in experts] == [form if size in sizes else None] * 2
         assert_same_experts(experts, load(plain, tp))
+    tp = Rank(3, 4)
+    experts = load(quantized, tp, whole=True)
+    assert [each.packed and each.packed[0].format for each in experts] == [form] * 2
+    assert [len(each.w2) for each in experts] == [2] * 2
+    assert_same_experts(experts, load(plain, tp, whole=True))
 
 
 def test_mxfp4_on_two_ranks(tmp_path: Path) -> None:
@@ -83,6 +91,9 @@ def test_mxfp4_on_two_ranks(tmp_path: Path) -> None:
             assert torch.equal(w13, torch.cat((gate_up[:, 0::2][:, kept], gate_up[:, 1::2][:, kept]), dim=1))
             assert torch.equal(w2, plain[f"{name}.down_proj"].transpose(1, 2)[..., kept])
     assert all(experts.packed is None for experts in load(tmp_path, Rank(3, 4)))  # 48 columns cut a group of 32
+    for part, experts in zip(load(tmp_path, Rank(3, 4), whole=True), load(tmp_path, SingleRank()), strict=True):
+        for own, all_ in zip(values(part), values(experts), strict=True):
+            assert torch.equal(own, all_[4:])
 
 
 def test_experts_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,12 +133,15 @@ def test_experts_that_are_rounded_stay_so(tmp_path: Path, method: str) -> None:
     ranks = [Threads(rank, peers, barrier) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         halves = list(pool.map(lambda tp: load(tmp_path, tp, quantization=method), ranks))
+        whole_ones = list(pool.map(lambda tp: load(tmp_path, tp, whole=True, quantization=method), ranks))
     for whole, *parts in zip(packed, *halves, strict=True):
         w13, w2 = values(whole)
         for rank, (rank_w13, rank_w2) in enumerate(map(values, parts)):
             kept = slice(rank * 32, (rank + 1) * 32)
             assert torch.equal(rank_w13, torch.cat((w13[:, :64][:, kept], w13[:, 64:][:, kept]), dim=1))
             assert torch.equal(rank_w2, w2[..., kept])
+    for part, all_ in zip(whole_ones[1], packed, strict=True):
+        assert all(torch.equal(own, each[3:]) for own, each in zip(values(part), values(all_), strict=True))
 
 
 def test_dummy_experts_have_the_format_of_the_checkpoint(tmp_path: Path) -> None:

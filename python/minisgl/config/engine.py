@@ -199,6 +199,14 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         bool,
         Setting("leave every sum over GPUs to NCCL, small ones too", flags=("--disable-custom-all-reduce",)),
     ] = True
+    expert_parallel: Annotated[
+        bool,
+        Setting(
+            "with --tp, each rank holds some experts whole, not a share of every one",
+            flags=("--enable-expert-parallel",),
+            keyword="enable_expert_parallel",
+        ),
+    ] = False
     hang_timeout: Annotated[
         float,
         Setting(

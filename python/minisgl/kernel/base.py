@@ -351,6 +351,7 @@ class Ops(Protocol):
         biases: ExpertBiases = NO_BIASES,
         activation: ExpertActivation = "silu",
         residual: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
         """A mixture of gated experts: x [T, H] -> the weighted sum of the outputs of each token's experts, [T, H].
 
@@ -359,6 +360,7 @@ class Ops(Protocol):
         A token's experts are the `top_k` of the scores of router_logits [T, experts] in float32, plus `biases.choice`;
         their weights are the scores, divided by their sum if `renormalize`. w13 is [experts, 2 * I, H] with the gate
         first, w2 [experts, H, I]: expert e gives w2[e] @ activated(w13[e] @ x), where "silu" is silu(gate) * up.
+        They may be fewer than the scores: those of the experts from `first` on. Others add nothing.
         """
         ...
 
@@ -370,12 +372,16 @@ class Ops(Protocol):
         w13: Tensor,
         w2: Tensor,
         activation: Activation = "silu",
+        first: int = 0,
+        num_experts: int | None = None,
     ) -> Tensor:
         """`moe` without biases of tokens whose experts are chosen: their ids [T, top_k], each of a token
-        once, and their weights.
+        once, and their weights. `num_experts`: if w13 and w2 have fewer.
         """
         ...
 
-    def moe_graph_safe(self, w13: ExpertMatrices, w2: ExpertMatrices, top_k: int, /) -> bool:
-        """Return True if `moe` launches the same work with these whatever its data, as a CUDA graph demands."""
+    def moe_graph_safe(self, w13: ExpertMatrices, w2: ExpertMatrices, num_experts: int, top_k: int, /) -> bool:
+        """Return True if `moe` launches the same work with these, of `num_experts`, whatever its data, as a CUDA graph
+        demands.
+        """
         ...

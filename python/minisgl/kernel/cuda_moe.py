@@ -85,8 +85,8 @@ class _Plan(NamedTuple):
 
     tiles: Tensor  # [the most there can be, 4] int32: expert, first place in `order`, pairs
     tile_count: Tensor  # [1] int32
-    order: Tensor  # [pairs] int32, the pairs sorted by expert
-    weights: Tensor  # [pairs] float32
+    order: Tensor  # [pairs] int32, the pairs of this rank's experts sorted by these
+    weights: Tensor  # [pairs] float32; of pairs whose expert another rank has ELSEWHERE of moe.cuh
 
 
 class _Weighting(IntEnum):
@@ -118,10 +118,10 @@ class CudaMoe:
         return self._compiler.arch == 90 and quantized_moe.supports(form, width, size, dtype)
 
     @staticmethod
-    def supports(w13: ExpertMatrices, w2: ExpertMatrices, top_k: int) -> bool:
+    def supports(w13: ExpertMatrices, w2: ExpertMatrices, num_experts: int, top_k: int) -> bool:
         """Return True if the kernels can do a layer of these weights, whatever the number of tokens."""
-        experts, hidden, intermediate = w2.shape
-        sizes = hidden % 8 == 0 and intermediate % 8 == 0 and experts <= _MAX_EXPERTS and top_k <= _MAX_TOP_K
+        _, hidden, intermediate = w2.shape
+        sizes = hidden % 8 == 0 and intermediate % 8 == 0 and num_experts <= _MAX_EXPERTS and top_k <= _MAX_TOP_K
         if isinstance(w13, PackedExperts) or isinstance(w2, PackedExperts):
             return sizes
         whole = w13.is_contiguous() and w2.is_contiguous()
@@ -137,17 +137,20 @@ class CudaMoe:
         biases: ExpertBiases = NO_BIASES,
         activation: ExpertActivation = "silu",
         residual: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
         """Compute Ops.moe."""
         weighting = _Weighting.RENORMALIZED if routing.renormalize else _Weighting.PROBABILITIES
         if not routing.plain or biases.choice is not None or router_logits.dtype != x.dtype:
             router_logits, weighting = self._chosen(router_logits, routing, biases.choice, x.dtype), _Weighting.CHOSEN
-        return self._mix(x, router_logits, weighting, routing.top_k, w13, w2, biases, activation, residual)
+        return self._mix(x, router_logits, weighting, routing.top_k, w13, w2, biases, activation, residual, first)
 
-    def chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    def chosen(
+        self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor, first: int, num_experts: int
+    ) -> Tensor:
         """Compute Ops.moe_chosen."""
-        table = _table(weights, experts, len(w13), x.dtype)
-        return self._mix(x, table, _Weighting.CHOSEN, experts.shape[1], w13, w2, NO_BIASES, "silu", None)
+        table = _table(weights, experts, num_experts, x.dtype)
+        return self._mix(x, table, _Weighting.CHOSEN, experts.shape[1], w13, w2, NO_BIASES, "silu", None, first)
 
     def _mix(
         self,
@@ -160,15 +163,16 @@ class CudaMoe:
         biases: ExpertBiases,
         activation: ExpertActivation,
         residual: Tensor | None,
+        first: int,
     ) -> Tensor:
         x, router_logits = x.contiguous(), router_logits.contiguous()
-        tokens, hidden = x.shape
-        experts, _, intermediate = w2.shape
+        (tokens, hidden), experts = x.shape, router_logits.shape[1]
+        held, _, intermediate = w2.shape
         pairs = tokens * top_k
         if not tokens:
             return torch.empty_like(x)
         tiling = self._tiling(pairs, experts, w13)
-        plan = None if tiling.route else self._plan(router_logits, weighting, top_k, tiling.block_m)
+        plan = None if tiling.route else self._plan(router_logits, weighting, top_k, tiling.block_m, first, held)
         max_tiles = pairs if plan is None else len(plan.tiles)
         inner = x.new_empty((pairs, intermediate))
         outputs = x.new_empty((pairs, hidden))
@@ -178,12 +182,14 @@ class CudaMoe:
             "limit": activation.limit if isinstance(activation, ClampedSwiGLU) else 0.0,
             "router_logits": router_logits,
             "weighting": weighting,
+            "first_expert": first,
+            "held": held,
             "order": None if plan is None else plan.order,
             "tiles": None if plan is None else plan.tiles,
             "tile_count": None if plan is None else plan.tile_count,
             "pair_weights": None if plan is None else plan.weights,
         }
-        gated = self._product("gated", w13, tiling, top_k, clamped=clamped)
+        gated = self._product("gated", w13, tiling, experts, top_k, clamped=clamped)
         gated(
             (-(-intermediate // (tiling.block_n // 2)), max_tiles),
             tiling.threads,
@@ -195,7 +201,7 @@ class CudaMoe:
             K=hidden,
             **shared,
         )
-        weighted = self._product("weighted", w2, tiling, top_k, clamped=clamped)
+        weighted = self._product("weighted", w2, tiling, experts, top_k, clamped=clamped)
         weighted(
             (-(-hidden // tiling.block_n), max_tiles),
             tiling.threads,
@@ -210,7 +216,16 @@ class CudaMoe:
         out = torch.empty_like(x)
         combine = self._compiler.kernel(_plan_spec, "moe_combine", x.dtype, experts, top_k)
         vectors = tokens * hidden // 8
-        combine((-(-vectors // 256),), 256, y=outputs, residual=residual, out=out, tokens=tokens, H=hidden)
+        combine(
+            (-(-vectors // 256),),
+            256,
+            y=outputs,
+            pair_weights=None if plan is None or held == experts else plan.weights,
+            residual=residual,
+            out=out,
+            tokens=tokens,
+            H=hidden,
+        )
         return out
 
     def _chosen(
@@ -221,10 +236,12 @@ class CudaMoe:
             return self._routing.table(router_logits, routing, choice_bias, dtype)
         return _table(*route(router_logits, routing, choice_bias), router_logits.shape[1], dtype)
 
-    def _plan(self, router_logits: Tensor, weighting: _Weighting, top_k: int, tile_rows: int) -> _Plan:
+    def _plan(
+        self, router_logits: Tensor, weighting: _Weighting, top_k: int, tile_rows: int, first: int, held: int
+    ) -> _Plan:
         (tokens, experts), device = router_logits.shape, router_logits.device
         pairs = tokens * top_k
-        touched = min(pairs, experts)
+        touched = min(pairs, held)
         plan = _Plan(
             tiles=torch.empty((touched + (pairs - touched) // tile_rows, 4), dtype=torch.int32, device=device),
             tile_count=torch.empty(1, dtype=torch.int32, device=device),
@@ -239,6 +256,8 @@ class CudaMoe:
                 router_logits=router_logits,
                 tokens=tokens,
                 weighting=weighting,
+                first_expert=first,
+                held=held,
                 tile_rows=tile_rows,
                 weights=plan.weights,
                 order=plan.order,
@@ -254,6 +273,8 @@ class CudaMoe:
             router_logits=router_logits,
             tokens=tokens,
             weighting=weighting,
+            first_expert=first,
+            held=held,
             experts=chosen,
             weights=plan.weights,
         )
@@ -282,6 +303,7 @@ class CudaMoe:
         kernel: ExpertProduct,
         weight: ExpertMatrices,
         tiling: _Tiling | QuantizedTiling,
+        experts: int,
         top_k: int,
         *,
         clamped: bool,
@@ -290,7 +312,7 @@ class CudaMoe:
         form, arguments = None, {"weight": weight}
         if isinstance(weight, PackedExperts):
             form, arguments = weight.format, quantized_moe.weight_arguments(weight)
-        launch = self._compiler.kernel(_product_spec, kernel, form, weight.dtype, tiling, len(weight), top_k, clamped)
+        launch = self._compiler.kernel(_product_spec, kernel, form, weight.dtype, tiling, experts, top_k, clamped)
         return partial(launch, **arguments)
 
     @property

@@ -321,10 +321,11 @@ class CudaOps:
         biases: ExpertBiases = NO_BIASES,
         activation: ExpertActivation = "silu",
         residual: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
-        if isinstance(w13, Tensor) and not self.moe_graph_safe(w13, w2, routing.top_k):
-            return self._torch.moe(x, router_logits, w13, w2, routing, biases, activation, residual)
-        return self._moe(x, router_logits, w13, w2, routing, biases, activation, residual)
+        if isinstance(w13, Tensor) and not self.moe_graph_safe(w13, w2, router_logits.shape[1], routing.top_k):
+            return self._torch.moe(x, router_logits, w13, w2, routing, biases, activation, residual, first)
+        return self._moe(x, router_logits, w13, w2, routing, biases, activation, residual, first)
 
     def moe_chosen(
         self,
@@ -334,13 +335,16 @@ class CudaOps:
         w13: Tensor,
         w2: Tensor,
         activation: Activation = "silu",
+        first: int = 0,
+        num_experts: int | None = None,
     ) -> Tensor:
-        if activation != "silu" or not self.moe_graph_safe(w13, w2, experts.shape[1]):
-            return self._torch.moe_chosen(x, weights, experts, w13, w2, activation)
-        return self._moe.chosen(x, weights, experts, w13, w2)
+        num_experts = num_experts or len(w13)
+        if activation != "silu" or not self.moe_graph_safe(w13, w2, num_experts, experts.shape[1]):
+            return self._torch.moe_chosen(x, weights, experts, w13, w2, activation, first, num_experts)
+        return self._moe.chosen(x, weights, experts, w13, w2, first, num_experts)
 
-    def moe_graph_safe(self, w13: ExpertMatrices, w2: ExpertMatrices, top_k: int, /) -> bool:
-        return self._moe.supports(w13, w2, top_k)
+    def moe_graph_safe(self, w13: ExpertMatrices, w2: ExpertMatrices, num_experts: int, top_k: int, /) -> bool:
+        return self._moe.supports(w13, w2, num_experts, top_k)
 
 
 def _norms_late(dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:

@@ -183,11 +183,12 @@ class TorchOps:
         biases: ExpertBiases = NO_BIASES,
         activation: ExpertActivation = "silu",
         residual: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
         if not isinstance(w13, Tensor) or not isinstance(w2, Tensor):
             raise TypeError("packed experts are for the kernels of csrc/")
         weights, experts = route(router_logits, routing, biases.choice)
-        y = self._mix(x, weights, experts, w13, w2, biases, activation)
+        y = self._mix(x, weights, experts - first, w13, w2, biases, activation)
         return y if residual is None else y.add_(residual)
 
     def moe_chosen(
@@ -198,8 +199,10 @@ class TorchOps:
         w13: Tensor,
         w2: Tensor,
         activation: Activation = "silu",
+        first: int = 0,
+        num_experts: int | None = None,  # noqa: ARG002
     ) -> Tensor:
-        return self._mix(x, weights, experts, w13, w2, NO_BIASES, activation)
+        return self._mix(x, weights, experts - first, w13, w2, NO_BIASES, activation)
 
     def _mix(
         self,
@@ -211,10 +214,11 @@ class TorchOps:
         biases: ExpertBiases,
         activation: Activation | ClampedSwiGLU,
     ) -> Tensor:
-        top_k = experts.shape[1]
-        order = experts.flatten().argsort(stable=True)
+        top_k, held = experts.shape[1], len(w13)
+        pairs = experts.where((experts >= 0) & (experts < held), held).flatten()  # others' experts last
+        order = pairs.argsort(stable=True)
         tokens, weights = order // top_k, weights.flatten()[order].unsqueeze(1)
-        counts = experts.flatten().bincount(minlength=len(w13)).tolist()
+        counts = pairs.bincount(minlength=held).tolist()[:held]
         out = torch.zeros_like(x, dtype=torch.float32)
         start = 0
         for expert, count in enumerate(counts):

@@ -53,17 +53,13 @@ class ChosenExperts(Experts):
         self, config: MoEConfig, activation: Activation, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype
     ) -> None:
         super().__init__(config, hidden_size, tp=tp, dtype=dtype)
-        self.activation, self.top_k = activation, config.routing.top_k
+        self.activation = activation
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, ctx: ForwardContext) -> Tensor:
         """Send each token of x to its experts; see `Ops.moe_chosen`."""
-        return ctx.ops.moe_chosen(x, weights, experts, self.w13, self.w2, self.activation)
-
-    @property
-    def idle_weights(self) -> int:
-        """Number of weights of the experts that a token is not sent to."""
-        return int((self.w13.numel() + self.w2.numel()) * (1 - self.top_k / len(self.w13)))
+        matrices, held = (self.w13, self.w2), (self.first, self.num_experts)
+        return ctx.ops.moe_chosen(x, weights, experts, *matrices, self.activation, *held)
 
     def graph_safe(self, ops: Ops) -> bool:
         """True if its work is the same whatever the data: the kernels of csrc/ have silu alone."""
-        return self.activation == "silu" and ops.moe_graph_safe(self.w13, self.w2, self.top_k)
+        return self.activation == "silu" and ops.moe_graph_safe(self.w13, self.w2, self.num_experts, self.top_k)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from minisgl.kernel.base import Activation, ExpertActivation, Routing
@@ -177,6 +177,13 @@ class MoEConfig:
     router_bias: bool = False
     expert_bias: bool = False
     interleaved: bool = False  # the checkpoint stacks transposed experts, gate and up in turns (gpt-oss)
+    whole: bool = False  # a rank has some of the experts, not a share of each
+
+    def held_by(self, rank: int, tp_size: int) -> range:
+        """Experts of a tensor-parallel rank: all, or as many of them in a row as each other rank has, or one more."""
+        if not self.whole:
+            return range(self.num_experts)
+        return range(rank * self.num_experts // tp_size, (rank + 1) * self.num_experts // tp_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,3 +236,12 @@ class LayerConfig:
         if isinstance(self.mlp, MoEConfig):
             return self.mlp
         return None if self.gemma4 is None else self.gemma4.experts
+
+    def with_whole_experts(self) -> LayerConfig:
+        """Return the layer with its experts, if it has any, whole."""
+        if self.experts is None:
+            return self
+        experts = replace(self.experts, whole=True)
+        if self.experts is self.mlp:
+            return replace(self, mlp=experts)
+        return replace(self, gemma4=Gemma4Parts(experts))

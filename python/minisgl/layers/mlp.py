@@ -1,6 +1,7 @@
 """Feed-forward blocks: a gated one (Shazeer, 2020), and sparse ones of many gated experts (Shazeer et al., 2017).
 
-Every rank has all experts, and of each an even share of its intermediate size, as of a dense block.
+Every rank has all experts, and of each an even share of its intermediate size, as of a dense block; or some experts
+whole (`MoEConfig.whole`). Either way it computes its part of every token's output, and the parts are summed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from minisgl.kernel.base import ClampedSwiGLU, ExpertBiases, ExpertKind, ExpertM
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, empty, unallocated, zeros
 from minisgl.layers.norm import RMSNorm, params_of
-from minisgl.layers.weight_slice import ExpertSlice, WeightSlice, whole
+from minisgl.layers.weight_slice import ExpertSlice, WeightSlice, elsewhere, whole
 from minisgl.quantization.expert_layout import PackedExperts
 
 
@@ -97,6 +98,7 @@ class SparseMLP(nn.Module):
             self._biases,
             self.activation,
             residual if alone else None,
+            experts.first,
         )
         if self.shared_experts is not None:
             y = self.shared_experts.part(normed, y)
@@ -108,25 +110,19 @@ class SparseMLP(nn.Module):
 
     @property
     def _biases(self) -> ExpertBiases:
-        """A row-parallel product's bias is added by the first rank alone."""
-        experts, first = self.experts, self.tp.rank == 0
-        return ExpertBiases(self.router.choice_bias, experts.w13_bias, experts.w2_bias if first else None)
+        """A row-parallel product's bias is added by the first rank alone, a whole expert's by the rank that has it."""
+        experts, adds = self.experts, self.experts.whole or self.tp.rank == 0
+        return ExpertBiases(self.router.choice_bias, experts.w13_bias, experts.w2_bias if adds else None)
 
     @property
     def kernel_experts(self) -> ExpertKind:
         """Kind of experts for which kernels are compiled."""
         packed, clamped = self.experts.packed, isinstance(self.activation, ClampedSwiGLU)
-        return ExpertKind(len(self.experts.w13), self.routing.top_k, clamped, packed[0].format if packed else None)
-
-    @property
-    def idle_weights(self) -> int:
-        """Number of weights of the experts that a token is not sent to."""
-        chosen = self.routing.top_k / len(self.experts.w13)
-        return int((self.experts.w13.numel() + self.experts.w2.numel()) * (1 - chosen))
+        return ExpertKind(self.experts.num_experts, self.routing.top_k, clamped, packed[0].format if packed else None)
 
     def graph_safe(self, ops: Ops) -> bool:
         """True if its work is the same whatever the data."""
-        return ops.moe_graph_safe(*self.experts.matrices, self.routing.top_k)
+        return ops.moe_graph_safe(*self.experts.matrices, self.experts.num_experts, self.routing.top_k)
 
 
 class TokenGate(nn.Module):
@@ -163,9 +159,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts' matrices: w13 [experts, 2 * I / size, H] with the gate first, w2 [experts, H, I / size].
+    """A rank's experts, from the `first` on: w13 [experts, 2 * share, H], gates in front, w2 [experts, H, share].
 
-    They have no memory before they are filled, and `packed` experts, which stay quantized, never get it.
+    The share of the intermediate size is even, or all of whole experts. The matrices have no memory before they are
+    filled, and `packed` experts, which stay quantized, never get it.
     """
 
     packed: tuple[PackedExperts, PackedExperts] | None = None
@@ -175,12 +172,15 @@ class Experts(nn.Module):
         super().__init__()
         self.hidden_size = hidden_size
         self.intermediate_size = config.intermediate_size
-        self.share = config.intermediate_size // tp.size
-        self.start = tp.rank * self.share
-        self.w13 = unallocated(config.num_experts, 2 * self.share, hidden_size, dtype=dtype)
-        self.w2 = unallocated(config.num_experts, hidden_size, self.share, dtype=dtype)
-        self.w13_bias = zeros(config.num_experts, 2 * self.share, dtype=dtype) if config.expert_bias else None
-        self.w2_bias = zeros(config.num_experts, hidden_size, dtype=dtype) if config.expert_bias else None
+        self.num_experts, self.top_k, self.whole = config.num_experts, config.routing.top_k, config.whole
+        self.share = config.intermediate_size // (1 if config.whole else tp.size)
+        self.start = 0 if config.whole else tp.rank * self.share
+        self.held = config.held_by(tp.rank, tp.size)
+        self.first, count = self.held.start, len(self.held)
+        self.w13 = unallocated(count, 2 * self.share, hidden_size, dtype=dtype)
+        self.w2 = unallocated(count, hidden_size, self.share, dtype=dtype)
+        self.w13_bias = zeros(count, 2 * self.share, dtype=dtype) if config.expert_bias else None
+        self.w2_bias = zeros(count, hidden_size, dtype=dtype) if config.expert_bias else None
 
     @property
     def matrices(self) -> tuple[ExpertMatrices, ExpertMatrices]:
@@ -191,24 +191,39 @@ class Experts(nn.Module):
         """Three matrices an expert: `experts.0.gate_proj.weight`."""
         hidden, size = self.hidden_size, self.intermediate_size
         kept, every = slice(self.start, self.start + self.share), slice(None)
-        for expert, (w13, w2) in enumerate(zip(self.w13, self.w2, strict=True)):
-            for part, target, rows in zip(("gate", "up"), w13.chunk(2), self._halves, strict=True):
+        for expert in range(self.num_experts):
+            if expert not in self.held:
+                for part, shape in (("gate", (size, hidden)), ("up", (size, hidden)), ("down", (hidden, size))):
+                    yield elsewhere(f"{name}.{expert}.{part}_proj.weight", shape, self.w2)
+                continue
+            own = expert - self.first
+            for part, target, rows in zip(("gate", "up"), self.w13[own].chunk(2), self._halves, strict=True):
                 matrix, source = f"{name}.{expert}.{part}_proj.weight", (kept, every)
-                yield ExpertSlice(matrix, (size, hidden), source, target, gated=True, first=expert, rows=rows)
+                yield ExpertSlice(matrix, (size, hidden), source, target, gated=True, first=own, rows=rows)
             matrix, source = f"{name}.{expert}.down_proj.weight", (every, kept)
-            yield ExpertSlice(matrix, (hidden, size), source, w2, gated=False, first=expert, rows=every)
+            yield ExpertSlice(matrix, (hidden, size), source, self.w2[own], gated=False, first=own, rows=every)
 
     def stacked_slices(self, name: str) -> Iterator[WeightSlice]:
         """Slices of stacked experts, `experts.gate_up_proj`: transformers 5 has them so in memory and may save them."""
-        count, hidden, size = len(self.w13), self.hidden_size, self.intermediate_size
-        every = slice(None)
+        count, hidden, size = self.num_experts, self.hidden_size, self.intermediate_size
+        every, experts = slice(None), self._experts
         for rows, begin in zip(self._halves, (self.start, size + self.start), strict=True):
-            source, target = (every, slice(begin, begin + self.share), every), self.w13[:, rows]
+            source, target = (experts, slice(begin, begin + self.share), every), self.w13[:, rows]
             shape = count, 2 * size, hidden
             yield ExpertSlice(f"{name}.gate_up_proj", shape, source, target, gated=True, first=0, rows=rows)
-        source = (every, every, slice(self.start, self.start + self.share))
+        source = (experts, every, slice(self.start, self.start + self.share))
         shape = count, hidden, size
         yield ExpertSlice(f"{name}.down_proj", shape, source, self.w2, gated=False, first=0, rows=every)
+
+    @property
+    def idle_weights(self) -> int:
+        """Number of weights here that a token does not read, in the mean."""
+        return int((self.w13.numel() + self.w2.numel()) * (1 - self.top_k / self.num_experts))
+
+    @property
+    def _experts(self) -> slice:
+        """This rank's experts in a tensor of all."""
+        return slice(self.held.start, self.held.stop)
 
     @property
     def _halves(self) -> tuple[slice, slice]:
@@ -220,21 +235,21 @@ class InterleavedExperts(Experts):
     """Experts that the checkpoint holds transposed, each gate's column before that of its up, with biases (gpt-oss)."""
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        count, hidden, size = len(self.w13), self.hidden_size, self.intermediate_size
-        every, kept = slice(None), slice(self.start, self.start + self.share)
+        count, hidden, size = self.num_experts, self.hidden_size, self.intermediate_size
+        every, experts, kept = slice(None), self._experts, slice(self.start, self.start + self.share)
         for first, rows in enumerate(self._halves):
             columns = slice(2 * self.start + first, 2 * (self.start + self.share), 2)
             target, shape = self.w13[:, rows].transpose(1, 2), (count, hidden, 2 * size)
-            source = every, every, columns
+            source = experts, every, columns
             yield ExpertSlice(f"{name}.gate_up_proj", shape, source, target, gated=True, first=0, rows=rows)
             if self.w13_bias is not None:
                 bias = self.w13_bias[:, rows]
-                yield WeightSlice(f"{name}.gate_up_proj_bias", (count, 2 * size), (every, columns), bias)
+                yield WeightSlice(f"{name}.gate_up_proj_bias", (count, 2 * size), (experts, columns), bias)
         target, shape = self.w2.transpose(1, 2), (count, size, hidden)
-        source = every, kept, every
+        source = experts, kept, every
         yield ExpertSlice(f"{name}.down_proj", shape, source, target, gated=False, first=0, rows=every)
         if self.w2_bias is not None:
-            yield whole(f"{name}.down_proj_bias", self.w2_bias)
+            yield WeightSlice(f"{name}.down_proj_bias", (count, hidden), (experts, every), self.w2_bias)
 
     def stacked_slices(self, name: str) -> Iterator[WeightSlice]:  # noqa: ARG002
         """Nothing: there is one form."""

@@ -23,6 +23,11 @@ class WeightSlice:
     tied: bool = False
     offset: float = 0.0  # added to what the checkpoint holds
 
+    @property
+    def is_read(self) -> bool:
+        """False if another slice fills the target, or this rank keeps nothing of the tensor."""
+        return not self.tied and self.target.numel() > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSlice(WeightSlice):
@@ -60,6 +65,11 @@ def row_slices(
         source = (slice(part.start, part.stop, part.step), *[slice(None)] * (target.ndim - 1))
         yield WeightSlice(name, (rows, *target.shape[1:]), source, target[at : at + len(part)], offset=offset)
         at += len(part)
+
+
+def elsewhere(name: str, shape: tuple[int, ...], like: Tensor) -> WeightSlice:
+    """A tensor that other ranks keep; `like`: any parameter of this one."""
+    return WeightSlice(name, shape, (slice(0, 0),) * len(shape), like[:0])
 
 
 def whole(name: str, target: Tensor) -> WeightSlice:

@@ -31,7 +31,7 @@ from minisgl.message.control import Progress
 from minisgl.message.to_tokenizer import PairPrompt
 from minisgl.message.types import TextOptions
 from minisgl.models.config.generation_config import load_sampling_defaults
-from minisgl.models.config.load_config import load_model_config
+from minisgl.models.config.load_config import load_engine_model
 from minisgl.models.hub import find_model
 from minisgl.pooling.pooling_config import NO_TEXT, NO_VECTORS, PoolingConfig
 from minisgl.pooling.vectors import Float32Array, activated, check_dimensions, cosine, embedding
@@ -103,10 +103,9 @@ class LLM:
         folder, tokenizer_folder = find_model(source, weights=config.load_format != "dummy")
         server = server.located(folder, tokenizer_folder)
         config = server.engine
-        model_config = load_model_config(folder, config.runner, config.convert, config.model_impl)
+        model_config = load_engine_model(folder, config)
         self._pooling = pooling = model_config.pooling
         self._default_params = _default_params(load_sampling_defaults(source.generation_config, folder))
-        model_config.check_tp(config.tp_size)
         self.phases: dict[str, float] = {}  # seconds of each phase of the start
         with self._phase("load tokenizer"):
             reranks = pooling is not None and bool(pooling.answer_ids)

@@ -15,7 +15,7 @@ from minisgl.layers.delta_net import GatedDeltaNet
 from minisgl.layers.embedding import LMHead, VocabEmbedding
 from minisgl.layers.layer_config import DeltaNetConfig
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
-from minisgl.layers.mlp import GatedMLP, Router, SparseMLP
+from minisgl.layers.mlp import Experts, GatedMLP, Router, SparseMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.per_layer_inputs import PerLayerInputs
 from minisgl.layers.rotary import Rotary
@@ -111,7 +111,7 @@ class DecoderModel(Model):
     @property
     def layer_weights(self) -> int:
         layer = self.model.layers[-1]
-        idle = sum(module.idle_weights for module in layer.modules() if isinstance(module, SparseMLP | ChosenExperts))
+        idle = sum(module.idle_weights for module in layer.modules() if isinstance(module, Experts))
         return sum(weight.numel() for weight in layer.parameters()) - idle
 
 

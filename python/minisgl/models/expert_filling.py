@@ -109,7 +109,7 @@ class ExpertFilling:
         ):
             weight: Tensor = getattr(experts, name)
             largest = largest_of_rows(weight.flatten(0, 1))
-            if name == "w2" and tp.size > 1:
+            if name == "w2" and tp.size > 1 and not experts.whole:
                 largest = tp.all_gather(largest).amax(1, keepdim=True)
             largest = largest.view(*weight.shape[:2], 1)
             for expert in range(len(weight)):

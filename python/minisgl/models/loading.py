@@ -94,7 +94,7 @@ def load_weights(
     with bar:
         for name in checkpoint:
             for part, filling, _ in wanted.get(name, ()):
-                if part.tied:
+                if not part.is_read:
                     continue
                 if filling is not None:
                     filling.read(checkpoint, part)
@@ -126,7 +126,7 @@ def fill_random(
     generator = torch.Generator(forms.device).manual_seed(seed)
     heads = {name for name, module in model.named_modules() if isinstance(module, LMHead)}
     for part, filling, module in _slices(model, forms):
-        if part.tied or part.target.ndim < 2:
+        if not part.is_read or part.target.ndim < 2:
             continue
         if filling is None:
             part.target.normal_(std=std, generator=generator)

@@ -34,7 +34,7 @@ def round_weights(model: nn.Module, method: Method, tp: TPGroup, forms: WeightFo
     for name, module in model.named_modules():
         if isinstance(module, Experts) and module.packed is None:
             _round(name, module.w13.flatten(0, 1), method, None)
-            _round(name, module.w2.flatten(0, 1), method, tp)
+            _round(name, module.w2.flatten(0, 1), method, None if module.whole else tp)
         elif isinstance(module, Linear) and module.levels is None:
             if isinstance(module, LMHead):
                 if method != "int4":

@@ -16,7 +16,7 @@ from minisgl.message.socket import Inbox, Outbox
 from minisgl.message.to_detokenizer import ToDetokenizer
 from minisgl.message.to_scheduler import Add, Stopped, ToRank, ToScheduler
 from minisgl.message.types import Abort, FlushCache, Flushed, ProcessCounts, Report, StatsRequest, unpack_ids
-from minisgl.models.config.load_config import load_model_config
+from minisgl.models.config.load_config import load_engine_model
 from minisgl.process.worker import Worker
 from minisgl.scheduler.kv_publisher import KVPublisher
 from minisgl.scheduler.loop import StepCounts, StepLoop, follow, make_loop, reuses_prefixes
@@ -110,7 +110,7 @@ def run(worker: Worker) -> None:
 
     config = worker.config
     folder = Path(config.engine.model_path)
-    model = load_model_config(folder, config.engine.runner, config.engine.convert, config.engine.model_impl)
+    model = load_engine_model(folder, config.engine)
     grammars = GrammarMatchers(
         lambda: load_tokenizer(config.tokenizer_folder), vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from minisgl.config import ModelImplementation
+from minisgl.config import EngineConfig, ModelImplementation
 from minisgl.models import deepseek, gemma3, gemma4, glm4_moe, gpt_oss, llama, qwen3_next
 from minisgl.models.config.checkpoint_metadata import checkpoint_dtype, tokenizer_eos
 from minisgl.models.config.config_reader import ConfigReader, brief
@@ -35,6 +35,15 @@ FAMILIES: Mapping[str, Callable[[str, ConfigReader], ModelConfig]] = {
 }
 
 _ENCODERS = re.compile("bert|electra|mpnet|xlnet|longformer|t5|gtemodel|newmodel|bidirec", re.IGNORECASE)
+
+
+def load_engine_model(folder: Path, config: EngineConfig) -> ModelConfig:
+    """Read a folder's model as an engine's ranks hold it. Raises UnsupportedModel."""
+    model = load_model_config(folder, config.runner, config.convert, config.model_impl)
+    if config.expert_parallel:
+        model = model.with_whole_experts()
+    model.check_tp(config.tp_size)
+    return model
 
 
 def load_model_config(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from minisgl.config import ConfigError
@@ -111,6 +111,14 @@ class ModelConfig:
         """Sliding window of each layer that attends."""
         return tuple(attention.window for attention in self.attentions)
 
+    def with_whole_experts(self) -> ModelConfig:
+        """Return the model with experts that a rank holds whole. Raises UnsupportedModel if there are none."""
+        layers = tuple(layer.with_whole_experts() for layer in self.layers)
+        if layers == self.layers:
+            computed = ", which is computed by transformers," if self.transformers is not None else ""
+            raise UnsupportedModel(f"--enable-expert-parallel: {self.architecture}{computed} has no experts to spread")
+        return replace(self, layers=layers)
+
     @property
     def experts_per_token(self) -> int:
         """The most experts that a layer sends a token to; 0 for a dense model."""
@@ -134,7 +142,13 @@ class ModelConfig:
             if isinstance(layer.mlp, MLPConfig):
                 divided["intermediate size"] = layer.mlp.intermediate_size
             if layer.experts is not None:
-                divided["intermediate size of an expert"] = layer.experts.intermediate_size
+                if not layer.experts.whole:
+                    divided["intermediate size of an expert"] = layer.experts.intermediate_size
+                elif layer.experts.num_experts < size:
+                    raise UnsupportedModel(
+                        f"the model's {layer.experts.num_experts} experts do not suffice for {size} ranks that hold "
+                        "them whole (--enable-expert-parallel)"
+                    )
                 divided["intermediate size of the shared experts"] = layer.experts.shared_intermediate_size
             for what, count in (*divided.items(), *by_plan):
                 if count % size:
