@@ -1,17 +1,19 @@
 r"""Search the highest request rate at which 99% of the requests hold the service level objectives, on several servers.
 
-A probe sends --warm-up and --requests requests at one rate and judges the latter; the next probe, at a rate chosen by
-bisection, begins when the server is idle again. The objectives: time to first token by prompt length, and each answer's
-mean time per token. A probe whose requests left too late says nothing about the server and is refused.
+A probe sends --warm-up and --requests requests at one rate and judges the latter; it ends early when too many missed.
+The next probe, at a rate chosen by bisection, begins when the server is idle again. The objectives: time to first token
+by prompt length, and each answer's mean time per token. A probe whose requests left too late says nothing about the
+server and is refused.
 
 Each --server is NAME=COMMAND, which is started for its turn and ended after it, or NAME=URL. Workloads: poisson (mean
 1,740 tokens in, 343 out, log-normal), 1k1k, 1k8k, 8k1k (InferenceX's shapes), conversation, agent (sessions with shared
 prefixes and think times), or the file of a trace (Mooncake's JSON lines, Azure's CSV), by default at 0.25 to 0.75 of
-its pace.
+its pace. Range, requests, precision and objectives of a workload's own may stand behind its name.
 
     python benchmark/goodput.py --scale 0.02 --range 1,16 --slo-tpot 400 --server "demo=python -m minisgl --port 0"
     python benchmark/goodput.py --workload mooncake.jsonl --workload agent --plot goodput.png \
         --server "minisgl=python -m minisgl --model MODEL --port 0" --server "vllm=vllm serve MODEL --port 8000"
+    python benchmark/goodput.py --merge one.json --merge another.json --plot both.png
 """
 
 from __future__ import annotations
@@ -23,11 +25,15 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from measuring.arguments import Output, add_output_arguments, make_parser, numbers, output_of
+import msgspec
+
+from measuring.arguments import add_output_arguments, make_parser, numbers, output_of
 from measuring.client import Target
 from measuring.idle import NotIdle
 from measuring.load_arguments import add_client_arguments, add_served_arguments, slo_of
@@ -38,6 +44,36 @@ from measuring.search import Verdict, bisect, num_probes
 from measuring.server_process import LaunchFailed, ServerProcess, ask_served, exit_on_sigterm
 
 SHORTEST_PROBE = 10  # times the objective for the first token
+
+
+def parse_range(text: str) -> tuple[float, float]:
+    values = numbers(text)
+    if len(values) != 2 or not 0 < values[0] < values[1]:
+        raise argparse.ArgumentTypeError(f"two rates above 0, the lower one first, not {text!r}")
+    return values[0], values[1]
+
+
+# Flags that a workload may have of its own, and how their values are read.
+WORKLOAD_SETTINGS: dict[str, Callable[[str], Any]] = {
+    "range": parse_range,
+    "requests": int,
+    "warm-up": int,
+    "precision": float,
+    "slo-ttft": float,
+    "slo-ttft-per-1k": float,
+    "slo-tpot": float,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A workload, and how its highest rate is searched."""
+
+    workload: OnlineWorkload
+    rates: tuple[float, float]
+    requests: int  # judged in each probe
+    precision: float
+    rules: Judgement
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +94,6 @@ def parse_contestant(text: str) -> Contestant:
     return Contestant(name, shlex.split(what), None)
 
 
-def parse_range(text: str) -> tuple[float, float]:
-    values = numbers(text)
-    if len(values) != 2 or not 0 < values[0] < values[1]:
-        raise argparse.ArgumentTypeError(f"two rates above 0, the lower one first, not {text!r}")
-    return values[0], values[1]
-
-
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     server = add_served_arguments(parser)
@@ -72,7 +101,7 @@ def parse() -> argparse.Namespace:
         "--server",
         type=parse_contestant,
         action="append",
-        required=True,
+        default=[],
         metavar="NAME=COMMAND",
         help="or NAME=URL; repeated: measured in turns",
     )
@@ -81,8 +110,9 @@ def parse() -> argparse.Namespace:
     work.add_argument(
         "--workload",
         action="append",
-        metavar="NAME",
-        help=f"of {', '.join([*LENGTHS, *SESSIONS])}, or a trace's file; may be repeated; none: poisson",
+        metavar="NAME[:SETTINGS]",
+        help=f"of {', '.join([*LENGTHS, *SESSIONS])}, or a trace's file; may be repeated; none: poisson. Settings, "
+        "each like the flag by its name: 1k1k:range=4,24:requests=200:precision=0.1:slo-ttft=2000:slo-tpot=40",
     )
     work.add_argument("--range", type=parse_range, metavar="LOW,HIGH", help="rates to search, requests a second")
     work.add_argument("--precision", type=float, default=0.05, help="of the found rate")
@@ -96,33 +126,72 @@ def parse() -> argparse.Namespace:
         "--budget",
         type=float,
         metavar="S",
-        help="seconds of a server's turn, its start included, after which no probe begins; none: no limit",
+        help="seconds of a server's turn, its start included, beyond which no probe should last; none: no limit",
     )
     work.add_argument("--rounds", type=int, default=1, metavar="N", help="of all servers, one after the other")
     add_client_arguments(parser)
-    add_output_arguments(parser)
+    output = add_output_arguments(parser)
+    output.add_argument(
+        "--merge",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE.json",
+        help="results of an earlier run, of servers side by side on devices of their own, say; may be repeated",
+    )
     args = parser.parse_args()
-    if args.requests < 1 or args.warm_up < 0:
-        parser.error("--requests must be at least 1, --warm-up at least 0")
-    if args.precision <= 0 or not 0 < args.share <= 1:
-        parser.error("--precision must be above 0, --share above 0 and at most 1")
+    if not 0 < args.share <= 1:
+        parser.error("--share must be above 0 and at most 1")
+    if not args.server and not args.merge:
+        parser.error("nothing to measure: no --server, and no --merge of what was measured before")
     if len({one.name for one in args.server}) < len(args.server):
         parser.error("each --server needs a name of its own")
     return args
 
 
-def rules_of(args: argparse.Namespace) -> Judgement:
-    return Judgement(slo_of(args), args.share, args.warm_up, args.late)
+def make_task(text: str, args: argparse.Namespace) -> Task:
+    """Return the workload NAME[:SETTINGS], settings that are not there as the flags say.
+
+    ValueError, or OSError for a trace's file, if there is no such thing.
+    """
+    name, *settings = text.split(":")
+    own = dict(setting.partition("=")[::2] for setting in settings)
+    if unknown := own.keys() - WORKLOAD_SETTINGS.keys():
+        raise ValueError(f"{name}: no setting {', '.join(unknown)}; there are {', '.join(WORKLOAD_SETTINGS)}")
+    given = {key.replace("-", "_"): WORKLOAD_SETTINGS[key](value) for key, value in own.items()}
+    chosen = argparse.Namespace(**{**vars(args), **given})
+    if chosen.requests < 1 or chosen.warm_up < 0 or chosen.precision <= 0:
+        raise ValueError(f"{name}: requests must be at least 1, warm-up at least 0, the precision above 0")
+    workload = make_workload(name, chosen.requests + chosen.warm_up, scale=args.scale, think=args.think)
+    rules = Judgement(slo_of(chosen), args.share, chosen.warm_up, args.late)
+    return Task(workload, chosen.range or workload.rates, chosen.requests, chosen.precision, rules)
 
 
-def make_workloads(args: argparse.Namespace) -> list[OnlineWorkload]:
-    """Return the workloads. SystemExit for a name that is neither a workload's nor a trace's file."""
-    count = args.requests + args.warm_up
+def make_tasks(args: argparse.Namespace) -> list[Task]:
+    """Return what is searched. SystemExit for a name that is neither a workload's nor a trace's file."""
     try:
-        names = args.workload or ["poisson"]
-        return [make_workload(name, count, scale=args.scale, think=args.think) for name in names]
-    except (ValueError, OSError) as error:
+        return [make_task(text, args) for text in args.workload or ["poisson"]]
+    except (ValueError, OSError, argparse.ArgumentTypeError) as error:
         raise SystemExit(f"goodput: error: --workload: {error}") from None
+
+
+def announce(task: Task) -> None:
+    """Print how much work a search is, and warn of one that says little."""
+    name, (low, high) = task.workload.name, task.rates
+    if task.requests / high < SHORTEST_PROBE * task.rules.slo.ttft_ms / 1e3:
+        short = f"{task.requests / high:.1f} s at {cell_text(high)}/s is too short for a queue to show"
+        print(f"goodput: warning: {name}: a probe of {short}; more requests", file=sys.stderr)
+    count = num_probes(low, high, task.precision)
+    print(f"{name}: {count} probes of {task.requests} requests, {cell_text(low)} to {cell_text(high)} a second")
+
+
+def read_searches(path: Path) -> list[Search]:
+    """Return the results in a file that this script wrote. SystemExit if it is none."""
+    try:
+        document = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+        return msgspec.json.decode(document["results"], type=list[Search])
+    except (OSError, msgspec.MsgspecError, KeyError) as error:
+        raise SystemExit(f"goodput: error: --merge {path.name}: {error}") from None
 
 
 @contextmanager
@@ -133,9 +202,7 @@ def running(contestant: Contestant, args: argparse.Namespace) -> Iterator[Prober
     def prober(base_url: str) -> Prober:
         served = ask_served(base_url, model=args.model, context=args.context, vocab_size=args.vocab, api_key=api_key)
         target = Target(base_url, served.model, args.temperature, args.timeout, api_key)
-        return Prober(
-            target, served, rules_of(args), seed=args.seed, processes=args.processes, idle_timeout=args.idle_timeout
-        )
+        return Prober(target, served, seed=args.seed, processes=args.processes, idle_timeout=args.idle_timeout)
 
     if contestant.base_url is not None:
         yield prober(contestant.base_url)
@@ -148,29 +215,34 @@ def running(contestant: Contestant, args: argparse.Namespace) -> Iterator[Prober
 def run_search(
     search: Search,
     prober: Prober,
-    workload: OnlineWorkload,
-    args: argparse.Namespace,
+    task: Task,
     *,
     probe_numbers: Iterator[int],
     deadline: float,
+    keep: Callable[[], None],
 ) -> None:
-    """Fill in the search. `idle.NotIdle` if the server no longer comes to rest; the probes so far are kept.
+    """Fill in the search, and call `keep` after each probe. `idle.NotIdle` if the server no longer comes to rest.
 
-    No probe begins after `deadline`, in `time.monotonic` seconds.
+    No probe begins that is expected to last beyond `deadline`, in `time.monotonic` seconds.
     """
-    low, high = args.range or workload.rates
+    count = task.requests + task.rules.warm_up
+
+    def expected_seconds(rate: float) -> float:
+        after_last = [done.seconds - count / done.rate for done in search.probes if not done.stopped]
+        return count / rate + max(after_last, default=0.0)
 
     def probe(rate: float) -> Verdict | None:
-        if time.monotonic() > deadline:
+        if time.monotonic() + expected_seconds(rate) > deadline:
             print(f"{search.server}, {search.workload}: the budget is spent", flush=True)
             return None
-        outcome = prober.probe(workload, rate, next(probe_numbers))
+        outcome = prober.probe(task.workload, rate, task.rules, next(probe_numbers))
         search.probes.append(outcome)
         said = "".join(f"\n  error: {error}" for error in outcome.errors)
         print(f"{search.server}, {search.workload}: {describe(outcome)}{said}", flush=True)
+        keep()
         return outcome.verdict
 
-    search.bracket = bisect(probe, low, high, args.precision)
+    bisect(probe, *task.rates, task.precision)
 
 
 def describe(probe: Probe) -> str:
@@ -180,15 +252,16 @@ def describe(probe: Probe) -> str:
         said += f"the load generator was late, p99 {probe.late_p99_ms:.0f} ms (more --processes may help)"
     else:
         said += f"{probe.summary.good_share:.1%} within the objectives"
+    said += f", {'stopped' if probe.stopped else 'done'} after {probe.seconds:.0f} s"
     return said + (f" ({probe.cut} cut to the context)" if probe.cut else "")
 
 
 def print_searches(searches: Sequence[Search]) -> None:
     """Print the found rates, and the figures of the probes that they come from."""
     rows: list[list[Cell]] = []
-    for one in searches:
-        missed = one.bracket.missed if one.bracket else None
-        row: list[Cell] = [one.workload, one.server, one.round, one.found, missed]
+    names = [one.workload for one in searches]
+    for one in sorted(searches, key=lambda one: names.index(one.workload)):
+        row: list[Cell] = [one.workload, one.server, one.round, one.found, one.bracket.missed]
         if (best := one.best) is None or (figures := best.summary) is None:
             rows.append([*row, *[None] * 12, len(one.probes)])
             continue
@@ -212,42 +285,50 @@ def print_searches(searches: Sequence[Search]) -> None:
     print(table(["workload", "server", "round", "req/s", "missed at", "pace", "good", *latencies, *others], rows))
 
 
-def save(searches: Sequence[Search], args: argparse.Namespace, output: Output) -> None:
-    output.save("goodput", args, [asdict(one) | {"found": one.found} for one in searches])
+def measure(
+    contestant: Contestant,
+    tasks: Sequence[Task],
+    turn: Sequence[Search],
+    args: argparse.Namespace,
+    *,
+    probe_numbers: Iterator[int],
+    keep: Callable[[], None],
+) -> None:
+    """Fill in the searches of a server's turn, one a task. If it fails, stderr and those that are left say why."""
+    deadline = math.inf if args.budget is None else time.monotonic() + args.budget
+    search = turn[0]
+    try:
+        with running(contestant, args) as prober:
+            for search, task in zip(turn, tasks, strict=True):
+                run_search(search, prober, task, probe_numbers=probe_numbers, deadline=deadline, keep=keep)
+    except (LaunchFailed, NotIdle, ValueError) as error:
+        print(f"goodput: error: {contestant.name}: {error}", file=sys.stderr, flush=True)
+        for one in turn[turn.index(search) :]:
+            one.failure = str(error)
 
 
 def main() -> None:
     args = parse()
     output = output_of(args)
-    workloads = make_workloads(args)
-    searches: list[Search] = []
+    tasks = make_tasks(args) if args.server else []
+    searches = [search for path in args.merge for search in read_searches(path)]
     probe_numbers = itertools.count()
-    for one in workloads:
-        low, high = args.range or one.rates
-        if args.requests / high < SHORTEST_PROBE * args.slo_ttft / 1e3:
-            short = f"{args.requests / high:.1f} s at {cell_text(high)}/s is too short for a queue to show"
-            print(f"goodput: warning: {one.name}: a probe of {short}; more --requests", file=sys.stderr)
-        count = num_probes(low, high, args.precision)
-        print(f"{one.name}: {count} probes of {args.requests} requests, {cell_text(low)} to {cell_text(high)} a second")
+
+    def keep() -> None:
+        output.save("goodput", args, [asdict(one) | {"found": one.found} for one in searches])
+
+    for task in tasks:
+        announce(task)
     for round_number, contestant in itertools.product(range(1, args.rounds + 1), args.server):
-        measured = [Search(contestant.name, workload.name, round_number) for workload in workloads]
-        searches += measured
-        deadline = math.inf if args.budget is None else time.monotonic() + args.budget
-        try:
-            with running(contestant, args) as prober:
-                for search, workload in zip(measured, workloads, strict=True):
-                    run_search(search, prober, workload, args, probe_numbers=probe_numbers, deadline=deadline)
-                    save(searches, args, output)  # so that a later failure loses nothing
-        except (LaunchFailed, NotIdle, ValueError) as error:
-            print(f"goodput: error: {contestant.name}: {error}", file=sys.stderr, flush=True)
-            for search in measured:
-                search.failure = None if search.bracket else str(error)
+        turn = [Search(contestant.name, task.workload.name, round_number, task.rules) for task in tasks]
+        searches += turn
+        measure(contestant, tasks, turn, args, probe_numbers=probe_numbers, keep=keep)
     print_searches(searches)
-    save(searches, args, output)
+    keep()
     if output.plot:
         from measuring.plot import plot_searches
 
-        plot_searches(output.plot, searches, rules_of(args))
+        plot_searches(output.plot, searches)
     if any(search.failure for search in searches):
         sys.exit(1)
 

@@ -17,7 +17,15 @@ from typing import Any, TypeVar, get_args
 from measuring.engines import ENGINES, EngineOptions
 from measuring.report import write_json
 from measuring.shapes import SHAPES, make_shape, read_context
-from minisgl.config import DEFAULT_PAGE_SIZE, BatchPolicyName, Device, KVCacheDtype, QuantizationMethod, SchedulePolicy
+from minisgl.config import (
+    DEFAULT_PAGE_SIZE,
+    BatchPolicyName,
+    Device,
+    KVCacheDtype,
+    ModelImplementation,
+    QuantizationMethod,
+    SchedulePolicy,
+)
 
 T = TypeVar("T")
 
@@ -80,6 +88,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-running", type=int, default=256, metavar="N", help="sequences at the same time")
     group.add_argument("--memory-ratio", type=float, default=0.9, help="share of the device's memory to use")
     group.add_argument("--tp", type=int, default=1, metavar="N", help="devices that a model is divided among")
+    group.add_argument(
+        "--model-impl",
+        default="auto",
+        choices=get_args(ModelImplementation),
+        help="who computes the model in minisgl; transformers: its modules",
+    )
     group.add_argument(
         "--page-size", type=int, default=DEFAULT_PAGE_SIZE, metavar="TOKENS", help="of minisgl's KV cache"
     )
@@ -152,6 +166,7 @@ def engine_options(args: argparse.Namespace, folder: Path, longest: int) -> Engi
         max_running_requests=args.max_running,
         memory_ratio=args.memory_ratio,
         tp_size=args.tp,
+        model_impl=args.model_impl,
         page_size=args.page_size,
         num_pages=args.num_pages,
         quantization=args.quantization,
@@ -208,10 +223,12 @@ class Output:
             write_json(self.json, tool, arguments, results)
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+def add_output_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the flags that say where results go; return their group."""
     group = parser.add_argument_group("output")
     group.add_argument("--json", type=Path, metavar="FILE", help="write figures, arguments and machine here")
     group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them here; needs matplotlib")
+    return group
 
 
 def output_of(args: argparse.Namespace) -> Output:

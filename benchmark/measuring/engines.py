@@ -16,7 +16,15 @@ from typing import Any, Protocol
 from measuring.report import environment
 from measuring.shapes import read_vocab_size
 from measuring.workload import OfflineBatch
-from minisgl.config import DEFAULT_PAGE_SIZE, BatchPolicyName, Dtype, KVCacheDtype, QuantizationMethod, SchedulePolicy
+from minisgl.config import (
+    DEFAULT_PAGE_SIZE,
+    BatchPolicyName,
+    Dtype,
+    KVCacheDtype,
+    ModelImplementation,
+    QuantizationMethod,
+    SchedulePolicy,
+)
 from minisgl.core import SamplingParams
 
 ENGINES = {
@@ -39,6 +47,7 @@ class EngineOptions:
     max_running_requests: int = 256
     memory_ratio: float = 0.9
     tp_size: int = 1  # not transformers
+    model_impl: ModelImplementation = "auto"  # minisgl
     page_size: int = DEFAULT_PAGE_SIZE  # minisgl
     num_pages: int | None = None  # minisgl
     quantization: QuantizationMethod = "auto"  # minisgl
@@ -84,6 +93,7 @@ class MinisglEngine:
             max_seq_len_override=options.max_seq_len,
             max_running_req=options.max_running_requests,
             memory_ratio=options.memory_ratio,
+            model_impl=options.model_impl,
             quantization=options.quantization,
             kv_cache_dtype=options.kv_cache_dtype,
             page_size=options.page_size,

@@ -35,31 +35,32 @@ class IdleWatch:
     """
 
     def __init__(self, target: Target, vocab_size: int) -> None:
-        """Send three lone requests. NotIdle if one fails."""
+        """Send three lone requests. NotIdle, with the server's reason, if one fails."""
         self._target = target
         self._vocab_size = vocab_size
         self._tokens = np.random.default_rng()  # nobody has cached them
-        times = [self._lone_ttft() for _ in range(3)]
-        if None in times:
-            raise NotIdle("the server does not answer a lone request")
-        self._limit = 2 * max(time for time in times if time is not None) + NOISE_SECONDS
+        answers = [self._ask_alone() for _ in range(3)]
+        for answer in answers:
+            if answer.error is not None:
+                raise NotIdle(f"the server does not answer a lone request: {answer.error}")
+        self._limit = 2 * max(answer.ttft for answer in answers) + NOISE_SECONDS
 
     def wait(self, timeout: float) -> float:
         """Return the seconds until the server was idle. NotIdle when it was not after `timeout` seconds."""
         begin = time.monotonic()
         while (passed := time.monotonic() - begin) < timeout:
             if not self._counts_requests():
-                ttft = self._lone_ttft()
-                if ttft is not None and ttft <= self._limit:
+                answer = self._ask_alone()
+                if answer.error is None and answer.ttft <= self._limit:
                     return passed
             time.sleep(PAUSE_SECONDS)
         raise NotIdle(f"the server was not idle {timeout:g} s after its last answer")
 
-    def _lone_ttft(self) -> float | None:
+    def _ask_alone(self) -> RequestRecord:
         prompt = self._tokens.integers(0, self._vocab_size, PROMPT_TOKENS, dtype=np.int32)
         record = RequestRecord(0, 0.0, PROMPT_TOKENS, 1)
         asyncio.run(ask(self._target, self._target.encode(TimedRequest(0.0, prompt, 1)), record, time.monotonic()))
-        return None if record.error else record.ttft
+        return record
 
     def _counts_requests(self) -> bool:
         headers = {"Authorization": f"Bearer {self._target.api_key}"} if self._target.api_key else {}

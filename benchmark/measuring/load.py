@@ -2,11 +2,13 @@
 
 Only the turns of a session wait for each other: the next one leaves when its user has thought about the answer. Every
 process takes each n-th session, encodes all of its requests beforehand, and says ready; then all start at one moment.
+Their records come back as requests end, so that a load which shows enough can be stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import multiprocessing
 import time
@@ -21,15 +23,16 @@ from measuring.client import RequestRecord, Target, ask
 from measuring.workload import TimedRequest
 
 LEAD_SECONDS = 0.05  # from the word to start to the first request
-TICK_SECONDS = 0.1  # between reports of progress
+TICK_SECONDS = 0.1  # between reports of a process
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
     """Records of a load's requests, in order, and what it cost to send them."""
 
-    records: list[RequestRecord]
+    records: list[RequestRecord]  # of all requests, or of those that had ended when the load was stopped
     cpu_share: float  # CPU time of the generator's busiest process over the time that it ran; 1: a whole core
+    stopped: bool
 
 
 Session = list[tuple[int, TimedRequest]]  # turns in order, with their indices in the load
@@ -52,7 +55,16 @@ class _Turn:
     think: float  # seconds after the answer before
 
 
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """Requests that ended since the last report of a process; the last one has its share of a core."""
+
+    records: list[RequestRecord]
+    cpu_share: float | None = None
+
+
 Tick = Callable[[float, list[int]], None]  # seconds after the start, the generator's process ids
+Enough = Callable[[list[RequestRecord]], bool]  # of the requests that have ended
 
 
 def sessions_of(load: Sequence[TimedRequest]) -> list[Session]:
@@ -73,9 +85,18 @@ def sessions_of(load: Sequence[TimedRequest]) -> list[Session]:
 
 
 def run_load(
-    target: Target, load: Sequence[TimedRequest], *, processes: int = 1, label: str = "", on_tick: Tick | None = None
+    target: Target,
+    load: Sequence[TimedRequest],
+    *,
+    processes: int = 1,
+    label: str = "",
+    on_tick: Tick | None = None,
+    enough: Enough | None = None,
 ) -> LoadRun:
-    """Send a load and return what became of it. Shows a bar on stderr. RuntimeError when a process dies."""
+    """Send a load and return what became of it. Shows a bar on stderr. RuntimeError when a process dies.
+
+    When `enough`, asked ten times a second, is True, the connections of all requests that still run are closed.
+    """
     sessions = sessions_of(load)
     processes = max(1, min(processes, len(sessions)))
     spawn = multiprocessing.get_context("spawn")
@@ -95,7 +116,7 @@ def run_load(
         for pipe in pipes:
             pipe.send(start)
         with tqdm(total=len(load), desc=label, unit="request") as bar:
-            run = _gather(pipes, bar, start, [worker.pid or 0 for worker in workers], on_tick)
+            run = _gather(pipes, bar, start, [worker.pid or 0 for worker in workers], on_tick, enough)
     except EOFError:
         raise RuntimeError("a process of the load generator died") from None
     finally:
@@ -108,38 +129,46 @@ def run_load(
 
 
 def _gather(
-    pipes: Sequence[Connection], bar: tqdm[None], start: float, pids: list[int], on_tick: Tick | None
+    pipes: Sequence[Connection],
+    bar: tqdm[None],
+    start: float,
+    pids: list[int],
+    on_tick: Tick | None,
+    enough: Enough | None,
 ) -> LoadRun:
     records: list[RequestRecord] = []
     cpu_share = 0.0
+    stopped = False
     working = list(pipes)
     while working:
         for pipe in wait(working, timeout=TICK_SECONDS):
             assert isinstance(pipe, Connection)
-            message = pipe.recv()
-            if isinstance(message, int):
-                bar.update(message)
-            else:
-                records += message.records
-                cpu_share = max(cpu_share, message.cpu_share)
+            report: _Report = pipe.recv()
+            records += report.records
+            bar.update(len(report.records))
+            if report.cpu_share is not None:
+                cpu_share = max(cpu_share, report.cpu_share)
                 working.remove(pipe)
         if on_tick is not None:
             on_tick(time.monotonic() - start, pids)
-    bar.update(len(records) - bar.n)
-    return LoadRun(sorted(records, key=lambda record: record.index), cpu_share)
+        if enough is not None and not stopped and enough(records):
+            stopped = True
+            for pipe in working:
+                with contextlib.suppress(OSError):  # it has ended just now
+                    pipe.send("stop")
+    return LoadRun(sorted(records, key=lambda record: record.index), cpu_share, stopped)
 
 
 def _work(pipe: Connection, part: _Part) -> None:
     """The life of one process."""
     sessions = [[_prepare(part.target, index, request) for index, request in session] for session in part.sessions]
-    records = [turn.record for session in sessions for turn in session]
     gc.collect()
     gc.disable()  # a collection would look like a pause of the server
     pipe.send("ready")
     start: float = pipe.recv()
     spent = time.process_time()
-    uvloop.run(_send_all(part.target, sessions, start, pipe))
-    pipe.send(LoadRun(records, (time.process_time() - spent) / (time.monotonic() - start)))
+    ended = uvloop.run(_send_all(part.target, sessions, start, pipe))
+    pipe.send(_Report(ended, (time.process_time() - spent) / (time.monotonic() - start)))
 
 
 def _prepare(target: Target, index: int, request: TimedRequest) -> _Turn:
@@ -148,11 +177,11 @@ def _prepare(target: Target, index: int, request: TimedRequest) -> _Turn:
     return _Turn(target.encode(request), record, 0.0 if begins else request.at)
 
 
-async def _send_all(target: Target, sessions: list[list[_Turn]], start: float, pipe: Connection) -> None:
-    num_ended = 0
+async def _send_all(target: Target, sessions: list[list[_Turn]], start: float, pipe: Connection) -> list[RequestRecord]:
+    """Send until all has ended or the pipe says to stop; return the records that were not reported yet."""
+    ended: list[RequestRecord] = []
 
     async def run_session(turns: list[_Turn]) -> None:
-        nonlocal num_ended
         failed = False
         for place, turn in enumerate(turns):
             if place:
@@ -163,22 +192,27 @@ async def _send_all(target: Target, sessions: list[list[_Turn]], start: float, p
                 await asyncio.sleep(turn.think)
                 await ask(target, turn.payload, turn.record, start)
                 failed = turn.record.error is not None
-            num_ended += 1
+            ended.append(turn.record)
 
-    async def tell() -> None:
-        told = 0
-        while True:
+    async def send() -> None:
+        tasks = []
+        for session in sessions:
+            delay = start + session[0].record.due - time.monotonic()
+            if delay > 0:
+                await asyncio.sleep(delay)
+            tasks.append(asyncio.create_task(run_session(session)))
+        await asyncio.gather(*tasks)
+
+    async def report() -> None:
+        while not pipe.poll():
             await asyncio.sleep(TICK_SECONDS)
-            if num_ended > told:
-                pipe.send(num_ended - told)
-                told = num_ended
+            if ended:
+                pipe.send(_Report(ended.copy()))
+                ended.clear()
 
-    telling = asyncio.create_task(tell())
-    tasks = []
-    for session in sessions:
-        delay = start + session[0].record.due - time.monotonic()
-        if delay > 0:
-            await asyncio.sleep(delay)
-        tasks.append(asyncio.create_task(run_session(session)))
-    await asyncio.gather(*tasks)
-    telling.cancel()
+    done, _ = await asyncio.wait(
+        {asyncio.create_task(send()), asyncio.create_task(report())}, return_when=asyncio.FIRST_COMPLETED
+    )
+    for task in done:
+        task.result()
+    return ended

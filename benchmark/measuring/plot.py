@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from measuring.client import RequestRecord
-from measuring.probe import Judgement, Search
+from measuring.probe import Search
 from measuring.report import cell_text
 from measuring.statistics import FloatArray, LoadSummary, Spread
 
@@ -103,7 +103,7 @@ def _percentiles(axis: Any, title: str, names: Sequence[str], spreads: Sequence[
     axis.legend()
 
 
-def plot_searches(path: Path, searches: Sequence[Search], rules: Judgement) -> None:
+def plot_searches(path: Path, searches: Sequence[Search]) -> None:
     """Draw, by rate, the share within the objectives and percentiles of TTFT and TPOT: a row of plots a workload.
 
     Dotted lines are the wanted share and the objective for TPOT; that for TTFT differs from prompt to prompt.
@@ -112,9 +112,9 @@ def plot_searches(path: Path, searches: Sequence[Search], rules: Judgement) -> N
     servers = list(dict.fromkeys(search.server for search in searches))
     with _grid(path, len(workloads), 3) as rows:
         for workload, (share, ttft, tpot) in zip(workloads, rows, strict=True):
-            for search in searches:
-                if search.workload != workload:
-                    continue
+            of_workload = [search for search in searches if search.workload == workload]
+            rules = of_workload[0].rules
+            for search in of_workload:
                 color = f"C{servers.index(search.server)}"
                 label = search.server if search.round == 1 else None
                 by_rate = {probe.rate: probe.summary for probe in search.probes if probe.summary is not None}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
 
 class Verdict(StrEnum):
@@ -23,6 +24,19 @@ class Bracket:
     held: float | None  # highest that held
     missed: float | None  # lowest that missed
     refused: float | None  # lowest that was refused
+
+    @classmethod
+    def of(cls, probes: Sequence[tuple[float, Verdict]]) -> Self:
+        """Return what the verdicts on some rates say together."""
+
+        def rates(wanted: Verdict) -> list[float]:
+            return [rate for rate, verdict in probes if verdict is wanted]
+
+        return cls(
+            held=max(rates(Verdict.HELD), default=None),
+            missed=min(rates(Verdict.MISSED), default=None),
+            refused=min(rates(Verdict.REFUSED), default=None),
+        )
 
     @property
     def is_lower_bound(self) -> bool:
@@ -49,16 +63,15 @@ def bisect(probe: Callable[[float], Verdict | None], low: float, high: float, pr
     """
     if not 0 < low < high or precision <= 0:
         raise ValueError(f"cannot search between {low:g} and {high:g} with a precision of {precision:g}")
-    held = missed = refused = None
+    probes: list[tuple[float, Verdict]] = []
     for _ in range(num_probes(low, high, precision)):
         rate = math.sqrt(low * high)
-        match probe(rate):
-            case Verdict.HELD:
-                low = held = rate
-            case Verdict.MISSED:
-                high = missed = rate
-            case Verdict.REFUSED:
-                high = refused = rate
-            case None:
-                break
-    return Bracket(held, missed, refused)
+        verdict = probe(rate)
+        if verdict is None:
+            break
+        if verdict is Verdict.HELD:
+            low = rate
+        else:
+            high = rate
+        probes.append((rate, verdict))
+    return Bracket.of(probes)

@@ -107,6 +107,13 @@ def test_a_load_without_a_server_has_only_errors():
     assert all("no connection" in str(record.error) for record in records)
 
 
+def test_a_load_ends_when_it_has_shown_enough():
+    load = [TimedRequest(at, REQUEST.prompt, 2) for at in (0.0, 0.0, 3600.0, 3600.0)]
+    run = run_load(Target("http://127.0.0.1:1", "m"), load, processes=2, enough=lambda records: len(records) == 2)
+    assert run.stopped
+    assert [record.index for record in run.records] == [0, 1]
+
+
 def test_addresses():
     assert Target("https://example.org", "m").address == ("example.org", 443, True)
     assert Target("http://127.0.0.1:1919", "m").address == ("127.0.0.1", 1919, False)

@@ -29,13 +29,14 @@ WITH_JSON = {
 SERVER = ["--", sys.executable, "-m", "minisgl", "--port", "0", "--num-pages", "400"]
 
 
-def run(tmp_path: Path, script: str, *arguments: str) -> tuple[str, Any]:
+def run(tmp_path: Path, script: str, *arguments: str, returncode: int = 0) -> tuple[str, Any]:
     """A script's stdout, and the results in its JSON file."""
+    tmp_path.mkdir(exist_ok=True)
     file = tmp_path / "result.json"
     at = arguments.index("--") if "--" in arguments else len(arguments)
     command = [sys.executable, str(SCRIPTS / f"{script}.py"), *arguments[:at], "--json", str(file), *arguments[at:]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == returncode, done.stderr
     document = json.loads(file.read_text())
     assert document["tool"] == script
     assert document["environment"]["cores"] >= 1
@@ -119,8 +120,8 @@ def test_serve_at_several_rates(tmp_path: Path):
 def test_goodput(tmp_path: Path):
     """Two probes of sessions on a real server; another one that does not start costs only its own rows."""
     file = tmp_path / "result.json"
-    sizes = ("--workload", "conversation", "--scale", "0.02", "--think", "0.01", "--requests", "8", "--warm-up", "2")
-    search = ("--range", "4,64", "--precision", "1", "--late", "60000", "--slo-ttft", "60000", "--slo-tpot", "60000")
+    sizes = ("--workload", "conversation:requests=8:range=4,64", "--scale", "0.02", "--think", "0.01", "--warm-up", "2")
+    search = ("--precision", "1", "--late", "60000", "--slo-ttft", "60000", "--slo-tpot", "60000")
     pages = ("--page-size", "4", "--num-pages", "2000")
     servers = (
         "--server",
@@ -142,6 +143,9 @@ def test_goodput(tmp_path: Path):
         assert figures["hit_rate"] > 0.2  # of the turns before
         assert probe["generator_cpu"] > 0
     assert (broken["found"], broken["probes"]) == ("failed", [])
+    stdout, merged = run(tmp_path / "again", "goodput", "--merge", str(file), "--merge", str(file), returncode=1)
+    assert merged == [demo, broken, demo, broken]
+    assert stdout.count("at least 32.00") == 2
 
 
 def test_structured(tmp_path: Path):

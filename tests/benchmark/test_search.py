@@ -73,7 +73,7 @@ def test_a_search_that_ends_early_keeps_what_it_found():
 
     assert bisect(probe, 1.0, 256.0, 0.05) == Bracket(16.0, 64.0, None)
     assert rates == [16.0, 64.0, 32.0]
-    assert Search("server", "poisson", 1, bracket=Bracket(None, None, None)).found == "not probed"
+    assert Search("server", "poisson", 1, RULES).found == "not probed"
 
 
 def test_a_narrow_range_needs_no_probe():
@@ -119,17 +119,24 @@ def test_requests_that_were_never_sent_are_missed():
 
 
 def test_what_a_search_says():
-    held = Probe(2.0, None, Verdict.HELD, summarize(records(9), RULES.slo), 0.1, 0.2, 0, [], 0.0)
+    held = Probe(2.0, None, Verdict.HELD, summarize(records(9), RULES.slo), False, 0.0, 9.0, 0.1, 0.2, 0, [])
     missed = replace(held, rate=3.0, verdict=Verdict.MISSED)
-    search = Search("server", "poisson", 1, [held, missed], Bracket(2.0, 3.0, None))
+    search = Search("server", "poisson", 1, RULES, [held, missed])
     assert search.best is held
     assert search.found == "2.00"
-    search.bracket = Bracket(2.0, None, None)
+    search.probes = [held]
     assert search.found == "at least 2.00"
-    search.bracket = Bracket(None, 2.0, None)
-    assert (search.best, search.found) == (None, "below 2.00")
-    search.bracket = None
+    search.probes = [missed]
+    assert (search.best, search.found) == (None, "below 3.00")
+    search.probes, search.failure = [], "it did not start"
     assert (search.best, search.found) == (None, "failed")
+
+
+def test_a_probe_is_hopeless_when_the_rest_cannot_help():
+    bad, good = records(4, ttft=0.76), records(102)
+    assert not RULES.hopeless([*bad[:3], *good[4:6]], 100)  # two of the three that missed were the warm-up
+    assert RULES.hopeless([*bad, good[4]], 100)
+    assert not RULES.hopeless([], 100)
 
 
 def test_figures_count_from_the_first_judged_request():
