@@ -321,4 +321,4 @@ def test_what_a_checkpoint_has_beside_its_weights(
         assert_same(load(changed(quantized, tmp_path, {**more, f"{layer}.v_scale": torch.tensor(2.0)})), load(plain))
     assert "weights of fp8 are dequantized to float32" in caplog.text
     assert "activations stay in float32, where the format has static 8 bits" in caplog.text
-    assert "2 scales of an 8-bit KV cache, up to 2, are left aside: with --kv-cache-dtype fp8_e4m3" in caplog.text
+    assert "the scales of an 8-bit KV cache are left aside: K and V have 16 bits" in caplog.text

@@ -108,6 +108,7 @@ def load_weights(
             load_format=config.load_format,
             quantization=config.quantization,
             fp8_activations=config.fp8_activations,
+            fp8_kv=config.kv_cache_dtype == "fp8_e4m3",
             progress=progress,
         )
     except torch.OutOfMemoryError as error:

@@ -114,6 +114,12 @@ class AttentionConfig:
     kv_of: int | None = None  # an earlier layer, whose K and V it attends to; None: it has its own
 
     @property
+    def scales_kv_by_weights(self) -> bool:
+        """True if k and v, and what is made of them, are multiples of weights that belong to nothing else."""
+        gated = self.output_gate and self.qk_norm == "none"  # q_proj has the gate, too
+        return self.latent is None and self.kv_of is None and not (self.v_norm or self.k_is_v or gated)
+
+    @property
     def rope_head_dim(self) -> int:
         """Dimensions of a head that its rope is for, if not all of them are rotated: see RopeConfig.rotary_dim."""
         return self.head_dim if self.latent is None else self.latent.rope_dim

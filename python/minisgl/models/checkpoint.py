@@ -16,6 +16,7 @@ from torch import Tensor
 from minisgl.models.config.model_config import CheckpointNames, WeightError
 from minisgl.models.hub import checkpoint_files
 from minisgl.quantization.dequantize import QuantizedTensors, find_quantized
+from minisgl.quantization.kv_scales import read_kv_scales, weight_factors
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.matrix import QuantizedMatrix
 from minisgl.quantization.mxfp4 import Mxfp4Experts
@@ -81,10 +82,11 @@ class Checkpoint:
             except ValueError as error:
                 raise WeightError(f"the checkpoint in {folder} ({quantization.name}): {error}") from error
             self.zero_biases = {names.ours(name) or name for name in self._find_zero_biases(stored)}
-            self._log_kv_scales()
         plain = {name: tensor for name, tensor in stored.items() if name not in self._quantized.used}
         both: dict[str, StoredTensor | QuantizedMatrix] = {**plain, **self._quantized.matrices}
         self._tensors = {names.ours(name) or name: tensor for name, tensor in both.items()}
+        self._kv_scales = {names.ours(name) or name: tensor for name, tensor in self._quantized.kv_scales.items()}
+        self._factors: dict[str, float] = {}  # powers of two, by which weights are multiplied
 
     def __iter__(self) -> Iterator[str]:
         """Names, those of a file together."""
@@ -94,8 +96,32 @@ class Checkpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
+    @property
+    def has_kv_scales(self) -> bool:
+        """True if it has scales of an 8-bit KV cache."""
+        return bool(self._kv_scales)
+
+    def apply_kv_scales(self) -> None:
+        """Multiply weights around the KV cache by its scales from here on (quantization/kv_scales.py)."""
+        try:
+            scales = read_kv_scales(self._kv_scales)
+            self._factors = weight_factors(scales, self._tensors)
+        except ValueError as error:
+            raise WeightError(f"--kv-cache-dtype fp8_e4m3: {error}; auto leaves the scales aside") from error
+        every = [scale for each in scales.values() for scale in (each.keys, each.values)]
+        logger.info("scales of the FP8 KV cache of %d layers, %g to %g", len(scales), min(every), max(every))
+
+    def factor(self, name: str) -> float:
+        """Power of two by which `read_into` and `read_levels_into` multiply a tensor."""
+        return self._factors.get(name, 1.0)
+
     def read_into(self, target: Tensor, name: str, source: tuple[slice, ...]) -> None:
         """Fill `target` from a part of a tensor, rounded to its dtype; a quantized matrix a few rows at a time."""
+        self._read_into(target, name, source)
+        if name in self._factors:
+            target.mul_(self._factors[name])
+
+    def _read_into(self, target: Tensor, name: str, source: tuple[slice, ...]) -> None:
         tensor = self._tensors[name]
         if isinstance(tensor, StoredTensor):
             if tensor.dtype not in _FLOATS:
@@ -128,6 +154,8 @@ class Checkpoint:
             except ValueError as error:
                 raise WeightError(f"{name}: {error}") from error
             target[at].copy_(values[steps[0]])
+        if name in self._factors:
+            target.scales.mul_(self._factors[name])
 
     def expert_levels(
         self, name: str, source: tuple[slice, ...], form: LevelFormat, device: torch.device
@@ -151,13 +179,6 @@ class Checkpoint:
             bias = stored.get(f"{module}.bias")
             if bias is not None and not bias.read().any():
                 yield bias.name
-
-    def _log_kv_scales(self) -> None:
-        scales = self._quantized.kv_scales
-        if scales:
-            largest = max(float(scale.read().float().max()) for scale in scales.values())
-            risk = ": with --kv-cache-dtype fp8_e4m3 what is beyond 448 is cut off" if largest > 1 else ""
-            logger.info("%d scales of an 8-bit KV cache, up to %.3g, are left aside%s", len(scales), largest, risk)
 
 
 def _parts(

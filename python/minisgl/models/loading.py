@@ -18,6 +18,7 @@ from torch import nn
 from minisgl.config import LoadFormat, QuantizationMethod
 from minisgl.distributed import TPGroup
 from minisgl.layers.embedding import LMHead
+from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import Linear
 from minisgl.layers.mlp import Experts
 from minisgl.layers.weight_slice import Loadable, Stackable, WeightSlice
@@ -101,7 +102,7 @@ def load_weights(
                 else:
                     checkpoint.read_into(part.target, name, part.source)
                     if part.offset:
-                        part.target.add_(part.offset)
+                        part.target.add_(part.offset * checkpoint.factor(name))
                 bar.update(part.target.numel() * part.target.element_size())
     for part in kept:
         if not part.tied or part.name not in found:
@@ -176,6 +177,7 @@ def load_model(
     load_format: LoadFormat = "safetensors",
     quantization: QuantizationMethod = "auto",
     fp8_activations: bool = False,
+    fp8_kv: bool = False,
     progress: bool = False,
     seed: int = 0,
 ) -> Model:
@@ -184,6 +186,7 @@ def load_model(
     Weights that the checkpoint does not have so are rounded to `quantization`, unless it is "auto". Quantized weights
     of linear layers stay so where `keeps` says that their products read them, experts where `keeps_experts` does.
     `fp8_activations`: products of linear layers may round their activations where the checkpoint's format does.
+    `fp8_kv`: K and V are stored in FP8, by the checkpoint's scales.
     """
     stored = config.quantization
     if stored is not None and quantization not in ("auto", stored.kind):
@@ -199,7 +202,10 @@ def load_model(
     if load_format == "dummy":
         fill_random(model, config.initializer_range, forms, seed=seed + tp.rank, quantization=stored)
     else:
-        load_weights(model, Checkpoint(folder, config.checkpoint, stored), folder, forms, progress=progress)
+        checkpoint = Checkpoint(folder, config.checkpoint, stored)
+        if checkpoint.has_kv_scales:
+            _use_kv_scales(checkpoint, config, fp8_kv=fp8_kv)
+        load_weights(model, checkpoint, folder, forms, progress=progress)
     if method is not None:
         round_weights(model, method, tp, forms)
     if tp.rank == 0:
@@ -207,9 +213,25 @@ def load_model(
         name = str(dtype).removeprefix("torch.")
         if method is not None:
             logger.info(describe(method, name, kept))
-        elif stored is not None and load_format != "dummy":
+        elif stored is not None and stored.schemes and load_format != "dummy":
             logger.info(stored.describe(name, kept))
     return model
+
+
+def _use_kv_scales(checkpoint: Checkpoint, config: ModelConfig, *, fp8_kv: bool) -> None:
+    """Apply the scales to weights, or leave them aside."""
+    if not fp8_kv:
+        logger.info("the scales of an 8-bit KV cache are left aside: K and V have 16 bits (--kv-cache-dtype)")
+        return
+    for layer in config.layers:
+        attention = layer.attention
+        if not isinstance(attention, AttentionConfig) or attention.scales_kv_by_weights:
+            continue
+        raise UnsupportedModel(
+            f"--kv-cache-dtype fp8_e4m3: scales of {config.architecture}'s KV cache (k_scale, v_scale) are not "
+            "supported; auto leaves them aside"
+        )
+    checkpoint.apply_kv_scales()
 
 
 def _kept(model: nn.Module) -> str:

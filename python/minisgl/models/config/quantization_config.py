@@ -150,8 +150,11 @@ def _read_compressed_tensors(fields: _Fields) -> Quantization:
     sparsity = fields.inside("sparsity_config")
     if sparsity is not None:
         sparsity.one_of("format", ("dense",), "dense")
+    cache = fields.inside("kv_cache_scheme")
+    if cache is not None:
+        _check_kv_cache(cache)
     groups = fields.inside("config_groups")
-    if groups is None or not groups.raw:
+    if groups is None or not (groups.raw or cache):
         raise fields.refuse("config_groups")
     layout = fields.raw.get("format")
     named, others = [], []
@@ -165,6 +168,14 @@ def _read_compressed_tensors(fields: _Fields) -> Quantization:
         else:
             named.append((targets, entry))
     return Quantization(f"compressed-tensors {layout}", (*named, *others), fields.names(*_IGNORE_KEYS))
+
+
+def _check_kv_cache(scheme: _Fields) -> None:
+    """Refuse what is no FP8 with a scale for K and one for V in each layer, or with none."""
+    scheme.one_of("num_bits", (8,))
+    scheme.one_of("type", ("float",))
+    scheme.one_of("strategy", ("tensor",), "tensor")
+    scheme.one_of("symmetric", (True,), True)
 
 
 def _compressed_scheme(group: _Fields, layout: Any, outer: _Fields) -> Scheme:
