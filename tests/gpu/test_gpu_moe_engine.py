@@ -70,6 +70,13 @@ def test_greedy_agrees_with_transformers(folder: Path, graph_max_bs: int) -> Non
     assert found.max() < 1.5
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_with_whole_experts_agree_with_transformers(folder: Path) -> None:
+    found = regrets(folder, generate(folder, attention_backend="fa", tp_size=2, enable_expert_parallel=True))
+    assert (found > 0.15).float().mean() < 0.02
+    assert found.max() < 1.5
+
+
 def test_experts_that_no_kernel_supports_run_without_graphs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Torch computes them: it reads how many tokens each expert gets, which a graph cannot hold."""
     folder = save_model(tmp_path, num_experts=40, top_k=33)

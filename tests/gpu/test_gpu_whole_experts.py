@@ -1,0 +1,131 @@
+"""Kernels of a mixture of which a rank holds some experts whole: its part of the sum, whatever is sent to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu.test_gpu_moe import distinct_scores, layer
+from gpu.test_gpu_quantized_moe import experts
+from minisgl.kernel.base import (
+    NO_BIASES,
+    ClampedSwiGLU,
+    ExpertActivation,
+    ExpertBiases,
+    ExpertMatrices,
+    Ops,
+    Routing,
+)
+from minisgl.kernel.torch_ops import TorchOps
+from minisgl.quantization.expert_layout import PackedExperts
+from minisgl.quantization.levels import LevelFormat
+
+pytestmark = pytest.mark.gpu
+
+COUNT, HIDDEN, INTERMEDIATE = 24, 512, 256
+RANKS = (range(9), range(9, 24))
+PLAIN = Routing(4, renormalize=True)
+GROUPED = Routing(4, renormalize=True, score="sigmoid", groups=4, top_groups=2, scale=2.5)
+
+
+@pytest.fixture(scope="module")
+def ops() -> Ops:
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    return CudaOps(torch.device("cuda", 0))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+class Mixture(NamedTuple):
+    """All experts, and their values in float64."""
+
+    w13: ExpertMatrices
+    w2: ExpertMatrices
+    wide: tuple[Tensor, Tensor]
+
+
+def make_mixture(form: LevelFormat | None) -> Mixture:
+    if form is None:
+        dense = layer(COUNT, HIDDEN, INTERMEDIATE, torch.bfloat16)
+        return Mixture(*dense, (dense[0].double(), dense[1].double()))
+    w13, wide13 = experts(form, COUNT, 2 * INTERMEDIATE, HIDDEN, torch.bfloat16, gated=True)
+    w2, wide2 = experts(form, COUNT, HIDDEN, INTERMEDIATE, torch.bfloat16, gated=False)
+    return Mixture(w13, w2, (wide13, wide2))
+
+
+def held(matrices: ExpertMatrices, rank: range) -> ExpertMatrices:
+    """The matrices of a rank's experts."""
+    kept = slice(rank.start, rank.stop)
+    if isinstance(matrices, Tensor):
+        return matrices[kept]
+    assert isinstance(matrices, PackedExperts)
+    return dataclasses.replace(
+        matrices,
+        shape=(len(rank), *matrices.shape[1:]),
+        words=matrices.words[kept],
+        scales=matrices.scales[kept],
+        row_scales=None if matrices.row_scales is None else matrices.row_scales[kept],
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "routing", "activation"),
+    [
+        (None, PLAIN, "silu"),
+        (None, GROUPED, "silu"),
+        (LevelFormat("fp8", 128), PLAIN, "silu"),
+        (LevelFormat("mxfp4", 32), PLAIN, ClampedSwiGLU(1.702, 7.0)),
+    ],
+    ids=["bf16", "bf16 grouped", "fp8", "mxfp4"],
+)
+def test_a_rank_adds_its_experts_alone(
+    ops: Ops, form: LevelFormat | None, routing: Routing, activation: ExpertActivation
+) -> None:
+    mixture, clamped = make_mixture(form), activation != "silu"
+    biases = [torch.randn(COUNT, width, device="cuda").bfloat16() for width in (2 * INTERMEDIATE, HIDDEN)]
+    for tokens in (1, 2, 7, 33, 128, 129, 500, 2100):
+        x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+        scores = distinct_scores(tokens, COUNT, torch.bfloat16)
+        if tokens in (2, 33, 500):  # none of them is sent to the first rank
+            scores[:, : len(RANKS[0])] -= 20.0
+        for rank in RANKS:
+            kept = slice(rank.start, rank.stop)
+            own = ExpertBiases(None, biases[0][kept], biases[1][kept]) if clamped else NO_BIASES
+            in_double = ExpertBiases(*(None if bias is None else bias.double() for bias in own))
+            w13, w2 = held(mixture.w13, rank), held(mixture.w2, rank)
+            have = ops.moe(x, scores, w13, w2, routing, own, activation, first=rank.start).double()
+            wide = [matrices[kept] for matrices in mixture.wide]
+            want = TorchOps().moe(
+                x.double(), scores.double(), wide[0], wide[1], routing, in_double, activation, first=rank.start
+            )
+            error = float((have - want).norm() / want.norm()) if want.any() else float(have.abs().max())
+            assert error < 1e-2, f"{tokens} tokens, experts {rank}: {error:.2e}"
+
+
+@pytest.mark.parametrize("tokens", [2, 24])
+def test_a_graph_serves_any_routing(ops: Ops, tokens: int) -> None:
+    """Replayed when all, some or none of the tokens are sent to the rank: bitwise what an eager call gives."""
+    mixture, rank = make_mixture(None), RANKS[0]
+    w13, w2 = held(mixture.w13, rank), held(mixture.w2, rank)
+    x, scores = torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), distinct_scores(tokens, COUNT, torch.bfloat16)
+    ops.moe(x, scores, w13, w2, PLAIN, first=rank.start)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.moe(x, scores, w13, w2, PLAIN, first=rank.start)
+    for added in (0.0, -20.0, 20.0, 0.0, -20.0):
+        x.copy_(torch.randn_like(x))
+        scores.copy_(distinct_scores(tokens, COUNT, torch.bfloat16))
+        scores[:, : len(rank)] += added
+        graph.replay()
+        eager = ops.moe(x, scores, w13, w2, PLAIN, first=rank.start)
+        assert torch.equal(captured, eager)
+        if added:
+            assert bool(eager.any()) == (added > 0)
