@@ -109,6 +109,9 @@ def test_a_command_line_of_minisglang_runs_unchanged() -> None:
     config, _ = parse_args(words.split())
     assert (config.engine.tp_size, config.engine.cuda_graph_max_bs, config.engine.attention) == (2, 2, "fa,fi")
     assert (config.num_tokenizers, config.source.model_source, config.scheduler.cache) == (1, "modelscope", "naive")
+    assert config.engine.expert_parallel
+    with pytest.raises(ConfigError, match="--ep-size must be 1 or as many as --tp, not 2"):
+        parse_args(["--tp", "4", "--ep-size", "2"])
 
 
 def test_command_lines_of_vllm_and_sglang_mean_what_they_mean_there() -> None:

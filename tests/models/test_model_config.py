@@ -626,6 +626,12 @@ def test_tensor_parallel_sizes_that_do_not_divide() -> None:
         parse_config({**experts, "mlp_only_layers": [3]}).check_tp(2)
     with pytest.raises(UnsupportedModel, match=r"intermediate size of an expert \(766\)"):
         parse_config({**experts, "moe_intermediate_size": 766}).check_tp(4)
+    whole = parse_config({**experts, "moe_intermediate_size": 767, "num_experts": 15}).with_whole_experts()
+    whole.check_tp(8)  # of which one has a single expert
+    with pytest.raises(UnsupportedModel, match="15 experts do not suffice for 16 ranks that hold them whole"):
+        whole.check_tp(16)
+    with pytest.raises(UnsupportedModel, match="--enable-expert-parallel: Qwen3ForCausalLM has no experts"):
+        config.with_whole_experts()
 
 
 def test_importing_configs_loads_no_torch() -> None:
