@@ -1,4 +1,5 @@
-// Rows of x in FP8: e4m3 with a scale by which the largest of a row, or of its GROUP columns, becomes 448.
+// Rows of x in FP8: e4m3 with a scale by which the largest of a row, or of its GROUP columns, becomes 448; or with a
+// `fixed` one for all (GROUP 0), if that is not 0.
 //
 // A block has a row, a thread 8 columns at a time, so that 16 threads have a group of 128. NORM: RMS-normed first, as by
 // norm.cu. Scales are float32: GROUP [K / 128, stride], rows beside one another; else [M].
@@ -7,7 +8,7 @@
 constexpr int MOST = 4;  // turns of a row that stay in registers
 
 extern "C" __global__ void __launch_bounds__(1024) quantize(
-    const T* x, OPTIONAL const W* norm, float eps, e4m3* codes, float* scales, int stride, int K) {
+    const T* x, OPTIONAL const W* norm, float eps, e4m3* codes, float* scales, float fixed, int stride, int K) {
   __shared__ float scratch[32], sums[32];
   int row = blockIdx.x, count = (K / 8 + blockDim.x - 1) / blockDim.x;
   start_successor();  // which may fetch weights
@@ -59,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(1024) quantize(
   largest = (threadIdx.x & 31) < blockDim.x / 32 ? scratch[threadIdx.x & 31] : 0.f;
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-  float scale = fmaxf(largest, 1e-10f) / 448.f;
+  float scale = fixed > 0.f ? fixed : fmaxf(largest, 1e-10f) / 448.f;
   if (threadIdx.x == 0) scales[row] = scale;
 #pragma unroll
   for (int turn = 0; turn < MOST; ++turn) {

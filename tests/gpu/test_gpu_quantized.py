@@ -108,11 +108,11 @@ def test_columns_in_another_order(ops: Ops) -> None:
         assert error(gated.norm_gated_linear(x, norm, activation="silu"), activated) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("group", [0, 128])
-def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: Ops, group: int) -> None:
-    """At every batch size x is rounded to the same numbers, those of plain torch."""
+@pytest.mark.parametrize(("group", "x_scale"), [(0, 0.0), (128, 0.0), (0, 0.0062)])
+def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: Ops, group: int, x_scale: float) -> None:
+    """At every batch size x is rounded to the same numbers, those of plain torch; by a static scale some saturate."""
     torch.manual_seed(0)
-    reference, form = TorchOps(), LevelFormat("fp8", group, rounds_x=True)
+    reference, form = TorchOps(), LevelFormat("fp8", group, rounds_x=True, x_scale=x_scale)
     for width, size in SHAPES:
         levels = random_levels(form, width, size)
         wide = levels.values().double()
@@ -122,7 +122,7 @@ def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: Ops, group: int) -> 
             x = (torch.randn(rows, size, device="cuda") * torch.rand(rows, 1, device="cuda")).bfloat16()
             residual, bias = (torch.randn(shape, device="cuda").bfloat16() for shape in ((rows, width), (width,)))
             norm = Norm(torch.rand(size, device="cuda").bfloat16() + 0.5, 1e-6)
-            rounded, normed = rounded_to_fp8(x, group), rounded_to_fp8(ops.rms_norm(x, norm), group)
+            rounded, normed = (rounded_to_fp8(each, group, x_scale) for each in (x, ops.rms_norm(x, norm)))
             y = reference.linear(rounded, wide, bias.double(), residual.double())
             activated = reference.norm_gated_linear(normed, None, wide, bias.double(), activation="silu")
             for have, want in (
@@ -134,11 +134,13 @@ def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: Ops, group: int) -> 
                 assert error(have, want) < 8e-3, (rows, width, size)
 
 
-def rounded_to_fp8(x: torch.Tensor, group: int) -> torch.Tensor:
-    """x [M, K] as float64, rounded to e4m3 by groups of its columns."""
+def rounded_to_fp8(x: torch.Tensor, group: int, x_scale: float) -> torch.Tensor:
+    """x [M, K] as float64, rounded to e4m3 by groups of its columns, or by one scale."""
     groups = x.float().view(len(x), -1, group or x.shape[1])
     scales = groups.abs().amax(2, keepdim=True) / torch.tensor(448.0, device=x.device)  # by a number: times 1 / 448
-    return (groups / scales).to(torch.float8_e4m3fn).double().mul(scales.double()).flatten(1)
+    if x_scale:
+        scales.fill_(x_scale)
+    return (groups / scales).clamp(-448, 448).to(torch.float8_e4m3fn).double().mul(scales.double()).flatten(1)
 
 
 def save_rounded(plain: Path, rounded: Path, method: str) -> Path:

@@ -274,7 +274,8 @@ def run_quantized() -> None:
     norm, bias = Norm(torch.zeros(256, dtype=dtype), 1e-6), torch.zeros(512, dtype=dtype)
     forms = LevelFormat("fp8"), LevelFormat("int4", 128, zeros=True), LevelFormat("int8"), INT4_FORMAT
     ordered = LevelFormat("int4", 128, order=tuple(reversed(range(256))))
-    for form in (*forms, ordered, LevelFormat("fp8", 128, rounds_x=True)):
+    rounding = LevelFormat("fp8", 128, rounds_x=True), LevelFormat("fp8", rounds_x=True, x_scale=0.02)
+    for form in (*forms, ordered, *rounding):
         for gated in (False, True):
             assert ops.keeps(form, 512, 256, dtype) == (form.order is None)
             levels = Levels.empty(form, torch.Size((512, 256)), CPU)

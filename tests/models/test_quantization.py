@@ -166,6 +166,25 @@ def test_weights_stay_quantized_on_every_rank(pair: Callable[[str], Pair], dtype
                     assert torch.equal(have.product.tensor, want.product.tensor)
 
 
+def test_static_scales_of_activations(pair: Callable[[str], Pair], tmp_path: Path) -> None:
+    """Products that round x have them, merged ones the largest; without the flag they make no difference."""
+    quantized, _ = pair("fp8 tensor")
+    layer = "model.layers.0"
+    scales = {"self_attn.q_proj": 0.5, "self_attn.k_proj": 0.75, "self_attn.v_proj": 0.25, "mlp.down_proj": 2.0}
+    changes = {f"{layer}.{name}.input_scale": torch.tensor([scale]) for name, scale in scales.items()}
+    folder = changed(quantized, tmp_path, changes)
+    for flag, expected in (
+        (True, [(True, 0.75), (False, 0.0), (False, 0.0), (True, 2.0)]),
+        (False, [(False, 0.0)] * 4),
+    ):
+        first = load(folder, keeps=lambda *_: True, fp8_activations=flag).model.layers[0]
+        linears = first.self_attn.qkv_proj, first.self_attn.o_proj, first.mlp.gate_up_proj, first.mlp.down_proj
+        forms = [linear.levels.format for linear in linears if linear.levels is not None]
+        assert [(form.rounds_x, form.x_scale) for form in forms] == expected
+    with pytest.raises(WeightError, match=r"down_proj: the input scale has shape \[2\]"):
+        load(changed(quantized, tmp_path, {f"{layer}.mlp.down_proj.input_scale": torch.ones(2)}))
+
+
 def test_mxfp4_as_transformers_reads_it() -> None:
     """gpt-oss's experts, against transformers' conversion and a table by hand."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors

@@ -75,7 +75,7 @@ class Fp8Weight:
 
     def __init__(self, gemm: Fp8Gemm, matrix: Fp8Matrix, activate: Activate) -> None:
         self._gemm, self._matrix, self._activate = gemm, matrix, activate
-        scales = f"blocks of {matrix.group}" if matrix.group else "rows"
+        scales = f"blocks of {matrix.group}" if matrix.group else "rows, static" if matrix.x_scale else "rows"
         self.label = (
             f"fp8 with fp8 activations, scales of {scales}, up to {MAX_ROWS} rows (csrc/fp8_gemm.cu), "
             f"above by {gemm.library(matrix)}"

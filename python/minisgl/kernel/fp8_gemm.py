@@ -36,6 +36,7 @@ class Fp8Matrix(NamedTuple):
     block_scales: Tensor | None  # float32 [N / 128, K / 128]
     group: int  # 0 or 128
     gated: bool
+    x_scale: float = 0.0  # of all rows of x; 0: each has its own
 
 
 class _Kernel(NamedTuple):
@@ -53,7 +54,8 @@ def fp8_matrix(levels: Levels, *, gated: bool) -> Fp8Matrix | None:
         if not torch.equal(blocks, blocks[:, :1].expand_as(blocks)):
             return None
         scales, block_scales = levels.scales[::8].contiguous(), levels.scales[::_LINE].contiguous()
-    return Fp8Matrix(levels.codes.view(torch.float8_e4m3fn), scales, block_scales, levels.format.group, gated)
+    form = levels.format
+    return Fp8Matrix(levels.codes.view(torch.float8_e4m3fn), scales, block_scales, form.group, gated, form.x_scale)
 
 
 class Fp8Gemm:
@@ -77,8 +79,8 @@ class Fp8Gemm:
         """Name what multiplies many rows with this weight."""
         return "sglang-kernel" if weight.block_scales is None and self._row_scaled is not None else "torch._scaled_mm"
 
-    def quantize(self, x: Tensor, norm: Norm | None, group: int, *, room: int) -> Fp8Rows:
-        """Return norm(x), [M, K], in e4m3, with scales for rows or for `group` of their columns.
+    def quantize(self, x: Tensor, norm: Norm | None, group: int, *, room: int, x_scale: float = 0.0) -> Fp8Rows:
+        """Return norm(x), [M, K], in e4m3, with scales for rows or for `group` of their columns, or with `x_scale`.
 
         There is room for `room` rows; what is behind x's is not defined.
         """
@@ -96,6 +98,7 @@ class Fp8Gemm:
             eps=0.0 if norm is None else norm.eps,
             codes=codes,
             scales=scales,
+            fixed=x_scale,
             stride=room,
             K=size,
         )
@@ -107,7 +110,7 @@ class Fp8Gemm:
             self._compiler.arch == 90
             and form.kind == "fp8"
             and form.rounds_x
-            and form.group in (0, _LINE)
+            and form.group in ((0,) if form.x_scale else (0, _LINE))
             and dtype == torch.bfloat16
             and size % _LINE == 0
             and size <= _MAX_SIZE
@@ -131,9 +134,10 @@ class Fp8Gemm:
             return x.new_empty((0, width if gate is None else width // 2))
         if rows <= MAX_ROWS:
             division = divide_fp8(rows, width, size, weight.group, self._compiler.num_sms)
-            quantized = self.quantize(x, norm, weight.group, room=division.max_rows)
+            quantized = self.quantize(x, norm, weight.group, room=division.max_rows, x_scale=weight.x_scale)
             return self.product(quantized, rows, weight, bias, residual, division, x.dtype, gate, out)
-        y = self._library_product(self.quantize(x, norm, weight.group, room=_room(rows)), rows, weight, x.dtype)
+        quantized = self.quantize(x, norm, weight.group, room=_room(rows), x_scale=weight.x_scale)
+        y = self._library_product(quantized, rows, weight, x.dtype)
         if bias is not None:
             y.add_(bias)
         if residual is not None:

@@ -34,9 +34,7 @@ class WeightForms:
 
     def stored(self, module: Linear, formats: set[LevelFormat | None]) -> LevelFormat | None:
         """Return the format of all parts of a weight, if it is kept in it."""
-        if not self.fp8_activations:
-            formats = _in_16_bits(formats)
-        return self._kept(formats, module)
+        return self._kept(_by_one_scale(formats) if self.fp8_activations else _in_16_bits(formats), module)
 
     def rounded_experts(self, experts: Experts) -> LevelFormat | None:
         """Return the format that dense experts are rounded to, if they are kept in it."""
@@ -69,7 +67,13 @@ class WeightForms:
 
 
 def _in_16_bits(formats: set[LevelFormat | None]) -> set[LevelFormat | None]:
-    return {form and replace(form, rounds_x=False) for form in formats}
+    return {form and replace(form, rounds_x=False, x_scale=0.0) for form in formats}
+
+
+def _by_one_scale(formats: set[LevelFormat | None]) -> set[LevelFormat | None]:
+    """Return the formats with the largest scale of x among them: x is rounded once for all parts of a weight."""
+    largest = max((form.x_scale for form in formats if form is not None), default=0.0)
+    return {form and replace(form, x_scale=largest if form.x_scale else 0.0) for form in formats}
 
 
 def _only(formats: set[LevelFormat | None]) -> LevelFormat | None:

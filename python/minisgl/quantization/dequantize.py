@@ -96,7 +96,8 @@ def _open(scheme: Scheme, parts: _Parts) -> QuantizedMatrix:
                 if len(scales) != 1:
                     parts.fail(f"it has {len(scales)} of {' and '.join(_SCALES)}, but the format asks for one")
                 weight = parts.required("weight", dtypes=_DTYPES[scheme.dtype])
-                return ScaledMatrix(weight, scales[0], parts.optional("weight_zero_point"), scheme)
+                more = parts.optional("weight_zero_point"), parts.optional("input_scale")
+                return ScaledMatrix(weight, scales[0], *more, scheme)
             case AwqWeights():
                 packed = parts.required("qweight", dtypes=words), parts.required("qzeros", dtypes=words)
                 return AwqMatrix(scheme, *packed, parts.required("scales"))

@@ -19,13 +19,15 @@ E2M1 = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device="
 class LevelFormat:
     """Kind of numbers, and how many input columns share a scale; 0: all of a row.
 
-    `rounds_x`: the format's products round their activations to the kind too, in groups of as many columns of a row.
+    `rounds_x`: the format's products round their activations to the kind too, in groups of as many columns of a row;
+    by the scale `x_scale`, or where it is 0 by the largest of a group.
     """
 
     kind: Kind
     group: int = 0
     zeros: bool = False  # it has zero points
     rounds_x: bool = False
+    x_scale: float = 0.0
     offsets: bool = False  # groups have them, of 16 bits as their scales
     # Columns of the matrix in the order in which the levels have them, if it is another one.
     order: tuple[int, ...] | None = field(default=None, repr=False)

@@ -14,14 +14,24 @@ class ScaledMatrix:
     """Implements QuantizedMatrix: (weight - zero_point) * scale.
 
     `scale` is [], [1], [out], [out, 1], [out, groups], or with a block (rows, columns) one for each block, of which the
-    last of an axis may be cut short. `zero_point` has the scale's shape.
+    last of an axis may be cut short. `zero_point` has the scale's shape; `input_scale`, of static activations, is one.
     """
 
     def __init__(
-        self, weight: StoredTensor, scale: StoredTensor, zero_point: StoredTensor | None, scheme: ScaledWeights
+        self,
+        weight: StoredTensor,
+        scale: StoredTensor,
+        zero_point: StoredTensor | None,
+        input_scale: StoredTensor | None,
+        scheme: ScaledWeights,
     ) -> None:
         block = scheme.block
-        self._rounds_x = scheme.dtype == "fp8" and scheme.activations == "dynamic 8 bits"
+        static = scheme.activations == "static 8 bits"
+        self._x_scale = 0.0
+        if static and input_scale is not None:
+            check_shape("the input scale", input_scale, *[1] * len(input_scale.shape))
+            self._x_scale = float(input_scale.read().float())
+        self._rounds_x = scheme.dtype == "fp8" and (self._x_scale > 0 if static else scheme.activations != "16 bits")
         if len(weight.shape) != 2:
             raise ValueError(f"the weight has shape {list(weight.shape)}, but only matrices are quantized so")
         self.shape = weight.shape
@@ -54,7 +64,7 @@ class ScaledMatrix:
         group = 0 if unit >= self.shape[1] else unit
         if self._zero_point is not None or (group and (kind == "int8" or cuts(columns, group))):
             return None
-        return LevelFormat(kind, group, rounds_x=self._rounds_x)
+        return LevelFormat(kind, group, rounds_x=self._rounds_x, x_scale=self._x_scale)
 
     def levels(self, rows: slice, columns: slice) -> Levels:
         form = self.level_format(columns)
