@@ -14,7 +14,7 @@ from torch import Tensor
 from minisgl.attention.backend_choice import CANDIDATES, make_backend
 from minisgl.attention.base import AttentionInputs, AttentionSpec, ExpandingPlan
 from minisgl.core import Int32Array
-from minisgl.kernel.base import ExpertBiases, Norm, Routing
+from minisgl.kernel.base import ExpertBiases, LatentRows, Norm, Routing
 from minisgl.kernel.torch_ops import TorchOps, route
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
@@ -207,9 +207,8 @@ def test_norm_rope_store(heads: int, dtype: torch.dtype, norm: torch.dtype | Non
             pool = torch.zeros(32, 16, 1, RANK + ROPE, device=DEVICE).to(cache or (torch.double if wide else dtype))
             query = torch.zeros(tokens, heads, RANK + ROPE, device=DEVICE, dtype=torch.double if wide else dtype)
             given = [each.double() if wide else each for each in (q_rope, row, weight)]
-            ops.norm_rope_store_latent(
-                given[0], given[1], Norm(given[2], 1e-6), cos_sin, positions, places, pool, query[..., RANK:]
-            )
+            rows = LatentRows(given[1], Norm(given[2], 1e-6), cos_sin, positions, places, pool)
+            ops.norm_rope_store_latent(rows, given[0], query[..., RANK:])
             results.append((pool.double(), query.double()))
         (pool, query), (exact_pool, exact_query) = results
         tolerance = 0.04 if cache else TOLERANCE[dtype]
@@ -238,8 +237,8 @@ def test_absorbed_products(heads: int, nope: int, value: int, dtype: torch.dtype
             q_nope, q_rope = x[:, : heads * nope].view(tokens, heads, nope), x[:, heads * nope : q_size]
             pool = torch.zeros(32, 16, 1, RANK + ROPE, device=DEVICE, dtype=x.dtype)
             q_rope = q_rope.view(tokens, heads, ROPE)
-            step = x[:, q_size:], Norm(w, 1e-6), cos_sin, positions, places, pool
-            query = ops.latent_query(q_nope, q_rope, up[:, :nope], *step)
+            rows = LatentRows(x[:, q_size:], Norm(w, 1e-6), cos_sin, positions, places, pool)
+            query = ops.latent_query(rows, q_nope, q_rope, up[:, :nope])
             results.append([each.double() for each in (query, pool, ops.latent_values(c, up[:, nope:]))])
         for have, want in zip(*results, strict=True):
             assert (have - want).norm() < TOLERANCE[dtype] * want.norm()

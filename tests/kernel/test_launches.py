@@ -26,6 +26,7 @@ from minisgl.kernel.base import (
     Heads,
     KernelNeeds,
     LatentDims,
+    LatentRows,
     Norm,
     Product,
     Routing,
@@ -262,9 +263,10 @@ def run_ops(dtype: torch.dtype, cache: torch.dtype) -> None:
         heads = Heads(8, 2, torch.zeros(99, 128), *norms)
         ops.norm_rope_store(torch.zeros(3, 12 * 128, dtype=dtype), heads, slots, inputs.out_cache_loc, *caches)
     q_rope, row = torch.zeros(3, 8, 16, dtype=dtype), torch.zeros(3, 48, dtype=dtype)
-    places, latents = (slots, inputs.out_cache_loc), torch.zeros(2, 16, 1, 48).to(cache)
+    latents = torch.zeros(2, 16, 1, 48).to(cache)
     latent_norm, query = Norm(torch.zeros(32, dtype=dtype), 1e-6), torch.zeros(3, 8, 48, dtype=dtype)
-    ops.norm_rope_store_latent(q_rope, row, latent_norm, torch.zeros(99, 16), *places, latents, query[..., 32:])
+    rows = LatentRows(row, latent_norm, torch.zeros(99, 16), slots, inputs.out_cache_loc, latents)
+    ops.norm_rope_store_latent(rows, q_rope, query[..., 32:])
 
 
 def run_quantized() -> None:
@@ -355,9 +357,8 @@ def run_latents(dtype: torch.dtype) -> None:
         x, row = torch.zeros(tokens, 16 * 192, dtype=dtype), torch.zeros(tokens, 576, dtype=dtype)
         q_nope, q_rope = (x[:, columns].view(tokens, 16, -1) for columns in (slice(2048), slice(2048, 3072)))
         places = torch.zeros(tokens, dtype=torch.int64)
-        query = ops.latent_query(
-            q_nope, q_rope, weight[:, :128], row, norm, table, places, places, torch.zeros(2, 16, 1, 576, dtype=dtype)
-        )
+        rows = LatentRows(row, norm, table, places, places, torch.zeros(2, 16, 1, 576, dtype=dtype))
+        query = ops.latent_query(rows, q_nope, q_rope, weight[:, :128])
         assert query.shape == (tokens, 16, 576)
         assert ops.latent_values(query[..., :512].contiguous(), weight[:, 128:]).shape == (tokens, 16, 128)
 

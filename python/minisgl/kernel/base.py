@@ -149,6 +149,20 @@ class KernelNeeds:
     latents: frozenset[LatentDims] = frozenset()
 
 
+class LatentRows(NamedTuple):
+    """Rows that a step stores in a layer of latent attention, and how they are finished: normed, then rotated.
+
+    Latents have `rank` = len(norm.weight) numbers.
+    """
+
+    projected: Tensor  # [T, rank + rope_dim]: the latents, to be normed, and keys, to be rotated
+    norm: Norm
+    cos_sin: Tensor  # float32 [max_positions, rope_dim], as in Heads
+    positions: Tensor  # [T] int64
+    out_cache_loc: Tensor  # [T] int64: rows of the cache
+    cache: Tensor  # [pages, page_size, 1, rank + rope_dim], in the dtype of `projected` or float8_e4m3fn
+
+
 class DecodeInputs(NamedTuple):
     """Newest token and its place in the KV pool, per row."""
 
@@ -295,37 +309,14 @@ class Ops(Protocol):
         """Return True if `delta_chunks` takes rows without padded chunks, as they are in a CUDA graph."""
         ...
 
-    def norm_rope_store_latent(
-        self,
-        q_rope: Tensor,
-        row: Tensor,
-        norm: Norm,
-        cos_sin: Tensor,
-        positions: Tensor,
-        out_cache_loc: Tensor,
-        cache: Tensor,
-        rotated: Tensor,
-    ) -> None:
-        """Finish the queries and the cache's rows of latent attention, whose latents have `rank` = len(norm.weight).
+    def norm_rope_store_latent(self, rows: LatentRows, q_rope: Tensor, rotated: Tensor) -> None:
+        """Store the rows of latent attention, and rotate q_rope [T, heads, rope_dim] into `rotated`, of the same shape.
 
-        Row [T, rank + rope_dim] is written to the rows `out_cache_loc` of the cache [pages, page_size, 1, rank +
-        rope_dim], in its dtype or float8_e4m3fn: its first part normed, its second rotated by cos_sin [max_positions,
-        rope_dim]. q_rope [T, heads, rope_dim] is rotated into `rotated`, of the same shape; it may be q_rope itself.
+        `rotated` may be q_rope itself.
         """
         ...
 
-    def latent_query(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        keys: Tensor,
-        row: Tensor,
-        norm: Norm,
-        cos_sin: Tensor,
-        positions: Tensor,
-        out_cache_loc: Tensor,
-        cache: Tensor,
-    ) -> Tensor:
+    def latent_query(self, rows: LatentRows, q_nope: Tensor, q_rope: Tensor, keys: Tensor) -> Tensor:
         """Store a step's rows as `norm_rope_store_latent` does, and return the absorbed queries.
 
         q_nope [T, heads, nope_dim] times its head's part of keys [heads, nope_dim, rank], then q_rope rotated:

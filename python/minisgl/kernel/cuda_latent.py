@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.kernel.base import LatentDims, Norm
+from minisgl.kernel.base import LatentDims, LatentRows
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.small_batch_gemm import MAX_ROWS
@@ -48,60 +48,30 @@ class CudaLatent:
         fits = weight.shape[1] % _VALUES == 0 and weight.shape[2] % _RANKS == 0
         return fits and _few(latents) and latents.is_contiguous()
 
-    def store(
-        self,
-        q_rope: Tensor,
-        row: Tensor,
-        norm: Norm,
-        cos_sin: Tensor,
-        positions: Tensor,
-        out_cache_loc: Tensor,
-        cache: Tensor,
-        rotated: Tensor,
-    ) -> None:
+    def store(self, rows: LatentRows, q_rope: Tensor, rotated: Tensor) -> None:
         """Compute Ops.norm_rope_store_latent. Rows and heads may stand in larger tensors, token by token."""
         tokens, heads, rope = q_rope.shape
         if not tokens:
             return
-        rank, dtypes = len(norm.weight), (row.dtype, cache.dtype, norm.weight.dtype)
-        kernel = self._compiler.kernel(_spec, "norm_rope_store_latent", *dtypes, rank, rope)
+        kernel = self._compiler.kernel(_spec, "norm_rope_store_latent", *_dtypes(rows), len(rows.norm.weight), rope)
         kernel(
             (tokens,),
             _THREADS,
             q_rope=q_rope,
             q_stride=q_rope.stride(0),
-            row=row,
-            row_stride=row.stride(0),
-            norm=norm.weight,
-            cos_sin=cos_sin,
-            positions=positions,
-            out_cache_loc=out_cache_loc,
-            cache=cache,
+            **_row_arguments(rows),
             rotated=rotated,
             token_stride=rotated.stride(0),
             head_stride=rotated.stride(1),
             num_heads=heads,
-            eps=norm.eps,
             early=tokens <= MAX_ROWS,
         )
 
-    def query(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        keys: Tensor,
-        row: Tensor,
-        norm: Norm,
-        cos_sin: Tensor,
-        positions: Tensor,
-        out_cache_loc: Tensor,
-        cache: Tensor,
-    ) -> Tensor:
+    def query(self, rows: LatentRows, q_nope: Tensor, q_rope: Tensor, keys: Tensor) -> Tensor:
         """Compute Ops.latent_query."""
-        (tokens, heads, nope), (_, _, rope), rank = q_nope.shape, q_rope.shape, len(norm.weight)
+        (tokens, heads, nope), (_, _, rope), rank = q_nope.shape, q_rope.shape, len(rows.norm.weight)
         query = q_nope.new_empty((tokens, heads, rank + rope))
-        dtypes = row.dtype, cache.dtype, norm.weight.dtype
-        kernel = self._compiler.kernel(_spec, "latent_query", *dtypes, rank, rope, nope)
+        kernel = self._compiler.kernel(_spec, "latent_query", *_dtypes(rows), rank, rope, nope)
         kernel(
             (heads * (rank // _COLUMNS) + tokens,),
             _THREADS,
@@ -110,17 +80,10 @@ class CudaLatent:
             q_stride=q_nope.stride(0),
             keys=keys,
             keys_stride=keys.stride(0),
-            row=row,
-            row_stride=row.stride(0),
-            norm=norm.weight,
-            cos_sin=cos_sin,
-            positions=positions,
-            out_cache_loc=out_cache_loc,
-            cache=cache,
+            **_row_arguments(rows),
             query=query,
             tokens=tokens,
             num_heads=heads,
-            eps=norm.eps,
         )
         return query
 
@@ -140,6 +103,24 @@ class CudaLatent:
             num_heads=heads,
         )
         return out
+
+
+def _dtypes(rows: LatentRows) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    return rows.projected.dtype, rows.cache.dtype, rows.norm.weight.dtype
+
+
+def _row_arguments(rows: LatentRows) -> dict[str, Tensor | float]:
+    """Return the kernels' arguments that the rows are."""
+    return {
+        "row": rows.projected,
+        "row_stride": rows.projected.stride(0),
+        "norm": rows.norm.weight,
+        "cos_sin": rows.cos_sin,
+        "positions": rows.positions,
+        "out_cache_loc": rows.out_cache_loc,
+        "cache": rows.cache,
+        "eps": rows.norm.eps,
+    }
 
 
 def _few(x: Tensor) -> bool:

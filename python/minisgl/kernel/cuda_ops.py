@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +16,7 @@ from minisgl.kernel.base import (
     ExpertMatrices,
     Heads,
     KernelNeeds,
+    LatentRows,
     Norm,
     Routing,
     Weight,
@@ -211,34 +210,13 @@ class CudaOps:
         )
         return q
 
-    def norm_rope_store_latent(
-        self,
-        q_rope: Tensor,
-        row: Tensor,
-        norm: Norm,
-        cos_sin: Tensor,
-        positions: Tensor,
-        out_cache_loc: Tensor,
-        cache: Tensor,
-        rotated: Tensor,
-    ) -> None:
-        self._latent.store(q_rope, row, norm, cos_sin, positions, out_cache_loc, cache, rotated)
+    def norm_rope_store_latent(self, rows: LatentRows, q_rope: Tensor, rotated: Tensor) -> None:
+        self._latent.store(rows, q_rope, rotated)
 
-    def latent_query(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        keys: Tensor,
-        row: Tensor,
-        norm: Norm,
-        cos_sin: Tensor,
-        positions: Tensor,
-        out_cache_loc: Tensor,
-        cache: Tensor,
-    ) -> Tensor:
-        few = self._latent.makes_query(q_nope, len(norm.weight))
-        make = self._latent.query if few else partial(latent_query, self)
-        return make(q_nope, q_rope, keys, row, norm, cos_sin, positions, out_cache_loc, cache)
+    def latent_query(self, rows: LatentRows, q_nope: Tensor, q_rope: Tensor, keys: Tensor) -> Tensor:
+        if self._latent.makes_query(q_nope, len(rows.norm.weight)):
+            return self._latent.query(rows, q_nope, q_rope, keys)
+        return latent_query(self, rows, q_nope, q_rope, keys)
 
     def latent_values(self, latents: Tensor, weight: Tensor) -> Tensor:
         few = self._latent.makes_values(latents, weight)

@@ -20,6 +20,7 @@ from minisgl.kernel.base import (
     ExpertBiases,
     ExpertMatrices,
     Heads,
+    LatentRows,
     Norm,
     Ops,
     Routing,
@@ -135,36 +136,15 @@ class TorchOps:
     def delta_graph_safe(self, *_: object) -> bool:
         return False  # chunks are laid out on the host
 
-    def norm_rope_store_latent(
-        self,
-        q_rope: Tensor,
-        row: Tensor,
-        norm: Norm,
-        cos_sin: Tensor,
-        positions: Tensor,
-        out_cache_loc: Tensor,
-        cache: Tensor,
-        rotated: Tensor,
-    ) -> None:
-        latent, key = row.unsqueeze(1).tensor_split([len(norm.weight)], dim=-1)
-        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-        stored = torch.cat((self.rms_norm(latent, norm), rotate(key, cos, sin)), dim=-1)
-        store(cache.flatten(0, 1), out_cache_loc, stored)
+    def norm_rope_store_latent(self, rows: LatentRows, q_rope: Tensor, rotated: Tensor) -> None:
+        latent, key = rows.projected.unsqueeze(1).tensor_split([len(rows.norm.weight)], dim=-1)
+        cos, sin = rows.cos_sin[rows.positions].unsqueeze(1).chunk(2, dim=-1)
+        stored = torch.cat((self.rms_norm(latent, rows.norm), rotate(key, cos, sin)), dim=-1)
+        store(rows.cache.flatten(0, 1), rows.out_cache_loc, stored)
         rotated.copy_(rotate(q_rope, cos, sin))
 
-    def latent_query(
-        self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        keys: Tensor,
-        row: Tensor,
-        norm: Norm,
-        cos_sin: Tensor,
-        positions: Tensor,
-        out_cache_loc: Tensor,
-        cache: Tensor,
-    ) -> Tensor:
-        return latent_query(self, q_nope, q_rope, keys, row, norm, cos_sin, positions, out_cache_loc, cache)
+    def latent_query(self, rows: LatentRows, q_nope: Tensor, q_rope: Tensor, keys: Tensor) -> Tensor:
+        return latent_query(self, rows, q_nope, q_rope, keys)
 
     def latent_values(self, latents: Tensor, weight: Tensor) -> Tensor:
         return latent_values(latents, weight)
@@ -239,23 +219,12 @@ class TorchOps:
         return False  # the host reads how many tokens each expert has
 
 
-def latent_query(
-    ops: Ops,
-    q_nope: Tensor,
-    q_rope: Tensor,
-    keys: Tensor,
-    row: Tensor,
-    norm: Norm,
-    cos_sin: Tensor,
-    positions: Tensor,
-    out_cache_loc: Tensor,
-    cache: Tensor,
-) -> Tensor:
+def latent_query(ops: Ops, rows: LatentRows, q_nope: Tensor, q_rope: Tensor, keys: Tensor) -> Tensor:
     """Compute Ops.latent_query by a product and `norm_rope_store_latent`."""
-    rank = len(norm.weight)
+    rank = len(rows.norm.weight)
     query = q_nope.new_empty(*q_nope.shape[:2], rank + q_rope.shape[2])
     torch.bmm(q_nope.transpose(0, 1), keys, out=query[..., :rank].transpose(0, 1))
-    ops.norm_rope_store_latent(q_rope, row, norm, cos_sin, positions, out_cache_loc, cache, query[..., rank:])
+    ops.norm_rope_store_latent(rows, q_rope, query[..., rank:])
     return query
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
 from minisgl.distributed.group import Summed
-from minisgl.kernel.base import Norm
+from minisgl.kernel.base import LatentRows, Norm
 from minisgl.layers.layer_config import AttentionConfig, LatentConfig, NormConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, empty
 from minisgl.layers.norm import RMSNorm
@@ -124,7 +124,7 @@ class LatentAttention(nn.Module):
             q = self.q_b_proj(q.contiguous(), self.q_a_layernorm)
         q_nope, q_rope = q.tensor_split([heads * config.nope_dim], dim=-1)
         q_nope, q_rope = q_nope.view(tokens, heads, -1), q_rope.view(tokens, heads, -1)
-        row_and_places = (
+        rows = LatentRows(
             row,
             self.kv_a_layernorm.params,
             self.rotary.cos_sin,
@@ -134,10 +134,10 @@ class LatentAttention(nn.Module):
         )
         plan = ctx.expanding.get(self.layer)
         if plan is None:
-            query = ctx.ops.latent_query(q_nope, q_rope, self.kv_b_proj.keys, *row_and_places)
+            query = ctx.ops.latent_query(rows, q_nope, q_rope, self.kv_b_proj.keys)
             attended = self._values(query, ctx.attention[self.layer], ctx)
         else:
-            ctx.ops.norm_rope_store_latent(q_rope, *row_and_places, rotated=q_rope)
+            ctx.ops.norm_rope_store_latent(rows, q_rope, rotated=q_rope)
             attended = x.new_empty(tokens, heads, config.value_dim)
             plan.forward_expanded(self.layer, q_nope, q_rope, self.kv_b_proj.weight, ctx.kv, attended)
             if (few := plan.absorbed) is not None:
