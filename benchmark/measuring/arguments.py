@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import sys
@@ -10,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -28,6 +29,7 @@ from minisgl.config import (
 )
 
 T = TypeVar("T")
+PEERS_WITH_OPTIONS = ("vllm", "sglang")
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -63,6 +65,18 @@ def _engine_path(text: str) -> tuple[str, list[str]]:
     if missing := [folder for folder in folders.split(os.pathsep) if not Path(folder).is_dir()]:
         raise argparse.ArgumentTypeError(f"no folder: {', '.join(missing)}; write NAME=FOLDER or NAME=FOLDER:FOLDER")
     return name, [str(Path(folder).resolve()) for folder in folders.split(os.pathsep)]
+
+
+def _engine_option(text: str) -> tuple[str, str, Any]:
+    name, _, option = text.partition(":")
+    (name,) = _engines(name)
+    key, equals, value = option.partition("=")
+    if name not in PEERS_WITH_OPTIONS or not (key and equals):
+        raise argparse.ArgumentTypeError(f"{' or '.join(PEERS_WITH_OPTIONS)}:OPTION=VALUE, not {text!r}")
+    try:
+        return name, key, json.loads(value)
+    except ValueError:
+        return name, key, value
 
 
 def _engines(text: str) -> tuple[str, ...]:
@@ -136,6 +150,14 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         help="where this engine is installed, if its packages must not meet the others'; may be repeated",
     )
     group.add_argument(
+        "--engine-option",
+        type=_engine_option,
+        action="append",
+        default=[],
+        metavar="NAME:OPTION=VALUE",
+        help="of vLLM's LLM or SGLang's Engine, such as sglang:attention_backend=triton; JSON, or a word; repeated",
+    )
+    group.add_argument(
         "--static-batch", type=integers, default=(8, 32), metavar="SIZES", help="transformers: tried, the best counts"
     )
 
@@ -190,15 +212,16 @@ def run_each_engine(
     """Return results by engine: one alone runs here; several run in a fresh process each, undisturbed."""
     names: Sequence[str] = args.engine
     paths: dict[str, list[str]] = dict(args.engine_path)
-    if len(names) == 1 and not paths:
+    if len(names) == 1 and not paths and not args.engine_option:
         _search([])
         return {names[0]: measure(names[0], options, sizes)}
     spawn = multiprocessing.get_context("spawn")
     results = {}
     for name in names:
         folders = paths.get(name, [])
+        more = {key: value for peer, key, value in args.engine_option if peer == name}
         with ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=_search, initargs=(folders,)) as pool:
-            results[name] = pool.submit(measure, name, options, sizes).result()
+            results[name] = pool.submit(measure, name, replace(options, more=more), sizes).result()
     return results
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,6 +59,7 @@ class EngineOptions:
     schedule_policy: SchedulePolicy = "fcfs"  # minisgl
     max_prefill_tokens: int = 8192  # minisgl: of one step
     static_batches: tuple[int, ...] = (8, 32)  # transformers: batch sizes to try
+    more: Mapping[str, Any] = field(default_factory=dict)  # vLLM and SGLang: options of their own, before ours
 
 
 class OfflineEngine(Protocol):

@@ -103,18 +103,18 @@ class VllmEngine:
     def __init__(self, options: EngineOptions) -> None:
         self._vllm: Any = importlib.import_module("vllm")
         rows = options.max_running_requests
-        self._llm = self._vllm.LLM(
-            model=options.model,
-            load_format="dummy" if options.dummy else "auto",
-            dtype=options.dtype,
-            max_model_len=options.max_seq_len,
-            gpu_memory_utilization=options.memory_ratio,
-            tensor_parallel_size=options.tp_size,
-            max_num_seqs=rows,
-            max_num_batched_tokens=16384,
-            skip_tokenizer_init=True,
-            compilation_config={"cudagraph_capture_sizes": [1, 2, 4, *range(8, rows + 1, 8)]},
-        )
+        chosen: dict[str, Any] = {
+            "load_format": "dummy" if options.dummy else "auto",
+            "dtype": options.dtype,
+            "max_model_len": options.max_seq_len,
+            "gpu_memory_utilization": options.memory_ratio,
+            "tensor_parallel_size": options.tp_size,
+            "max_num_seqs": rows,
+            "max_num_batched_tokens": 16384,
+            "skip_tokenizer_init": True,
+            "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, *range(8, rows + 1, 8)]},
+        }
+        self._llm = self._vllm.LLM(model=options.model, **{**chosen, **options.more})
         self.phases: dict[str, float] = {}
 
     def prepare(self, _work: OfflineBatch, *, whole: bool) -> None:  # noqa: ARG002
@@ -138,21 +138,21 @@ class SglangEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         sglang: Any = importlib.import_module("sglang")
-        self._engine = sglang.Engine(
-            model_path=options.model,
-            load_format="dummy" if options.dummy else "auto",
-            dtype=options.dtype,
-            context_length=options.max_seq_len,
-            tp_size=options.tp_size,
-            log_level="warning",
-            skip_tokenizer_init=True,
-            mem_fraction_static=min(options.memory_ratio, 0.85),  # its graphs come on top
-            max_running_requests=options.max_running_requests,
-            cuda_graph_max_bs_decode=options.max_running_requests,
-            chunked_prefill_size=16384,
-            max_prefill_tokens=16384,
-            schedule_conservativeness=0.3,
-        )
+        chosen: dict[str, Any] = {
+            "load_format": "dummy" if options.dummy else "auto",
+            "dtype": options.dtype,
+            "context_length": options.max_seq_len,
+            "tp_size": options.tp_size,
+            "log_level": "warning",
+            "skip_tokenizer_init": True,
+            "mem_fraction_static": min(options.memory_ratio, 0.85),  # its graphs come on top
+            "max_running_requests": options.max_running_requests,
+            "cuda_graph_max_bs_decode": options.max_running_requests,
+            "chunked_prefill_size": 16384,
+            "max_prefill_tokens": 16384,
+            "schedule_conservativeness": 0.3,
+        }
+        self._engine = sglang.Engine(model_path=options.model, **{**chosen, **options.more})
         self.phases: dict[str, float] = {}
 
     def prepare(self, _work: OfflineBatch, *, whole: bool) -> None:  # noqa: ARG002

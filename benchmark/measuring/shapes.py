@@ -118,6 +118,27 @@ SHAPES = {
         model_type="llama",
         more={"max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE},
     ),
+    "gemma-3-12b": Shape(
+        3840,
+        48,
+        16,
+        8,
+        15360,
+        tied=True,
+        vocab=262208,
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        more={
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131072,
+            "query_pre_attn_scalar": 256,
+            "rope_local_base_freq": 10000.0,
+            "rope_theta": 1000000.0,
+            "sliding_window": 1024,
+            "sliding_window_pattern": 6,  # every sixth layer sees everything
+        },
+    ),
     "gpt-oss-20b": Shape(
         2880,
         24,

@@ -69,7 +69,7 @@ class _Answer:
 
 class LLM:
     def __init__(self, **options):
-        assert options["tensor_parallel_size"] == 2
+        assert (options["tensor_parallel_size"], options["max_num_seqs"], options["mode"]) == (2, 9, "eager")
 
     def generate(self, prompts, params, use_tqdm):
         assert all(prompt["prompt_token_ids"] for prompt in prompts)
@@ -82,7 +82,9 @@ def test_a_peer_is_found_where_its_path_says(tmp_path: Path):
     (tmp_path / "site" / "vllm").mkdir(parents=True)
     (tmp_path / "site" / "vllm" / "__init__.py").write_text(PEER)
     work = ("--requests", "3", "--longest", "12", "--runs", "1", "--tp", "2")
-    stdout, results = run(tmp_path, "offline", *work, "--engine", "vllm", "--engine-path", f"vllm={tmp_path / 'site'}")
+    where = ("--engine", "vllm", "--engine-path", f"vllm={tmp_path / 'site'}")
+    own = ("--engine-option", "vllm:max_num_seqs=9", "--engine-option", "vllm:mode=eager")
+    stdout, results = run(tmp_path, "offline", *work, *where, *own)
     assert "vllm" in stdout
     assert results["vllm"]["environment"]["vllm"] == "unknown"
 
@@ -186,7 +188,9 @@ def test_help(script: str):
     assert "--json" in done.stdout or script not in WITH_JSON
 
 
-@pytest.mark.parametrize("name", ["0.6b", "30b-a3b", "llama-8b", "gpt-oss-20b", "deepseek-v2-lite", "smollm2-135m"])
+@pytest.mark.parametrize(
+    "name", ["0.6b", "30b-a3b", "llama-8b", "gemma-3-12b", "gpt-oss-20b", "deepseek-v2-lite", "smollm2-135m"]
+)
 def test_shapes_are_models_with_their_sizes(name: str, tmp_path: Path):
     from minisgl.models.config.load_config import load_model_config
     from minisgl.tokenizer.text import TextTokenizer
