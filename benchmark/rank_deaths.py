@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 from many_clients import stream
 from measuring.report import Cell, table
-from measuring.server_process import ServerProcess, exit_on_sigterm, is_running, worker_pids
+from measuring.server_process import LaunchFailed, ServerProcess, exit_on_sigterm, is_running, worker_pids
 from measuring.shapes import SHAPES, make_shape
 
 T = TypeVar("T")
@@ -106,10 +106,14 @@ def live_once(command: Sequence[str], _: int) -> Life:
 
 
 def repeat(work: Callable[[int], T], count: int, parallel: int, deadline: float) -> list[T]:
-    """Return what so many calls return; without those that had not begun by the deadline."""
+    """Return what so many calls return; without those that had not begun by the deadline, or whose server did not."""
 
     def one(seed: int) -> T | None:
-        return work(seed) if time.monotonic() < deadline else None
+        try:
+            return work(seed) if time.monotonic() < deadline else None
+        except LaunchFailed as error:
+            print(f"not clean: {error}")
+            return None
 
     with ThreadPoolExecutor(parallel) as threads:
         return [result for result in threads.map(one, range(count)) if result is not None]
