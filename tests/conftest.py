@@ -18,3 +18,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--simulated-requests", type=int, default=400, help="arrivals in each world of tests/scheduler's simulation"
     )
+
+
+LONG = ("exact", "e2e", "server", "pooling", "llm", "models")  # folders whose files take longest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the folders of long files: at the end short ones fill whichever process is free."""
+    items.sort(key=lambda item: LONG.index(item.path.parent.name) if item.path.parent.name in LONG else len(LONG))

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -41,6 +41,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model("qwen3", max_position_embeddings=32768).save_pretrained(path)
     save_byte_tokenizer(path, VOCAB)
     return path
+
+
+@pytest.fixture(scope="module")
+def idle(folder: Path) -> Iterator[Server]:
+    """A server that is only looked at. It may open 64 files, and as many as the system allows if it asks."""
+    with Server("--model", str(folder), before="ulimit -Sn 64") as server:
+        yield server
 
 
 def changed(folder: Path, tmp_path: Path, **changes: object) -> str:
@@ -151,21 +158,25 @@ def test_after_sigterm_running_and_waiting_requests_finish(
     one_at_a_time = ("--max-running-requests", "1", "--shutdown-timeout", "3600")
     with Server("--model", str(folder), *one_at_a_time, *arguments) as server:
         pids = worker_pids(server.process.pid)
-        body = {"prompt": "abc", "n": 8, "max_tokens": tokens, "ignore_eos": True}  # one sequence at a time: seconds
         with ThreadPoolExecutor(3) as pool:
-            answers = [
-                pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=600) for _ in range(3)
-            ]
+
+            def ask(max_tokens: int) -> Future[httpx.Response]:
+                body = {"prompt": "abc", "n": 8, "max_tokens": max_tokens, "ignore_eos": True}
+                return pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=600)
+
+            answers = {ask(tokens): tokens}  # one sequence at a time: seconds
+            wait_until(lambda: server.info()["scheduler-0"]["requests_waiting"] > 0)
+            answers |= {ask(5): 5, ask(6): 6}
             wait_until(lambda: server.info()["scheduler-0"]["requests_waiting"] > 2 * 8)
             for pid in (*pids.values(), server.process.pid):
                 os.kill(pid, signal.SIGTERM)
             wait_until(lambda: httpx.get(f"{server.url}/health", timeout=300).status_code == 503)
-            refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
+            refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc"}, timeout=300)
             assert refused.status_code == 503
             assert refused.headers["retry-after"] == "1"
             assert not any(answer.done() for answer in answers), "all this came before the first answer's end"
-            for answer in answers:
-                assert answer.result().json()["usage"]["completion_tokens"] == 8 * tokens
+            for answer, length in answers.items():
+                assert answer.result().json()["usage"]["completion_tokens"] == 8 * length
         assert server.process.wait(PATIENCE) == 0
         assert not any(map(is_alive, pids.values()))
 
@@ -226,16 +237,20 @@ def test_a_request_that_came_before_the_server_could_accept_it_is_answered_when_
         assert server.process.wait(PATIENCE) == 0
 
 
-@pytest.mark.parametrize(("soft", "hard"), [(64, None), (64, 512)], ids=["as it may be", "too few"])
-def test_every_process_may_open_as_many_files_as_the_system_allows(soft: int, hard: int | None, folder: Path) -> None:
+def check_open_files(server: Server, allowed: int) -> None:
+    for pid in (server.process.pid, *worker_pids(server.process.pid).values()):
+        assert resource.prlimit(pid, resource.RLIMIT_NOFILE)[0] == allowed
+    assert (f"a process may open {allowed} files" in "".join(server.log)) == (allowed < 8192 + 128)
+
+
+def test_every_process_may_open_as_many_files_as_the_system_allows(idle: Server) -> None:
     """The usual soft limit of 1,024 cuts off the clients beyond it without a byte."""
-    most = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 65_535)
-    expected = most if hard is None else hard
-    limited = f"ulimit -Sn {soft}" + (f" && ulimit -Hn {hard}" if hard else "")
-    with Server("--model", str(folder), before=limited) as server:
-        for pid in (server.process.pid, *worker_pids(server.process.pid).values()):
-            assert resource.prlimit(pid, resource.RLIMIT_NOFILE)[0] == expected
-        assert (f"a process may open {expected} files" in "".join(server.log)) == (expected < 8192 + 128)
+    check_open_files(idle, min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 65_535))
+
+
+def test_a_system_that_allows_too_few_open_files_is_told_of(folder: Path) -> None:
+    with Server("--model", str(folder), before="ulimit -Sn 64 && ulimit -Hn 512") as server:
+        check_open_files(server, 512)
 
 
 SIGNAL_WHILE_LOGGING = """
@@ -264,11 +279,10 @@ def test_a_signal_that_comes_while_a_line_is_logged_ends_the_server(folder: Path
     assert done.stderr.splitlines()[-1].endswith("ending")
 
 
-def test_sockets_are_private(folder: Path) -> None:
-    with Server("--model", str(folder)) as server:
-        (run_dir,) = Path(server.tmp).iterdir()
-        assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
-        assert {path.name for path in run_dir.iterdir()} >= {"api.ipc", "scheduler.ipc", "detokenizer.ipc"}
+def test_sockets_are_private(idle: Server) -> None:
+    (run_dir,) = Path(idle.tmp).iterdir()
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    assert {path.name for path in run_dir.iterdir()} >= {"api.ipc", "scheduler.ipc", "detokenizer.ipc"}
 
 
 def test_workers_die_with_a_killed_supervisor(folder: Path) -> None:
@@ -350,10 +364,9 @@ def _open_request(server: Server) -> Callable[[], str]:
     return error
 
 
-def test_workers_load_no_more_than_they_use(folder: Path) -> None:
+def test_workers_load_no_more_than_they_use(idle: Server) -> None:
     """Lean processes: torch is the scheduler's alone."""
-    with Server("--model", str(folder)) as server:
-        for entry, pid in worker_pids(server.process.pid).items():
-            maps = (Path("/proc") / str(pid) / "maps").read_text()
-            assert ("libtorch" in maps) == (entry == SCHEDULER), entry
-        assert "libtorch" not in (Path("/proc") / str(server.process.pid) / "maps").read_text()
+    for entry, pid in worker_pids(idle.process.pid).items():
+        maps = (Path("/proc") / str(pid) / "maps").read_text()
+        assert ("libtorch" in maps) == (entry == SCHEDULER), entry
+    assert "libtorch" not in (Path("/proc") / str(idle.process.pid) / "maps").read_text()
