@@ -78,8 +78,7 @@ class CudaOps:
         return DenseWeight(self, weight)
 
     def keeps(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
-        # All that self._fp8 supports too. Columns in another order are left out: they have not yet run on a GPU.
-        return form.order is None and self._quantized.supports(form, width, size, dtype)
+        return self._quantized.supports(form, width, size, dtype)  # all that self._fp8 supports, too
 
     def keeps_experts(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
         return self._moe.keeps(form, width, size, dtype)
