@@ -145,6 +145,7 @@ class SglangEngine:
             "tp_size": options.tp_size,
             "log_level": "warning",
             "skip_tokenizer_init": True,
+            "enable_multimodal": False,  # it would ask for an image processor
             "mem_fraction_static": min(options.memory_ratio, 0.85),  # its graphs come on top
             "max_running_requests": options.max_running_requests,
             "cuda_graph_max_bs_decode": options.max_running_requests,

@@ -37,7 +37,11 @@ _MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a model. `more`: further fields of its configuration."""
+    """Sizes of a model. `more`: further fields of its configuration.
+
+    `vision`: the model is published with a vision tower, so its sizes stand under `text_config`. Of the tower, which
+    Minisgl leaves out, a block is enough for engines that make one.
+    """
 
     hidden: int
     layers: int
@@ -49,6 +53,7 @@ class Shape:
     architecture: str = "Qwen3ForCausalLM"
     model_type: str = "qwen3"
     more: Mapping[str, Any] = field(default_factory=lambda: _QWEN3)
+    vision: bool = False
 
 
 SHAPES = {
@@ -84,9 +89,10 @@ SHAPES = {
         12288,
         tied=False,
         vocab=248320,
-        architecture="Qwen3_5ForCausalLM",
-        model_type="qwen3_5_text",
+        architecture="Qwen3_5ForConditionalGeneration",
+        model_type="qwen3_5",
         more=_QWEN3_5,
+        vision=True,
     ),
     "qwen3.5-35b-a3b": Shape(
         2048,
@@ -96,8 +102,9 @@ SHAPES = {
         0,
         tied=False,
         vocab=248320,
-        architecture="Qwen3_5MoeForCausalLM",
-        model_type="qwen3_5_moe_text",
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        model_type="qwen3_5_moe",
+        vision=True,
         more={
             **_QWEN3_5,
             "moe_intermediate_size": 512,
@@ -255,6 +262,15 @@ def make_shape(name: str, folder: Path) -> Path:
     }
     if is_qwen3:
         config |= {"max_window_layers": shape.layers, "sliding_window": None, "use_sliding_window": False}
+    if shape.vision:
+        tower = {"depth": 1, "deepstack_visual_indexes": [], "out_hidden_size": shape.hidden}
+        config = {
+            "architectures": [shape.architecture],
+            "model_type": shape.model_type,
+            "text_config": {**config, "model_type": f"{shape.model_type}_text"},
+            "tie_word_embeddings": shape.tied,
+            "vision_config": {**tower, "model_type": shape.model_type},
+        }
     (path / "config.json").write_text(json.dumps(config, indent=1))
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
     _byte_tokenizer(shape.vocab).save(str(path / "tokenizer.json"))

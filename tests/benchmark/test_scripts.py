@@ -189,15 +189,20 @@ def test_help(script: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["0.6b", "30b-a3b", "llama-8b", "gemma-3-12b", "gpt-oss-20b", "deepseek-v2-lite", "smollm2-135m"]
+    "name",
+    ["0.6b", "30b-a3b", "llama-8b", "gemma-3-12b", "gpt-oss-20b", "deepseek-v2-lite", "smollm2-135m", "qwen3.5-9b"],
 )
 def test_shapes_are_models_with_their_sizes(name: str, tmp_path: Path):
     from minisgl.models.config.load_config import load_model_config
-    from minisgl.tokenizer.text import TextTokenizer
 
     folder = make_shape(name, tmp_path)
     config = load_model_config(folder)
     assert (config.num_layers, config.hidden_size) == (SHAPES[name].layers, SHAPES[name].hidden)
     assert read_vocab_size(folder) == config.vocab_size
-    ids = TextTokenizer.from_folder(folder).encode("héllo")
+
+
+def test_a_shapes_tokenizer_has_a_token_a_byte(tmp_path: Path):
+    from minisgl.tokenizer.text import TextTokenizer
+
+    ids = TextTokenizer.from_folder(make_shape("smollm2-135m", tmp_path)).encode("héllo")
     assert len(ids) == len("héllo".encode())
