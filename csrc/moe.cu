@@ -5,16 +5,16 @@
 
 constexpr int MAX_THREADS = 1024;
 constexpr int PLAN_TOKENS = 128;  // at most, that one block routes and sorts
-constexpr int PER_LANE = (EXPERTS + 31) / 32;
+constexpr int PER_LANE = (ALL_EXPERTS + 31) / 32;
 constexpr unsigned ALL = 0xffffffffu;
 
 // One block: `order` [pairs] is a counting sort of the pairs by expert, with a tile for every `tile_rows` of an expert's.
 // Pairs of other ranks' experts are left out.
 __device__ __forceinline__ void sort(
     int pairs, int tile_rows, const int* experts, int* order, Tile* tiles, int* tile_count) {
-  __shared__ int count[EXPERTS], start[EXPERTS], first_tile[EXPERTS];
+  __shared__ int count[ALL_EXPERTS], start[ALL_EXPERTS], first_tile[ALL_EXPERTS];
   int thread = threadIdx.x, lane = thread & 31, threads = blockDim.x;
-  for (int e = thread; e < EXPERTS; e += threads) count[e] = 0;
+  for (int e = thread; e < ALL_EXPERTS; e += threads) count[e] = 0;
   __syncthreads();
 #pragma unroll 4
   for (int pair = thread; pair < pairs; pair += threads)
@@ -23,20 +23,20 @@ __device__ __forceinline__ void sort(
   if (thread < 32) {
     int before = 0, tiles_before = 0;
     for (int e = lane; e < PER_LANE * 32; e += 32) {
-      int own = e < EXPERTS ? count[e] : 0, own_tiles = (own + tile_rows - 1) / tile_rows;
+      int own = e < ALL_EXPERTS ? count[e] : 0, own_tiles = (own + tile_rows - 1) / tile_rows;
       int upto = own, tiles_upto = own_tiles;
 #pragma unroll
       for (int offset = 1; offset < 32; offset <<= 1) {
         int other = __shfl_up_sync(ALL, upto, offset), other_tiles = __shfl_up_sync(ALL, tiles_upto, offset);
         if (lane >= offset) upto += other, tiles_upto += other_tiles;
       }
-      if (e < EXPERTS) start[e] = before + upto - own, first_tile[e] = tiles_before + tiles_upto - own_tiles;
+      if (e < ALL_EXPERTS) start[e] = before + upto - own, first_tile[e] = tiles_before + tiles_upto - own_tiles;
       before += __shfl_sync(ALL, upto, 31), tiles_before += __shfl_sync(ALL, tiles_upto, 31);
     }
     if (lane == 0) *tile_count = tiles_before;
   }
   __syncthreads();
-  for (int e = thread; e < EXPERTS; e += threads)
+  for (int e = thread; e < ALL_EXPERTS; e += threads)
     for (int done = 0; done < count[e]; done += tile_rows)
       tiles[first_tile[e] + done / tile_rows] = {e, start[e] + done, min(tile_rows, count[e] - done), 0};
   __syncthreads();
@@ -46,35 +46,35 @@ __device__ __forceinline__ void sort(
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_route(
-    const T* router_logits, int tokens, int weighting, int first_expert, int held, int* experts, float* weights) {
+    const L* router_logits, int tokens, int weighting, int first_expert, int held, int* experts, float* weights) {
   wait_for_predecessor();
   start_successor();
   int token = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
   if (token >= tokens) return;
-  const T* logits = router_logits + (long long)token * EXPERTS;
-  route(logits, weighting, first_expert, held, experts + token * TOP_K, weights + token * TOP_K);
+  const L* logits = router_logits + (long long)token * LOGITS;
+  route(logits, weighting, first_expert, held, experts + token * TAKEN, weights + token * TAKEN);
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_sort(
     int tokens, int tile_rows, const int* experts, int* order, Tile* tiles, int* tile_count) {
   wait_for_predecessor();
   start_successor();
-  sort(tokens * TOP_K, tile_rows, experts, order, tiles, tile_count);
+  sort(tokens * TAKEN, tile_rows, experts, order, tiles, tile_count);
 }
 
 // Route and sort in one block, for few tokens.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_plan(
-    const T* router_logits, int tokens, int weighting, int first_expert, int held, int tile_rows, float* weights,
+    const L* router_logits, int tokens, int weighting, int first_expert, int held, int tile_rows, float* weights,
     int* order, Tile* tiles, int* tile_count) {
-  __shared__ int experts[PLAN_TOKENS * TOP_K];
+  __shared__ int experts[PLAN_TOKENS * TAKEN];
   wait_for_predecessor();
   start_successor();
   for (int token = threadIdx.x >> 5; token < tokens; token += blockDim.x >> 5) {
-    int first = token * TOP_K;
-    route(router_logits + token * EXPERTS, weighting, first_expert, held, experts + first, weights + first);
+    int first = token * TAKEN;
+    route(router_logits + token * LOGITS, weighting, first_expert, held, experts + first, weights + first);
   }
   __syncthreads();
-  sort(tokens * TOP_K, tile_rows, experts, order, tiles, tile_count);
+  sort(tokens * TAKEN, tile_rows, experts, order, tiles, tile_count);
 }
 
 // out [tokens, H] = the sum over each token's pairs of y [pairs, H], and of the residual. H is a multiple of VEC.
@@ -88,21 +88,21 @@ extern "C" __global__ void moe_combine(
   if (n >= (long long)tokens * vectors) return;
   long long token = n / vectors;
   int i = (int)(n % vectors) * VEC;
-  Vec<VEC> parts[TOP_K] = {}, before = {}, result;
+  Vec<VEC> parts[TAKEN] = {}, before = {}, result;
   if (residual) before = *(const Vec<VEC>*)(residual + token * H + i);
   unsigned here = 0xffffffffu;
   if (pair_weights) {
 #pragma unroll
-    for (int k = 0; k < TOP_K; ++k) here ^= (pair_weights[token * TOP_K + k] == ELSEWHERE ? 1u : 0u) << k;
+    for (int k = 0; k < TAKEN; ++k) here ^= (pair_weights[token * TAKEN + k] == ELSEWHERE ? 1u : 0u) << k;
   }
 #pragma unroll
-  for (int k = 0; k < TOP_K; ++k)
-    if (here >> k & 1u) parts[k] = *(const Vec<VEC>*)(y + (token * TOP_K + k) * H + i);
+  for (int k = 0; k < TAKEN; ++k)
+    if (here >> k & 1u) parts[k] = *(const Vec<VEC>*)(y + (token * TAKEN + k) * H + i);
 #pragma unroll
   for (int j = 0; j < VEC; ++j) {
     float sum = to_float(before.v[j]);
 #pragma unroll
-    for (int k = 0; k < TOP_K; ++k) sum += to_float(parts[k].v[j]);
+    for (int k = 0; k < TAKEN; ++k) sum += to_float(parts[k].v[j]);
     result.v[j] = from_float<T>(sum);
   }
   *(Vec<VEC>*)(out + token * H + i) = result;

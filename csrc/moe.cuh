@@ -1,15 +1,29 @@
 // Common parts of a mixture of experts' launches: a tile of (token, expert) pairs, and the choice of experts.
-// Pair n is the n % TOP_K-th expert of token n / TOP_K. EXPERTS and TOP_K are macros, TOP_K at most 32.
+// Pair n is the n % TAKEN-th expert of token n / TAKEN. EXPERTS and TOP_K are macros; -DSHARED: of a block that every token
+// goes to, in as many parts as large as an expert, which are the experts from EXPERTS on and stand behind the TOP_K that
+// are chosen. -DGATED_SHARED: behind the logits of the experts is one whose sigmoid is the weight of these parts, else 1.
 // Of the EXPERTS a rank may hold some alone, `held` from `first_expert` on, which are then counted from 0: a pair of
 // another one has the expert -1 and the weight ELSEWHERE.
 #pragma once
 #include "common.cuh"
+
+#ifndef LOGIT_SCALAR
+#define LOGIT_SCALAR SCALAR
+#endif
+#ifndef SHARED
+#define SHARED 0
+#define GATED_SHARED 0
+#endif
+using L = LOGIT_SCALAR;  // of a router's logits
 
 struct Tile {  // of the pairs sorted by expert: all of one
   int expert, start, count, pad;
 };
 
 #ifdef TOP_K
+constexpr int TAKEN = TOP_K + SHARED;  // at most 32
+constexpr int ALL_EXPERTS = EXPERTS + SHARED;
+constexpr int LOGITS = EXPERTS + GATED_SHARED;  // of a token
 __device__ __forceinline__ unsigned order_of(float x) {
   unsigned bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -21,9 +35,10 @@ enum Weighting { PROBABILITIES, RENORMALIZED, CHOSEN };
 
 constexpr float ELSEWHERE = -3.0e38f;
 
-// One warp: the TOP_K most likely experts of softmax(logits [EXPERTS]), the first of equals, and their weights.
+// One warp: the TOP_K most likely experts of softmax(logits [LOGITS]), the first of equals, then the shared ones, and their
+// weights.
 __device__ __forceinline__ void route(
-    const T* logits, int weighting, int first_expert, int held, int* experts, float* weights) {
+    const L* logits, int weighting, int first_expert, int held, int* experts, float* weights) {
   constexpr int PER_LANE = (EXPERTS + 31) / 32;
   constexpr unsigned ALL = 0xffffffffu;
   int lane = threadIdx.x & 31;
@@ -64,6 +79,9 @@ __device__ __forceinline__ void route(
     float weight = weighting == CHOSEN ? mine : rounded(mine / (weighting == RENORMALIZED ? chosen_sum : sum));
     experts[lane] = here ? my_expert - first_expert : -1;
     weights[lane] = here ? weight : ELSEWHERE;
+  } else if (lane < TAKEN) {
+    experts[lane] = EXPERTS + lane - TOP_K;
+    weights[lane] = GATED_SHARED ? 1.f / (1.f + __expf(-to_float(logits[EXPERTS]))) : 1.f;
   }
 }
 #endif

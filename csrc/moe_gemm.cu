@@ -12,6 +12,8 @@
 // PAIRS is 1, WARPS_N a multiple of 4, WARPS_M 1 and TILES 16.
 // ROUTE: for few tokens; each pair is a tile, and each block finds out its expert itself, without a plan.
 // CLAMPED: the activation is gpt-oss's, with `alpha` and `limit`; otherwise silu.
+// SHARED (moe.cuh): `shared` is the weight of the block that every token goes to, [2 * SHARED * N, K] if GATED, else
+// [N, SHARED * K]: of both a part has its share of what is between the two products.
 #include "mma.cuh"
 #include "moe_tile.cuh"
 
@@ -52,9 +54,9 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address) {
 // Otherwise: out[pair] = (weight @ x[pair / divisor] + bias) * pair_weights[pair] with weight [experts, N, K], bias
 // [experts, N].
 template <bool GATED> __device__ __forceinline__ void grouped_product(
-    const T* x, int divisor, const T* weight, const T* bias, float alpha, float limit, const T* router_logits,
-    int weighting, int first_expert, int held, const int* order, const Tile* tiles, const int* tile_count,
-    const float* pair_weights, T* out, int N, int K) {
+    const T* x, int divisor, const T* weight, const T* shared, const T* bias, float alpha, float limit,
+    const L* router_logits, int weighting, int first_expert, int held, const int* order, const Tile* tiles,
+    const int* tile_count, const float* pair_weights, T* out, int N, int K) {
   extern __shared__ __align__(1024) char memory[];
   __shared__ int pair_of[BLOCK_M];
   constexpr int OUTPUTS = GATED ? HALF : BLOCK_N;
@@ -67,12 +69,12 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   if (GATED) wait_for_predecessor(), start_successor();
   Tile tile;
 #if ROUTE
-  __shared__ int experts[TOP_K];
-  __shared__ float weights[TOP_K];
-  const T* logits = router_logits + blockIdx.y / TOP_K * EXPERTS;
+  __shared__ int experts[TAKEN];
+  __shared__ float weights[TAKEN];
+  const L* logits = router_logits + blockIdx.y / TAKEN * LOGITS;
   if (warp == 0) route(logits, weighting, first_expert, held, experts, weights);
   __syncthreads();
-  tile = {experts[blockIdx.y % TOP_K], (int)blockIdx.y, 1, 0};
+  tile = {experts[blockIdx.y % TAKEN], (int)blockIdx.y, 1, 0};
   if (tile.expert < 0) {
     if (!GATED) no_output<OUTPUTS>(out, N);
     return;
@@ -87,13 +89,22 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 #endif
   int first = blockIdx.x * OUTPUTS, row = thread / CHUNKS, chunk = thread % CHUNKS;
   const T* matrix = weight + (long long)tile.expert * (GATED ? 2 : 1) * N * K + chunk * 8;
+  int ups = N, width = K;  // rows from a gate to its up; values of a row
+#if SHARED
+  if (tile.expert >= EXPERTS) {
+    int part = tile.expert - EXPERTS;
+    matrix = shared + (long long)part * (GATED ? N : 1) * K + chunk * 8;
+    if (GATED) ups = SHARED * N;
+    else width = SHARED * K;
+  }
+#endif
   const T* a[A_LOADS];
   bool a_real[A_LOADS];
 #pragma unroll
   for (int i = 0; i < A_LOADS; ++i) {
     int r = row + i * ROW_STEP, output = first + (GATED ? r % HALF : r);
     a_real[i] = output < N;
-    a[i] = matrix + (long long)(min(output, N - 1) + (GATED && r >= HALF ? N : 0)) * K;
+    a[i] = matrix + (long long)(min(output, N - 1) + (GATED && r >= HALF ? ups : 0)) * width;
   }
   const T* b[B_LOADS];
   bool b_real[B_LOADS];
@@ -210,7 +221,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
           result[token * STRIDE + output] = from_float<T>(activated(rounded(low), rounded(high), alpha, limit));
         } else {
 #if ROUTE
-          float scale = weights[blockIdx.y % TOP_K];
+          float scale = weights[blockIdx.y % TAKEN];
 #else
           float scale = token < tile.count ? pair_weights[pair_of[token]] : 0.f;
 #endif
@@ -228,19 +239,19 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_gated(
-    const T* x, int divisor, const T* weight, OPTIONAL const T* bias, float alpha, float limit, const T* router_logits,
-    int weighting, int first_expert, int held, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
+    const T* x, int divisor, const T* weight, OPTIONAL const T* shared, OPTIONAL const T* bias, float alpha, float limit,
+    const L* router_logits, int weighting, int first_expert, int held, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
     OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<true>(
-      x, divisor, weight, bias, alpha, limit, router_logits, weighting, first_expert, held, order, tiles, tile_count,
-      pair_weights, out, N, K);
+      x, divisor, weight, shared, bias, alpha, limit, router_logits, weighting, first_expert, held, order, tiles,
+      tile_count, pair_weights, out, N, K);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_weighted(
-    const T* x, int divisor, const T* weight, OPTIONAL const T* bias, float alpha, float limit, const T* router_logits,
-    int weighting, int first_expert, int held, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
+    const T* x, int divisor, const T* weight, OPTIONAL const T* shared, OPTIONAL const T* bias, float alpha, float limit,
+    const L* router_logits, int weighting, int first_expert, int held, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
     OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<false>(
-      x, divisor, weight, bias, alpha, limit, router_logits, weighting, first_expert, held, order, tiles, tile_count,
-      pair_weights, out, N, K);
+      x, divisor, weight, shared, bias, alpha, limit, router_logits, weighting, first_expert, held, order, tiles,
+      tile_count, pair_weights, out, N, K);
 }

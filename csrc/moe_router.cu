@@ -1,8 +1,9 @@
-// The norm in front of a mixture of experts and the logits of its router, in float32, of a few tokens in one launch.
-// A block has EXPERTS experts and TOKENS tokens; each of its threads has the same eight of every STEP values of all of them.
-// It fetches the experts' weights before it waits for its predecessor. H is a multiple of eight.
+// The norm in front of a mixture of experts and the logits of its router, of a few tokens in one launch. A block has
+// EXPERTS experts and TOKENS tokens; each of its threads has the same eight of every STEP values of all of them. It fetches
+// the experts' weights before it waits for its predecessor. H is a multiple of eight. -DLOGIT_SCALAR: type of the router.
 #include "common.cuh"
 
+using L = LOGIT_SCALAR;
 constexpr int EXPERTS = 2;
 constexpr int TOKENS = 4;
 constexpr int THREADS = 256;
@@ -26,26 +27,33 @@ template <int N> __device__ __forceinline__ void block_sums(float (&x)[N], float
   }
 }
 
-// normed = x / sqrt(mean(x^2) + eps) * norm, as rms_norm rounds it, both [tokens, H]; logits [tokens, experts] = normed @
-// weight [experts, H]^T. Grid: experts / EXPERTS, tokens / TOKENS.
+// normed = x / sqrt(mean(x^2) + eps) * norm, as rms_norm rounds it, both [tokens, H], or else x; logits [tokens, outputs] =
+// normed @ weight^T, of which the experts' rows [experts, H] are followed by the gate's, if there is one. Grid: outputs /
+// EXPERTS, tokens / TOKENS.
 extern "C" __global__ void __launch_bounds__(THREADS) moe_router(
-    const T* x, const W* norm, float eps, const float* weight, T* normed, float* logits, int tokens, int experts, int H) {
+    const T* x, OPTIONAL const W* norm, float eps, const L* weight, OPTIONAL const L* gate, OPTIONAL T* normed, L* logits,
+    int tokens, int experts, int H) {
   __shared__ float squares[THREADS / 32][TOKENS], products[THREADS / 32][TOKENS * EXPERTS];
   int first = blockIdx.y * TOKENS, count = min(TOKENS, tokens - first), own = threadIdx.x * LANE;
-  const float* row[EXPERTS];
+  int outputs = experts + (gate != nullptr);
+  const L* row[EXPERTS];
   const T* from[TOKENS];
 #pragma unroll
-  for (int e = 0; e < EXPERTS; ++e) row[e] = weight + (long long)min(blockIdx.x * EXPERTS + e, experts - 1) * H;
+  for (int e = 0; e < EXPERTS; ++e) {
+    int expert = min((int)blockIdx.x * EXPERTS + e, outputs - 1);
+    row[e] = expert < experts ? weight + (long long)expert * H : gate;
+  }
 #pragma unroll
   for (int t = 0; t < TOKENS; ++t) from[t] = x + (long long)(first + min(t, count - 1)) * H;
-  Vec<4, float> w[EXPERTS][2] = {};
-  Vec<LANE, W> factor = {};
+  Vec<4, L> w[EXPERTS][2] = {};
+  Vec<4, W> factor[2] = {};
   auto fetch_weights = [&](int i) {
-    factor = *(const Vec<LANE, W>*)(norm + i);
 #pragma unroll
-    for (int e = 0; e < EXPERTS; ++e)
+    for (int half = 0; half < 2; ++half) {
+      if (norm) factor[half] = *(const Vec<4, W>*)(norm + i + half * 4);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) w[e][half] = *(const Vec<4, float>*)(row[e] + i + half * 4);
+      for (int e = 0; e < EXPERTS; ++e) w[e][half] = *(const Vec<4, L>*)(row[e] + i + half * 4);
+    }
   };
   if (own < H) fetch_weights(own);
   wait_for_predecessor();
@@ -70,16 +78,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_router(
       if (i > own) v[t] = *(const Vec<LANE>*)(from[t] + i);
 #pragma unroll
       for (int j = 0; j < LANE; ++j) {
-        v[t].v[j] = from_float<T>(times_norm(to_float(v[t].v[j]) * scale[t], factor.v[j]));
+        if (norm) v[t].v[j] = from_float<T>(times_norm(to_float(v[t].v[j]) * scale[t], factor[j / 4].v[j % 4]));
 #pragma unroll
-        for (int e = 0; e < EXPERTS; ++e) sum[t * EXPERTS + e] += to_float(v[t].v[j]) * w[e][j / 4].v[j % 4];
+        for (int e = 0; e < EXPERTS; ++e) sum[t * EXPERTS + e] += to_float(v[t].v[j]) * to_float(w[e][j / 4].v[j % 4]);
       }
-      if (blockIdx.x == 0 && t < count) *(Vec<LANE>*)(normed + (long long)(first + t) * H + i) = v[t];
+      if (norm && blockIdx.x == 0 && t < count) *(Vec<LANE>*)(normed + (long long)(first + t) * H + i) = v[t];
     }
   }
   block_sums(sum, products);
   int expert = blockIdx.x * EXPERTS + threadIdx.x % EXPERTS, t = threadIdx.x / EXPERTS;
 #pragma unroll
   for (int n = 0; n < TOKENS * EXPERTS; ++n)
-    if (n == threadIdx.x && t < count && expert < experts) logits[(long long)(first + t) * experts + expert] = sum[n];
+    if (n == threadIdx.x && t < count && expert < outputs)
+      logits[(long long)(first + t) * outputs + expert] = from_float<L>(sum[n]);
 }

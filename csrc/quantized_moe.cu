@@ -142,7 +142,7 @@ __device__ __forceinline__ void multiply_many(float (&total)[TILES][4], const Sh
 // row_scales are [experts, rows of the weight], gates before ups.
 template <bool GATED> __device__ __forceinline__ void grouped_product(
     const T* x, int divisor, const unsigned* weight, const unsigned* scales, const float* row_scales, const T* bias,
-    float alpha, float limit, const T* router_logits, int weighting, int first_expert, int held, const int* order,
+    float alpha, float limit, const L* router_logits, int weighting, int first_expert, int held, const int* order,
     const Tile* tiles, const int* tile_count, const float* pair_weights, T* out, int N, int K, int chunks) {
   __shared__ Barrier full[STAGES];  // of the weight; x is waited for by its threads
   __shared__ int pair_of[M_MAX];
@@ -154,12 +154,12 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   if (GATED) wait_for_predecessor(), start_successor();
   Tile tile;
 #if ROUTE
-  __shared__ int experts[TOP_K];
-  __shared__ float weights[TOP_K];
-  const T* logits = router_logits + blockIdx.y / TOP_K * EXPERTS;
+  __shared__ int experts[TAKEN];
+  __shared__ float weights[TAKEN];
+  const L* logits = router_logits + blockIdx.y / TAKEN * LOGITS;
   if (thread < 32) route(logits, weighting, first_expert, held, experts, weights);
   __syncthreads();
-  tile = {experts[blockIdx.y % TOP_K], (int)blockIdx.y, 1, 0};
+  tile = {experts[blockIdx.y % TAKEN], (int)blockIdx.y, 1, 0};
   if (tile.expert < 0) {
     if (!GATED) no_output<OUTPUTS>(out, N);
     return;
@@ -284,7 +284,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
         to[warp * 8 + (lane >> 2)] = from_float<T>(activated(rounded(sums[t][i]), rounded(sums[t][i + 2]), alpha, limit));
       } else {
 #if ROUTE
-        float scale = weights[blockIdx.y % TOP_K];
+        float scale = weights[blockIdx.y % TAKEN];
 #else
         float scale = token < tile.count ? pair_weights[pair_of[token]] : 0.f;
 #endif
@@ -302,7 +302,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_moe_gated(
     const T* x, int divisor, const unsigned* weight, const unsigned* scales, OPTIONAL const float* row_scales,
-    OPTIONAL const T* bias, float alpha, float limit, const T* router_logits, int weighting, int first_expert, int held,
+    OPTIONAL const T* bias, float alpha, float limit, const L* router_logits, int weighting, int first_expert, int held,
     OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
     OPTIONAL const float* pair_weights, T* out, int N, int K, int chunks) {
   grouped_product<true>(
@@ -312,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_moe_gate
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_moe_weighted(
     const T* x, int divisor, const unsigned* weight, const unsigned* scales, OPTIONAL const float* row_scales,
-    OPTIONAL const T* bias, float alpha, float limit, const T* router_logits, int weighting, int first_expert, int held,
+    OPTIONAL const T* bias, float alpha, float limit, const L* router_logits, int weighting, int first_expert, int held,
     OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
     OPTIONAL const float* pair_weights, T* out, int N, int K, int chunks) {
   grouped_product<false>(

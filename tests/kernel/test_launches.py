@@ -33,6 +33,10 @@ from minisgl.kernel.base import (
 )
 from minisgl.kernel.recurrent_rows import SingleRows, captured_rows
 from minisgl.kernel.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
+from minisgl.layers.layer_config import MoEConfig, NormConfig
+from minisgl.layers.linear import allocate, bind_weights
+from minisgl.layers.mlp import SparseMLP
+from minisgl.layers.norm import RMSNorm
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.rounding import INT4_FORMAT
@@ -315,6 +319,26 @@ def run_moe(dtype: torch.dtype) -> None:
     x, router = torch.zeros(5, 256, dtype=dtype), torch.zeros(8, 256)
     normed, logits = CudaOps(CPU).norm_router(x, Norm(torch.zeros(256, dtype=dtype), 1e-6), router, None)
     assert (normed.shape, logits.shape, logits.dtype) == ((5, 256), (5, 8), torch.float32)
+
+
+def test_a_shared_expert_takes_no_launch_of_its_own(launched: list[str]) -> None:
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    config = MoEConfig(8, 32, Routing(2, renormalize=True), shared_intermediate_size=64, shared_gate=True)
+    block, norm = (
+        SparseMLP(config, 64, tp=cast(TPGroup, Rank(0, 1)), dtype=torch.bfloat16),
+        RMSNorm(64, NormConfig(1e-6), dtype=torch.bfloat16),
+    )
+    for module in block.modules():
+        allocate(module, CPU)
+    ops = CudaOps(CPU)
+    bind_weights(block, ops)
+    context: Any = SimpleNamespace(ops=ops)
+    few, many = (torch.zeros(tokens, 64, dtype=torch.bfloat16) for tokens in (16, 17))
+    block(few, norm, context, few)
+    assert launched == ["moe_router", "moe_plan", "moe_gated", "moe_weighted", "moe_combine"]
+    block(many, norm, context, many)
+    assert launched[5:] == ["rms_norm", "moe_plan", "moe_gated", "moe_weighted", "moe_combine", "activate_and_mul"]
 
 
 def run_delta_net(dtype: torch.dtype) -> None:

@@ -64,6 +64,18 @@ class ExpertBiases(NamedTuple):
 NO_BIASES = ExpertBiases()
 
 
+class SharedExpert(NamedTuple):
+    """Gated block that every token goes to besides its experts, as large as n of them: w13 [2 * n * I, H] with the gate
+    first, w2 [H, n * I].
+
+    `weighed`: its output times the sigmoid of a logit, which stands behind those of the experts.
+    """
+
+    w13: Tensor
+    w2: Tensor
+    weighed: bool
+
+
 class Norm(NamedTuple):
     """RMSNorm parameters: weight [H], in the input's dtype or float32, and what is added to the mean square."""
 
@@ -124,6 +136,9 @@ class ExpertKind(NamedTuple):
     top_k: int
     clamped: bool
     form: LevelFormat | None = None  # of experts that stay quantized
+    shared: int = 0  # experts as large as the block that every token goes to besides
+    weighed: bool = False  # `SharedExpert.weighed`
+    logits: torch.dtype | None = None  # of the router, if not the model's dtype
 
 
 class LatentDims(NamedTuple):
@@ -328,8 +343,13 @@ class Ops(Protocol):
         """Return the values [T, heads, value_dim] that weight [heads, value_dim, rank] makes of [T, heads, rank]."""
         ...
 
-    def norm_router(self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Begin a mixture of experts: x [T, H], weight [experts, H] -> rms_norm(x), and its logits in their dtype."""
+    def norm_router(
+        self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, gate: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Begin a mixture of experts: x [T, H], weight [experts, H] -> rms_norm(x), and its logits in their dtype.
+
+        `gate` [1, H]: of a shared expert that `merges_shared`, whose logit stands behind the others.
+        """
         ...
 
     def moe(
@@ -343,10 +363,11 @@ class Ops(Protocol):
         activation: ExpertActivation = "silu",
         residual: Tensor | None = None,
         first: int = 0,
+        shared: SharedExpert | None = None,
     ) -> Tensor:
         """A mixture of gated experts: x [T, H] -> the weighted sum of the outputs of each token's experts, [T, H].
 
-        Plus the residual [T, H], if there is one.
+        Plus the residual [T, H], if there is one, and the output of a `shared` expert that `merges_shared`.
 
         A token's experts are the `top_k` of the scores of router_logits [T, experts] in float32, plus `biases.choice`;
         their weights are the scores, divided by their sum if `renormalize`. w13 is [experts, 2 * I, H] with the gate
@@ -369,6 +390,19 @@ class Ops(Protocol):
         """`moe` without biases of tokens whose experts are chosen: their ids [T, top_k], each of a token
         once, and their weights. `num_experts`: if w13 and w2 have fewer.
         """
+        ...
+
+    def merges_shared(
+        self,
+        tokens: int,
+        w13: ExpertMatrices,
+        w2: ExpertMatrices,
+        num_experts: int,
+        routing: Routing,
+        shared: SharedExpert,
+        /,
+    ) -> bool:
+        """Return True if `norm_router` and `moe` of so many tokens take this shared expert with silu too."""
         ...
 
     def moe_graph_safe(self, w13: ExpertMatrices, w2: ExpertMatrices, num_experts: int, top_k: int, /) -> bool:

@@ -21,17 +21,20 @@ from minisgl.kernel.base import (
     ExpertKind,
     ExpertMatrices,
     Routing,
+    SharedExpert,
 )
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_routing import CudaRouting
 from minisgl.kernel.quantized_moe import ExpertProduct, QuantizedTiling
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
+from minisgl.kernel.small_batch_gemm import MAX_ROWS
 from minisgl.kernel.torch_ops import route
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat
 
 _MAX_EXPERTS = 512
 _MAX_TOP_K = 32
+_MAX_WEIGHED = 16  # tokens whose shared expert has a gate and is merged
 _PLAN_TOKENS = 128  # as in moe.cu: up to so many are routed and sorted by one block
 _PLAN_THREADS = 1024
 _ROUTE_THREADS = 128
@@ -80,8 +83,36 @@ _FEW_PAIRS = 8
 _FEW = _Tiling(pairs=1, warps_n=2, warps_m=1, tiles=2, stages=6, route=True)
 
 
+class _Mixture(NamedTuple):
+    """Kind of a sparse layer, as its kernels are compiled: their macros."""
+
+    dtype: torch.dtype
+    logits: torch.dtype
+    experts: int
+    top_k: int
+    clamped: bool = False
+    shared: int = 0  # experts besides, of which each token takes all
+    weighed: bool = False  # by a logit that stands behind those of the experts
+
+    @property
+    def taken(self) -> int:
+        """Number of experts that a token takes."""
+        return self.top_k + self.shared
+
+    @property
+    def macros(self) -> Macros:
+        return {
+            "SCALAR": SCALAR_NAMES[self.dtype],
+            "LOGIT_SCALAR": SCALAR_NAMES[self.logits],
+            "EXPERTS": self.experts,
+            "TOP_K": self.top_k,
+            "SHARED": self.shared,
+            "GATED_SHARED": int(self.weighed),
+        }
+
+
 class _Plan(NamedTuple):
-    """The (token, expert) pairs by expert; pair n is the n % top_k-th expert of token n // top_k."""
+    """The (token, expert) pairs by expert; pair n is the n % taken-th expert of token n // taken."""
 
     tiles: Tensor  # [the most there can be, 4] int32: expert, first place in `order`, pairs
     tile_count: Tensor  # [1] int32
@@ -106,12 +137,14 @@ class CudaMoe:
 
     def begin_compiling(self, dtype: torch.dtype, experts: ExpertKind) -> None:
         """Begin to compile the kernels of these experts."""
-        count, top_k, clamped, form = experts
+        form = experts.form
+        plain = _Mixture(dtype, experts.logits or dtype, experts.num_experts, experts.top_k, experts.clamped)
         tilings: list[_Tiling | QuantizedTiling] = [_FEW, *(tiling for _, tiling in _TILINGS), self._many]
         if form is not None:
             tilings = [*quantized_moe.tilings(form)]
-        self._compiler.begin([_plan_spec("moe_combine", dtype, count, top_k)])
-        self._compiler.begin(_product_spec("gated", form, dtype, tiling, count, top_k, clamped) for tiling in tilings)
+        for mixture in {plain, plain._replace(shared=experts.shared, weighed=experts.weighed)}:
+            self._compiler.begin([_plan_spec("moe_combine", mixture)])
+            self._compiler.begin(_product_spec("gated", form, tiling, mixture) for tiling in tilings)
 
     def keeps(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
         """Return True if the kernels read experts [width, size] of this format as they are."""
@@ -138,19 +171,47 @@ class CudaMoe:
         activation: ExpertActivation = "silu",
         residual: Tensor | None = None,
         first: int = 0,
+        shared: SharedExpert | None = None,
     ) -> Tensor:
         """Compute Ops.moe."""
         weighting = _Weighting.RENORMALIZED if routing.renormalize else _Weighting.PROBABILITIES
-        if not routing.plain or biases.choice is not None or router_logits.dtype != x.dtype:
+        if not routing.plain or biases.choice is not None or router_logits.dtype not in (x.dtype, torch.float32):
             router_logits, weighting = self._chosen(router_logits, routing, biases.choice, x.dtype), _Weighting.CHOSEN
-        return self._mix(x, router_logits, weighting, routing.top_k, w13, w2, biases, activation, residual, first)
+        return self._mix(
+            x, router_logits, weighting, routing.top_k, w13, w2, biases, activation, residual, first, shared
+        )
+
+    def merges_shared(
+        self,
+        tokens: int,
+        w13: ExpertMatrices,
+        w2: ExpertMatrices,
+        num_experts: int,
+        routing: Routing,
+        shared: SharedExpert,
+    ) -> bool:
+        """Return True if so few tokens' shared expert is computed as further experts.
+
+        Of more tokens its own products are as fast as those of experts, and the router's launch, which makes the logit
+        that weighs it, is slower than norm and product.
+        """
+        if (
+            tokens > (_MAX_WEIGHED if shared.weighed else MAX_ROWS)
+            or not isinstance(w13, Tensor)
+            or not self.supports(w13, w2, num_experts, routing.top_k)
+        ):
+            return False
+        parts, rest = divmod(shared.w2.shape[1], w2.shape[2])
+        if rest or routing.top_k + parts > _MAX_TOP_K or shared.weighed > routing.plain:
+            return False
+        return all(one.is_contiguous() and one.dtype == w13.dtype for one in (shared.w13, shared.w2))
 
     def chosen(
         self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor, first: int, num_experts: int
     ) -> Tensor:
         """Compute Ops.moe_chosen."""
         table = _table(weights, experts, num_experts, x.dtype)
-        return self._mix(x, table, _Weighting.CHOSEN, experts.shape[1], w13, w2, NO_BIASES, "silu", None, first)
+        return self._mix(x, table, _Weighting.CHOSEN, experts.shape[1], w13, w2, NO_BIASES, "silu", None, first, None)
 
     def _mix(
         self,
@@ -164,20 +225,25 @@ class CudaMoe:
         activation: ExpertActivation,
         residual: Tensor | None,
         first: int,
+        shared: SharedExpert | None,
     ) -> Tensor:
         x, router_logits = x.contiguous(), router_logits.contiguous()
-        (tokens, hidden), experts = x.shape, router_logits.shape[1]
+        tokens, hidden = x.shape
         held, _, intermediate = w2.shape
-        pairs = tokens * top_k
         if not tokens:
             return torch.empty_like(x)
-        tiling = self._tiling(pairs, experts, w13)
-        plan = None if tiling.route else self._plan(router_logits, weighting, top_k, tiling.block_m, first, held)
+        clamped = isinstance(activation, ClampedSwiGLU)
+        mixture = _Mixture(x.dtype, router_logits.dtype, router_logits.shape[1], top_k, clamped)
+        if shared is not None:
+            experts, parts = mixture.experts - shared.weighed, shared.w2.shape[1] // intermediate
+            mixture = mixture._replace(experts=experts, shared=parts, weighed=shared.weighed)
+        pairs = tokens * mixture.taken
+        tiling = self._tiling(tokens * top_k, mixture.experts, w13)
+        plan = None if tiling.route else self._plan(router_logits, weighting, mixture, tiling.block_m, first, held)
         max_tiles = pairs if plan is None else len(plan.tiles)
         inner = x.new_empty((pairs, intermediate))
         outputs = x.new_empty((pairs, hidden))
-        clamped = isinstance(activation, ClampedSwiGLU)
-        shared: dict[str, Any] = {
+        common: dict[str, Any] = {
             "alpha": activation.alpha if isinstance(activation, ClampedSwiGLU) else 0.0,
             "limit": activation.limit if isinstance(activation, ClampedSwiGLU) else 0.0,
             "router_logits": router_logits,
@@ -189,19 +255,19 @@ class CudaMoe:
             "tile_count": None if plan is None else plan.tile_count,
             "pair_weights": None if plan is None else plan.weights,
         }
-        gated = self._product("gated", w13, tiling, experts, top_k, clamped=clamped)
+        gated = self._product("gated", w13, shared and shared.w13, tiling, mixture)
         gated(
             (-(-intermediate // (tiling.block_n // 2)), max_tiles),
             tiling.threads,
             x=x,
-            divisor=top_k,
+            divisor=mixture.taken,
             bias=biases.w13,
             out=inner,
             N=intermediate,
             K=hidden,
-            **shared,
+            **common,
         )
-        weighted = self._product("weighted", w2, tiling, experts, top_k, clamped=clamped)
+        weighted = self._product("weighted", w2, shared and shared.w2, tiling, mixture)
         weighted(
             (-(-hidden // tiling.block_n), max_tiles),
             tiling.threads,
@@ -211,16 +277,16 @@ class CudaMoe:
             out=outputs,
             N=hidden,
             K=intermediate,
-            **shared,
+            **common,
         )
         out = torch.empty_like(x)
-        combine = self._compiler.kernel(_plan_spec, "moe_combine", x.dtype, experts, top_k)
+        combine = self._compiler.kernel(_plan_spec, "moe_combine", mixture)
         vectors = tokens * hidden // 8
         combine(
             (-(-vectors // 256),),
             256,
             y=outputs,
-            pair_weights=None if plan is None or held == experts else plan.weights,
+            pair_weights=None if plan is None or held == mixture.experts else plan.weights,
             residual=residual,
             out=out,
             tokens=tokens,
@@ -237,19 +303,20 @@ class CudaMoe:
         return _table(*route(router_logits, routing, choice_bias), router_logits.shape[1], dtype)
 
     def _plan(
-        self, router_logits: Tensor, weighting: _Weighting, top_k: int, tile_rows: int, first: int, held: int
+        self, router_logits: Tensor, weighting: _Weighting, mixture: _Mixture, tile_rows: int, first: int, held: int
     ) -> _Plan:
-        (tokens, experts), device = router_logits.shape, router_logits.device
-        pairs = tokens * top_k
-        touched = min(pairs, held)
+        tokens, device = len(router_logits), router_logits.device
+        chosen_pairs, pairs = tokens * mixture.top_k, tokens * mixture.taken
+        touched = min(chosen_pairs, held)
+        tiles = touched + (chosen_pairs - touched) // tile_rows + mixture.shared * -(-tokens // tile_rows)
         plan = _Plan(
-            tiles=torch.empty((touched + (pairs - touched) // tile_rows, 4), dtype=torch.int32, device=device),
+            tiles=torch.empty((tiles, 4), dtype=torch.int32, device=device),
             tile_count=torch.empty(1, dtype=torch.int32, device=device),
             order=torch.empty(pairs, dtype=torch.int32, device=device),
             weights=torch.empty(pairs, dtype=torch.float32, device=device),
         )
         if tokens <= _PLAN_TOKENS:
-            both = self._compiler.kernel(_plan_spec, "moe_plan", router_logits.dtype, experts, top_k)
+            both = self._compiler.kernel(_plan_spec, "moe_plan", mixture)
             both(
                 (1,),
                 min(max(32 * tokens, 128), _PLAN_THREADS),
@@ -266,7 +333,7 @@ class CudaMoe:
             )
             return plan
         chosen = torch.empty(pairs, dtype=torch.int32, device=device)
-        route = self._compiler.kernel(_plan_spec, "moe_route", router_logits.dtype, experts, top_k)
+        route = self._compiler.kernel(_plan_spec, "moe_route", mixture)
         route(
             (-(-tokens // (_ROUTE_THREADS // 32)),),
             _ROUTE_THREADS,
@@ -278,7 +345,7 @@ class CudaMoe:
             experts=chosen,
             weights=plan.weights,
         )
-        sort = self._compiler.kernel(_plan_spec, "moe_sort", router_logits.dtype, experts, top_k)
+        sort = self._compiler.kernel(_plan_spec, "moe_sort", mixture)
         sort(
             (1,),
             _PLAN_THREADS,
@@ -302,18 +369,15 @@ class CudaMoe:
         self,
         kernel: ExpertProduct,
         weight: ExpertMatrices,
+        shared: Tensor | None,
         tiling: _Tiling | QuantizedTiling,
-        experts: int,
-        top_k: int,
-        *,
-        clamped: bool,
+        mixture: _Mixture,
     ) -> Launcher:
         """Return the launch of a grouped product, which lacks the other arguments than the weight's."""
-        form, arguments = None, {"weight": weight}
+        form, arguments = None, {"weight": weight, "shared": shared}
         if isinstance(weight, PackedExperts):
             form, arguments = weight.format, quantized_moe.weight_arguments(weight)
-        launch = self._compiler.kernel(_product_spec, kernel, form, weight.dtype, tiling, experts, top_k, clamped)
-        return partial(launch, **arguments)
+        return partial(self._compiler.kernel(_product_spec, kernel, form, tiling, mixture), **arguments)
 
     @property
     def _many(self) -> _Tiling:
@@ -326,31 +390,19 @@ def _table(weights: Tensor, chosen: Tensor, experts: int, dtype: torch.dtype) ->
     return table.scatter_(-1, chosen.long(), weights.to(dtype))
 
 
-def _plan_spec(kernel: str, dtype: torch.dtype, experts: int, top_k: int) -> KernelSpec:
-    return KernelSpec("moe.cu", kernel, {"SCALAR": SCALAR_NAMES[dtype], "EXPERTS": experts, "TOP_K": top_k})
+def _plan_spec(kernel: str, mixture: _Mixture) -> KernelSpec:
+    return KernelSpec("moe.cu", kernel, mixture.macros)
 
 
 def _product_spec(
-    kernel: ExpertProduct,
-    form: LevelFormat | None,
-    dtype: torch.dtype,
-    tiling: _Tiling | QuantizedTiling,
-    experts: int,
-    top_k: int,
-    clamped: bool,
+    kernel: ExpertProduct, form: LevelFormat | None, tiling: _Tiling | QuantizedTiling, mixture: _Mixture
 ) -> KernelSpec:
-    mixture: Macros = {
-        "SCALAR": SCALAR_NAMES[dtype],
-        "ROUTE": int(tiling.route),
-        "CLAMPED": int(clamped),
-        "EXPERTS": experts,
-        "TOP_K": top_k,
-    }
+    both: Macros = {**mixture.macros, "ROUTE": int(tiling.route), "CLAMPED": int(mixture.clamped)}
     if isinstance(tiling, QuantizedTiling):
         assert form is not None
-        return quantized_moe.product_spec(kernel, form, tiling, mixture)
+        return quantized_moe.product_spec(kernel, form, tiling, both)
     macros: Macros = {
-        **mixture,
+        **both,
         "PAIRS": tiling.pairs,
         "WARPS_N": tiling.warps_n,
         "WARPS_M": tiling.warps_m,

@@ -19,6 +19,7 @@ from minisgl.kernel.base import (
     LatentRows,
     Norm,
     Routing,
+    SharedExpert,
     Weight,
 )
 from minisgl.kernel.compile import Compiler
@@ -282,9 +283,12 @@ class CudaOps:
     def delta_graph_safe(self, heads: DeltaHeads, dtype: torch.dtype, /) -> bool:
         return self._delta.supports(heads, dtype) and self._delta_chunks.supports(heads, dtype)
 
-    def norm_router(self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        if norm is not None and bias is None and self._routing.scores(x, weight):
-            return self._routing.norm_router(x, norm, weight)
+    def norm_router(
+        self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, gate: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        alone = norm is not None and bias is None and weight.dtype == torch.float32
+        if gate is not None or (alone and self._routing.scores(x)):
+            return self._routing.norm_router(x, norm, weight, gate)
         normed = self._normed(x, norm)
         return normed, self.linear(normed.to(weight.dtype), weight, bias)
 
@@ -299,10 +303,11 @@ class CudaOps:
         activation: ExpertActivation = "silu",
         residual: Tensor | None = None,
         first: int = 0,
+        shared: SharedExpert | None = None,
     ) -> Tensor:
         if isinstance(w13, Tensor) and not self.moe_graph_safe(w13, w2, router_logits.shape[1], routing.top_k):
-            return self._torch.moe(x, router_logits, w13, w2, routing, biases, activation, residual, first)
-        return self._moe(x, router_logits, w13, w2, routing, biases, activation, residual, first)
+            return self._torch.moe(x, router_logits, w13, w2, routing, biases, activation, residual, first, shared)
+        return self._moe(x, router_logits, w13, w2, routing, biases, activation, residual, first, shared)
 
     def moe_chosen(
         self,
@@ -319,6 +324,18 @@ class CudaOps:
         if activation != "silu" or not self.moe_graph_safe(w13, w2, num_experts, experts.shape[1]):
             return self._torch.moe_chosen(x, weights, experts, w13, w2, activation, first, num_experts)
         return self._moe.chosen(x, weights, experts, w13, w2, first, num_experts)
+
+    def merges_shared(
+        self,
+        tokens: int,
+        w13: ExpertMatrices,
+        w2: ExpertMatrices,
+        num_experts: int,
+        routing: Routing,
+        shared: SharedExpert,
+        /,
+    ) -> bool:
+        return self._moe.merges_shared(tokens, w13, w2, num_experts, routing, shared)
 
     def moe_graph_safe(self, w13: ExpertMatrices, w2: ExpertMatrices, num_experts: int, top_k: int, /) -> bool:
         return self._moe.supports(w13, w2, num_experts, top_k)

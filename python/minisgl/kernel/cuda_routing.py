@@ -1,6 +1,6 @@
 """Choice of experts where it is not the largest of a softmax of 16-bit logits, in one launch (csrc/moe_choose.cu).
 
-Of a few tokens, the norm before it and the router's float32 product are another (csrc/moe_router.cu).
+Of a few tokens, the norm before it and the router's product are another (csrc/moe_router.cu).
 """
 
 from __future__ import annotations
@@ -27,25 +27,29 @@ class CudaRouting:
         self._compiler = compiler
 
     @staticmethod
-    def scores(x: Tensor, weight: Tensor) -> bool:
-        """Return True if `norm_router` is for this router and so few tokens."""
-        tokens, size = x.shape
-        few = 0 < tokens <= MAX_ROWS and x.is_contiguous() and size % 8 == 0
-        return few and weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+    def scores(x: Tensor) -> bool:
+        """Return True if `norm_router` is for so few tokens."""
+        few = 0 < len(x) <= MAX_ROWS and x.is_contiguous() and x.shape[1] % 8 == 0
+        return few and x.dtype in (torch.bfloat16, torch.float16)
 
-    def norm_router(self, x: Tensor, norm: Norm, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return norm(x) [T, H] and its float32 logits [T, experts], the product with weight [experts, H]."""
+    def norm_router(
+        self, x: Tensor, norm: Norm | None, weight: Tensor, gate: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return norm(x) [T, H] and its products with weight [experts, H] and gate [1, H], in their dtype."""
         (tokens, size), experts = x.shape, len(weight)
-        normed, logits = torch.empty_like(x), x.new_empty((tokens, experts), dtype=torch.float32)
-        kernel = self._compiler.kernel(_router_spec, x.dtype, norm.weight.dtype)
+        outputs = experts + (gate is not None)
+        normed = x if norm is None else torch.empty_like(x)
+        logits = weight.new_empty((tokens, outputs))
+        kernel = self._compiler.kernel(_router_spec, x.dtype, norm.weight.dtype if norm else x.dtype, weight.dtype)
         kernel(
-            (-(-experts // _ROUTER_EXPERTS), -(-tokens // _ROUTER_TOKENS)),
+            (-(-outputs // _ROUTER_EXPERTS), -(-tokens // _ROUTER_TOKENS)),
             _ROUTER_THREADS,
             x=x,
-            norm=norm.weight,
-            eps=norm.eps,
+            norm=norm.weight if norm else None,
+            eps=norm.eps if norm else 0.0,
             weight=weight,
-            normed=normed,
+            gate=gate,
+            normed=normed if norm else None,
             logits=logits,
             tokens=tokens,
             experts=experts,
@@ -106,6 +110,10 @@ def _spec(dtype: torch.dtype, experts: int, top_k: int) -> KernelSpec:
     return KernelSpec("moe_choose.cu", "moe_choose", macros)
 
 
-def _router_spec(dtype: torch.dtype, norm_dtype: torch.dtype) -> KernelSpec:
-    macros: Macros = {"SCALAR": SCALAR_NAMES[dtype], "NORM_SCALAR": SCALAR_NAMES[norm_dtype]}
+def _router_spec(dtype: torch.dtype, norm_dtype: torch.dtype, logit_dtype: torch.dtype) -> KernelSpec:
+    macros: Macros = {
+        "SCALAR": SCALAR_NAMES[dtype],
+        "NORM_SCALAR": SCALAR_NAMES[norm_dtype],
+        "LOGIT_SCALAR": SCALAR_NAMES[logit_dtype],
+    }
     return KernelSpec("moe_router.cu", "moe_router", macros)

@@ -92,13 +92,18 @@ class Parameter(NamedTuple):
 
 
 def parse_signature(source: str, kernel: str, macros: Macros) -> tuple[Parameter, ...]:
-    """Return the parameters of a kernel that `source` declares. `macros` define T, W and C (common.cuh, fp8.cuh)."""
+    """Return the parameters of a kernel that `source` declares.
+
+    `macros` define T, W (common.cuh), C (fp8.cuh) and L (moe.cuh).
+    """
     found = re.search(rf'extern "C" __global__ void[^;{{]*?\b{kernel}\(([^)]*)\)', source)
     if found is None:
         raise ValueError(f'no extern "C" __global__ void {kernel} in this source')
     scalar = macros.get("SCALAR")
     pointed = dict(_POINTED)
-    for alias, name in (("T", scalar), ("W", macros.get("NORM_SCALAR", scalar)), ("C", macros.get("CACHE", scalar))):
+    aliases = {"T": "SCALAR", "W": "NORM_SCALAR", "C": "CACHE", "L": "LOGIT_SCALAR"}
+    for alias, macro in aliases.items():
+        name = macros.get(macro, scalar)
         if name is not None:
             pointed[alias] = _SCALARS[str(name)]
     return tuple(_parameter(kernel, text, pointed) for text in found[1].split(","))

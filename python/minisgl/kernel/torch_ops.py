@@ -24,6 +24,7 @@ from minisgl.kernel.base import (
     Norm,
     Ops,
     Routing,
+    SharedExpert,
     Weight,
 )
 from minisgl.kernel.recurrent_rows import ChunkedRows, SingleRows
@@ -149,7 +150,11 @@ class TorchOps:
     def latent_values(self, latents: Tensor, weight: Tensor) -> Tensor:
         return latent_values(latents, weight)
 
-    def norm_router(self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def norm_router(
+        self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, gate: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if gate is not None:
+            raise ValueError("no shared expert is merged")
         normed = x if norm is None else self.rms_norm(x, norm)
         return normed, self.linear(normed.to(weight.dtype), weight, bias)
 
@@ -164,7 +169,10 @@ class TorchOps:
         activation: ExpertActivation = "silu",
         residual: Tensor | None = None,
         first: int = 0,
+        shared: SharedExpert | None = None,
     ) -> Tensor:
+        if shared is not None:
+            raise ValueError("no shared expert is merged")
         if not isinstance(w13, Tensor) or not isinstance(w2, Tensor):
             raise TypeError("packed experts are for the kernels of csrc/")
         weights, experts = route(router_logits, routing, biases.choice)
@@ -214,6 +222,9 @@ class TorchOps:
 
     def begin_compiling(self, *_: object) -> None:
         pass
+
+    def merges_shared(self, *_: object) -> bool:
+        return False
 
     def moe_graph_safe(self, *_: object) -> bool:
         return False  # the host reads how many tokens each expert has

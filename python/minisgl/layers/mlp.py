@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
 from minisgl.distributed.group import Summed
-from minisgl.kernel.base import ClampedSwiGLU, ExpertBiases, ExpertKind, ExpertMatrices, Norm, Ops
+from minisgl.kernel.base import ClampedSwiGLU, ExpertBiases, ExpertKind, ExpertMatrices, Norm, Ops, SharedExpert
+from minisgl.kernel.torch_ops import DenseWeight
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, empty, unallocated, zeros
 from minisgl.layers.norm import RMSNorm, params_of
@@ -87,8 +88,9 @@ class SparseMLP(nn.Module):
     ) -> Summed:
         """Send each token of norm(x) to its experts; sum as `RowParallelLinear.add` does."""
         y: Tensor
-        router, experts = self.router, self.experts
-        normed, router_logits = ctx.ops.norm_router(x, params_of(norm), router.weight, router.bias)
+        router, experts, shared = self.router, self.experts, self._merged(len(x), ctx.ops)
+        gate = None if shared is None or self.shared_expert_gate is None else self.shared_expert_gate.weight
+        normed, router_logits = ctx.ops.norm_router(x, params_of(norm), router.weight, router.bias, gate)
         alone = self.tp.size == 1
         y = ctx.ops.moe(
             normed,
@@ -99,14 +101,29 @@ class SparseMLP(nn.Module):
             self.activation,
             residual if alone else None,
             experts.first,
+            shared,
         )
-        if self.shared_experts is not None:
+        if shared is None and self.shared_experts is not None:
             y = self.shared_experts.part(normed, y)
-        if self.shared_expert is not None and self.shared_expert_gate is not None:
+        if shared is None and self.shared_expert is not None and self.shared_expert_gate is not None:
             y = y.addcmul_(self.shared_expert.part(normed), self.shared_expert_gate(normed, ctx))
         if alone or residual is None:
             return y, None
         return self.tp.all_reduce_norm(y, residual, next_norm)
+
+    def _merged(self, tokens: int, ops: Ops) -> SharedExpert | None:
+        """Return the shared expert if the kernels take it as further ones."""
+        block, router, gate = self.shared_expert or self.shared_experts, self.router, self.shared_expert_gate
+        if block is None or self.activation != "silu" or not (router.bias is self.experts.w13_bias is None):
+            return None
+        w13, w2 = block.gate_up_proj.product, block.down_proj.product
+        if not isinstance(w13, DenseWeight) or not isinstance(w2, DenseWeight):
+            return None
+        if gate is not None and (gate.weight.dtype != router.weight.dtype or router.choice_bias is not None):
+            return None
+        shared, experts = SharedExpert(w13.tensor, w2.tensor, weighed=gate is not None), self.experts
+        merged = ops.merges_shared(tokens, *experts.matrices, experts.num_experts, self.routing, shared)
+        return shared if merged else None
 
     @property
     def _biases(self) -> ExpertBiases:
@@ -117,8 +134,16 @@ class SparseMLP(nn.Module):
     @property
     def kernel_experts(self) -> ExpertKind:
         """Kind of experts for which kernels are compiled."""
-        packed, clamped = self.experts.packed, isinstance(self.activation, ClampedSwiGLU)
-        return ExpertKind(self.experts.num_experts, self.routing.top_k, clamped, packed[0].format if packed else None)
+        experts, packed, router = self.experts, self.experts.packed, self.router
+        clamped = isinstance(self.activation, ClampedSwiGLU)
+        kind = ExpertKind(experts.num_experts, self.routing.top_k, clamped, packed[0].format if packed else None)
+        if router.weight.dtype == torch.float32 and self.routing.plain and router.choice_bias is None:
+            kind = kind._replace(logits=torch.float32)
+        block = self.shared_expert or self.shared_experts
+        if packed or block is None or block.down_proj.weight.shape[1] % experts.share:
+            return kind
+        parts = block.down_proj.weight.shape[1] // experts.share
+        return kind._replace(shared=parts, weighed=block is self.shared_expert)
 
     def graph_safe(self, ops: Ops) -> bool:
         """True if its work is the same whatever the data."""
