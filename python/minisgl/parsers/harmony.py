@@ -15,7 +15,16 @@ from collections.abc import Callable, Collection
 from enum import Enum, auto
 from typing import ClassVar
 
-from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning, find_first, possible_start
+from minisgl.parsers.streaming import (
+    CallArguments,
+    CallStart,
+    Content,
+    Event,
+    Reasoning,
+    StateParser,
+    find_first,
+    possible_start,
+)
 
 HARMONY = "harmony"  # value of both flags
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
@@ -39,7 +48,7 @@ class _Kind(Enum):
     CALL = auto()
 
 
-class HarmonyParser:
+class HarmonyParser(StateParser):
     """Reads one answer; a part that no header names is content.
 
     `tools`: names that the client has declared, of which calls are read; none: calls are content. Without `thoughts`
@@ -58,18 +67,16 @@ class HarmonyParser:
         prompt_end: str = "",
         continued: str = "",
     ) -> None:
+        super().__init__(self._first_header)
         self.reasoning_tokens = 0  # so far, markers included
         self._tools = tools
         self._new_id = new_id
         self._thoughts = thoughts
         self._header_tokens = 0  # of a header that is not complete
         self._num_calls = 0
-        self._buffer = ""  # not consumed yet
-        self._events: list[Event] = []
         self._shown: set[_Kind] = set()  # what the answer has some text of already
         self._kind = _Kind.CONTENT  # of the message at hand
         self._begun = False  # it has some text
-        self._state = self._first_header
         _, start, header = prompt_end.rpartition(START)
         if continued.strip():
             self._state = self._text
@@ -82,8 +89,7 @@ class HarmonyParser:
         """Take the text that `num_tokens` tokens brought; return the events that are certain with it."""
         thinks = self._thinks
         self._buffer += text
-        while self._buffer and self._state():
-            pass
+        self._run()
         if thinks or self._thinks:
             self.reasoning_tokens += num_tokens + self._header_tokens
             self._header_tokens = 0
@@ -91,8 +97,7 @@ class HarmonyParser:
             self._header_tokens += num_tokens
         else:
             self._header_tokens = 0
-        events, self._events = self._events, []
-        return events
+        return self._take_events()
 
     def finish(self) -> list[Event]:
         """Return the events of what was held back, when no text follows. A header without a message says nothing."""
@@ -104,14 +109,11 @@ class HarmonyParser:
         elif self._state != self._header and text.strip():
             self._kind, self._begun = _Kind.CONTENT, False
             self._say(text)
-        events, self._events = self._events, []
-        return events
+        return self._take_events()
 
     @property
     def _thinks(self) -> bool:
         return self._state == self._text and self._kind in (_Kind.THOUGHT, _Kind.FRAMED_THOUGHT)
-
-    # The states take text from the buffer; False: they need more.
 
     def _first_header(self) -> bool:
         """Look if a header goes on where the prompt ends, or the model answers without any."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from minisgl.parsers.harmony import END, HARMONY, SHOWN_BY
-from minisgl.parsers.streaming import Content, Event, Reasoning, possible_start
+from minisgl.parsers.streaming import Content, Event, Reasoning, StateParser, possible_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +52,13 @@ def start_of_answer(form: ReasoningFormat, prompt_end: str, continued: str = "")
     return Place.INSIDE if form.starts_inside else Place.UNDECIDED
 
 
-class ReasoningParser:
+class ReasoningParser(StateParser):
     """Splits one answer. The text that is no thought comes as Content."""
 
     def __init__(self, form: ReasoningFormat, start: Place) -> None:
+        super().__init__(self._answer if start is Place.OUTSIDE else self._opening)
         self._form = form
         self.position = start
-        self._buffer = ""  # not consumed yet
-        self._state = self._answer if start is Place.OUTSIDE else self._opening
-        self._events: list[Event] = []
-
-    def feed(self, text: str) -> list[Event]:
-        """Take more text; return the events that are certain with it."""
-        self._buffer += text
-        while self._buffer and self._state():
-            pass
-        events, self._events = self._events, []
-        return events
 
     def finish(self) -> list[Event]:
         """Return the events of what was held back, when no text follows."""
@@ -76,8 +66,6 @@ class ReasoningParser:
         if not text:
             return []
         return [Reasoning(text) if self.position is Place.INSIDE else Content(text)]
-
-    # The states take text from the buffer; False: they need more.
 
     def _opening(self) -> bool:
         stripped = self._buffer.lstrip()

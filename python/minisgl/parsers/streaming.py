@@ -6,7 +6,7 @@ The texts of one kind of event are to be joined in order; calls are numbered fro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -44,7 +44,32 @@ class CallArguments:
 
 Event: TypeAlias = Content | Reasoning | CallStart | CallArguments
 
+State: TypeAlias = Callable[[], bool]  # takes text from the front of the buffer; False: it needs more
+
 _NOT_SPACE = re.compile(r"\S")
+
+
+class StateParser:
+    """Takes one answer apart by states, each of which chooses the next: text in, events out."""
+
+    def __init__(self, state: State) -> None:
+        self._buffer = ""  # not consumed yet
+        self._state = state
+        self._events: list[Event] = []
+
+    def feed(self, text: str) -> list[Event]:
+        """Take more text; return the events that are certain with it."""
+        self._buffer += text
+        self._run()
+        return self._take_events()
+
+    def _run(self) -> None:
+        while self._buffer and self._state():
+            pass
+
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
 
 
 def find_first(text: str, markers: Iterable[str]) -> tuple[int, str] | None:

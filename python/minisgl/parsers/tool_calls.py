@@ -10,13 +10,21 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from minisgl.parsers.json_call import JsonCall
-from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, find_first, possible_start
+from minisgl.parsers.streaming import (
+    CallArguments,
+    CallStart,
+    Content,
+    Event,
+    State,
+    StateParser,
+    find_first,
+    possible_start,
+)
 
 Tools = Mapping[str, Mapping[str, Any]]  # the JSON schema of the parameters of each tool
-State = Callable[[], bool]  # takes text from the front of the buffer; False: it needs more
 
 
-class ToolCallParser(ABC):
+class ToolCallParser(StateParser, ABC):
     """Reads one answer. `new_id` makes the id of each call; `tools` are those that the client declared."""
 
     markers: ClassVar[tuple[str, ...]]  # with one of these a call begins
@@ -25,37 +33,25 @@ class ToolCallParser(ABC):
     contradicted_by: ClassVar[tuple[str, ...]] = ()  # texts of other forms that look like this one
 
     def __init__(self, tools: Tools, new_id: Callable[[], str]) -> None:
+        super().__init__(self._content)
         self._tools = tools
         self._new_id = new_id
         self._num_calls = 0
-        self._buffer = ""  # not consumed yet
         self._head = ""  # consumed, but content again if no call comes of it: up to the call itself
         self._raw = ""  # the same: of the call itself, where further calls may hide
         self._after_call = False  # nothing but white space came since a call
         self._json = JsonCall()
         self._after_json: State = self._content
-        self._events: list[Event] = []
-        self._state: State = self._content
-
-    def feed(self, text: str) -> list[Event]:
-        """Take more text; return the events that are certain with it."""
-        self._buffer += text
-        while self._buffer and self._state():
-            pass
-        events, self._events = self._events, []
-        return events
 
     def finish(self) -> list[Event]:
         """Return the events of what was held back, when no text follows."""
         while self._head or self._raw:
             self._reject()
-            while self._buffer and self._state():
-                pass
+            self._run()
         if not self._after_call or not self._buffer.isspace():
             self._say(self._buffer)
         self._buffer = ""
-        events, self._events = self._events, []
-        return events
+        return self._take_events()
 
     @abstractmethod
     def _begin(self) -> None:

@@ -21,7 +21,7 @@ from minisgl.server.api.answers.logprob_forms import token_text, value
 from minisgl.server.api.answers.objects import Usage, server_sent_event
 from minisgl.server.api.bodies.body import validate
 from minisgl.server.api.bodies.schema import GenerateBody, SglangBody
-from minisgl.server.api.http.errors import ApiError, clients_name, invalid, invalid_request
+from minisgl.server.api.http.errors import under_clients_names
 from minisgl.server.api.requests.open_request import Delta, Job, OpenRequest
 
 RENAMED = {  # sampling parameters that we call otherwise
@@ -54,12 +54,8 @@ def sglang_job(body: SglangBody, limits: Limits, sampling_defaults: Mapping[str,
         fields["logprobs"] = body.top_logprobs_num
         if body.logprob_start_len >= 0:
             fields["prompt_logprobs"] = body.top_logprobs_num
-    try:
+    with under_clients_names(names):
         job = generate_job(validate(fields, GenerateBody, limits), limits)
-    except InvalidRequest as error:
-        raise invalid_request(error, names) from None
-    except ApiError as error:
-        raise invalid(clients_name(error.detail.param or "", names), error.detail.message) from None
     return replace(job, field_names={ours: names.get(name, name) for ours, name in job.field_names.items()} | names)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.server.api.anthropic.bodies import ConversationBody, MessagesBody, OutputFormat
 from minisgl.server.api.anthropic.conversation import chat_messages
 from minisgl.server.api.bodies.body import validate
 from minisgl.server.api.bodies.schema import ChatBody
-from minisgl.server.api.http.errors import ApiError, clients_name, invalid, invalid_request
+from minisgl.server.api.http.errors import under_clients_names
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # ours -> the client's
 SAME = ("temperature", "top_k", "top_p", "max_tokens", "stream", "cache_salt", "request_id", "priority")
@@ -31,12 +30,8 @@ def chat_body(body: ConversationBody, limits: Limits, sampling_defaults: Mapping
     if isinstance(body, MessagesBody):
         fields["stop"] = body.stop_sequences
         fields |= {name: value for name in SAME if (value := getattr(body, name)) is not None}
-    try:
+    with under_clients_names(NAMES):
         return validate(fields, ChatBody, limits)
-    except InvalidRequest as error:
-        raise invalid_request(error, NAMES) from None
-    except ApiError as error:
-        raise invalid(clients_name(error.detail.param or "", NAMES), error.detail.message) from None
 
 
 def _template_kwargs(body: ConversationBody) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 from starlette.responses import Response
@@ -115,6 +116,18 @@ def clients_name(field: str, names: Mapping[str, str]) -> str:
     """Return a dotted field under the name that the client used for it, or for the field that it is a part of."""
     head, dot, rest = field.partition(".")
     return names.get(head, head) + dot + rest
+
+
+@contextmanager
+def under_clients_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Raise what is wrong with a field, of a body that was put into other words, as an ApiError about the client's."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise invalid_request(error, names) from None
+    except ApiError as error:
+        detail = error.detail
+        raise invalid(clients_name(detail.param or "", names), detail.message, detail.code) from None
 
 
 def too_large(limit: int) -> ApiError:

@@ -19,7 +19,7 @@ from minisgl.server.api.bodies.body import validate
 from minisgl.server.api.bodies.conversation import Message, ToolUse
 from minisgl.server.api.bodies.request_body import RequestBody
 from minisgl.server.api.bodies.schema import ChatBody
-from minisgl.server.api.http.errors import ApiError, clients_name, invalid, invalid_request
+from minisgl.server.api.http.errors import under_clients_names
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.responses.body import INCLUDE_REASONING, Item, ResponsesBody, TextFormat
 from minisgl.server.api.responses.items import messages_of
@@ -59,12 +59,8 @@ def order_of(
     tools = chat_tools(body.tools or [], body.tool_choice)
     chat = _chat_body(body, conversation(body, earlier, items), tools, limits)
     use = chat.tool_use()
-    try:
+    with under_clients_names(NAMES):
         job, options = chat_job(chat, use, limits, parsers, model)
-    except InvalidRequest as error:
-        raise invalid_request(error, NAMES) from None
-    except ApiError as error:
-        raise _renamed(error) from None
     names = {ours: NAMES.get(name, name) for ours, name in job.field_names.items()} | NAMES
     return Order(
         replace(job, field_names=names),
@@ -108,12 +104,8 @@ def _chat_body(body: ResponsesBody, messages: list[Message], tools: ChatTools, l
         if "response_format" in fields:
             raise InvalidRequest("text.format", "text.format and response_format cannot be given together")
         fields["response_format"] = _response_format(form)
-    try:
+    with under_clients_names(NAMES):
         return validate({name: value for name, value in fields.items() if value is not None}, ChatBody, limits)
-    except InvalidRequest as error:
-        raise invalid_request(error, NAMES) from None
-    except ApiError as error:
-        raise _renamed(error) from None
 
 
 def _response_format(form: TextFormat) -> dict[str, Any]:
@@ -122,10 +114,6 @@ def _response_format(form: TextFormat) -> dict[str, Any]:
     if form.schema_ is None:
         raise InvalidRequest("text.format.schema", "text.format.schema is required")
     return {"type": "json_schema", "json_schema": {"schema": form.schema_}}
-
-
-def _renamed(error: ApiError) -> ApiError:
-    return invalid(clients_name(error.detail.param or "", NAMES), error.detail.message, error.detail.code)
 
 
 def begun_response(body: ResponsesBody, tools: ChatTools, sampling: SamplingParams, model: str) -> Response:
