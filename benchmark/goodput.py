@@ -44,6 +44,7 @@ from measuring.search import Verdict, bisect, num_probes
 from measuring.server_process import LaunchFailed, ServerProcess, ask_served, exit_on_sigterm
 
 SHORTEST_PROBE = 10  # times the objective for the first token
+SETTLED = 2  # times the median answer in which judged requests leave: before, fewer run at once than in the long run
 
 
 def parse_range(text: str) -> tuple[float, float]:
@@ -253,6 +254,9 @@ def describe(probe: Probe) -> str:
     else:
         said += f"{probe.summary.good_share:.1%} within the objectives"
     said += f", {'stopped' if probe.stopped else 'done'} after {probe.seconds:.0f} s"
+    whole = probe.summary.end_to_end_ms if probe.summary and probe.verdict is Verdict.HELD else None
+    if probe.summary and whole and probe.summary.requests / probe.rate < SETTLED * whole.p50 / 1e3:
+        said += f"; answers take {whole.p50 / 1e3:.0f} s: the load had not settled, more requests"
     return said + (f" ({probe.cut} cut to the context)" if probe.cut else "")
 
 

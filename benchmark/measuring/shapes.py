@@ -190,6 +190,7 @@ SHAPES = {
             "kv_lora_rank": 512,
             "max_position_embeddings": 163840,
             "moe_intermediate_size": 1408,
+            "moe_layer_freq": 1,
             "n_group": 1,
             "n_routed_experts": 64,
             "n_shared_experts": 2,

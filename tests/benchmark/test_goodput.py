@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from dataclasses import replace
 
 import pytest
 
-from goodput import Task, make_task, run_search
+from goodput import Task, describe, make_task, run_search
+from measuring.client import RequestRecord
 from measuring.online_workloads import OnlineWorkload, make_workload
 from measuring.probe import Judgement, Probe, Search
 from measuring.search import Verdict
-from measuring.statistics import Slo
+from measuring.statistics import Slo, summarize
 
 RULES = Judgement(Slo(500, 250, 50), share=0.99, warm_up=10, late_ms=20)
 FLAGS = argparse.Namespace(
@@ -66,3 +68,15 @@ def test_no_probe_begins_that_would_outlast_the_budget():
         )
         assert len(search.probes) == probes
     assert len(kept) == 7
+
+
+def test_a_probe_as_short_as_its_answers_is_said_to_be_so():
+    records = []
+    for index in range(100):
+        record = RequestRecord(index, index / 10, prompt_tokens=9, max_tokens=2, sent=index / 10, completion_tokens=2)
+        record.times.extend([index / 10 + 1.0, index / 10 + 6.0])
+        records.append(record)
+    probe = Probe(10.0, None, Verdict.HELD, summarize(records, RULES.slo), False, 0.0, 16.0, 0.0, 0.0, 0, [])
+    assert "answers take 6 s: the load had not settled" in describe(probe)
+    assert "settled" not in describe(replace(probe, rate=5.0))
+    assert "settled" not in describe(replace(probe, verdict=Verdict.MISSED))
