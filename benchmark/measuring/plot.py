@@ -106,7 +106,8 @@ def _percentiles(axis: Any, title: str, names: Sequence[str], spreads: Sequence[
 def plot_searches(path: Path, searches: Sequence[Search]) -> None:
     """Draw, by rate, the share within the objectives and percentiles of TTFT and TPOT: a row of plots a workload.
 
-    Dotted lines are the wanted share and the objective for TPOT; that for TTFT differs from prompt to prompt.
+    Dotted lines are the wanted share and the objective for TPOT; that for TTFT differs from prompt to prompt. A probe
+    that was stopped is a cross: its percentiles would be those of the answers that had ended, the short ones.
     """
     workloads = list(dict.fromkeys(search.workload for search in searches))
     servers = list(dict.fromkeys(search.server for search in searches))
@@ -114,13 +115,21 @@ def plot_searches(path: Path, searches: Sequence[Search]) -> None:
         for workload, (share, ttft, tpot) in zip(workloads, rows, strict=True):
             of_workload = [search for search in searches if search.workload == workload]
             rules = of_workload[0].rules
+            highest = max((probe.rate for search in of_workload for probe in search.probes), default=1.0)
             for search in of_workload:
                 color = f"C{servers.index(search.server)}"
                 label = search.server if search.round == 1 else None
-                by_rate = {probe.rate: probe.summary for probe in search.probes if probe.summary is not None}
-                rates = sorted(by_rate)
-                figures = [by_rate[rate] for rate in rates]
+                judged = [(probe.rate, probe.summary, probe.stopped) for probe in search.probes if probe.summary]
+                whole = {rate: summary for rate, summary, stopped in judged if not stopped}
+                rates = sorted(whole)
+                figures = [whole[rate] for rate in rates]
                 share.plot(rates, [one.good_share * 100 for one in figures], "o-", color=color, label=label)
+                share.plot(
+                    [rate for rate, _, stopped in judged if stopped],
+                    [summary.good_share * 100 for _, summary, stopped in judged if stopped],
+                    "x",
+                    color=color,
+                )
                 ttfts, tpots = [one.ttft_ms for one in figures], [one.tpot_ms for one in figures]
                 for axis, spreads in ((ttft, ttfts), (tpot, tpots)):
                     for percentile, line in (("p50", "o-"), ("p99", "o--")):
@@ -136,8 +145,7 @@ def plot_searches(path: Path, searches: Sequence[Search]) -> None:
                 axis.yaxis.set_major_formatter("{x:g}")
                 axis.yaxis.set_minor_formatter("{x:g}")
             for axis in (share, ttft, tpot):
-                axis.set(xlabel="requests/s")
-                axis.set_xlim(left=0)
+                axis.set(xlabel="requests/s", xlim=(0, 1.05 * highest))
                 axis.legend(fontsize=7)
 
 
