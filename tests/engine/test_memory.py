@@ -10,16 +10,8 @@ import torch
 from minisgl import LLM
 from minisgl.attention.base import AttentionInputs, AttentionPlan
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.engine.memory import (
-    CPU_POOL_LIMIT,
-    Needs,
-    Room,
-    largest_step,
-    longest_step,
-    pool_pages,
-    room_for_pool,
-    run_trial,
-)
+from minisgl.engine.memory import CPU_POOL_LIMIT, Needs, Room, pool_pages, room_for_pool
+from minisgl.engine.memory_trial import largest_step, longest_step, run_trial
 from minisgl.limits import MAX_LOGPROBS
 
 CONFIG = EngineConfig(model_path="")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import minisgl.engine.engine
+import minisgl.engine.parts
 from gpu.test_gpu_families import SHAPES, SMALL
 from minisgl import LLM, SamplingParams
 from support.tiny_tokenizer import save_byte_tokenizer
@@ -39,7 +39,7 @@ def test_log_probabilities_are_those_of_one_page_table(
     windowed, counts = log_probabilities(tmp_path)
     assert counts["window_pages_given_back"] > 100
     assert counts["window_pages"] * 64 < COUNT * LENGTH
-    monkeypatch.setattr(minisgl.engine.engine, "leaves_pages_behind", lambda *_: False)
+    monkeypatch.setattr(minisgl.engine.parts, "leaves_pages_behind", lambda *_: False)
     together, _ = log_probabilities(tmp_path)
     for one, other in zip(windowed, together, strict=True):
         np.testing.assert_allclose(one, other, atol=0.02)

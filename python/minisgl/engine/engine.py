@@ -4,58 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from minisgl.attention.backend_choice import make_attention
-from minisgl.attention.base import AttentionSpec
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, StepResult, pages_for
+from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, StepResult
 from minisgl.distributed import TPGroup
-from minisgl.engine.device import bound_primitive_caches, resolve_device, resolve_dtype
+from minisgl.engine.device import resolve_device, resolve_dtype
 from minisgl.engine.forward import ForwardOutput
 from minisgl.engine.graph_sizes import graph_sizes
 from minisgl.engine.graph_trial import sizes_that_hold
-from minisgl.engine.graphs import (
-    DecodeGraphs,
-    Graphs,
-    samples_from_graph,
-)
-from minisgl.engine.memory import (
-    CPU_SEQUENCES,
-    Needs,
-    describe_states,
-    measure_needs,
-    pool_pages,
-    room_for_pool,
-    slots_with_states,
-    snapshots_with_room,
-)
-from minisgl.engine.parts import RunnerParts, divide_logits, layer_specs, load_weights, make_sampler
-from minisgl.engine.queue import make_queue
+from minisgl.engine.graphs import DecodeGraphs, Graphs, samples_from_graph
+from minisgl.engine.memory import CPU_SEQUENCES, Needs, pool_size, room_for_pool
+from minisgl.engine.memory_trial import measure_needs
+from minisgl.engine.parts import Phase, divide_logits, load_parts
 from minisgl.engine.step_costs import estimate, measure
-from minisgl.kernel.availability import make_ops
-from minisgl.kvcache.window import WindowGroup, leaves_pages_behind, usual_ratio, windowed_pages
-from minisgl.layers.linear import bind_weights, product_labels
-from minisgl.layers.mlp import expert_labels
+from minisgl.kvcache.window import WindowGroup
 from minisgl.limits import Limits
 from minisgl.models.config.model_config import ModelConfig
-from minisgl.models.loading import build_model
 from minisgl.progress import progress_bar
 from minisgl.step_cost import StepCost
-
-if TYPE_CHECKING:  # needs CUDA's packages
-    pass
-
-logger = logging.getLogger(__name__)
-
-Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class Engine:
@@ -76,92 +47,55 @@ class Engine:
         self.device = resolve_device(config, tp.rank)
         self.dtype = resolve_dtype(config, model.dtype)
         self.page_size = config.page_size
-        self.num_slots = config.max_running_requests
-        self.num_snapshots = 0
         self.step_cost: StepCost | None = None
         self.window: WindowGroup | None = None  # layers that have pages of their own
         self._kv_format = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
         self._processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self._tp = tp
         context_len = _context_len(config, model)
-        specs = layer_specs(config, model, tp, self.dtype)
-        attending = [spec for spec in specs if isinstance(spec, AttentionSpec)]
-        quantized = config.quantization != "auto" or model.quantization is not None
-        if self.device.type == "cpu":
-            bound_primitive_caches()
-        with phase("load kernels"):  # first: threads go on compiling them while weights are loaded
-            self._queue = make_queue(self.device, self.num_slots)
-            ops = make_ops(self.device)
-            sampler = make_sampler(self.device, self.dtype)
-            if self.device.type == "cuda":
-                on_paper = build_model(model, tp=tp, dtype=self.dtype, device=torch.device("meta"))
-                kernels = on_paper.kernel_needs(attending[0].kv_dtype)
-                if quantized:  # in which format experts are kept is known when they have been loaded
-                    kernels = dataclasses.replace(kernels, experts=frozenset())
-                ops.begin_compiling(kernels)
-            windows = [spec.window for spec in attending if spec.window is not None]
-            grouped = leaves_pages_behind(windows, self.page_size, context_len)
-            if self.device.type != "cpu" and config.window_ratio is None:  # until a GPU has run it
-                grouped = False
-            attention = self._queue.call(
-                lambda: make_attention(config.attention, specs, self.device, window_group=grouped)
-            )
-            attention.begin_compiling(self.num_slots)
-        with phase("load weights"):
-            weights = self._queue.call(
-                lambda: load_weights(config, model, tp, self.dtype, self.device, ops, progress=progress)
-            )
-            self._queue.call(lambda: bind_weights(weights, ops))
-            if quantized and self.device.type == "cuda":
-                ops.begin_compiling(weights.kernel_needs(attending[0].kv_dtype))
-        if quantized and tp.rank == 0:
-            logger.info("products read %s", ", ".join([product_labels(weights), *expert_labels(weights)]))
-        layout = attention.kv_layout
-        if layout.has_states:
-            for_states = tp.smallest(room_for_pool(self.device, config.memory_ratio, tp.size, Needs()).pool)
-            self.num_slots = slots_with_states(self.num_slots, layout, for_states)
-            if reuses_prefixes:
-                self.num_snapshots = snapshots_with_room(config.state_snapshots, self.num_slots, layout, for_states)
-            if tp.rank == 0:
-                logger.info(describe_states(layout, self.num_slots, config.max_running_requests, self.num_snapshots))
-        parts = RunnerParts(weights, self.num_slots, self.num_snapshots, attention, ops, sampler, self.device)
+        parts = load_parts(
+            config,
+            model,
+            tp,
+            device=self.device,
+            dtype=self.dtype,
+            phase=phase,
+            progress=progress,
+            context_len=context_len,
+            reuses_prefixes=reuses_prefixes,
+        )
+        self._queue = parts.queue
+        self.num_slots, self.num_snapshots = parts.num_slots, parts.num_snapshots
         sizes = graph_sizes(config, parts, max_prefill_tokens)
-        if sizes is not None and weights.graphs_by_trial:
+        if sizes is not None and parts.model.graphs_by_trial:
             with phase("try CUDA graphs"):
                 sizes = self._queue.call(partial(sizes_that_hold, parts, sizes, context_len, tp))
-        if sizes is not None and tp.size > 1 and weights.divides_logits:
-            divided = self._queue.call(lambda: divide_logits(tp, sampler, sizes.decode[-1], model, self.dtype))
+        if sizes is not None and tp.size > 1 and parts.model.divides_logits:
+            divided = self._queue.call(partial(divide_logits, tp, parts.sampler, sizes.decode[-1], model, self.dtype))
             parts = dataclasses.replace(parts, divided=divided)
         needs = Needs()
         if self.device.type == "cuda":
             with phase("measure a step's memory"):
                 needs = self._queue.call(lambda: measure_needs(parts, sizes, context_len, max_prefill_tokens))
         with phase("allocate the KV cache"):
-
-            def window_pages(num_pages: int) -> int:
-                if layout.window is None:
-                    return 0
-                ratio = config.window_ratio or usual_ratio(layout.window, self.page_size, context_len)
-                return windowed_pages(num_pages, ratio, layout.window, self.page_size, max_prefill_tokens)
-
-            useful_sequences = self.num_slots if self.device.type == "cuda" else min(self.num_slots, CPU_SEQUENCES)
+            layout = parts.attention.kv_layout
             room = room_for_pool(self.device, config.memory_ratio, tp.size, needs)
             state_bytes = layout.state_bytes(self.num_slots, self.num_snapshots)
-            self.num_pages = pool_pages(
+            self.num_pages, num_window_pages = pool_size(
                 config,
-                pool_bytes=lambda pages: layout.pool_bytes(pages, window_pages(pages)),
-                useful_pages=useful_sequences * pages_for(context_len, self.page_size),
-                room=dataclasses.replace(room, pool=tp.smallest(room.pool) - state_bytes),
+                layout,
+                dataclasses.replace(room, pool=tp.smallest(room.pool) - state_bytes),
+                useful_sequences=self.num_slots if self.device.type == "cuda" else min(self.num_slots, CPU_SEQUENCES),
+                context_len=context_len,
+                max_prefill_tokens=max_prefill_tokens,
             )
             if layout.window is not None:
-                self.window = WindowGroup(layout.window, window_pages(self.num_pages))
+                self.window = WindowGroup(layout.window, num_window_pages)
             # A sequence must fit into the pool alone.
             max_seq_len = min(context_len, self.num_pages * self.page_size)
             self.limits = Limits(max_seq_len=max_seq_len, vocab_size=model.vocab_size)
             # On the queue, like all that follows: another stream's fill would race with the first step's reads.
-            self._runner = self._queue.call(
-                lambda: parts.runner(self.num_pages, window_pages(self.num_pages), max_seq_len)
-            )
+            self._runner = self._queue.call(partial(parts.runner, self.num_pages, num_window_pages, max_seq_len))
         # For all steps: the host writes a step's only when it has the tokens of the step before, and by then the device
         # has read that one's.
         self._bitmask = torch.empty(
@@ -185,8 +119,9 @@ class Engine:
                     num_window_pages=None if self.window is None else self.window.num_pages,
                 )
         else:
-            weight_bytes = sum(weight.nbytes for weight in weights.parameters())
-            self.step_cost = estimate(weight_bytes, weights.layer_weights * len(specs), attending)
+            weight_bytes = sum(weight.nbytes for weight in parts.model.parameters())
+            layer_weights = parts.model.layer_weights * len(model.layers)
+            self.step_cost = estimate(weight_bytes, layer_weights, parts.attending)
 
     @property
     def bitmask(self) -> Int32Array:

@@ -1,31 +1,20 @@
-"""Pages of the KV pool: what a running engine takes on its GPU besides them, found by a trial, and the arithmetic.
-
-The trial has the slots of the real engine and a pool of one page, in which all rows read and write: what is computed is
-of no use, but its memory is the real one.
-"""
+"""Division of a device's memory: pages of the KV pool, and slots and snapshots of recurrent states. Arithmetic."""
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from minisgl.config import ConfigError, EngineConfig
-from minisgl.core import Batch, Int32Array, SamplingFlags, ScoredTokens, StepResult
+from minisgl.core import pages_for
 from minisgl.engine.device import GIB
-from minisgl.engine.forward import StepRunner
-from minisgl.engine.graph_sizes import GraphSizes
-from minisgl.engine.graphs import Graphs
-from minisgl.engine.parts import RunnerParts
 from minisgl.kvcache.layout import KVLayout
-from minisgl.limits import MAX_LOGPROBS
+from minisgl.kvcache.window import usual_ratio, windowed_pages
 
 CPU_POOL_LIMIT = 8 << 30  # bytes: more is of no use to a CPU and would surprise its owner
 # Sequences of full length, or many shorter ones, that a pool on the CPU holds: what it caches becomes the process's
@@ -123,132 +112,30 @@ def pool_pages(config: EngineConfig, *, pool_bytes: Callable[[int], int], useful
     )
 
 
-def largest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
-    """Return a prefill of `max_tokens` in which every slot has a part, the first ones the longest, and all sample.
+def pool_size(
+    config: EngineConfig,
+    layout: KVLayout,
+    room: Room,
+    *,
+    useful_sequences: int,
+    context_len: int,
+    max_prefill_tokens: int,
+) -> tuple[int, int]:
+    """Return the pages of the pool and those of its windowed group, which has none where no layer has a window.
 
-    Every slot has a token in any case: decodes are not bounded by the tokens of a prefill.
+    More pages than `useful_sequences` of full length take are of no use. ConfigError if a wanted number does not fit.
     """
-    query_lens = np.ones(num_slots, dtype=np.int32)
-    left = max(max_tokens - num_slots, 0)
-    for row in range(num_slots):
-        query_lens[row] += min(left, max_seq_len - 1)
-        left -= query_lens[row] - 1
-    return _trial_step(np.zeros(num_slots, dtype=np.int32), query_lens)
 
+    def window_pages(num_pages: int) -> int:
+        if layout.window is None:
+            return 0
+        ratio = config.window_ratio or usual_ratio(layout.window, config.page_size, context_len)
+        return windowed_pages(num_pages, ratio, layout.window, config.page_size, max_prefill_tokens)
 
-def longest_step(num_slots: int, max_seq_len: int, max_tokens: int) -> Batch:
-    """Return a prefill whose first row has all tokens but one for each other slot, behind as long a prefix as fits.
-
-    All log-probabilities that a step can return are wanted: of the sampled tokens and of every token of the prompts.
-    """
-    query_lens, start_pos = np.ones(num_slots, dtype=np.int32), np.zeros(num_slots, dtype=np.int32)
-    last = max(max_seq_len - 1, 1)  # the token behind the last position is read, to be scored
-    query_lens[0] = min(max(max_tokens - num_slots + 1, 1), last)
-    start_pos[0] = last - query_lens[0]
-    scored = ScoredTokens(np.arange(num_slots, dtype=np.int32), MAX_LOGPROBS, query_lens, MAX_LOGPROBS)
-    return _trial_step(start_pos, query_lens, scored)
-
-
-def _trial_step(start_pos: Int32Array, query_lens: Int32Array, logprobs: ScoredTokens | None = None) -> Batch:
-    """Return a step of all slots whose sampling is as much work as there is: processed logits are a float32 copy."""
-    return Batch(
-        step=0,
-        slots=np.arange(len(query_lens), dtype=np.int32),
-        start_pos=start_pos,
-        query_lens=query_lens,
-        needs_sample=np.ones(len(query_lens), dtype=np.bool_),
-        new_pages=np.zeros((0, 3), dtype=np.int32),
-        flags=SamplingFlags.SAMPLED | SamplingFlags.FILTERED | SamplingFlags.PROCESSED,
-        logprobs=logprobs,
+    num_pages = pool_pages(
+        config,
+        pool_bytes=lambda pages: layout.pool_bytes(pages, window_pages(pages)),
+        useful_pages=useful_sequences * pages_for(context_len, config.page_size),
+        room=room,
     )
-
-
-def run_trial(runner: StepRunner, batch: Batch) -> StepResult[Tensor]:
-    """Launch all that a step can consist of."""
-    return runner.sample(batch, runner.forward(batch), processed_logprobs=True)
-
-
-def measure_needs(parts: RunnerParts, sizes: GraphSizes | None, context_len: int, max_prefill_tokens: int) -> Needs:
-    """Return what steps and graphs take, from a trial."""
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(parts.device)
-    runner = parts.runner(0, 0, context_len)
-    # The trial's states are the real ones, and counted apart.
-    states = parts.attention.kv_layout.state_bytes(parts.num_slots, parts.num_snapshots)
-    steps = steps_bytes(runner, before, context_len, max_prefill_tokens) - states
-    torch.cuda.empty_cache()
-    graphs = 0 if sizes is None else graphs_bytes(runner, sizes, context_len)
-    del runner
-    torch.cuda.empty_cache()  # what torch keeps would look taken
-    return Needs(steps, graphs)
-
-
-def steps_bytes(runner: StepRunner, before: int, max_seq_len: int, max_tokens: int) -> int:
-    """Return what the largest steps add to the `before` bytes that torch had. ConfigError if one does not fit."""
-    device = runner.state.device
-    runner.state.tokens.random_(0, runner.model.config.vocab_size)
-    sizes = runner.state.scratch_slot, max_seq_len, max_tokens
-    torch.cuda.reset_peak_memory_stats(device)
-    try:
-        for batch in (largest_step(*sizes), longest_step(*sizes)):
-            run_trial(runner, batch)
-            torch.cuda.synchronize(device)
-    except torch.OutOfMemoryError as error:
-        total = torch.cuda.get_device_properties(device).total_memory
-        raise ConfigError(
-            f"a prefill of {batch.num_tokens} tokens does not fit beside the weights, which take "
-            f"{before / GIB:.2f} of {total / GIB:.2f} GiB: use a smaller --max-prefill-length "
-            f"(such as {max(batch.num_tokens // 4, 1)}) or more ranks (--tp)"
-        ) from error
-    return torch.cuda.max_memory_reserved(device) - before
-
-
-def graphs_bytes(runner: StepRunner, sizes: GraphSizes, max_seq_len: int) -> int:
-    """Return the bytes that the graphs of all these sizes take, from captures of three of each kind.
-
-    These are the smallest and the two largest. The largest brings the memory that all share; the others, what grows
-    with their rows.
-    """
-    device = runner.state.device
-    trial = GraphSizes(_ends(sizes.decode), _ends(sizes.prefill))
-    free = [_free(device)]
-    taken: list[int] = []  # in the order of capture
-
-    def captured() -> None:
-        torch.cuda.synchronize(device)
-        free.append(_free(device))
-        taken.append(max(free[-2] - free[-1], 0))
-
-    try:
-        graphs = Graphs(runner, trial, max_seq_len, captured)
-    except torch.OutOfMemoryError as error:
-        if len(taken) < len(trial.prefill):
-            raise ConfigError(
-                f"CUDA graphs of prefills of up to {sizes.prefill[-1]} tokens do not fit: use a smaller "
-                "--max-prefill-length, or --cuda-graph-max-bs 0, for none"
-            ) from error
-        raise ConfigError(
-            f"CUDA graphs of up to {sizes.decode[-1]} rows do not fit: use a smaller --cuda-graph-max-bs "
-            f"(such as {sizes.decode[-1] // 4}; 0: none)"
-        ) from error
-    del graphs
-    gc.collect()
-    torch.cuda.empty_cache()
-    prefill, decode = taken[: len(trial.prefill)][::-1], taken[len(trial.prefill) :][::-1]
-    return _of_all(sizes.prefill, trial.prefill, prefill) + _of_all(sizes.decode, trial.decode, decode)
-
-
-def _ends(sizes: list[int]) -> list[int]:
-    """Return the smallest and the two largest."""
-    return sorted({*sizes[:1], *sizes[-2:]})
-
-
-def _of_all(sizes: list[int], trial: list[int], taken: list[int]) -> int:
-    """Return what all sizes take, from what those of the trial took."""
-    if len(sizes) <= 1:
-        return sum(taken)
-    return taken[-1] + int(sum(np.interp(sizes[:-1], trial[:-1], taken[:-1])))
-
-
-def _free(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0]
+    return num_pages, window_pages(num_pages)

@@ -1,27 +1,38 @@
-"""Parts of a rank's step runner, as they are chosen and loaded before the size of its KV pool is known."""
+"""Parts of a rank's step runner: kernels, attention, weights and slots, before the size of its KV pool is known."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from minisgl.attention.backend_choice import make_attention
 from minisgl.attention.base import AttentionSpec, LayerSpec, RecurrentSpec
 from minisgl.attention.model_attention import ModelAttention
 from minisgl.config import ConfigError, EngineConfig
 from minisgl.distributed import TPGroup
-from minisgl.engine.device import GIB
+from minisgl.engine.device import GIB, bound_primitive_caches
 from minisgl.engine.forward import StepRunner
+from minisgl.engine.memory import Needs, describe_states, room_for_pool, slots_with_states, snapshots_with_room
 from minisgl.engine.pooling import PoolingRunner
+from minisgl.engine.queue import DeviceQueue, make_queue
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
-from minisgl.kernel.availability import has_kernels
+from minisgl.kernel.availability import has_kernels, make_ops
 from minisgl.kernel.base import Ops
+from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.window import leaves_pages_behind
 from minisgl.layers.layer_config import AttentionConfig
+from minisgl.layers.linear import bind_weights, product_labels
+from minisgl.layers.mlp import expert_labels
 from minisgl.models.base import Model
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.loading import build_model, load_model
@@ -30,15 +41,21 @@ from minisgl.models.pooling_model import PoolingModel
 if TYPE_CHECKING:  # needs CUDA's packages
     from minisgl.engine.divided_logits import DividedLogits
 
+logger = logging.getLogger(__name__)
+
+Phase = Callable[[str], AbstractContextManager[None]]
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
     """Parts of a runner, whatever the size of its pool."""
 
+    queue: DeviceQueue
     model: Model
     num_slots: int
     num_snapshots: int  # of recurrent states
     attention: ModelAttention
+    attending: list[AttentionSpec]  # of the layers that attend
     ops: Ops
     sampler: Sampler
     device: torch.device
@@ -68,7 +85,71 @@ class RunnerParts:
         return StepRunner(self.model, kv, state, self.attention, self.ops, self.sampler, self.divided)
 
 
-def layer_specs(config: EngineConfig, model: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> list[LayerSpec]:
+def load_parts(
+    config: EngineConfig,
+    model: ModelConfig,
+    tp: TPGroup,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    phase: Phase,
+    progress: bool,
+    context_len: int,
+    reuses_prefixes: bool,
+) -> RunnerParts:
+    """Load a rank's kernels and weights, and count the slots and snapshots of recurrent states that have room.
+
+    ConfigError where the device cannot compute or hold the model.
+    """
+    specs = _layer_specs(config, model, tp, dtype)
+    attending = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+    quantized = config.quantization != "auto" or model.quantization is not None
+    if device.type == "cpu":
+        bound_primitive_caches()
+    with phase("load kernels"):  # first: threads go on compiling them while weights are loaded
+        queue = make_queue(device, config.max_running_requests)
+        ops = make_ops(device)
+        sampler = _make_sampler(device, dtype)
+        if device.type == "cuda":
+            on_paper = build_model(model, tp=tp, dtype=dtype, device=torch.device("meta"))
+            kernels = on_paper.kernel_needs(attending[0].kv_dtype)
+            if quantized:  # in which format experts are kept is known when they have been loaded
+                kernels = dataclasses.replace(kernels, experts=frozenset())
+            ops.begin_compiling(kernels)
+        windows = [spec.window for spec in attending if spec.window is not None]
+        grouped = leaves_pages_behind(windows, config.page_size, context_len)
+        if device.type != "cpu" and config.window_ratio is None:  # until a GPU has run it
+            grouped = False
+        attention = queue.call(lambda: make_attention(config.attention, specs, device, window_group=grouped))
+        attention.begin_compiling(config.max_running_requests)
+    with phase("load weights"):
+        weights = queue.call(lambda: _load_weights(config, model, tp, dtype, device, ops, progress=progress))
+        queue.call(lambda: bind_weights(weights, ops))
+        if quantized and device.type == "cuda":
+            ops.begin_compiling(weights.kernel_needs(attending[0].kv_dtype))
+    if quantized and tp.rank == 0:
+        logger.info("products read %s", ", ".join([product_labels(weights), *expert_labels(weights)]))
+    num_slots, num_snapshots = _slots_and_snapshots(config, attention.kv_layout, tp, device, reuses_prefixes)
+    return RunnerParts(queue, weights, num_slots, num_snapshots, attention, attending, ops, sampler, device)
+
+
+def _slots_and_snapshots(
+    config: EngineConfig, layout: KVLayout, tp: TPGroup, device: torch.device, reuses_prefixes: bool
+) -> tuple[int, int]:
+    """Return the requests that may run, and the snapshots of their states: recurrent layers may leave fewer room."""
+    wanted, num_snapshots = config.max_running_requests, 0
+    if not layout.has_states:
+        return wanted, num_snapshots
+    room = tp.smallest(room_for_pool(device, config.memory_ratio, tp.size, Needs()).pool)
+    num_slots = slots_with_states(wanted, layout, room)
+    if reuses_prefixes:
+        num_snapshots = snapshots_with_room(config.state_snapshots, num_slots, layout, room)
+    if tp.rank == 0:
+        logger.info(describe_states(layout, num_slots, wanted, num_snapshots))
+    return num_slots, num_snapshots
+
+
+def _layer_specs(config: EngineConfig, model: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> list[LayerSpec]:
     """Return each layer's attention on a rank, or the state that it keeps in the place of it."""
     return [
         AttentionSpec.of(
@@ -85,7 +166,7 @@ def layer_specs(config: EngineConfig, model: ModelConfig, tp: TPGroup, dtype: to
     ]
 
 
-def load_weights(
+def _load_weights(
     config: EngineConfig,
     model: ModelConfig,
     tp: TPGroup,
@@ -121,7 +202,7 @@ def load_weights(
         ) from error
 
 
-def make_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
+def _make_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
     """Return the device's sampler; its kernels are compiled meanwhile, for logits of `dtype`."""
     if has_kernels(device):
         from minisgl.engine.cuda_sampler import CudaSampler
