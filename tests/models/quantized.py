@@ -171,6 +171,15 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
         fp8("weight_scale_inv", (128, 128), torch.bfloat16),
     ),
     "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8("weight_scale", (0, 0))),
+    "modelopt": (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "kv_cache_quant_algo": "FP8",
+            "exclude_modules": ["lm_head", "*.norm*"],
+        },
+        fp8("weight_scale", (0, 0)),
+    ),
     "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fp8("weight_scale", None)),
     "compressed fp8 tensor": (compressed("float-quantized", "float", 8, "tensor"), fp8("weight_scale", (0, 0))),
     "compressed fp8 channel": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from minisgl.distributed import SingleRank
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.layers.linear import Linear, RowParallelLinear, bind_weights
 from minisgl.models import checkpoint
-from minisgl.models.config.load_config import parse_config
+from minisgl.models.config.load_config import load_model_config, parse_config
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.quantization.dequantize import find_quantized
 from minisgl.quantization.schemes import Mxfp4Weights, Quantization
@@ -166,6 +167,22 @@ def test_weights_stay_quantized_on_every_rank(pair: Callable[[str], Pair], dtype
                     assert torch.equal(have.product.tensor, want.product.tensor)
 
 
+def test_a_file_of_its_own_says_how_weights_are_stored(pair: Callable[[str], Pair], tmp_path: Path) -> None:
+    """Older files of NVIDIA's Model Optimizer have hf_quant_config.json; their wildcards name what is left out."""
+    quantized, plain = pair("modelopt")
+    folder = changed(quantized, tmp_path, {})
+    raw = json.loads((folder / "config.json").read_text())
+    own = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head", "model.layers.*.router"]}
+    del raw["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": own}))
+    assert_same(load(folder), load(plain))
+    quantization = load_model_config(folder).quantization
+    assert quantization is not None
+    assert quantization.scheme_of("model.layers.3.router") is None
+    assert quantization.scheme_of("model.layers.3.mlp.up_proj") is not None
+
+
 def test_static_scales_of_activations(pair: Callable[[str], Pair], tmp_path: Path) -> None:
     """Products that round x have them, merged ones the largest; without the flag they make no difference."""
     quantized, _ = pair("fp8 tensor")
@@ -231,6 +248,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "method": ({"quant_method": "bitsandbytes"}, 'quant_method "bitsandbytes" is not supported; known are fp8, '),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, '(fp8): fmt "e5m2" is not supported'),
     "activations": ({"quant_method": "fp8", "activation_scheme": "wild"}, '(fp8): activation_scheme "wild"'),
+    "optimizer": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        '(modelopt): quant_algo "NVFP4" is not supported',
+    ),
     "block": ({"quant_method": "fp8", "weight_block_size": [128]}, "(fp8): weight_block_size [128] is not"),
     "modules": ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, 'modules_to_not_convert "lm_head"'),
     "awq bits": ({"quant_method": "awq", "bits": 3, "group_size": 128}, "(awq): bits 3 is not supported"),

@@ -63,6 +63,10 @@ def load_model_config(
     raw = _read_json(folder / "config.json")
     if not (raw.get("dtype") or raw.get("torch_dtype")):
         raw = {**raw, "dtype": checkpoint_dtype(folder)}
+    optimizer = folder / "hf_quant_config.json"
+    if "quantization_config" not in raw and optimizer.is_file():  # older files of NVIDIA's Model Optimizer
+        quantized = _read_json(optimizer).get("quantization") or {}
+        raw = {**raw, "quantization_config": {"quant_method": "modelopt", **quantized}}
     generation = folder / "generation_config.json"
     generation_config = _read_json(generation) if generation.is_file() else {}
     model = parse_config(raw, generation_config, tokenizer_eos(folder), implementation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
@@ -140,6 +141,20 @@ def _read_gptq(fields: _Fields) -> Quantization:
     return Quantization("gptq", (((), scheme),), (*fields.names(*_IGNORE_KEYS), *left_out))
 
 
+def _read_modelopt(fields: _Fields) -> Quantization:
+    """FP8 of NVIDIA's Model Optimizer: a scale for each tensor, static activations; modules left out by wildcards."""
+    fields.one_of("quant_algo", ("FP8",))
+    fields.one_of("kv_cache_quant_algo", ("FP8", "none"), "none")
+    cache = fields.inside("kv_cache_scheme")
+    if cache is not None:
+        _check_kv_cache(cache)
+    left_out = (
+        f"re:{fnmatch.translate(name)}" if "*" in name else name
+        for name in fields.names(*_IGNORE_KEYS, "exclude_modules")
+    )
+    return Quantization("modelopt FP8", (((), ScaledWeights("fp8", activations="static 8 bits")),), tuple(left_out))
+
+
 def _read_mxfp4(fields: _Fields) -> Quantization:
     return Quantization("mxfp4", (((), Mxfp4Weights()),), fields.names(*_IGNORE_KEYS))
 
@@ -208,5 +223,6 @@ _METHODS: Mapping[str, Callable[[_Fields], Quantization]] = {
     "awq": _read_awq,
     "gptq": _read_gptq,
     "compressed-tensors": _read_compressed_tensors,
+    "modelopt": _read_modelopt,
     "mxfp4": _read_mxfp4,
 }
