@@ -12,20 +12,20 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from inspect import Parameter, Signature
+from inspect import Signature
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import torch
 
-from minisgl.config import EngineConfig, SamplingDefaults, SchedulerConfig, ServerConfig, SourceConfig
-from minisgl.config.settings import declarations, take_keywords
+from minisgl.config import SamplingDefaults, ServerConfig
 from minisgl.core import Int32Array, InvalidRequest, SamplingParams, room_for_output
 from minisgl.engine.device import join_ranks
 from minisgl.engine.engine import Engine
 from minisgl.llm.completion import Answer
 from minisgl.llm.completion import Completion as Completion
+from minisgl.llm.keywords import read_settings, signature
 from minisgl.llm.rank_processes import RankLost, RankProcesses
 from minisgl.message.control import Progress
 from minisgl.message.to_tokenizer import PairPrompt
@@ -50,33 +50,10 @@ from minisgl.tokenizer.text import TextTokenizer
 logger = logging.getLogger(__name__)
 
 _STEPS_TO_REST = 4  # more than are in flight
-_SETTINGS = (SourceConfig, EngineConfig, SchedulerConfig)  # that are keywords of LLM
-# Nobody reads along, and whole prompts first make the largest decode batches soonest.
-_OWN_DEFAULTS = {"batch_policy": "prefill-first"}
 _TUPLES = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words")
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
-
-
-def _signature() -> Signature:
-    """Return LLM's signature with the declared settings by name, for `help` and for completion at a prompt."""
-    keywords = [
-        Parameter(
-            one.keyword, Parameter.KEYWORD_ONLY, default=_OWN_DEFAULTS.get(one.name, one.default), annotation=one.hint
-        )
-        for struct in _SETTINGS
-        for one in declarations(struct)
-        if one.name not in ("model", "dtype")
-    ]
-    return Signature(
-        [
-            Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, annotation=str),
-            Parameter("dtype", Parameter.POSITIONAL_OR_KEYWORD, default="auto", annotation=str | torch.dtype),
-            Parameter("use_dummy_weight", Parameter.KEYWORD_ONLY, default=False, annotation=bool),
-            *keywords,
-        ]
-    )
 
 
 class LLM:
@@ -89,7 +66,7 @@ class LLM:
     It may be called from several threads: one call waits for the other.
     """
 
-    __signature__: ClassVar[Signature] = _signature()
+    __signature__: ClassVar[Signature] = signature()
 
     def __init__(
         self, model: str, dtype: str | torch.dtype = "auto", *, use_dummy_weight: bool = False, **settings: Any
@@ -97,7 +74,7 @@ class LLM:
         if use_dummy_weight:
             settings["load_format"] = "dummy"
         settings |= {"model": model, "dtype": str(dtype).removeprefix("torch.")}
-        source, config, scheduling = _read_settings(settings)
+        source, config, scheduling = read_settings(settings)
         server = ServerConfig(source=source, engine=config, scheduler=scheduling, model_names=(model,))
         server.validate()
         folder, tokenizer_folder = find_model(source, weights=config.load_format != "dummy")
@@ -167,7 +144,7 @@ class LLM:
         to it, with a warning in the log. Raises InvalidRequest for the first prompt or parameter that cannot be
         served, before anything runs.
         """
-        ids = [self._encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        ids = self._encode_all(prompts)
         answers = self._run(ids, self._params_for(ids, sampling_params), use_tqdm, continues=True)
         return [answer.completion for answer in answers]
 
@@ -200,7 +177,7 @@ class LLM:
         """
         pooling = self._pools("embedding")
         check_dimensions(dimensions, pooling)
-        ids = [self._encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        ids = self._encode_all(prompts)
         vectors = self._vectors(ids, use_tqdm)
         return _stacked(
             [embedding(vector, pooling, dimensions, normalize) for vector in vectors], dimensions or pooling.size
@@ -209,7 +186,7 @@ class LLM:
     def classify(self, prompts: str | Sequence[Prompt], *, use_tqdm: bool = False) -> Float32Array:
         """Return the probability of each class [prompts, classes]. Raises InvalidRequest, also for other models."""
         pooling = self._pools("classes")
-        ids = [self._encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        ids = self._encode_all(prompts)
         vectors = self._vectors(ids, use_tqdm)
         return _stacked([activated(vector, pooling.activation) for vector in vectors], pooling.size)
 
@@ -288,6 +265,9 @@ class LLM:
     def check_idle(self) -> None:
         """Raise if anything is held although nothing runs."""
         self.loop.scheduler.check_idle()
+
+    def _encode_all(self, prompts: str | Sequence[Prompt]) -> list[Int32Array]:
+        return [self._encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
 
     def _encode(self, prompt: Prompt) -> Int32Array:
         if isinstance(prompt, str):
@@ -395,17 +375,6 @@ class LLM:
 def _stacked(rows: list[Float32Array], width: int) -> Float32Array:
     """Return the rows [n, width], of which there may be none."""
     return np.stack(rows) if rows else np.empty((0, width), dtype=np.float32)
-
-
-def _read_settings(keywords: dict[str, Any]) -> tuple[SourceConfig, EngineConfig, SchedulerConfig]:
-    """Return the settings that LLM's keywords give. TypeError for one that is unknown."""
-    source = SourceConfig(**take_keywords(SourceConfig, keywords))
-    engine = EngineConfig(model_path="", **take_keywords(EngineConfig, keywords))
-    scheduler = SchedulerConfig(**_OWN_DEFAULTS | take_keywords(SchedulerConfig, keywords))
-    if keywords:
-        known = sorted(one.keyword for kind in _SETTINGS for one in declarations(kind))
-        raise TypeError(f"LLM has no keyword {', '.join(keywords)}; it has {', '.join(known)}")
-    return source, engine, scheduler
 
 
 def _default_params(defaults: SamplingDefaults) -> SamplingParams:

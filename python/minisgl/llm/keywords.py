@@ -1,0 +1,46 @@
+"""Keywords of LLM: the declared settings of the model's source, the engine and the scheduler."""
+
+from __future__ import annotations
+
+from inspect import Parameter, Signature
+from typing import Any
+
+import torch
+
+from minisgl.config import EngineConfig, SchedulerConfig, SourceConfig
+from minisgl.config.settings import declarations, take_keywords
+
+_SETTINGS = (SourceConfig, EngineConfig, SchedulerConfig)  # that are keywords of LLM
+# Nobody reads along, and whole prompts first make the largest decode batches soonest.
+_OWN_DEFAULTS = {"batch_policy": "prefill-first"}
+
+
+def signature() -> Signature:
+    """Return LLM's signature with the declared settings by name, for `help` and for completion at a prompt."""
+    keywords = [
+        Parameter(
+            one.keyword, Parameter.KEYWORD_ONLY, default=_OWN_DEFAULTS.get(one.name, one.default), annotation=one.hint
+        )
+        for struct in _SETTINGS
+        for one in declarations(struct)
+        if one.name not in ("model", "dtype")
+    ]
+    return Signature(
+        [
+            Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, annotation=str),
+            Parameter("dtype", Parameter.POSITIONAL_OR_KEYWORD, default="auto", annotation=str | torch.dtype),
+            Parameter("use_dummy_weight", Parameter.KEYWORD_ONLY, default=False, annotation=bool),
+            *keywords,
+        ]
+    )
+
+
+def read_settings(keywords: dict[str, Any]) -> tuple[SourceConfig, EngineConfig, SchedulerConfig]:
+    """Return the settings that LLM's keywords give. TypeError for one that is unknown."""
+    source = SourceConfig(**take_keywords(SourceConfig, keywords))
+    engine = EngineConfig(model_path="", **take_keywords(EngineConfig, keywords))
+    scheduler = SchedulerConfig(**_OWN_DEFAULTS | take_keywords(SchedulerConfig, keywords))
+    if keywords:
+        known = sorted(one.keyword for kind in _SETTINGS for one in declarations(kind))
+        raise TypeError(f"LLM has no keyword {', '.join(keywords)}; it has {', '.join(known)}")
+    return source, engine, scheduler
