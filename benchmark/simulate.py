@@ -2,24 +2,30 @@
 
 The formula is a roofline of Llama-3.1-8B on an H200: weights read once or multiplied with every token, whichever takes
 longer, attention, and K and V read by decodes. The scheduler's cost model is measured on it as an engine measures its
-own. Nothing depends on the machine, so a run says what a policy does and what a change of it would do.
+own. Nothing depends on the machine, so a run says what a policy does and what a change of it would do. Workloads:
+bursts of code completions, a Poisson process of conversations, these all at once, or a trace's file.
 
     python benchmark/simulate.py
     python benchmark/simulate.py --policies mixed:35,mixed:50 --workloads poisson --rate 10
+    python benchmark/simulate.py --policies mixed:35,mixed:48 --workloads AzureLLMInferenceTrace_conv.csv --rate 26
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from measuring.arguments import make_parser
+from measuring.client import RequestRecord
+from measuring.load_arguments import add_slo_arguments, slo_of
 from measuring.report import Cell, table, write_json
-from measuring.statistics import spread
+from measuring.statistics import Slo, summarize
+from measuring.traces import read_trace
+from measuring.workload import fit_context
 from minisgl.config import SchedulerConfig
 from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, SamplingParams, StepResult
 from minisgl.engine.step_costs import measure
@@ -95,14 +101,6 @@ class Arrival:
     output: int
 
 
-@dataclass(slots=True)
-class Times:
-    """Times of one request's tokens."""
-
-    arrival: float
-    tokens: list[float] = field(default_factory=list)
-
-
 def measured_cost(roofline: Roofline, max_prefill_tokens: int) -> StepCost:
     """Return what an engine with this device would find."""
     clock = Clock()
@@ -124,7 +122,7 @@ def measured_cost(roofline: Roofline, max_prefill_tokens: int) -> StepCost:
     return cost
 
 
-def simulate(config: SchedulerConfig, arrivals: Sequence[Arrival], roofline: Roofline) -> list[Times]:
+def simulate(config: SchedulerConfig, arrivals: Sequence[Arrival], roofline: Roofline) -> list[RequestRecord]:
     """Serve all arrivals."""
     clock = Clock()
     scheduler = Scheduler(
@@ -138,19 +136,20 @@ def simulate(config: SchedulerConfig, arrivals: Sequence[Arrival], roofline: Roo
     )
     loop = StepLoop(scheduler, Device(clock, roofline), overlap=config.overlap, clock=clock)
     rng = np.random.default_rng(0)
-    times: list[Times] = []
-    while len(times) < len(arrivals) or loop.has_work:
+    records: list[RequestRecord] = []
+    while len(records) < len(arrivals) or loop.has_work:
         if not loop.has_work:
-            clock.now = max(clock.now, arrivals[len(times)].at)
-        while len(times) < len(arrivals) and arrivals[len(times)].at <= clock.now:
-            one = arrivals[len(times)]
+            clock.now = max(clock.now, arrivals[len(records)].at)
+        while len(records) < len(arrivals) and arrivals[len(records)].at <= clock.now:
+            one = arrivals[len(records)]
             prompt = rng.integers(0, 100_000, one.prompt, dtype=np.int32)
-            scheduler.add(len(times), prompt, SamplingParams(max_tokens=one.output, ignore_eos=True), seed=0)
-            times.append(Times(one.at))
+            scheduler.add(len(records), prompt, SamplingParams(max_tokens=one.output, ignore_eos=True), seed=0)
+            records.append(RequestRecord(len(records), one.at, one.prompt, one.output))
         for seq_id in loop.step().seq_ids:
-            times[seq_id].tokens.append(clock.now)
+            records[seq_id].times.append(clock.now)
+            records[seq_id].completion_tokens += 1
     scheduler.check_idle()
-    return times
+    return records
 
 
 def lengths(rng: np.random.Generator, mean: float, sigma: float, count: int, most: int) -> list[int]:
@@ -160,7 +159,11 @@ def lengths(rng: np.random.Generator, mean: float, sigma: float, count: int, mos
 
 
 def make_workload(name: str, rate: float, count: int) -> list[Arrival]:
-    """Return code completions in bursts, conversations of a Poisson process, or these all at once."""
+    """Return code completions in bursts, conversations of a Poisson process, these all at once, or a trace."""
+    if name not in WORKLOADS:
+        trace = read_trace(Path(name), count)
+        pace = rate * trace[-1].at / len(trace)
+        return [Arrival(row.at / pace, *fit_context(row.input_tokens, row.output_tokens, MAX_SEQ_LEN)) for row in trace]
     rng = np.random.default_rng(1)
     if name == "bursts":
         prompts, outputs = lengths(rng, 2136, 1.0, count, 16_000), lengths(rng, 25, 0.8, count, 400)
@@ -180,24 +183,24 @@ def make_config(text: str) -> SchedulerConfig:
     return config
 
 
-def figures(times: Sequence[Times]) -> dict[str, float]:
-    """Return percentiles in ms, and output tokens a second."""
-    ttft = spread([one.tokens[0] - one.arrival for one in times])
-    gaps = spread(np.concatenate([np.diff(one.tokens) for one in times]))
-    whole = spread([one.tokens[-1] - one.arrival for one in times])
-    assert ttft is not None
-    assert gaps is not None
-    assert whole is not None
-    seconds = max(one.tokens[-1] for one in times) - times[0].arrival
+def figures(records: Sequence[RequestRecord], slo: Slo) -> dict[str, float]:
+    """Return percentiles in ms, output tokens a second, and the share within the objectives."""
+    found = summarize(records, slo, since=records[0].due)
+    assert found.ttft_ms
+    assert found.tbt_ms
+    assert found.tpot_ms
+    assert found.end_to_end_ms
     return {
-        "ttft_p50_ms": 1e3 * ttft.p50,
-        "ttft_p99_ms": 1e3 * ttft.p99,
-        "tbt_p50_ms": 1e3 * gaps.p50,
-        "tbt_p90_ms": 1e3 * gaps.p90,
-        "tbt_p99_ms": 1e3 * gaps.p99,
-        "e2e_p50_s": whole.p50,
-        "e2e_p99_s": whole.p99,
-        "output_tok_s": sum(len(one.tokens) for one in times) / seconds,
+        "ttft_p50_ms": found.ttft_ms.p50,
+        "ttft_p99_ms": found.ttft_ms.p99,
+        "tbt_p50_ms": found.tbt_ms.p50,
+        "tbt_p90_ms": found.tbt_ms.p90,
+        "tbt_p99_ms": found.tbt_ms.p99,
+        "tpot_p99_ms": found.tpot_ms.p99,
+        "e2e_p50_s": found.end_to_end_ms.p50 / 1e3,
+        "e2e_p99_s": found.end_to_end_ms.p99 / 1e3,
+        "output_tok_s": found.output_tokens_per_second,
+        "good": found.good_share,
     }
 
 
@@ -206,12 +209,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--policies", default=POLICIES, metavar="POLICY[:MS[:TOKENS]],...", help="with target and chunk"
     )
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), metavar="NAME,...", help=", ".join(WORKLOADS))
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), metavar="NAME,...", help="or a trace's file")
     parser.add_argument(
-        "--rate", type=float, default=7.0, metavar="N", help="requests a second of the workload poisson"
+        "--rate", type=float, default=7.0, metavar="N", help="requests a second of poisson and of a trace"
     )
     parser.add_argument("--requests", type=int, default=600, metavar="N", help="of each workload")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    add_slo_arguments(parser)
     return parser.parse_args()
 
 
@@ -221,7 +225,8 @@ def main() -> None:
     for workload in args.workloads.split(","):
         arrivals = make_workload(workload, args.rate, args.requests)
         results[workload] = {
-            policy: figures(simulate(make_config(policy), arrivals, Roofline())) for policy in args.policies.split(",")
+            policy: figures(simulate(make_config(policy), arrivals, Roofline()), slo_of(args))
+            for policy in args.policies.split(",")
         }
         rows: list[list[Cell]] = [[policy, *found.values()] for policy, found in results[workload].items()]
         print(table([workload, *(name.replace("_", " ") for name in next(iter(results[workload].values())))], rows))

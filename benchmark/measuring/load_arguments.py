@@ -18,12 +18,17 @@ def add_served_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say how requests are sent and which answers are good."""
+    """Add the flags that say how requests are sent and, as below, which answers are good."""
     client = parser.add_argument_group("client")
     client.add_argument("--temperature", type=float, default=0.6, help="of sampling")
     client.add_argument("--seed", type=int, default=0, help="of arrivals, lengths and tokens")
     client.add_argument("--processes", type=int, default=1, metavar="N", help="of the load generator")
     client.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds a request may take")
+    add_slo_arguments(parser)
+
+
+def add_slo_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which answers are good."""
     slo = parser.add_argument_group("service level objectives")
     slo.add_argument("--slo-ttft", type=float, default=500, metavar="MS", help="time to the first token")
     slo.add_argument(
