@@ -188,7 +188,8 @@ def load_model(
     `fp8_activations`: products of linear layers may round their activations where the checkpoint's format does.
     `fp8_kv`: K and V are stored in FP8, by the checkpoint's scales.
     """
-    stored = config.quantization
+    described = config.quantization
+    stored = described if described is not None and described.schemes else None  # None: of the KV cache alone, too
     if stored is not None and quantization not in ("auto", stored.kind):
         raise UnsupportedModel(f"--quantization {quantization}: the checkpoint has weights of {stored.name} already")
     if config.transformers is not None:
@@ -202,7 +203,7 @@ def load_model(
     if load_format == "dummy":
         fill_random(model, config.initializer_range, forms, seed=seed + tp.rank, quantization=stored)
     else:
-        checkpoint = Checkpoint(folder, config.checkpoint, stored)
+        checkpoint = Checkpoint(folder, config.checkpoint, described)
         if checkpoint.has_kv_scales:
             _use_kv_scales(checkpoint, config, fp8_kv=fp8_kv)
         load_weights(model, checkpoint, folder, forms, progress=progress)
@@ -213,7 +214,7 @@ def load_model(
         name = str(dtype).removeprefix("torch.")
         if method is not None:
             logger.info(describe(method, name, kept))
-        elif stored is not None and stored.schemes and load_format != "dummy":
+        elif stored is not None and load_format != "dummy":
             logger.info(stored.describe(name, kept))
     return model
 
