@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -238,11 +239,16 @@ def test_attention_in_place_is_that_of_gathered_pages(heads: int, query_lens: li
         page_table=torch.stack((in_order, shared, reversed_order, scattered, shared)),
     )
     q = torch.randn(sum(query_lens), heads, 16)
-    have, want = (
+    want, *found = (
         make_backend(AttentionSpec(heads, 2, 16, page_size, torch.float32, window)).plan(inputs).forward(0, q, pool)
-        for make_backend in (CpuAttention, TorchAttention)
+        for make_backend in (
+            TorchAttention,
+            partial(CpuAttention, as_vectors=False),
+            partial(CpuAttention, as_vectors=True),
+        )
     )
-    torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
+    for have in found:
+        torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

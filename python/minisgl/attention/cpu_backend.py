@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import AttentionInputs
+from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.torch_backend import Decode, TorchAttention, attend_in_float32, read_pages
 from minisgl.core import Int32Array
 
@@ -32,6 +32,7 @@ class LoneDecode:
 
     tokens: Tensor | None
     places: slice  # of the tokens it sees, among all of the pool
+    as_vectors: bool  # see `attends_as_vectors`
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
         k, v = keys.flatten(0, 1)[self.places].transpose(0, 1), values.flatten(0, 1)[self.places].transpose(0, 1)
@@ -43,7 +44,7 @@ class LoneDecode:
                 q.shape
             )
         y = F.scaled_dot_product_attention(
-            _queries(q, len(k)), k.unsqueeze(0), v.unsqueeze(0), scale=scale, enable_gqa=True
+            _queries(q, len(k), self.as_vectors), k.unsqueeze(0), v.unsqueeze(0), scale=scale, enable_gqa=True
         )
         return y.reshape(q.shape)
 
@@ -66,9 +67,10 @@ class PagedDecode:
     runs: list[PageRun]  # all blocks, in order
     blocks_of: Tensor  # [R, most pages of a row] int64
     absent: Tensor  # [R, most pages of a row, 1, 1] bool: true where a row has fewer pages
+    as_vectors: bool  # see `attends_as_vectors`
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-        queries = _queries(q, keys.shape[2])[self.owners]
+        queries = _queries(q, keys.shape[2], self.as_vectors)[self.owners]
         parts = [self._attend_run(run, queries, keys, values, scale) for run in self.runs]
         outs, sums = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         sums = sums[self.blocks_of].masked_fill_(self.absent, -torch.inf)
@@ -100,6 +102,11 @@ class PagedDecode:
 class CpuAttention(TorchAttention):
     """Implements attention.base.AttentionBackend on a CPU, for any page size (the larger, the fewer calls inside)."""
 
+    def __init__(self, spec: AttentionSpec, *, as_vectors: bool | None = None) -> None:
+        """`as_vectors` None: as `attends_as_vectors` says of this CPU."""
+        super().__init__(spec)
+        self._as_vectors = attends_as_vectors(spec.dtype) if as_vectors is None else as_vectors
+
     def _decodes(
         self, inputs: AttentionInputs, first: Int32Array, rows: Int32Array, window: int | None
     ) -> list[Decode]:
@@ -115,7 +122,7 @@ class CpuAttention(TorchAttention):
         tokens = None if len(rows) == len(inputs.query_lens) else torch.from_numpy(first[rows])
         if len(rows) == 1 and (np.diff(pages) == 1).all():
             begin = int(pages[0]) * size + int(starts[0]) % size
-            return [LoneDecode(tokens, slice(begin, begin + int(lengths[0] - starts[0])))]
+            return [LoneDecode(tokens, slice(begin, begin + int(lengths[0] - starts[0])), self._as_vectors)]
         order, runs = _runs(pages, _LONG_RUN // size)
         owners, columns = owners[order], columns[order]
         positions = columns[:, None] * size + np.arange(size)
@@ -132,17 +139,27 @@ class CpuAttention(TorchAttention):
                 runs=runs,
                 blocks_of=torch.from_numpy(blocks_of),
                 absent=torch.from_numpy(absent)[:, :, None, None],
+                as_vectors=self._as_vectors,
             )
         ]
 
 
-def _queries(q: Tensor, kv_heads: int) -> Tensor:
+def attends_as_vectors(dtype: torch.dtype) -> bool:
+    """Return True if two queries of a KV head attend faster one by one, as products of vectors, than together.
+
+    Products of matrices copy K and V into blocks first, which MKL does not do for a vector. In 16 bits its vectors are
+    fast on CPUs with AMX; without it they take 4 to 7 times as long as the copies.
+    """
+    return dtype == torch.float32 or bool(torch.cpu.get_capabilities().get("amx_bf16"))
+
+
+def _queries(q: Tensor, kv_heads: int, as_vectors: bool) -> Tensor:
     """Return q [R, heads, d] as [R, kv_heads, group, d]: heads that share a KV head stand as so many queries of it.
 
-    A group of one or two is [R, heads, 1, d] instead: products of a vector do not copy K and V into blocks first.
+    A group of one, and of two `as_vectors`, is [R, heads, 1, d] instead.
     """
     group = q.shape[1] // kv_heads
-    return q.unsqueeze(2) if group <= 2 else q.reshape(len(q), kv_heads, group, -1)
+    return q.unsqueeze(2) if group <= 1 + as_vectors else q.reshape(len(q), kv_heads, group, -1)
 
 
 def _runs(pages: Int32Array, shortest: int) -> tuple[Int64Array, list[PageRun]]:
