@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.quantization.gpu_layout import CHUNK, TILE, pack_levels, packed_bytes
+from minisgl.quantization.gpu_layout import BITS, CHUNK, TILE, pack_levels
 from minisgl.quantization.levels import Kind, LevelFormat, Levels
 from minisgl.quantization.rounding import INT4_GROUP, levels_of_int4
 
 HALVES = [torch.bfloat16, torch.float16]
+
+
+def packed_bytes(kind: Kind, width: int, size: int, group: int) -> int:
+    """Return the memory that a packed matrix should take."""
+    rows = -(-width // TILE) * TILE
+    return rows * size * BITS[kind] // 8 + (rows * size // group * 4 if group else width * 4)
 
 
 def random_levels(kind: Kind, width: int, size: int, group: int) -> Levels:

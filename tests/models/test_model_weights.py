@@ -20,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from minisgl.config import SourceConfig
 from minisgl.distributed import SingleRank
 from minisgl.layers.linear import allocate
+from minisgl.layers.weight_slice import Loadable
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.models.decoder import CausalLM
 from minisgl.models.hub import demo_folder, find_model, model_folder
-from minisgl.models.loading import build_model, load_model, model_slices
+from minisgl.models.loading import build_model, load_model
 from minisgl.progress import LineBar
 from models.test_model_tp import Rank
 from models.tiny import FAMILIES, make_model
@@ -135,10 +136,11 @@ def test_slices_fill_every_parameter_on_every_rank(saved: Saved) -> None:
             padding = 2 if tp.rank == 2 else 0
             for parameter in model.parameters():
                 parameter.zero_()
-            for part in model_slices(model):
-                assert part.target.shape == torch.empty(part.shape)[part.source].shape
-                if not part.tied:
-                    part.target.add_(1)
+            for name, module in model.named_modules():
+                for part in module.weight_slices(name) if isinstance(module, Loadable) else ():
+                    assert part.target.shape == torch.empty(part.shape)[part.source].shape
+                    if not part.tied:
+                        part.target.add_(1)
             for name, parameter in model.named_parameters():
                 unfilled = padding * parameter.shape[1] if name in (HEAD, EMBEDDING, LAYER_INPUTS) else 0
                 assert parameter.sum() == parameter.numel() - unfilled, name

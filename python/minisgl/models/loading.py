@@ -43,12 +43,6 @@ logger = logging.getLogger(__name__)
 _DERIVED = ("rotary_emb.inv_freq",)
 
 
-def model_slices(model: nn.Module, found: Container[str] = ()) -> Iterator[WeightSlice]:
-    """Slices that the model keeps of a checkpoint with the tensors `found`, in the order of its modules."""
-    for name, module in model.named_modules():
-        yield from _module_slices(name, module, found)
-
-
 def _module_slices(name: str, module: nn.Module, found: Container[str]) -> Iterator[WeightSlice]:
     stacked = list(module.stacked_slices(name)) if isinstance(module, Stackable) else []
     if stacked and stacked[0].name in found:

@@ -43,12 +43,6 @@ class PackedLevels:
         return sum(each.nbytes for each in (self.words, self.group_scales, self.row_scales) if each is not None)
 
 
-def packed_bytes(kind: Kind, width: int, size: int, group: int) -> int:
-    """Return the memory of a packed matrix."""
-    rows = -(-width // TILE) * TILE
-    return rows * size * BITS[kind] // 8 + (rows * size // group * 4 if group else width * 4)
-
-
 def pack_levels(levels: Levels, dtype: torch.dtype, *, gated: bool = False) -> PackedLevels:
     """Pack a matrix for products in `dtype`, bfloat16 or float16, whose bits those of fp8 resemble.
 
