@@ -24,10 +24,6 @@ constexpr bool FETCHES = !GATED && TURNS <= 16;    // the residual before the su
 constexpr int PART = SLOTS * STRIDE;               // floats that a block sends to another one
 constexpr int SENT_BYTES = SPLIT * PART * 4;       // that the barrier of a block waits for
 
-__device__ __forceinline__ void send(unsigned to, const void* from, int bytes, unsigned barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "r"(shared_address(from)), "r"(bytes), "r"(barrier) : "memory");
-}
 __device__ __forceinline__ void meet_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
 // y of the rows of x from `first` on. `memory`: of the ring, which nobody needs any more here and where sums go to; the

@@ -49,10 +49,10 @@ __device__ __forceinline__ unsigned address_in(int block, const void* p) {
   return there;
 }
 
-// Two sums to a place in a block of the cluster, for the barrier there.
-__device__ __forceinline__ void push(unsigned to, float a, float b, unsigned barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
-               ::"r"(to), "f"(a), "f"(b), "r"(barrier) : "memory");
+// Bytes of shared memory, a multiple of 16, to a block of the cluster, for the barrier there.
+__device__ __forceinline__ void send(unsigned to, const void* from, int bytes, unsigned barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "r"(shared_address(from)), "r"(bytes), "r"(barrier) : "memory");
 }
 
 // Matrix descriptor of rows of 128 bytes, swizzled, eight of them 1024 bytes apart from the next eight.

@@ -1,10 +1,11 @@
-// Matrix products of tens of rows, of a decode of a batch: y [M, N] = x [M, K] @ weight [N, K]^T, M up to 64, on Hopper.
+// Matrix products of tens of rows, of a decode of a batch: y [M, N] = x [M, K] @ weight [N, K]^T, M up to X_ROWS, 32 or 64,
+// on Hopper.
 //
 // A block computes BLOCK_N columns of y, which are rows of the weight; in a cluster of SPLIT blocks each takes a part
 // of K. One of its threads, the producer, asks the tensor memory accelerator for stages of 64 columns of the weight's
 // rows and of all of x, which arrive swizzled in a ring in shared memory. A warpgroup multiplies x (the left operand,
 // with zeros beyond its M rows) with the weight's rows (the right one) by wgmma, straight from the ring. In the end the
-// blocks of a cluster push their sums to one another, and each adds up those of its part of x's rows, in order.
+// blocks of a cluster send their sums to one another, and each adds up those of its part of x's rows, in order.
 //
 // wgmma leaves the sums in registers as `mma` does (mma.cuh), 16 rows of x for each warp: lane 5 of warp 1 has acc[t]
 // of y[17][8t + 2], y[17][8t + 3], y[25][8t + 2] and y[25][8t + 3], columns counted from the block's first.
@@ -12,26 +13,26 @@
 // Weights do not depend on the kernel before this one: the ring is filled with them before waiting for it.
 //
 // A stage's life: `full` completes when all of its bytes have arrived, `empty` when all warps have used them.
-// `received` completes when all sums are here. So nothing needs a fence for the whole device (which is what `release` in
-// a cluster compiles to), which costs most of a microsecond.
+// `received` completes when all sums are here, for each block one copy. So nothing needs a fence for the whole device
+// (which is what `release` in a cluster compiles to), which costs most of a microsecond.
 //
 // GATED: the weight's first half gates its second: y [M, N / 2] = activation(gate) * up.
 // K is a multiple of 64, N of 8 (GATED: of 16). T is bf16 or f16.
 #include "hopper.cuh"
 #include "mma.cuh"
 
-constexpr int BLOCK_M = 64;              // as many as a wgmma instruction has
 constexpr int BLOCK_K = 64;                // columns of a stage,
 constexpr int LINE = BLOCK_K * 2;          // in bytes: as wide as the swizzle
 constexpr int CONSUMERS = 128;          // threads: a warpgroup
 constexpr int WARPS = CONSUMERS / 32;
 constexpr int THREADS = CONSUMERS + 32;
 constexpr int W_STAGE = BLOCK_N * LINE;    // bytes
-constexpr int X_STAGE = BLOCK_M * LINE;
+constexpr int X_STAGE = X_ROWS * LINE;     // of 32 rows: wgmma reads the weight as 32 more, whose sums nobody reads
 constexpr int STAGE = X_STAGE + W_STAGE;
+static_assert(STAGE >= 64 * LINE, "wgmma reads 64 rows");
 constexpr int OUTPUTS = GATED ? BLOCK_N / 2 : BLOCK_N;
 constexpr int STRIDE = BLOCK_N % 16 ? BLOCK_N : BLOCK_N + 8;  // of sums in shared memory, in floats: no bank conflicts
-constexpr int OWN = (BLOCK_M + SPLIT - 1) / SPLIT;    // rows of x, at most, whose sums a block adds up
+constexpr int OWN = (X_ROWS + SPLIT - 1) / SPLIT;    // rows of x, at most, whose sums a block adds up
 constexpr int TURNS = (OWN * (OUTPUTS / 4) + CONSUMERS - 1) / CONSUMERS;  // in which its threads do that, four sums each
 constexpr bool FETCHES = !GATED && TURNS <= 16;      // the residual before the sums are there, if registers hold it
 
@@ -87,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     for (int s = 0; s < min(STAGES, count); ++s) load_weight(s, s);
     asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
-    if (SPLIT > 1) expect(&received, SPLIT * own_rows * BLOCK_N * 4);
+    if (SPLIT > 1) expect(&received, SPLIT * own_rows * STRIDE * 4);
   }
   __syncwarp();
   __syncthreads();
@@ -120,7 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   }
 
-  // The ring is not needed any more, here and where the sums go. They lie by [split, row of x, row of the weight].
+  // The ring is not needed any more, here and where the sums go. A block's own lie by [row of x, row of the weight], and
+  // behind them (SPLIT > 1) those that it adds up, by [split, row of x, row of the weight].
   if (SPLIT > 1) meet_cluster();
   else __syncthreads();
   if (warp == WARPS) return;
@@ -134,19 +136,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
   float* sums = (float*)memory;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    int m = warp * 16 + (lane >> 2) + h * 8, block = m / own;
-    float* to = sums + (split * own + m % own) * STRIDE + (lane & 3) * 2;
+    int m = warp * 16 + (lane >> 2) + h * 8;
+    float* to = sums + m * STRIDE + (lane & 3) * 2;
     if (m >= M) break;
-    unsigned there = address_in(block, to), barrier = address_in(block, &received);
 #pragma unroll
-    for (int t = 0; t < BLOCK_N / 8; ++t) {
-      float a = acc[t][h * 2], b = acc[t][h * 2 + 1];
-      if (SPLIT > 1) push(there + t * 32, a, b, barrier);
-      else to[t * 8] = a, to[t * 8 + 1] = b;
-    }
+    for (int t = 0; t < BLOCK_N / 8; ++t) *(Vec2*)(to + t * 8) = Vec2{acc[t][h * 2], acc[t][h * 2 + 1]};
   }
-  if (SPLIT > 1) wait(&received, 0);
-  else asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+  if (SPLIT > 1) {
+    float* here = sums + X_ROWS * STRIDE;
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+    int rows = max(0, min(own, M - thread * own));  // that block `thread` adds up
+    if (thread < SPLIT && rows)
+      send(address_in(thread, here + split * own * STRIDE), sums + thread * own * STRIDE, rows * STRIDE * 4,
+           address_in(thread, &received));
+    wait(&received, 0);
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    sums = here;
+  } else {
+    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+  }
 
   int width = GATED ? N / 2 : N;
 #pragma unroll (FETCHES ? TURNS : 1)
@@ -179,4 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
     }
     *(Vec<4>*)(out + (long long)m * width + n) = result;
   }
+  // The copies to the other blocks read this one's memory: it stays until all of them are done.
+  __syncwarp();
+  if (SPLIT > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }

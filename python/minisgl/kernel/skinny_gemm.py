@@ -13,7 +13,7 @@ from minisgl.kernel.base import Activation, Norm, Product
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, KernelSpec, Macros
 
-_MAX_ROWS = 16  # of x, and fewer where the weight is not small: cuBLAS is faster then
+_MAX_ROWS = 16  # of x, and fewer where the weight is not small: small_batch_gemm.py, or cuBLAS, is faster then
 _MAX_ROWS_OF_LARGE = 8
 _THREADS = 128  # of a block, as in skinny_gemm.cu
 _STAGE = 4096  # values of a weight in a stage, likewise

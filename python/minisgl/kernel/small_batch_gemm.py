@@ -15,13 +15,16 @@ from minisgl.kernel.signature import SCALAR_NAMES, SHARED_BEFORE_ATTENTION, Kern
 # Of more rows cuBLAS is as fast or faster. It neither begins early nor lets others, and launching the kernels between
 # its products as if they did makes a step 0.6% longer: in steps of more rows none of these begins early.
 MAX_ROWS = 64
+_MIN_ROWS = 9  # skinny_gemm.py has fewer, and up to 16 of small weights
+_X_ROWS = 32, MAX_ROWS  # of x in a stage
 _BLOCK_K = 64  # columns of a stage, as in small_batch_gemm.cu
 _THREADS = 160  # of a block, likewise
 _MIN_SIZE = 1 << 20  # values of a weight; smaller ones leave most multiprocessors idle
 _MAX_WIDTH = 1 << 16  # rows of a weight; cuBLAS reads a vocabulary's as fast as the memory can
 _SMALL = 1 << 23  # values of a weight that many narrow blocks hold at once; larger ones stream
 _MAX_CLUSTER = 8
-_MAX_STAGES = 12
+_MAX_GATED = 256  # rows of a weight in a block, half of them gates
+_MAX_STAGES = 16
 _RING_BYTES = {1: 220 << 10, 2: 110 << 10, 3: 73 << 10}  # of shared memory, by blocks on a multiprocessor
 
 
@@ -29,7 +32,8 @@ class _Kind(NamedTuple):
     """Macros of small_batch_gemm.cu, and what the launch needs besides."""
 
     dtype: torch.dtype
-    block_n: int  # of the weight
+    x_rows: int  # that a stage has room for
+    block_n: int  # rows of the weight
     split: int  # blocks that divide K
     stages: int
     gate: Activation | None
@@ -47,17 +51,18 @@ class SmallBatchGemm:
         """Begin to compile the kernels of these products."""
         num_sms = self._compiler.num_sms
         kinds = {
-            _kind(dtype, width, size, num_sms, gate=gate, before_attention=norm and gate is None)
+            _kind(dtype, rows, width, size, num_sms, gate=gate, before_attention=norm and gate is None)
             for width, size, norm, gate in products
+            for rows in _X_ROWS
             if self._supports(dtype, width, size)
         }
         self._compiler.begin(map(_spec, kinds))
 
     def supports(self, x: Tensor, weight: Tensor) -> bool:
-        """Return True if x [M, K] @ weight [N, K]^T is for this kernel; skinny_gemm.py has fewer rows."""
+        """Return True if x [M, K] @ weight [N, K]^T is for this kernel, if not for skinny_gemm.py."""
         rows, size = x.shape
         return (
-            16 < rows <= MAX_ROWS
+            _MIN_ROWS <= rows <= MAX_ROWS
             and self._supports(x.dtype, len(weight), size)
             and x.is_contiguous()
             and weight.is_contiguous()
@@ -93,13 +98,13 @@ class SmallBatchGemm:
         outputs = width if gate is None else width // 2
         if out is None:
             out = x.new_empty((rows, outputs))
-        kind = _kind(x.dtype, width, size, self._compiler.num_sms, gate=gate, before_attention=before_attention)
+        kind = _kind(x.dtype, rows, width, size, self._compiler.num_sms, gate=gate, before_attention=before_attention)
         box_rows = kind.block_n if gate is None else kind.block_n // 2
         kernel = self._compiler.kernel(_spec, kind)
         kernel(
             (1, -(-outputs // box_rows)),
             _THREADS,
-            x_map=tensor_map(x, MAX_ROWS, _BLOCK_K),
+            x_map=tensor_map(x, kind.x_rows, _BLOCK_K),
             w_map=tensor_map(weight, box_rows, _BLOCK_K),
             bias=bias,
             residual=residual,
@@ -115,6 +120,7 @@ class SmallBatchGemm:
 def _spec(kind: _Kind) -> KernelSpec:
     macros: Macros = {
         "SCALAR": SCALAR_NAMES[kind.dtype],
+        "X_ROWS": kind.x_rows,
         "BLOCK_N": kind.block_n,
         "SPLIT": kind.split,
         "STAGES": kind.stages,
@@ -122,8 +128,9 @@ def _spec(kind: _Kind) -> KernelSpec:
         "GELU_TANH": int(kind.gate == "gelu_tanh"),
         "BLOCKS": kind.blocks,
     }
-    ring = kind.stages * (MAX_ROWS + kind.block_n) * _BLOCK_K * 2
-    sums = kind.split * -(-MAX_ROWS // kind.split) * (kind.block_n + 8) * 4
+    ring = kind.stages * (kind.x_rows + kind.block_n) * _BLOCK_K * 2
+    received = 0 if kind.split == 1 else kind.split * -(-kind.x_rows // kind.split)  # rows of sums
+    sums = (kind.x_rows + received) * (kind.block_n + 8) * 4
     return KernelSpec(
         "small_batch_gemm.cu",
         "small_batch_gemm",
@@ -134,15 +141,22 @@ def _spec(kind: _Kind) -> KernelSpec:
 
 
 def _kind(
-    dtype: torch.dtype, width: int, size: int, num_sms: int, *, gate: Activation | None, before_attention: bool
+    dtype: torch.dtype,
+    rows: int,
+    width: int,
+    size: int,
+    num_sms: int,
+    *,
+    gate: Activation | None,
+    before_attention: bool,
 ) -> _Kind:
     """Divide the work of x [rows, size] @ weight [width, size]^T.
 
     As evenly among the multiprocessors as can be, while a block reads no more of x than of the weight by far: what
-    reaches a multiprocessor from L2 is limited, too. Before attention each has but one block, with the
-    ring of two: a larger one would leave attention no L1.
+    reaches a multiprocessor from L2 is limited, too. K is shared by 2, 4 or 8 blocks: clusters of 3 leave places empty.
+    Before attention each has but one block, with the ring of two: a larger one would leave attention no L1.
     """
-    steps = size // _BLOCK_K
+    steps, x_rows = size // _BLOCK_K, min(room for room in _X_ROWS if rows <= room)
     if width * size <= _SMALL:
         block_n, blocks = 32 if gate is None else 64, 2
         tiles = -(-width // block_n)
@@ -150,16 +164,17 @@ def _kind(
         most = num_sms if before_attention else num_sms * 16 // 11  # 192 on an H200: most hold one block, some two
         split = max(1, min(most // tiles, steps // 8, _MAX_CLUSTER))
     elif gate is not None:
-        blocks = next((b for b in (3, 2) if _share(width, b * num_sms, 16) >= 64), 1)
-        block_n, split = min(max(_share(width, blocks * num_sms, 16), 64), 128), 1
+        blocks = next((b for b in (1, 2) if _share(width, b * num_sms, 16) <= _MAX_GATED), 3)
+        most = _MAX_GATED if blocks < 3 else 128
+        block_n, split = min(max(_share(width, blocks * num_sms, 16), 64), most), 1
     else:
         blocks, split = 1, 1
-        while _share(width * split, num_sms, 8) < 64 and split < min(_MAX_CLUSTER, steps):
-            split += 1
-        block_n = min(max(_share(width * split, num_sms, 8), 64), 128)
+        while _share(width * split, num_sms, 8) < (64 if split == 1 else 40) and split < min(_MAX_CLUSTER, steps):
+            split *= 2
+        block_n = min(max(_share(width * split, num_sms, 8), 40), 128)
     ring = _RING_BYTES[2 if before_attention else blocks]
-    stages = min(ring // ((MAX_ROWS + block_n) * _BLOCK_K * 2), -(-steps // split), _MAX_STAGES)
-    return _Kind(dtype, block_n, split, stages, gate, blocks, before_attention)
+    stages = min(ring // ((x_rows + block_n) * _BLOCK_K * 2), -(-steps // split), _MAX_STAGES)
+    return _Kind(dtype, x_rows, block_n, split, stages, gate, blocks, before_attention)
 
 
 def _share(width: int, blocks: int, unit: int) -> int:
