@@ -153,9 +153,8 @@ def _kind(
     """Divide the work of x [rows, size] @ weight [width, size]^T.
 
     As evenly among the multiprocessors as can be, while a block reads no more of x than of the weight by far: what
-    reaches a multiprocessor from L2 is limited, too. K of a large weight is shared by 2, 4 or 8: clusters of 3 leave places
-    empty.
-    Before attention each has but one block, with the ring of two: a larger one would leave attention no L1.
+    reaches a multiprocessor from L2 is limited, too. K of a large weight is shared by 2, 4 or 8: clusters of 3 leave
+    places empty. Before attention each has but one block, with the ring of two: a larger one would leave it no L1.
     """
     steps, x_rows = size // _BLOCK_K, min(room for room in _X_ROWS if rows <= room)
     if width * size <= _SMALL:
