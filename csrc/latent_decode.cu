@@ -26,7 +26,7 @@ constexpr int DIMS = RANK / WARPS;  // of a warp
 constexpr int PARTS = ROW / 8;      // of 16 bytes, of a row
 constexpr int LOADS = TILE * PARTS / THREADS;  // of a thread, of a tile
 constexpr int MERGERS = 4;  // at most
-constexpr int MAX_SPLITS = 128;
+constexpr int MAX_SPLITS = 64;
 constexpr float LOG2_E = 1.44269504f;
 #define INF __int_as_float(0x7f800000)
 

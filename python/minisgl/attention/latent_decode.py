@@ -21,7 +21,7 @@ from minisgl.kvcache.pool import KVPool
 _THREADS = 256
 _TILE = 32  # as in latent_decode.cu
 _STAGES = 5  # likewise
-_MAX_SPLITS = 128
+_MAX_SPLITS = 64  # more take the merge longer than they spare the blocks
 _MERGERS = 4
 
 

@@ -18,6 +18,7 @@ _MAX_GROUPS = 32
 _ROUTER_THREADS = 256  # as in moe_router.cu
 _ROUTER_TOKENS = 4  # likewise: of a block
 _ROUTER_EXPERTS = 2
+_MAX_SCORES = 2048  # tokens times experts up to which one launch is faster than norm and 16-bit product
 
 
 class CudaRouting:
@@ -27,10 +28,11 @@ class CudaRouting:
         self._compiler = compiler
 
     @staticmethod
-    def scores(x: Tensor) -> bool:
-        """Return True if `norm_router` is for so few tokens."""
-        few = 0 < len(x) <= MAX_ROWS and x.is_contiguous() and x.shape[1] % 8 == 0
-        return few and x.dtype in (torch.bfloat16, torch.float16)
+    def scores(x: Tensor, weight: Tensor) -> bool:
+        """Return True if `norm_router` is for so few tokens and this router [experts, H]."""
+        most = MAX_ROWS if weight.dtype == torch.float32 else min(_MAX_SCORES // len(weight), MAX_ROWS)
+        few = 0 < len(x) <= most and x.is_contiguous() and x.shape[1] % 8 == 0
+        return few and x.dtype in (torch.bfloat16, torch.float16) and weight.dtype in (torch.float32, x.dtype)
 
     def norm_router(
         self, x: Tensor, norm: Norm | None, weight: Tensor, gate: Tensor | None = None

@@ -19,7 +19,7 @@ _THREADS = 128  # of a block, as in skinny_gemm.cu
 _STAGE = 4096  # values of a weight in a stage, likewise
 _CLUSTERS = (2, 8)  # blocks, the fewest and the most; GPUs before Hopper have no clusters
 _SMALL = 1 << 23  # values of a weight that is divided into many narrow blocks; of others, clusters share K
-_STAGES = 7, 5  # of a weight that is not small
+_STAGES = 7, 5  # of a weight that is not small; of one whose blocks run two on a multiprocessor at most the first
 _UNDER_WAY = 128 << 10  # bytes on their way to a multiprocessor that keep the memory busy
 _ENOUGH = 0.76  # of the memory's speed, as `_speed` reckons it
 _STATIC_BYTES = 5 << 10  # of shared memory besides the ring, at most
@@ -215,11 +215,15 @@ def _kind(
     """
     max_rows = 8 if rows <= 8 else 16
     if width * size <= _SMALL and size % 256 == 0:
-        stages = min(size // 256 + 1, 9, room // _stage_bytes(16, max_rows, norm=norm))
+        stage_bytes = _stage_bytes(16, max_rows, norm=norm)
+        stages = min(size // 256 + 1, 9, room // stage_bytes)
+        # Two on a multiprocessor, rather than a second round of few blocks. Measured on Hopper alone.
+        if clusters[1] > 1 and num_sms < -(-width // 16) <= 2 * num_sms:
+            stages = min(stages, _STAGES[0], (room - _STATIC_BYTES) // 2 // stage_bytes)
         # Where there are clusters, kernels begin early. A longer product has not been measured with so short a ring.
         before_attention = before_attention and clusters[1] > 1 and size <= 1024
         if before_attention:
-            stages = min(stages, _RING_BEFORE_ATTENTION // _stage_bytes(16, max_rows, norm=norm))
+            stages = min(stages, _RING_BEFORE_ATTENTION // stage_bytes)
         return _Kind(dtype, max_rows, 16, 1, stages, norm, gate, before_attention)
     stage_bytes = _stage_bytes(64, max_rows, norm=norm)
     ways = [
