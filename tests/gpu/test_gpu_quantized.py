@@ -16,7 +16,14 @@ from minisgl import LLM, SamplingParams
 from minisgl.kernel.base import Norm, Ops
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
-from minisgl.quantization.rounding import INT4_FORMAT, largest_of_rows, levels_of_int4, round_to_8_bits, round_to_int4
+from minisgl.quantization.rounding import (
+    INT4_FORMAT,
+    largest_of_rows,
+    levels_of_8_bits,
+    levels_of_int4,
+    round_to_8_bits,
+    round_to_int4,
+)
 from support.small_models import save_qwen3
 
 pytestmark = pytest.mark.gpu
@@ -156,6 +163,21 @@ def save_rounded(plain: Path, rounded: Path, method: str) -> Path:
     return rounded
 
 
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
+def test_weights_are_rounded_as_on_the_cpu(method: Any) -> None:
+    """To the last bit: values of bfloat16 lie halfway between two of FP8 often."""
+    torch.manual_seed(0)
+    weight = (torch.randn(768, 1024) * 0.05).bfloat16()
+    made = []
+    for device in ("cpu", "cuda"):
+        moved = weight.to(device)
+        rounded = levels_of_int4(moved) if method == "int4" else levels_of_8_bits(moved, method, largest_of_rows(moved))
+        made.append(rounded)
+    here, there = made
+    assert torch.equal(there.codes.cpu(), here.codes)
+    assert torch.equal(there.scales.cpu(), here.scales)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 of four layers with a head of its own."""
@@ -192,8 +214,8 @@ def test_rounded_weights_answer_as_their_values(
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + answer], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
         chosen = logits.gather(1, torch.tensor(answer, device="cuda")[:, None]).squeeze(1)
-        # Logits in bfloat16 are 0.032 (one standard deviation) off, of transformers too; 0.25 is 5.5 of a difference.
-        assert float((logits.max(dim=1).values - chosen).max()) < 0.25
+        # Logits in bfloat16 are 0.032 (one standard deviation) off, of transformers too: up to 0.14 in 1,500 tokens.
+        assert float((logits.max(dim=1).values - chosen).max()) < 0.2
 
 
 def test_memory_is_that_of_the_quantized_weights(folder: Path) -> None:

@@ -46,7 +46,7 @@ def largest_of_rows(weight: Tensor) -> Tensor:
 
 def round_to_8_bits(weight: Tensor, method: Literal["fp8", "int8"], largest: Tensor) -> None:
     """Round each row of [out, in] to `method`'s values times a scale by which the row's `largest` [out, 1] is exact."""
-    scales = largest.div(_LARGEST[method]).clamp_min_(torch.finfo(torch.float32).tiny)
+    scales = _divided(largest, _LARGEST[method]).clamp_min_(torch.finfo(torch.float32).tiny)
     for rows in _chunks(weight):
         steps = weight[rows].float().div_(scales[rows])
         steps = steps.to(torch.float8_e4m3fn).float() if method == "fp8" else steps.round_()
@@ -56,7 +56,7 @@ def round_to_8_bits(weight: Tensor, method: Literal["fp8", "int8"], largest: Ten
 def levels_of_8_bits(weight: Tensor, method: Literal["fp8", "int8"], largest: Tensor) -> Levels:
     """Return what `round_to_8_bits` would round [out, in] to, which stays as it is."""
     levels = Levels.empty(LevelFormat(method), weight.shape, weight.device)
-    torch.div(largest, _LARGEST[method], out=levels.scales).clamp_min_(torch.finfo(torch.float32).tiny)
+    levels.scales.copy_(_divided(largest, _LARGEST[method])).clamp_min_(torch.finfo(torch.float32).tiny)
     for rows in _chunks(weight):
         steps = weight[rows].float().div_(levels.scales[rows])
         if method == "fp8":
@@ -97,8 +97,17 @@ def levels_of_int4(weight: Tensor) -> Levels:
 def _grid(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales and offsets, bfloat16 [out, groups], of values [out, groups, INT4_GROUP]."""
     low, high = torch.aminmax(groups, dim=2)
-    scales = ((high - low) / _INT4_STEPS).clamp_min_(torch.finfo(torch.float16).tiny).bfloat16()
+    scales = _divided(high - low, _INT4_STEPS).clamp_min_(torch.finfo(torch.float16).tiny).bfloat16()
     return scales, (low + _INT4_MIDDLE * scales.float()).bfloat16()
+
+
+def _divided(x: Tensor, by: float) -> Tensor:
+    """Return x / by as IEEE 754 rounds it, so that all devices round weights alike.
+
+    On a GPU torch multiplies by the reciprocal of a number, which is off by a bit: values halfway between two, of which
+    weights of bfloat16 have many, then go to the other side, and logits move as much as by rounding to bfloat16.
+    """
+    return x / x.new_full((), by)
 
 
 def _groups(rows: Tensor) -> Tensor:
