@@ -31,6 +31,21 @@ _QWEN3_5 = {
     "max_position_embeddings": 32768,
     "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000000.0, "rope_type": "default"},
 }
+_GEMMA_4 = {
+    "attention_k_eq_v": False,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262144,
+}
 _FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
 _MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
@@ -54,6 +69,28 @@ class Shape:
     model_type: str = "qwen3"
     more: Mapping[str, Any] = field(default_factory=lambda: _QWEN3)
     vision: bool = False
+
+
+def _layers_by_type(times: int, windowed: int) -> list[str]:
+    """Return the types of layers of which so many with a window stand before each without."""
+    return [*["sliding_attention"] * windowed, "full_attention"] * times
+
+
+def _gemma_4(
+    hidden: int, heads: int, kv_heads: int, intermediate: int, *, layer_types: list[str], **more: Any
+) -> Shape:
+    return Shape(
+        hidden,
+        len(layer_types),
+        heads,
+        kv_heads,
+        intermediate,
+        tied=True,
+        vocab=262144,
+        architecture="Gemma4ForCausalLM",
+        model_type="gemma4_text",
+        more={**_GEMMA_4, "layer_types": layer_types, **more},
+    )
 
 
 SHAPES = {
@@ -207,6 +244,25 @@ SHAPES = {
             "v_head_dim": 128,
         },
     ),
+    "gemma-4-26b-a4b": _gemma_4(
+        2816,
+        16,
+        8,
+        2112,
+        layer_types=_layers_by_type(5, 5),
+        attention_k_eq_v=True,
+        enable_moe_block=True,
+        hidden_size_per_layer_input=0,
+        moe_intermediate_size=704,
+        num_experts=128,
+        num_global_key_value_heads=2,
+        sliding_window=1024,
+        top_k_experts=8,
+    ),
+    "gemma-4-e2b": _gemma_4(
+        1536, 8, 1, 6144, layer_types=_layers_by_type(7, 4), num_kv_shared_layers=20, use_double_wide_mlp=True
+    ),
+    "gemma-4-e4b": _gemma_4(2560, 8, 2, 10240, layer_types=_layers_by_type(7, 5), num_kv_shared_layers=18),
     "smollm2-135m": Shape(
         576,
         30,
