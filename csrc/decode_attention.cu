@@ -19,7 +19,10 @@
 // thread loads 16 bytes that are contiguous in memory. K and V of 8 bits become f16 in registers, and so do q and p: f16
 // has more bits than bf16, and q ends at its largest value.
 //
-// -DHEAD_DIM: 64, 128 or 256; -DGROUP: query heads of a KV head, at most 8; -DPAGE_SIZE: a power of two; -DCLUSTER: blocks;
+// A head of 512 dimensions has two clusters: each reads K, in two pieces, and has half of the values. Without STORES the
+// layer attends to K and V of an earlier one, which has stored the new token's too: there are queries alone.
+//
+// -DHEAD_DIM: 64, 128, 256 or 512; -DSTORES: 0 or 1; -DGROUP: query heads of a KV head, at most 8; -DPAGE_SIZE: a power of two; -DCLUSTER: blocks;
 // -DWARPS of a block, at least 2; -DBLOCKS_OF_SM: that registers must be left for; -DCACHE: fp8.cuh.
 #include "fp8.cuh"
 #include "mma.cuh"
@@ -28,22 +31,24 @@
 constexpr float LOG2_E = 1.44269504f;  // of scores, which become exponents of two
 constexpr int THREADS = WARPS * 32;
 constexpr int TILE = 16;
-constexpr int STRIPS = HEAD_DIM / 32;  // of 32 dimensions: 8 a thread
-constexpr int HALVES = HEAD_DIM / 64;  // of 64 dimensions: 8 a thread
+constexpr int VALUE_DIM = HEAD_DIM < 256 ? HEAD_DIM : 256;  // of a head's value, that a cluster has
+constexpr int PARTS = HEAD_DIM / VALUE_DIM;                 // of a head's value, and pieces of its key
+constexpr int STRIPS = HEAD_DIM / 32 / PARTS;  // of 32 dimensions of a piece of K: 8 a thread
+constexpr int HALVES = VALUE_DIM / 64;         // of 64 dimensions: 8 a thread
 constexpr int K_VALUES = 16 / sizeof(C);          // of a load of K, a head of which takes four threads
-constexpr int K_LOADS = HEAD_DIM / 4 / K_VALUES;  // of a thread, for a token
-constexpr int V_VALUES = K_VALUES < HEAD_DIM / 8 ? K_VALUES : HEAD_DIM / 8;  // the same of V, which takes eight
-constexpr int V_LOADS = HEAD_DIM / 8 / V_VALUES;
+constexpr int K_LOADS = HEAD_DIM / 4 / K_VALUES / PARTS;  // of a thread, for a piece of a token
+constexpr int V_VALUES = K_VALUES < VALUE_DIM / 8 ? K_VALUES : VALUE_DIM / 8;  // the same of V, which takes eight
+constexpr int V_LOADS = VALUE_DIM / 8 / V_VALUES;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int PAIRS = HALF / 32;      // of (i, i + HALF), a lane's share of a head
 constexpr int STRIDE = HEAD_DIM + 8;  // of a head in shared memory: neighbours in different banks
 constexpr int PARTIALS = WARPS + 1;   // the last is the new token's
-constexpr int VALUES = GROUP * HEAD_DIM;
+constexpr int VALUES = GROUP * VALUE_DIM;
 constexpr int STEP = CLUSTER * WARPS;      // tiles from one of a warp to its next
 constexpr int SHARE = VALUES / CLUSTER;    // of a block of the cluster: every CLUSTER-th value
 constexpr int RECORD = SHARE + 2 * GROUP;  // what a block leaves of a split: its share, each head's maximum and sum
 using M = Either<FP8, f16, T>::type;       // of what tensor cores multiply
-constexpr bool KEEP_Q = WARPS * BLOCKS_OF_SM <= 12;  // in registers, if there are enough
+constexpr bool KEEP_Q = PARTS == 1 && WARPS * BLOCKS_OF_SM <= 12;  // in registers, if there are enough
 
 // Division of long rows: into `num_kv_splits` splits, but of no less than `min_tiles` and no more than `max_tiles`
 // tiles, where a row has twice `min_tiles`; never into more than `max_splits`.
@@ -51,14 +56,15 @@ struct Cutting {
   int num_kv_splits, min_tiles, max_tiles, max_splits;
 };
 
-// A split of a row, for one KV head.
+// A split of a row, for a part of one KV head.
 struct Unit {
-  int row, kv_head, split, splits;
+  int row, part, split, splits;
   int tile, tiles;  // from, to
-  int first, end;   // the positions that the row's query sees, of the cached ones
+  int position;     // the query's
+  int first, end;   // the positions that it sees, of the cached ones
 
   __device__ __forceinline__ void set_length(int length, int window, const Cutting& cutting) {  // `split` being set
-    end = length - 1, first = window ? max(0, end - window + 1) : 0;
+    position = length - 1, end = STORES ? position : length, first = window ? max(0, position - window + 1) : 0;
     int from = first / TILE, count = first < end ? (end + TILE - 1) / TILE - from : 0, size = count;
     splits = 1;
     if (count > 2 * cutting.min_tiles) {
@@ -89,14 +95,15 @@ __device__ __forceinline__ long long place_in_tile(const Cache& cache, long long
 }
 
 // Positions from `end` on are replaced by the last before it: they are finite, and count for nothing.
-__device__ __forceinline__ void load_k(uint4 (&k)[2][K_LOADS], const Cache& cache, long long start, int tile, int end) {
+__device__ __forceinline__ void load_k(
+    uint4 (&k)[2][K_LOADS], const Cache& cache, long long start, int tile, int end, int piece = 0) {
   int lane = threadIdx.x & 31;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     int i = min(n * 8 + (lane >> 2), end - 1 - tile * TILE);
     const C* from = cache.k + place_in_tile(cache, start, tile, i) + (lane & 3) * K_VALUES;
 #pragma unroll
-    for (int j = 0; j < K_LOADS; ++j) k[n][j] = load_once(from + j * 4 * K_VALUES);
+    for (int j = 0; j < K_LOADS; ++j) k[n][j] = load_once(from + (piece * K_LOADS + j) * 4 * K_VALUES);
   }
 }
 
@@ -118,13 +125,13 @@ __device__ __forceinline__ void load_v(uint4 (&v)[4][V_LOADS], const Cache& cach
   }
 }
 
-// Load a lane's part of q: of its column's head the dimensions that it has of K. The loads stay where they are written:
+// Load a lane's part of q: of its column's head the dimensions that it has of a piece of K. The loads stay where they are written:
 // the compiler would keep their results in registers that it does not have.
-__device__ __forceinline__ void load_q(uint4 (&b)[STRIPS], const M (&q)[8][STRIDE]) {
+__device__ __forceinline__ void load_q(uint4 (&b)[STRIPS], const M (&q)[8][STRIDE], int piece = 0) {
   int lane = threadIdx.x & 31;
 #pragma unroll
   for (int j = 0; j < STRIPS; ++j) {
-    int at = j * 8 / K_VALUES * 4 * K_VALUES + (lane & 3) * K_VALUES + j * 8 % K_VALUES;
+    int at = (piece * STRIPS + j) * 8 / K_VALUES * 4 * K_VALUES + (lane & 3) * K_VALUES + j * 8 % K_VALUES;
     unsigned from = (unsigned)__cvta_generic_to_shared(q[lane >> 2] + at);
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(b[j].x), "=r"(b[j].y), "=r"(b[j].z), "=r"(b[j].w) : "r"(from));
   }
@@ -228,10 +235,13 @@ __device__ __forceinline__ float load_fresh(const float* from) {
   return x;
 }
 
+// Offset of a cluster's i-th value from its first in the output.
+__device__ __forceinline__ int place_of_value(int i) { return PARTS == 1 ? i : i / VALUE_DIM * HEAD_DIM + i % VALUE_DIM; }
+
 // A block's share of a row's output from the records of its splits.
 __device__ __forceinline__ void merge_splits(T* to, const float* records, int splits) {
   for (int j = threadIdx.x; j < SHARE; j += THREADS) {
-    int i = j * CLUSTER + blockIdx.x, head = i / HEAD_DIM;
+    int i = j * CLUSTER + blockIdx.x, head = i / VALUE_DIM;
     float highest = -INF, sum = 0.f, y = 0.f;
 #pragma unroll 4
     for (int c = 0; c < splits; ++c) {
@@ -241,18 +251,18 @@ __device__ __forceinline__ void merge_splits(T* to, const float* records, int sp
       float higher = fmaxf(highest, split_max), fade = exp2f(highest - higher), weight = exp2f(split_max - higher);
       highest = higher, sum = sum * fade + split_sum * weight, y = y * fade + value * weight;
     }
-    to[i] = from_float<T>(y / sum);
+    to[place_of_value(i)] = from_float<T>(y / sum);
   }
 }
 
 // The unit of the index-th split that is not its row's first; false if there are not so many. For whole warps.
 __device__ __forceinline__ bool find_split(
-    Unit& unit, int index, const int* lengths, int rows, int kv_heads, int window, const Cutting& cutting) {
-  int left = index / kv_heads, lane = threadIdx.x & 31, longest = 0;
+    Unit& unit, int index, const int* lengths, int rows, int parts, int window, const Cutting& cutting) {
+  int left = index / parts, lane = threadIdx.x & 31, longest = 0;
 #pragma unroll 8
   for (int row = lane; row < rows; row += 32) longest = max(longest, lengths[row]);  // all at once, for mostly none is cut
   if (!__any_sync(0xffffffffu, longest / TILE >= 2 * cutting.min_tiles)) return false;
-  unit.kv_head = index % kv_heads;
+  unit.part = index % parts;
   for (int base = 0; base < rows; base += 32) {
     Unit at = {};
     if (base + lane < rows) at.set_length(lengths[base + lane], window, cutting);
@@ -274,22 +284,23 @@ __device__ __forceinline__ bool find_split(
   return false;
 }
 
-// grid: (CLUSTER, KV heads, rows or more). `lengths` [rows], the new token included. `window`: positions a query sees, itself
-// included; 0: all. `sinks` [heads]: a score of each query head besides, whose value is 0. `records` [rows * KV heads, CLUSTER, max_splits, RECORD]; `counters` [rows * KV heads, CLUSTER] are zero
-// before and after.
+// grid: (CLUSTER, KV heads * PARTS, rows or more). `lengths` [rows], the new token included. `window`: positions a query
+// sees, itself included; 0: all. `sinks` [heads]: a score of each query head besides, whose value is 0; for STORES only.
+// `v_eps`: each head of v is divided by its root mean square with this eps; negative: it is not. `records` [rows *
+// gridDim.y, CLUSTER, max_splits, RECORD]; `counters` [rows * gridDim.y, CLUSTER] are zero before and after.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_attention(
     const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride, int rows,
-    const float* cos_sin, OPTIONAL const W* q_norm, OPTIONAL const W* k_norm, float eps, C* k_cache, C* v_cache,
+    const float* cos_sin, OPTIONAL const W* q_norm, OPTIONAL const W* k_norm, float eps, float v_eps, C* k_cache, C* v_cache,
     OPTIONAL const T* sinks, T* out, float softmax_scale, int window,
     int num_kv_splits, int min_tiles, int max_tiles, int max_splits, float* records, int* counters) {
   __shared__ alignas(16) M q[8][STRIDE];
-  __shared__ alignas(16) T new_k[HEAD_DIM], new_v[HEAD_DIM];
-  __shared__ float partial_max[PARTIALS][8], partial_sum[PARTIALS][8], partial[WARPS][GROUP][HEAD_DIM];
+  __shared__ alignas(16) T new_k[HEAD_DIM], new_v[VALUE_DIM];
+  __shared__ float partial_max[PARTIALS][8], partial_sum[PARTIALS][8], partial[WARPS][GROUP][VALUE_DIM];
   __shared__ float new_share[8];  // of the new token's value in its partial
   __shared__ float block_max[CLUSTER][GROUP], block_sum[CLUSTER][GROUP], block[CLUSTER][SHARE];
   __shared__ bool is_last;
   Cutting cutting = {num_kv_splits, min_tiles, max_tiles, max_splits};
-  int rank = blockIdx.x, kv_heads = gridDim.y;
+  int rank = blockIdx.x, parts = gridDim.y, kv_heads = parts / PARTS;
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = rank * WARPS + warp;
   Unit unit = {(int)blockIdx.z, (int)blockIdx.y};
   Cache cache;
@@ -297,48 +308,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
   const float scale = softmax_scale * LOG2_E;
 
   bool is_spare = (int)blockIdx.z >= rows;
-  int index = (blockIdx.z - rows) * kv_heads + blockIdx.y;  // of the split that a spare cluster takes
+  int index = (blockIdx.z - rows) * parts + blockIdx.y;  // of the split that a spare cluster takes
   do {
     if (is_spare) {
-      if (!find_split(unit, index, lengths, rows, kv_heads, window, cutting)) return;
-      index += (gridDim.z - rows) * kv_heads;
+      if (!find_split(unit, index, lengths, rows, parts, window, cutting)) return;
+      index += (gridDim.z - rows) * parts;
     }
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this block is there
     long long slot = slots[unit.row];
-    cache.k = k_cache + unit.kv_head * HEAD_DIM, cache.v = v_cache + unit.kv_head * HEAD_DIM;
+    int kv_head = unit.part / PARTS, first_value = unit.part % PARTS * VALUE_DIM;
+    cache.k = k_cache + kv_head * HEAD_DIM, cache.v = v_cache + kv_head * HEAD_DIM + first_value;
     cache.pages = page_table + slot * table_stride;
     unit.set_length(lengths[unit.row], window, cutting);
     int tile = unit.tile + part, tiles = unit.tiles;
     uint4 k[2][K_LOADS], v[4][V_LOADS];
+    long long start = 0;  // of the tile
     if (tile < tiles) {
-      long long start = place(cache, tile * TILE);
+      start = place(cache, tile * TILE);
       load_k(k, cache, start, tile, unit.end), load_v(v, cache, start, tile, unit.end);
     }
     int ahead = max(min(tile + STEP, tiles - 1), 0);
     long long next_start = place(cache, ahead * TILE);  // a page's number is read a tile ahead
     wait_for_predecessor();
 
-    const float* angle = cos_sin + (long long)unit.end * HEAD_DIM;
-    const T* heads = qkv + (long long)unit.row * (GROUP + 2) * kv_heads * HEAD_DIM;
+    const float* angle = cos_sin + (long long)unit.position * HEAD_DIM;
+    const T* heads = qkv + (long long)unit.row * (GROUP + (STORES ? 2 : 0)) * kv_heads * HEAD_DIM;
     for (int head = warp; head < 8; head += WARPS) {
       Vec<PAIRS> low = {}, high = {};
-      if (head < GROUP) norm_rotate(heads + (unit.kv_head * GROUP + head) * HEAD_DIM, q_norm, eps, angle, low, high);
+      if (head < GROUP) norm_rotate(heads + (kv_head * GROUP + head) * HEAD_DIM, q_norm, eps, angle, low, high);
       *(Vec<PAIRS, M>*)(q[head] + lane * PAIRS) = operand(low);
       *(Vec<PAIRS, M>*)(q[head] + HALF + lane * PAIRS) = operand(high);
     }
-    bool has_new = unit.split == unit.splits - 1 && rank == CLUSTER - 1;  // this block takes care of the new token
+    bool has_new = STORES && unit.split == unit.splits - 1 && rank == CLUSTER - 1;  // this block takes care of the new token
     if (has_new) {
-      long long to = place(cache, unit.end) + unit.kv_head * HEAD_DIM;
+      long long to = place(cache, unit.position) + kv_head * HEAD_DIM;
       if (warp == WARPS - 1) {
         Vec<PAIRS> low, high;
-        norm_rotate(heads + (GROUP * kv_heads + unit.kv_head) * HEAD_DIM, k_norm, eps, angle, low, high);
-        store(k_cache + to + lane * PAIRS, low), store(k_cache + to + HALF + lane * PAIRS, high);
+        norm_rotate(heads + (GROUP * kv_heads + kv_head) * HEAD_DIM, k_norm, eps, angle, low, high);
+        if (first_value == 0) store(k_cache + to + lane * PAIRS, low), store(k_cache + to + HALF + lane * PAIRS, high);
         *(Vec<PAIRS>*)(new_k + lane * PAIRS) = as_stored(low), *(Vec<PAIRS>*)(new_k + HALF + lane * PAIRS) = as_stored(high);
       } else if (warp == WARPS - 2) {
-        using Part = Vec<2 * PAIRS>;
-        Part part = *(const Part*)(heads + ((GROUP + 1) * kv_heads + unit.kv_head) * HEAD_DIM + lane * 2 * PAIRS);
-        store(v_cache + to + lane * 2 * PAIRS, part);
-        *(Part*)(new_v + lane * 2 * PAIRS) = as_stored(part);
+        constexpr int OWN = VALUE_DIM / 32;
+        using Part = Vec<OWN>;
+        const T* value = heads + ((GROUP + 1) * kv_heads + kv_head) * HEAD_DIM + lane * OWN;
+        Part part = *(const Part*)(value + first_value);
+        if (v_eps >= 0.f) {
+          float squares = 0.f;
+          for (int i = 0; i < HEAD_DIM; i += VALUE_DIM) {
+            Part any = *(const Part*)(value + i);
+#pragma unroll
+            for (int j = 0; j < OWN; ++j) squares += to_float(any.v[j]) * to_float(any.v[j]);
+          }
+          float factor = rsqrtf(warp_sum(squares) / HEAD_DIM + v_eps);
+#pragma unroll
+          for (int j = 0; j < OWN; ++j) part.v[j] = from_float<T>(to_float(part.v[j]) * factor);
+        }
+        store(v_cache + to + first_value + lane * OWN, part);
+        *(Part*)(new_v + lane * OWN) = as_stored(part);
       }
     }
     __syncthreads();
@@ -349,19 +375,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
     float highest[2] = {-INF, -INF}, sum[2] = {}, o[HALVES * 4][4] = {};
 
     for (; tile < tiles; tile += STEP) {
-      uint4 loaded[STRIPS];
-      if (!KEEP_Q) load_q(loaded, q);
       float s[4] = {};
 #pragma unroll
-      for (int j = 0; j < STRIPS; ++j) {
-        uint4 b = KEEP_Q ? kept[j] : loaded[j];
+      for (int piece = 0; piece < PARTS; ++piece) {
+        if (piece > 0) load_k(k, cache, start, tile, unit.end, piece);
+        uint4 loaded[STRIPS];
+        if (!KEEP_Q) load_q(loaded, q, piece);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; i += 2)
-          mma<M>(s, two_of_k(k[0], i), two_of_k(k[1], i), two_of_k(k[0], i + 1), two_of_k(k[1], i + 1),
-                 word(b, i % 4), word(b, i % 4 + 1));
+        for (int j = 0; j < STRIPS; ++j) {
+          uint4 b = KEEP_Q ? kept[j] : loaded[j];
+#pragma unroll
+          for (int i = 4 * j; i < 4 * j + 4; i += 2)
+            mma<M>(s, two_of_k(k[0], i), two_of_k(k[1], i), two_of_k(k[0], i + 1), two_of_k(k[1], i + 1),
+                   word(b, i % 4), word(b, i % 4 + 1));
+        }
       }
       int next = tile + STEP;
-      long long start = next_start;
+      start = next_start;
       if (next < tiles) {
         load_k(k, cache, start, next, unit.end);
         next_start = place(cache, min(next + STEP, tiles - 1) * TILE);
@@ -412,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
       dot = warp_sum(dot);
       if (lane == 0) {
         // The sink counts once in a row: beside the new token.
-        float score = dot * scale, sink = sinks ? to_float(sinks[unit.kv_head * GROUP + head]) * LOG2_E : -INF;
+        float score = dot * scale, sink = sinks ? to_float(sinks[kv_head * GROUP + head]) * LOG2_E : -INF;
         float best = fmaxf(score, sink), share = exp2f(score - best);
         partial_max[WARPS][head] = has_new ? best : -INF;
         partial_sum[WARPS][head] = has_new ? share + exp2f(sink - best) : 0.f;
@@ -420,14 +450,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
       }
     }
     __syncthreads();
-    int pair = unit.row * kv_heads + unit.kv_head, splits = unit.splits;
-    T* to = out + (long long)pair * VALUES;
+    int pair = unit.row * parts + unit.part, splits = unit.splits;
+    T* to = out + ((long long)unit.row * kv_heads + kv_head) * GROUP * HEAD_DIM + first_value;
     float* records_of_row = records + (long long)(pair * CLUSTER + rank) * max_splits * RECORD;
     float* record = records_of_row + unit.split * RECORD;
     if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks are there
 #pragma unroll
     for (int i = threadIdx.x; i < VALUES; i += THREADS) {
-      int head = i / HEAD_DIM, d = i % HEAD_DIM;
+      int head = i / VALUE_DIM, d = i % VALUE_DIM;
       float best = partial_max[WARPS][head];
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) best = fmaxf(best, partial_max[w][head]);
@@ -440,7 +470,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
         total += partial_sum[w][head] * weight, y += partial[w][head][d] * weight;
       }
       if (CLUSTER == 1 && splits == 1) {
-        to[i] = from_float<T>(y / total);
+        to[place_of_value(i)] = from_float<T>(y / total);
       } else if (CLUSTER == 1) {
         record[i] = y;
         if (d == 0) record[SHARE + head] = best, record[SHARE + GROUP + head] = total;
@@ -452,7 +482,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
     if (CLUSTER > 1) {  // the cluster's blocks merge, each every CLUSTER-th value
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
       for (int j = threadIdx.x; j < SHARE; j += THREADS) {
-        int i = j * CLUSTER + rank, head = i / HEAD_DIM;
+        int i = j * CLUSTER + rank, head = i / VALUE_DIM;
         float best = -INF, y = 0.f, total = 0.f;
 #pragma unroll
         for (int r = 0; r < CLUSTER; ++r) best = fmaxf(best, block_max[r][head]);
@@ -462,10 +492,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
           total += block_sum[r][head] * weight, y += block[r][j] * weight;
         }
         if (splits == 1) {
-          to[i] = from_float<T>(y / total);
+          to[place_of_value(i)] = from_float<T>(y / total);
         } else {
           record[j] = y;
-          if (i % HEAD_DIM < CLUSTER) record[SHARE + head] = best, record[SHARE + GROUP + head] = total;
+          if (i % VALUE_DIM < CLUSTER) record[SHARE + head] = best, record[SHARE + GROUP + head] = total;
         }
       }
     }

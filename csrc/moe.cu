@@ -46,13 +46,14 @@ __device__ __forceinline__ void sort(
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_route(
-    const L* router_logits, int tokens, int weighting, int first_expert, int held, int* experts, float* weights) {
+    const L* router_logits, int tokens, int weighting, int first_expert, int held, OPTIONAL const float* expert_scale,
+    int* experts, float* weights) {
   wait_for_predecessor();
   start_successor();
   int token = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
   if (token >= tokens) return;
   const L* logits = router_logits + (long long)token * LOGITS;
-  route(logits, weighting, first_expert, held, experts + token * TAKEN, weights + token * TAKEN);
+  route(logits, weighting, first_expert, held, expert_scale, experts + token * TAKEN, weights + token * TAKEN);
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_sort(
@@ -64,14 +65,14 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_sort(
 
 // Route and sort in one block, for few tokens.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_plan(
-    const L* router_logits, int tokens, int weighting, int first_expert, int held, int tile_rows, float* weights,
-    int* order, Tile* tiles, int* tile_count) {
+    const L* router_logits, int tokens, int weighting, int first_expert, int held, OPTIONAL const float* expert_scale,
+    int tile_rows, float* weights, int* order, Tile* tiles, int* tile_count) {
   __shared__ int experts[PLAN_TOKENS * TAKEN];
   wait_for_predecessor();
   start_successor();
   for (int token = threadIdx.x >> 5; token < tokens; token += blockDim.x >> 5) {
     int first = token * TAKEN;
-    route(router_logits + token * LOGITS, weighting, first_expert, held, experts + first, weights + first);
+    route(router_logits + token * LOGITS, weighting, first_expert, held, expert_scale, experts + first, weights + first);
   }
   __syncthreads();
   sort(tokens * TAKEN, tile_rows, experts, order, tiles, tile_count);

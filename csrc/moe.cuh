@@ -36,9 +36,9 @@ enum Weighting { PROBABILITIES, RENORMALIZED, CHOSEN };
 constexpr float ELSEWHERE = -3.0e38f;
 
 // One warp: the TOP_K most likely experts of softmax(logits [LOGITS]), the first of equals, then the shared ones, and their
-// weights.
+// weights: those of chosen ones times `expert_scale` [EXPERTS], if there is one.
 __device__ __forceinline__ void route(
-    const L* logits, int weighting, int first_expert, int held, int* experts, float* weights) {
+    const L* logits, int weighting, int first_expert, int held, const float* expert_scale, int* experts, float* weights) {
   constexpr int PER_LANE = (EXPERTS + 31) / 32;
   constexpr unsigned ALL = 0xffffffffu;
   int lane = threadIdx.x & 31;
@@ -77,6 +77,7 @@ __device__ __forceinline__ void route(
   if (lane < TOP_K) {
     bool here = my_expert >= first_expert && my_expert < first_expert + held;
     float weight = weighting == CHOSEN ? mine : rounded(mine / (weighting == RENORMALIZED ? chosen_sum : sum));
+    if (expert_scale) weight *= expert_scale[my_expert];
     experts[lane] = here ? my_expert - first_expert : -1;
     weights[lane] = here ? weight : ELSEWHERE;
   } else if (lane < TAKEN) {

@@ -11,7 +11,7 @@
 // WARPGROUP: four warps at a time multiply together with Hopper's wgmma (sm_90a), straight from shared memory; then
 // PAIRS is 1, WARPS_N a multiple of 4, WARPS_M 1 and TILES 16.
 // ROUTE: for few tokens; each pair is a tile, and each block finds out its expert itself, without a plan.
-// CLAMPED: the activation is gpt-oss's, with `alpha` and `limit`; otherwise silu.
+// CLAMPED, GELU_TANH: the activation is gpt-oss's, with `alpha` and `limit`, or gelu; otherwise silu.
 // SHARED (moe.cuh): `shared` is the weight of the block that every token goes to, [2 * SHARED * N, K] if GATED, else
 // [N, SHARED * K]: of both a part has its share of what is between the two products.
 #include "mma.cuh"
@@ -55,8 +55,8 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address) {
 // [experts, N].
 template <bool GATED> __device__ __forceinline__ void grouped_product(
     const T* x, int divisor, const T* weight, const T* shared, const T* bias, float alpha, float limit,
-    const L* router_logits, int weighting, int first_expert, int held, const int* order, const Tile* tiles,
-    const int* tile_count, const float* pair_weights, T* out, int N, int K) {
+    const L* router_logits, int weighting, int first_expert, int held, const float* expert_scale, const int* order,
+    const Tile* tiles, const int* tile_count, const float* pair_weights, T* out, int N, int K) {
   extern __shared__ __align__(1024) char memory[];
   __shared__ int pair_of[BLOCK_M];
   constexpr int OUTPUTS = GATED ? HALF : BLOCK_N;
@@ -72,7 +72,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   __shared__ int experts[TAKEN];
   __shared__ float weights[TAKEN];
   const L* logits = router_logits + blockIdx.y / TAKEN * LOGITS;
-  if (warp == 0) route(logits, weighting, first_expert, held, experts, weights);
+  if (warp == 0) route(logits, weighting, first_expert, held, expert_scale, experts, weights);
   __syncthreads();
   tile = {experts[blockIdx.y % TAKEN], (int)blockIdx.y, 1, 0};
   if (tile.expert < 0) {
@@ -240,18 +240,20 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_gated(
     const T* x, int divisor, const T* weight, OPTIONAL const T* shared, OPTIONAL const T* bias, float alpha, float limit,
-    const L* router_logits, int weighting, int first_expert, int held, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
-    OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K) {
+    const L* router_logits, int weighting, int first_expert, int held, OPTIONAL const float* expert_scale,
+    OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
+    OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<true>(
-      x, divisor, weight, shared, bias, alpha, limit, router_logits, weighting, first_expert, held, order, tiles,
-      tile_count, pair_weights, out, N, K);
+      x, divisor, weight, shared, bias, alpha, limit, router_logits, weighting, first_expert, held, expert_scale,
+      order, tiles, tile_count, pair_weights, out, N, K);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_weighted(
     const T* x, int divisor, const T* weight, OPTIONAL const T* shared, OPTIONAL const T* bias, float alpha, float limit,
-    const L* router_logits, int weighting, int first_expert, int held, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
-    OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K) {
+    const L* router_logits, int weighting, int first_expert, int held, OPTIONAL const float* expert_scale,
+    OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
+    OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<false>(
-      x, divisor, weight, shared, bias, alpha, limit, router_logits, weighting, first_expert, held, order, tiles,
-      tile_count, pair_weights, out, N, K);
+      x, divisor, weight, shared, bias, alpha, limit, router_logits, weighting, first_expert, held, expert_scale,
+      order, tiles, tile_count, pair_weights, out, N, K);
 }

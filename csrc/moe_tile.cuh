@@ -1,5 +1,5 @@
 // Common parts of the grouped products (moe_gemm.cu, quantized_moe.cu): copies of a tile's operands and the activation.
-// CLAMPED is a macro: the activation is gpt-oss's, with `alpha` and `limit`; otherwise silu.
+// CLAMPED is a macro: the activation is gpt-oss's, with `alpha` and `limit`; otherwise silu, or gelu (common.cuh).
 #pragma once
 #include "moe.cuh"
 
@@ -32,7 +32,7 @@ template <int OUTPUTS> __device__ __forceinline__ void no_output(T* out, int N) 
 
 // A gate and its up, rounded already.
 __device__ __forceinline__ float activated(float gate, float up, float alpha, float limit) {
-  if (!CLAMPED) return rounded(gate / (1.f + __expf(-gate))) * up;
+  if (!CLAMPED) return rounded(GELU_TANH ? activation(gate) : gate / (1.f + __expf(-gate))) * up;
   gate = fminf(gate, limit), up = fminf(fmaxf(up, -limit), limit);
   return gate / (1.f + __expf(-alpha * gate)) * (up + 1.f);
 }

@@ -10,7 +10,7 @@
 // Columns beyond K are zeros, so K need be a multiple of 8 alone, and `chunks` is how many chunks the weight has.
 // In a gated weight 8 of each 16 rows are gates, the next 8 are the ups: a lane's sums have both. For example lane 5 of
 // warp 1 has in sums[t] the gate of output 9 for the pairs 8t + 2 and 8t + 3, then the up of output 9 for them.
-// ROUTE, CLAMPED: as in moe_gemm.cu.
+// ROUTE, CLAMPED, GELU_TANH: as in moe_gemm.cu.
 #include "left_product.cuh"
 #include "moe_tile.cuh"
 #include "quantized.cuh"
@@ -142,8 +142,9 @@ __device__ __forceinline__ void multiply_many(float (&total)[TILES][4], const Sh
 // row_scales are [experts, rows of the weight], gates before ups.
 template <bool GATED> __device__ __forceinline__ void grouped_product(
     const T* x, int divisor, const unsigned* weight, const unsigned* scales, const float* row_scales, const T* bias,
-    float alpha, float limit, const L* router_logits, int weighting, int first_expert, int held, const int* order,
-    const Tile* tiles, const int* tile_count, const float* pair_weights, T* out, int N, int K, int chunks) {
+    float alpha, float limit, const L* router_logits, int weighting, int first_expert, int held,
+    const float* expert_scale, const int* order, const Tile* tiles, const int* tile_count, const float* pair_weights,
+    T* out, int N, int K, int chunks) {
   __shared__ Barrier full[STAGES];  // of the weight; x is waited for by its threads
   __shared__ int pair_of[M_MAX];
   constexpr int OUTPUTS = GATED ? BLOCK_N / 2 : BLOCK_N;
@@ -157,7 +158,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   __shared__ int experts[TAKEN];
   __shared__ float weights[TAKEN];
   const L* logits = router_logits + blockIdx.y / TAKEN * LOGITS;
-  if (thread < 32) route(logits, weighting, first_expert, held, experts, weights);
+  if (thread < 32) route(logits, weighting, first_expert, held, expert_scale, experts, weights);
   __syncthreads();
   tile = {experts[blockIdx.y % TAKEN], (int)blockIdx.y, 1, 0};
   if (tile.expert < 0) {
@@ -303,19 +304,19 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_moe_gated(
     const T* x, int divisor, const unsigned* weight, const unsigned* scales, OPTIONAL const float* row_scales,
     OPTIONAL const T* bias, float alpha, float limit, const L* router_logits, int weighting, int first_expert, int held,
-    OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
-    OPTIONAL const float* pair_weights, T* out, int N, int K, int chunks) {
+    OPTIONAL const float* expert_scale, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
+    OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K, int chunks) {
   grouped_product<true>(
-      x, divisor, weight, scales, row_scales, bias, alpha, limit, router_logits, weighting, first_expert, held, order,
-      tiles, tile_count, pair_weights, out, N, K, chunks);
+      x, divisor, weight, scales, row_scales, bias, alpha, limit, router_logits, weighting, first_expert, held,
+      expert_scale, order, tiles, tile_count, pair_weights, out, N, K, chunks);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_moe_weighted(
     const T* x, int divisor, const unsigned* weight, const unsigned* scales, OPTIONAL const float* row_scales,
     OPTIONAL const T* bias, float alpha, float limit, const L* router_logits, int weighting, int first_expert, int held,
-    OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
-    OPTIONAL const float* pair_weights, T* out, int N, int K, int chunks) {
+    OPTIONAL const float* expert_scale, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
+    OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K, int chunks) {
   grouped_product<false>(
-      x, divisor, weight, scales, row_scales, bias, alpha, limit, router_logits, weighting, first_expert, held, order,
-      tiles, tile_count, pair_weights, out, N, K, chunks);
+      x, divisor, weight, scales, row_scales, bias, alpha, limit, router_logits, weighting, first_expert, held,
+      expert_scale, order, tiles, tile_count, pair_weights, out, N, K, chunks);
 }

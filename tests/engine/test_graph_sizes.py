@@ -12,7 +12,7 @@ import torch
 from measuring.shapes import make_shape
 from minisgl.distributed import SingleRank
 from minisgl.engine.graph_sizes import decode_graph_sizes, prefill_graph_sizes
-from minisgl.kernel.base import ExpertKind, Routing
+from minisgl.kernel.base import ClampedSwiGLU, ExpertKind, Routing
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
 from minisgl.models.config.load_config import load_model_config
 from minisgl.models.decoder import CausalLM
@@ -65,6 +65,6 @@ def test_the_products_of_a_model_are_known_before_its_weights(tmp_path: Path) ->
     assert (dense.head_dims, dense.norm_dtype, dense.experts) == ({128}, torch.bfloat16, frozenset())
     sparse = on_paper(make_shape("30b-a3b", tmp_path)).kernel_needs(torch.float8_e4m3fn)
     assert {(128, 2048, False, None), (5120, 2048, True, None)} <= sparse.products, "router; q, k and v"
-    assert sparse.experts == {ExpertKind(128, 8, clamped=False)}
+    assert sparse.experts == {ExpertKind(128, 8, "silu")}
     clamped = on_paper(make_shape("gpt-oss-20b", tmp_path)).kernel_needs(torch.bfloat16)
-    assert clamped.experts == {ExpertKind(32, 4, clamped=True)}
+    assert clamped.experts == {ExpertKind(32, 4, ClampedSwiGLU(1.702, 7.0))}

@@ -306,6 +306,34 @@ GEMMA_4_DENSE = {key: value for key, value in GEMMA_3_12B.items() if key != "que
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
+GEMMA_4_26B_A4B = GEMMA_4_DENSE | {
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_global_key_value_heads": 2,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "moe_intermediate_size": 704,
+    "top_k_experts": 8,
+}
+GEMMA_4_E4B = GEMMA_4_DENSE | {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 8192,
+    "num_hidden_layers": 4,  # of which the second half attends to K and V of the first
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+GEMMA_4_E2B = GEMMA_4_E4B | {
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_key_value_heads": 1,
+    "use_double_wide_mlp": True,
+}
 DEEPSEEK_V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
@@ -363,7 +391,8 @@ GLM_4_7_FLASH = DEEPSEEK_V2_LITE | {
     "routed_scaling_factor": 1.8,
     "topk_method": "noaux_tc",
 }
-WINDOWED = ("mistral-window", "gemma3", "gemma4", "olmo3", "exaone4", "gpt-oss")
+GEMMA_4 = ("gemma4", "gemma4-26b-a4b", "gemma4-e2b", "gemma4-e4b")
+WINDOWED = ("mistral-window", "gemma3", *GEMMA_4, "olmo3", "exaone4", "gpt-oss")
 LATENT = ("deepseek-v2-lite", "deepseek-v3", "glm4-moe-lite")
 SHAPES = {
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
@@ -371,6 +400,9 @@ SHAPES = {
     "exaone4": EXAONE_4,
     "gemma3": GEMMA_3_12B,
     "gemma4": GEMMA_4_DENSE,
+    "gemma4-26b-a4b": GEMMA_4_26B_A4B,
+    "gemma4-e2b": GEMMA_4_E2B,
+    "gemma4-e4b": GEMMA_4_E4B,
     "glm4": GLM_4_9B,
     "glm4-moe": GLM_4_5_AIR,
     "glm4-moe-lite": GLM_4_7_FLASH,
@@ -411,12 +443,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     path: Path = tmp_path_factory.mktemp("family") / request.param
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(SHAPES[request.param] | SMALL))
+    (path / "config.json").write_text(json.dumps(SMALL | SHAPES[request.param]))
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
     for name, weight in model.named_parameters():
-        if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+        if name.endswith(("mlp.gate.weight", "mlp.router.weight", "router.proj.weight")):
             # As trained routers do, prefer few experts: with nearly equal ones rounding would change who is eighth.
             weight.data *= 8
         centred = request.param == "gemma3" or ("linear_attention" in SHAPES[request.param].get("layer_types", ()))

@@ -57,7 +57,7 @@ class Step:
         return rows.forward(self.qkv, self.heads, self.caches[0], self.caches[1], self.sinks)
 
 
-def make_step(spec: AttentionSpec, lengths: list[int], *, norm: bool = True) -> Step:
+def make_step(spec: AttentionSpec, lengths: list[int], *, norm: bool = True, v_eps: float | None = None) -> Step:
     torch.manual_seed(0)
     rows, slots_in_all, width = len(lengths), len(lengths) + 3, -(-max(lengths) // spec.page_size)
     pages = torch.randperm(rows * width, device=DEVICE).int().view(rows, width)
@@ -73,7 +73,10 @@ def make_step(spec: AttentionSpec, lengths: list[int], *, norm: bool = True) -> 
     table = torch.cat([angles.cos(), angles.sin()], dim=1).to(DEVICE)
     norm_dtype = spec.norm_dtype or spec.dtype
     norms = [Norm(torch.randn(spec.head_dim, device=DEVICE).to(norm_dtype), 1e-6) if norm else None for _ in "qk"]
-    heads = Heads(spec.num_heads, spec.num_kv_heads, table, *norms)
+    kv_heads = spec.num_kv_heads
+    if not spec.stores_kv:
+        qkv, kv_heads = qkv[:, : spec.num_heads * spec.head_dim].contiguous(), 0
+    heads = Heads(spec.num_heads, kv_heads, table, *norms, v_eps=v_eps)
     sinks = (2 * torch.randn(spec.num_heads, device=DEVICE)).to(spec.dtype) if spec.has_sinks else None
     return Step(spec, lengths, slots, all_lengths, page_table, caches, qkv.to(spec.dtype), heads, sinks)
 
@@ -125,6 +128,12 @@ BF16, F16 = torch.bfloat16, torch.float16
         ([30000, 1, 9000], 32, 4, 256, 64, None, True),
         ([20000] + [300] * 19, 8, 1, 256, 32, None, False),
         ([700, 33] * 100, 4, 1, 256, 64, 512, True),
+        ([1], 8, 1, 512, 64, None, True),
+        ([640], 16, 2, 512, 64, None, True),
+        ([4444, 1, 30, 16, 17], 8, 2, 512, 16, None, False),
+        ([300, 4000] * 40, 16, 4, 512, 64, None, True),
+        ([30000, 1, 9000], 8, 1, 512, 64, None, True),
+        ([700, 33] * 100, 4, 1, 512, 1, 512, True),
     ],
 )
 @pytest.mark.parametrize("dtype", [BF16, F16])
@@ -142,7 +151,24 @@ def test_fused_decode(
     compare(make_step(spec, lengths, norm=norm), window)
 
 
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("fp8_kv", [False, True])
+@pytest.mark.parametrize(("lengths", "window"), [([1], None), ([640, 513, 1, 16], 512), ([9000, 40] * 30, None)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 1, 256), (8, 2, 512), (16, 8, 64)])
+def test_queries_of_a_layer_that_shares_kv(
+    lengths: list[int], window: int | None, heads: int, kv_heads: int, head_dim: int, fp8_kv: bool
+) -> None:
+    """Gemma 4's: the new token is in the pages already, and nothing is stored."""
+    spec = AttentionSpec(heads, kv_heads, head_dim, 64, BF16, fp8_kv=fp8_kv, scale=1 / 16, stores_kv=False)
+    compare(make_step(spec, lengths), window)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256, 512])
+def test_norm_of_v(head_dim: int) -> None:
+    spec = AttentionSpec(16, 2, head_dim, 64, BF16, norm_dtype=torch.float32)
+    compare(make_step(spec, [1, 640, 9000], v_eps=1e-6), None)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256, 512])
 def test_norms_in_float32_and_another_scale(head_dim: int) -> None:
     """Gemma's: a scale that is not that of the head's size, and norms whose weights are wider than q and k."""
     spec = AttentionSpec(32, 16, head_dim, 64, BF16, scale=168**-0.5, norm_dtype=torch.float32)
@@ -161,12 +187,15 @@ def compare(step: Step, window: int | None) -> None:
         k, v = (cache[pages].flatten(0, 1)[:length] for cache in reference_caches)
         if window is not None:
             k, v = k[-window:], v[-window:]
-        k, v = (x.double().repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+        k, v = (x.to(q.dtype).double().repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
         scores = torch.einsum("hd,nhd->hn", q[row].double(), k) * spec.softmax_scale
         want[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
 
     have = step.forward(window)
     for cache, reference in zip(step.caches, reference_caches, strict=True):
+        if not spec.stores_kv:
+            assert torch.equal(cache.view(torch.uint8), reference.view(torch.uint8))
+            continue
         error = (cache.double() - reference.double()).norm() / reference.double().norm()
         assert error < 1e-4, f"stored with a relative error of {error:.2e}"
     error = (have.double() - want).norm() / want.norm()

@@ -43,9 +43,36 @@ def test_rms_norm(ops: Ops, dtype: torch.dtype, tokens: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("norm_dtype", [None, torch.float32])
+@pytest.mark.parametrize(("tokens", "size"), [(1, 1024), (3, 3840), (257, 2048), (5, 72), (4, 12288)])
+def test_norm_add(ops: Ops, dtype: torch.dtype, norm_dtype: torch.dtype | None, tokens: int, size: int) -> None:
+    """The end of a block: its norm, the sum, a factor, and the next block's norm."""
+    x, residual = (torch.randn(tokens, size, device="cuda").to(dtype) for _ in range(2))
+    norm, *others = (Norm(torch.randn(size, device="cuda").to(norm_dtype or dtype), 1e-6) for _ in range(4))
+    for count, factor in ((0, None), (1, None), (1, torch.tensor([0.7], device="cuda").to(dtype)), (3, None)):
+        total, *normed = ops.norm_add(x.clone(), norm, residual.clone(), *others[:count], factor=factor)
+        want = ops.rms_norm(x, norm).add_(residual)
+        want = want if factor is None else want.mul_(factor)
+        close(total, want, dtype)
+        for have, after in zip(normed, others[:count], strict=True):
+            close(have, TorchOps().rms_norm(total.double(), Norm(after.weight.double(), 1e-6)), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activate_rows_that_are_apart(ops: Ops, dtype: torch.dtype, activation: Activation) -> None:
+    gate, all_inputs = (torch.randn(9, *shape, device="cuda").to(dtype) for shape in ((256,), (4, 256)))
+    for up in (all_inputs[:, 2], all_inputs[:, 1, :250]):
+        own = gate[:, : up.shape[1]]
+        have = ops.activate(own.clone(), up, activation)
+        close(have, TorchOps().activate(own.double(), up.double(), activation), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize(
-    ("tokens", "heads", "kv_heads", "norm"), [(1, 16, 8, True), (33, 40, 8, False), (7, 3, 1, True)]
+    ("tokens", "heads", "kv_heads", "norm"),
+    [(1, 16, 8, True), (33, 40, 8, False), (7, 3, 1, True), (5, 8, 0, True)],
 )
 def test_norm_rope_store(
     ops: Ops, dtype: torch.dtype, head_dim: int, tokens: int, heads: int, kv_heads: int, norm: bool
@@ -59,10 +86,12 @@ def test_norm_rope_store(
     weights = [torch.randn(head_dim, device="cuda").to(dtype) if norm else None for _ in range(2)]
 
     def run(which: Ops, kind: torch.dtype) -> list[torch.Tensor]:
-        caches = [torch.full((pages, page_size, kv_heads, head_dim), 7.0, device="cuda", dtype=kind) for _ in range(2)]
+        caches = [
+            torch.full((pages, page_size, max(kv_heads, 1), head_dim), 7.0, device="cuda", dtype=kind) for _ in range(2)
+        ]
         q_norm, k_norm = (None if weight is None else Norm(weight.to(kind), 1e-6) for weight in weights)
         table = cos_sin.to(torch.float64 if kind == torch.float64 else torch.float32)
-        made = Heads(heads, kv_heads, table, q_norm, k_norm)
+        made = Heads(heads, kv_heads, table, q_norm, k_norm, v_eps=1e-6 if norm else None)
         return [which.norm_rope_store(qkv.to(kind), made, positions, out_cache_loc, *caches), *caches]
 
     for out, reference in zip(run(ops, dtype), run(TorchOps(), torch.float64), strict=True):

@@ -181,6 +181,21 @@ def test_a_shared_expert_among_the_others(
         assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gelu_and_scaled_experts(ops: Ops, dtype: torch.dtype) -> None:
+    """Gemma 4's experts, whose weights are multiplied by a scale of each."""
+    w13, w2 = layer(128, 704, 704, dtype)
+    scale, routing = torch.rand(128, device="cuda") + 0.5, Routing(8, renormalize=True)
+    for tokens in (1, 2, 33, 129, 2100):
+        x = torch.randn(tokens, 704, device="cuda").to(dtype)
+        scores = distinct_scores(tokens, 128, dtype)
+        out = ops.moe(x, scores, w13, w2, routing, activation="gelu_tanh", expert_scale=scale)
+        wide = (x.double(), scores.double(), w13.double(), w2.double())
+        reference = TorchOps().moe(*wide, routing, activation="gelu_tanh", expert_scale=scale)
+        error = relative_error(out, reference)
+        assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"
+
+
 @pytest.mark.parametrize("tokens", [16, 600])
 def test_every_token_to_the_same_experts(ops: Ops, tokens: int) -> None:
     w13, w2 = layer(64, 256, 128, torch.bfloat16)

@@ -42,7 +42,7 @@ def ops() -> Ops:
     found = CudaOps(torch.device("cuda", 0))
     for form, dtype in product(FORMATS, TOLERANCE):
         if found.keeps_experts(form, 512, 512, dtype):
-            found._moe.begin_compiling(dtype, ExpertKind(16, 4, clamped=False, form=form))
+            found._moe.begin_compiling(dtype, ExpertKind(16, 4, "silu", form))
     if not found.keeps_experts(LevelFormat("fp8"), 768, 1024, torch.bfloat16):
         pytest.skip("needs compute capability 9.0")
     return found
@@ -102,6 +102,7 @@ def check(
     activation: ExpertActivation = "silu",
     *,
     biased: bool = False,
+    expert_scale: Tensor | None = None,
 ) -> None:
     count, hidden, intermediate = sizes
     w13, wide13 = experts(form, count, 2 * intermediate, hidden, dtype, gated=True)
@@ -115,9 +116,11 @@ def check(
         scores = scores_without_ties(tokens, count, dtype)
         if tokens == 33:  # all tokens to the same experts
             scores = scores[:1].repeat(tokens, 1)
-        have = ops.moe(x, scores, w13, w2, routing, ExpertBiases(None, *biases), activation)
+        have = ops.moe(x, scores, w13, w2, routing, ExpertBiases(None, *biases), activation, expert_scale=expert_scale)
         in_double = ExpertBiases(None, *(None if bias is None else bias.double() for bias in biases))
-        want = TorchOps().moe(x.double(), scores.double(), wide13, wide2, routing, in_double, activation)
+        want = TorchOps().moe(
+            x.double(), scores.double(), wide13, wide2, routing, in_double, activation, expert_scale=expert_scale
+        )
         error = float((have.double() - want).norm() / want.norm())
         assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"
 
@@ -135,6 +138,13 @@ def test_another_routing(ops: Ops) -> None:
     """Experts are chosen before, in groups, and the last block of rows is not whole."""
     routing = Routing(8, renormalize=True, score="sigmoid", groups=8, top_groups=4, scale=2.5)
     check(ops, LevelFormat("fp8", 128), torch.bfloat16, (40, 384, 256), routing)
+
+
+def test_gelu_and_scaled_experts(ops: Ops) -> None:
+    """Gemma 4's experts."""
+    scale, sizes = torch.rand(16, device="cuda") + 0.5, (16, 512, 384)
+    for form in (LevelFormat("fp8", 128), LevelFormat("int4", 32, zeros=True)):
+        check(ops, form, torch.bfloat16, sizes, Routing(4, renormalize=True), "gelu_tanh", expert_scale=scale)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(2880, 1440), (96, 160)])

@@ -243,7 +243,7 @@ def run_ops(dtype: torch.dtype, cache: torch.dtype) -> None:
             dtype,
             frozenset({128}),
             products,
-            frozenset({ExpertKind(8, 2, clamped=True)}),
+            frozenset({ExpertKind(8, 2, ClampedSwiGLU(1.702, 7.0))}),
             delta_taps=frozenset({4}),
             latents=frozenset({LatentDims(512, 64, 128, 128)}),
         )
@@ -256,6 +256,7 @@ def run_ops(dtype: torch.dtype, cache: torch.dtype) -> None:
         ops.norm_linear(x, norm, weight, out=torch.empty_like(residual))
         ops.norm_linear(x, Norm(norm.weight.float(), 1e-6), weight)
         ops.norm_gated_linear(x, norm, weight, bias, activation="gelu_tanh")
+        ops.norm_add(x, norm, torch.zeros_like(x), norm, factor=bias[:1])
     slots = torch.zeros(3, dtype=torch.int64)
     ints = torch.ones(9, 20, dtype=torch.int32)
     for pages in (True, False):
@@ -312,7 +313,7 @@ def run_moe(dtype: torch.dtype) -> None:
             wide = torch.zeros(tokens, 128, dtype=dtype)
             assert CudaOps(CPU).moe(wide, scores, *quantized, Routing(2, renormalize=True)).shape == wide.shape
         CudaOps(CPU).moe(x, scores, w13[5:], w2[5:], Routing(2, renormalize=True), first=5)
-        CudaOps(CPU).moe_chosen(x, scores[:, :2], scores[:, :2].long(), w13[5:], w2[5:], first=5, num_experts=8)
+        CudaOps(CPU).moe_chosen(x, scores[:, :2], scores[:, :2].long(), w13, w2)
         grouped = Routing(2, renormalize=True, score="sigmoid", groups=4, top_groups=2)
         weights, experts = CudaRouting(Compiler(CPU))(scores.float(), grouped, torch.zeros(8))
         assert weights.shape == experts.shape == (tokens, 2)

@@ -69,7 +69,9 @@ def test_layers_without_a_window_have_other_heads() -> None:
 def test_experts_stand_beside_the_mlp() -> None:
     config = parse_config({**GEMMA_4, "text_config": TEXT | EXPERTS})
     assert {layer.mlp for layer in config.layers} == {MLPConfig(21504, activation="gelu_tanh")}
-    assert {layer.experts for layer in config.layers} == {MoEConfig(128, 704, Routing(8, renormalize=True))}
+    assert {layer.experts for layer in config.layers} == {
+        MoEConfig(128, 704, Routing(8, renormalize=True), activation="gelu_tanh")
+    }
     assert config.experts_per_token == 8
     config.check_tp(2)
     with pytest.raises(UnsupportedModel, match=r"intermediate size of an expert \(704\)"):

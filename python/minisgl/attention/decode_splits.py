@@ -9,19 +9,20 @@ import torch
 from minisgl.attention.base import AttentionSpec
 
 LATENT_HEADS = 16  # of a block of csrc/latent_decode.cu
+VALUE_DIM = 256  # dimensions of a head's value, at most, that a cluster of csrc/decode_attention.cu has
 _MAX_GROUP = 8  # query heads of a KV head: rows of a tensor-core instruction
 
 
 def fused_decode_unsupported(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
     """Return why the kernel cannot run a layer on this GPU, or None."""
-    if not spec.stores_kv:
-        return "it stores K and V of each token, which a layer that shares those of another does not have"
+    if spec.has_sinks and not spec.stores_kv:
+        return "it counts sinks beside a new token, which a layer that shares K and V of another does not have"
     if capability < (9, 0):
         return "it needs thread block clusters (compute capability 9.0)"
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return "it is for bfloat16 and float16"
-    if spec.head_dim not in (64, 128, 256):
-        return f"it is for heads of 64, 128 or 256 dimensions, not {spec.head_dim}"
+    if spec.head_dim not in (64, 128, 256, 512):
+        return f"it is for heads of 64, 128, 256 or 512 dimensions, not {spec.head_dim}"
     if spec.num_heads % spec.num_kv_heads or spec.group > _MAX_GROUP:
         return f"it is for up to {_MAX_GROUP} query heads a KV head, not {spec.group}"
     if spec.page_size & (spec.page_size - 1):
@@ -50,9 +51,9 @@ class DecodeSplits:
 def decode_splits(
     units: int, num_sms: int, head_dim: int, *, spills: bool, fp8: bool, slow_memory: bool = False
 ) -> DecodeSplits:
-    """Return the parameters for `units` rows times KV heads that were fastest on 132 multiprocessors of an H200, or of
-    an H100 (`slow_memory`), whose many rows want the same, but whose few rows want fewer and smaller clusters
-    (docs/log.md).
+    """Return the parameters for `units` rows times KV heads (twice as many of 512 dimensions) that were fastest on 132
+    multiprocessors of an H200, or of an H100 (`slow_memory`), whose many rows want the same, but whose few rows want
+    fewer and smaller clusters (docs/log.md). Heads of 512 were not measured.
 
     Few rows share the multiprocessors by clusters. Otherwise rows of up to 8,192 tokens stay whole, for equal rows
     are best left alone; and there are enough spare clusters to keep the memory busy with what the others leave.
@@ -61,7 +62,8 @@ def decode_splits(
     """
     if head_dim > 128:  # of which a thread takes 255 registers: a multiprocessor holds eight warps
         cluster = next((c for c in (8, 4, 2) if c * units <= 2 * num_sms), 1)
-        return DecodeSplits(cluster, 4, 2, spare_clusters=max(2 * num_sms // cluster - units, 64))
+        warps = 3 if head_dim > VALUE_DIM and cluster > 1 else 4  # as many as the 48 KiB of shared memory hold
+        return DecodeSplits(cluster, warps, 2, spare_clusters=max(2 * num_sms // cluster - units, 64))
     at_once = num_sms // 5  # clusters of eight large blocks: some groups of multiprocessors have room for three
     if 16 * units <= num_sms:
         return DecodeSplits(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionSpec
-from minisgl.attention.decode_splits import DecodeSplits, decode_splits
+from minisgl.attention.decode_splits import VALUE_DIM, DecodeSplits, decode_splits
 from minisgl.kernel.base import Heads
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
@@ -41,7 +41,7 @@ class FusedDecode:
         # Two transfers a cycle; in kHz and bits. 25 GB/s for each multiprocessor of an H100, 37 of an H200.
         bytes_per_second = 2 * about.memory_clock_rate * 1000 * about.memory_bus_width / 8
         self._slow_memory = bytes_per_second / self._num_sms < _FAST_MEMORY
-        floats = spec.group * (spec.head_dim + 2 * _MAX_CLUSTER)
+        floats = spec.group * (min(spec.head_dim, VALUE_DIM) + 2 * _MAX_CLUSTER)
         self._records = torch.empty(_RECORDS, floats, dtype=torch.float32, device=device)
         self._counters = torch.zeros(2 * _RECORDS, dtype=torch.int32, device=device)
 
@@ -72,13 +72,18 @@ class FusedDecode:
         spec = self._spec
         spills = not spec.fp8_kv and (spec.page_size < _TILE or spec.group == 1)
         return decode_splits(
-            rows * spec.num_kv_heads,
+            rows * spec.num_kv_heads * _parts(spec.head_dim),
             self._num_sms,
             spec.head_dim,
             spills=spills,
             fp8=spec.fp8_kv,
             slow_memory=self._slow_memory,
         )
+
+
+def _parts(head_dim: int) -> int:
+    """Return the parts of a KV head, each of which has a cluster of its own."""
+    return -(-head_dim // VALUE_DIM)
 
 
 def _kernel_spec(spec: AttentionSpec, cluster: int, warps: int, blocks_of_sm: int) -> KernelSpec:
@@ -89,6 +94,7 @@ def _kernel_spec(spec: AttentionSpec, cluster: int, warps: int, blocks_of_sm: in
         "HEAD_DIM": spec.head_dim,
         "GROUP": spec.group,
         "PAGE_SIZE": spec.page_size,
+        "STORES": int(spec.stores_kv),
         "CLUSTER": cluster,
         "WARPS": warps,
         "BLOCKS_OF_SM": blocks_of_sm,
@@ -115,16 +121,19 @@ class FusedRows:
     ) -> Tensor:
         """Store k and v of qkv [B, (heads + 2 * kv_heads) * head_dim], and attend: [B, heads, head_dim].
 
-        `sinks` [heads]: as in `AttentionPlan.forward`.
+        Of layers that attend to K and V of another one qkv is q [B, heads * head_dim]. `sinks` [heads]: as in
+        `AttentionPlan.forward`.
         """
         splits, rows = self.splits, len(qkv)
-        out = qkv.new_empty((rows, heads.num_heads, k_cache.shape[-1]))
-        units = rows * heads.num_kv_heads
+        num_kv_heads, head_dim = k_cache.shape[-2:]
+        out = qkv.new_empty((rows, heads.num_heads, head_dim))
+        parts = num_kv_heads * _parts(head_dim)  # of a row, with a cluster each
+        units = rows * parts
         max_splits = max(1, min(_RECORDS // units, _MAX_SPLITS))
         cuts = max_splits > 1
-        spare = max(splits.spare_clusters // heads.num_kv_heads, 1) if cuts else 0  # of each KV head
+        spare = max(splits.spare_clusters // parts, 1) if cuts else 0  # of each part
         self.kernel(
-            (1, heads.num_kv_heads, rows + spare),
+            (1, parts, rows + spare),
             splits.warps * 32,
             qkv=qkv,
             slots=self.slots,
@@ -136,6 +145,7 @@ class FusedRows:
             q_norm=None if heads.q_norm is None else heads.q_norm.weight,
             k_norm=None if heads.k_norm is None else heads.k_norm.weight,
             eps=0.0 if heads.q_norm is None else heads.q_norm.eps,
+            v_eps=-1.0 if heads.v_eps is None else heads.v_eps,
             k_cache=k_cache,
             v_cache=v_cache,
             sinks=sinks,

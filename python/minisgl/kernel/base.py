@@ -28,7 +28,7 @@ class ClampedSwiGLU:
     limit: float
 
 
-ExpertActivation = Literal["silu"] | ClampedSwiGLU
+ExpertActivation: TypeAlias = Activation | ClampedSwiGLU
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,11 @@ class Heads:
     """
 
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int  # 0: there are queries alone, which attend to K and V of an earlier layer
     cos_sin: Tensor
     q_norm: Norm | None  # of each head, before its rotation (Qwen3)
     k_norm: Norm | None
+    v_eps: float | None = None  # of a norm of each head of v, without weights (Gemma 4); None: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +131,11 @@ class Product(NamedTuple):
 
 
 class ExpertKind(NamedTuple):
-    """Sparse layer as kernels are compiled for it; a token goes to `top_k` experts, `clamped`: by a ClampedSwiGLU."""
+    """Sparse layer as kernels are compiled for it; a token goes to `top_k` experts."""
 
     num_experts: int
     top_k: int
-    clamped: bool
+    activation: ExpertActivation
     form: LevelFormat | None = None  # of experts that stay quantized
     shared: int = 0  # experts as large as the block that every token goes to besides
     weighed: bool = False  # `SharedExpert.weighed`
@@ -270,6 +271,19 @@ class Ops(Protocol):
         """
         ...
 
+    def norm_add(
+        self, x: Tensor, norm: Norm, residual: Tensor, *next_norms: Norm, factor: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """End a block: y = (residual + rms_norm(x)) * factor, and rms_norm(y) by each of the next norms.
+
+        All are [T, H], factor is [1] in their dtype. May overwrite x and the residual.
+        """
+        ...
+
+    def activate(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up, both [T, I] of rows that may be apart: [T, I]. May overwrite the gate."""
+        ...
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """x [T, in], weight [out, in], bias [out], residual [T, out] -> x @ weight.T + bias + residual, [T, out].
 
@@ -297,7 +311,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """Split qkv [T, (heads + 2 * kv_heads) * head_dim]; norm and rotate q and k as `heads` says; write k and v to
         the rows `out_cache_loc` of the caches [pages, page_size, kv_heads, head_dim], in qkv's dtype or float8_e4m3fn,
-        where what is beyond 448 becomes 448. Returns q [T, heads, head_dim].
+        where what is beyond 448 becomes 448. Without KV heads in `heads` nothing is written. Returns q [T, heads,
+        head_dim].
         """
         ...
 
@@ -364,31 +379,23 @@ class Ops(Protocol):
         residual: Tensor | None = None,
         first: int = 0,
         shared: SharedExpert | None = None,
+        expert_scale: Tensor | None = None,
     ) -> Tensor:
         """A mixture of gated experts: x [T, H] -> the weighted sum of the outputs of each token's experts, [T, H].
 
         Plus the residual [T, H], if there is one, and the output of a `shared` expert that `merges_shared`.
 
         A token's experts are the `top_k` of the scores of router_logits [T, experts] in float32, plus `biases.choice`;
-        their weights are the scores, divided by their sum if `renormalize`. w13 is [experts, 2 * I, H] with the gate
-        first, w2 [experts, H, I]: expert e gives w2[e] @ activated(w13[e] @ x), where "silu" is silu(gate) * up.
-        They may be fewer than the scores: those of the experts from `first` on. Others add nothing.
+        their weights are the scores, divided by their sum if `renormalize`, times expert_scale [experts] float32. w13
+        is [experts, 2 * I, H] with the gate first, w2 [experts, H, I]: expert e gives w2[e] @ activated(w13[e] @ x),
+        where "silu" is silu(gate) * up. They may be fewer than the scores: those of the experts from `first` on. Others
+        add nothing.
         """
         ...
 
-    def moe_chosen(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        experts: Tensor,
-        w13: Tensor,
-        w2: Tensor,
-        activation: Activation = "silu",
-        first: int = 0,
-        num_experts: int | None = None,
-    ) -> Tensor:
-        """`moe` without biases of tokens whose experts are chosen: their ids [T, top_k], each of a token
-        once, and their weights. `num_experts`: if w13 and w2 have fewer.
+    def moe_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        """`moe` with silu and without biases of tokens whose experts are chosen: their ids [T, top_k], each of a token
+        once, and their weights.
         """
         ...
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minisgl.kernel.base import Heads, Norm, Weight
 from minisgl.kernel.cpu_weights import Int4Weight, PackedWeight
-from minisgl.kernel.torch_ops import DenseWeight, TorchOps, store
+from minisgl.kernel.torch_ops import DenseWeight, TorchOps, store, unweighted_norm
 from minisgl.quantization.rounding import Int4Grid
 
 # Without 16-bit products: from so many rows on, turning the weight into float32 costs less than it saves.
@@ -63,7 +63,8 @@ class CpuOps(TorchOps):
         self, qkv: Tensor, heads: Heads, positions: Tensor, out_cache_loc: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         q_norm, k_norm = heads.q_norm, heads.k_norm
-        if (q_norm is None) != (k_norm is None) or (q_norm and k_norm and q_norm.eps != k_norm.eps):
+        alike = (q_norm is None) == (k_norm is None) and not (q_norm and k_norm and q_norm.eps != k_norm.eps)
+        if not heads.num_kv_heads or not alike:
             return super().norm_rope_store(qkv, heads, positions, out_cache_loc, k_cache, v_cache)
         caches = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         tensors = qkv, *self._rotation(heads.cos_sin, positions), out_cache_loc
@@ -94,7 +95,7 @@ def _norm_rope_store(
     swapped = wide.roll(wide.shape[-1] // 2, -1)
     rotated = wide.mul_(cos).addcmul_(swapped, sin).to(qkv.dtype)
     store(keys, out_cache_loc, rotated[:, num_q:])
-    store(values, out_cache_loc, rows[:, num_rotated:])
+    store(values, out_cache_loc, unweighted_norm(rows[:, num_rotated:], heads.v_eps))
     return rotated[:, :num_q]
 
 

@@ -90,7 +90,7 @@ class _Mixture(NamedTuple):
     logits: torch.dtype
     experts: int
     top_k: int
-    clamped: bool = False
+    activation: ExpertActivation = "silu"
     shared: int = 0  # experts besides, of which each token takes all
     weighed: bool = False  # by a logit that stands behind those of the experts
 
@@ -138,7 +138,7 @@ class CudaMoe:
     def begin_compiling(self, dtype: torch.dtype, experts: ExpertKind) -> None:
         """Begin to compile the kernels of these experts."""
         form = experts.form
-        plain = _Mixture(dtype, experts.logits or dtype, experts.num_experts, experts.top_k, experts.clamped)
+        plain = _Mixture(dtype, experts.logits or dtype, experts.num_experts, experts.top_k, experts.activation)
         tilings: list[_Tiling | QuantizedTiling] = [_FEW, *(tiling for _, tiling in _TILINGS), self._many]
         if form is not None:
             tilings = [*quantized_moe.tilings(form)]
@@ -172,14 +172,14 @@ class CudaMoe:
         residual: Tensor | None = None,
         first: int = 0,
         shared: SharedExpert | None = None,
+        expert_scale: Tensor | None = None,
     ) -> Tensor:
         """Compute Ops.moe."""
         weighting = _Weighting.RENORMALIZED if routing.renormalize else _Weighting.PROBABILITIES
         if not routing.plain or biases.choice is not None or router_logits.dtype not in (x.dtype, torch.float32):
             router_logits, weighting = self._chosen(router_logits, routing, biases.choice, x.dtype), _Weighting.CHOSEN
-        return self._mix(
-            x, router_logits, weighting, routing.top_k, w13, w2, biases, activation, residual, first, shared
-        )
+        top_k, more = routing.top_k, (first, shared, expert_scale)
+        return self._mix(x, router_logits, weighting, top_k, w13, w2, biases, activation, residual, *more)
 
     def merges_shared(
         self,
@@ -206,12 +206,10 @@ class CudaMoe:
             return False
         return all(one.is_contiguous() and one.dtype == w13.dtype for one in (shared.w13, shared.w2))
 
-    def chosen(
-        self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor, first: int, num_experts: int
-    ) -> Tensor:
+    def chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
         """Compute Ops.moe_chosen."""
-        table = _table(weights, experts, num_experts, x.dtype)
-        return self._mix(x, table, _Weighting.CHOSEN, experts.shape[1], w13, w2, NO_BIASES, "silu", None, first, None)
+        table, top_k = _table(weights, experts, len(w13), x.dtype), experts.shape[1]
+        return self._mix(x, table, _Weighting.CHOSEN, top_k, w13, w2, NO_BIASES, "silu", None, 0, None, None)
 
     def _mix(
         self,
@@ -226,20 +224,22 @@ class CudaMoe:
         residual: Tensor | None,
         first: int,
         shared: SharedExpert | None,
+        expert_scale: Tensor | None,
     ) -> Tensor:
         x, router_logits = x.contiguous(), router_logits.contiguous()
         tokens, hidden = x.shape
         held, _, intermediate = w2.shape
         if not tokens:
             return torch.empty_like(x)
-        clamped = isinstance(activation, ClampedSwiGLU)
-        mixture = _Mixture(x.dtype, router_logits.dtype, router_logits.shape[1], top_k, clamped)
+        mixture = _Mixture(x.dtype, router_logits.dtype, router_logits.shape[1], top_k, activation)
         if shared is not None:
             experts, parts = mixture.experts - shared.weighed, shared.w2.shape[1] // intermediate
             mixture = mixture._replace(experts=experts, shared=parts, weighed=shared.weighed)
         pairs = tokens * mixture.taken
         tiling = self._tiling(tokens * top_k, mixture.experts, w13)
-        plan = None if tiling.route else self._plan(router_logits, weighting, mixture, tiling.block_m, first, held)
+        plan = None
+        if not tiling.route:
+            plan = self._plan(router_logits, weighting, expert_scale, mixture, tiling.block_m, first, held)
         max_tiles = pairs if plan is None else len(plan.tiles)
         inner = x.new_empty((pairs, intermediate))
         outputs = x.new_empty((pairs, hidden))
@@ -250,6 +250,7 @@ class CudaMoe:
             "weighting": weighting,
             "first_expert": first,
             "held": held,
+            "expert_scale": expert_scale,
             "order": None if plan is None else plan.order,
             "tiles": None if plan is None else plan.tiles,
             "tile_count": None if plan is None else plan.tile_count,
@@ -303,7 +304,14 @@ class CudaMoe:
         return _table(*route(router_logits, routing, choice_bias), router_logits.shape[1], dtype)
 
     def _plan(
-        self, router_logits: Tensor, weighting: _Weighting, mixture: _Mixture, tile_rows: int, first: int, held: int
+        self,
+        router_logits: Tensor,
+        weighting: _Weighting,
+        expert_scale: Tensor | None,
+        mixture: _Mixture,
+        tile_rows: int,
+        first: int,
+        held: int,
     ) -> _Plan:
         tokens, device = len(router_logits), router_logits.device
         chosen_pairs, pairs = tokens * mixture.top_k, tokens * mixture.taken
@@ -325,6 +333,7 @@ class CudaMoe:
                 weighting=weighting,
                 first_expert=first,
                 held=held,
+                expert_scale=expert_scale,
                 tile_rows=tile_rows,
                 weights=plan.weights,
                 order=plan.order,
@@ -342,6 +351,7 @@ class CudaMoe:
             weighting=weighting,
             first_expert=first,
             held=held,
+            expert_scale=expert_scale,
             experts=chosen,
             weights=plan.weights,
         )
@@ -397,7 +407,12 @@ def _plan_spec(kernel: str, mixture: _Mixture) -> KernelSpec:
 def _product_spec(
     kernel: ExpertProduct, form: LevelFormat | None, tiling: _Tiling | QuantizedTiling, mixture: _Mixture
 ) -> KernelSpec:
-    both: Macros = {**mixture.macros, "ROUTE": int(tiling.route), "CLAMPED": int(mixture.clamped)}
+    both: Macros = {
+        **mixture.macros,
+        "ROUTE": int(tiling.route),
+        "CLAMPED": int(isinstance(mixture.activation, ClampedSwiGLU)),
+        "GELU_TANH": int(mixture.activation == "gelu_tanh"),
+    }
     if isinstance(tiling, QuantizedTiling):
         assert form is not None
         return quantized_moe.product_spec(kernel, form, tiling, both)

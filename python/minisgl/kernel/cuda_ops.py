@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,7 +37,7 @@ from minisgl.kernel.recurrent_rows import ChunkedRows, SingleRows
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.skinny_gemm import SkinnyGemm
 from minisgl.kernel.small_batch_gemm import MAX_ROWS, SmallBatchGemm
-from minisgl.kernel.torch_ops import DenseWeight, TorchOps, activate_and_mul, latent_query, latent_values
+from minisgl.kernel.torch_ops import DenseWeight, TorchOps, latent_query, latent_values
 from minisgl.quantization.gpu_layout import pack_levels
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.rounding import Int4Grid
@@ -43,6 +45,8 @@ from minisgl.quantization.rounding import Int4Grid
 _VECTOR_BYTES = 16
 _WARPS = 4  # of a block that works warp by warp
 _ACTIVATION_THREADS = 128
+_MAX_THREADS = 1024  # of a block
+_MAX_NEXT_NORMS = 3  # as in norm.cu
 
 
 class CudaOps:
@@ -115,6 +119,36 @@ class CudaOps:
         )
         return out
 
+    def norm_add(
+        self, x: Tensor, norm: Norm, residual: Tensor, *next_norms: Norm, factor: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        rows, size = x.shape
+        in_registers = size * x.itemsize <= _MAX_THREADS * _VECTOR_BYTES
+        kinds = {(each.weight.dtype, each.eps) for each in next_norms} | {(norm.weight.dtype, norm.eps)}
+        alike = len(kinds) == 1 and len(next_norms) <= _MAX_NEXT_NORMS
+        if not _vectorizes(x, size) or not residual.is_contiguous() or not rows or not in_registers or not alike:
+            return self._torch.norm_add(x, norm, residual, *next_norms, factor=factor)
+        normed = x.new_empty((len(next_norms), rows, size)) if next_norms else None
+        weights = [each.weight for each in next_norms] + [None] * (_MAX_NEXT_NORMS - len(next_norms))
+        kernel = self._compiler.kernel(_norm_add, x.dtype, norm.weight.dtype)
+        kernel(
+            (rows,),
+            _row_threads(x, size),
+            x=x,
+            weight=norm.weight,
+            residual=residual,
+            factor=factor,
+            next_weight=weights[0],
+            second_weight=weights[1],
+            third_weight=weights[2],
+            sum=residual,
+            normed=normed,
+            H=size,
+            eps=norm.eps,
+            early=rows <= MAX_ROWS,
+        )
+        return residual, *(() if normed is None else normed)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         if self._skinny.supports(x, weight):
             return self._skinny.product(x, None, weight, bias, residual)
@@ -162,18 +196,25 @@ class CudaOps:
 
     def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return activation(first half) * second half of each row: [T, 2 * I] -> [T, I]."""
-        tokens, width = gate_up.shape
-        if not _vectorizes(gate_up, width // 2):
-            return activate_and_mul(gate_up, activation)
-        out = gate_up.new_empty((tokens, width // 2))
-        parts = -(-width // 2 * out.itemsize // (_VECTOR_BYTES * _ACTIVATION_THREADS))
-        kernel = self._compiler.kernel(_activate_and_mul, gate_up.dtype, activation)
+        width = gate_up.shape[1] // 2
+        return self.activate(gate_up[:, :width], gate_up[:, width:], activation)
+
+    def activate(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        tokens, width = gate.shape
+        if not tokens or not all(_rows_vectorize(one) for one in (gate, up)):
+            return self._torch.activate(gate, up, activation)
+        out = gate.new_empty((tokens, width))
+        parts = -(-width * out.itemsize // (_VECTOR_BYTES * _ACTIVATION_THREADS))
+        kernel = self._compiler.kernel(_activate_and_mul, gate.dtype, activation)
         kernel(
             (tokens * parts,),
             _ACTIVATION_THREADS,
-            gate_up=gate_up,
+            gate=gate,
+            up=up,
+            gate_stride=gate.stride(0),
+            up_stride=up.stride(0),
             out=out,
-            I=width // 2,
+            I=width,
             parts=parts,
             early=tokens <= MAX_ROWS,
         )
@@ -183,7 +224,8 @@ class CudaOps:
         self, qkv: Tensor, heads: Heads, positions: Tensor, out_cache_loc: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         tokens, head_dim = len(qkv), k_cache.shape[-1]
-        if head_dim not in (64, 128, 256) or not qkv.is_contiguous():
+        dims = (64, 128, 256, 512) if qkv.itemsize == 2 else (64, 128, 256)
+        if head_dim not in dims or not qkv.is_contiguous():
             return self._torch.norm_rope_store(qkv, heads, positions, out_cache_loc, k_cache, v_cache)
         q = qkv.new_empty((tokens, heads.num_heads, head_dim))
         heads_of_warp = 64 * _VECTOR_BYTES // (head_dim * qkv.itemsize)
@@ -206,6 +248,7 @@ class CudaOps:
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             eps=0.0 if heads.q_norm is None else heads.q_norm.eps,
+            v_eps=-1.0 if heads.v_eps is None else heads.v_eps,
             early=tokens <= MAX_ROWS,
         )
         return q
@@ -303,26 +346,16 @@ class CudaOps:
         residual: Tensor | None = None,
         first: int = 0,
         shared: SharedExpert | None = None,
+        expert_scale: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(w13, Tensor) and not self.moe_graph_safe(w13, w2, router_logits.shape[1], routing.top_k):
-            return self._torch.moe(x, router_logits, w13, w2, routing, biases, activation, residual, first, shared)
-        return self._moe(x, router_logits, w13, w2, routing, biases, activation, residual, first, shared)
+        on_kernels = not isinstance(w13, Tensor) or self.moe_graph_safe(w13, w2, router_logits.shape[1], routing.top_k)
+        moe = self._moe if on_kernels else self._torch.moe
+        return moe(x, router_logits, w13, w2, routing, biases, activation, residual, first, shared, expert_scale)
 
-    def moe_chosen(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        experts: Tensor,
-        w13: Tensor,
-        w2: Tensor,
-        activation: Activation = "silu",
-        first: int = 0,
-        num_experts: int | None = None,
-    ) -> Tensor:
-        num_experts = num_experts or len(w13)
-        if activation != "silu" or not self.moe_graph_safe(w13, w2, num_experts, experts.shape[1]):
-            return self._torch.moe_chosen(x, weights, experts, w13, w2, activation, first, num_experts)
-        return self._moe.chosen(x, weights, experts, w13, w2, first, num_experts)
+    def moe_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        if not self.moe_graph_safe(w13, w2, len(w13), experts.shape[1]):
+            return self._torch.moe_chosen(x, weights, experts, w13, w2)
+        return self._moe.chosen(x, weights, experts, w13, w2)
 
     def merges_shared(
         self,
@@ -362,6 +395,10 @@ def _rms_norm(dtype: torch.dtype, norm_dtype: torch.dtype) -> KernelSpec:
     return KernelSpec("norm.cu", "rms_norm", macros)
 
 
+def _norm_add(dtype: torch.dtype, norm_dtype: torch.dtype) -> KernelSpec:
+    return replace(_rms_norm(dtype, norm_dtype), name="norm_add")  # of the same module
+
+
 def _activate_and_mul(dtype: torch.dtype, activation: Activation) -> KernelSpec:
     macros: Macros = {"SCALAR": SCALAR_NAMES[dtype], "GELU_TANH": int(activation == "gelu_tanh")}
     return KernelSpec("activation.cu", "activate_and_mul", macros)
@@ -382,7 +419,13 @@ def _vectorizes(x: Tensor, size: int) -> bool:
     return x.is_contiguous() and size * x.itemsize % _VECTOR_BYTES == 0
 
 
+def _rows_vectorize(x: Tensor) -> bool:
+    """Return True if each row of x [T, n], which may be apart, can be read 16 bytes at a time."""
+    vector = _VECTOR_BYTES // x.itemsize
+    return x.stride(1) == 1 and not (x.shape[1] % vector or x.stride(0) % vector or x.storage_offset() % vector)
+
+
 def _row_threads(x: Tensor, size: int) -> int:
-    """Return the threads for one row: one for each 16 bytes, in whole warps, at most 1024."""
+    """Return the threads for one row: one for each 16 bytes, in whole warps, at most as many as there may be."""
     vectors = size * x.itemsize // _VECTOR_BYTES
-    return min(-(-vectors // 32) * 32, 1024)
+    return min(-(-vectors // 32) * 32, _MAX_THREADS)

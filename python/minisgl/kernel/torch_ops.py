@@ -107,6 +107,17 @@ class TorchOps:
         scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + norm.eps)
         return (x32 * scale).to(norm.weight.dtype).mul_(norm.weight).to(x.dtype)
 
+    def norm_add(
+        self, x: Tensor, norm: Norm, residual: Tensor, *next_norms: Norm, factor: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        y = self.rms_norm(x, norm).add_(residual)
+        if factor is not None:
+            y.mul_(factor)
+        return y, *(self.rms_norm(y, each) for each in next_norms)
+
+    def activate(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        return _activate(gate, activation).mul_(up)
+
     def norm_rope_store(
         self, qkv: Tensor, heads: Heads, positions: Tensor, out_cache_loc: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
@@ -117,8 +128,9 @@ class TorchOps:
         if heads.k_norm is not None:
             k = self.rms_norm(k, heads.k_norm)
         cos, sin = heads.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-        store(k_cache.flatten(0, 1), out_cache_loc, rotate(k, cos, sin))
-        store(v_cache.flatten(0, 1), out_cache_loc, v)
+        if heads.num_kv_heads:
+            store(k_cache.flatten(0, 1), out_cache_loc, rotate(k, cos, sin))
+            store(v_cache.flatten(0, 1), out_cache_loc, unweighted_norm(v, heads.v_eps))
         return rotate(q, cos, sin)
 
     def delta_step(
@@ -170,27 +182,20 @@ class TorchOps:
         residual: Tensor | None = None,
         first: int = 0,
         shared: SharedExpert | None = None,
+        expert_scale: Tensor | None = None,
     ) -> Tensor:
         if shared is not None:
             raise ValueError("no shared expert is merged")
         if not isinstance(w13, Tensor) or not isinstance(w2, Tensor):
             raise TypeError("packed experts are for the kernels of csrc/")
         weights, experts = route(router_logits, routing, biases.choice)
+        if expert_scale is not None:
+            weights = weights * expert_scale[experts]
         y = self._mix(x, weights, experts - first, w13, w2, biases, activation)
         return y if residual is None else y.add_(residual)
 
-    def moe_chosen(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        experts: Tensor,
-        w13: Tensor,
-        w2: Tensor,
-        activation: Activation = "silu",
-        first: int = 0,
-        num_experts: int | None = None,  # noqa: ARG002
-    ) -> Tensor:
-        return self._mix(x, weights, experts - first, w13, w2, NO_BIASES, activation)
+    def moe_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        return self._mix(x, weights, experts, w13, w2, NO_BIASES, "silu")
 
     def _mix(
         self,
@@ -200,7 +205,7 @@ class TorchOps:
         w13: Tensor,
         w2: Tensor,
         biases: ExpertBiases,
-        activation: Activation | ClampedSwiGLU,
+        activation: ExpertActivation,
     ) -> Tensor:
         top_k, held = experts.shape[1], len(w13)
         pairs = experts.where((experts >= 0) & (experts < held), held).flatten()  # others' experts last
@@ -249,10 +254,22 @@ def latent_values(latents: Tensor, weight: Tensor) -> Tensor:
 def activate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """[T, 2 * I] with the gate first -> activation(gate) * up, [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+    return _activate(gate, activation).mul_(up)
 
 
-def _activate_expert(gate_up: Tensor, activation: Activation | ClampedSwiGLU) -> Tensor:
+def _activate(gate: Tensor, activation: Activation) -> Tensor:
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+
+
+def unweighted_norm(x: Tensor, eps: float | None) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last axis; without an eps x."""
+    if eps is None:
+        return x
+    x32 = x.float()
+    return x32.mul(torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _activate_expert(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
     if not isinstance(activation, ClampedSwiGLU):
         return activate_and_mul(gate_up, activation)
     gate, up = gate_up.chunk(2, dim=-1)

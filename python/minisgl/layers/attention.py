@@ -13,19 +13,25 @@ from minisgl.distributed.group import Summed
 from minisgl.kernel.base import Heads, Norm
 from minisgl.layers.layer_config import AttentionConfig, NormConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, zeros
-from minisgl.layers.norm import ProjectionNorm, RMSNorm, UnweightedNorm, params_of
+from minisgl.layers.norm import ProjectionNorm, RMSNorm, params_of
 from minisgl.layers.rotary import Rotary, paired_rows
 from minisgl.layers.weight_slice import WeightSlice, row_slices
 
 
-def attend(layer: int, qkv: Tensor, heads: Heads, sinks: Tensor | None, ctx: ForwardContext) -> Tensor:
-    """Store the tokens' k and v and attend with their q: qkv [T, rows of q, k and v] -> [T, heads, head_dim]."""
-    keys, values = ctx.kv.keys(layer), ctx.kv.values(layer)
+def attend(
+    layer: int, qkv: Tensor, heads: Heads, sinks: Tensor | None, ctx: ForwardContext, kv_of: int | None = None
+) -> Tensor:
+    """Store the tokens' k and v and attend with their q: qkv [T, rows of q, k and v] -> [T, heads, head_dim].
+
+    `kv_of`: an earlier layer to whose K and V, stored already, q [T, rows of q] attends instead.
+    """
+    source = layer if kv_of is None else kv_of
+    keys, values = ctx.kv.keys(source), ctx.kv.values(source)
     fused = ctx.fused.get(layer)
     if fused is not None:
         return fused.forward(qkv, heads, keys, values, sinks)
     q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.cache_loc(layer), keys, values)
-    return ctx.attention[layer].forward(layer, q, ctx.kv, sinks)
+    return ctx.attention[layer].forward(source, q, ctx.kv, sinks)
 
 
 class HeadSinks(nn.Module):
@@ -45,7 +51,8 @@ class HeadSinks(nn.Module):
 class Attention(nn.Module):
     """attention(norm(x)): [T, hidden_size] -> [T, hidden_size].
 
-    A rank has an even share of the query heads and the KV heads behind it.
+    A rank has an even share of the query heads and the KV heads behind it. With `config.kv_of` there are queries alone,
+    which attend to the pages of that layer (Gemma 4 E2B, E4B): it has the same heads, window and rope.
     """
 
     def __init__(
@@ -60,10 +67,10 @@ class Attention(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.kv_of = layer, config.kv_of
         self.rotary = rotary
         self.num_heads = config.heads_per_rank(tp.size)
-        self.num_kv_heads = config.kv_heads_per_rank(tp.size)
+        self.num_kv_heads = config.kv_heads_per_rank(tp.size) if config.kv_of is None else 0
         self.head_dim = dim = config.head_dim
         q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
         share = self.num_heads * dim
@@ -78,7 +85,9 @@ class Attention(nn.Module):
         v_kept = [range(head * dim, (head + 1) * dim) for head in config.kv_heads_of(tp.rank, tp.size)]
         k_kept = paired_rows(v_kept, dim, config.rope)
         v_name = "k_proj" if config.k_is_v else "v_proj"
-        parts = [Part("q_proj", q_rows, q_kept), Part("k_proj", kv_rows, k_kept), Part(v_name, kv_rows, v_kept)]
+        parts = [Part("q_proj", q_rows, q_kept)]
+        if config.kv_of is None:
+            parts += [Part("k_proj", kv_rows, k_kept), Part(v_name, kv_rows, v_kept)]
         if config.output_gate:
             parts.append(Part("q_proj", q_rows, gate_kept))
         self.output_gate = config.output_gate
@@ -87,11 +96,12 @@ class Attention(nn.Module):
         self.k_norm: RMSNorm | None = None
         if config.qk_norm == "head":
             kept = paired_rows([range(dim)], dim, config.rope)
-            self.q_norm, self.k_norm = (RMSNorm(dim, norm, dtype=dtype, kept=kept) for _ in "qk")
+            self.q_norm = RMSNorm(dim, norm, dtype=dtype, kept=kept)
+            self.k_norm = RMSNorm(dim, norm, dtype=dtype, kept=kept) if config.kv_of is None else None
         elif config.qk_norm == "projection":
             self.q_norm = ProjectionNorm(q_rows, norm, dtype=dtype, kept=q_kept, tp=tp)
             self.k_norm = ProjectionNorm(kv_rows, norm, dtype=dtype, kept=k_kept, tp=tp)
-        self.v_norm = UnweightedNorm(dim, norm, dtype=dtype) if config.v_norm else None
+        self.v_eps = norm.eps if config.v_norm else None
         self.sinks = HeadSinks(config.num_heads, tp, dtype=dtype) if config.has_sinks else None
         self.o_proj = RowParallelLinear(config.num_heads * dim, hidden_size, bias=config.out_bias, tp=tp, dtype=dtype)
 
@@ -116,18 +126,16 @@ class Attention(nn.Module):
             q, k, v = qkv.split([len(q_norm.weight), len(k_norm.weight), len(k_norm.weight)], dim=-1)
             qkv = torch.cat((q_norm(q, ctx), k_norm(k, ctx), v), dim=-1)
             q_norm = k_norm = None
-        if self.v_norm is not None:
-            v = qkv[:, -self.num_kv_heads * self.head_dim :].unflatten(-1, (-1, self.head_dim))
-            v.copy_(self.v_norm(v.contiguous(), ctx))
         heads = Heads(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             cos_sin=self.rotary.cos_sin,
             q_norm=params_of(q_norm),
             k_norm=params_of(k_norm),
+            v_eps=self.v_eps,
         )
         sinks = None if self.sinks is None else self.sinks.weight
-        attended = attend(self.layer, qkv, heads, sinks, ctx).flatten(1)
+        attended = attend(self.layer, qkv, heads, sinks, ctx, self.kv_of).flatten(1)
         if gate is not None:
             attended = attended * torch.sigmoid(gate)
         return self.o_proj.add(attended, residual, next_norm)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
 from minisgl.distributed.group import Summed
-from minisgl.kernel.base import ClampedSwiGLU, ExpertBiases, ExpertKind, ExpertMatrices, Norm, Ops, SharedExpert
+from minisgl.kernel.base import ExpertBiases, ExpertKind, ExpertMatrices, Norm, Ops, SharedExpert
 from minisgl.kernel.torch_ops import DenseWeight
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, empty, unallocated, zeros
@@ -66,7 +66,6 @@ class SparseMLP(nn.Module):
         super().__init__()
         self.tp = tp
         self.routing = config.routing
-        self.activation = config.activation
         self.router = Router(config, hidden_size, dtype=dtype)
         experts = InterleavedExperts if config.interleaved else Experts
         self.experts = experts(config, hidden_size, tp=tp, dtype=dtype)
@@ -98,7 +97,7 @@ class SparseMLP(nn.Module):
             *experts.matrices,
             self.routing,
             self._biases,
-            self.activation,
+            experts.activation,
             residual if alone else None,
             experts.first,
             shared,
@@ -114,7 +113,7 @@ class SparseMLP(nn.Module):
     def _merged(self, tokens: int, ops: Ops) -> SharedExpert | None:
         """Return the shared expert if the kernels take it as further ones."""
         block, router, gate = self.shared_expert or self.shared_experts, self.router, self.shared_expert_gate
-        if block is None or self.activation != "silu" or not (router.bias is self.experts.w13_bias is None):
+        if block is None or self.experts.activation != "silu" or not (router.bias is self.experts.w13_bias is None):
             return None
         w13, w2 = block.gate_up_proj.product, block.down_proj.product
         if not isinstance(w13, DenseWeight) or not isinstance(w2, DenseWeight):
@@ -134,20 +133,14 @@ class SparseMLP(nn.Module):
     @property
     def kernel_experts(self) -> ExpertKind:
         """Kind of experts for which kernels are compiled."""
-        experts, packed, router = self.experts, self.experts.packed, self.router
-        clamped = isinstance(self.activation, ClampedSwiGLU)
-        kind = ExpertKind(experts.num_experts, self.routing.top_k, clamped, packed[0].format if packed else None)
+        experts, router, kind = self.experts, self.router, self.experts.kind
         if router.weight.dtype == torch.float32 and self.routing.plain and router.choice_bias is None:
             kind = kind._replace(logits=torch.float32)
         block = self.shared_expert or self.shared_experts
-        if packed or block is None or block.down_proj.weight.shape[1] % experts.share:
+        if experts.packed or block is None or block.down_proj.weight.shape[1] % experts.share:
             return kind
         parts = block.down_proj.weight.shape[1] // experts.share
         return kind._replace(shared=parts, weighed=block is self.shared_expert)
-
-    def graph_safe(self, ops: Ops) -> bool:
-        """True if its work is the same whatever the data."""
-        return ops.moe_graph_safe(*self.experts.matrices, self.experts.num_experts, self.routing.top_k)
 
 
 class TokenGate(nn.Module):
@@ -191,13 +184,13 @@ class Experts(nn.Module):
     """
 
     packed: tuple[PackedExperts, PackedExperts] | None = None
-    may_pack = True  # what computes with them reads packed ones too
 
     def __init__(self, config: MoEConfig, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
+        self.top_k, self.activation = config.routing.top_k, config.activation
         self.hidden_size = hidden_size
         self.intermediate_size = config.intermediate_size
-        self.num_experts, self.top_k, self.whole = config.num_experts, config.routing.top_k, config.whole
+        self.num_experts, self.whole = config.num_experts, config.whole
         self.share = config.intermediate_size // (1 if config.whole else tp.size)
         self.start = 0 if config.whole else tp.rank * self.share
         self.held = config.held_by(tp.rank, tp.size)
@@ -211,6 +204,16 @@ class Experts(nn.Module):
     def matrices(self) -> tuple[ExpertMatrices, ExpertMatrices]:
         """Return what `Ops.moe` reads."""
         return self.packed or (self.w13, self.w2)
+
+    @property
+    def kind(self) -> ExpertKind:
+        """Kind of experts for which kernels are compiled."""
+        form = self.packed[0].format if self.packed else None
+        return ExpertKind(self.num_experts, self.top_k, self.activation, form)
+
+    def graph_safe(self, ops: Ops) -> bool:
+        """True if their work is the same whatever the data."""
+        return ops.moe_graph_safe(*self.matrices, self.num_experts, self.top_k)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         """Three matrices an expert: `experts.0.gate_proj.weight`."""

@@ -43,10 +43,9 @@ class RMSNorm(nn.Module):
         """Parameters for the operations that begin with this norm."""
         return Norm(self.weight, self.config.eps)
 
-    def forward(self, x: Tensor, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
-        """[T, n] -> [T, n], plus `residual` [T, n]."""
-        y = ctx.ops.rms_norm(x, self.params)
-        return y if residual is None else y.add_(residual)
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T, n] -> [T, n]."""
+        return ctx.ops.rms_norm(x, self.params)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         if self.checkpoint_name is not None:
@@ -58,6 +57,11 @@ class RMSNorm(nn.Module):
 def params_of(norm: RMSNorm | None) -> Norm | None:
     """Return the parameters of a norm that a family may not have."""
     return None if norm is None else norm.params
+
+
+def all_params(*norms: RMSNorm | None) -> tuple[Norm, ...]:
+    """Return the parameters of those norms that there are."""
+    return tuple(norm.params for norm in norms if norm is not None)
 
 
 class ProjectionNorm(RMSNorm):
@@ -72,24 +76,10 @@ class ProjectionNorm(RMSNorm):
         super().__init__(size, config, dtype=dtype, kept=kept)
         self.tp = tp
 
-    def forward(self, x: Tensor, ctx: ForwardContext, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         if self.tp.size == 1:
-            return super().forward(x.contiguous(), ctx, residual)
+            return super().forward(x.contiguous(), ctx)
         x32 = x.float()
         mean_square = self.tp.all_reduce(x32.square().mean(-1, keepdim=True)).div_(self.tp.size)
         normed = (x32 * torch.rsqrt(mean_square + self.config.eps)).to(self.weight.dtype)
-        y = normed.mul_(self.weight).to(x.dtype)
-        return y if residual is None else y.add_(residual)
-
-
-class UnweightedNorm(RMSNorm):
-    """RMSNorm whose weights are 1: constants, which no checkpoint has."""
-
-    def __init__(self, size: int, config: NormConfig, *, dtype: torch.dtype) -> None:
-        super().__init__(size, config, dtype=dtype)
-        ones = self.weight.data
-        del self.weight
-        self.register_buffer("weight", ones, persistent=False)
-
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:  # noqa: ARG002
-        return iter(())
+        return normed.mul_(self.weight).to(x.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
@@ -18,9 +17,10 @@ from minisgl.layers.weight_slice import WeightSlice, whole
 
 
 class PerLayerInputs(nn.Module):
-    """(norm(projection(x) / sqrt(hidden_size)) + sqrt(size) * embedding(ids)) / sqrt(2), of each layer's `size`.
+    """(norm(projection(x) / root) + sqrt(size) * embedding(ids)) / sqrt(2), of each layer's `size`.
 
-    The table is divided by tokens among ranks as the embedding is; every rank has the projection.
+    The root is sqrt(hidden_size). The table is divided by tokens among ranks as the embedding is; every rank has the
+    projection.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class PerLayerInputs(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.tp, self.size, self.eps = tp, config.size, norm.eps
+        self.tp, self.size = tp, config.size
         self.vocab_size, self.share = config.vocab_size, VocabShare(config.vocab_size, tp)
-        self.projection_scale = hidden_size**-0.5
+        self.eps = norm.eps * hidden_size  # so that the norm of the projection is that of projection / root
         self.table_scale = torch.tensor(config.size**0.5, dtype=dtype, device="cpu").item()  # rounded as in training
         self.table = vocab_weight(self.share, num_layers * config.size, dtype)
         self.projection = empty(num_layers * config.size, hidden_size, dtype=dtype)
@@ -48,11 +48,10 @@ class PerLayerInputs(nn.Module):
             embedded = ctx.ops.embed(ctx.input_ids, self.table)
         else:
             embedded = self.tp.all_reduce(ctx.ops.embed(ctx.input_ids, self.table, self.share.start))
-        projected = ctx.ops.linear(x, self.projection).mul_(self.projection_scale).view(-1, self.size)
-        normed = ctx.ops.rms_norm(projected, Norm(self.norm, self.eps))
-        return (
-            normed.add_(embedded.view(-1, self.size).mul_(self.table_scale)).mul_(2**-0.5).view(len(x), -1, self.size)
-        )
+        projected = ctx.ops.linear(x, self.projection).view(-1, self.size)
+        embedded = embedded.mul_(self.table_scale).view(-1, self.size)
+        both, *_ = ctx.ops.norm_add(projected, Norm(self.norm, self.eps), embedded)
+        return both.mul_(2**-0.5).view(len(x), -1, self.size)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         beside = name.rpartition(".")[0]
@@ -63,7 +62,7 @@ class PerLayerInputs(nn.Module):
 
 
 class LayerInput(nn.Module):
-    """x + norm(projection(gelu(gate(x)) * input)) of one layer's input. Every rank has it."""
+    """x + norm(projection(gelu(gate(x)) * input)) of one layer's input, which ends the layer. Every rank has it."""
 
     def __init__(self, size: int, hidden_size: int, norm: NormConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -72,10 +71,13 @@ class LayerInput(nn.Module):
         self.projection = empty(hidden_size, size, dtype=dtype)
         self.norm = _norm_weight(hidden_size, norm, dtype)
 
-    def forward(self, x: Tensor, inputs: Tensor, ctx: ForwardContext) -> Tensor:
-        """x [T, hidden_size] and inputs [T, size] -> [T, hidden_size]; overwrites x."""
-        gated = F.gelu(ctx.ops.linear(x, self.gate), approximate="tanh").mul_(inputs)
-        return x.add_(ctx.ops.rms_norm(ctx.ops.linear(gated, self.projection), Norm(self.norm, self.eps)))
+    def forward(
+        self, x: Tensor, inputs: Tensor, ctx: ForwardContext, *next_norms: Norm, factor: Tensor
+    ) -> tuple[Tensor, ...]:
+        """x [T, hidden_size] and inputs [T, size] -> [T, hidden_size] times factor, and its norms; may overwrite x."""
+        gated = ctx.ops.activate(ctx.ops.linear(x, self.gate), inputs, "gelu_tanh")
+        projected = ctx.ops.linear(gated, self.projection)
+        return ctx.ops.norm_add(projected, Norm(self.norm, self.eps), x, *next_norms, factor=factor)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         beside = name.rpartition(".")[0]

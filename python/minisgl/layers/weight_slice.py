@@ -22,6 +22,7 @@ class WeightSlice:
     target: Tensor  # a view of the parameter, as large as the source
     tied: bool = False
     offset: float = 0.0  # added to what the checkpoint holds
+    factor: float = 1.0  # of what it holds
 
     @property
     def is_read(self) -> bool:
@@ -72,6 +73,6 @@ def elsewhere(name: str, shape: tuple[int, ...], like: Tensor) -> WeightSlice:
     return WeightSlice(name, shape, (slice(0, 0),) * len(shape), like[:0])
 
 
-def whole(name: str, target: Tensor) -> WeightSlice:
-    """A tensor that every rank keeps as it is."""
-    return WeightSlice(name, tuple(target.shape), (slice(None),) * target.ndim, target)
+def whole(name: str, target: Tensor, *, factor: float = 1.0) -> WeightSlice:
+    """A tensor that every rank keeps as it is, or times the factor."""
+    return WeightSlice(name, tuple(target.shape), (slice(None),) * target.ndim, target, factor=factor)

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
 from minisgl.kernel.base import KernelNeeds, LatentDims, Ops, Product
-from minisgl.layers.chosen_experts import ChosenExperts
 from minisgl.layers.delta_net import GatedDeltaNet
 from minisgl.layers.embedding import LMHead, VocabEmbedding
 from minisgl.layers.layer_config import DeltaNetConfig
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl.layers.mlp import Experts, GatedMLP, Router, SparseMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.per_layer_inputs import PerLayerInputs
+from minisgl.layers.per_layer_inputs import LayerInput, PerLayerInputs
 from minisgl.layers.rotary import Rotary
 from minisgl.models.base import Model
 from minisgl.models.config.model_config import ModelConfig
@@ -73,14 +72,14 @@ class DecoderModel(Model):
         self.model = Decoder(config, tp=tp, dtype=dtype)
 
     def graph_safe(self, ops: Ops) -> bool:
-        return all(module.graph_safe(ops) for module in self.modules() if isinstance(module, SparseMLP | ChosenExperts))
+        return all(module.graph_safe(ops) for module in self.modules() if isinstance(module, Experts))
 
     def prefill_graph_safe(self, ops: Ops) -> bool:
         recurrent = (module for module in self.modules() if isinstance(module, GatedDeltaNet))
         return self.graph_safe(ops) and all(ops.delta_graph_safe(module.heads, self.dtype) for module in recurrent)
 
     def kernel_needs(self, kv_dtype: torch.dtype) -> KernelNeeds:
-        products, experts = set(), set()
+        products = set()
         for layer in (module for module in self.modules() if isinstance(module, DecoderLayer)):
             for block, norm in ((layer.attention, layer.attention_norm), (layer.mlp, layer.mlp_norm)):
                 gate = block.activation if isinstance(block, GatedMLP) else None
@@ -89,8 +88,11 @@ class DecoderModel(Model):
                         width, size = module.weight.shape
                         begins = isinstance(module, ColumnParallelLinear)
                         products.add(Product(width, size, begins and norm is not None, gate if begins else None))
-                if isinstance(block, SparseMLP):
-                    experts.add(block.kernel_experts)
+        kinds = {module: module.kind for module in self.modules() if isinstance(module, Experts)}
+        kinds |= {one.experts: one.kernel_experts for one in self.modules() if isinstance(one, SparseMLP)}
+        for module in (module for module in self.modules() if isinstance(module, LayerInput)):
+            shapes = module.gate.shape, module.projection.shape
+            products |= {Product(width, size, norm=False, gate=None) for width, size in shapes}
         return KernelNeeds(
             dtype=self.dtype,
             kv_dtype=kv_dtype,
@@ -102,7 +104,7 @@ class DecoderModel(Model):
                 if one.latent
             ),
             products=frozenset(products),
-            experts=frozenset(experts),
+            experts=frozenset(kinds.values()),
             delta_taps=frozenset(
                 layer.attention.conv_size for layer in self.config.layers if isinstance(layer.attention, DeltaNetConfig)
             ),

@@ -15,9 +15,8 @@ from minisgl.layers.delta_net import GatedDeltaNet
 from minisgl.layers.latent_attention import LatentAttention
 from minisgl.layers.layer_config import AttentionConfig, MoEConfig, RopeConfig
 from minisgl.layers.mlp import GatedMLP, SparseMLP
-from minisgl.layers.norm import RMSNorm, params_of
+from minisgl.layers.norm import RMSNorm, all_params, params_of
 from minisgl.layers.rotary import Rotary
-from minisgl.layers.shared_kv_attention import SharedKVAttention
 from minisgl.models.config.model_config import ModelConfig
 
 
@@ -37,9 +36,10 @@ class DecoderLayer(nn.Module):
 
     Some families norm each block's output too (Gemma 3), or that alone (OLMo 2). Norms and additions are seldom
     launches of their own: the norm in front of a block begins the block's first product (`Ops.norm_linear`,
-    `Ops.norm_gated_linear`), and `residual` is added by its last one (`Ops.linear`), unless a norm of the output
-    stands between. A family that scales a block's output (Granite) has its own addition. With several ranks a block
-    gives a part of its output: what sums the parts adds the residual, and may compute the norm that comes next.
+    `Ops.norm_gated_linear`), and `residual` is added by its last one (`Ops.linear`). Where a norm of the output stands
+    between, one launch computes it, the sum, and the norm in front of the next block (`Ops.norm_add`). A family that
+    scales a block's output (Granite) has its own addition. With several ranks a block gives a part of its output: what
+    sums the parts adds the residual, and may compute the norm that comes next.
     """
 
     def __init__(
@@ -60,14 +60,10 @@ class DecoderLayer(nn.Module):
 
         self.attention_norm = norm(layer.norms.attention)
         # Named as in the checkpoints.
-        self.self_attn: Attention | LatentAttention | SharedKVAttention | None = None
+        self.self_attn: Attention | LatentAttention | None = None
         self.linear_attn: GatedDeltaNet | None = None
         if isinstance(layer.attention, AttentionConfig):
-            kind: type[Attention | LatentAttention | SharedKVAttention] = Attention
-            if layer.attention.latent is not None:
-                kind = LatentAttention
-            elif layer.attention.kv_of is not None:
-                kind = SharedKVAttention
+            kind: type[Attention | LatentAttention] = Attention if layer.attention.latent is None else LatentAttention
             rotary = rotaries[layer.attention.rope_head_dim, layer.attention.rope]
             self.self_attn = kind(layer.attention, index, hidden_size, rotary, config.norm, tp=tp, dtype=dtype)
         else:
@@ -83,7 +79,7 @@ class DecoderLayer(nn.Module):
         self.residual_scale = layer.residual_scale
 
     @property
-    def attention(self) -> Attention | LatentAttention | SharedKVAttention | GatedDeltaNet:
+    def attention(self) -> Attention | LatentAttention | GatedDeltaNet:
         """The block in which tokens meet."""
         return self.self_attn or cast(GatedDeltaNet, self.linear_attn)
 
@@ -110,4 +106,4 @@ class DecoderLayer(nn.Module):
         y = self.tp.all_reduce(part)
         if self.residual_scale != 1.0:
             return States(x.add_(y if post_norm is None else post_norm(y, ctx), alpha=self.residual_scale))
-        return States(cast(RMSNorm, post_norm)(y, ctx, residual=x))
+        return States(*ctx.ops.norm_add(y, cast(RMSNorm, post_norm).params, x, *all_params(next_norm)))

@@ -168,7 +168,8 @@ def _read_experts(reader: ConfigReader) -> MoEConfig:
     num_experts, chosen = reader.count("num_experts"), reader.count("top_k_experts")
     if chosen > num_experts:
         raise UnsupportedModel(f"top_k_experts {chosen} is more than num_experts {num_experts}")
-    return MoEConfig(num_experts, reader.count("moe_intermediate_size"), Routing(chosen, renormalize=True))
+    size = reader.count("moe_intermediate_size")
+    return MoEConfig(num_experts, size, Routing(chosen, renormalize=True), activation="gelu_tanh")
 
 
 def _saved_sizes(reader: ConfigReader) -> ConfigReader:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
-from minisgl.layers.chosen_experts import ChosenExperts, ScaledRouter
-from minisgl.layers.layer_config import Gemma4Parts, MLPConfig, RopeConfig
-from minisgl.layers.norm import RMSNorm
+from minisgl.layers.layer_config import Gemma4Parts, RopeConfig
+from minisgl.layers.mlp import Experts
+from minisgl.layers.norm import RMSNorm, all_params
 from minisgl.layers.per_layer_inputs import LayerInput
 from minisgl.layers.rotary import Rotary
+from minisgl.layers.scaled_router import ScaledRouter
 from minisgl.layers.weight_slice import WeightSlice, whole
 from minisgl.models.config.model_config import ModelConfig
 from minisgl.models.decoder_layer import DecoderLayer, States
@@ -45,7 +46,7 @@ class Gemma4Layer(DecoderLayer):
     ) -> None:
         super().__init__(config, index, rotaries, tp=tp, dtype=dtype)
         layer, size = config.layers[index], config.hidden_size
-        parts, mlp = cast(Gemma4Parts, layer.gemma4), cast(MLPConfig, layer.mlp)
+        parts = cast(Gemma4Parts, layer.gemma4)
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(size, config.norm, dtype=dtype, checkpoint_name=name)
@@ -54,7 +55,7 @@ class Gemma4Layer(DecoderLayer):
         self.router: ScaledRouter | None = None
         if parts.experts is not None:
             self.router = ScaledRouter(parts.experts, size, config.norm, dtype=dtype)
-            self.experts = ChosenExperts(parts.experts, mlp.activation, size, tp=tp, dtype=dtype)
+            self.experts, self.routing = Experts(parts.experts, size, tp=tp, dtype=dtype), parts.experts.routing
             self.experts_norm = norm("pre_feedforward_layernorm_2")
             self.mlp_part_norm = norm("post_feedforward_layernorm_1")
             self.experts_part_norm = norm("post_feedforward_layernorm_2")
@@ -64,28 +65,37 @@ class Gemma4Layer(DecoderLayer):
             self.layer_input = LayerInput(config.layer_inputs.size, size, config.norm, dtype=dtype)
         self.layer_scalar = LayerScalar(dtype=dtype)
 
-    def forward(
-        self,
-        states: States,
-        ctx: ForwardContext,
-        next_norm: RMSNorm | None,  # noqa: ARG002
-    ) -> States:
-        """Pass states through all blocks; may overwrite them. The norm of the next layer is left to it."""
-        inputs = states.layer_inputs
-        states = self._block(self.attention, self.attention_norm, self.attention_post_norm, states, ctx, None)
-        if self.router is None:
-            states = self._block(self.mlp, self.mlp_norm, self.mlp_post_norm, states, ctx, None)
-        else:
-            states = self._feed_both(states.x, self.router, ctx)
-        x = states.x
-        if self.layer_input is not None and inputs is not None:
-            x = self.layer_input(x, inputs[:, self.index], ctx)
-        return States(x.mul_(self.layer_scalar.weight), layer_inputs=inputs)
+    def forward(self, states: States, ctx: ForwardContext, next_norm: RMSNorm | None) -> States:
+        """Pass states through all blocks; may overwrite them."""
+        x, normed, inputs = states
+        before = (x, self.attention_norm) if normed is None else (normed, None)
+        part, _ = self.attention(*before, ctx)
+        post_norm, mlp_post_norm = all_params(self.attention_post_norm, self.mlp_post_norm)
+        norms = all_params(self.mlp_norm)
+        if self.router is not None:
+            norms += self.experts_norm.params, self.router.norm
+        x, normed, *more = ctx.ops.norm_add(self.tp.all_reduce(part), post_norm, x, *norms)
+        fed = self.tp.all_reduce(self.mlp(normed, None, ctx)[0])
+        if self.router is not None:
+            fed = self._with_experts(fed, self.router, more, ctx)
+        factor, after = self.layer_scalar.weight, all_params(next_norm)
+        if self.layer_input is None or inputs is None:
+            return States(*ctx.ops.norm_add(fed, mlp_post_norm, x, *after, factor=factor))
+        x, *_ = ctx.ops.norm_add(fed, mlp_post_norm, x)
+        x, *found = self.layer_input(x, inputs[:, self.index], ctx, *after, factor=factor)
+        return States(x, found[0] if found else None, inputs)
 
-    def _feed_both(self, x: Tensor, router: ScaledRouter, ctx: ForwardContext) -> States:
-        """x + post_norm(norm_1(mlp(norm(x))) + norm_2(experts(norm(x))))."""
-        part, _ = self.mlp(x, self.mlp_norm, ctx)
-        dense = self.mlp_part_norm(self.tp.all_reduce(part), ctx)
-        part = self.experts(self.experts_norm(x, ctx), *router(x, ctx), ctx)
-        sparse = self.experts_part_norm(self.tp.all_reduce(part), ctx)
-        return States(cast(RMSNorm, self.mlp_post_norm)(dense.add_(sparse), ctx, residual=x))
+    def _with_experts(self, fed: Tensor, router: ScaledRouter, normed: Sequence[Tensor], ctx: ForwardContext) -> Tensor:
+        """norm_1(fed) + norm_2(experts(x)), of x normed for the experts and for their router."""
+        experts, for_experts, for_router = self.experts, *normed
+        part = ctx.ops.moe(
+            for_experts,
+            router(for_router, ctx),
+            *experts.matrices,
+            self.routing,
+            activation=experts.activation,
+            first=experts.first,
+            expert_scale=router.expert_scale,
+        )
+        dense = self.mlp_part_norm(fed, ctx)
+        return ctx.ops.norm_add(self.tp.all_reduce(part), self.experts_part_norm.params, dense)[0]

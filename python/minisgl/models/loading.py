@@ -97,6 +97,8 @@ def load_weights(
                     checkpoint.read_into(part.target, name, part.source)
                     if part.offset:
                         part.target.add_(part.offset * checkpoint.factor(name))
+                    if part.factor != 1.0:
+                        part.target.mul_(part.factor)
                 bar.update(part.target.numel() * part.target.element_size())
     for part in kept:
         if not part.tied or part.name not in found:

@@ -57,7 +57,7 @@ class WeightForms:
 
     def _kept_experts(self, formats: set[LevelFormat | None], experts: Experts) -> LevelFormat | None:
         form = _only(formats)
-        if self.keeps_experts is None or form is None or not experts.may_pack:
+        if self.keeps_experts is None or form is None:
             return None
         for matrix in (experts.w13, experts.w2):
             _, width, size = matrix.shape
