@@ -214,8 +214,8 @@ def test_rounded_weights_answer_as_their_values(
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + answer], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
         chosen = logits.gather(1, torch.tensor(answer, device="cuda")[:, None]).squeeze(1)
-        # Logits in bfloat16 are 0.032 (one standard deviation) off, of transformers too: up to 0.14 in 1,500 tokens.
-        assert float((logits.max(dim=1).values - chosen).max()) < 0.2
+        # Transformers' own bfloat16 lies up to 0.14 below in 1,500 tokens.
+        assert float((logits.max(dim=1).values - chosen).max()) < 0.15
 
 
 def test_memory_is_that_of_the_quantized_weights(folder: Path) -> None:
