@@ -3,7 +3,8 @@
 A decode takes as long as reading K and V does, so gathering them first, as the reference does, costs more than the
 attention itself. Here every page of every row is attended to on its own, all of them in one call, and a row's result is
 the mean of its pages' results, weighted by their shares of the softmax's sum (Flash-Decoding, Dao et al., 2023). That
-makes the order of pages free: sorted, most follow one another in the pool and are a view of it.
+makes the order of pages free: sorted, most follow one another in the pool and are a view of it. Small pages are gathered
+into blocks, for each block that is attended to costs some microseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.attention.base import AttentionInputs, AttentionSpec
-from minisgl.attention.torch_backend import Decode, TorchAttention, attend_in_float32, read_pages
+from minisgl.attention.torch_backend import Decode, TorchAttention, attend_in_float32, gather_pages
 from minisgl.core import Int32Array
 
 Int64Array = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -24,6 +25,8 @@ Int64Array = np.ndarray[tuple[int], np.dtype[np.int64]]
 # Pages that follow one another in the pool are read in place if they hold so many tokens: a call of its own costs as
 # much as gathering some hundred tokens of a small model.
 _LONG_RUN = 256
+# Pages of fewer tokens than these are gathered into blocks of so many.
+_SMALL_PAGE, _BLOCK = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +54,25 @@ class LoneDecode:
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Blocks that one call attends to: those at `blocks` among all, which are the pages `pages` of the pool."""
+    """Blocks that one call attends to: those at `blocks` among all, each the page or pages of it in the pool."""
 
     blocks: slice
-    pages: slice | Tensor  # [n] int64 where they have to be gathered
+    pages: slice | Tensor  # [n, pages of a block] int64 where they have to be gathered
 
 
 @dataclass(frozen=True, slots=True)
 class PagedDecode:
-    """R rows of one query each that see B pages in all, a page seen by two rows counted twice. Implements Decode."""
+    """R rows of one query each that see B blocks in all, a block seen by two rows counted twice. Implements Decode.
+
+    A block is a page, or several small ones.
+    """
 
     tokens: Tensor | None  # [R] int64: where their queries stand in the step; None if they are the whole step
-    owners: Tensor  # [B] int64: whose page each block is
-    mask: Tensor  # [B, 1, 1, page_size], 0 where the row sees a position and -inf elsewhere
+    owners: Tensor  # [B] int64: whose block each is
+    mask: Tensor  # [B, 1, 1, tokens of a block], 0 where the row sees a position and -inf elsewhere
     runs: list[PageRun]  # all blocks, in order
-    blocks_of: Tensor  # [R, most pages of a row] int64
-    absent: Tensor  # [R, most pages of a row, 1, 1] bool: true where a row has fewer pages
+    blocks_of: Tensor  # [R, most blocks of a row] int64
+    absent: Tensor  # [R, most blocks of a row, 1, 1] bool: true where a row has fewer
     as_vectors: bool  # see `attends_as_vectors`
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
@@ -87,7 +93,7 @@ class PagedDecode:
         if isinstance(run.pages, slice):
             k, v = keys[run.pages], values[run.pages]
         else:
-            k, v = read_pages(keys, run.pages), read_pages(values, run.pages)
+            k, v = gather_pages(keys, run.pages), gather_pages(values, run.pages)
         # What scaled_dot_product_attention runs on a CPU, which keeps the sums to itself.
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries[run.blocks],
@@ -112,20 +118,28 @@ class CpuAttention(TorchAttention):
     ) -> list[Decode]:
         if len(rows) == 0:
             return []
-        size = self.spec.page_size
+        size, table = self.spec.page_size, inputs.page_table.numpy()
         lengths = inputs.kv_lens[rows]
         starts = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
-        counts = -(-lengths // size) - starts // size
-        owners = np.repeat(np.arange(len(rows)), counts)
-        columns = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - starts // size, counts)
-        pages = inputs.page_table.numpy()[rows[owners], columns]
+        firsts, lasts = starts // size, (lengths - 1) // size  # pages of a row
         tokens = None if len(rows) == len(inputs.query_lens) else torch.from_numpy(first[rows])
-        if len(rows) == 1 and (np.diff(pages) == 1).all():
-            begin = int(pages[0]) * size + int(starts[0]) % size
-            return [LoneDecode(tokens, slice(begin, begin + int(lengths[0] - starts[0])), self._as_vectors)]
-        order, runs = _runs(pages, _LONG_RUN // size)
+        if len(rows) == 1:
+            pages = table[rows[0], firsts[0] : lasts[0] + 1]
+            if (np.diff(pages) == 1).all():
+                begin = int(pages[0]) * size + int(starts[0]) % size
+                return [LoneDecode(tokens, slice(begin, begin + int(lengths[0] - starts[0])), self._as_vectors)]
+        per_block = 1 if size >= _SMALL_PAGE else _BLOCK // size
+        counts = (lasts - firsts) // per_block + 1
+        owners = np.repeat(np.arange(len(rows)), counts)
+        columns = firsts[owners] + (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)) * per_block
+        if per_block == 1:
+            order, runs = _runs(table[rows[owners], columns], _LONG_RUN // size)
+        else:
+            of_block = np.minimum(columns[:, None] + np.arange(per_block), lasts[owners, None])
+            gathered = torch.from_numpy(table[rows[owners, None], of_block].astype(np.int64))
+            order, runs = np.arange(len(owners)), [PageRun(slice(0, len(owners)), gathered)]
         owners, columns = owners[order], columns[order]
-        positions = columns[:, None] * size + np.arange(size)
+        positions = columns[:, None] * size + np.arange(per_block * size)
         seen = (positions < lengths[owners, None]) & (positions >= starts[owners, None])
         mask = torch.zeros(seen.shape, dtype=self.spec.dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
         absent = np.arange(counts.max()) >= counts[:, None]
@@ -180,6 +194,6 @@ def _runs(pages: Int32Array, shortest: int) -> tuple[Int64Array, list[PageRun]]:
         runs.append(PageRun(slice(at, at + len(part)), slice(page, page + len(part))))
         at += len(part)
     if short:
-        gathered = torch.from_numpy(pages[np.concatenate(short)].astype(np.int64))
+        gathered = torch.from_numpy(pages[np.concatenate(short), None].astype(np.int64))
         runs.append(PageRun(slice(at, len(pages)), gathered))
     return np.concatenate(long + short), runs

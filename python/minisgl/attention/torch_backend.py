@@ -47,8 +47,8 @@ class PaddedDecode:
     mask: Tensor  # [R, 1, 1, L] bool: true where it sees a position
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-        k = _gather(keys, self.pages).to(q.dtype).transpose(1, 2)
-        v = k if values is keys else _gather(values, self.pages).to(q.dtype).transpose(1, 2)
+        k = gather_pages(keys, self.pages).to(q.dtype).transpose(1, 2)
+        v = k if values is keys else gather_pages(values, self.pages).to(q.dtype).transpose(1, 2)
         # The query heads that share a KV head stand as so many queries of it: nothing is repeated.
         grouped = q.reshape(q.shape[0], keys.shape[2], -1, q.shape[2])
         if sinks is not None:
@@ -184,7 +184,7 @@ def read_pages(pool: Tensor, pages: Tensor) -> Tensor:
     return pool.view(moved).index_select(0, pages).view(pool.dtype)
 
 
-def _gather(pool: Tensor, pages: Tensor) -> Tensor:
+def gather_pages(pool: Tensor, pages: Tensor) -> Tensor:
     """Copy pages [..., n] of a pool [pages, page_size, kv_heads, d] to [..., n * page_size, kv_heads, d].
 
     Whole pages, because a CPU copies few long pieces many times faster than many short ones.
@@ -210,8 +210,8 @@ def attend_in_float32(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: floa
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float, _: Tensor | None) -> Tensor:
     """Attend with the queries [queries, heads, d] of one row."""
-    k = _gather(keys, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
-    v = k if values is keys else _gather(values, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
+    k = gather_pages(keys, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
+    v = k if values is keys else gather_pages(values, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
     if k.shape[1] == 1:  # a view, where enable_gqa makes copies
         k, v = (one.expand(-1, q.shape[1], -1, -1) for one in (k, v))
     y = F.scaled_dot_product_attention(
@@ -230,7 +230,7 @@ def _attend_by_scores(
     q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float, sinks: Tensor | None
 ) -> Tensor:
     """Attend as `_attend` does, with stored scores, and to sinks."""
-    k, v = (_gather(pool, row.pages)[row.positions].transpose(0, 1).unsqueeze(1) for pool in (keys, values))
+    k, v = (gather_pages(pool, row.pages)[row.positions].transpose(0, 1).unsqueeze(1) for pool in (keys, values))
     mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril() if row.mask is None else row.mask
     grouped = q.view(len(q), len(k), -1, q.shape[2]).permute(1, 2, 0, 3)  # [kv_heads, group, queries, d]
     y = attend_in_float32(grouped, k, v, mask, scale, None if sinks is None else sinks.view(len(k), -1, 1))
