@@ -3,8 +3,8 @@
 A decode takes as long as reading K and V does, so gathering them first, as the reference does, costs more than the
 attention itself. Here every page of every row is attended to on its own, all of them in one call, and a row's result is
 the mean of its pages' results, weighted by their shares of the softmax's sum (Flash-Decoding, Dao et al., 2023). That
-makes the order of pages free: sorted, most follow one another in the pool and are a view of it. Small pages are gathered
-into blocks, for each block that is attended to costs some microseconds.
+makes the order of pages free: sorted, most follow one another in the pool and are a view of it. Small pages are
+gathered into blocks, for each block that is attended to costs some microseconds.
 """
 
 from __future__ import annotations
