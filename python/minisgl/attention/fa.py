@@ -21,6 +21,7 @@ from minisgl.kvcache.pool import KVPool
 # Rows x longest query up to which a row's keys may be divided among multiprocessors: the launch that merges the parts
 # is as large as this, however few of its blocks have work.
 _MAX_MERGED = 2048
+_MAX_WINDOWED_DIM = 128  # of heads under a window in a graph of prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,11 @@ class FlashAttention3:
     """Implements attention.base.AttentionBackend. Planning costs the host nothing."""
 
     graph_safe = True
-    prefill_graph_safe = True
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self._spec = spec
+        # Long prompts of wide heads under a window once read outside of memory in a graph, and never without graphs.
+        self.prefill_graph_safe = spec.window is None or spec.head_dim <= _MAX_WINDOWED_DIM
         self._upcaster = PageUpcaster(spec, device) if spec.fp8_kv else None
 
     @property
