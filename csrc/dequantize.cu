@@ -1,7 +1,7 @@
 // A packed weight (quantized.cuh) as a matrix [N, K] of T, for products of many rows.
 //
 // A block has 64 rows and COLUMNS columns: every thread decodes its words of some chunks as a product would, into shared
-// memory, from where whole lines go out. Values are multiplied by their scale in float32. GATED: as in column_sums.cuh.
+// memory, from where whole lines go out. Values are multiplied by their scale in float32. GATED: as in sums.cuh.
 #include "quantized.cuh"
 
 constexpr int CHUNKS = 4;

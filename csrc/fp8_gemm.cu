@@ -3,8 +3,8 @@
 // It is built as quantized_gemm.cu is, but the tensor cores multiply what is stored: both operands of wgmma lie in the
 // ring. Their sums have fewer bits than float32, so those of 128 columns are added to others in registers, multiplied by
 // the scales of these columns: GROUP 128, of the weight's blocks of 128 rows and of x's rows; or GROUP 0, one scale for a
-// row of each. K is a multiple of 128. GATED: see column_sums.cuh.
-#include "column_sums.cuh"
+// row of each. K is a multiple of 128. GATED: see sums.cuh.
+#include "sums.cuh"
 
 // multiply_add: a [64, 32] and b [M_MAX, 32] lie in shared memory.
 using Left = unsigned long long;
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
     const float* w_scales, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int N, int K) {
   __shared__ Barrier full[STAGES], empty[STAGES], received;
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  int first = blockIdx.y * M_MAX, rows = min(M - first, M_MAX);  // of x
+  int first = blockIdx.y * M_MAX;  // of x
   int steps = K / LINE, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
   bool producer = thread == CONSUMERS;
 
@@ -117,7 +117,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
       }
   }
   if (SPLIT > 1) meet_cluster();
-  else __syncthreads();
   if (warp >= WARPS) return;
-  add_up(total, (float*)memory, &received, first, rows, N, GROUP ? nullptr : w_scales, bias, residual, out);
+  const float* row_scales = GROUP ? nullptr : w_scales;
+  Factors factors(row_scales, bias, N);
+  add_up(total, (float*)memory, &received, first, M, N, factors, row_scales, bias, residual, out);
 }

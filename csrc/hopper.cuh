@@ -17,13 +17,18 @@ __device__ __forceinline__ void expect(Barrier* barrier, int bytes) {
 __device__ __forceinline__ void arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
+// With its address, of a lane that is `here`: without a branch.
+__device__ __forceinline__ void arrive(unsigned barrier, bool here) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(barrier), "r"((int)here) : "memory");
+}
 // Until the barrier has completed the phase of this parity.
-__device__ __forceinline__ void wait(Barrier* barrier, int parity) {
+__device__ __forceinline__ void wait(unsigned barrier, int parity) {
   unsigned done = 0;
   while (!done)
     asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
 }
+__device__ __forceinline__ void wait(Barrier* barrier, int parity) { wait(shared_address(barrier), parity); }
 
 // The box of a matrix that begins at this column and row; rows beyond the matrix are zeros.
 __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int column, int row, Barrier* barrier) {

@@ -1,30 +1,58 @@
 // Products with quantized weights on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T, multiplied in T.
 //
 // A block computes BLOCK_N columns of y, which are rows of the weight, for M_MAX rows of x; in a cluster of SPLIT blocks
-// each takes a part of K. A thread, the producer, asks for stages of BLOCK_K columns: of the packed weight
+// each takes a part of K. One or two producers, a thread each, ask for stages of BLOCK_K columns: of the packed weight
 // (quantized.cuh), of its scales, and by the tensor memory accelerator of x, which arrives swizzled. A warpgroup turns
-// 64 rows of the weight into T in registers, which are the left operand of wgmma; x in the ring is the right one.
-// column_sums.cuh has the end.
+// 64 rows of the weight into T in registers, which are the left operand of wgmma; x in the ring is the right one. K_PARTS
+// warpgroups divide the columns of a stage and add up their sums at the end: a lone warpgroup would wait for its own
+// products. sums.cuh has the end.
 //
 // The ring is filled with weights before the kernel waits for its predecessor; its barriers are as in
-// small_batch_gemm.cu. While wgmma works on one chunk of 16 bytes a lane, the next one is decoded.
+// small_batch_gemm.cu. A phase is two products. While wgmma works on one, the next one is decoded, also across stages;
+// its words are loaded a phase earlier. Few rows of x have short products, and their stage is given back first. Next to
+// wgmma every instruction of the loop counts: addresses are kept, not computed.
 //
 // K is a multiple of BLOCK_K. T is bf16 or f16.
-#include "column_sums.cuh"
+#include "sums.cuh"
 #include "left_product.cuh"
 #include "quantized.cuh"
 
 constexpr int CHUNKS = BLOCK_K / CHUNK_K;
+constexpr bool TWO_PRODUCERS = PRODUCERS > 32;
+constexpr int PART_K = BLOCK_K / K_PARTS;          // columns of a stage that a warpgroup multiplies
+constexpr bool EAGER = M_MAX <= 32;                // a stage is given back before the next one is waited for
+constexpr int PRODUCTS = 2;                        // of a phase
+constexpr int PHASE_K = PRODUCTS * 16;
+constexpr int PHASES = PART_K / PHASE_K;
 constexpr int BOX = M_MAX * LINE;                  // bytes of 64 columns of x
 constexpr int X_STAGE = BLOCK_K / 64 * BOX;
 constexpr int W_TILE = CHUNKS * CHUNK;             // of a warpgroup
 constexpr bool SCALES = GROUP && !OFFSETS;         // sums of groups
 constexpr int UNIT = GROUP ? GROUP : BLOCK_K;
 constexpr int GROUPS = GROUP ? BLOCK_K / GROUP : 0;
-constexpr bool DEFERS = SCALES && GROUPS > 1 && TILES <= 4;  // a group's sums are scaled while the next ones are multiplied
+constexpr bool DEFERS = SCALES && GROUPS / K_PARTS > 1 && TILES <= 4;  // a group's sums are scaled while the next ones are multiplied
 constexpr int S_TILE = GROUPS * 64 * 4;
-constexpr int STAGE_BYTES = X_STAGE + WARPGROUPS * (W_TILE + S_TILE);
+constexpr int STAGE_BYTES = X_STAGE + ROW_GROUPS * (W_TILE + S_TILE);
 constexpr int STAGE = (STAGE_BYTES + 1023) / 1024 * 1024;
+
+// Add up the sums of the warpgroups that have multiplied other columns; return whether this is the one that has all.
+__device__ __forceinline__ bool add_parts(float (*sums)[4], float* memory, int part) {
+  int thread = threadIdx.x % CONSUMERS;
+  asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");  // the ring is read
+  if (part > 0)
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) *(float4*)(memory + (((part - 1) * TILES + t) * CONSUMERS + thread) * 4) = *(const float4*)sums[t];
+  asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");
+  if (part == 0)
+#pragma unroll
+    for (int p = 0; p < K_PARTS - 1; ++p)
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        float4 v = *(const float4*)(memory + ((p * TILES + t) * CONSUMERS + thread) * 4);
+        sums[t][0] += v.x, sums[t][1] += v.y, sums[t][2] += v.z, sums[t][3] += v.w;
+      }
+  return part == 0;
+}
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
 
@@ -33,34 +61,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
     OPTIONAL const float* row_scales, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int N, int K) {
   __shared__ Barrier full[STAGES], empty[STAGES], received;
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  int first = blockIdx.y * M_MAX, rows = min(M - first, M_MAX);  // of x
+  int first = blockIdx.y * M_MAX;  // of x
   int steps = K / BLOCK_K, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
-  int tile = blockIdx.z * WARPGROUPS, tiles = (N + 63) / 64;
-  bool producer = thread == CONSUMERS;
+  int tile = blockIdx.z * ROW_GROUPS, tiles = (N + 63) / 64;
+  // Two warps ask for weights and for x, or one for both.
+  bool loads_weights = thread == MULTIPLIERS, loads_x = thread == MULTIPLIERS + (TWO_PRODUCERS ? 32 : 0);
 
-  auto stage_of = [](int step) { return memory + step % STAGES * STAGE; };
-  auto load_weight = [&](int step) {
-    unsigned char* to = stage_of(step) + X_STAGE;
-    Barrier* barrier = &full[step % STAGES];
-    expect(barrier, STAGE_BYTES);
+  auto load_weight = [&](int step, int slot) {
+    unsigned char* to = memory + slot * STAGE + X_STAGE;
+    Barrier* barrier = &full[slot];
+    expect(barrier, TWO_PRODUCERS ? STAGE_BYTES - X_STAGE : STAGE_BYTES);
 #pragma unroll
-    for (int w = 0; w < WARPGROUPS; ++w) {
+    for (int w = 0; w < ROW_GROUPS; ++w) {
       long long at = (long long)min(tile + w, tiles - 1) * steps + begin + step;  // beyond the weight: any
       copy_bytes(to + w * W_TILE, (const unsigned char*)weight + at * W_TILE, W_TILE, barrier);
-      if (GROUP) copy_bytes(to + WARPGROUPS * W_TILE + w * S_TILE, (const unsigned char*)scales + at * S_TILE, S_TILE, barrier);
+      if (GROUP) copy_bytes(to + ROW_GROUPS * W_TILE + w * S_TILE, (const unsigned char*)scales + at * S_TILE, S_TILE, barrier);
     }
   };
-  auto load_x = [&](int step) {
+  auto load_x = [&](int step, int slot) {
+    if (TWO_PRODUCERS) expect(&full[slot], X_STAGE);
 #pragma unroll
     for (int box = 0; box < BLOCK_K / 64; ++box)
-      copy_box(stage_of(step) + box * BOX, x_map, (begin + step) * BLOCK_K + box * 64, first, &full[step % STAGES]);
+      copy_box(memory + slot * STAGE + box * BOX, x_map, (begin + step) * BLOCK_K + box * 64, first, &full[slot]);
   };
 
-  if (producer) {
-    for (int s = 0; s < STAGES; ++s) init(&full[s], 1), init(&empty[s], WARPS);
+  if (loads_weights) {
+    for (int s = 0; s < STAGES; ++s) init(&full[s], TWO_PRODUCERS ? 2 : 1), init(&empty[s], MULTIPLIERS / 32);
     init(&received, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    for (int s = 0; s < min(STAGES, count); ++s) load_weight(s);
+    for (int s = 0; s < min(STAGES, count); ++s) load_weight(s, s);
     asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
     if (SPLIT > 1) expect(&received, SENT_BYTES);
   }
@@ -69,73 +98,109 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
   wait_for_predecessor();
   start_successor();
 
-  if (producer) {
-    for (int s = 0; s < min(STAGES, count); ++s) load_x(s);
-    for (int step = STAGES; step < count; ++step) {
-      wait(&empty[step % STAGES], (step / STAGES - 1) & 1);
-      load_weight(step);
-      load_x(step);
-    }
+  if (warp >= MULTIPLIERS / 32) {
+    give_registers();
+    if (loads_x)
+      for (int s = 0; s < min(STAGES, count); ++s) load_x(s, s);
+    if (loads_weights || loads_x)
+      for (int step = STAGES, slot = 0, parity = 0; step < count; ++step) {
+        wait(shared_address(empty) + slot * 8, parity);
+        if (loads_weights) load_weight(step, slot);
+        if (loads_x) load_x(step, slot);
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+      }
+    __syncwarp();
+    if (SPLIT > 1) meet_cluster();
+    return;
   }
-  __syncwarp();
+  take_registers();
+  Factors factors(GROUP ? nullptr : row_scales, bias, N);
 
   float acc[DEFERS ? 2 : 1][TILES][4] = {}, total[SCALES ? TILES : 1][4] = {};
-  int group = warp >> 2, row = (warp & 3) * 16 + (lane >> 2);  // of the warpgroup's 64
-  if (warp < WARPS) {
-    for (int step = 0; step < count; ++step) {
-      wait(&full[step % STAGES], step / STAGES & 1);
-      const unsigned char* stage = stage_of(step);
-      unsigned x = shared_address(stage);
-      const uint4* chunks = (const uint4*)(stage + X_STAGE + group * W_TILE) + (thread & 127);
-      const Scale* scales_of = (const Scale*)(stage + X_STAGE + WARPGROUPS * W_TILE + group * S_TILE) + row;
-      auto finish_group = [&](int g) {
-        float low = scales_of[g * 64].factor(), high = scales_of[g * 64 + 8].factor();
-        float(*sums)[4] = acc[DEFERS ? g & 1 : 0];
+  int group = (warp >> 2) % ROW_GROUPS, part = (warp >> 2) / ROW_GROUPS;  // rows of the weight, columns of a stage
+  int row = (warp & 3) * 16 + (lane >> 2);  // of the warpgroup's 64
+  unsigned a[2][PRODUCTS][4];  // left operands of two phases
+  uint4 chunk;
+  const unsigned char* weights = memory + X_STAGE + group * W_TILE + part * (W_TILE / K_PARTS) + (thread & 127) * 16;  // of the ring's first stage
+  const unsigned char* scales_of = memory + X_STAGE + ROW_GROUPS * W_TILE + group * S_TILE + row * 4 + part * (GROUPS / K_PARTS) * 256;
+  unsigned fulls = shared_address(full), empties = shared_address(empty);
+  // Decode the left operands of a phase of a stage that has arrived.
+  auto decode_phase = [&](int at, int phase) {
 #pragma unroll
-        for (int t = 0; t < (SCALES ? TILES : 0); ++t) {
-          total[t][0] += low * sums[t][0], total[t][1] += low * sums[t][1];
-          total[t][2] += high * sums[t][2], total[t][3] += high * sums[t][3];
-        }
-      };
-#pragma unroll
-      for (int c = 0; c < CHUNKS; ++c) {
-        uint4 chunk = chunks[c * (CHUNK / 16)];
-        unsigned a[STEPS][4];
-#pragma unroll
-        for (int s = 0; s < STEPS; ++s) {
-          unsigned low = ONES + 0x00080008, high = low;
-          if (GROUP && WEIGHT == INT4) {
-            const Scale* here = scales_of + (c * CHUNK_K + s * 16) / UNIT * 64;
-            low = here[0].zero(), high = here[8].zero();
-          }
-          decode_step(a[s], chunk, s, low, high);
-        }
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-        for (int s = 0; s < STEPS; ++s) {
-          int k = c * CHUNK_K + s * 16, g = k / UNIT;  // of the stage
-          unsigned long long b = descriptor(x + k / 64 * BOX + k % 64 * 2);
-          float(*sums)[4] = acc[DEFERS ? g & 1 : 0];
-          if (SCALES && k % UNIT == 0) multiply_add<false>(sums, a[s], b);
-          else multiply_add<true>(sums, a[s], b);
-          if (SCALES && (k + 16) % UNIT == 0) {
-            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            if (!DEFERS) wait_products<0>(), finish_group(g);
-            else if (g > 0) wait_products<1>(), finish_group(g - 1);
-            if (s + 1 < STEPS) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-          }
-        }
-        if (!SCALES || (c + 1) * CHUNK_K % UNIT) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        // Registers of the chunk before are free. At a stage's end none may be under way: ptxas would order all others.
-        if (c + 1 < CHUNKS) wait_products<1>();
-        else wait_products<0>();
+    for (int s = 0; s < PRODUCTS; ++s) {
+      unsigned low = ONES + 0x00080008, high = low;
+      if (GROUP && WEIGHT == INT4) {
+        const Scale* here = (const Scale*)(scales_of + at) + (phase * PHASE_K + s * 16) / UNIT * 64;
+        low = here[0].zero(), high = here[8].zero();
       }
-      if (DEFERS) finish_group(GROUPS - 1);
-      if (step + STAGES < count && lane == 0) arrive(&empty[step % STAGES]);
+      decode_step(a[phase & 1][s], chunk, phase * PRODUCTS % STEPS + s, low, high);
     }
+  };
+  auto load_chunk = [&](int at, int phase) {
+    if (phase * PRODUCTS % STEPS == 0) chunk = *(const uint4*)(weights + at + phase * PRODUCTS / STEPS * CHUNK);
+  };
+  wait(fulls, 0);
+  load_chunk(0, 0);
+  decode_phase(0, 0);
+  load_chunk(0, 1);
+  int slot = 0, parity = 0;  // of the ring
+  for (int left = count; left > 0; --left) {
+    int at = slot * STAGE;
+    // After the last stage: the same again, for nothing.
+    int next = left == 1 ? slot : slot + 1 == STAGES ? 0 : slot + 1, next_at = next * STAGE;
+    unsigned x = __shfl_sync(~0u, (unsigned)descriptor(shared_address(memory) + at + part * (PART_K / 64 * BOX)), 0);
+    auto finish_group = [&](int g, float low, float high) {
+      float(*sums)[4] = acc[DEFERS ? g & 1 : 0];
+#pragma unroll
+      for (int t = 0; t < (SCALES ? TILES : 0); ++t) {
+        total[t][0] += low * sums[t][0], total[t][1] += low * sums[t][1];
+        total[t][2] += high * sums[t][2], total[t][3] += high * sums[t][3];
+      }
+    };
+    auto factor = [&](int g, int half) { return ((const Scale*)(scales_of + at))[g * 64 + half * 8].factor(); };
+#pragma unroll
+    for (int phase = 0; phase < PHASES; ++phase) {
+      int g = phase * PHASE_K / UNIT;
+      float(*sums)[4] = acc[DEFERS ? g & 1 : 0];
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (int s = 0; s < PRODUCTS; ++s) {
+        int k = phase * PHASE_K + s * 16;  // of the stage
+        unsigned long long b = descriptor(0) >> 32 << 32 | (x + (k / 64 * BOX + k % 64 * 2) / 16);
+        if (SCALES && k % UNIT == 0) multiply_add<false>(sums, a[phase & 1][s], b);
+        else multiply_add<true>(sums, a[phase & 1][s], b);
+      }
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      bool last = phase + 1 == PHASES;
+      bool ends = SCALES && (phase + 1) * PHASE_K % UNIT == 0 && (!DEFERS || last);
+      float low = ends ? factor(g, 0) : 0.f, high = ends ? factor(g, 1) : 0.f;
+      if (EAGER && last) wait_products<0>();
+      else wait_products<1>();
+      if (!EAGER && phase == 0 && left < count) arrive(empties + (slot == 0 ? STAGES - 1 : slot - 1) * 8, lane == 0);
+      if (DEFERS && phase > 0 && phase * PHASE_K % UNIT == 0) finish_group(g - 1, factor(g - 1, 0), factor(g - 1, 1));
+      if (EAGER && last) {
+        if (ends) finish_group(g, low, high);
+        arrive(empties + slot * 8, lane == 0);
+        wait(fulls + next * 8, next > slot || left == 1 ? parity : parity ^ 1);
+        load_chunk(next_at, 0);
+        decode_phase(next_at, 0);
+        load_chunk(next_at, 1);
+      } else {
+        decode_phase(last ? next_at : at, (phase + 1) % PHASES);
+        if (!EAGER && phase + 2 == PHASES) wait(fulls + next * 8, next > slot || left == 1 ? parity : parity ^ 1);
+        if (!EAGER || phase + 2 < PHASES) load_chunk(phase + 2 < PHASES ? at : next_at, (phase + 2) % PHASES);
+        if (ends) wait_products<0>(), finish_group(g, low, high);
+      }
+    }
+    if (next < slot) parity ^= 1;
+    slot = next;
+  }
+  wait_products<0>();
+  auto sums = SCALES ? total : acc[0];
+  if (K_PARTS > 1 && !add_parts(sums, (float*)memory, part)) {
+    if (SPLIT > 1) meet_cluster();
+    return;
   }
   if (SPLIT > 1) meet_cluster();
-  else __syncthreads();
-  if (warp >= WARPS) return;
-  add_up(SCALES ? total : acc[0], (float*)memory, &received, first, rows, N, GROUP ? nullptr : row_scales, bias, residual, out);
+  add_up(sums, (float*)memory, &received, first, M, N, factors, GROUP ? nullptr : row_scales, bias, residual, out);
 }

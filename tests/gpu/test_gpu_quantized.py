@@ -29,8 +29,8 @@ from support.small_models import save_qwen3
 pytestmark = pytest.mark.gpu
 
 VOCAB = 4992
-ROWS = (1, 8, 16, 33, 64, 100, 130, 256, 2048)
-SHAPES = ((768, 1024), (4096, 2048), (512, 4096))
+ROWS = (1, 8, 16, 17, 33, 64, 65, 100, 128, 200, 256, 300, 2048)
+SHAPES = ((768, 1024), (4096, 2048), (512, 4096), (24576, 512))  # the last: 192 rows of the weight a block
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the norm of the result
 FORMATS = (
     *(LevelFormat("fp8", group) for group in (0, 128)),

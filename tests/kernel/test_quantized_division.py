@@ -30,6 +30,14 @@ def check(division: Division, stage: int, rows: int, size: int) -> None:
     assert division.split <= 8
 
 
+def registers(division: Division) -> int:
+    """Registers that a multiplying thread may have; four warps at a time get them."""
+    if division.producers == 128:
+        return 160
+    warps = -(-division.threads // 32 * division.blocks // 4) * 4
+    return 65536 // (warps * 32) // 8 * 8
+
+
 @pytest.mark.parametrize(("kind", "group"), [("fp8", 0), ("fp8", 128), ("int8", 0), ("int4", 32), ("int4", 128)])
 def test_blocks_of_quantized_weights(kind: Kind, group: int) -> None:
     for width, size in SHAPES:
@@ -37,8 +45,13 @@ def test_blocks_of_quantized_weights(kind: Kind, group: int) -> None:
             for sums_of_groups in {group > 0, group > 0 and kind != "int4"}:
                 division = divide_quantized(kind, rows, width, size, group, 132, sums_of_groups=sums_of_groups)
                 check(division, quantized_stage_bytes(kind, group, division), rows, size)
-                assert division.max_rows <= (64 if sums_of_groups else 128), "registers of sums"
-                assert division.block_k % max(group, 64 if kind == "int4" else 32) == 0
+                sums = division.max_rows * (2 if sums_of_groups else 1) // 2  # of a thread
+                assert sums + 28 <= registers(division), "of sums and operands"
+                part = division.block_k // division.k_parts  # columns of a stage that a warpgroup multiplies
+                assert (
+                    part % max(group if sums_of_groups else 0, 64 if kind == "int4" or division.k_parts > 1 else 32)
+                    == 0
+                )
 
 
 @pytest.mark.parametrize("group", [0, 128])
@@ -49,8 +62,16 @@ def test_blocks_of_fp8_with_fp8(group: int) -> None:
             check(division, fp8_stage_bytes(group, division), rows, size)
 
 
-def test_many_rows_use_all_multiprocessors() -> None:
-    """A block takes as many rows of a wide weight as keep its tensor cores busy."""
-    division = divide_quantized("fp8", 128, 24576, 4096, 0, 132, sums_of_groups=False)
-    assert (division.max_rows, division.warpgroups, division.split) == (128, 3, 1)
-    assert 120 <= division.tiles(128, 24576) <= 132
+@pytest.mark.parametrize(("rows", "max_rows"), [(64, 64), (128, 128), (256, 128)])
+def test_many_rows_use_all_multiprocessors(rows: int, max_rows: int) -> None:
+    """A block takes as many rows of a wide weight as keep its tensor cores busy, in whole rounds of blocks."""
+    division = divide_quantized("fp8", rows, 24576, 4096, 0, 132, sums_of_groups=False)
+    assert (division.max_rows, division.warpgroups, division.split) == (max_rows, 3, 1)
+    assert 0.9 < division.tiles(rows, 24576) / 132 / -(-rows // max_rows) <= 1
+
+
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (4096, 12288)])
+def test_warpgroups_divide_the_columns_of_a_narrow_weight(shape: tuple[int, int]) -> None:
+    division = divide_quantized("fp8", 64, *shape, 0, 132, sums_of_groups=False)
+    assert (division.block_n, division.k_parts, division.block_k) == (64, 2, 256)
+    assert 0.7 < division.tiles(64, shape[0]) * division.split / 132 <= 1

@@ -10,7 +10,7 @@ from torch import Tensor
 from minisgl.kernel.base import Activation, Norm, Ops
 from minisgl.kernel.fp8_gemm import Fp8Gemm, Fp8Matrix
 from minisgl.kernel.quantized_division import MAX_ROWS
-from minisgl.kernel.quantized_gemm import QuantizedGemm, max_rows
+from minisgl.kernel.quantized_gemm import MOST_ROWS, QuantizedGemm
 from minisgl.quantization.gpu_layout import PackedLevels
 
 Activate = Callable[[Tensor, Activation], Tensor]
@@ -31,9 +31,9 @@ class QuantizedWeight:
         self._ops, self._gemm, self._packed, self._dtype, self._order = ops, gemm, packed, dtype, order
         group = f" with groups of {packed.group}" if packed.group else ""
         ordered = " in their order" if order is not None else ""
-        few, values = max_rows(packed), str(dtype).removeprefix("torch.")
+        values = str(dtype).removeprefix("torch.")
         self.label = (
-            f"{packed.kind}{group}{ordered} up to {few} rows (csrc/quantized_gemm.cu), above in {values} (cuBLAS)"
+            f"{packed.kind}{group}{ordered} up to {MOST_ROWS} rows (csrc/quantized_gemm.cu), above in {values} (cuBLAS)"
         )
 
     @property

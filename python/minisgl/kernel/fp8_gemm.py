@@ -180,7 +180,7 @@ class Fp8Gemm:
             w_map = tensor_map(groups, block // 16, 2, 8, _LINE)
         kernel(
             (1, -(-rows // division.max_rows), -(-width // block)),
-            division.warpgroups * 128 + 32,
+            division.threads,
             x_map=tensor_map(x.codes[:rows], division.max_rows, _LINE),
             w_map=w_map,
             x_scales=x.scales,

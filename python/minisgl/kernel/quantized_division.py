@@ -11,8 +11,9 @@ from typing import NamedTuple
 from minisgl.quantization.gpu_layout import BITS, TILE
 from minisgl.quantization.levels import Kind
 
-MAX_ROWS = 64  # of x, that a block takes; or _LARGE_BLOCK where registers suffice
+MAX_ROWS = 64  # of x, that a block takes; or _LARGE_BLOCK
 _LARGE_BLOCK = 128
+_MIN_STAGES = 3  # of more than a few rows: one is given back while the next one is multiplied
 _MAX_STAGES = 16
 _FEW_ROWS_SPLIT_COST = 0.03  # see `fewest_waves`
 _SPLIT_COST = 0.15
@@ -27,11 +28,18 @@ class Division(NamedTuple):
     block_k: int  # columns of a stage
     stages: int
     blocks: int  # on a multiprocessor
+    # Threads besides the warpgroups. Two warps ask for weights and for x; four also give registers to the others.
+    producers: int = 32
+    k_parts: int = 1  # warpgroups that divide the columns of a stage
+
+    @property
+    def threads(self) -> int:
+        return self.warpgroups * 128 + self.producers
 
     @property
     def block_n(self) -> int:
         """Rows of the weight of a block."""
-        return self.warpgroups * TILE
+        return self.warpgroups // self.k_parts * TILE
 
     def tiles(self, rows: int, width: int) -> int:
         """Parts of the product that have all of K."""
@@ -44,16 +52,16 @@ def ring_bytes(blocks: int) -> int:
 
 
 def sums_bytes(division: Division) -> int:
-    """Memory of a block's own sums, and of those that others send it (csrc/column_sums.cuh)."""
+    """Memory of a block's own sums, and of those that others send it (csrc/sums.cuh)."""
     own = division.block_n * (division.max_rows + 2) * 4
-    return own if division.split == 1 else 2 * own
+    return max(own if division.split == 1 else 2 * own, (division.k_parts - 1) * own)
 
 
 def quantized_stage_bytes(kind: Kind, group: int, division: Division) -> int:
     """Size of a stage of quantized_gemm.cu: columns of x, of the weight's rows, and their scales."""
     weight = TILE * division.block_k * BITS[kind] // 8
     scales = division.block_k // group * TILE * 4 if group else 0
-    size = division.max_rows * division.block_k * 2 + division.warpgroups * (weight + scales)
+    size = division.max_rows * division.block_k * 2 + division.block_n // TILE * (weight + scales)
     return -(-size // 1024) * 1024
 
 
@@ -84,14 +92,15 @@ def divide_quantized(
         split = fewest_waves(division.tiles(rows, width), size // block_k, num_sms * 3, _FEW_ROWS_SPLIT_COST)
         return staged(division._replace(split=split))
     candidates = [_narrow(rows, width, size, group, num_sms, staged)]
-    if rows > MAX_ROWS and not sums_of_groups:
-        for warpgroups in (2, 3):
-            candidates += [
-                staged(Division(_LARGE_BLOCK, warpgroups, split, max(64, group), 0, 1)) for split in (1, 2, 4)
-            ]
-    if rows > _LARGE_BLOCK and not sums_of_groups:
-        candidates[0] = staged(Division(MAX_ROWS, 2, 2, max(64, group), 0, 2))
-    return min(candidates, key=lambda each: _cost(each, rows, width, size, num_sms))
+    for max_rows, row_groups, k_parts in _COLUMN_COSTS:
+        block_k = _block_k(max_rows, k_parts, size, group if sums_of_groups else 0)
+        if block_k == 0:
+            continue
+        producers = 128 if sums_of_groups and (max_rows, row_groups) == (_LARGE_BLOCK, 3) else 64
+        division = Division(max_rows, row_groups * k_parts, 1, block_k, 0, 1, producers, k_parts)
+        candidates += [staged(division._replace(split=split)) for split in (1, 2) if size // block_k >= split]
+    enough = [each for each in candidates if each.stages >= _MIN_STAGES or each is candidates[0]]
+    return min(enough, key=lambda each: _cost(each, rows, width, size, num_sms))
 
 
 def divide_fp8(rows: int, width: int, size: int, group: int, num_sms: int) -> Division:
@@ -134,6 +143,16 @@ def _block_rows(rows: int) -> int:
     return next(each for each in (8, 16, 32, MAX_ROWS) if rows <= each)
 
 
+def _block_k(max_rows: int, k_parts: int, size: int, group: int) -> int:
+    """Return the columns of a stage of a large block, as many as leave room for three; 0: there is no such block.
+
+    `group`: columns whose sums are scaled; each warpgroup has whole ones.
+    """
+    widest = 256 if max_rows == MAX_ROWS and k_parts > 1 else 128
+    sizes = [each for each in (widest, 128, 64) if size % each == 0 and each <= widest]
+    return next((each for each in sizes if each // k_parts % max(64, group) == 0), 0)
+
+
 def _narrow(
     rows: int, width: int, size: int, group: int, num_sms: int, staged: Callable[[Division], Division]
 ) -> Division:
@@ -151,14 +170,20 @@ def _staged(division: Division, stage: int, size: int) -> Division:
     return division._replace(stages=max(2, min(ring_bytes(division.blocks) // stage, steps, _MAX_STAGES)))
 
 
+# Microseconds of 1,024 columns, by a block's rows of x, its warpgroups with other rows of the weight, and `k_parts`.
+_COLUMN_COSTS = {
+    (64, 1, 1): 2.7,
+    (64, 1, 2): 2.5,
+    (64, 3, 1): 7.0,
+    (128, 1, 2): 3.8,
+    (128, 2, 1): 5.9,
+    (128, 3, 1): 8.7,
+}
+_BEGIN = {1: 1.5, 2: 5.0, 4: 6.0, 8: 6.0}  # microseconds by split: to begin, to exchange sums and to end
+
+
 def _cost(division: Division, rows: int, width: int, size: int, num_sms: int) -> float:
-    """Estimate nanoseconds of more than MAX_ROWS rows: of multiplying, and of beginning and exchanging sums."""
-    per_value, begin = {1: (2.6, 5000), 2: (2.15, 9000), 3: (2.04, 9000)}[division.warpgroups]  # of 4,096 columns
-    if division.max_rows > MAX_ROWS and division.warpgroups == 2:
-        per_value, begin = 2.3, 12000
-    at_a_time = division.blocks if division.warpgroups == 2 else 1
-    blocks = (
-        -(-division.tiles(rows, width) * division.split // (num_sms * at_a_time)) * at_a_time
-    )  # of a multiprocessor
-    work = blocks * division.block_n * division.max_rows * size // 4096 // division.split
-    return per_value * work + (begin if division.split > 1 else 0)
+    """Estimate microseconds of more than a few rows, as if an SM did one block after another."""
+    waves = -(-division.tiles(rows, width) * division.split // num_sms)
+    columns = _COLUMN_COSTS[division.max_rows, division.block_n // TILE, division.k_parts] * size / 1024
+    return waves * (columns / division.split + _BEGIN[division.split])

@@ -11,21 +11,16 @@ from minisgl.kernel.base import Activation
 from minisgl.kernel.compile import Compiler, tensor_map
 from minisgl.kernel.quantized_division import Division, divide_quantized, quantized_stage_bytes, sums_bytes
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
-from minisgl.quantization.gpu_layout import CHUNK, TILE, PackedLevels
+from minisgl.quantization.gpu_layout import CHUNK, PackedLevels
 from minisgl.quantization.levels import Kind, LevelFormat
 
-# Of x. Above, it is faster to write the values in x's dtype and let cuBLAS multiply them.
-_MOST_ROWS = {"sums of rows": 384, "sums of groups": 256}
+# Of x. Above, the values are written in x's dtype and cuBLAS multiplies them.
+MOST_ROWS = 384
 _MIN_BLOCK_K = 64  # columns of a stage
 _MAX_VALUES_WIDTH = 1 << 16  # rows of a weight whose values there is room for, beside the model
 _VALUES_CHUNKS = 4  # of a block, as in dequantize.cu
 _WEIGHTS: dict[Kind, str] = {"fp8": "E4M3", "int8": "INT8", "int4": "INT4"}
 _GROUPS: dict[Kind, tuple[int, ...]] = {"fp8": (0, 128), "int8": (0,), "int4": (32, 64, 128)}
-
-
-def max_rows(weight: PackedLevels) -> int:
-    """Return the most rows of x that are multiplied with a weight as it is stored."""
-    return _MOST_ROWS["sums of groups" if _sums_groups(weight) else "sums of rows"]
 
 
 class _Kernel(NamedTuple):
@@ -47,7 +42,7 @@ class QuantizedGemm:
     def begin_compiling(self, weight: PackedLevels, dtype: torch.dtype) -> None:
         """Begin to compile the products with a weight; of a gated one those with silu."""
         gate: Activation | None = "silu" if weight.gated else None
-        divisions = {self.division(weight, rows) for rows in (8, 16, 32, 64, 128, max_rows(weight))}
+        divisions = {self.division(weight, rows) for rows in (8, 16, 32, 64, 128, 256, MOST_ROWS)}
         specs = [_product_spec(_kernel_of(weight, dtype, gate, division)) for division in divisions]
         self._compiler.begin([_values_spec(_kernel_of(weight, dtype)), *specs])
 
@@ -66,7 +61,7 @@ class QuantizedGemm:
 
     def takes(self, x: Tensor, weight: PackedLevels) -> bool:
         """Return True if x has so few rows that the products are for it; of a vocabulary's weight any."""
-        few = len(x) <= max_rows(weight) or weight.width > _MAX_VALUES_WIDTH
+        few = len(x) <= MOST_ROWS or weight.width > _MAX_VALUES_WIDTH
         return len(x) > 0 and few and x.is_contiguous()
 
     def product(
@@ -90,8 +85,8 @@ class QuantizedGemm:
         kind = _kernel_of(weight, x.dtype, gate, division)
         kernel = self._compiler.kernel(_product_spec, kind)
         kernel(
-            (1, -(-rows // division.max_rows), -(-width // (division.warpgroups * TILE))),
-            division.warpgroups * 128 + 32,
+            (1, -(-rows // division.max_rows), -(-width // division.block_n)),
+            division.threads,
             x_map=tensor_map(x, division.max_rows, 64),
             weight=weight.words,
             scales=weight.group_scales,
@@ -178,6 +173,8 @@ def _product_spec(kind: _Kernel) -> KernelSpec:
         "BLOCK_K": division.block_k,
         "STAGES": division.stages,
         "BLOCKS": division.blocks,
+        "PRODUCERS": division.producers,
+        "K_PARTS": division.k_parts,
     }
     ring = division.stages * quantized_stage_bytes(kind.kind, kind.group, division)
     shared_bytes = max(ring, sums_bytes(division))

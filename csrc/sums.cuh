@@ -1,0 +1,218 @@
+// End of a product whose warpgroups have 64 rows of the weight each: the blocks of a cluster, which have multiplied
+// parts of K, send their sums to one another, and each adds up those of some rows of x, or of some columns of y where
+// there are fewer tiles of eight rows than blocks; in the blocks' order. A block sends what another one adds up as one
+// copy: thousands of small stores would take longer than the products.
+//
+// A lane's sums are as `mma` leaves them (mma.cuh): lane 5 of a warpgroup's warp 1 has sums[t] of y[8t + 2][17],
+// y[8t + 3][17], y[8t + 2][25] and y[8t + 3][25], columns counted from the warpgroup's first.
+// GATED: y [M, N / 2] = activation(gate) * up. Of each 16 rows of the weight the first 8 are gates, so that a lane has a
+// gate and what it is for.
+#pragma once
+#include "hopper.cuh"
+#include "mma.cuh"
+
+#ifndef K_PARTS  // quantized_gemm.cu has them
+#define K_PARTS 1
+#define PRODUCERS 32
+#endif
+constexpr int MULTIPLIERS = WARPGROUPS * 128;
+constexpr int ROW_GROUPS = WARPGROUPS / K_PARTS;   // warpgroups that have other rows of the weight
+constexpr int CONSUMERS = ROW_GROUPS * 128;        // threads that add up
+constexpr int WARPS = CONSUMERS / 32;
+constexpr int THREADS = MULTIPLIERS + PRODUCERS;
+constexpr bool GIVES = PRODUCERS == 128;           // a producing warpgroup gives registers to the others
+constexpr int BLOCK_N = ROW_GROUPS * 64;
+constexpr int TILES = M_MAX / 8;
+constexpr int OUTPUTS = GATED ? BLOCK_N / 2 : BLOCK_N;
+constexpr bool BY_ROWS = TILES % SPLIT == 0;       // a block adds up rows of x
+
+// By rows: floats that a block sends to another one, and tiles of eight rows that it adds up.
+constexpr int OWN_TILES = BY_ROWS ? TILES / SPLIT : 1;
+constexpr int PITCH = OUTPUTS + 8;                 // of a row of y in shared memory, in values: no bank conflicts
+constexpr int PIECES = OUTPUTS / 8;                // of 16 bytes, of a row of y
+constexpr int COPIES = (OWN_TILES * 8 * PIECES + CONSUMERS - 1) / CONSUMERS;  // that a thread makes
+constexpr bool AHEAD = COPIES <= 4;                // the residual is fetched before the sums are there
+
+// By columns.
+constexpr int OWN = OUTPUTS / SPLIT;               // columns of y that a block adds up
+constexpr int SLOTS = BLOCK_N / SPLIT;             // rows of the weight that they come from
+constexpr int STRIDE = M_MAX + 2;                  // of sums in shared memory, in floats
+constexpr int TURNS = (M_MAX * OWN + CONSUMERS - 1) / CONSUMERS;
+constexpr bool FETCHES = !GATED && TURNS <= 16;    // the residual before the sums are there
+
+constexpr int PART = BY_ROWS ? OWN_TILES * CONSUMERS * 4 : SLOTS * STRIDE;  // floats that a block sends to another one
+constexpr int SENT_BYTES = SPLIT * PART * 4;       // that the barrier of a block waits for
+
+__device__ __forceinline__ void meet_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+
+// Send the parts in `memory` to the blocks that they are for; return where those for this block are, when all have come.
+__device__ __forceinline__ float* exchange(float* memory, Barrier* received, int split) {
+  int thread = threadIdx.x;
+  float* here = memory + SPLIT * PART;
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  meet_consumers();
+  if (thread < SPLIT) send(address_in(thread, here + split * PART), memory + thread * PART, PART * 4, address_in(thread, received));
+  wait(received, 0);
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  return here;
+}
+
+// Store an 8 x 8 matrix, or two, of which a lane has column lane / 4 and rows 2 (lane % 4) and the next one; lanes 0 to 7
+// name the rows of the first, 8 to 15 those of the second.
+__device__ __forceinline__ void store_transposed(void* row, unsigned a) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(shared_address(row)), "r"(a) : "memory");
+}
+__device__ __forceinline__ void store_transposed(void* row, unsigned a, unsigned b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(row)), "r"(a), "r"(b) : "memory");
+}
+
+__device__ __forceinline__ void give_registers() {
+  if (GIVES) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 3 ? 32 : 24));
+}
+__device__ __forceinline__ void take_registers() {
+  if (GIVES) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 3 ? 160 : 240));
+}
+
+// What a lane's sums are multiplied by and what is added to them: of its two rows of the weight. They are no product of
+// a predecessor.
+struct Factors {
+  float scale[2], bias[2];
+  __device__ __forceinline__ Factors(const float* row_scales, const T* biases, int N) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int lane = threadIdx.x & 31, first = blockIdx.z * BLOCK_N + (threadIdx.x >> 5) * 16;
+      int n = min(GATED ? first / 2 + (lane >> 2) + h * (N / 2) : first + (lane >> 2) + h * 8, N - 1);
+      scale[h] = row_scales ? row_scales[n] : 1.f, bias[h] = biases ? to_float(biases[n]) : 0.f;
+    }
+  }
+  __device__ __forceinline__ float apply(float sum, int h) const { return sum * scale[h] + bias[h]; }
+};
+
+// y of the rows of x from `first` on, of which the block writes its share. `memory`: of the ring, which nobody needs any
+// more here and where sums go to; the block's own lie there by [owner, tile of eight rows, thread], and behind them (SPLIT > 1) those to be added up, by
+// [split, tile, thread].
+__device__ __forceinline__ void add_up_rows(
+    float (*sums)[4], float* memory, Barrier* received, int first, int M, int N, const Factors& factors, const T* residual, T* out) {
+  int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  int width = GATED ? N / 2 : N, column = blockIdx.z * OUTPUTS;
+  first += split * OWN_TILES * 8;
+  // A thread's i-th 16 bytes of y.
+  auto place = [&](int i, int& m, int& n) {
+    int piece = thread + i * CONSUMERS;
+    m = piece / PIECES, n = piece % PIECES * 8;
+    return m < OWN_TILES * 8 && first + m < M && column + n < width;
+  };
+  Vec<8> fetched[AHEAD ? COPIES : 1];
+  if (AHEAD && residual)
+#pragma unroll
+    for (int i = 0, m, n; i < COPIES; ++i)
+      if (place(i, m, n)) fetched[AHEAD ? i : 0] = *(const Vec<8>*)(residual + (long long)(first + m) * width + column + n);
+  if (SPLIT > 1) {
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) *(float4*)(memory + (t * CONSUMERS + thread) * 4) = *(const float4*)sums[t];
+    float* here = exchange(memory, received, split);
+#pragma unroll
+    for (int t = 0; t < OWN_TILES; ++t) {
+      float4 v = {};
+#pragma unroll
+      for (int s = 0; s < SPLIT; ++s) {
+        float4 part = *(const float4*)(here + s * PART + (t * CONSUMERS + thread) * 4);
+        v.x += part.x, v.y += part.y, v.z += part.z, v.w += part.w;
+      }
+      sums[t][0] = v.x, sums[t][1] = v.y, sums[t][2] = v.z, sums[t][3] = v.w;
+    }
+    memory = here;
+  }
+  meet_consumers();
+  T* lines = (T*)memory;
+  unsigned gated[OWN_TILES];
+#pragma unroll
+  for (int t = 0; t < OWN_TILES; ++t) {
+    float a = factors.apply(sums[t][0], 0), b = factors.apply(sums[t][1], 0);
+    float c = factors.apply(sums[t][2], 1), d = factors.apply(sums[t][3], 1);
+    if (GATED)
+      gated[t] = pack(rounded(activation(rounded(a))) * rounded(c), rounded(activation(rounded(b))) * rounded(d));
+    else
+      store_transposed(lines + (t * 8 + (lane & 7)) * PITCH + warp * 16 + (lane & 8), pack(a, b), pack(c, d));
+  }
+  if (GATED)
+#pragma unroll
+    for (int t = 0; t < OWN_TILES; t += 2) {
+      T* to = lines + (t * 8 + (lane & 15)) * PITCH + warp * 8;
+      if (t + 1 < OWN_TILES) store_transposed(to, gated[t], gated[t + 1 < OWN_TILES ? t + 1 : t]);
+      else store_transposed(to, gated[t]);
+    }
+  meet_consumers();
+#pragma unroll
+  for (int i = 0, m, n; i < COPIES; ++i) {
+    if (!place(i, m, n)) continue;
+    Vec<8> y = *(const Vec<8>*)(lines + m * PITCH + n);
+    long long to = (long long)(first + m) * width + column + n;
+    if (residual) {
+      Vec<8> before = AHEAD ? fetched[AHEAD ? i : 0] : *(const Vec<8>*)(residual + to);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) y.v[j] = from_float<T>(to_float(y.v[j]) + to_float(before.v[j]));
+    }
+    *(Vec<8>*)(out + to) = y;
+  }
+  // The other blocks of the cluster read what this one sent: it stays until all of them are done.
+  __syncwarp();
+  if (SPLIT > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// As add_up_rows, by columns: the block's own sums lie by [owner, row of the weight, row of x], and behind them those to be
+// added up, by [split, row of the weight, row of x].
+__device__ __forceinline__ void add_up_columns(
+    const float (*total)[4], float* memory, Barrier* received, int first, int rows, int N,
+    const float* row_scales, const T* bias, const T* residual, T* out) {
+  int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  int width = GATED ? N / 2 : N, column = blockIdx.z * OUTPUTS + split * OWN;  // the first of this block's
+  T fetched[FETCHES ? TURNS : 1] = {};
+  if (FETCHES && residual)
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      int i = thread + turn * CONSUMERS, m = i / OWN, n = column + i % OWN;
+      if (m < rows && n < width) fetched[turn] = residual[(long long)(first + m) * N + n];
+    }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    int output = (warp * 16 + (GATED ? 0 : h * 8)) / (GATED ? 2 : 1) + (lane >> 2), owner = output / OWN;
+    int slot = GATED ? output % OWN * 2 + h : output % OWN;
+    float* to = memory + owner * PART + slot * STRIDE + (lane & 3) * 2;
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) *(Vec2*)(to + t * 8) = Vec2{total[t][h * 2], total[t][h * 2 + 1]};
+  }
+  memory = exchange(memory, received, split);
+
+#pragma unroll (FETCHES ? TURNS : 1)
+  for (int turn = 0; turn < TURNS; ++turn) {
+    int i = thread + turn * CONSUMERS, m = i / OWN, at = i % OWN, n = column + at;
+    if (m >= rows || n >= width) continue;
+    float y = 0.f, up = 0.f;
+#pragma unroll
+    for (int s = 0; s < SPLIT; ++s) {
+      y += memory[s * PART + (GATED ? at * 2 : at) * STRIDE + m];
+      if (GATED) up += memory[s * PART + (at * 2 + 1) * STRIDE + m];
+    }
+    if (row_scales) y *= row_scales[n];
+    if (bias) y += to_float(bias[n]);
+    if (GATED) {
+      if (row_scales) up *= row_scales[n + width];
+      if (bias) up += to_float(bias[n + width]);
+      y = rounded(activation(rounded(y))) * rounded(up);
+    }
+    long long place = (long long)(first + m) * width + n;
+    if (residual) y = rounded(y) + to_float(FETCHES ? fetched[turn] : residual[place]);
+    out[place] = from_float<T>(y);
+  }
+  // The other blocks of the cluster read what this one sent: it stays until all of them are done.
+  __syncwarp();
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void add_up(
+    float (*sums)[4], float* memory, Barrier* received, int first, int M, int N, const Factors& factors,
+    const float* row_scales, const T* bias, const T* residual, T* out) {
+  if constexpr (BY_ROWS) add_up_rows(sums, memory, received, first, M, N, factors, residual, out);
+  else add_up_columns(sums, memory, received, first, min(M - first, M_MAX), N, row_scales, bias, residual, out);
+}
