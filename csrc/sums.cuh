@@ -45,16 +45,13 @@ constexpr int SENT_BYTES = SPLIT * PART * 4;       // that the barrier of a bloc
 
 __device__ __forceinline__ void meet_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
-// Send the parts in `memory` to the blocks that they are for; return where those for this block are, when all have come.
-__device__ __forceinline__ float* exchange(float* memory, Barrier* received, int split) {
-  int thread = threadIdx.x;
-  float* here = memory + SPLIT * PART;
+// Send the parts in `memory` to the blocks that they are for, until all those for this block have come `here`.
+__device__ __forceinline__ void exchange(float* memory, float* here, Barrier* received, int split, int thread) {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   meet_consumers();
   if (thread < SPLIT) send(address_in(thread, here + split * PART), memory + thread * PART, PART * 4, address_in(thread, received));
   wait(received, 0);
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  return here;
 }
 
 // Store an 8 x 8 matrix, or two, of which a lane has column lane / 4 and rows 2 (lane % 4) and the next one; lanes 0 to 7
@@ -110,7 +107,8 @@ __device__ __forceinline__ void add_up_rows(
   if (SPLIT > 1) {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) *(float4*)(memory + (t * CONSUMERS + thread) * 4) = *(const float4*)sums[t];
-    float* here = exchange(memory, received, split);
+    float* here = memory + SPLIT * PART;
+    exchange(memory, here, received, split, thread);
 #pragma unroll
     for (int t = 0; t < OWN_TILES; ++t) {
       float4 v = {};
@@ -182,7 +180,9 @@ __device__ __forceinline__ void add_up_columns(
 #pragma unroll
     for (int t = 0; t < TILES; ++t) *(Vec2*)(to + t * 8) = Vec2{total[t][h * 2], total[t][h * 2 + 1]};
   }
-  memory = exchange(memory, received, split);
+  float* here = memory + SPLIT * PART;
+  exchange(memory, here, received, split, thread);
+  memory = here;
 
 #pragma unroll (FETCHES ? TURNS : 1)
   for (int turn = 0; turn < TURNS; ++turn) {
