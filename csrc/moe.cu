@@ -89,22 +89,25 @@ extern "C" __global__ void moe_combine(
   if (n >= (long long)tokens * vectors) return;
   long long token = n / vectors;
   int i = (int)(n % vectors) * VEC;
-  Vec<VEC> parts[TAKEN] = {}, before = {}, result;
+  Vec<VEC> before = {}, result;
   if (residual) before = *(const Vec<VEC>*)(residual + token * H + i);
-  unsigned here = 0xffffffffu;
+  float sum[VEC];
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) sum[j] = to_float(before.v[j]);
+  auto add = [&](int k) {
+    Vec<VEC> part = *(const Vec<VEC>*)(y + (token * TAKEN + k) * H + i);
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) sum[j] += to_float(part.v[j]);
+  };
   if (pair_weights) {
 #pragma unroll
-    for (int k = 0; k < TAKEN; ++k) here ^= (pair_weights[token * TAKEN + k] == ELSEWHERE ? 1u : 0u) << k;
+    for (int k = 0; k < TAKEN; ++k)
+      if (pair_weights[token * TAKEN + k] != ELSEWHERE) add(k);
+  } else {
+#pragma unroll
+    for (int k = 0; k < TAKEN; ++k) add(k);
   }
 #pragma unroll
-  for (int k = 0; k < TAKEN; ++k)
-    if (here >> k & 1u) parts[k] = *(const Vec<VEC>*)(y + (token * TAKEN + k) * H + i);
-#pragma unroll
-  for (int j = 0; j < VEC; ++j) {
-    float sum = to_float(before.v[j]);
-#pragma unroll
-    for (int k = 0; k < TAKEN; ++k) sum += to_float(parts[k].v[j]);
-    result.v[j] = from_float<T>(sum);
-  }
+  for (int j = 0; j < VEC; ++j) result.v[j] = from_float<T>(sum[j]);
   *(Vec<VEC>*)(out + token * H + i) = result;
 }
