@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +22,7 @@ import msgspec
 import pytest
 import zmq
 
+from minisgl.server.api.requests.inspector import MIN_INTERVAL
 from support.kv_subscriber import KVSubscriber
 from support.server import PATIENCE, Server, wait_until
 
@@ -196,6 +198,7 @@ def test_the_glass_box_shows_all_work_and_the_numbers_of_metrics(server: Server)
         last = max((step["step"] for step in seen.values()), default=-1)
         seen |= {step["begin"]: step for step in state_of(server, last)["steps"]}  # one that has grown comes again
     server.wait_idle()
+    time.sleep(MIN_INTERVAL)  # an answer may be that old
     after = state_of(server)
     seen |= {step["begin"]: step for step in after["steps"]}
     was, now, steps = before["load"], after["load"], [step for begin, step in seen.items() if begin not in known]
