@@ -2,7 +2,7 @@
 // Pair n is the n % TAKEN-th expert of token n / TAKEN. EXPERTS and TOP_K are macros; -DSHARED: of a block that every token
 // goes to, in as many parts as large as an expert, which are the experts from EXPERTS on and stand behind the TOP_K that
 // are chosen. -DGATED_SHARED: behind the logits of the experts is one whose sigmoid is the weight of these parts, else 1.
-// Of the EXPERTS a rank may hold some alone, `held` from `first_expert` on, which are then counted from 0: a pair of
+// A rank may hold only some of the EXPERTS, `held` from `first_expert` on, which are then counted from 0: a pair of
 // another one has the expert -1 and the weight ELSEWHERE.
 #pragma once
 #include "common.cuh"

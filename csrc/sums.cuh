@@ -70,8 +70,7 @@ __device__ __forceinline__ void take_registers() {
   if (GIVES) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 3 ? 160 : 240));
 }
 
-// What a lane's sums are multiplied by and what is added to them: of its two rows of the weight. They are no product of
-// a predecessor.
+// Scale and bias of a lane's sums, those of its two rows of the weight. No predecessor writes them.
 struct Factors {
   float scale[2], bias[2];
   __device__ __forceinline__ Factors(const float* row_scales, const T* biases, int N) {
@@ -158,8 +157,8 @@ __device__ __forceinline__ void add_up_rows(
   if (SPLIT > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// As add_up_rows, by columns: the block's own sums lie by [owner, row of the weight, row of x], and behind them those to be
-// added up, by [split, row of the weight, row of x].
+// Add up by columns what add_up_rows adds up by rows: the block's own sums lie by [owner, row of the weight, row of x],
+// and behind them those to be added up, by [split, row of the weight, row of x].
 __device__ __forceinline__ void add_up_columns(
     const float (*total)[4], float* memory, Barrier* received, int first, int rows, int N,
     const float* row_scales, const T* bias, const T* residual, T* out) {
