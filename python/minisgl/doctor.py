@@ -29,9 +29,10 @@ from minisgl.core import SamplingFlags
 from minisgl.engine.device import resolve_device
 from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
-from minisgl.kernel.availability import kernels_missing, make_ops, one_line
+from minisgl.kernel.availability import kernels_missing, make_ops
 from minisgl.kernel.base import Heads, Norm, Ops, Routing
 from minisgl.kernel.torch_ops import TorchOps
+from minisgl.optional_packages import one_line
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.random_levels import random_levels

@@ -17,7 +17,8 @@ from minisgl.attention.page_kernels import PageList, flatten_pages
 from minisgl.attention.self_test import ROLES, Role
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ConfigError, attention_names
-from minisgl.kernel.availability import driver_missing, import_error
+from minisgl.kernel.availability import driver_missing
+from minisgl.optional_packages import import_error
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 SMALL = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, page_size=64, dtype=torch.bfloat16)

@@ -26,7 +26,7 @@ from minisgl.attention.self_test import ROLES, Role, self_test_error
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.varlen import VarlenAttention
 from minisgl.config import ConfigError, attention_names
-from minisgl.kernel.availability import import_error
+from minisgl.optional_packages import import_error
 
 if TYPE_CHECKING:
     from minisgl.attention.fused import FusedDecode

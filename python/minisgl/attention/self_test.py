@@ -12,9 +12,9 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, AttentionInputs, AttentionSpec, ExpandingPlan
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.kernel.availability import one_line
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
+from minisgl.optional_packages import one_line
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Batch, Int32Array, NewRow, pages_for
-from minisgl.engine.processing import ProcessingState
+from minisgl.engine.processing_tables import ProcessingTables
 from minisgl.uploads import upload
 
 
@@ -48,7 +48,7 @@ class SlotState:
         self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
         self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.processing = ProcessingState(rows, device)
+        self.processing = ProcessingTables(rows, device)
 
     def apply(self, batch: Batch) -> None:
         """Bring the rows up to date for this step."""

@@ -19,11 +19,11 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from minisgl.kernel.availability import one_line
 from minisgl.kernel.base import Norm
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.skinny_gemm import SkinnyGemm
+from minisgl.optional_packages import one_line
 
 logger = logging.getLogger(__name__)
 

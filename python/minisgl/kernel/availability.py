@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 
 import torch
@@ -11,6 +9,7 @@ import torch
 from minisgl.kernel.base import Ops
 from minisgl.kernel.cpu_ops import CpuOps, multiplies_bfloat16
 from minisgl.kernel.torch_ops import TorchOps
+from minisgl.optional_packages import import_error, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -62,35 +61,6 @@ def driver_missing(compiler: tuple[int, int], driver: tuple[int, int]) -> str | 
         f"an NVIDIA driver for CUDA {compiler[0]} or later: this one is for {driver[0]}.{driver[1]}, "
         f"and nvidia-cuda-nvrtc compiles for {compiler[0]}.{compiler[1]}"
     )
-
-
-def import_error(module: str, package: str, extra: str) -> str | None:
-    """Say in one line why a module of an optional package cannot be imported, or return None."""
-    if not _is_installed(module):
-        return f"the package {package} is not installed (pip install 'minisgl[{extra}]')"
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # whatever a package built for another torch or driver raises
-        return f"the package {package} does not load: {one_line(error)}"
-    return None
-
-
-def _is_installed(module: str) -> bool:
-    """Return True if the module's distribution is there.
-
-    Several distributions share a namespace such as `cuda`, which has no file.
-    """
-    top, _, rest = module.partition(".")
-    spec = importlib.util.find_spec(top)
-    if spec is None or spec.origin is not None or not rest:
-        return spec is not None
-    return importlib.util.find_spec(f"{top}.{rest.split('.')[0]}") is not None
-
-
-def one_line(error: Exception) -> str:
-    """Return the kind of an error and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _cuda_versions() -> tuple[tuple[int, int], tuple[int, int]]:

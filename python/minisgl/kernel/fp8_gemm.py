@@ -8,11 +8,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from minisgl.kernel.availability import import_error
 from minisgl.kernel.base import Activation, Norm
 from minisgl.kernel.compile import Compiler, tensor_map
 from minisgl.kernel.quantized_division import MAX_ROWS, Division, divide_fp8, fp8_stage_bytes, sums_bytes
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
+from minisgl.optional_packages import import_error
 from minisgl.quantization.levels import LevelFormat, Levels
 
 _LINE = 128  # columns of a stage, and of a block's scale

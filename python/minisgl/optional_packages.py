@@ -1,0 +1,35 @@
+"""Import of optional packages, and what to say where it fails."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+
+def import_error(module: str, package: str, extra: str) -> str | None:
+    """Say in one line why a module of an optional package cannot be imported, or return None."""
+    if not _is_installed(module):
+        return f"the package {package} is not installed (pip install 'minisgl[{extra}]')"
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a package built for another torch or driver raises
+        return f"the package {package} does not load: {one_line(error)}"
+    return None
+
+
+def _is_installed(module: str) -> bool:
+    """Return True if the module's distribution is there.
+
+    Several distributions share a namespace such as `cuda`, which has no file.
+    """
+    top, _, rest = module.partition(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or spec.origin is not None or not rest:
+        return spec is not None
+    return importlib.util.find_spec(f"{top}.{rest.split('.')[0]}") is not None
+
+
+def one_line(error: Exception) -> str:
+    """Return the kind of an error and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
