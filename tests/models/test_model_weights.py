@@ -261,7 +261,15 @@ def test_dummy_weights(saved: Saved, kind: str, tmp_path: Path) -> None:
             zero = name.endswith(("bias", "sinks.weight", "a_log.weight", "dt_bias.weight"))
             one = config.hidden_size**-0.5 if name.endswith("router.scale") else 1  # of Gemma 4's
             assert (parameter == (0 if zero else one)).all(), name
-    padded = make(1, Rank(2, 3)).model.embed_tokens.weight
+    last = make(1, Rank(2, 3))
+    divided = 0
+    for (name, mine), (_, theirs) in zip(make(1, Rank(1, 3)).named_parameters(), last.named_parameters(), strict=True):
+        is_whole = mine.shape == model.get_parameter(name).shape
+        divided += not is_whole
+        if mine.ndim >= 2 and mine.shape == theirs.shape:
+            assert torch.equal(mine, theirs) == is_whole, name
+    assert divided
+    padded = last.model.embed_tokens.weight
     assert (padded[-2:] == 0).all()
     assert (padded[:-2] != 0).all()
 

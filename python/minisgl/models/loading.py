@@ -7,6 +7,7 @@ parameter must be filled and every tensor used.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -118,13 +119,15 @@ def fill_random(
 ) -> None:
     """Fill matrices from normal(0, std) on their device; norms stay 1, biases and padding stay 0.
 
-    Weights that a checkpoint has quantized get random numbers in that format where they are kept in it.
+    Weights that a checkpoint has quantized get random numbers in that format where they are kept in it. What several
+    ranks keep, a router for example, is the same on each.
     """
-    generator = torch.Generator(forms.device).manual_seed(seed)
+    generator = torch.Generator(forms.device)
     heads = {name for name, module in model.named_modules() if isinstance(module, LMHead)}
     for part, filling, module in _slices(model, forms):
         if not part.is_read or part.target.ndim < 2:
             continue
+        generator.manual_seed(seed + zlib.crc32(f"{part.name} {part.source}".encode()))
         if filling is None:
             part.target.normal_(std=std, generator=generator)
         else:
@@ -197,7 +200,7 @@ def load_model(
     forms = WeightForms(device, tp, keeps, keeps_experts, method, fp8_activations)
     model = build_model(config, tp=tp, dtype=dtype, device=device)
     if load_format == "dummy":
-        fill_random(model, config.initializer_range, forms, seed=seed + tp.rank, quantization=stored)
+        fill_random(model, config.initializer_range, forms, seed=seed, quantization=stored)
     else:
         checkpoint = Checkpoint(folder, config.checkpoint, described)
         if checkpoint.has_kv_scales:
