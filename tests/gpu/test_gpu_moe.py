@@ -37,9 +37,9 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
 
 
 def distinct_scores(tokens: int, experts: int, dtype: torch.dtype) -> Tensor:
-    """Scores without ties, so that the chosen experts are the same in any precision."""
-    order = torch.rand(tokens, experts, device="cuda").argsort(dim=1)
-    return (order * (8.0 / experts)).to(dtype)
+    """Scores without ties among the largest 128, so that the chosen experts are the same in any precision."""
+    order, distinct = torch.rand(tokens, experts, device="cuda").argsort(dim=1), min(experts, 128)
+    return ((order - (experts - distinct)).clamp_min(0) * (8.0 / distinct)).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -140,19 +140,20 @@ def test_biases_and_clamped_swiglu(
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("norm_dtype", [None, torch.float32, "x"])
-@pytest.mark.parametrize("kind", ["deepseek-v2", "deepseek-v3", "qwen3.5"])
+@pytest.mark.parametrize("kind", ["deepseek-v2", "deepseek-v3", "qwen3.5", "qwen3-next"])
 def test_a_shared_expert_among_the_others(
     ops: Ops, dtype: torch.dtype, norm_dtype: torch.dtype | str | None, kind: str
 ) -> None:
     """The block that every token goes to, in one part or two, with a gate whose logit the router's launch makes."""
-    parts, weighed = (2, False) if kind == "deepseek-v2" else (1, kind == "qwen3.5")
+    parts, weighed = (2, False) if kind == "deepseek-v2" else (1, kind.startswith("qwen"))
+    count = 512 if kind == "qwen3-next" else 64  # the gate's logit is one more
     routing = Routing(6, renormalize=weighed)
     if kind == "deepseek-v3":
         routing = Routing(8, renormalize=True, score="sigmoid", groups=8, top_groups=4, scale=2.5)
     hidden, size = 1032, 176
-    w13, w2 = layer(64, hidden, size, dtype)
+    w13, w2 = layer(count, hidden, size, dtype)
     shared = SharedExpert(*(one[0].contiguous() for one in layer(1, hidden, parts * size, dtype)), weighed)
-    router = torch.randn(64, hidden, device="cuda") * 0.1
+    router = torch.randn(count, hidden, device="cuda") * 0.1
     gate = torch.randn(1, hidden, device="cuda").mul_(0.1).to(dtype) if weighed else None
     router = router.to(dtype) if weighed else router
     norm = None
@@ -161,21 +162,21 @@ def test_a_shared_expert_among_the_others(
         norm = Norm(factor if norm_dtype == torch.float32 else factor.to(dtype), 1e-6)
     for tokens in (1, 2, 7, 33, 64):
         few = tokens <= (16 if weighed else 64)
-        assert ops.merges_shared(tokens, w13, w2, 64, routing, shared) == few
+        assert ops.merges_shared(tokens, w13, w2, count, routing, shared) == few
         x, residual = (torch.randn(tokens, hidden, device="cuda").to(dtype) for _ in range(2))
         normed, logits = ops.norm_router(x, norm, router, None, gate)
         plain = x if norm is None else TorchOps().rms_norm(x, norm)
         assert relative_error(normed, plain.double()) < TOLERANCE[dtype]
         products = [normed.double() @ one.double().t() for one in (router, *([] if gate is None else [gate]))]
         assert relative_error(logits, torch.cat(products, dim=1)) < (TOLERANCE[dtype] if weighed else 1e-5)
-        scores = distinct_scores(tokens, 64, router.dtype) / 4
+        scores = distinct_scores(tokens, count, router.dtype) / 4
         out = ops.moe(
-            normed, torch.cat((scores, logits[:, 64:]), dim=1), w13, w2, routing, residual=residual, shared=shared
+            normed, torch.cat((scores, logits[:, count:]), dim=1), w13, w2, routing, residual=residual, shared=shared
         )
         reference = TorchOps().moe(normed.double(), scores.double(), w13.double(), w2.double(), routing)
         gates, ups = (normed.double() @ shared.w13.double().t()).chunk(2, dim=1)
         block = (torch.nn.functional.silu(gates) * ups) @ shared.w2.double().t()
-        weight = logits[:, 64:].double().sigmoid() if weighed else 1.0
+        weight = logits[:, count:].double().sigmoid() if weighed else 1.0
         reference = reference + weight * block + residual.double()
         error = relative_error(out, reference)
         assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"

@@ -196,7 +196,7 @@ class CudaMoe:
         that weighs it, is slower than norm and product.
         """
         if (
-            tokens > (_MAX_WEIGHED if shared.weighed else MAX_ROWS)
+            not 0 < tokens <= (_MAX_WEIGHED if shared.weighed else MAX_ROWS)
             or not isinstance(w13, Tensor)
             or not self.supports(w13, w2, num_experts, routing.top_k)
         ):

@@ -348,7 +348,8 @@ class CudaOps:
         shared: SharedExpert | None = None,
         expert_scale: Tensor | None = None,
     ) -> Tensor:
-        on_kernels = not isinstance(w13, Tensor) or self.moe_graph_safe(w13, w2, router_logits.shape[1], routing.top_k)
+        num_experts = router_logits.shape[1] - (shared is not None and shared.weighed)  # its logit is none of theirs
+        on_kernels = not isinstance(w13, Tensor) or self.moe_graph_safe(w13, w2, num_experts, routing.top_k)
         moe = self._moe if on_kernels else self._torch.moe
         return moe(x, router_logits, w13, w2, routing, biases, activation, residual, first, shared, expert_scale)
 
