@@ -22,7 +22,6 @@ from minisgl.server.api.bodies.request_body import (
 )
 from minisgl.server.api.bodies.schema import IDS
 
-EncodingFormat = Literal["float", "base64"]
 _DOCUMENT = {"anyOf": [STRING, {"type": "object", "required": ["text"], "properties": {"text": STRING}}]}
 _Texts = Annotated[Any, any_of(STRING, STRINGS), RequestField("A text or several.", "What is a page?")]
 Input = Annotated[
@@ -34,6 +33,7 @@ Instruction = Annotated[
     str | None,
     RequestField("Task that a reranker is told; none: that of its form of prompt.", "Find answers", max_length=65_536),
 ]
+UseActivation = Annotated[bool | None, RequestField("Probabilities; false: logits.", True)]
 
 
 class PoolingBody(Body):
@@ -92,7 +92,7 @@ class VectorsBody(PoolingBody):
 
     input: Input
     encoding_format: Annotated[
-        EncodingFormat, RequestField("float: a list of numbers; base64: little-endian float32.", "float")
+        Literal["float", "base64"], RequestField("float: a list of numbers; base64: little-endian float32.", "float")
     ] = "float"
     dimensions: Annotated[
         int | None, RequestField("Cut each embedding to so many values, of length 1 again; none: all.", 256, ge=1)
@@ -123,10 +123,23 @@ class ClassifyBody(PoolingBody):
     example_fields: ClassVar[tuple[str, ...]] = ("input",)
 
     input: Input
-    use_activation: Annotated[bool | None, RequestField("Probabilities; false: logits.", True)] = None
+    use_activation: UseActivation = None
 
 
-class ScoreBody(PoolingBody):
+class PairsBody(PoolingBody):
+    """Pairs of texts, of which each has a score."""
+
+    instruction: Instruction = None
+    instruct: Instruction = None  # SGLang's name of the same
+    use_activation: UseActivation = None
+
+    @property
+    def task(self) -> str | None:
+        """Task that the reranker is told."""
+        return self.instruction or self.instruct
+
+
+class ScoreBody(PairsBody):
     """POST /score: each of the first texts with the second of its place, or one with all."""
 
     example_fields: ClassVar[tuple[str, ...]] = ("queries", "documents")
@@ -137,9 +150,6 @@ class ScoreBody(PoolingBody):
     text_2: _Texts = None
     data_1: _Texts = None
     data_2: _Texts = None
-    instruction: Instruction = None
-    instruct: Instruction = None  # SGLang's name of the same
-    use_activation: Annotated[bool | None, RequestField("Probabilities; false: logits.", True)] = None
 
     def texts(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
         """Return the names and texts of both sides, equally many; InvalidRequest if they cannot be paired."""
@@ -161,7 +171,7 @@ class ScoreBody(PoolingBody):
         return name, [document_text(text, f"{name}.{index}") for index, text in enumerate(texts)]
 
 
-class RerankBody(PoolingBody):
+class RerankBody(PairsBody):
     """POST /rerank, as Jina, Cohere and vLLM have it."""
 
     example_fields: ClassVar[tuple[str, ...]] = ("query", "documents")
@@ -173,9 +183,6 @@ class RerankBody(PoolingBody):
     ]
     top_n: Annotated[int | None, RequestField("Return the best so many; none or 0: all.", 3, ge=0)] = None
     return_documents: Annotated[bool, RequestField("Return the documents' texts.", True)] = True
-    instruction: Instruction = None
-    instruct: Instruction = None  # SGLang's name of the same
-    use_activation: Annotated[bool | None, RequestField("Probabilities; false: logits.", True)] = None
 
 
 def document_text(document: Any, name: str) -> str:

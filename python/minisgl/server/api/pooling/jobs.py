@@ -9,8 +9,9 @@ from minisgl.core import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, SamplingParams
 from minisgl.limits import Limits
 from minisgl.message.to_tokenizer import IdsPrompt, PairPrompt, Prompt, TextPrompt
 from minisgl.message.types import TextOptions, pack_ids
+from minisgl.pooling.pooling_config import PoolingConfig
 from minisgl.server.api.bodies.plain_prompts import checked_ids, is_ids
-from minisgl.server.api.pooling.bodies import PoolingBody
+from minisgl.server.api.pooling.bodies import PairsBody, PoolingBody
 from minisgl.server.api.requests.open_request import Job
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
@@ -32,16 +33,28 @@ def vectors_job(value: Any, body: PoolingBody, limits: Limits) -> Job:
     return make_job([_prompt(one, name, body, limits) for name, one in zip(names, value, strict=True)], names, body)
 
 
-def text_job(names: Sequence[str], texts: Sequence[str], body: PoolingBody) -> Job:
-    """Return the job that makes a vector of each text."""
-    check_count(names[-1].partition(".")[0], len(texts))
-    return make_job([TextPrompt(text, body.add_special_tokens) for text in texts], names, body)
+def pairs_job(
+    pooling: PoolingConfig, queries: Sequence[str], documents: Sequence[str], names: tuple[str, str], body: PairsBody
+) -> tuple[Job, list[tuple[int, int]]]:
+    """Return the job that scores each query with the document of its place, and of embeddings which ones are a pair.
+
+    `names`: the client's fields of queries and documents.
+    """
+    if pooling.makes == "classes":
+        return _reranking_job(queries, documents, names[1], body), []
+    if body.task is not None:
+        raise InvalidRequest("instruction", "instruction is for rerankers, but this model makes embeddings")
+    distinct = list(dict.fromkeys(queries))  # most often one, of which one embedding will do
+    places = {query: index for index, query in enumerate(distinct)}
+    fields = [names[0] if len(distinct) == 1 else f"{names[0]}.{places[query]}" for query in distinct]
+    fields += [f"{names[1]}.{index}" for index in range(len(documents))]
+    texts = [*distinct, *documents]
+    check_count(names[1], len(texts))
+    pairs = [(places[query], len(distinct) + index) for index, query in enumerate(queries)]
+    return make_job([TextPrompt(text, body.add_special_tokens) for text in texts], fields, body), pairs
 
 
-def pair_job(
-    queries: Sequence[str], documents: Sequence[str], name: str, instruction: str | None, body: PoolingBody
-) -> Job:
-    """Return the job that scores each query with the document of its place; `name` is the documents' field."""
+def _reranking_job(queries: Sequence[str], documents: Sequence[str], name: str, body: PairsBody) -> Job:
     check_count(name, len(documents))
     if sum(map(len, queries)) > MAX_PAIR_CHARS:
         raise InvalidRequest(
@@ -50,7 +63,7 @@ def pair_job(
         )
     if body.truncation_side == "left":
         raise InvalidRequest("truncation_side", "truncation_side: the document of a pair is cut at its end")
-    pairs = [PairPrompt(query, document, instruction) for query, document in zip(queries, documents, strict=True)]
+    pairs = [PairPrompt(query, document, body.task) for query, document in zip(queries, documents, strict=True)]
     return make_job(pairs, [f"{name}.{index}" for index in range(len(pairs))], body)
 
 

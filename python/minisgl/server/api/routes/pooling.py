@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from starlette.requests import Request
 
 from minisgl.core import InvalidRequest
-from minisgl.pooling.pooling_config import NO_VECTORS, PoolingConfig
-from minisgl.pooling.vectors import check_dimensions
+from minisgl.pooling.pooling_config import NO_VECTORS, Activation, PoolingConfig
+from minisgl.pooling.vectors import Float32Array, check_dimensions
 from minisgl.server.api.answers.answer import Answer
+from minisgl.server.api.answers.objects import Usage
 from minisgl.server.api.http.errors import ApiError
+from minisgl.server.api.pooling.answers import (
+    Classifications,
+    Embedding,
+    Embeddings,
+    PooledVector,
+    PooledVectors,
+    Ranking,
+    Score,
+    Scores,
+    VectorWriter,
+    classified,
+    list_writer,
+    ranked,
+    scores_of,
+    values_of,
+)
 from minisgl.server.api.pooling.bodies import (
     ClassifyBody,
     EmbeddingsBody,
@@ -20,26 +35,16 @@ from minisgl.server.api.pooling.bodies import (
     ScoreBody,
     document_text,
 )
-from minisgl.server.api.pooling.jobs import pair_job, text_job, vectors_job
-from minisgl.server.api.pooling.objects import Classifications, Embeddings, PooledVectors, Ranking, Scores
-from minisgl.server.api.pooling.writers import (
-    ClassifyWriter,
-    EmbeddingWriter,
-    PoolingWriter,
-    RerankWriter,
-    ScoreWriter,
-    VectorWriter,
-)
+from minisgl.server.api.pooling.jobs import pairs_job, vectors_job
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.routes.endpoint import Endpoint, Handler, Service
 from minisgl.server.api.routes.generation import GENERATION_ERRORS
-
-Pairs = list[tuple[int, int]]
 
 
 class PoolingRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._name = service.config.model_name
 
     def endpoints(self) -> list[Endpoint]:
         routes: list[tuple[tuple[str, ...], Handler, type[PoolingBody], type]] = [
@@ -61,7 +66,13 @@ class PoolingRoutes:
         body = await self._service.parse(request, EmbeddingsBody)
         check_dimensions(body.dimensions, pooling)
         job = vectors_job(body.input, body, self._service.limits)
-        return self._answer(request, job, EmbeddingWriter(self._service.config.model_name, pooling, body), body)
+        writer = list_writer(
+            "embd",
+            Embeddings,
+            self._name,
+            lambda vectors: [Embedding(index, values_of(one, pooling, body)) for index, one in enumerate(vectors)],
+        )
+        return self._answer(request, job, writer, body)
 
     async def pooling(self, request: Request) -> Answer:
         """Return what the model makes of each input, as vLLM does."""
@@ -74,24 +85,41 @@ class PoolingRoutes:
         elif body.dimensions is not None:
             raise InvalidRequest("dimensions", "dimensions are of embeddings, but this model makes classes")
         job = vectors_job(body.input, body, self._service.limits)
-        return self._answer(request, job, PoolingWriter(self._service.config.model_name, pooling, body), body)
+        writer = list_writer(
+            "pool",
+            PooledVectors,
+            self._name,
+            lambda vectors: [PooledVector(index, values_of(one, pooling, body)) for index, one in enumerate(vectors)],
+        )
+        return self._answer(request, job, writer, body)
 
     async def classify(self, request: Request) -> Answer:
         """Return the probability of each class for each input, as vLLM does."""
         pooling = self._model("classes")
         body = await self._service.parse(request, ClassifyBody)
+        activation = _activation(body.use_activation, pooling)
         job = vectors_job(body.input, body, self._service.limits)
-        return self._answer(request, job, ClassifyWriter(self._service.config.model_name, pooling, body), body)
+        writer = list_writer(
+            "classify",
+            Classifications,
+            self._name,
+            lambda vectors: [classified(index, one, pooling, activation) for index, one in enumerate(vectors)],
+        )
+        return self._answer(request, job, writer, body)
 
     async def score(self, request: Request) -> Answer:
         """Score pairs of texts, as vLLM does: by a reranker, or by the cosine of their embeddings."""
         pooling = self._scorer()
         body = await self._service.parse(request, ScoreBody)
         (first, queries), (second, documents) = body.texts()
-        names = first, second
-        job, pairs = _pairs_job(pooling, queries, documents, names, body.instruction or body.instruct, body)
-        plain = body.use_activation is False
-        writer = ScoreWriter(self._service.config.model_name, pooling, plain=plain, pairs=pairs)
+        activation = _activation(body.use_activation, pooling)
+        job, pairs = pairs_job(pooling, queries, documents, (first, second), body)
+        writer = list_writer(
+            "score",
+            Scores,
+            self._name,
+            lambda vectors: list(map(Score, range(len(queries)), scores_of(vectors, pooling, activation, pairs))),
+        )
         return self._answer(request, job, writer, body)
 
     async def rerank(self, request: Request) -> Answer:
@@ -99,10 +127,14 @@ class PoolingRoutes:
         pooling = self._scorer()
         body = await self._service.parse(request, RerankBody)
         documents = [document_text(one, f"documents.{index}") for index, one in enumerate(body.documents)]
-        queries, names = [body.query] * len(documents), ("query", "documents")
-        job, pairs = _pairs_job(pooling, queries, documents, names, body.instruction or body.instruct, body)
-        writer = RerankWriter(self._service.config.model_name, pooling, body, documents, pairs)
-        return self._answer(request, job, writer, body)
+        activation = _activation(body.use_activation, pooling)
+        job, pairs = pairs_job(pooling, [body.query] * len(documents), documents, ("query", "documents"), body)
+
+        def ranking(id: str, vectors: list[Float32Array], usage: Usage) -> Ranking:
+            results = ranked(scores_of(vectors, pooling, activation, pairs), documents, body)
+            return Ranking(id, self._name, results, usage)
+
+        return self._answer(request, job, VectorWriter("rerank", ranking), body)
 
     def _answer(self, request: Request, job: Job, writer: VectorWriter, body: PoolingBody) -> Answer:
         return self._service.answer(request, job, writer, stream=False, names=body.own_names)
@@ -129,22 +161,5 @@ _PLURALS = {"embedding": "embeddings", "classes": "classes or scores"}
 _ROUTES = {"embedding": "/v1/embeddings, /score or /rerank", "classes": "/classify, /score or /rerank"}
 
 
-def _pairs_job(
-    pooling: PoolingConfig,
-    queries: Sequence[str],
-    documents: Sequence[str],
-    names: tuple[str, str],
-    instruction: str | None,
-    body: PoolingBody,
-) -> tuple[Job, Pairs]:
-    """Return the job that scores each query with its document, and of embeddings which ones are a pair."""
-    if pooling.makes == "classes":
-        return pair_job(queries, documents, names[1], instruction, body), []
-    if instruction is not None:
-        raise InvalidRequest("instruction", "instruction is for rerankers, but this model makes embeddings")
-    distinct = list(dict.fromkeys(queries))  # most often one, of which one embedding will do
-    places = {query: index for index, query in enumerate(distinct)}
-    fields = [names[0] if len(distinct) == 1 else f"{names[0]}.{places[query]}" for query in distinct]
-    fields += [f"{names[1]}.{index}" for index in range(len(documents))]
-    pairs = [(places[query], len(distinct) + index) for index, query in enumerate(queries)]
-    return text_job(fields, [*distinct, *documents], body), pairs
+def _activation(use_activation: bool | None, pooling: PoolingConfig) -> Activation:
+    return "identity" if use_activation is False else pooling.activation
