@@ -12,9 +12,10 @@ from minisgl.core import Grammar, InvalidRequest
 from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import NONE, AnswerParser, Parsers
 from minisgl.server.api.answers.chat_writer import ChatOptions
-from minisgl.server.api.bodies.conversation import Message, ToolUse, template_messages
+from minisgl.server.api.bodies.conversation import Message, template_messages
 from minisgl.server.api.bodies.request_body import GRAMMAR_FIELDS
 from minisgl.server.api.bodies.schema import ChatBody
+from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import invalid_request
 from minisgl.server.api.requests.open_request import Job
 from minisgl.structured_output.tool_grammar import calls_grammar, check_strict, either, free_grammar, schemas_to_enforce

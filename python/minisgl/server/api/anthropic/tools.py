@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection
 from typing import Any
 
 from minisgl.core import InvalidRequest
-from minisgl.server.api.bodies import conversation
-from minisgl.server.api.bodies.conversation import Tool, ToolUse, check_function, member, optional_member
+from minisgl.server.api.bodies.conversation import member, optional_member
+from minisgl.server.api.bodies.tools import Tool, ToolChoice, ToolUse, check_function, name_of, use_of
 
 CUSTOM = "custom"
 
@@ -22,8 +22,8 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: dict[str, Any] | None) 
     custom = [_tool(tool, f"tools.{index}") for index, tool in enumerate(tools or []) if kinds[index] == CUSTOM]
     choice = {"type": "auto"} if choice is None else choice
     parallel = not optional_member(choice, "disable_parallel_tool_use", bool, "tool_choice")
-    use = conversation.tool_use(custom, _openai_choice(choice, custom), parallel)
-    return replace(use, passed_over=frozenset(kinds) - {CUSTOM})
+    meaning = _choice(choice, [name_of(tool) for tool in custom])
+    return use_of(custom, meaning, parallel=parallel, passed_over=frozenset(kinds) - {CUSTOM})
 
 
 def _tool(tool: dict[str, Any], path: str) -> Tool:
@@ -42,19 +42,19 @@ def _tool(tool: dict[str, Any], path: str) -> Tool:
     return {"type": "function", "function": function}
 
 
-def _openai_choice(choice: dict[str, Any], tools: list[Tool]) -> Any:
+def _choice(choice: dict[str, Any], names: Collection[str]) -> ToolChoice:
     match choice.get("type"):
-        case "auto" | "none" as same:
-            return same
+        case "auto" | "none" as mode:
+            return ToolChoice(mode)
         case "any":
-            if not tools:
+            if not names:
                 raise InvalidRequest("tool_choice", "tool_choice demands a call, but there is no tool that it could be")
-            return "required"
+            return ToolChoice("required")
         case "tool":
             name = member(choice, "name", str, "tool_choice")
-            if name not in [tool["function"]["name"] for tool in tools]:
+            if name not in names:
                 text = f"tool_choice.name: there is no tool {name!r:.80} among the tools with an input_schema"
                 raise InvalidRequest("tool_choice.name", text)
-            return {"type": "function", "function": {"name": name}}
+            return ToolChoice.of(name)
         case _:
             raise InvalidRequest("tool_choice.type", "tool_choice.type must be auto, any, tool or none")

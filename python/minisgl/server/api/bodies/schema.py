@@ -15,7 +15,7 @@ from minisgl.limits import MAX_OPENAI_TEMPERATURE
 from minisgl.message.to_tokenizer import ChatPrompt
 from minisgl.request_fields import TOKEN_ID, RequestField
 from minisgl.server.api.bodies.body import MAX_ITEMS
-from minisgl.server.api.bodies.conversation import ROLES, Message, ToolUse, function_use, tool_use
+from minisgl.server.api.bodies.conversation import ROLES, Message
 from minisgl.server.api.bodies.request_body import (
     EMPTY,
     NEVER,
@@ -30,6 +30,7 @@ from minisgl.server.api.bodies.request_body import (
     Stream,
     any_of,
 )
+from minisgl.server.api.bodies.tools import ToolUse, function_use, tool_use
 
 MAX_MESSAGES = 8192
 MAX_TOKENS_TO_DECODE = MAX_ITEMS
@@ -133,7 +134,7 @@ class ConversationBody(Body):
         if not self.functions:
             if self.function_call not in (None, "none", "auto"):
                 raise InvalidRequest("function_call", "function_call is only allowed when functions are given")
-            return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+            return tool_use(self.tools or [], self.tool_choice, self.parallel_tool_calls)
         if self.tools:
             raise InvalidRequest("functions", "functions and tools cannot be given together")
         return function_use(self.functions, self.function_call)

@@ -16,15 +16,16 @@ from minisgl.parsers.parser_choice import Parsers
 from minisgl.server.api.answers.chat import chat_job
 from minisgl.server.api.answers.chat_writer import ChatOptions
 from minisgl.server.api.bodies.body import validate
-from minisgl.server.api.bodies.conversation import Message, ToolUse
+from minisgl.server.api.bodies.conversation import Message
 from minisgl.server.api.bodies.request_body import RequestBody
 from minisgl.server.api.bodies.schema import ChatBody
+from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import under_clients_names
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.responses.body import INCLUDE_REASONING, Item, ResponsesBody, TextFormat
 from minisgl.server.api.responses.items import messages_of
 from minisgl.server.api.responses.objects import Response
-from minisgl.server.api.responses.tools import ChatTools, chat_tools
+from minisgl.server.api.responses.tools import response_tools
 from minisgl.server.api.responses.writer import PREFIX
 
 NAMES = {  # fields of a chat -> those that the client has written
@@ -56,9 +57,8 @@ def order_of(
 
     `items` are the body's, with nothing to look up; `earlier` those of the responses that it goes on from.
     """
-    tools = chat_tools(body.tools or [], body.tool_choice)
-    chat = _chat_body(body, conversation(body, earlier, items), tools, limits)
-    use = chat.tool_use()
+    use, warnings = response_tools(body.tools or [], body.tool_choice, body.parallel_tool_calls)
+    chat = _chat_body(body, conversation(body, earlier, items), limits)
     with under_clients_names(NAMES):
         job, options = chat_job(chat, use, limits, parsers, model)
     names = {ours: NAMES.get(name, name) for ours, name in job.field_names.items()} | NAMES
@@ -66,7 +66,7 @@ def order_of(
         replace(job, field_names=names),
         options,
         use,
-        begun_response(body, tools, job.sampling, model),
+        begun_response(body, warnings, job.sampling, model),
         INCLUDE_REASONING in body.include,
     )
 
@@ -82,24 +82,19 @@ def conversation(body: ResponsesBody, earlier: Sequence[Item], items: Sequence[I
     return instructions + messages_of([*earlier, *items], path_of)
 
 
-def _chat_body(body: ResponsesBody, messages: list[Message], tools: ChatTools, limits: Limits) -> ChatBody:
+def _chat_body(body: ResponsesBody, messages: list[Message], limits: Limits) -> ChatBody:
     """Return the chat completion that gives the same answer."""
     shared = body.model_fields_set & RequestBody.model_fields.keys() & ChatBody.model_fields.keys()
     fields: dict[str, Any] = {name: getattr(body, name) for name in shared if getattr(body, name) is not None}
     fields |= {
         "messages": messages,
         "max_completion_tokens": body.token_limit,
-        "parallel_tool_calls": body.parallel_tool_calls,
         "chat_template_kwargs": body.chat_template_kwargs,
         "verbosity": None if body.text is None else body.text.verbosity,
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "logprobs": body.num_logprobs is not None,
         "top_logprobs": body.num_logprobs,
     }
-    if tools.tools:
-        fields |= {"tools": tools.tools, "tool_choice": tools.choice}
-    elif tools.choice not in ("none", "auto"):
-        raise InvalidRequest("tool_choice", "tool_choice is only allowed when tools are given")
     if body.text is not None and (form := body.text.format) is not None and form.type != "text":
         if "response_format" in fields:
             raise InvalidRequest("text.format", "text.format and response_format cannot be given together")
@@ -116,7 +111,7 @@ def _response_format(form: TextFormat) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": form.schema_}}
 
 
-def begun_response(body: ResponsesBody, tools: ChatTools, sampling: SamplingParams, model: str) -> Response:
+def begun_response(body: ResponsesBody, warnings: list[str], sampling: SamplingParams, model: str) -> Response:
     """Return the response with all that is known before it is generated."""
     form = None if body.text is None else body.text.format
     text: dict[str, Any] = {
@@ -145,5 +140,5 @@ def begun_response(body: ResponsesBody, tools: ChatTools, sampling: SamplingPara
         top_p=sampling.top_p,
         truncation=body.truncation,
         user=body.user,
-        warnings=tools.warnings or UNSET,
+        warnings=warnings or UNSET,
     )

@@ -21,8 +21,8 @@ from minisgl.parsers.parser_choice import NONE, Parsers
 from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.server.api.answers.answer import Answer, Writer
 from minisgl.server.api.bodies.body import MAX_ITEMS, B, UnknownFields, check_numbers, read_body, read_fields, validate
-from minisgl.server.api.bodies.conversation import ToolUse
 from minisgl.server.api.bodies.request_body import Body, RequestBody
+from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import ApiError, ErrorBody, model_not_found
 from minisgl.server.api.http.gates import client_of
 from minisgl.server.api.http.middleware import request_id_of
