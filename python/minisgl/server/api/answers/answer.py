@@ -13,9 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar
 
+import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
-from minisgl.server.api.answers.objects import PromptTokensDetails, Usage
 from minisgl.server.api.http.connection import StreamBody, stream_body_of
 from minisgl.server.api.http.errors import ApiError, internal_error
 from minisgl.server.api.requests.engine_client import EngineClient
@@ -28,6 +29,22 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache, no-store"),
     (b"x-accel-buffering", b"no"),  # reverse proxies must not collect events
 ]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class Writer(ABC):
@@ -69,6 +86,11 @@ class Writer(ABC):
 def usage_of(request: OpenRequest) -> Usage:
     prompt, completion = request.prompt_tokens, request.completion_tokens
     return Usage(prompt, completion, prompt + completion, PromptTokensDetails(request.cached_tokens))
+
+
+def server_sent_event(data: msgspec.Struct) -> bytes:
+    """Return an event of a stream."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 class EventStream:

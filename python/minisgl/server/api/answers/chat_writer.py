@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -15,27 +16,98 @@ from msgspec.json import encode
 from minisgl.message.types import PositionLogprobs, unpack_ids
 from minisgl.parsers.parser_choice import AnswerParser
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
-from minisgl.server.api.answers.answer import Writer, usage_of
-from minisgl.server.api.answers.logprob_forms import chat_logprobs, prompt_logprobs
-from minisgl.server.api.answers.objects import (
-    CallDelta,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatFinishReason,
-    ChatLogprobs,
-    ChatMessage,
-    CompletionTokensDetails,
-    FunctionCall,
-    FunctionDelta,
-    PromptLogprob,
-    ToolCall,
-    Usage,
-    server_sent_event,
-)
+from minisgl.server.api.answers.answer import CompletionTokensDetails, Usage, Writer, server_sent_event, usage_of
+from minisgl.server.api.answers.logprob_forms import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
+
+ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "function_call"]
+
+
+class FunctionCall(msgspec.Struct):
+    arguments: str  # JSON, if the model wrote such
+    name: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    id: str
+    function: FunctionCall
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """The reasoning has two names: DeepSeek's, and vLLM's newer one."""
+
+    content: str | None
+    role: str = "assistant"
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET  # the older form, of those who ask in it
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: ChatMessage
+    finish_reason: ChatFinishReason | None
+    stop_reason: str | int | None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion"):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    service_tier: str | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class FunctionDelta(msgspec.Struct, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallDelta(msgspec.Struct, frozen=True):
+    """The first of a call has its id, type and name, all others more of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """Only what is new: fields that are not set are not written."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    finish_reason: ChatFinishReason | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion.chunk"):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    service_tier: str | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,9 +276,7 @@ class ChatWriter(Writer):
         tokens = sum(choice.reasoning_tokens for choice in self._choices)
         return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(tokens))
 
-    def _of_prompt(
-        self, deltas: list[Delta]
-    ) -> tuple[list[int] | UnsetType, list[dict[str, PromptLogprob] | None] | UnsetType]:
+    def _of_prompt(self, deltas: list[Delta]) -> tuple[list[int] | UnsetType, PromptLogprobs | UnsetType]:
         """Return the prompt's ids and log-probabilities, once, if they are wanted."""
         if self._told_prompt:
             return UNSET, UNSET

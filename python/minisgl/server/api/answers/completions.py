@@ -9,26 +9,59 @@ import time
 import uuid
 from typing import NamedTuple
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.json import encode
 
-from minisgl.core import InvalidRequest
+from minisgl.core import FinishReason, InvalidRequest
 from minisgl.limits import Limits
 from minisgl.message.types import unpack_ids
-from minisgl.server.api.answers.answer import Writer, usage_of
-from minisgl.server.api.answers.logprob_forms import TextLogprobsWriter, mean_logprob, prompt_logprobs
-from minisgl.server.api.answers.objects import (
-    Generated,
-    PromptLogprob,
-    TextChoice,
-    TextCompletion,
+from minisgl.server.api.answers.answer import Usage, Writer, server_sent_event, usage_of
+from minisgl.server.api.answers.logprob_forms import (
+    PromptLogprobs,
     TextLogprobs,
-    Usage,
-    server_sent_event,
+    TextLogprobsWriter,
+    mean_logprob,
+    prompt_logprobs,
 )
 from minisgl.server.api.bodies.plain_prompts import parse_prompt, parse_prompts
 from minisgl.server.api.bodies.schema import CompletionBody, GenerateBody
 from minisgl.server.api.requests.open_request import Delta, Job, OpenRequest
+
+
+class TextChoice(msgspec.Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+
+
+class TextCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="text_completion"):
+    """The whole answer, and also a chunk of it."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """The whole answer of /generate, and also a chunk of it."""
+
+    id: str
+    text: str
+    logprobs: TextLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    usage: Usage | UnsetType = UNSET
 
 
 class Text(NamedTuple):
@@ -36,7 +69,7 @@ class Text(NamedTuple):
 
     text: str
     logprobs: TextLogprobs | None = None
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 

@@ -7,11 +7,61 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
 
 from minisgl.message.types import PositionLogprobs, TokenLogprob
-from minisgl.server.api.answers.objects import ChatLogprob, ChatLogprobs, ChatTopLogprob, PromptLogprob, TextLogprobs
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
+
+
+class ChatTopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class TextLogprobs(msgspec.Struct, frozen=True):
+    """The older form, of completions: parallel lists, an entry a token. The first token of a prompt has no values."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+    @classmethod
+    def join(cls, parts: Sequence[TextLogprobs]) -> TextLogprobs:
+        """Return the parts one after the other."""
+        return cls(
+            [token for part in parts for token in part.tokens],
+            [logprob for part in parts for logprob in part.token_logprobs],
+            [top for part in parts for top in part.top_logprobs],
+            [offset for part in parts for offset in part.text_offset],
+        )
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """vLLM's."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]  # by token id; the prompt's first token has none
 
 
 def token_text(text: bytes) -> str:
@@ -41,9 +91,9 @@ def chat_logprobs(positions: Sequence[PositionLogprobs]) -> ChatLogprobs:
     )
 
 
-def prompt_logprobs(positions: Sequence[PositionLogprobs], top: int) -> list[dict[str, PromptLogprob] | None]:
+def prompt_logprobs(positions: Sequence[PositionLogprobs], top: int) -> PromptLogprobs:
     """Return vLLM's form: for each token of the prompt its own value and the alternatives by id; the first has none."""
-    found: list[dict[str, PromptLogprob] | None] = [None]
+    found: PromptLogprobs = [None]
     for position in positions:
         ranked = [*enumerate(position.top[:top], start=1), (position.rank, position.chosen)]
         found.append(

@@ -15,10 +15,9 @@ from msgspec.json import encode
 from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.message.types import PositionLogprobs, TokenLogprob, unpack_ids
-from minisgl.server.api.answers.answer import Writer
+from minisgl.server.api.answers.answer import Usage, Writer, server_sent_event
 from minisgl.server.api.answers.completions import generate_job
 from minisgl.server.api.answers.logprob_forms import token_text, value
-from minisgl.server.api.answers.objects import Usage, server_sent_event
 from minisgl.server.api.bodies.body import validate
 from minisgl.server.api.bodies.schema import GenerateBody, SglangBody
 from minisgl.server.api.http.errors import under_clients_names

@@ -1,17 +1,31 @@
-"""A body of /v1/messages in the words of /v1/chat/completions."""
+"""A body of /v1/messages in the words of /v1/chat/completions: its fields, its messages and its tools.
+
+A message of blocks becomes one of text, with a thought and tool calls beside it, and one for each tool's result.
+Messages of one role that follow each other are one turn, as Anthropic has it: chat templates want roles to take turns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from minisgl.core import InvalidRequest
 from minisgl.limits import Limits
 from minisgl.server.api.anthropic.bodies import ConversationBody, MessagesBody, OutputFormat
-from minisgl.server.api.anthropic.conversation import chat_messages
 from minisgl.server.api.bodies.body import validate
+from minisgl.server.api.bodies.conversation import Message, member, optional_member
 from minisgl.server.api.bodies.schema import ChatBody
+from minisgl.server.api.bodies.tools import Tool, ToolChoice, ToolUse, check_function, name_of, use_of
 from minisgl.server.api.http.errors import under_clients_names
 
+Block = dict[str, Any]
+
+BILLING_HEADER = "x-anthropic-billing-header"  # Claude Code's, in the system prompt: each request has another
+ERROR_PREFIX = "Error: "  # of a result with is_error, for which chat templates have no word
+SUPPORTED = "only text, thinking, tool_use and tool_result blocks are supported"
+CUSTOM = "custom"  # type of the tools that a client defines
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # ours -> the client's
 SAME = ("temperature", "top_k", "top_p", "max_tokens", "stream", "cache_salt", "request_id", "priority")
 
@@ -50,3 +64,190 @@ def _template_kwargs(body: ConversationBody) -> dict[str, Any]:
 def _format(body: ConversationBody) -> OutputFormat | None:
     config = body.output_config
     return body.output_format if config is None or config.format is None else config.format
+
+
+# Messages.
+
+
+@dataclass(slots=True)
+class Turn:
+    """One message of OpenAI's, while it is put together."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    call_id: str | None = None  # of the call whose result it is
+
+    def message(self) -> Message:
+        found: Message = {"role": self.role, "content": "\n".join(self.texts)}
+        if self.thoughts:
+            found["reasoning_content"] = "\n".join(self.thoughts)
+        if self.calls:
+            found["tool_calls"] = self.calls
+        if self.call_id is not None:
+            found["tool_call_id"] = self.call_id
+        return found
+
+
+def chat_messages(system: Any, messages: list[dict[str, Any]]) -> list[Message]:
+    """Return a conversation in OpenAI's form; InvalidRequest naming the first field that is wrong."""
+    turns: list[Turn] = []
+    texts = [text for text in _texts(system, "system") if not text.startswith(BILLING_HEADER)]
+    if texts:
+        turns.append(Turn("system", texts))
+    for index, message in enumerate(messages):
+        for turn in _turns(message, f"messages.{index}"):
+            if turns and turn.role == turns[-1].role != "tool":
+                turns[-1].texts += turn.texts
+                turns[-1].thoughts += turn.thoughts
+                turns[-1].calls += turn.calls
+            else:
+                turns.append(turn)
+    if turns[-1].calls:
+        path = f"messages.{len(messages) - 1}"
+        raise InvalidRequest(path, f"{path}: a message with tool_use must be followed by its tool_result")
+    return [turn.message() for turn in turns]
+
+
+def _turns(message: dict[str, Any], path: str) -> Iterator[Turn]:
+    content_path = f"{path}.content"
+    match message.get("role"):
+        case "user":
+            yield from _user_turns(_blocks(message.get("content"), content_path))
+        case "assistant":
+            yield _assistant_turn(_blocks(message.get("content"), content_path))
+        case "system":
+            yield Turn("system", _texts(message.get("content"), content_path))
+        case _:
+            raise InvalidRequest(f"{path}.role", f"{path}.role must be user, assistant or system")
+
+
+def _blocks(content: Any, path: str) -> list[tuple[Block, str]]:
+    """Return the blocks of a content, each with its path."""
+    if isinstance(content, str):
+        return [({"type": "text", "text": content}, path)]
+    if not isinstance(content, list):
+        raise InvalidRequest(path, f"{path} must be a string or a list of blocks")
+    blocks = []
+    for index, block in enumerate(content):
+        if not isinstance(block, dict):
+            raise InvalidRequest(f"{path}.{index}", f"{path}.{index} must be an object with a type")
+        member(block, "type", str, f"{path}.{index}")
+        blocks.append((block, f"{path}.{index}"))
+    return blocks
+
+
+def _texts(content: Any, path: str) -> list[str]:
+    """Return the texts of a content that has nothing else."""
+    return [] if content is None else [_text(block, where) for block, where in _blocks(content, path)]
+
+
+def _text(block: Block, path: str) -> str:
+    if block["type"] != "text":
+        raise _not_supported(block, path, "only text blocks are supported here")
+    return member(block, "text", str, path)
+
+
+def _not_supported(block: Block, path: str, supported: str) -> InvalidRequest:
+    return InvalidRequest(f"{path}.type", f"{path}.type: {supported}, not {block['type']!r:.80}")
+
+
+def _user_turns(blocks: list[tuple[Block, str]]) -> Iterator[Turn]:
+    """Return a turn for each result, and one for the texts between them."""
+    texts: list[str] = []
+    for block, path in blocks:
+        match block["type"]:
+            case "text":
+                texts.append(_text(block, path))
+            case "tool_result":
+                if texts:
+                    yield Turn("user", texts)
+                    texts = []
+                yield _result(block, path)
+            case _:
+                raise _not_supported(block, path, SUPPORTED)
+    if texts or not blocks:
+        yield Turn("user", texts)
+
+
+def _result(block: Block, path: str) -> Turn:
+    call_id = member(block, "tool_use_id", str, path)
+    texts = _texts(block.get("content"), f"{path}.content")
+    if optional_member(block, "is_error", bool, path):
+        texts = [ERROR_PREFIX + "\n".join(texts)]
+    return Turn("tool", texts, call_id=call_id)
+
+
+def _assistant_turn(blocks: list[tuple[Block, str]]) -> Turn:
+    turn = Turn("assistant")
+    for block, path in blocks:
+        match block["type"]:
+            case "text":
+                turn.texts.append(_text(block, path))
+            case "thinking":
+                turn.thoughts.append(member(block, "thinking", str, path))
+            case "redacted_thinking":  # for Anthropic's eyes only
+                continue
+            case "tool_use":
+                turn.calls.append(_call(block, path))
+            case _:
+                raise _not_supported(block, path, SUPPORTED)
+    return turn
+
+
+def _call(block: Block, path: str) -> dict[str, Any]:
+    arguments = json.dumps(member(block, "input", dict, path), ensure_ascii=False)
+    function = {"name": member(block, "name", str, path), "arguments": arguments}
+    return {"id": member(block, "id", str, path), "type": "function", "function": function}
+
+
+# Tools.
+
+
+def tool_use(tools: list[dict[str, Any]] | None, choice: dict[str, Any] | None) -> ToolUse:
+    """Return the meaning of `tools` and `tool_choice`; InvalidRequest naming the field.
+
+    Tools that Anthropic defines, and runs or has trained its models for, are passed over: those have a type. A choice
+    that demands one is refused.
+    """
+    kinds = [optional_member(tool, "type", str, f"tools.{index}") or CUSTOM for index, tool in enumerate(tools or [])]
+    custom = [_tool(tool, f"tools.{index}") for index, tool in enumerate(tools or []) if kinds[index] == CUSTOM]
+    choice = {"type": "auto"} if choice is None else choice
+    parallel = not optional_member(choice, "disable_parallel_tool_use", bool, "tool_choice")
+    meaning = _choice(choice, [name_of(tool) for tool in custom])
+    return use_of(custom, meaning, parallel=parallel, passed_over=frozenset(kinds) - {CUSTOM})
+
+
+def _tool(tool: dict[str, Any], path: str) -> Tool:
+    function = {
+        "name": member(tool, "name", str, path),
+        "description": optional_member(tool, "description", str, path),
+        "parameters": member(tool, "input_schema", dict, path),
+        "strict": optional_member(tool, "strict", bool, path),
+    }
+    function = {key: value for key, value in function.items() if value is not None}
+    try:
+        check_function(function, path)
+    except InvalidRequest as error:  # under the name that the client used
+        ours, theirs = f"{path}.parameters", f"{path}.input_schema"
+        raise InvalidRequest(error.field.replace(ours, theirs), error.message.replace(ours, theirs)) from None
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: dict[str, Any], names: Collection[str]) -> ToolChoice:
+    match choice.get("type"):
+        case "auto" | "none" as mode:
+            return ToolChoice(mode)
+        case "any":
+            if not names:
+                raise InvalidRequest("tool_choice", "tool_choice demands a call, but there is no tool that it could be")
+            return ToolChoice("required")
+        case "tool":
+            name = member(choice, "name", str, "tool_choice")
+            if name not in names:
+                text = f"tool_choice.name: there is no tool {name!r:.80} among the tools with an input_schema"
+                raise InvalidRequest("tool_choice.name", text)
+            return ToolChoice.of(name)
+        case _:
+            raise InvalidRequest("tool_choice.type", "tool_choice.type must be auto, any, tool or none")

@@ -15,8 +15,7 @@ from msgspec.json import encode
 
 from minisgl.pooling.pooling_config import Activation, PoolingConfig
 from minisgl.pooling.vectors import Float32Array, activated, cosine, embedding
-from minisgl.server.api.answers.answer import Writer
-from minisgl.server.api.answers.objects import Usage
+from minisgl.server.api.answers.answer import Usage, Writer
 from minisgl.server.api.pooling.bodies import RerankBody, VectorsBody
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -12,13 +13,19 @@ from minisgl.core import InvalidRequest
 from minisgl.server.api.http.errors import ApiError, invalid
 from minisgl.server.api.responses.body import Item, ResponsesBody
 from minisgl.server.api.responses.items import REFERENCE, kept_items
-from minisgl.server.api.responses.objects import ItemList, Response
 from minisgl.server.api.responses.store import Entry, MissingResponse, ResponseStore, TooMuchStored
-from minisgl.server.api.responses.writer import PREFIX, Keep
+from minisgl.server.api.responses.writer import PREFIX, Keep, Response
 
 logger = logging.getLogger(__name__)
 
 FLAG = "--response-store FILE"
+
+
+class ItemList(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class History:

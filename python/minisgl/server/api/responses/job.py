@@ -24,9 +24,8 @@ from minisgl.server.api.http.errors import under_clients_names
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.responses.body import INCLUDE_REASONING, Item, ResponsesBody, TextFormat
 from minisgl.server.api.responses.items import messages_of
-from minisgl.server.api.responses.objects import Response
 from minisgl.server.api.responses.tools import response_tools
-from minisgl.server.api.responses.writer import PREFIX
+from minisgl.server.api.responses.writer import PREFIX, Response
 
 NAMES = {  # fields of a chat -> those that the client has written
     "messages": "input",

@@ -4,32 +4,127 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import msgspec
 
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
-from minisgl.server.api.answers.objects import ChatLogprob
+from minisgl.server.api.answers.logprob_forms import ChatLogprob
 from minisgl.server.api.responses.items import seal
-from minisgl.server.api.responses.objects import (
-    ArgumentsDelta,
-    ArgumentsDone,
-    ContentPartAdded,
-    ContentPartDone,
-    FunctionCallItem,
-    ItemStatus,
-    MessageItem,
-    OutputItem,
-    OutputItemAdded,
-    OutputItemDone,
-    OutputText,
-    OutputTextDelta,
-    OutputTextDone,
-    Part,
-    ReasoningItem,
-    ReasoningText,
-    ReasoningTextDelta,
-    ReasoningTextDone,
-    StreamEvent,
-)
 
+ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
+    text: str
+    logprobs: list[ChatLogprob] = []
+    annotations: list[dict[str, Any]] = []
+
+
+class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+Part: TypeAlias = OutputText | ReasoningText
+
+
+class MessageItem(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
+    id: str
+    status: ItemStatus
+    content: list[OutputText]
+    role: Literal["assistant"] = "assistant"
+
+
+class ReasoningItem(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
+    id: str
+    status: ItemStatus
+    content: list[ReasoningText]
+    summary: list[dict[str, Any]] = []
+    encrypted_content: str | None = None
+
+
+class FunctionCallItem(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem: TypeAlias = MessageItem | ReasoningItem | FunctionCallItem
+
+
+class OutputItemAdded(msgspec.Struct, frozen=True, tag_field="type", tag="response.output_item.added"):
+    sequence_number: int
+    output_index: int
+    item: OutputItem
+
+
+class OutputItemDone(msgspec.Struct, frozen=True, tag_field="type", tag="response.output_item.done"):
+    sequence_number: int
+    output_index: int
+    item: OutputItem
+
+
+class _ItemEvent(msgspec.Struct, frozen=True, tag_field="type"):
+    sequence_number: int
+    output_index: int
+    item_id: str
+
+
+class ContentPartAdded(_ItemEvent, frozen=True, kw_only=True, tag="response.content_part.added"):
+    part: Part
+    content_index: int = 0
+
+
+class ContentPartDone(_ItemEvent, frozen=True, kw_only=True, tag="response.content_part.done"):
+    part: Part
+    content_index: int = 0
+
+
+class OutputTextDelta(_ItemEvent, frozen=True, kw_only=True, tag="response.output_text.delta"):
+    delta: str
+    logprobs: list[ChatLogprob] = []
+    content_index: int = 0
+
+
+class OutputTextDone(_ItemEvent, frozen=True, kw_only=True, tag="response.output_text.done"):
+    text: str
+    logprobs: list[ChatLogprob] = []
+    content_index: int = 0
+
+
+class ReasoningTextDelta(_ItemEvent, frozen=True, kw_only=True, tag="response.reasoning_text.delta"):
+    delta: str
+    content_index: int = 0
+
+
+class ReasoningTextDone(_ItemEvent, frozen=True, kw_only=True, tag="response.reasoning_text.done"):
+    text: str
+    content_index: int = 0
+
+
+class ArgumentsDelta(_ItemEvent, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"):
+    delta: str
+
+
+class ArgumentsDone(_ItemEvent, frozen=True, kw_only=True, tag="response.function_call_arguments.done"):
+    name: str
+    arguments: str
+
+
+ItemEvent: TypeAlias = (
+    OutputItemAdded
+    | OutputItemDone
+    | ContentPartAdded
+    | ContentPartDone
+    | OutputTextDelta
+    | OutputTextDone
+    | ReasoningTextDelta
+    | ReasoningTextDone
+    | ArgumentsDelta
+    | ArgumentsDone
+)
 PREFIXES: dict[type[Event], str] = {Content: "msg", Reasoning: "rs", CallStart: "fc"}
 
 
@@ -67,7 +162,7 @@ class Output:
         """Return the items; the one that is being written as incomplete."""
         return [*self._done, *([] if self._open is None else [self._item(self._open, "incomplete")])]
 
-    def take(self, event: Event, logprobs: list[ChatLogprob]) -> Iterator[StreamEvent]:
+    def take(self, event: Event, logprobs: list[ChatLogprob]) -> Iterator[ItemEvent]:
         """Take an event of the answer, with the log-probabilities of its tokens if it is text that has them."""
         if isinstance(event, CallStart) or self._open is None or not _goes_on(self._open.start, event):
             yield from self.end("completed")
@@ -85,13 +180,13 @@ class Output:
             case CallArguments(_, text):
                 yield ArgumentsDelta(self._next(), item.index, item.id, delta=text)
 
-    def finish(self, status: ItemStatus) -> Iterator[StreamEvent]:
+    def finish(self, status: ItemStatus) -> Iterator[ItemEvent]:
         """End the answer; one that is complete has a message or a call, if an empty one."""
         if status == "completed" and not any(not isinstance(item, ReasoningItem) for item in self.items()):
             yield from self.take(Content(""), [])
         yield from self.end(status)
 
-    def end(self, status: ItemStatus) -> Iterator[StreamEvent]:
+    def end(self, status: ItemStatus) -> Iterator[ItemEvent]:
         """End the item that is being written, if any."""
         item, self._open = self._open, None
         if item is None:
@@ -109,7 +204,7 @@ class Output:
         self._done.append(done)
         yield OutputItemDone(self._next(), item.index, done)
 
-    def _begin(self, event: Event) -> Iterator[StreamEvent]:
+    def _begin(self, event: Event) -> Iterator[ItemEvent]:
         index = len(self._done)
         item = self._open = _OpenItem(f"{PREFIXES[type(event)]}_{self._number}_{index}", index, event)
         yield OutputItemAdded(self._next(), index, self._item(item, "in_progress"))

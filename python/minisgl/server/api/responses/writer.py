@@ -8,37 +8,118 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from msgspec.json import encode
 
 from minisgl.parsers.streaming import Content
-from minisgl.server.api.answers.answer import Writer, usage_of
+from minisgl.server.api.answers.answer import Usage, Writer, usage_of
 from minisgl.server.api.answers.chat_writer import ChatOptions, Choice
-from minisgl.server.api.answers.objects import Usage
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
-from minisgl.server.api.responses.objects import (
-    IncompleteDetails,
-    InputTokensDetails,
-    OutputTokensDetails,
-    Response,
-    ResponseCompleted,
-    ResponseCreated,
-    ResponseError,
-    ResponseFailed,
-    ResponseIncomplete,
-    ResponseInProgress,
-    ResponseStatus,
-    ResponseUsage,
-    StreamEvent,
-    named_event,
-)
-from minisgl.server.api.responses.output import Output
+from minisgl.server.api.responses.output import ItemEvent, Output, OutputItem
 
-Keep = Callable[[Response], Awaitable[None]]
 PREFIX = "resp_"
+ResponseStatus: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int = 0  # that are paid for: none
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseError(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+
+
+class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
+    """Response as it stands; most fields repeat the request's. `warnings` is our own: what was passed over."""
+
+    id: str
+    created_at: int  # seconds since 1970
+    status: ResponseStatus
+    model: str
+    output: list[OutputItem] = []
+    background: bool = False
+    completed_at: int | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    metadata: dict[str, str] = {}
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    reasoning: dict[str, Any] = {}
+    safety_identifier: str | None = None
+    service_tier: str = "default"
+    store: bool = False
+    temperature: float | None = None
+    text: dict[str, Any] = {}
+    tool_choice: Any = "auto"
+    tools: list[dict[str, Any]] = []
+    top_logprobs: int = 0
+    top_p: float | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None = None
+    warnings: list[str] | UnsetType = UNSET
+
+
+class _ResponseEvent(msgspec.Struct, frozen=True, tag_field="type"):
+    sequence_number: int
+    response: Response
+
+
+class ResponseCreated(_ResponseEvent, frozen=True, tag="response.created"):
+    pass
+
+
+class ResponseInProgress(_ResponseEvent, frozen=True, tag="response.in_progress"):
+    pass
+
+
+class ResponseCompleted(_ResponseEvent, frozen=True, tag="response.completed"):
+    pass
+
+
+class ResponseIncomplete(_ResponseEvent, frozen=True, tag="response.incomplete"):
+    pass
+
+
+class ResponseFailed(_ResponseEvent, frozen=True, tag="response.failed"):
+    pass
+
+
+StreamEvent: TypeAlias = (
+    ResponseCreated | ResponseInProgress | ResponseCompleted | ResponseIncomplete | ResponseFailed | ItemEvent
+)
+Keep = Callable[[Response], Awaitable[None]]
+
+
+def named_event(event: StreamEvent) -> bytes:
+    """Return an event of a stream, under the name of its type."""
+    return b"event: %b\ndata: %b\n\n" % (str(event.__struct_config__.tag).encode(), msgspec.json.encode(event))
 
 
 class ResponsesWriter(Writer):

@@ -6,9 +6,15 @@ from starlette.requests import Request
 
 from minisgl.server.api.answers.answer import Answer
 from minisgl.server.api.answers.chat import chat_job
-from minisgl.server.api.answers.chat_writer import ChatWriter
-from minisgl.server.api.answers.completions import CompletionWriter, GenerateWriter, completion_job, generate_job
-from minisgl.server.api.answers.objects import ChatChunk, ChatCompletion, Generated, TextCompletion
+from minisgl.server.api.answers.chat_writer import ChatChunk, ChatCompletion, ChatWriter
+from minisgl.server.api.answers.completions import (
+    CompletionWriter,
+    Generated,
+    GenerateWriter,
+    TextCompletion,
+    completion_job,
+    generate_job,
+)
 from minisgl.server.api.answers.sglang import SglangAnswer, SglangWriter, is_sglang, sglang_job
 from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
 from minisgl.server.api.http.errors import ErrorBody

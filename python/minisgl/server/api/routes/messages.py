@@ -14,10 +14,8 @@ from minisgl.message.types import num_ids
 from minisgl.server.api.answers.answer import Answer
 from minisgl.server.api.answers.chat import chat_job
 from minisgl.server.api.anthropic.bodies import CountTokensBody, MessagesBody
-from minisgl.server.api.anthropic.chat_form import NAMES, chat_body
-from minisgl.server.api.anthropic.objects import AnthropicMessage, StreamEvent, TokenCount
-from minisgl.server.api.anthropic.tools import tool_use
-from minisgl.server.api.anthropic.writer import MessagesWriter
+from minisgl.server.api.anthropic.chat_form import NAMES, chat_body, tool_use
+from minisgl.server.api.anthropic.writer import AnthropicMessage, MessagesWriter, StreamEvent, TokenCount
 from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.server.api.http.errors import AnthropicErrorBody
 from minisgl.server.api.http.middleware import request_id_of

@@ -5,6 +5,7 @@ Bodies and answers of the tokenizer's routes have vLLM's form.
 
 from __future__ import annotations
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,11 +13,33 @@ from minisgl.core import InvalidRequest
 from minisgl.message.to_api import Decoded, Described, Encoded
 from minisgl.message.to_tokenizer import ChatPrompt, Decode, Describe, Encode, TextPrompt
 from minisgl.message.types import pack_ids, unpack_ids
-from minisgl.server.api.answers.objects import Detokenized, ModelCard, ModelList, Tokenized
 from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.server.api.bodies.plain_prompts import checked_ids
 from minisgl.server.api.bodies.schema import DetokenizeBody, TokenizeBody
 from minisgl.server.api.routes.endpoint import Endpoint, Service, json_response
+
+
+class ModelCard(msgspec.Struct, frozen=True, tag_field="object", tag="model"):
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    owned_by: str = "minisgl"
+
+
+class ModelList(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
+    data: list[ModelCard]
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    prompt: str
 
 
 class ModelRoutes:

@@ -16,17 +16,21 @@ from minisgl.server.api.answers.answer import Answer
 from minisgl.server.api.http.errors import ApiError, invalid
 from minisgl.server.api.http.gates import owner_of
 from minisgl.server.api.responses.body import ResponsesBody
-from minisgl.server.api.responses.history import History
+from minisgl.server.api.responses.history import History, ItemList
 from minisgl.server.api.responses.job import Order, order_of
-from minisgl.server.api.responses.objects import DeletedResponse, ItemList, Response, StreamEvent
 from minisgl.server.api.responses.truncation import fitted
-from minisgl.server.api.responses.writer import ResponsesWriter
+from minisgl.server.api.responses.writer import Response, ResponsesWriter, StreamEvent
 from minisgl.server.api.routes.endpoint import Endpoint, Service, json_response
 
 PATH = "/v1/responses"
 ONE = PATH + "/{response_id}"
 COUNT_TIMEOUT = 60.0  # seconds, for a tokenizer worker that has others to answer
 MAX_PAGE = 100  # items
+
+
+class DeletedResponse(msgspec.Struct, frozen=True, tag_field="object", tag="response"):
+    id: str
+    deleted: bool = True
 
 
 class ResponsesRoutes:
