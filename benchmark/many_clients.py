@@ -1,12 +1,14 @@
 r"""Open many client streams to a server at once, and count how each of them ended.
 
     python benchmark/many_clients.py                        # 2,000 streams of 32 tokens, soft limit of 1,024 open files
+    python benchmark/many_clients.py --leaving 0.3          # so many clients close their connection midway
     python benchmark/many_clients.py --sigterm 5            # SIGTERM 5 s after the first token
     python benchmark/many_clients.py --sigterm 5 --tokens 2000 --clients 200 -- --shutdown-timeout 10
 
-A stream ends `complete`, with an `error` event, `refused` (503) or `cut`: without its last event, or without a byte.
-With --sigterm, clients of /health and of a new completion ask ten times a second meanwhile. Flags of the server follow
-after `--`.
+A stream ends `complete`, with an `error` event, `refused` (503), `cut`: without its last event, or without a byte,
+`wrong`: with a token too many or too few or a second end, or its client has `left`. With --sigterm, clients of /health
+and of a new completion ask ten times a second meanwhile; without it, the server is asked afterwards what it still
+holds. Flags of the server follow after `--`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import resource
 import signal
 import sys
@@ -21,32 +24,47 @@ import time
 from collections import Counter
 from urllib.parse import urlsplit
 
-from measuring.server_process import ServerProcess, exit_on_sigterm
+from measuring.server_process import ServerProcess, exit_on_sigterm, get_json
 
 USUAL_SOFT_LIMIT = 1024
+LEAVE_WITHIN = 200  # bytes for each token, of about 250
+REST = 30.0  # seconds
 
 
-async def stream(host: str, port: int, tokens: int, begun: asyncio.Event) -> str:
-    """Ask for one stream; return how it ended."""
-    body = json.dumps({"prompt": "Hello", "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
-    answer = await ask(host, port, b"POST /v1/completions", body, begun)
+async def stream(host: str, port: int, tokens: int, begun: asyncio.Event, leave_after: int | None = None) -> str:
+    """Ask for one stream; return how it ended. `leave_after`: bytes of the answer after which the client goes."""
+    wish = {"prompt": "Hello", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    body = json.dumps(wish | {"stream_options": {"include_usage": True}}).encode()
+    answer = await ask(host, port, b"POST /v1/completions", body, begun, leave_after)
+    if leave_after is not None and len(answer) >= leave_after:
+        return "left"
     if not answer:
         return "cut without a byte"
     if b" 503 " in answer[:20]:
         return "refused"
     if not answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
         return "cut"
-    return "error" if b'data: {"error"' in answer else "complete"
+    if b'data: {"error"' in answer:
+        return "error"
+    once = answer.count(b"data: [DONE]") == answer.count(b'"finish_reason":"length"') == 1
+    return "complete" if once and b'"completion_tokens":%d,' % tokens in answer else "wrong"
 
 
-async def ask(host: str, port: int, line: bytes, body: bytes, begun: asyncio.Event | None = None) -> bytes:
-    """Return all that comes up to the end of the connection; nothing, if there is none."""
+async def ask(
+    host: str,
+    port: int,
+    line: bytes,
+    body: bytes,
+    begun: asyncio.Event | None = None,
+    leave_after: int | None = None,
+) -> bytes:
+    """Return all that comes up to the end of the connection, or so many bytes; nothing, if there is none."""
     answer = b""
     try:
         reader, writer = await asyncio.open_connection(host, port)
         head = b"%b HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" % line
         writer.write(head + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
-        while data := await reader.read(2**16):
+        while (leave_after is None or len(answer) < leave_after) and (data := await reader.read(2**16)):
             answer += data
             if begun is not None and b"data: " in answer:
                 begun.set()
@@ -69,7 +87,12 @@ async def run(args: argparse.Namespace, server: ServerProcess) -> None:
     host, port = url.hostname or "", url.port or 0
     begun = asyncio.Event()
     begin = time.perf_counter()
-    streams = [asyncio.create_task(stream(host, port, args.tokens, begun)) for _ in range(args.clients)]
+    chance = random.Random(0)
+    goals = [
+        chance.randrange(LEAVE_WITHIN * args.tokens) if chance.random() < args.leaving else None
+        for _ in range(args.clients)
+    ]
+    streams = [asyncio.create_task(stream(host, port, args.tokens, begun, goal)) for goal in goals]
     probes: dict[str, Counter[str]] = {}
     tasks = []
     if args.sigterm is not None:
@@ -90,12 +113,28 @@ async def run(args: argparse.Namespace, server: ServerProcess) -> None:
     print(f"{args.clients} streams of {args.tokens} tokens in {time.perf_counter() - begin:.1f} s: {dict(ends)}")
     for line, seen in probes.items():
         print(f"{line} after SIGTERM: {dict(seen)}")
+    if args.sigterm is None:
+        print(await asyncio.to_thread(rest, server.base_url))
+
+
+def rest(base_url: str) -> str:
+    """Return how long the server still worked for clients that are gone, and what it holds then."""
+    begin = time.perf_counter()
+    while True:
+        processes = get_json(f"{base_url}/server_info")["processes"]
+        counts = processes["scheduler-0"]
+        seconds = time.perf_counter() - begin
+        if not (counts["sequences"] or processes["api"]["open_requests"]) or seconds > REST:
+            unused = counts["pages_free"] + counts["pages_cached"]
+            held = f"{counts['sequences']} sequences, {counts['pages'] - unused} of {counts['pages']} pages"
+            return f"after {seconds:.1f} s more it holds {held}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=2000, metavar="N")
     parser.add_argument("--tokens", type=int, default=32, metavar="N", help="of each stream")
+    parser.add_argument("--leaving", type=float, default=0.0, metavar="SHARE", help="of clients that go midway")
     parser.add_argument("--sigterm", type=float, metavar="SECONDS", help="after the first token; default: never")
     parser.add_argument("server", nargs="*", help="flags of the server, after --")
     args = parser.parse_args()
