@@ -97,7 +97,7 @@ def test_bad_requests_are_refused_before_anything_runs(llm: LLM) -> None:
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of auto, fp8_e4m3, not fp8"),
         ({"cache_type": "tree"}, "^cache_type must be one of radix, naive"),
         ({"batch_policy": "decode-first"}, "batch_policy must be one of"),
-        ({"schedule_policy": "sjf"}, "schedule_policy must be one of"),
+        ({"schedule_policy": "random"}, "schedule_policy must be one of"),
         ({"device": "gpu"}, "device must be one of"),
         ({"logprobs_mode": "logits"}, "logprobs_mode must be one of"),
     ],

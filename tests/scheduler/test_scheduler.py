@@ -12,16 +12,16 @@ import pytest
 
 from minisgl.core import Batch, SamplingParams
 from minisgl.message.types import TextOptions
-from minisgl.scheduler.request import MAX_PASSED, Request, WaitingQueue
+from minisgl.scheduler.request import MAX_PASSED, PATIENCE, Request, WaitingQueue
 from scheduler.simulation import EOS, World, expected_answer, random_prompt
 
 WORLDS: list[dict[str, object]] = [
     {"page_size": 1, "num_pages": 120, "overlap": True},
     {"page_size": 1, "num_pages": 120, "overlap": False, "cache": "naive"},
-    {"page_size": 4, "num_pages": 26, "chunk": 7, "batch_policy": "mixed", "num_slots": 16},
+    {"page_size": 4, "num_pages": 26, "chunk": 7, "batch_policy": "mixed", "num_slots": 16, "schedule_policy": "sjf"},
     {"page_size": 4, "num_pages": 400, "num_slots": 3, "chunk": 1, "schedule_policy": "lpm"},
     {"page_size": 16, "num_pages": 10, "chunk": 1000, "batch_policy": "mixed", "schedule_policy": "lpm"},
-    {"page_size": 16, "num_pages": 12, "overlap": False},
+    {"page_size": 16, "num_pages": 12, "overlap": False, "schedule_policy": "sjf"},
     {"page_size": 4, "num_pages": 30, "chunk": 30, "batch_policy": "mixed", "num_slots": 16, "snapshots": 20},
     {"page_size": 2, "num_pages": 60, "chunk": 7, "window": 9, "num_window_pages": 24, "batch_policy": "mixed"},
 ]
@@ -199,7 +199,7 @@ def test_a_retraction_amid_a_scored_prompt_loses_and_repeats_nothing() -> None:
         world.check_logprobs(seq_id, prompt, SamplingParams(**params))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schedule_policy", ["fcfs", "lpm"])
+@pytest.mark.parametrize("schedule_policy", ["fcfs", "lpm", "sjf"])
 def test_priority_goes_first(schedule_policy: str) -> None:
     world = World(num_slots=1, schedule_policy=schedule_policy)
     for seq_id, priority in enumerate([0, 0, 5, 1]):
@@ -246,6 +246,39 @@ def test_nobody_is_passed_over_by_those_who_came_before() -> None:
     assert world.entered.index(20) == 20 + MAX_PASSED
 
 
+def serve(queue: WaitingQueue, lengths: list[int]) -> tuple[list[Request], int]:
+    """Let prompts come in bursts, faster than they are served; return them in order of admission, and their waits."""
+    served: list[Request] = []
+    arrived, waits, room = 0, 0, 0
+    for seq_id, length in enumerate(lengths):
+        none = np.zeros(1, dtype=np.int32)
+        queue.add(Request(seq_id, none, SamplingParams(), 0, length + 1, arrived, length, TextOptions()))
+        arrived += length
+        room += int(0.95 * length)
+        while len(queue) and room >= 0 and seq_id // 40 % 2:
+            served.append(queue.candidates(lambda _: True, lambda _: 0)[0])
+            room -= served[-1].prompt_len
+            waits += arrived - served[-1].arrival
+            queue.admitted(served[-1])
+    return served, waits
+
+
+def test_shorter_prompts_go_first_within_bounds() -> None:
+    """None lets more tokens than PATIENCE times its length, or more than MAX_PASSED others, pass."""
+    rng = random.Random(3)
+    lengths = [int(10 ** rng.uniform(0, 4)) for _ in range(2000)]
+    served, waits = serve(WaitingQueue("sjf"), lengths)
+    passed = [
+        [before.prompt_len for before in served[:place] if before.seq_id > request.seq_id]
+        for place, request in enumerate(served)
+    ]
+    assert all(sum(younger) <= PATIENCE * one.prompt_len for one, younger in zip(served, passed, strict=True))
+    assert max(map(len, passed)) == MAX_PASSED
+    in_order, waits_in_order = serve(WaitingQueue("fcfs"), lengths)
+    assert [request.seq_id for request in in_order] == sorted(request.seq_id for request in in_order)
+    assert waits / len(served) < 0.8 * waits_in_order / len(in_order)
+
+
 def test_longest_prefix_goes_first_of_two() -> None:
     world = World(num_slots=1, schedule_policy="lpm")
     world.add(0, list(range(40)), max_tokens=2, ignore_eos=True)
@@ -277,12 +310,12 @@ def test_who_would_be_spared_no_page_does_not_wait(length: int, entered: list[in
 
 
 def test_who_waits_for_the_prefixes_of_others_is_not_passed_over_for_ever() -> None:
-    world = World(page_size=1, num_pages=400, chunk=32)
-    text = list(range(40))
-    for seq_id in range(30):
+    world = World(page_size=1, num_pages=400, chunk=42)
+    text = list(range(48))
+    for seq_id in range(40):
         # Each computes all of its prompt, of which the last tokens are left for the next step.
         shared = 1 + seq_id
-        prompt = text[:shared] + [49] * ((34 if seq_id == 0 else 32) - shared)
+        prompt = text[:shared] + [49] * ((44 if seq_id == 0 else 42) - shared)
         world.add(seq_id, prompt, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         if seq_id == 0:
             world.add(99, text, max_tokens=1, ignore_eos=True)

@@ -8,7 +8,7 @@ from minisgl.config.settings import MAX_SECONDS, Setting, Settings
 
 CacheType = Literal["radix", "naive"]
 BatchPolicyName = Literal["prefill-first", "mixed"]
-SchedulePolicy = Literal["fcfs", "lpm"]
+SchedulePolicy = Literal["sjf", "fcfs", "lpm"]
 
 
 class SchedulerConfig(Settings, frozen=True, kw_only=True):
@@ -58,8 +58,11 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
         ),
     ] = 35.0
     schedule_policy: Annotated[
-        SchedulePolicy, Setting("who enters first: fcfs: who came first; lpm: longest cached prefix")
-    ] = "fcfs"
+        SchedulePolicy,
+        Setting(
+            "who enters first: sjf: shorter prompts, within bounds; fcfs: who came first; lpm: longest cached prefix"
+        ),
+    ] = "sjf"
     state_snapshot_distance: Annotated[
         int,
         Setting(

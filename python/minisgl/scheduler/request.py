@@ -51,7 +51,7 @@ class Request:
     sampling: SamplingParams  # max_tokens is resolved
     seed: int
     max_len: int  # tokens at which it must stop
-    arrival: int  # a number that grows: who came first
+    arrival: int  # prompt tokens that came before its own: a number that grows
     prompt_len: int
     text: TextOptions  # for the detokenizer, when it enters
     priority: int = 0  # larger goes first
@@ -91,16 +91,24 @@ def sequence_state(request: Request, computed: int, known: int) -> SequenceState
     )
 
 
-MAX_PASSED = 16  # younger requests of the same priority that may be admitted before one
-LOOKED_AT = 64  # requests at the head among which lpm chooses
+MAX_PASSED = 32  # younger requests of the same priority that may be admitted before one
+LOOKED_AT = 64  # requests at the head among which sjf and lpm choose
+PATIENCE = 8  # times its own length, in tokens of shorter prompts, that a prompt lets pass under sjf
 
 
 class WaitingQueue:
     """Requests that wait for a slot, in the order in which they should get one.
 
     Higher priority first, then who came first; a retracted request has kept its arrival and so comes before all that
-    came after it. Under `lpm` (longest prefix match) the one with the most cached tokens is preferred. Whatever the
-    policy, a request that MAX_PASSED younger ones of its priority have passed over goes first from the next step on.
+    came after it. Under `lpm` (longest prefix match) the one with the most cached tokens is preferred, under `sjf`
+    (shortest job first) the shorter prompt, within a bound: a prompt goes before another if their difference in length,
+    times PATIENCE, is more than the tokens that came between them. So no flow of short prompts holds up a long one.
+    Whatever the policy, a request that MAX_PASSED younger ones of its priority have passed over goes first from the
+    next step on.
+
+    Say prompts of 1,000, 500, 4,000 and 100 tokens come in this order. Their ranks are 0 + 8 x 1,000, 1,000 + 8 x 500,
+    1,500 + 8 x 4,000 and 5,500 + 8 x 100: the second goes first, then the last, the first, and the longest.
+
     Taking from the head and adding at the tail are cheap.
     """
 
@@ -129,11 +137,15 @@ class WaitingQueue:
         head = list(islice(filter(is_ready, self._requests), LOOKED_AT))
         if self._policy == "fcfs" or len(head) < 2:
             return head
-        cached = {request.seq_id: cached_tokens(request) for request in head}
+
+        def rank(request: Request) -> int:
+            if self._policy == "sjf":
+                return request.arrival + PATIENCE * request.prompt_len
+            return -cached_tokens(request)
 
         def preference(request: Request) -> tuple[int, bool, int, int]:
             overdue = self.is_overdue(request)
-            return -request.priority, not overdue, 0 if overdue else -cached[request.seq_id], request.arrival
+            return -request.priority, not overdue, 0 if overdue else rank(request), request.arrival
 
         return sorted(head, key=preference)
 

@@ -89,7 +89,7 @@ class Scheduler:
         self._grammars = grammars or NoGrammars()
         self._requests = RequestLifecycle(config.schedule_policy, self._table, self._pages, self._snapshots)
         self._results = StepResults(self._table, self._requests, eos_token_ids, self._grammars)
-        self._arrivals = 0
+        self._arrived_tokens = 0  # of prompts
         self._next_step = 0
         self._completed_step = -1
         self.failed_steps = 0  # for which the device had too little memory
@@ -115,7 +115,7 @@ class Scheduler:
             sampling,
             seed,
             max_len=len(prompt_ids) + (1 if self._pooling else sampling.max_tokens),
-            arrival=self._arrivals,
+            arrival=self._arrived_tokens,
             prompt_len=len(prompt_ids),
             text=text or TextOptions(),
             priority=priority,
@@ -125,7 +125,7 @@ class Scheduler:
         request.prompt_scored = sampling.prompt_logprobs is None or len(prompt_ids) == 1
         if sampling.grammar is not None:
             request.matcher = self._grammars.start(sampling)
-        self._arrivals += 1
+        self._arrived_tokens += len(prompt_ids)
         self._requests.add(request)
         if request.prompt_scored and request.max_len == len(prompt_ids):
             self._requests.end(request, "length")  # there is nothing to compute
