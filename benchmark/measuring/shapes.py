@@ -46,7 +46,13 @@ _GEMMA_4 = {
     "sliding_window": 512,
     "vocab_size_per_layer_input": 262144,
 }
-_FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+_FP8_BLOCKS = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "modules_to_not_convert": ["lm_head"],
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
 _MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
@@ -284,7 +290,7 @@ def _quantized(name: str, config: Mapping[str, Any]) -> Shape:
 
 
 SHAPES |= {
-    "30b-a3b-fp8": _quantized("30b-a3b", _FP8_BLOCKS),
+    **{f"{name}-fp8": _quantized(name, _FP8_BLOCKS) for name in ("8b", "14b", "32b", "30b-a3b")},
     "gpt-oss-20b-mxfp4": _quantized("gpt-oss-20b", _MXFP4),
 }
 

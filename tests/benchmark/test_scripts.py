@@ -190,7 +190,16 @@ def test_help(script: str):
 
 @pytest.mark.parametrize(
     "name",
-    ["0.6b", "30b-a3b", "llama-8b", "gemma-3-12b", "gpt-oss-20b", "deepseek-v2-lite", "smollm2-135m", "qwen3.5-9b"],
+    [
+        "0.6b",
+        "30b-a3b-fp8",
+        "llama-8b",
+        "gemma-3-12b",
+        "gpt-oss-20b-mxfp4",
+        "deepseek-v2-lite",
+        "smollm2-135m",
+        "qwen3.5-9b",
+    ],
 )
 def test_shapes_are_models_with_their_sizes(name: str, tmp_path: Path):
     from minisgl.models.config.load_config import load_model_config
