@@ -23,7 +23,7 @@ from minisgl.core import SamplingFlags, SamplingParams
 from minisgl.engine.cuda_sampler import CudaSampler
 from minisgl.engine.sampler import Sampler, TorchSampler
 from minisgl.engine.state import SlotState
-from minisgl.kernel.base import Heads, Norm, Ops, Routing, Weight
+from minisgl.kernel.base import Heads, Mixture, Norm, Ops, Routing, Weight
 from minisgl.kernel.cuda_ops import CudaOps
 from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
 from minisgl.kvcache.layout import KVLayout
@@ -138,11 +138,12 @@ def sampling() -> Iterator[Case]:
 def moe() -> Iterator[Case]:
     """Time the experts of a layer of Qwen3-30B-A3B. Bytes: the chosen experts' weights, tokens in and out."""
     hidden, intermediate, experts, top_k = 2048, 768, 128, 8
-    routing = Routing(top_k, renormalize=True)
     layers = [
-        (
+        Mixture(
             (torch.randn(experts, 2 * intermediate, hidden, device=DEVICE) * hidden**-0.5).to(torch.bfloat16),
             (torch.randn(experts, hidden, intermediate, device=DEVICE) * intermediate**-0.5).to(torch.bfloat16),
+            experts,
+            Routing(top_k, renormalize=True),
         )
         for _ in range(2)
     ]
@@ -157,10 +158,9 @@ def moe() -> Iterator[Case]:
             def run(
                 index: int, ops: Ops = ops, x: torch.Tensor = x, scores: list[torch.Tensor] = scores
             ) -> torch.Tensor:
-                w13, w2 = layers[index % 2]
-                return ops.moe(x, scores[index % 8], w13, w2, routing)
+                return ops.moe(x, scores[index % 8], layers[index % 2])
 
-            captured = ops.moe_graph_safe(*layers[0], len(layers[0][0]), routing.top_k)
+            captured = ops.moe_graph_safe(layers[0])
             yield Case(f"moe ({name})", f"{tokens} tokens", run, int(weights) + 2 * x.numel() * 2, captured)
 
 
@@ -263,12 +263,13 @@ def experts() -> Iterator[Case]:
         ("Qwen3-30B-A3B", "int4", 128, 128, 8, 2048, 768),
     )
     for model, kind, group, count, top_k, hidden, intermediate in layers:
-        form, routing = LevelFormat(kind, group), Routing(top_k, renormalize=True)
+        form = LevelFormat(kind, group)
         shapes = (((count, 2 * intermediate, hidden), True), ((count, hidden, intermediate), False))
         packed = [PackedExperts.empty(form, shape, torch.bfloat16, DEVICE, gated=gated) for shape, gated in shapes]
         for each in packed:
             each.words.random_(-(2**31), 2**31 - 1)
             each.scales.fill_(240 if kind == "mxfp4" else 0x3A800008)  # 2^-13; 2^-10, and the zero point 8
+        mixture = Mixture(packed[0], packed[1], count, Routing(top_k, renormalize=True))
         for tokens in (1, 8, 64, 256, 2048):
             x = torch.randn(tokens, hidden, device=DEVICE).to(torch.bfloat16)
             scores = [torch.rand(tokens, count, device=DEVICE).to(torch.bfloat16) for _ in range(8)]
@@ -279,10 +280,9 @@ def experts() -> Iterator[Case]:
                 index: int,
                 x: torch.Tensor = x,
                 scores: list[torch.Tensor] = scores,
-                packed: list[PackedExperts] = packed,
-                routing: Routing = routing,
+                mixture: Mixture = mixture,
             ) -> torch.Tensor:
-                return ops.moe(x, scores[index % 8], packed[0], packed[1], routing)
+                return ops.moe(x, scores[index % 8], mixture)
 
             yield Case(f"experts in {kind}", f"{tokens} tokens, {model}", run, int(weights) + 2 * x.nbytes)
 

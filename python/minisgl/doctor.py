@@ -30,7 +30,7 @@ from minisgl.engine.device import resolve_device
 from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.availability import kernels_missing, make_ops
-from minisgl.kernel.base import Heads, Norm, Ops, Routing
+from minisgl.kernel.base import Heads, Mixture, Norm, Ops, Routing
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.optional_packages import one_line
 from minisgl.quantization.expert_layout import PackedExperts
@@ -226,9 +226,9 @@ def _run_experts(ops: Ops, form: LevelFormat, device: torch.device, dtype: torch
         packed.append(matrices)
         values.append(wide)
     x, scores = (torch.randn(3, width, device=device, generator=generator).to(dtype) for width in (hidden, 2))
-    routing = Routing(2, renormalize=True)
-    have = ops.moe(x, scores, packed[0], packed[1], routing)
-    return have, TorchOps().moe(x.double(), scores.double(), values[0], values[1], routing)
+    mixture = Mixture(packed[0], packed[1], 2, Routing(2, renormalize=True))
+    in_double = mixture._replace(w13=values[0], w2=values[1])
+    return ops.moe(x, scores, mixture), TorchOps().moe(x.double(), scores.double(), in_double)
 
 
 def verdict(findings: list[Finding], device: torch.device) -> str | None:

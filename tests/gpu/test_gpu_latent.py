@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu.test_gpu_moe import in_double
 from minisgl.attention.backend_choice import CANDIDATES, make_backend
 from minisgl.attention.base import AttentionInputs, AttentionSpec, ExpandingPlan
 from minisgl.core import Int32Array
-from minisgl.kernel.base import ExpertBiases, LatentRows, Norm, Routing
+from minisgl.kernel.base import ExpertBiases, LatentRows, Mixture, Norm, Routing
 from minisgl.kernel.torch_ops import TorchOps, route
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
@@ -296,11 +297,11 @@ def test_experts_that_are_chosen_so(dtype: torch.dtype) -> None:
     w2 = (torch.randn(experts, hidden, size, device=DEVICE) * size**-0.5).to(dtype)
     biases = ExpertBiases(choice=torch.randn(experts, device=DEVICE) * 0.3)
     routing = Routing(6, renormalize=True, score="sigmoid", groups=8, top_groups=4, scale=2.5)
+    mixture = Mixture(w13, w2, experts, routing, biases)
     for tokens in (1, 5, 33, 129, 700):
         x = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
         logits = torch.randn(tokens, experts, device=DEVICE) * 2
         residual = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
-        have = CudaOps(DEVICE).moe(x, logits, w13, w2, routing, biases, residual=residual).double()
-        wide = [each.double() for each in (x, w13, w2, residual)]
-        want = TorchOps().moe(wide[0], logits, wide[1], wide[2], routing, biases, residual=wide[3])
+        have = CudaOps(DEVICE).moe(x, logits, mixture, residual).double()
+        want = TorchOps().moe(x.double(), logits, in_double(mixture), residual.double())
         assert (have - want).norm() < (1e-2 if dtype == torch.bfloat16 else 2e-3) * want.norm(), tokens

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel.base import ClampedSwiGLU, ExpertBiases, Norm, Ops, Routing, SharedExpert
+from minisgl.kernel.base import ClampedSwiGLU, ExpertBiases, Mixture, Norm, Ops, Routing, SharedExpert
 from minisgl.kernel.torch_ops import TorchOps
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +34,19 @@ def layer(experts: int, hidden: int, intermediate: int, dtype: torch.dtype) -> t
     return w13.to(dtype), w2.to(dtype)
 
 
+def make_mixture(
+    routing: Routing, experts: int, hidden: int, intermediate: int, dtype: torch.dtype, **more: Any
+) -> Mixture:
+    return Mixture(*layer(experts, hidden, intermediate, dtype), experts, routing, **more)
+
+
+def in_double(mixture: Mixture, **more: Any) -> Mixture:
+    """The same in float64 and without a shared expert."""
+    biases = ExpertBiases(*(None if bias is None else bias.double() for bias in mixture.biases))
+    wide = {name: each.double() for name in ("w13", "w2") if isinstance(each := getattr(mixture, name), Tensor)}
+    return mixture._replace(biases=biases, shared=None, **wide | more)
+
+
 def relative_error(out: Tensor, reference: Tensor) -> float:
     return float((out.double() - reference).norm() / reference.norm())
 
@@ -51,14 +66,12 @@ def distinct_scores(tokens: int, experts: int, dtype: torch.dtype) -> Tensor:
 def test_moe(
     ops: Ops, dtype: torch.dtype, renormalize: bool, experts: int, top_k: int, hidden: int, intermediate: int
 ) -> None:
-    w13, w2 = layer(experts, hidden, intermediate, dtype)
+    mixture = make_mixture(Routing(top_k, renormalize=renormalize), experts, hidden, intermediate, dtype)
     for tokens in (1, 2, 7, 33, 128, 129, 500, 2100):
         x = torch.randn(tokens, hidden, device="cuda").to(dtype)
         scores = distinct_scores(tokens, experts, dtype)
-        out = ops.moe(x, scores, w13, w2, Routing(top_k, renormalize=renormalize))
-        reference = TorchOps().moe(
-            x.double(), scores.double(), w13.double(), w2.double(), Routing(top_k, renormalize=renormalize)
-        )
+        out = ops.moe(x, scores, mixture)
+        reference = TorchOps().moe(x.double(), scores.double(), in_double(mixture))
         error = relative_error(out, reference)
         assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"
 
@@ -76,14 +89,14 @@ def test_moe(
 )
 def test_other_routings(ops: Ops, dtype: torch.dtype, float32_router: bool, routing: Routing) -> None:
     """The kernels compute the experts that a routing other than the plain one chooses, in small steps and in large."""
-    w13, w2 = layer(64, 512, 96, dtype)
-    assert ops.moe_graph_safe(w13, w2, len(w13), routing.top_k)
     biases = ExpertBiases(choice=torch.randn(64, device="cuda") * 0.01)
+    mixture = make_mixture(routing, 64, 512, 96, dtype, biases=biases)
+    assert ops.moe_graph_safe(mixture)
     for tokens in (1, 3, 40, 129, 900):
         x = torch.randn(tokens, 512, device="cuda").to(dtype)
         scores = distinct_scores(tokens, 64, torch.float32 if float32_router else dtype) / 4
-        out = ops.moe(x, scores, w13, w2, routing, biases)
-        reference = TorchOps().moe(x.double(), scores.double(), w13.double(), w2.double(), routing, biases)
+        out = ops.moe(x, scores, mixture)
+        reference = TorchOps().moe(x.double(), scores.double(), in_double(mixture))
         error = relative_error(out, reference)
         assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"
 
@@ -102,13 +115,11 @@ def test_every_tiling(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
     for tiling in tilings:
         monkeypatch.setattr(cuda_moe.CudaMoe, "_tiling", lambda *_, tiling=tiling: tiling)
         for hidden, intermediate in [(1032, 200), (512, 96)]:
-            w13, w2 = layer(6, hidden, intermediate, dtype)
+            mixture = make_mixture(Routing(3, renormalize=True), 6, hidden, intermediate, dtype)
             x = torch.randn(300, hidden, device="cuda").to(dtype)
             scores = distinct_scores(300, 6, dtype)
-            out = cuda_moe.CudaMoe(compiler, CudaRouting(compiler))(x, scores, w13, w2, Routing(3, renormalize=True))
-            reference = TorchOps().moe(
-                x.double(), scores.double(), w13.double(), w2.double(), Routing(3, renormalize=True)
-            )
+            out = cuda_moe.CudaMoe(compiler, CudaRouting(compiler))(x, scores, mixture)
+            reference = TorchOps().moe(x.double(), scores.double(), in_double(mixture))
             error = relative_error(out, reference)
             assert error < TOLERANCE[dtype], f"{tiling}, {hidden} x {intermediate}: {error:.2e}"
 
@@ -121,19 +132,19 @@ def test_biases_and_clamped_swiglu(
     ops: Ops, dtype: torch.dtype, experts: int, top_k: int, hidden: int, intermediate: int
 ) -> None:
     """gpt-oss's experts; on the ranks but the first the second bias is missing."""
-    w13, w2 = layer(experts, hidden, intermediate, dtype)
-    w13_bias, w2_bias = (torch.randn(experts, len(weight[0]), device="cuda").to(dtype) for weight in (w13, w2))
-    routing, activation = Routing(top_k, renormalize=True), ClampedSwiGLU(1.702, 1.5)  # so that many are clamped
+    w13_bias, w2_bias = (torch.randn(experts, width, device="cuda").to(dtype) for width in (2 * intermediate, hidden))
+    activation = ClampedSwiGLU(1.702, 1.5)  # so that many are clamped
+    mixture = make_mixture(
+        Routing(top_k, renormalize=True), experts, hidden, intermediate, dtype, activation=activation
+    )
+    assert ops.moe_graph_safe(mixture)
     for tokens in (1, 2, 7, 33, 129, 500, 2100):
         x = torch.randn(tokens, hidden, device="cuda").to(dtype)
         scores = distinct_scores(tokens, experts, dtype)
         for biases in (ExpertBiases(w13=w13_bias, w2=w2_bias), ExpertBiases(w13=w13_bias)):
-            assert ops.moe_graph_safe(w13, w2, len(w13), top_k)
-            out = ops.moe(x, scores, w13, w2, routing, biases, activation)
-            in_double = ExpertBiases(*(None if bias is None else bias.double() for bias in biases))
-            reference = TorchOps().moe(
-                x.double(), scores.double(), w13.double(), w2.double(), routing, in_double, activation
-            )
+            biased = mixture._replace(biases=biases)
+            out = ops.moe(x, scores, biased)
+            reference = TorchOps().moe(x.double(), scores.double(), in_double(biased))
             error = relative_error(out, reference)
             assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"
 
@@ -151,8 +162,8 @@ def test_a_shared_expert_among_the_others(
     if kind == "deepseek-v3":
         routing = Routing(8, renormalize=True, score="sigmoid", groups=8, top_groups=4, scale=2.5)
     hidden, size = 1032, 176
-    w13, w2 = layer(count, hidden, size, dtype)
     shared = SharedExpert(*(one[0].contiguous() for one in layer(1, hidden, parts * size, dtype)), weighed)
+    mixture = make_mixture(routing, count, hidden, size, dtype, shared=shared)
     router = torch.randn(count, hidden, device="cuda") * 0.1
     gate = torch.randn(1, hidden, device="cuda").mul_(0.1).to(dtype) if weighed else None
     router = router.to(dtype) if weighed else router
@@ -162,7 +173,7 @@ def test_a_shared_expert_among_the_others(
         norm = Norm(factor if norm_dtype == torch.float32 else factor.to(dtype), 1e-6)
     for tokens in (1, 2, 7, 33, 64):
         few = tokens <= (16 if weighed else 64)
-        assert ops.merges_shared(tokens, w13, w2, count, routing, shared) == few
+        assert ops.merges_shared(tokens, mixture) == few
         x, residual = (torch.randn(tokens, hidden, device="cuda").to(dtype) for _ in range(2))
         normed, logits = ops.norm_router(x, norm, router, None, gate)
         plain = x if norm is None else TorchOps().rms_norm(x, norm)
@@ -170,10 +181,8 @@ def test_a_shared_expert_among_the_others(
         products = [normed.double() @ one.double().t() for one in (router, *([] if gate is None else [gate]))]
         assert relative_error(logits, torch.cat(products, dim=1)) < (TOLERANCE[dtype] if weighed else 1e-5)
         scores = distinct_scores(tokens, count, router.dtype) / 4
-        out = ops.moe(
-            normed, torch.cat((scores, logits[:, count:]), dim=1), w13, w2, routing, residual=residual, shared=shared
-        )
-        reference = TorchOps().moe(normed.double(), scores.double(), w13.double(), w2.double(), routing)
+        out = ops.moe(normed, torch.cat((scores, logits[:, count:]), dim=1), mixture, residual)
+        reference = TorchOps().moe(normed.double(), scores.double(), in_double(mixture))
         gates, ups = (normed.double() @ shared.w13.double().t()).chunk(2, dim=1)
         block = (torch.nn.functional.silu(gates) * ups) @ shared.w2.double().t()
         weight = logits[:, count:].double().sigmoid() if weighed else 1.0
@@ -185,59 +194,58 @@ def test_a_shared_expert_among_the_others(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_gelu_and_scaled_experts(ops: Ops, dtype: torch.dtype) -> None:
     """Gemma 4's experts, whose weights are multiplied by a scale of each."""
-    w13, w2 = layer(128, 704, 704, dtype)
     scale, routing = torch.rand(128, device="cuda") + 0.5, Routing(8, renormalize=True)
+    mixture = make_mixture(routing, 128, 704, 704, dtype, activation="gelu_tanh", expert_scale=scale)
     for tokens in (1, 2, 33, 129, 2100):
         x = torch.randn(tokens, 704, device="cuda").to(dtype)
         scores = distinct_scores(tokens, 128, dtype)
-        out = ops.moe(x, scores, w13, w2, routing, activation="gelu_tanh", expert_scale=scale)
-        wide = (x.double(), scores.double(), w13.double(), w2.double())
-        reference = TorchOps().moe(*wide, routing, activation="gelu_tanh", expert_scale=scale)
+        out = ops.moe(x, scores, mixture)
+        reference = TorchOps().moe(x.double(), scores.double(), in_double(mixture))
         error = relative_error(out, reference)
         assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"
 
 
 @pytest.mark.parametrize("tokens", [16, 600])
 def test_every_token_to_the_same_experts(ops: Ops, tokens: int) -> None:
-    w13, w2 = layer(64, 256, 128, torch.bfloat16)
+    mixture = make_mixture(Routing(4, renormalize=True), 64, 256, 128, torch.bfloat16)
     x = torch.randn(tokens, 256, device="cuda").to(torch.bfloat16)
     scores = distinct_scores(1, 64, torch.bfloat16).repeat(tokens, 1)
-    out = ops.moe(x, scores, w13, w2, Routing(4, renormalize=True))
-    reference = TorchOps().moe(x.double(), scores.double(), w13.double(), w2.double(), Routing(4, renormalize=True))
+    out = ops.moe(x, scores, mixture)
+    reference = TorchOps().moe(x.double(), scores.double(), in_double(mixture))
     assert relative_error(out, reference) < TOLERANCE[torch.bfloat16]
 
 
 def test_a_graph_serves_any_routing(ops: Ops) -> None:
     """Captured once, replayed with other tokens and scores: bitwise what an eager call gives."""
-    w13, w2 = layer(32, 512, 256, torch.bfloat16)
-    assert ops.moe_graph_safe(w13, w2, len(w13), 4)
+    mixture = make_mixture(Routing(4, renormalize=True), 32, 512, 256, torch.bfloat16)
+    assert ops.moe_graph_safe(mixture)
     x = torch.randn(24, 512, device="cuda").to(torch.bfloat16)
     scores = distinct_scores(24, 32, torch.bfloat16)
-    ops.moe(x, scores, w13, w2, Routing(4, renormalize=True))
+    ops.moe(x, scores, mixture)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = ops.moe(x, scores, w13, w2, Routing(4, renormalize=True))
+        captured = ops.moe(x, scores, mixture)
     for _ in range(5):
         x.copy_(torch.randn_like(x))
         scores.copy_(distinct_scores(24, 32, torch.bfloat16))
         graph.replay()
-        assert torch.equal(captured, ops.moe(x, scores, w13, w2, Routing(4, renormalize=True)))
+        assert torch.equal(captured, ops.moe(x, scores, mixture))
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("-inf")])
 def test_scores_without_an_order_stay_inside(ops: Ops, value: float) -> None:
-    w13, w2 = layer(16, 64, 32, torch.bfloat16)
+    mixture = make_mixture(Routing(2, renormalize=True), 16, 64, 32, torch.bfloat16)
     x = torch.randn(40, 64, device="cuda").to(torch.bfloat16)
     scores = torch.full((40, 16), value, device="cuda", dtype=torch.bfloat16)
-    assert ops.moe(x, scores, w13, w2, Routing(2, renormalize=True)).shape == x.shape
+    assert ops.moe(x, scores, mixture).shape == x.shape
     torch.cuda.synchronize()
 
 
 def test_odd_shapes_run_in_torch(ops: Ops) -> None:
-    w13, w2 = layer(4, 20, 12, torch.float32)
-    assert not ops.moe_graph_safe(w13, w2, len(w13), 2)
+    mixture = make_mixture(Routing(2, renormalize=True), 4, 20, 12, torch.float32)
+    assert not ops.moe_graph_safe(mixture)
     x = torch.randn(9, 20, device="cuda")
     scores = distinct_scores(9, 4, torch.float32)
-    out = ops.moe(x, scores, w13, w2, Routing(2, renormalize=True))
-    reference = TorchOps().moe(x.double(), scores.double(), w13.double(), w2.double(), Routing(2, renormalize=True))
+    out = ops.moe(x, scores, mixture)
+    reference = TorchOps().moe(x.double(), scores.double(), in_double(mixture))
     assert relative_error(out, reference) < 1e-5

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu.test_gpu_moe import in_double
 from minisgl.distributed import SingleRank
-from minisgl.kernel.base import ClampedSwiGLU, ExpertActivation, ExpertBiases, ExpertKind, Ops, Routing
+from minisgl.kernel.base import ClampedSwiGLU, ExpertActivation, ExpertBiases, ExpertKind, Mixture, Ops, Routing
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.layers.mlp import Experts
 from minisgl.models.config.load_config import load_model_config
@@ -110,17 +111,16 @@ def check(
     biases = [
         torch.randn(count, width, device="cuda").to(dtype) if biased else None for width in (2 * intermediate, hidden)
     ]
-    assert ops.moe_graph_safe(w13, w2, len(w13), routing.top_k)
+    more: dict[str, Any] = {"activation": activation, "expert_scale": expert_scale}
+    mixture = Mixture(w13, w2, count, routing, ExpertBiases(None, *biases), **more)
+    assert ops.moe_graph_safe(mixture)
     for tokens in ROWS:
         x = torch.randn(tokens, hidden, device="cuda").to(dtype)
         scores = scores_without_ties(tokens, count, dtype)
         if tokens == 33:  # all tokens to the same experts
             scores = scores[:1].repeat(tokens, 1)
-        have = ops.moe(x, scores, w13, w2, routing, ExpertBiases(None, *biases), activation, expert_scale=expert_scale)
-        in_double = ExpertBiases(None, *(None if bias is None else bias.double() for bias in biases))
-        want = TorchOps().moe(
-            x.double(), scores.double(), wide13, wide2, routing, in_double, activation, expert_scale=expert_scale
-        )
+        have = ops.moe(x, scores, mixture)
+        want = TorchOps().moe(x.double(), scores.double(), in_double(mixture, w13=wide13, w2=wide2))
         error = float((have.double() - want).norm() / want.norm())
         assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"
 
@@ -159,16 +159,16 @@ def test_a_graph_serves_any_routing(ops: Ops) -> None:
     w13, _ = experts(LevelFormat("mxfp4", 32), 32, 512, 256, torch.bfloat16, gated=True)
     w2, _ = experts(LevelFormat("mxfp4", 32), 32, 256, 256, torch.bfloat16, gated=False)
     x = torch.randn(24, 256, device="cuda").bfloat16()
-    scores, routing = scores_without_ties(24, 32, torch.bfloat16), Routing(4, renormalize=True)
-    ops.moe(x, scores, w13, w2, routing)
+    scores, mixture = scores_without_ties(24, 32, torch.bfloat16), Mixture(w13, w2, 32, Routing(4, renormalize=True))
+    ops.moe(x, scores, mixture)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = ops.moe(x, scores, w13, w2, routing)
+        captured = ops.moe(x, scores, mixture)
     for _ in range(5):
         x.copy_(torch.randn_like(x))
         scores.copy_(scores_without_ties(24, 32, torch.bfloat16))
         graph.replay()
-        assert torch.equal(captured, ops.moe(x, scores, w13, w2, routing))
+        assert torch.equal(captured, ops.moe(x, scores, mixture))
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks of bf16", "awq", "compressed int4", "mxfp4"])
@@ -185,7 +185,6 @@ def test_experts_of_a_checkpoint(ops: Ops, tmp_path: Path, name: str) -> None:
         load_model(load_model_config(folder), folder, **options, **form)
         for folder, form in ((quantized, kept), (plain, {"dtype": torch.float32}))
     )
-    routing = Routing(2, renormalize=True)
     layers = zip(packed.modules(), dense.modules(), strict=True)
     pairs = [(have, want) for have, want in layers if isinstance(have, Experts) and isinstance(want, Experts)]
     for have, want in pairs:
@@ -193,7 +192,7 @@ def test_experts_of_a_checkpoint(ops: Ops, tmp_path: Path, name: str) -> None:
         for tokens in (1, 30, 300):
             x = torch.randn(tokens, 256, device="cuda").bfloat16()
             scores = torch.rand(tokens, len(have.w13), device="cuda").argsort(dim=1).bfloat16()
-            y = ops.moe(x, scores, *have.matrices, routing)
-            reference = TorchOps().moe(x.double(), scores.double(), want.w13.double(), want.w2.double(), routing)
+            y = ops.moe(x, scores, have.mixture)
+            reference = TorchOps().moe(x.double(), scores.double(), in_double(want.mixture))
             assert float((y.double() - reference).norm() / reference.norm()) < TOLERANCE[torch.bfloat16]
     assert pairs

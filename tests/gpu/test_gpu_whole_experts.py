@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import TypeAlias
 
 import pytest
 import torch
 from torch import Tensor
 
-from gpu.test_gpu_moe import distinct_scores, layer
+from gpu.test_gpu_moe import distinct_scores, in_double, layer
 from gpu.test_gpu_quantized_moe import experts
 from minisgl.kernel.base import (
     NO_BIASES,
@@ -17,6 +17,7 @@ from minisgl.kernel.base import (
     ExpertActivation,
     ExpertBiases,
     ExpertMatrices,
+    Mixture,
     Ops,
     Routing,
 )
@@ -44,21 +45,17 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-class Mixture(NamedTuple):
+Matrices: TypeAlias = tuple[ExpertMatrices, ExpertMatrices]
+
+
+def make_matrices(form: LevelFormat | None) -> tuple[Matrices, Matrices]:
     """All experts, and their values in float64."""
-
-    w13: ExpertMatrices
-    w2: ExpertMatrices
-    wide: tuple[Tensor, Tensor]
-
-
-def make_mixture(form: LevelFormat | None) -> Mixture:
     if form is None:
-        dense = layer(COUNT, HIDDEN, INTERMEDIATE, torch.bfloat16)
-        return Mixture(*dense, (dense[0].double(), dense[1].double()))
-    w13, wide13 = experts(form, COUNT, 2 * INTERMEDIATE, HIDDEN, torch.bfloat16, gated=True)
-    w2, wide2 = experts(form, COUNT, HIDDEN, INTERMEDIATE, torch.bfloat16, gated=False)
-    return Mixture(w13, w2, (wide13, wide2))
+        w13, w2 = layer(COUNT, HIDDEN, INTERMEDIATE, torch.bfloat16)
+        return (w13, w2), (w13.double(), w2.double())
+    packed13, wide13 = experts(form, COUNT, 2 * INTERMEDIATE, HIDDEN, torch.bfloat16, gated=True)
+    packed2, wide2 = experts(form, COUNT, HIDDEN, INTERMEDIATE, torch.bfloat16, gated=False)
+    return (packed13, packed2), (wide13, wide2)
 
 
 def held(matrices: ExpertMatrices, rank: range) -> ExpertMatrices:
@@ -89,7 +86,7 @@ def held(matrices: ExpertMatrices, rank: range) -> ExpertMatrices:
 def test_a_rank_adds_its_experts_alone(
     ops: Ops, form: LevelFormat | None, routing: Routing, activation: ExpertActivation
 ) -> None:
-    mixture, clamped = make_mixture(form), activation != "silu"
+    (matrices, wide), clamped = make_matrices(form), activation != "silu"
     biases = [torch.randn(COUNT, width, device="cuda").bfloat16() for width in (2 * INTERMEDIATE, HIDDEN)]
     for tokens in (1, 2, 7, 33, 128, 129, 500, 2100):
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
@@ -99,13 +96,11 @@ def test_a_rank_adds_its_experts_alone(
         for rank in RANKS:
             kept = slice(rank.start, rank.stop)
             own = ExpertBiases(None, biases[0][kept], biases[1][kept]) if clamped else NO_BIASES
-            in_double = ExpertBiases(*(None if bias is None else bias.double() for bias in own))
-            w13, w2 = held(mixture.w13, rank), held(mixture.w2, rank)
-            have = ops.moe(x, scores, w13, w2, routing, own, activation, first=rank.start).double()
-            wide = [matrices[kept] for matrices in mixture.wide]
-            want = TorchOps().moe(
-                x.double(), scores.double(), wide[0], wide[1], routing, in_double, activation, first=rank.start
-            )
+            w13, w2 = (held(each, rank) for each in matrices)
+            mixture = Mixture(w13, w2, COUNT, routing, own, activation, rank.start)
+            have = ops.moe(x, scores, mixture).double()
+            wide13, wide2 = (held(each, rank) for each in wide)
+            want = TorchOps().moe(x.double(), scores.double(), in_double(mixture, w13=wide13, w2=wide2))
             error = float((have - want).norm() / want.norm()) if want.any() else float(have.abs().max())
             assert error < 1e-2, f"{tokens} tokens, experts {rank}: {error:.2e}"
 
@@ -113,19 +108,20 @@ def test_a_rank_adds_its_experts_alone(
 @pytest.mark.parametrize("tokens", [2, 24])
 def test_a_graph_serves_any_routing(ops: Ops, tokens: int) -> None:
     """Replayed when all, some or none of the tokens are sent to the rank: bitwise what an eager call gives."""
-    mixture, rank = make_mixture(None), RANKS[0]
-    w13, w2 = held(mixture.w13, rank), held(mixture.w2, rank)
+    rank = RANKS[0]
+    w13, w2 = (held(each, rank) for each in make_matrices(None)[0])
+    mixture = Mixture(w13, w2, COUNT, PLAIN, first=rank.start)
     x, scores = torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), distinct_scores(tokens, COUNT, torch.bfloat16)
-    ops.moe(x, scores, w13, w2, PLAIN, first=rank.start)
+    ops.moe(x, scores, mixture)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = ops.moe(x, scores, w13, w2, PLAIN, first=rank.start)
+        captured = ops.moe(x, scores, mixture)
     for added in (0.0, -20.0, 20.0, 0.0, -20.0):
         x.copy_(torch.randn_like(x))
         scores.copy_(distinct_scores(tokens, COUNT, torch.bfloat16))
         scores[:, : len(rank)] += added
         graph.replay()
-        eager = ops.moe(x, scores, w13, w2, PLAIN, first=rank.start)
+        eager = ops.moe(x, scores, mixture)
         assert torch.equal(captured, eager)
         if added:
             assert bool(eager.any()) == (added > 0)

@@ -27,6 +27,7 @@ from minisgl.kernel.base import (
     KernelNeeds,
     LatentDims,
     LatentRows,
+    Mixture,
     Norm,
     Product,
     Routing,
@@ -303,16 +304,19 @@ def run_moe(dtype: torch.dtype) -> None:
 
     w13, w2 = torch.zeros(8, 64, 64, dtype=dtype), torch.zeros(8, 64, 32, dtype=dtype)
     biases = ExpertBiases(w13=torch.zeros(8, 64, dtype=dtype), w2=torch.zeros(8, 64, dtype=dtype))
+    mixture = Mixture(w13, w2, 8, Routing(2, renormalize=True))
+    clamped = mixture._replace(biases=biases, activation=ClampedSwiGLU(1.702, 7.0))
     for tokens in (4, 100, 200):  # routed in the products, by one block, by many
         x, scores = torch.zeros(tokens, 64, dtype=dtype), torch.zeros(tokens, 8, dtype=dtype)
-        CudaOps(CPU).moe(x, scores, w13, w2, Routing(2, renormalize=True))
-        CudaOps(CPU).moe(x, scores, w13, w2, Routing(2, renormalize=True), biases, ClampedSwiGLU(1.702, 7.0), x)
+        CudaOps(CPU).moe(x, scores, mixture)
+        CudaOps(CPU).moe(x, scores, clamped, x)
         for form in (LevelFormat("fp8", 128), LevelFormat("mxfp4", 32)):
             shapes = (((8, 64, 128), True), ((8, 128, 32), False))
-            quantized = [PackedExperts.empty(form, shape, dtype, CPU, gated=gated) for shape, gated in shapes]
+            packed = [PackedExperts.empty(form, shape, dtype, CPU, gated=gated) for shape, gated in shapes]
             wide = torch.zeros(tokens, 128, dtype=dtype)
-            assert CudaOps(CPU).moe(wide, scores, *quantized, Routing(2, renormalize=True)).shape == wide.shape
-        CudaOps(CPU).moe(x, scores, w13[5:], w2[5:], Routing(2, renormalize=True), first=5)
+            quantized = mixture._replace(w13=packed[0], w2=packed[1])
+            assert CudaOps(CPU).moe(wide, scores, quantized).shape == wide.shape
+        CudaOps(CPU).moe(x, scores, mixture._replace(w13=w13[5:], w2=w2[5:], first=5))
         CudaOps(CPU).moe_chosen(x, scores[:, :2], scores[:, :2].long(), w13, w2)
         grouped = Routing(2, renormalize=True, score="sigmoid", groups=4, top_groups=2)
         weights, experts = CudaRouting(Compiler(CPU))(scores.float(), grouped, torch.zeros(8))

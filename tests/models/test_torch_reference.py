@@ -14,7 +14,7 @@ from minisgl.attention.base import AttentionInputs, AttentionSpec
 from minisgl.attention.cpu_backend import CpuAttention
 from minisgl.attention.sinks import add_sinks
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.kernel.base import Heads, Norm, Routing
+from minisgl.kernel.base import Heads, Mixture, Norm, Routing
 from minisgl.kernel.torch_ops import TorchOps, activate_and_mul
 from minisgl.kvcache.layout import KVLayout, paged_kv
 from minisgl.kvcache.pool import KVPool
@@ -269,7 +269,8 @@ def test_moe_is_that_of_transformers(dtype: torch.dtype, renormalize: bool, toke
     x = torch.randn(tokens, 64).to(dtype)
     before = x.clone()
     logits = torch.nn.functional.linear(x, block.gate.weight)
-    have = OPS.moe(x, logits, block.experts.gate_up_proj, block.experts.down_proj, Routing(3, renormalize))
+    experts = block.experts
+    have = OPS.moe(x, logits, Mixture(experts.gate_up_proj, experts.down_proj, 16, Routing(3, renormalize)))
     want = block(x.unsqueeze(0))[0]
     assert torch.equal(x, before)
     assert have.dtype == dtype

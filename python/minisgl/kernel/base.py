@@ -76,6 +76,24 @@ class SharedExpert(NamedTuple):
     weighed: bool
 
 
+class Mixture(NamedTuple):
+    """Experts of a sparse layer, and how tokens are sent to them.
+
+    w13 is [experts, 2 * I, H] with the gate first, w2 [experts, H, I]: expert e gives w2[e] @ activated(w13[e] @ x),
+    where "silu" is silu(gate) * up. They may be fewer than `num_experts`: those from `first` on. Others add nothing.
+    """
+
+    w13: ExpertMatrices
+    w2: ExpertMatrices
+    num_experts: int
+    routing: Routing
+    biases: ExpertBiases = NO_BIASES
+    activation: ExpertActivation = "silu"
+    first: int = 0
+    shared: SharedExpert | None = None
+    expert_scale: Tensor | None = None  # [num_experts] float32, factors of the weights of a token's experts
+
+
 class Norm(NamedTuple):
     """RMSNorm parameters: weight [H], in the input's dtype or float32, and what is added to the mean square."""
 
@@ -367,29 +385,14 @@ class Ops(Protocol):
         """
         ...
 
-    def moe(
-        self,
-        x: Tensor,
-        router_logits: Tensor,
-        w13: ExpertMatrices,
-        w2: ExpertMatrices,
-        routing: Routing,
-        biases: ExpertBiases = NO_BIASES,
-        activation: ExpertActivation = "silu",
-        residual: Tensor | None = None,
-        first: int = 0,
-        shared: SharedExpert | None = None,
-        expert_scale: Tensor | None = None,
-    ) -> Tensor:
+    def moe(self, x: Tensor, router_logits: Tensor, mixture: Mixture, residual: Tensor | None = None) -> Tensor:
         """A mixture of gated experts: x [T, H] -> the weighted sum of the outputs of each token's experts, [T, H].
 
-        Plus the residual [T, H], if there is one, and the output of a `shared` expert that `merges_shared`.
+        Plus the residual [T, H], if there is one, and the output of the mixture's shared expert, which it has only if
+        `merges_shared`.
 
         A token's experts are the `top_k` of the scores of router_logits [T, experts] in float32, plus `biases.choice`;
-        their weights are the scores, divided by their sum if `renormalize`, times expert_scale [experts] float32. w13
-        is [experts, 2 * I, H] with the gate first, w2 [experts, H, I]: expert e gives w2[e] @ activated(w13[e] @ x),
-        where "silu" is silu(gate) * up. They may be fewer than the scores: those of the experts from `first` on. Others
-        add nothing.
+        their weights are the scores, divided by their sum if `renormalize`, times `expert_scale`.
         """
         ...
 
@@ -399,21 +402,10 @@ class Ops(Protocol):
         """
         ...
 
-    def merges_shared(
-        self,
-        tokens: int,
-        w13: ExpertMatrices,
-        w2: ExpertMatrices,
-        num_experts: int,
-        routing: Routing,
-        shared: SharedExpert,
-        /,
-    ) -> bool:
-        """Return True if `norm_router` and `moe` of so many tokens take this shared expert with silu too."""
+    def merges_shared(self, tokens: int, mixture: Mixture, /) -> bool:
+        """Return True if it has a shared expert, and `norm_router` and `moe` of so many tokens take that too."""
         ...
 
-    def moe_graph_safe(self, w13: ExpertMatrices, w2: ExpertMatrices, num_experts: int, top_k: int, /) -> bool:
-        """Return True if `moe` launches the same work with these, of `num_experts`, whatever its data, as a CUDA graph
-        demands.
-        """
+    def moe_graph_safe(self, mixture: Mixture, /) -> bool:
+        """Return True if `moe` launches the same work whatever its data, as a CUDA graph demands."""
         ...

@@ -14,14 +14,12 @@ from torch import Tensor
 
 from minisgl.kernel import quantized_moe
 from minisgl.kernel.base import (
-    NO_BIASES,
     ClampedSwiGLU,
     ExpertActivation,
-    ExpertBiases,
     ExpertKind,
     ExpertMatrices,
+    Mixture,
     Routing,
-    SharedExpert,
 )
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_routing import CudaRouting
@@ -83,7 +81,7 @@ _FEW_PAIRS = 8
 _FEW = _Tiling(pairs=1, warps_n=2, warps_m=1, tiles=2, stages=6, route=True)
 
 
-class _Mixture(NamedTuple):
+class _Kind(NamedTuple):
     """Kind of a sparse layer, as its kernels are compiled: their macros."""
 
     dtype: torch.dtype
@@ -138,21 +136,22 @@ class CudaMoe:
     def begin_compiling(self, dtype: torch.dtype, experts: ExpertKind) -> None:
         """Begin to compile the kernels of these experts."""
         form = experts.form
-        plain = _Mixture(dtype, experts.logits or dtype, experts.num_experts, experts.top_k, experts.activation)
+        plain = _Kind(dtype, experts.logits or dtype, experts.num_experts, experts.top_k, experts.activation)
         tilings: list[_Tiling | QuantizedTiling] = [_FEW, *(tiling for _, tiling in _TILINGS), self._many]
         if form is not None:
             tilings = [*quantized_moe.tilings(form)]
-        for mixture in {plain, plain._replace(shared=experts.shared, weighed=experts.weighed)}:
-            self._compiler.begin([_plan_spec("moe_combine", mixture)])
-            self._compiler.begin(_product_spec("gated", form, tiling, mixture) for tiling in tilings)
+        for kind in {plain, plain._replace(shared=experts.shared, weighed=experts.weighed)}:
+            self._compiler.begin([_plan_spec("moe_combine", kind)])
+            self._compiler.begin(_product_spec("gated", form, tiling, kind) for tiling in tilings)
 
     def keeps(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
         """Return True if the kernels read experts [width, size] of this format as they are."""
         return self._compiler.arch == 90 and quantized_moe.supports(form, width, size, dtype)
 
     @staticmethod
-    def supports(w13: ExpertMatrices, w2: ExpertMatrices, num_experts: int, top_k: int) -> bool:
-        """Return True if the kernels can do a layer of these weights, whatever the number of tokens."""
+    def supports(mixture: Mixture) -> bool:
+        """Return True if the kernels can do a layer of these experts, whatever the number of tokens."""
+        w13, w2, num_experts, top_k = mixture.w13, mixture.w2, mixture.num_experts, mixture.routing.top_k
         _, hidden, intermediate = w2.shape
         sizes = hidden % 8 == 0 and intermediate % 8 == 0 and num_experts <= _MAX_EXPERTS and top_k <= _MAX_TOP_K
         if isinstance(w13, PackedExperts) or isinstance(w2, PackedExperts):
@@ -160,86 +159,51 @@ class CudaMoe:
         whole = w13.is_contiguous() and w2.is_contiguous()
         return sizes and whole and w2.dtype in (torch.bfloat16, torch.float16)
 
-    def __call__(
-        self,
-        x: Tensor,
-        router_logits: Tensor,
-        w13: ExpertMatrices,
-        w2: ExpertMatrices,
-        routing: Routing,
-        biases: ExpertBiases = NO_BIASES,
-        activation: ExpertActivation = "silu",
-        residual: Tensor | None = None,
-        first: int = 0,
-        shared: SharedExpert | None = None,
-        expert_scale: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, x: Tensor, router_logits: Tensor, mixture: Mixture, residual: Tensor | None = None) -> Tensor:
         """Compute Ops.moe."""
+        routing, bias = mixture.routing, mixture.biases.choice
         weighting = _Weighting.RENORMALIZED if routing.renormalize else _Weighting.PROBABILITIES
-        if not routing.plain or biases.choice is not None or router_logits.dtype not in (x.dtype, torch.float32):
-            router_logits, weighting = self._chosen(router_logits, routing, biases.choice, x.dtype), _Weighting.CHOSEN
-        top_k, more = routing.top_k, (first, shared, expert_scale)
-        return self._mix(x, router_logits, weighting, top_k, w13, w2, biases, activation, residual, *more)
+        if not routing.plain or bias is not None or router_logits.dtype not in (x.dtype, torch.float32):
+            router_logits, weighting = self._chosen(router_logits, routing, bias, x.dtype), _Weighting.CHOSEN
+        return self._mix(x, router_logits, weighting, mixture, residual)
 
-    def merges_shared(
-        self,
-        tokens: int,
-        w13: ExpertMatrices,
-        w2: ExpertMatrices,
-        num_experts: int,
-        routing: Routing,
-        shared: SharedExpert,
-    ) -> bool:
+    def merges_shared(self, tokens: int, mixture: Mixture) -> bool:
         """Return True if so few tokens' shared expert is computed as further experts.
 
         Of more tokens its own products are as fast as those of experts, and the router's launch, which makes the logit
         that weighs it, is slower than norm and product.
         """
-        if (
-            not 0 < tokens <= (_MAX_WEIGHED if shared.weighed else MAX_ROWS)
-            or not isinstance(w13, Tensor)
-            or not self.supports(w13, w2, num_experts, routing.top_k)
-        ):
+        w13, shared, routing = mixture.w13, mixture.shared, mixture.routing
+        if shared is None or not isinstance(w13, Tensor) or not self.supports(mixture):
             return False
-        parts, rest = divmod(shared.w2.shape[1], w2.shape[2])
+        parts, rest = divmod(shared.w2.shape[1], mixture.w2.shape[2])
         if rest or routing.top_k + parts > _MAX_TOP_K or shared.weighed > routing.plain:
             return False
-        return all(one.is_contiguous() and one.dtype == w13.dtype for one in (shared.w13, shared.w2))
+        few = 0 < tokens <= (_MAX_WEIGHED if shared.weighed else MAX_ROWS)
+        return few and all(one.is_contiguous() and one.dtype == w13.dtype for one in (shared.w13, shared.w2))
 
-    def chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    def chosen(self, x: Tensor, weights: Tensor, experts: Tensor, mixture: Mixture) -> Tensor:
         """Compute Ops.moe_chosen."""
-        table, top_k = _table(weights, experts, len(w13), x.dtype), experts.shape[1]
-        return self._mix(x, table, _Weighting.CHOSEN, top_k, w13, w2, NO_BIASES, "silu", None, 0, None, None)
+        table = _table(weights, experts, mixture.num_experts, x.dtype)
+        return self._mix(x, table, _Weighting.CHOSEN, mixture, None)
 
     def _mix(
-        self,
-        x: Tensor,
-        router_logits: Tensor,
-        weighting: _Weighting,
-        top_k: int,
-        w13: ExpertMatrices,
-        w2: ExpertMatrices,
-        biases: ExpertBiases,
-        activation: ExpertActivation,
-        residual: Tensor | None,
-        first: int,
-        shared: SharedExpert | None,
-        expert_scale: Tensor | None,
+        self, x: Tensor, router_logits: Tensor, weighting: _Weighting, mixture: Mixture, residual: Tensor | None
     ) -> Tensor:
         x, router_logits = x.contiguous(), router_logits.contiguous()
+        w13, w2, activation, shared = mixture.w13, mixture.w2, mixture.activation, mixture.shared
         tokens, hidden = x.shape
         held, _, intermediate = w2.shape
         if not tokens:
             return torch.empty_like(x)
-        mixture = _Mixture(x.dtype, router_logits.dtype, router_logits.shape[1], top_k, activation)
+        kind = _Kind(x.dtype, router_logits.dtype, mixture.num_experts, mixture.routing.top_k, activation)
         if shared is not None:
-            experts, parts = mixture.experts - shared.weighed, shared.w2.shape[1] // intermediate
-            mixture = mixture._replace(experts=experts, shared=parts, weighed=shared.weighed)
-        pairs = tokens * mixture.taken
-        tiling = self._tiling(tokens * top_k, mixture.experts, w13)
+            kind = kind._replace(shared=shared.w2.shape[1] // intermediate, weighed=shared.weighed)
+        pairs = tokens * kind.taken
+        tiling = self._tiling(tokens * kind.top_k, kind.experts, w13)
         plan = None
         if not tiling.route:
-            plan = self._plan(router_logits, weighting, expert_scale, mixture, tiling.block_m, first, held)
+            plan = self._plan(router_logits, weighting, mixture, kind, tiling.block_m)
         max_tiles = pairs if plan is None else len(plan.tiles)
         inner = x.new_empty((pairs, intermediate))
         outputs = x.new_empty((pairs, hidden))
@@ -248,46 +212,46 @@ class CudaMoe:
             "limit": activation.limit if isinstance(activation, ClampedSwiGLU) else 0.0,
             "router_logits": router_logits,
             "weighting": weighting,
-            "first_expert": first,
+            "first_expert": mixture.first,
             "held": held,
-            "expert_scale": expert_scale,
+            "expert_scale": mixture.expert_scale,
             "order": None if plan is None else plan.order,
             "tiles": None if plan is None else plan.tiles,
             "tile_count": None if plan is None else plan.tile_count,
             "pair_weights": None if plan is None else plan.weights,
         }
-        gated = self._product("gated", w13, shared and shared.w13, tiling, mixture)
+        gated = self._product("gated", w13, shared and shared.w13, tiling, kind)
         gated(
             (-(-intermediate // (tiling.block_n // 2)), max_tiles),
             tiling.threads,
             x=x,
-            divisor=mixture.taken,
-            bias=biases.w13,
+            divisor=kind.taken,
+            bias=mixture.biases.w13,
             out=inner,
             N=intermediate,
             K=hidden,
             **common,
         )
-        weighted = self._product("weighted", w2, shared and shared.w2, tiling, mixture)
+        weighted = self._product("weighted", w2, shared and shared.w2, tiling, kind)
         weighted(
             (-(-hidden // tiling.block_n), max_tiles),
             tiling.threads,
             x=inner,
             divisor=1,
-            bias=biases.w2,
+            bias=mixture.biases.w2,
             out=outputs,
             N=hidden,
             K=intermediate,
             **common,
         )
         out = torch.empty_like(x)
-        combine = self._compiler.kernel(_plan_spec, "moe_combine", mixture)
+        combine = self._compiler.kernel(_plan_spec, "moe_combine", kind)
         vectors = tokens * hidden // 8
         combine(
             (-(-vectors // 256),),
             256,
             y=outputs,
-            pair_weights=None if plan is None or held == mixture.experts else plan.weights,
+            pair_weights=None if plan is None or held == kind.experts else plan.weights,
             residual=residual,
             out=out,
             tokens=tokens,
@@ -304,19 +268,12 @@ class CudaMoe:
         return _table(*route(router_logits, routing, choice_bias), router_logits.shape[1], dtype)
 
     def _plan(
-        self,
-        router_logits: Tensor,
-        weighting: _Weighting,
-        expert_scale: Tensor | None,
-        mixture: _Mixture,
-        tile_rows: int,
-        first: int,
-        held: int,
+        self, router_logits: Tensor, weighting: _Weighting, mixture: Mixture, kind: _Kind, tile_rows: int
     ) -> _Plan:
-        tokens, device = len(router_logits), router_logits.device
-        chosen_pairs, pairs = tokens * mixture.top_k, tokens * mixture.taken
+        tokens, device, held = len(router_logits), router_logits.device, len(mixture.w2)
+        chosen_pairs, pairs = tokens * kind.top_k, tokens * kind.taken
         touched = min(chosen_pairs, held)
-        tiles = touched + (chosen_pairs - touched) // tile_rows + mixture.shared * -(-tokens // tile_rows)
+        tiles = touched + (chosen_pairs - touched) // tile_rows + kind.shared * -(-tokens // tile_rows)
         plan = _Plan(
             tiles=torch.empty((tiles, 4), dtype=torch.int32, device=device),
             tile_count=torch.empty(1, dtype=torch.int32, device=device),
@@ -324,16 +281,16 @@ class CudaMoe:
             weights=torch.empty(pairs, dtype=torch.float32, device=device),
         )
         if tokens <= _PLAN_TOKENS:
-            both = self._compiler.kernel(_plan_spec, "moe_plan", mixture)
+            both = self._compiler.kernel(_plan_spec, "moe_plan", kind)
             both(
                 (1,),
                 min(max(32 * tokens, 128), _PLAN_THREADS),
                 router_logits=router_logits,
                 tokens=tokens,
                 weighting=weighting,
-                first_expert=first,
+                first_expert=mixture.first,
                 held=held,
-                expert_scale=expert_scale,
+                expert_scale=mixture.expert_scale,
                 tile_rows=tile_rows,
                 weights=plan.weights,
                 order=plan.order,
@@ -342,20 +299,20 @@ class CudaMoe:
             )
             return plan
         chosen = torch.empty(pairs, dtype=torch.int32, device=device)
-        route = self._compiler.kernel(_plan_spec, "moe_route", mixture)
+        route = self._compiler.kernel(_plan_spec, "moe_route", kind)
         route(
             (-(-tokens // (_ROUTE_THREADS // 32)),),
             _ROUTE_THREADS,
             router_logits=router_logits,
             tokens=tokens,
             weighting=weighting,
-            first_expert=first,
+            first_expert=mixture.first,
             held=held,
-            expert_scale=expert_scale,
+            expert_scale=mixture.expert_scale,
             experts=chosen,
             weights=plan.weights,
         )
-        sort = self._compiler.kernel(_plan_spec, "moe_sort", mixture)
+        sort = self._compiler.kernel(_plan_spec, "moe_sort", kind)
         sort(
             (1,),
             _PLAN_THREADS,
@@ -381,13 +338,13 @@ class CudaMoe:
         weight: ExpertMatrices,
         shared: Tensor | None,
         tiling: _Tiling | QuantizedTiling,
-        mixture: _Mixture,
+        kind: _Kind,
     ) -> Launcher:
         """Return the launch of a grouped product, which lacks the other arguments than the weight's."""
         form, arguments = None, {"weight": weight, "shared": shared}
         if isinstance(weight, PackedExperts):
             form, arguments = weight.format, quantized_moe.weight_arguments(weight)
-        return partial(self._compiler.kernel(_product_spec, kernel, form, tiling, mixture), **arguments)
+        return partial(self._compiler.kernel(_product_spec, kernel, form, tiling, kind), **arguments)
 
     @property
     def _many(self) -> _Tiling:
@@ -400,18 +357,18 @@ def _table(weights: Tensor, chosen: Tensor, experts: int, dtype: torch.dtype) ->
     return table.scatter_(-1, chosen.long(), weights.to(dtype))
 
 
-def _plan_spec(kernel: str, mixture: _Mixture) -> KernelSpec:
-    return KernelSpec("moe.cu", kernel, mixture.macros)
+def _plan_spec(kernel: str, kind: _Kind) -> KernelSpec:
+    return KernelSpec("moe.cu", kernel, kind.macros)
 
 
 def _product_spec(
-    kernel: ExpertProduct, form: LevelFormat | None, tiling: _Tiling | QuantizedTiling, mixture: _Mixture
+    kernel: ExpertProduct, form: LevelFormat | None, tiling: _Tiling | QuantizedTiling, kind: _Kind
 ) -> KernelSpec:
     both: Macros = {
-        **mixture.macros,
+        **kind.macros,
         "ROUTE": int(tiling.route),
-        "CLAMPED": int(isinstance(mixture.activation, ClampedSwiGLU)),
-        "GELU_TANH": int(mixture.activation == "gelu_tanh"),
+        "CLAMPED": int(isinstance(kind.activation, ClampedSwiGLU)),
+        "GELU_TANH": int(kind.activation == "gelu_tanh"),
     }
     if isinstance(tiling, QuantizedTiling):
         assert form is not None

@@ -9,19 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.base import (
-    NO_BIASES,
     Activation,
     DecodeInputs,
     DeltaHeads,
-    ExpertActivation,
-    ExpertBiases,
-    ExpertMatrices,
     Heads,
     KernelNeeds,
     LatentRows,
+    Mixture,
     Norm,
     Routing,
-    SharedExpert,
     Weight,
 )
 from minisgl.kernel.compile import Compiler
@@ -334,44 +330,22 @@ class CudaOps:
         normed = self._normed(x, norm)
         return normed, self.linear(normed.to(weight.dtype), weight, bias)
 
-    def moe(
-        self,
-        x: Tensor,
-        router_logits: Tensor,
-        w13: ExpertMatrices,
-        w2: ExpertMatrices,
-        routing: Routing,
-        biases: ExpertBiases = NO_BIASES,
-        activation: ExpertActivation = "silu",
-        residual: Tensor | None = None,
-        first: int = 0,
-        shared: SharedExpert | None = None,
-        expert_scale: Tensor | None = None,
-    ) -> Tensor:
-        num_experts = router_logits.shape[1] - (shared is not None and shared.weighed)  # its logit is none of theirs
-        on_kernels = not isinstance(w13, Tensor) or self.moe_graph_safe(w13, w2, num_experts, routing.top_k)
+    def moe(self, x: Tensor, router_logits: Tensor, mixture: Mixture, residual: Tensor | None = None) -> Tensor:
+        on_kernels = not isinstance(mixture.w13, Tensor) or self.moe_graph_safe(mixture)
         moe = self._moe if on_kernels else self._torch.moe
-        return moe(x, router_logits, w13, w2, routing, biases, activation, residual, first, shared, expert_scale)
+        return moe(x, router_logits, mixture, residual)
 
     def moe_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        if not self.moe_graph_safe(w13, w2, len(w13), experts.shape[1]):
+        mixture = Mixture(w13, w2, len(w13), Routing(experts.shape[1], renormalize=False))
+        if not self.moe_graph_safe(mixture):
             return self._torch.moe_chosen(x, weights, experts, w13, w2)
-        return self._moe.chosen(x, weights, experts, w13, w2)
+        return self._moe.chosen(x, weights, experts, mixture)
 
-    def merges_shared(
-        self,
-        tokens: int,
-        w13: ExpertMatrices,
-        w2: ExpertMatrices,
-        num_experts: int,
-        routing: Routing,
-        shared: SharedExpert,
-        /,
-    ) -> bool:
-        return self._moe.merges_shared(tokens, w13, w2, num_experts, routing, shared)
+    def merges_shared(self, tokens: int, mixture: Mixture, /) -> bool:
+        return self._moe.merges_shared(tokens, mixture)
 
-    def moe_graph_safe(self, w13: ExpertMatrices, w2: ExpertMatrices, num_experts: int, top_k: int, /) -> bool:
-        return self._moe.supports(w13, w2, num_experts, top_k)
+    def moe_graph_safe(self, mixture: Mixture, /) -> bool:
+        return self._moe.supports(mixture)
 
 
 def _norms_late(dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:

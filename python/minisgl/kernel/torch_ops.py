@@ -18,13 +18,12 @@ from minisgl.kernel.base import (
     DeltaHeads,
     ExpertActivation,
     ExpertBiases,
-    ExpertMatrices,
     Heads,
     LatentRows,
+    Mixture,
     Norm,
     Ops,
     Routing,
-    SharedExpert,
     Weight,
 )
 from minisgl.kernel.recurrent_rows import ChunkedRows, SingleRows
@@ -170,28 +169,16 @@ class TorchOps:
         normed = x if norm is None else self.rms_norm(x, norm)
         return normed, self.linear(normed.to(weight.dtype), weight, bias)
 
-    def moe(
-        self,
-        x: Tensor,
-        router_logits: Tensor,
-        w13: ExpertMatrices,
-        w2: ExpertMatrices,
-        routing: Routing,
-        biases: ExpertBiases = NO_BIASES,
-        activation: ExpertActivation = "silu",
-        residual: Tensor | None = None,
-        first: int = 0,
-        shared: SharedExpert | None = None,
-        expert_scale: Tensor | None = None,
-    ) -> Tensor:
-        if shared is not None:
+    def moe(self, x: Tensor, router_logits: Tensor, mixture: Mixture, residual: Tensor | None = None) -> Tensor:
+        if mixture.shared is not None:
             raise ValueError("no shared expert is merged")
-        if not isinstance(w13, Tensor) or not isinstance(w2, Tensor):
+        if not isinstance(mixture.w13, Tensor) or not isinstance(mixture.w2, Tensor):
             raise TypeError("packed experts are for the kernels of csrc/")
-        weights, experts = route(router_logits, routing, biases.choice)
-        if expert_scale is not None:
-            weights = weights * expert_scale[experts]
-        y = self._mix(x, weights, experts - first, w13, w2, biases, activation)
+        weights, experts = route(router_logits, mixture.routing, mixture.biases.choice)
+        if mixture.expert_scale is not None:
+            weights = weights * mixture.expert_scale[experts]
+        matrices, biases = (mixture.w13, mixture.w2), mixture.biases
+        y = self._mix(x, weights, experts - mixture.first, *matrices, biases, mixture.activation)
         return y if residual is None else y.add_(residual)
 
     def moe_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:

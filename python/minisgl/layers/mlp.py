@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
 from minisgl.distributed.group import Summed
-from minisgl.kernel.base import ExpertBiases, ExpertKind, ExpertMatrices, Norm, Ops, SharedExpert
+from minisgl.kernel.base import ExpertBiases, ExpertKind, Mixture, Norm, Ops, SharedExpert
 from minisgl.kernel.torch_ops import DenseWeight
 from minisgl.layers.layer_config import MLPConfig, MoEConfig
 from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, empty, unallocated, zeros
@@ -65,7 +65,6 @@ class SparseMLP(nn.Module):
     def __init__(self, config: MoEConfig, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self.tp = tp
-        self.routing = config.routing
         self.router = Router(config, hidden_size, dtype=dtype)
         experts = InterleavedExperts if config.interleaved else Experts
         self.experts = experts(config, hidden_size, tp=tp, dtype=dtype)
@@ -87,31 +86,29 @@ class SparseMLP(nn.Module):
     ) -> Summed:
         """Send each token of norm(x) to its experts; sum as `RowParallelLinear.add` does."""
         y: Tensor
-        router, experts, shared = self.router, self.experts, self._merged(len(x), ctx.ops)
-        gate = None if shared is None or self.shared_expert_gate is None else self.shared_expert_gate.weight
+        router, mixture = self.router, self._mixture(len(x), ctx.ops)
+        gate = None if mixture.shared is None or self.shared_expert_gate is None else self.shared_expert_gate.weight
         normed, router_logits = ctx.ops.norm_router(x, params_of(norm), router.weight, router.bias, gate)
         alone = self.tp.size == 1
-        y = ctx.ops.moe(
-            normed,
-            router_logits,
-            *experts.matrices,
-            self.routing,
-            self._biases,
-            experts.activation,
-            residual if alone else None,
-            experts.first,
-            shared,
-        )
-        if shared is None and self.shared_experts is not None:
+        y = ctx.ops.moe(normed, router_logits, mixture, residual if alone else None)
+        if mixture.shared is None and self.shared_experts is not None:
             y = self.shared_experts.part(normed, y)
-        if shared is None and self.shared_expert is not None and self.shared_expert_gate is not None:
+        if mixture.shared is None and self.shared_expert is not None and self.shared_expert_gate is not None:
             y = y.addcmul_(self.shared_expert.part(normed), self.shared_expert_gate(normed, ctx))
         if alone or residual is None:
             return y, None
         return self.tp.all_reduce_norm(y, residual, next_norm)
 
-    def _merged(self, tokens: int, ops: Ops) -> SharedExpert | None:
-        """Return the shared expert if the kernels take it as further ones."""
+    def _mixture(self, tokens: int, ops: Ops) -> Mixture:
+        """Return the experts, with the shared one if the kernels take it as further ones."""
+        mixture = self.experts.mixture
+        biases = mixture.biases._replace(choice=self.router.choice_bias)
+        mixture = mixture._replace(biases=biases, shared=self._mergeable)
+        return mixture if ops.merges_shared(tokens, mixture) else mixture._replace(shared=None)
+
+    @property
+    def _mergeable(self) -> SharedExpert | None:
+        """The shared expert if it is computed as the others are."""
         block, router, gate = self.shared_expert or self.shared_experts, self.router, self.shared_expert_gate
         if block is None or self.experts.activation != "silu" or not (router.bias is self.experts.w13_bias is None):
             return None
@@ -120,21 +117,13 @@ class SparseMLP(nn.Module):
             return None
         if gate is not None and (gate.weight.dtype != router.weight.dtype or router.choice_bias is not None):
             return None
-        shared, experts = SharedExpert(w13.tensor, w2.tensor, weighed=gate is not None), self.experts
-        merged = ops.merges_shared(tokens, *experts.matrices, experts.num_experts, self.routing, shared)
-        return shared if merged else None
-
-    @property
-    def _biases(self) -> ExpertBiases:
-        """A row-parallel product's bias is added by the first rank alone, a whole expert's by the rank that has it."""
-        experts, adds = self.experts, self.experts.whole or self.tp.rank == 0
-        return ExpertBiases(self.router.choice_bias, experts.w13_bias, experts.w2_bias if adds else None)
+        return SharedExpert(w13.tensor, w2.tensor, weighed=gate is not None)
 
     @property
     def kernel_experts(self) -> ExpertKind:
         """Kind of experts for which kernels are compiled."""
         experts, router, kind = self.experts, self.router, self.experts.kind
-        if router.weight.dtype == torch.float32 and self.routing.plain and router.choice_bias is None:
+        if router.weight.dtype == torch.float32 and experts.routing.plain and router.choice_bias is None:
             kind = kind._replace(logits=torch.float32)
         block = self.shared_expert or self.shared_experts
         if experts.packed or block is None or block.down_proj.weight.shape[1] % experts.share:
@@ -187,10 +176,11 @@ class Experts(nn.Module):
 
     def __init__(self, config: MoEConfig, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
-        self.top_k, self.activation = config.routing.top_k, config.activation
+        self.routing, self.activation = config.routing, config.activation
         self.hidden_size = hidden_size
         self.intermediate_size = config.intermediate_size
         self.num_experts, self.whole = config.num_experts, config.whole
+        self.adds_bias = config.whole or tp.rank == 0
         self.share = config.intermediate_size // (1 if config.whole else tp.size)
         self.start = 0 if config.whole else tp.rank * self.share
         self.held = config.held_by(tp.rank, tp.size)
@@ -201,19 +191,23 @@ class Experts(nn.Module):
         self.w2_bias = zeros(count, hidden_size, dtype=dtype) if config.expert_bias else None
 
     @property
-    def matrices(self) -> tuple[ExpertMatrices, ExpertMatrices]:
-        """Return what `Ops.moe` reads."""
-        return self.packed or (self.w13, self.w2)
+    def mixture(self) -> Mixture:
+        """Return what `Ops.moe` computes. A row-parallel product's bias is added by the first rank alone, a whole
+        expert's by the rank that has it.
+        """
+        w13, w2 = self.packed or (self.w13, self.w2)
+        biases = ExpertBiases(None, self.w13_bias, self.w2_bias if self.adds_bias else None)
+        return Mixture(w13, w2, self.num_experts, self.routing, biases, self.activation, self.first)
 
     @property
     def kind(self) -> ExpertKind:
         """Kind of experts for which kernels are compiled."""
         form = self.packed[0].format if self.packed else None
-        return ExpertKind(self.num_experts, self.top_k, self.activation, form)
+        return ExpertKind(self.num_experts, self.routing.top_k, self.activation, form)
 
     def graph_safe(self, ops: Ops) -> bool:
         """True if their work is the same whatever the data."""
-        return ops.moe_graph_safe(*self.matrices, self.num_experts, self.top_k)
+        return ops.moe_graph_safe(self.mixture)
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         """Three matrices an expert: `experts.0.gate_proj.weight`."""
@@ -246,7 +240,7 @@ class Experts(nn.Module):
     @property
     def idle_weights(self) -> int:
         """Number of weights here that a token does not read, in the mean."""
-        return int((self.w13.numel() + self.w2.numel()) * (1 - self.top_k / self.num_experts))
+        return int((self.w13.numel() + self.w2.numel()) * (1 - self.routing.top_k / self.num_experts))
 
     @property
     def _experts(self) -> slice:

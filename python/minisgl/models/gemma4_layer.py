@@ -55,7 +55,7 @@ class Gemma4Layer(DecoderLayer):
         self.router: ScaledRouter | None = None
         if parts.experts is not None:
             self.router = ScaledRouter(parts.experts, size, config.norm, dtype=dtype)
-            self.experts, self.routing = Experts(parts.experts, size, tp=tp, dtype=dtype), parts.experts.routing
+            self.experts = Experts(parts.experts, size, tp=tp, dtype=dtype)
             self.experts_norm = norm("pre_feedforward_layernorm_2")
             self.mlp_part_norm = norm("post_feedforward_layernorm_1")
             self.experts_part_norm = norm("post_feedforward_layernorm_2")
@@ -87,15 +87,8 @@ class Gemma4Layer(DecoderLayer):
 
     def _with_experts(self, fed: Tensor, router: ScaledRouter, normed: Sequence[Tensor], ctx: ForwardContext) -> Tensor:
         """norm_1(fed) + norm_2(experts(x)), of x normed for the experts and for their router."""
-        experts, for_experts, for_router = self.experts, *normed
-        part = ctx.ops.moe(
-            for_experts,
-            router(for_router, ctx),
-            *experts.matrices,
-            self.routing,
-            activation=experts.activation,
-            first=experts.first,
-            expert_scale=router.expert_scale,
-        )
+        for_experts, for_router = normed
+        mixture = self.experts.mixture._replace(expert_scale=router.expert_scale)
+        part = ctx.ops.moe(for_experts, router(for_router, ctx), mixture)
         dense = self.mlp_part_norm(fed, ctx)
         return ctx.ops.norm_add(self.tp.all_reduce(part), self.experts_part_norm.params, dense)[0]
