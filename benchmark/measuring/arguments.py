@@ -118,6 +118,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(QuantizationMethod),
         help="what minisgl rounds matrices to; auto: as the checkpoint has them",
     )
+    group.add_argument("--fp8-activations", action="store_true", help="minisgl: round x too where the format does")
     group.add_argument("--attn", default="auto", metavar="NAME", help="minisgl's attention backend")
     group.add_argument(
         "--kv-cache-dtype", default="auto", choices=get_args(KVCacheDtype), help="what minisgl stores K and V in"
@@ -192,6 +193,7 @@ def engine_options(args: argparse.Namespace, folder: Path, longest: int) -> Engi
         page_size=args.page_size,
         num_pages=args.num_pages,
         quantization=args.quantization,
+        fp8_activations=args.fp8_activations,
         attention=args.attn,
         kv_cache_dtype=args.kv_cache_dtype,
         graph_max_bs=args.graph,

@@ -51,6 +51,7 @@ class EngineOptions:
     page_size: int = DEFAULT_PAGE_SIZE  # minisgl
     num_pages: int | None = None  # minisgl
     quantization: QuantizationMethod = "auto"  # minisgl
+    fp8_activations: bool = False  # minisgl
     attention: str = "auto"  # minisgl
     kv_cache_dtype: KVCacheDtype = "auto"  # minisgl
     graph_max_bs: int | None = None  # minisgl
@@ -96,6 +97,7 @@ class MinisglEngine:
             memory_ratio=options.memory_ratio,
             model_impl=options.model_impl,
             quantization=options.quantization,
+            fp8_activations=options.fp8_activations,
             kv_cache_dtype=options.kv_cache_dtype,
             page_size=options.page_size,
             num_page_override=options.num_pages,
