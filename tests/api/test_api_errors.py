@@ -14,8 +14,8 @@ from api_harness import MODEL, RawClient, RunningServer
 from fake_engine import LIMITS
 
 from minisgl.message.to_tokenizer import Generate
-from minisgl.server.api.bodies.body import MAX_LOGGED_FIELDS, UnknownFields
 from minisgl.server.api.bodies.schema import ChatBody
+from minisgl.server.api.routes.endpoint import MAX_LOGGED, UNKNOWN_FIELD, LogOnce
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -441,11 +441,11 @@ def test_internal_error_while_answering(server: RunningServer, monkeypatch: pyte
 
 def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     unknown = {"messages", "tempreature", "user"} - ChatBody.known_fields()
-    fields = UnknownFields()
+    fields = LogOnce(UNKNOWN_FIELD)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             fields.log(unknown)
         assert [record.args for record in caplog.records] == [("tempreature",)]
         fields.log({f"field{index}" for index in range(300)})
         fields.log({"another"})
-    assert len(caplog.records) == MAX_LOGGED_FIELDS, "the log is bounded too"
+    assert len(caplog.records) == MAX_LOGGED, "the log is bounded too"

@@ -12,20 +12,22 @@ from minisgl.core import Grammar, InvalidRequest
 Schema = dict[str, Any] | bool | str  # JSON Schema, or its JSON text
 
 
-class JsonSchemaFormat(BaseModel):
-    """OpenAI's `response_format.json_schema`. The schema is always followed, so `strict` changes nothing."""
+class Options(BaseModel):
+    """Object within a request's body. Types are strict; names that it does not know have no effect."""
 
     model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
+
+
+class JsonSchemaFormat(Options):
+    """OpenAI's `response_format.json_schema`. The schema is always followed, so `strict` changes nothing."""
 
     schema_: Schema = Field(
         alias="schema", description="JSON Schema that the answer follows.", examples=[{"type": "object"}]
     )
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Options):
     """OpenAI's `response_format`."""
-
-    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
 
     type: Literal["text", "json_object", "json_schema"] = Field(
         description="text: anything; json_object: any object; json_schema: as the schema says.",
@@ -45,10 +47,10 @@ class ResponseFormat(BaseModel):
                 return schema_grammar(self.json_schema.schema_)
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Options):
     """vLLM's `structured_outputs`. Unknown names are kept, so that `grammars` can refuse them by name."""
 
-    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=(), extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     json_: Schema | None = Field(
         default=None,

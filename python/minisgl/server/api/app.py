@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from functools import cache
+from itertools import chain
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -25,7 +24,7 @@ from minisgl.server.api.http.server import Drain, DrainGate
 from minisgl.server.api.openapi import DocsRoutes, openapi_document
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.responses.store import ResponseStore
-from minisgl.server.api.routes.endpoint import Endpoint, Service, Topic
+from minisgl.server.api.routes.endpoint import Routes, Service
 from minisgl.server.api.routes.generation import GenerationRoutes
 from minisgl.server.api.routes.glass_box import GlassBoxRoutes
 from minisgl.server.api.routes.loads import LoadRoutes
@@ -35,7 +34,7 @@ from minisgl.server.api.routes.operations import ControlRoutes, StatusRoutes
 from minisgl.server.api.routes.pooling import PoolingRoutes
 from minisgl.server.api.routes.responses import ResponsesRoutes
 
-TOPICS: dict[str, Callable[[Service], Topic]] = {
+TOPICS: dict[str, type[Routes]] = {
     "generation": GenerationRoutes,
     "pooling": PoolingRoutes,
     "responses": ResponsesRoutes,
@@ -50,31 +49,6 @@ TOPICS: dict[str, Callable[[Service], Topic]] = {
 LARGEST_BODIES = 128  # held at a time, of the largest size: 1 GiB of those that are allowed by default
 
 
-class App(FastAPI):
-    """Application of these endpoints, by topic, with the document that is made from them.
-
-    They enter as plain Starlette routes: FastAPI's own cost twice the time a request, and read bodies before the limits
-    of `bodies.body` are checked.
-    """
-
-    def __init__(
-        self, topics: Mapping[str, Sequence[Endpoint]], config: ServerConfig, limits: Limits, **settings: Any
-    ) -> None:
-        super().__init__(openapi_url=None, redirect_slashes=False, **settings)
-        self._topics, self._config, self._limits = topics, config, limits
-        docs = DocsRoutes(self.openapi)
-        for one in (*(one for topic in topics.values() for one in topic), *docs.endpoints()):
-            self.add_route(one.path, one.handler, list(one.methods), include_in_schema=one.documented)
-
-    def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document."""
-        return self._document
-
-    @cached_property
-    def _document(self) -> dict[str, Any]:
-        return openapi_document(self._topics, self._config, self._limits)
-
-
 def build_app(
     client: EngineClient,
     heartbeat: Heartbeat,
@@ -83,13 +57,17 @@ def build_app(
     limits: Limits,
     parsers: Parsers,
     responses: ResponseStore | None = None,
-) -> App:
-    """Return the ASGI application."""
+) -> FastAPI:
+    """Return the application of all endpoints, by topic, with the document that is made from them.
+
+    They enter as plain Starlette routes: FastAPI's own cost twice the time a request, and read bodies before the limits of
+    `bodies.body` are checked.
+    """
     service = Service(client, heartbeat, config, limits, parsers, responses)
-    return App(
-        {name: topic(service).endpoints() for name, topic in TOPICS.items()},
-        config,
-        limits,
+    topics = {name: topic(service).endpoints() for name, topic in TOPICS.items()}
+    app = FastAPI(
+        openapi_url=None,
+        redirect_slashes=False,
         middleware=layers(config, drain),
         exception_handlers={
             ApiError: on_api_error,
@@ -97,6 +75,10 @@ def build_app(
             HTTPException: on_http_exception,
         },
     )
+    app.openapi = cache(lambda: openapi_document(topics, config, limits))  # type: ignore[method-assign]
+    for one in (*chain.from_iterable(topics.values()), *DocsRoutes(app.openapi).endpoints()):
+        app.add_route(one.path, one.handler, list(one.methods), include_in_schema=one.documented)
+    return app
 
 
 def layers(config: ServerConfig, drain: Drain) -> list[Middleware]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from minisgl.core import SamplingParams
-from minisgl.limits import MAX_OPENAI_TEMPERATURE
 from minisgl.request_fields import RequestField, request_fields
 from minisgl.server.api.bodies.request_body import EMPTY, STRING, Body, CacheSalt, Priority, RequestId, any_of
-from minisgl.server.api.bodies.schema import MAX_MESSAGES, TemplateKwargs
+from minisgl.server.api.bodies.schema import MAX_MESSAGES, Temperature, TemplateKwargs
+from minisgl.structured_output.response_format import Options
 
 SAMPLING = request_fields(SamplingParams)
 
@@ -23,9 +23,7 @@ _MESSAGE = {
 }
 
 
-class Thinking(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True)
-
+class Thinking(Options):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"] = Field(
         description="disabled: the chat template asks for no thought; the others: it asks for one.",
         examples=["enabled"],
@@ -34,18 +32,14 @@ class Thinking(BaseModel):
     display: str | None = Field(default=None, description="no effect", examples=["summarized"])
 
 
-class OutputFormat(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
-
+class OutputFormat(Options):
     type: Literal["json_schema"] = Field(description="The only one.")
     schema_: dict[str, Any] = Field(
         alias="schema", description="JSON Schema that the answer follows.", examples=[{"type": "object"}]
     )
 
 
-class OutputConfig(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True)
-
+class OutputConfig(Options):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
         default=None, description="Given to the chat template of a model that thinks.", examples=["low"]
     )
@@ -123,10 +117,7 @@ class MessagesBody(ConversationBody):
     max_tokens: Annotated[
         int, RequestField("Most tokens to generate; fewer where the context holds no more.", 64, ge=1)
     ]
-    temperature: Annotated[
-        float | None,
-        RequestField("Randomness of the choice; below 0.00001 it is greedy.", 0.7, ge=0, le=MAX_OPENAI_TEMPERATURE),
-    ] = None
+    temperature: Annotated[float | None, Temperature] = None
     top_k: Annotated[int | None, SAMPLING["top_k"]] = None
     top_p: Annotated[float | None, SAMPLING["top_p"]] = None
     stop_sequences: Annotated[list[str], SAMPLING["stop"]] = Field([])

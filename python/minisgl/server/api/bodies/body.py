@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import math
 from collections.abc import Mapping, Sequence, Set
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -25,13 +24,10 @@ from minisgl.limits import Limits
 from minisgl.server.api.bodies.request_body import Body
 from minisgl.server.api.http.errors import ApiError, invalid, too_large, too_many_values, too_slow, wrong_content_type
 
-logger = logging.getLogger(__name__)
-
 B = TypeVar("B", bound=Body)
 
 MAX_VALUES = 65_536  # strings (names of fields are some), objects and arrays
 MAX_ITEMS = 262_144  # separated by commas: token ids are most of them
-MAX_LOGGED_FIELDS = 100
 HAVE_CHECKS = frozenset({"prompt", "input_ids", "tokens"})
 CONTAINERS = frozenset({dict, list})
 SHORT = 32  # items of a list that is not worth a look of its own
@@ -194,15 +190,3 @@ def _first_error(error: ValidationError) -> ApiError:
     # Without the names of a union's types, which stand in it as well.
     param = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
     return invalid(param, f"{param}: {first['msg'][:1].lower()}{first['msg'][1:]}")
-
-
-class UnknownFields:
-    """Names in the log, once, what clients send to no effect; so many names and no more."""
-
-    def __init__(self) -> None:
-        self._logged: set[str] = set()
-
-    def log(self, names: Set[str]) -> None:
-        for name in islice(names - self._logged, MAX_LOGGED_FIELDS - len(self._logged)):
-            self._logged.add(name)
-            logger.warning("requests have the unknown field %.80r; it has no effect", name)

@@ -99,6 +99,20 @@ class Body(BaseModel):
         return frozenset(cls.model_fields) | frozenset(cls.not_supported) | cls.no_effect
 
 
+class QueuedBody(Body):
+    """Body of every route whose requests wait for the engine."""
+
+    cache_salt: CacheSalt = None
+    request_id: RequestId = None
+    rid: RequestId = None  # SGLang's name of the same
+    priority: Priority = 0
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """Names that the client gives the request, for /abort."""
+        return tuple(name for name in (self.request_id, self.rid) if name is not None)
+
+
 JSON_TYPES: dict[Any, Any] = {  # types of sampling parameters that JSON has otherwise
     tuple[str, ...]: OneOrMoreStrings,
     tuple[int, ...]: list[int],
@@ -124,9 +138,9 @@ def _sampling_value(value: Any) -> Any:
 
 
 if TYPE_CHECKING:
-    SamplingBody = Body
+    SamplingBody = QueuedBody
 else:
-    SamplingBody = create_model("SamplingBody", __base__=Body, **_sampling_fields())
+    SamplingBody = create_model("SamplingBody", __base__=QueuedBody, **_sampling_fields())
 
 # How the value of a field becomes a grammar.
 GRAMMARS: Mapping[str, Callable[[Any], Grammar | None]] = {
@@ -188,11 +202,7 @@ class RequestBody(SamplingBody):
         int | None,
         RequestField("Keep so many tokens of the prompt's end; -1: as many as fit.", 512, ge=-1, le="max_seq_len"),
     ] = None
-    cache_salt: CacheSalt = None
-    extra_key: CacheSalt = None  # SGLang's name of the same
-    request_id: RequestId = None
-    rid: RequestId = None  # SGLang's name of the same
-    priority: Priority = 0
+    extra_key: CacheSalt = None  # SGLang's name of cache_salt
     stream: Stream = False
 
     response_format: Annotated[
@@ -231,11 +241,6 @@ class RequestBody(SamplingBody):
     def salt(self) -> str:
         """Salt with whose requests cached prefixes are shared; empty for the requests that give none."""
         return self.cache_salt or self.extra_key or ""
-
-    @property
-    def own_names(self) -> tuple[str, ...]:
-        """Names that the client gives the request, for /abort."""
-        return tuple(name for name in (self.request_id, self.rid) if name is not None)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from minisgl.core import InvalidRequest
 from minisgl.limits import MAX_OPENAI_TEMPERATURE
@@ -31,6 +31,7 @@ from minisgl.server.api.bodies.request_body import (
     any_of,
 )
 from minisgl.server.api.bodies.tools import ToolUse, function_use, tool_use
+from minisgl.structured_output.response_format import Options
 
 MAX_MESSAGES = 8192
 MAX_TOKENS_TO_DECODE = MAX_ITEMS
@@ -67,9 +68,17 @@ ParallelToolCalls = Annotated[bool, RequestField("An answer may have more than o
 Prompt = Annotated[Any, any_of(STRING, STRINGS, IDS, {"type": "array", "items": IDS}), _Prompt]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True)
+Temperature = RequestField(
+    "Randomness of the choice; below 0.00001 it is greedy.", 0.7, ge=0, le=MAX_OPENAI_TEMPERATURE
+)
+ToolChoice = Annotated[
+    Any,
+    any_of(STRING, {"type": "object"}),
+    RequestField("none, auto, required, a function by name or allowed_tools.", "auto"),
+]  # see `bodies.tools`
 
+
+class StreamOptions(Options):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -77,10 +86,7 @@ class StreamOptions(BaseModel):
 class OpenAIBody(RequestBody):
     """Body of chat and text completions."""
 
-    temperature: Annotated[
-        float,
-        RequestField("Randomness of the choice; below 0.00001 it is greedy.", 0.7, ge=0, le=MAX_OPENAI_TEMPERATURE),
-    ] = 1.0
+    temperature: Annotated[float, Temperature] = 1.0
     n: Annotated[int, RequestField("Answers to each prompt.", 1, ge=1, le="max_choices")] = 1
     stream_options: Annotated[
         StreamOptions | None, RequestField("include_usage, continuous_usage_stats; only with stream.")
@@ -106,11 +112,7 @@ class ConversationBody(Body):
         list[dict[str, Any]] | None,
         RequestField("Functions that the model may call.", [{"type": "function", "function": {"name": "now"}}]),
     ] = None
-    tool_choice: Annotated[
-        Any,
-        any_of(STRING, {"type": "object"}),
-        RequestField("none, auto, required, a function by name or allowed_tools.", "auto"),
-    ] = "auto"  # see `tools.tool_use`
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: ParallelToolCalls = True
     functions: Annotated[list[dict[str, Any]] | None, RequestField("Older form of tools.", [{"name": "now"}])] = None
     function_call: Annotated[

@@ -45,10 +45,8 @@ class Gate:
         self._checks = checks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http":
-            error = next(filter(None, (check(scope) for check in self._checks)), None)
-            app = app if error is None else error.response(scope)
+        error = next(filter(None, (check(scope) for check in self._checks)), None)
+        app = self._app if error is None else error.response(scope)
         await app(scope, receive, send)
 
 

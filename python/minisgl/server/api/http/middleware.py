@@ -32,9 +32,6 @@ class AccessLogMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         begin = time.perf_counter()
         status = NO_ANSWER
 
@@ -73,9 +70,6 @@ class RequestIdMiddleware:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         request_id = _request_id(scope)
         scope["root_path"] = self._root_path
         scope.setdefault("state", {})["request_id"] = request_id.decode()

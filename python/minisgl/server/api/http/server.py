@@ -91,9 +91,7 @@ class DrainGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         drain = self._drain
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-        elif drain.error is None:
+        if drain.error is None:
             await self._answer(scope, receive, send)
         elif route_path(scope) in WATCHING_ROUTES:
             await self._app(scope, receive, closing(send))

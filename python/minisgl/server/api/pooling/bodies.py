@@ -14,10 +14,7 @@ from minisgl.server.api.bodies.request_body import (
     NEVER,
     STRING,
     STRINGS,
-    Body,
-    CacheSalt,
-    Priority,
-    RequestId,
+    QueuedBody,
     any_of,
 )
 from minisgl.server.api.bodies.schema import IDS
@@ -36,7 +33,7 @@ Instruction = Annotated[
 UseActivation = Annotated[bool | None, RequestField("Probabilities; false: logits.", True)]
 
 
-class PoolingBody(Body):
+class PoolingBody(QueuedBody):
     """Fields that every route which pools takes."""
 
     not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -67,15 +64,6 @@ class PoolingBody(Body):
         Literal["left", "right"] | None, RequestField("Where a text is cut; none: right, at its end.", "right")
     ] = None
     add_special_tokens: Annotated[bool, RequestField("Add the tokenizer's special tokens to texts.", True)] = True
-    cache_salt: CacheSalt = None
-    request_id: RequestId = None
-    rid: RequestId = None
-    priority: Priority = 0
-
-    @property
-    def own_names(self) -> tuple[str, ...]:
-        """Names that the client gives the request, for /abort."""
-        return tuple(name for name in (self.request_id, self.rid) if name is not None)
 
     @property
     def tokens_to_keep(self) -> int | None:

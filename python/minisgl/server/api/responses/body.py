@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from minisgl.limits import MAX_OPENAI_TEMPERATURE
 from minisgl.request_fields import RequestField
 from minisgl.server.api.bodies.request_body import NEVER, OFF, STRING, RequestBody, any_of
-from minisgl.server.api.bodies.schema import ParallelToolCalls, ReasoningEffort, TemplateKwargs
+from minisgl.server.api.bodies.schema import ParallelToolCalls, ReasoningEffort, Temperature, TemplateKwargs, ToolChoice
+from minisgl.structured_output.response_format import Options
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_REASONING = "reasoning.encrypted_content"
@@ -34,20 +34,16 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(Options):
     """Settings of how the model thinks. Summaries are not made, so `summary` has no effect."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
 
     effort: ReasoningEffort | None = Field(
         default=None, description="Given to the chat template; `none`: without a thought.", examples=["low"]
     )
 
 
-class TextFormat(BaseModel):
+class TextFormat(Options):
     """Form of the answer's text."""
-
-    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
 
     type: Literal["text", "json_object", "json_schema"] = Field(
         description="text: anything; json_object: any object; json_schema: as the schema says.",
@@ -61,9 +57,7 @@ class TextFormat(BaseModel):
     )
 
 
-class TextOptions(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True)
-
+class TextOptions(Options):
     format: TextFormat | None = Field(default=None, description="Form of the answer's text.")
     verbosity: Literal["low", "medium", "high"] | None = Field(
         default=None, description="Given to the chat template.", examples=["medium"]
@@ -111,10 +105,7 @@ class ResponsesBody(RequestBody):
         int | None, RequestField("Most tokens to generate, thoughts included; none: as many as fit.", 64, ge=1)
     ] = None
     max_tokens: Annotated[int | None, RequestField("Chat's name of max_output_tokens.", 64, ge=1)] = None
-    temperature: Annotated[
-        float,
-        RequestField("Randomness of the choice; below 0.00001 it is greedy.", 0.7, ge=0, le=MAX_OPENAI_TEMPERATURE),
-    ] = 1.0
+    temperature: Annotated[float, Temperature] = 1.0
     tools: Annotated[
         list[dict[str, Any]] | None,
         RequestField(
@@ -122,11 +113,7 @@ class ResponsesBody(RequestBody):
             [{"type": "function", "name": "now"}],
         ),
     ] = None
-    tool_choice: Annotated[
-        Any,
-        any_of(STRING, {"type": "object"}),
-        RequestField("none, auto, required, a function by name or allowed_tools.", "auto"),
-    ] = "auto"
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: ParallelToolCalls = True
     text: Annotated[
         TextOptions | None,

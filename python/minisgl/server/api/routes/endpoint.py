@@ -6,10 +6,11 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -20,7 +21,7 @@ from minisgl.limits import Limits
 from minisgl.parsers.parser_choice import NONE, Parsers
 from minisgl.pooling.pooling_config import NO_TEXT
 from minisgl.server.api.answers.answer import Answer, Writer
-from minisgl.server.api.bodies.body import MAX_ITEMS, B, UnknownFields, check_numbers, read_body, read_fields, validate
+from minisgl.server.api.bodies.body import MAX_ITEMS, B, check_numbers, read_body, read_fields, validate
 from minisgl.server.api.bodies.request_body import Body, RequestBody
 from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import ApiError, ErrorBody, model_not_found
@@ -36,7 +37,9 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Any]]  # of a Response or another ASGI application
 Json = dict[str, Any]
 
-MAX_LOGGED_TYPES = 100
+MAX_LOGGED = 100  # names
+UNKNOWN_FIELD = "requests have the unknown field %.80r; it has no effect"
+IGNORED_TYPE = "requests have tools of the type %.80r, which are passed over: only functions are known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +64,17 @@ class Endpoint:
         return (inspect.getdoc(self.handler) or "").partition("\n")[0].partition(". ")[0].rstrip(".")
 
 
-class Topic(Protocol):
-    """A module's routes."""
+class LogOnce:
+    """Logs each name once, within a text; so many names and no more."""
 
-    def endpoints(self) -> list[Endpoint]: ...
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._logged: set[str] = set()
+
+    def log(self, names: Set[str]) -> None:
+        for name in islice(names - self._logged, MAX_LOGGED - len(self._logged)):
+            self._logged.add(name)
+            logger.warning(self._text, name)
 
 
 class IgnoredTools:
@@ -72,14 +82,10 @@ class IgnoredTools:
 
     def __init__(self) -> None:
         self._logged = False
-        self._logged_types: set[str] = set()
+        self._types = LogOnce(IGNORED_TYPE)
 
     def log(self, use: ToolUse, parsers: Parsers) -> None:
-        for kind in islice(use.passed_over - self._logged_types, MAX_LOGGED_TYPES - len(self._logged_types)):
-            self._logged_types.add(kind)
-            logger.warning(
-                "requests have tools of the type %.80r, which are passed over: only functions are known", kind
-            )
+        self._types.log(use.passed_over)
         if self._logged or not use.schemas or use.required or parsers.tool_calls != NONE:
             return
         self._logged = True
@@ -98,7 +104,7 @@ class Service:
     parsers: Parsers
     responses: ResponseStore | None = None  # what /v1/responses keeps, if anything
     created: int = field(default_factory=lambda: int(time.time()))
-    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    unknown_fields: LogOnce = field(default_factory=lambda: LogOnce(UNKNOWN_FIELD))
     ignored_tools: IgnoredTools = field(default_factory=IgnoredTools)
 
     async def parse(self, request: Request, model: type[B]) -> B:
@@ -149,6 +155,16 @@ class Service:
         """Raise ApiError if it is not one of the model's names."""
         if name not in self.config.model_names:
             raise model_not_found(name)
+
+
+class Routes(ABC):
+    """Routes of one topic."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    @abstractmethod
+    def endpoints(self) -> list[Endpoint]: ...
 
 
 def json_response(value: object) -> Response:

@@ -18,15 +18,12 @@ from minisgl.server.api.answers.completions import (
 from minisgl.server.api.answers.sglang import SglangAnswer, SglangWriter, is_sglang, sglang_job
 from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateBody, SglangBody
 from minisgl.server.api.http.errors import ErrorBody
-from minisgl.server.api.routes.endpoint import Endpoint, Service
+from minisgl.server.api.routes.endpoint import Endpoint, Routes
 
 GENERATION_ERRORS = (499,)
 
 
-class GenerationRoutes:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
+class GenerationRoutes(Routes):
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint(

@@ -24,7 +24,7 @@ from minisgl.message.engine_state import EngineState, StepRecord
 from minisgl.server.api.load import EngineLoad
 from minisgl.server.api.metrics import Histogram
 from minisgl.server.api.requests.inspector import Inspector
-from minisgl.server.api.routes.endpoint import Endpoint, Service, json_response
+from minisgl.server.api.routes.endpoint import Endpoint, Routes, Service, json_response
 
 UI = Path(minisgl.__file__).parent / "ui"
 INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -58,9 +58,9 @@ class DebugState(msgspec.Struct, frozen=True, kw_only=True):
     time_between_tokens: Latency
 
 
-class GlassBoxRoutes:
+class GlassBoxRoutes(Routes):
     def __init__(self, service: Service) -> None:
-        self._service = service
+        super().__init__(service)
         self._inspector = Inspector(service.client, service.heartbeat)
 
     def endpoints(self) -> list[Endpoint]:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl import __version__
-from minisgl.server.api.routes.endpoint import Endpoint, Service, json_response
+from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
 
 
 class RankLoad(msgspec.Struct, frozen=True):
@@ -54,10 +54,7 @@ class ServerLoad(msgspec.Struct, frozen=True):
     server_load: int
 
 
-class LoadRoutes:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
+class LoadRoutes(Routes):
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint("/v1/loads", self.loads, answers=(Loads,)),

@@ -19,15 +19,12 @@ from minisgl.server.api.anthropic.writer import AnthropicMessage, MessagesWriter
 from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.server.api.http.errors import AnthropicErrorBody
 from minisgl.server.api.http.middleware import request_id_of
-from minisgl.server.api.routes.endpoint import Endpoint, Service, json_response
+from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
 from minisgl.server.api.routes.generation import GENERATION_ERRORS
 from minisgl.server.api.routes.models import TIMEOUT
 
 
-class MessagesRoutes:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
+class MessagesRoutes(Routes):
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint(

@@ -16,7 +16,7 @@ from minisgl.message.types import pack_ids, unpack_ids
 from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.server.api.bodies.plain_prompts import checked_ids
 from minisgl.server.api.bodies.schema import DetokenizeBody, TokenizeBody
-from minisgl.server.api.routes.endpoint import Endpoint, Service, json_response
+from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
 
 
 class ModelCard(msgspec.Struct, frozen=True, tag_field="object", tag="model"):
@@ -42,10 +42,7 @@ class Detokenized(msgspec.Struct, frozen=True):
     prompt: str
 
 
-class ModelRoutes:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
+class ModelRoutes(Routes):
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint("/v1/models", self.models, answers=(ModelList,)),
@@ -85,10 +82,7 @@ class ModelRoutes:
 TIMEOUT = 60.0  # seconds, for a tokenizer worker that has others to answer
 
 
-class TokenRoutes:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
+class TokenRoutes(Routes):
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint("/tokenize", self.tokenize, ("POST",), (TokenizeBody,), (Tokenized,)),

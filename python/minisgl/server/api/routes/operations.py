@@ -16,16 +16,13 @@ from minisgl.server.api.bodies.schema import AbortBody
 from minisgl.server.api.http.errors import no_answer, overloaded, shutting_down, unhealthy
 from minisgl.server.api.metrics import CONTENT_TYPE, Exposition
 from minisgl.server.api.requests.open_request import Job
-from minisgl.server.api.routes.endpoint import Endpoint, Service, json_response
+from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
 
 SERVER_INFO_TIMEOUT = 2.0  # seconds, for the answers of all processes
 GENERATE_TIMEOUT = 30.0  # seconds, for one token
 
 
-class StatusRoutes:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
+class StatusRoutes(Routes):
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint("/health", self.health, answers=(dict[str, str],)),
@@ -131,10 +128,7 @@ class StatusRoutes:
 FLUSH_TIMEOUT = 60.0  # seconds, for a scheduler in the middle of a step
 
 
-class ControlRoutes:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
+class ControlRoutes(Routes):
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint("/flush_cache", self.flush_cache, ("GET", "POST")),

@@ -36,13 +36,13 @@ from minisgl.server.api.pooling.bodies import (
 )
 from minisgl.server.api.pooling.jobs import pairs_job, vectors_job
 from minisgl.server.api.requests.open_request import Job
-from minisgl.server.api.routes.endpoint import Endpoint, Handler, Service
+from minisgl.server.api.routes.endpoint import Endpoint, Handler, Routes, Service
 from minisgl.server.api.routes.generation import GENERATION_ERRORS
 
 
-class PoolingRoutes:
+class PoolingRoutes(Routes):
     def __init__(self, service: Service) -> None:
-        self._service = service
+        super().__init__(service)
         self._name = service.config.model_name
 
     def endpoints(self) -> list[Endpoint]:

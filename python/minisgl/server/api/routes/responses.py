@@ -20,7 +20,7 @@ from minisgl.server.api.responses.history import History, ItemList
 from minisgl.server.api.responses.job import Order, order_of
 from minisgl.server.api.responses.truncation import fitted
 from minisgl.server.api.responses.writer import Response, ResponsesWriter, StreamEvent
-from minisgl.server.api.routes.endpoint import Endpoint, Service, json_response
+from minisgl.server.api.routes.endpoint import Endpoint, Routes, Service, json_response
 
 PATH = "/v1/responses"
 ONE = PATH + "/{response_id}"
@@ -33,9 +33,9 @@ class DeletedResponse(msgspec.Struct, frozen=True, tag_field="object", tag="resp
     deleted: bool = True
 
 
-class ResponsesRoutes:
+class ResponsesRoutes(Routes):
     def __init__(self, service: Service) -> None:
-        self._service = service
+        super().__init__(service)
         self._open: dict[str, OpenResponse] = {}  # that are being answered, by id
 
     def endpoints(self) -> list[Endpoint]:
