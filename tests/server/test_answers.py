@@ -73,7 +73,7 @@ def test_chat_streams_what_it_answers(server: Server) -> None:
 def test_chat_adds_no_special_tokens_of_its_own(server: Server, random_model: Path) -> None:
     tokenizer = TextTokenizer.from_folder(random_model)
     messages = [{"role": "user", "content": "hi"}]
-    rendered = tokenizer.render_chat(messages)
+    rendered = tokenizer.templates.render(messages)
     answer = server.client.chat.completions.create(
         model="random-model",
         messages=messages,

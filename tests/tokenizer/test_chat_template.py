@@ -96,7 +96,7 @@ def test_as_transformers(transformers_tokenizer: Any, source: str, tools: Any, m
         expected = transformers_tokenizer.apply_chat_template(
             messages, tools=tools, chat_template=source, add_generation_prompt=prompt, tokenize=False, **kwargs
         )
-        assert ours.render_chat(messages, tools, kwargs, prompt) == expected
+        assert ours.templates.render(messages, tools, kwargs, prompt) == expected
         ids = transformers_tokenizer(expected, add_special_tokens=False)["input_ids"]
         assert ours.encode_chat(messages, tools, kwargs, prompt).tolist() == ids
 
@@ -157,33 +157,33 @@ def test_template_that_raises(source: str) -> None:
 def test_endless_templates_end(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.1)
     with pytest.raises(InvalidRequest, match="seconds"):
-        tokenizer_with(source).render_chat([USER])
+        tokenizer_with(source).templates.render([USER])
 
 
 def test_huge_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_CHARS", 1000)
     with pytest.raises(InvalidRequest, match="longer than 1000"):
-        tokenizer_with("{% for a in range(99999) %}{{ a }}{% endfor %}").render_chat([USER])
+        tokenizer_with("{% for a in range(99999) %}{{ a }}{% endfor %}").templates.render([USER])
 
 
 def test_no_messages_and_reserved_names() -> None:
     with pytest.raises(InvalidRequest, match="at least one"):
-        tokenizer_with("x").render_chat([])
+        tokenizer_with("x").templates.render([])
     with pytest.raises(InvalidRequest, match="add_generation_prompt"):
-        tokenizer_with("x").render_chat([USER], None, {"add_generation_prompt": False})
+        tokenizer_with("x").templates.render([USER], None, {"add_generation_prompt": False})
 
 
 def test_named_templates() -> None:
     ours = tokenizer_with("plain", tool_use="with tools")
-    assert ours.render_chat([USER]) == "plain"
-    assert ours.render_chat([USER], TOOLS) == "with tools"
+    assert ours.templates.render([USER]) == "plain"
+    assert ours.templates.render([USER], TOOLS) == "with tools"
     with pytest.raises(InvalidRequest, match="rag"):
-        tokenizer_with(rag="x").render_chat([USER])
+        tokenizer_with(rag="x").templates.render([USER])
 
 
 def test_no_template_names_the_model() -> None:
     with pytest.raises(InvalidRequest, match="tiny has no chat template") as caught:
-        tokenizer_with().render_chat([USER])
+        tokenizer_with().templates.render([USER])
     assert caught.value.field == "messages"
 
 
@@ -204,7 +204,7 @@ def test_continued_as_transformers(transformers_tokenizer: Any, source: str, con
     """The text ends where the last message does, so that the model writes on."""
     source = source.replace("m.get('content', 'none')", "m.content").replace("m.tool_calls | tojson", "m.content")
     messages = [USER, {"role": "assistant", "content": content}]
-    ours = tokenizer_with(source).render_chat(messages, None, {}, True, True)
+    ours = tokenizer_with(source).templates.render(messages, None, {}, True, True)
     assert ours == transformers_tokenizer.apply_chat_template(
         messages, chat_template=source, continue_final_message=True, tokenize=False
     )
@@ -213,7 +213,7 @@ def test_continued_as_transformers(transformers_tokenizer: Any, source: str, con
 
 def test_last_message_that_the_template_drops_cannot_be_continued() -> None:
     with pytest.raises(InvalidRequest, match="does not show the last message"):
-        tokenizer_with("{{ messages[0].content }}").render_chat([USER, USER], None, {}, False, True)
+        tokenizer_with("{{ messages[0].content }}").templates.render([USER, USER], None, {}, False, True)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_arguments_of_calls_are_what_templates_expect(source: str, expected: str
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b":1, "a":"é"}'}}
     source = "{% set arguments = messages[0].tool_calls[0].function.arguments %}" + source
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    assert tokenizer_with(source).render_chat([message]) == expected
+    assert tokenizer_with(source).templates.render([message]) == expected
     assert call["function"]["arguments"] == '{"b":1, "a":"é"}'  # type: ignore[index]
 
 
@@ -241,14 +241,14 @@ def test_arguments_that_are_no_object_stay_text() -> None:
         call = {"function": {"name": "f", "arguments": text}}
         message = {"role": "assistant", "content": "", "tool_calls": [call]}
         source = "{{ messages[0].tool_calls[0].function.arguments }}"
-        assert tokenizer_with(source).render_chat([message]) == text
+        assert tokenizer_with(source).templates.render([message]) == text
 
 
 def test_developer_is_system_where_the_template_knows_no_better() -> None:
     message = {"role": "developer", "content": "x"}
-    assert tokenizer_with("{{ messages[0].role }}").render_chat([message]) == "system"
+    assert tokenizer_with("{{ messages[0].role }}").templates.render([message]) == "system"
     knowing = "{% if messages[0].role == 'developer' %}dev{% endif %}"
-    assert tokenizer_with(knowing).render_chat([message]) == "dev"
+    assert tokenizer_with(knowing).templates.render([message]) == "dev"
 
 
 def test_a_file_of_its_own_replaces_the_folders_templates(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_special_tokens_as_text_or_object(tmp_path: Path) -> None:
     config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "pad_token": None}
     config |= {"chat_template": "{{ bos_token }}{{ eos_token }}{{ pad_token is defined }}"}
     ours = TextTokenizer.from_folder(folder_with(tmp_path, small.llama(), config))
-    assert ours.render_chat(USER) == "<s></s>False"
+    assert ours.templates.render(USER) == "<s></s>False"
 
 
 TOKEN = {"__type": "AddedToken", "content": "<s>", "lstrip": False}
@@ -136,12 +136,12 @@ def test_which_file_names_the_special_tokens(tmp_path: Path, config: dict[str, A
     folder_with(tmp_path, small.llama(), config)
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
     want = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(USER, tokenize=False)
-    assert TextTokenizer.from_folder(tmp_path).render_chat(USER) == want
+    assert TextTokenizer.from_folder(tmp_path).templates.render(USER) == want
 
 
 def test_where_chat_templates_are_found(tmp_path: Path) -> None:
     def rendered(config: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> str:
-        return TextTokenizer.from_folder(folder_with(tmp_path, small.llama(), config)).render_chat(USER, tools)
+        return TextTokenizer.from_folder(folder_with(tmp_path, small.llama(), config)).templates.render(USER, tools)
 
     with pytest.raises(InvalidRequest, match=tmp_path.name):
         rendered({})

@@ -149,7 +149,7 @@ def prompt_text(prompt: TextPrompt | ChatPrompt, tokenizer: TextTokenizer) -> tu
     """Return the prompt as text, and True if special tokens are to be added: a chat template has written them all."""
     if isinstance(prompt, TextPrompt):
         return prompt.text, prompt.add_special_tokens
-    text = tokenizer.render_chat(
+    text = tokenizer.templates.render(
         prompt.messages,
         prompt.tools,
         prompt.template_kwargs,

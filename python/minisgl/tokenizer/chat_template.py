@@ -61,9 +61,9 @@ class ChatTemplates:
     def render(
         self,
         messages: list[Message],
-        tools: list[dict[str, Any]] | None,
-        template_kwargs: dict[str, Any],
-        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
         """Render the conversation as one text, special tokens written out; InvalidRequest if the template fails.
@@ -72,7 +72,7 @@ class ChatTemplates:
         """
         if not messages:
             raise InvalidRequest("messages", "messages must have at least one message")
-        name = self._choose(tools)
+        name, template_kwargs = self._choose(tools), template_kwargs or {}
         knows_developer = "developer" in self._sources[name]
         normalized = [_normalize(message, knows_developer) for message in messages]
         if is_harmony(self._sources[name]):

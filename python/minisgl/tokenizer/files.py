@@ -111,14 +111,9 @@ def _complete(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
 
 
 def _for_the_library(token: Added) -> AddedToken:
-    return AddedToken(
-        token.content,
-        single_word=token.single_word,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=token.normalized,
-        special=token.special,
-    )
+    fields = msgspec.structs.asdict(token)
+    del fields["id"]
+    return AddedToken(**fields)
 
 
 def _convert(folder: Path) -> Tokenizer:

@@ -98,35 +98,20 @@ def changed_tokens(config: dict[str, Any], own: Iterable[Added], vocabulary: Voc
     return [token for token in tokens.values() if token != before.get(token.content)]
 
 
-class _Listed(msgspec.Struct):
-    content: str
-    single_word: bool = False
-    lstrip: bool = False
-    rstrip: bool = False
-    normalized: bool | None = None
-    special: bool = False
-
-
 def _listed(config: dict[str, Any]) -> list[Added]:
+    """Return what added_tokens_decoder lists: special tokens are not normalized, where it does not say so."""
     try:
         listed = msgspec.convert(
-            config.get("added_tokens_decoder") or {}, type=dict[int, _Listed], strict=True, str_keys=True
+            config.get("added_tokens_decoder") or {}, type=dict[int, dict[str, Any]], str_keys=True
         )
+        tokens = [
+            {"id": token_id, "normalized": not token.get("special")}
+            | {name: value for name, value in token.items() if value is not None}
+            for token_id, token in sorted(listed.items())
+        ]
+        return [token for token in msgspec.convert(tokens, type=list[Added]) if token.content]
     except msgspec.ValidationError as error:
         raise ConfigError(f"tokenizer_config.json has no valid added_tokens_decoder: {error}") from error
-    return [
-        Added(
-            token_id,
-            token.content,
-            token.single_word,
-            token.lstrip,
-            token.rstrip,
-            normalized=not token.special if token.normalized is None else token.normalized,
-            special=token.special,
-        )
-        for token_id, token in sorted(listed.items())
-        if token.content
-    ]
 
 
 def chat_templates(folder: Path, config: dict[str, Any], file: str | None = None) -> dict[str, str]:

@@ -52,7 +52,7 @@ def _with_document(pair: PairPrompt, document: str) -> PairPrompt:
 
 
 def _encode(pair: PairPrompt, tokenizer: TextTokenizer) -> Int32Array:
-    if tokenizer.takes_pairs:
+    if tokenizer.templates.takes_pairs:
         instruction = [] if pair.instruction is None else [{"role": "system", "content": pair.instruction}]
         query, document = {"role": "query", "content": pair.query}, {"role": "document", "content": pair.document}
         return tokenizer.encode_chat([*instruction, query, document])

@@ -32,7 +32,7 @@ class TextTokenizer:
     def __init__(self, tokenizer: Tokenizer, templates: ChatTemplates, *, reranks: bool = False) -> None:
         self.tokenizer = tokenizer
         self.reranks = reranks
-        self._templates = templates
+        self.templates = templates
 
     @classmethod
     def from_folder(cls, path: str | Path, chat_template: str | None = None, *, reranks: bool = False) -> TextTokenizer:
@@ -46,11 +46,6 @@ class TextTokenizer:
             chat_templates(folder, config, chat_template), special_tokens(config), model_name=folder.resolve().name
         )
         return cls(load_tokenizer(folder), templates, reranks=reranks)
-
-    @property
-    def takes_pairs(self) -> bool:
-        """True if the chat template has a place for a query and a document."""
-        return self._templates.takes_pairs
 
     def encode(
         self, text: str, add_special_tokens: bool = True, field: str = "prompt", *, pair: str | None = None
@@ -113,7 +108,7 @@ class TextTokenizer:
     def encode_last(self, text: str, num_tokens: int, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
         """Return the last `num_tokens` ids of a text, among them the special tokens (BOS) that begin it."""
         ids = np.empty(0, dtype=np.int32)
-        for chars in (num_tokens * CHARS_PER_TOKEN, num_tokens * self._longest_token):
+        for chars in (num_tokens * CHARS_PER_TOKEN, self.most_chars(num_tokens)):
             tail = text[-chars:]
             ids = self.encode(tail, add_special_tokens, field)
             # Where a text is cut, its first tokens are not those of the whole: more than are kept must be there.
@@ -156,21 +151,8 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
     ) -> Int32Array:
         """Return the ids of a conversation. No special token is added: the template has written them all."""
-        text = self.render_chat(messages, tools, template_kwargs, add_generation_prompt)
+        text = self.templates.render(messages, tools, template_kwargs, add_generation_prompt)
         return self.encode(text, add_special_tokens=False, field="messages")
-
-    def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
-        """Render a conversation as the text that the model was trained on."""
-        return self._templates.render(
-            messages, tools, template_kwargs or {}, add_generation_prompt, continue_final_message
-        )
 
     def decode(self, ids: Sequence[int] | Int32Array, skip_special_tokens: bool = True) -> str:
         """Return the text of ids, all at once."""
