@@ -9,7 +9,7 @@ import pytest
 from api_harness import MODEL, RawClient, RunningServer
 from fake_engine import wait_until
 
-from minisgl.server.api.load import EngineLoad
+from minisgl.server.api.metrics import EngineLoad
 
 COUNTS = {
     "requests_waiting": 3,

@@ -17,7 +17,7 @@ from minisgl.core import SamplingParams
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
 from minisgl.message.types import Abort, TextOptions
 from minisgl.server.api.requests.open_request import Job
-from minisgl.server.api.responses.truncation import fitted
+from minisgl.server.api.responses.job import fitted
 
 PATH = "/v1/responses"
 WEATHER: dict[str, Any] = {

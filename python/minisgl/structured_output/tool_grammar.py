@@ -22,8 +22,14 @@ from minisgl.parsers.plain_values import SAYS_NOTHING, Allowance, is_exact, text
 from minisgl.parsers.pythonic import PythonicParser
 from minisgl.parsers.qwen_coder import QwenCoderParser
 from minisgl.parsers.tool_calls import ToolCallParser, Tools
-from minisgl.structured_output.grammar_template import ANY_TEXT, grammar_rule, marker, text_literal, until_rule
-from minisgl.structured_output.harmony_grammar import final_message
+from minisgl.structured_output.grammar_template import (
+    ANY_TEXT,
+    final_message,
+    grammar_rule,
+    marker,
+    text_literal,
+    until_rule,
+)
 
 _DEFINITIONS = ("$defs", "definitions")
 _BY_PARAMETER_KEYWORDS = frozenset(("type", "properties", "required", "additionalProperties", *_DEFINITIONS))

@@ -16,8 +16,7 @@ from minisgl.core import Grammar, InvalidRequest
 from minisgl.message.to_tokenizer import ChatPrompt, Prompt
 from minisgl.parsers.reasoning import Place, ReasoningFormat, start_of_answer
 from minisgl.structured_output.compile_queue import CompileQueue, estimated_cost
-from minisgl.structured_output.grammar_template import after_thought, with_closed_schemas
-from minisgl.structured_output.harmony_grammar import after_analysis
+from minisgl.structured_output.grammar_template import after_analysis, after_thought, with_closed_schemas
 from minisgl.structured_output.translate import field_of
 from minisgl.structured_output.trial_process import GrammarCheck, Trial, TrialProcess, TrialsEnded
 

@@ -1,10 +1,11 @@
-"""Typed look-ups in a config.json; every error names the key."""
+"""JSON files of a model's folder, and typed look-ups in a config.json; every error names file or key."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from minisgl.models.config.model_config import DTypeName, UnsupportedModel
@@ -139,3 +140,19 @@ def brief(value: Any) -> str:
     """JSON of at most 80 characters, for an error."""
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a file. UnsupportedModel if it is no JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise UnsupportedModel(f"{path} cannot be read as JSON: {error}") from error
+
+
+def read_object(path: Path) -> Mapping[str, Any]:
+    """Return the object of a file; an empty one if there is no file. UnsupportedModel if it holds something else."""
+    content = read_json(path) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise UnsupportedModel(f"{path} does not hold a JSON object")
+    return content

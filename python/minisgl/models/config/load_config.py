@@ -6,7 +6,6 @@ What a config asks for and its family does not know is refused by name. Keys tha
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from minisgl.config import EngineConfig, ModelImplementation
 from minisgl.models import deepseek, gemma3, gemma4, glm4_moe, gpt_oss, llama, qwen3_next
 from minisgl.models.config.checkpoint_metadata import checkpoint_dtype, tokenizer_eos
-from minisgl.models.config.config_reader import ConfigReader, brief
+from minisgl.models.config.config_reader import ConfigReader, brief, read_object
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
 from minisgl.models.config.quantization_config import read_quantization
 from minisgl.models.config.read_pooling import CAUSAL, CLASSIFIER, HEADLESS, read_pooling
@@ -60,16 +59,15 @@ def load_model_config(
         raise UnsupportedModel(f"{folder} is not a folder")
     if not (folder / "config.json").is_file():
         raise UnsupportedModel(f"{folder} has no config.json")
-    raw = _read_json(folder / "config.json")
+    raw = read_object(folder / "config.json")
     if not (raw.get("dtype") or raw.get("torch_dtype")):
         raw = {**raw, "dtype": checkpoint_dtype(folder)}
     optimizer = folder / "hf_quant_config.json"
     if "quantization_config" not in raw and optimizer.is_file():  # older files of NVIDIA's Model Optimizer
-        quantized = _read_json(optimizer).get("quantization") or {}
+        quantized = read_object(optimizer).get("quantization") or {}
         raw = {**raw, "quantization_config": {"quant_method": "modelopt", **quantized}}
-    generation = folder / "generation_config.json"
-    generation_config = _read_json(generation) if generation.is_file() else {}
-    model = parse_config(raw, generation_config, tokenizer_eos(folder), implementation)
+    generation = read_object(folder / "generation_config.json")
+    model = parse_config(raw, generation, tokenizer_eos(folder), implementation)
     if model.transformers is not None and runner == "auto":
         return model
     pooling = read_pooling(folder, raw, model, runner, convert)
@@ -145,13 +143,3 @@ def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], eos_of
                 raise UnsupportedModel(f"eos_token_id must be a token id or a list of them, not {brief(value)}")
             ids.append(item)
     return ids
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
-        raise UnsupportedModel(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UnsupportedModel(f"{path} does not hold a JSON object")
-    return content

@@ -6,13 +6,12 @@ Pooling and Normalize (embeddings), or LogitScore (a causal reranker). What is n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from minisgl.models.config.checkpoint_metadata import vocabulary_ids
-from minisgl.models.config.config_reader import brief
+from minisgl.models.config.config_reader import brief, read_json, read_object
 from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
 from minisgl.pooling.pooling_config import Activation, Convert, PoolingConfig, PoolingMethod, Runner
 
@@ -55,12 +54,12 @@ def _embedding(folder: Path, model: ModelConfig, steps: Mapping[str, Path]) -> P
         raise UnsupportedModel(f"modules.json has {min(others)}; known are Transformer, Pooling and Normalize")
     method: PoolingMethod = "last"
     if "Pooling" in steps:
-        method = _method(_read(steps["Pooling"] / "config.json"))
-    sentences = _read(folder / "sentence_bert_config.json")
+        method = _method(read_object(steps["Pooling"] / "config.json"))
+    sentences = read_object(folder / "sentence_bert_config.json")
     if sentences.get("do_lower_case"):
         raise UnsupportedModel("sentence_bert_config.json: do_lower_case is not supported")
     longest = sentences.get("max_seq_length")
-    dimensions = _read(folder / "config.json").get("matryoshka_dimensions")
+    dimensions = read_object(folder / "config.json").get("matryoshka_dimensions")
     return PoolingConfig(
         makes="embedding",
         method=method,
@@ -124,7 +123,7 @@ def _activation(raw: Mapping[str, Any], size: int) -> Activation:
 def _answer_ids(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Path]) -> tuple[int, ...]:
     """Return the ids of the tokens for no and yes: by id in LogitScore's config, or by text as vLLM has it."""
     if "LogitScore" in steps:
-        score = _read(steps["LogitScore"] / "config.json")
+        score = read_object(steps["LogitScore"] / "config.json")
         ids = [score.get("false_token_id"), score.get("true_token_id")]
         found = [one for one in ids if type(one) is int]
         if not found or type(ids[1]) is not int:
@@ -146,25 +145,10 @@ def _steps(folder: Path) -> dict[str, Path]:
     """Return the steps of modules.json in order: the class's name and its folder; nothing without that file."""
     if not (folder / "modules.json").is_file():
         return {}
-    listed = _read_json(folder / "modules.json")
+    listed = read_json(folder / "modules.json")
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise UnsupportedModel("modules.json must be a list of modules")
     found = {str(one.get("type")).rpartition(".")[2]: folder / str(one.get("path") or "") for one in listed}
     if not all(path.resolve().is_relative_to(folder.resolve()) for path in found.values()):
         raise UnsupportedModel("modules.json names a folder outside the model's")
     return found
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    """Return the object of a file; an empty one if there is no file."""
-    content = _read_json(path) if path.is_file() else {}
-    if not isinstance(content, dict):
-        raise UnsupportedModel(f"{path} does not hold a JSON object")
-    return content
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
-        raise UnsupportedModel(f"{path} cannot be read as JSON: {error}") from error

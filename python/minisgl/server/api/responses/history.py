@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ from minisgl.server.api.responses.writer import PREFIX, Keep, Response
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 FLAG = "--response-store FILE"
 
 
@@ -98,29 +99,15 @@ class History:
 
     async def response(self, id: str) -> bytes:
         """Return a response as JSON; ApiError if it is not there."""
-        store = self._store_of(id)
-        try:
-            return (await store.get(id, self.owner)).response
-        except MissingResponse:
-            raise _not_found(id) from None
+        return (await self._found(id, lambda store: store.get(id, self.owner))).response
 
     async def delete(self, id: str) -> None:
         """Forget a response; ApiError if it is not there."""
-        store = self._store_of(id)
-        try:
-            await store.delete(id, self.owner)
-        except MissingResponse:
-            raise _not_found(id) from None
+        await self._found(id, lambda store: store.delete(id, self.owner))
 
     async def input_items(self, id: str, *, limit: int, after: str | None, descending: bool) -> ItemList:
         """Return a page of what a response has answered; ApiError if it or the item `after` is not there."""
-        store = self._store_of(id)
-        try:
-            items = await store.input(id, self.owner)
-        except MissingResponse as error:
-            raise _not_found(error.id) from None
-        except TooMuchStored:
-            raise ApiError(400, f"the conversation of the response {id:.80} has become too long") from None
+        items = await self._found(id, lambda store: store.input(id, self.owner))
         if descending:
             items.reverse()
         start = 0
@@ -132,16 +119,18 @@ class History:
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
         return ItemList(page, first, last, has_more=start + limit < len(items))
 
-    def _store_of(self, id: str) -> ResponseStore:
+    async def _found(self, id: str, ask: Callable[[ResponseStore], Awaitable[T]]) -> T:
+        """Ask the store of a response; ApiError if that is not there, or too long."""
         if self._store is None:
             text = f"there is no response {id:.80}: the server keeps responses only with {FLAG}"
             raise ApiError(404, text, code="response_not_found")
-        return self._store
+        try:
+            return await ask(self._store)
+        except MissingResponse as error:
+            raise ApiError(404, f"there is no response {error.id:.80}", code="response_not_found") from None
+        except TooMuchStored:
+            raise ApiError(400, f"the conversation of the response {id:.80} has become too long") from None
 
 
 def _is_reference(item: Item) -> bool:
     return item.get("type") == REFERENCE or (item.keys() <= {"id", "type"} and "id" in item and not item.get("type"))
-
-
-def _not_found(id: str) -> ApiError:
-    return ApiError(404, f"there is no response {id:.80}", code="response_not_found")

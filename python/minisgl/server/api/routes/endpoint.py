@@ -27,7 +27,7 @@ from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.http.errors import ApiError, ErrorBody, model_not_found
 from minisgl.server.api.http.gates import client_of
 from minisgl.server.api.http.middleware import request_id_of
-from minisgl.server.api.load import EngineLoad
+from minisgl.server.api.metrics import EngineLoad
 from minisgl.server.api.requests.engine_client import EngineClient, Heartbeat
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.responses.store import ResponseStore

@@ -21,8 +21,7 @@ import minisgl
 from minisgl import __version__
 from minisgl.core import FinishReason, InvalidRequest
 from minisgl.message.engine_state import EngineState, StepRecord
-from minisgl.server.api.load import EngineLoad
-from minisgl.server.api.metrics import Histogram
+from minisgl.server.api.metrics import EngineLoad, Histogram
 from minisgl.server.api.requests.inspector import Inspector
 from minisgl.server.api.routes.endpoint import Endpoint, Routes, Service, json_response
 

@@ -17,8 +17,7 @@ from minisgl.server.api.http.errors import ApiError, invalid
 from minisgl.server.api.http.gates import owner_of
 from minisgl.server.api.responses.body import ResponsesBody
 from minisgl.server.api.responses.history import History, ItemList
-from minisgl.server.api.responses.job import Order, order_of
-from minisgl.server.api.responses.truncation import fitted
+from minisgl.server.api.responses.job import Order, fitted, order_of
 from minisgl.server.api.responses.writer import Response, ResponsesWriter, StreamEvent
 from minisgl.server.api.routes.endpoint import Endpoint, Routes, Service, json_response
 
