@@ -60,8 +60,8 @@ def build_app(
 ) -> FastAPI:
     """Return the application of all endpoints, by topic, with the document that is made from them.
 
-    They enter as plain Starlette routes: FastAPI's own cost twice the time a request, and read bodies before the limits of
-    `bodies.body` are checked.
+    They enter as plain Starlette routes: FastAPI's own cost twice the time a request, and read bodies before the limits
+    of `bodies.body` are checked.
     """
     service = Service(client, heartbeat, config, limits, parsers, responses)
     topics = {name: topic(service).endpoints() for name, topic in TOPICS.items()}
