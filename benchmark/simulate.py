@@ -1,18 +1,20 @@
-"""Latencies of batch policies, simulated: the real scheduler and step loop, and a device that is a formula.
+r"""Latencies of batch policies, simulated: the real scheduler and step loop, and a device that is a formula.
 
-The formula is a roofline of Llama-3.1-8B on an H200: weights read once or multiplied with every token, whichever takes
-longer, attention, and K and V read by decodes. The scheduler's cost model is measured on it as an engine measures its
+The formula is a roofline of Llama-3.1-8B on an H200: weights that are read once and multiplied with every token,
+attention, and K and V read by decodes. The scheduler's cost model is measured on it as an engine measures its
 own. Nothing depends on the machine, so a run says what a policy does and what a change of it would do. Workloads:
 bursts of code completions, a Poisson process of conversations, these all at once, or a trace's file.
 
     python benchmark/simulate.py
     python benchmark/simulate.py --policies mixed:35,mixed:50 --workloads poisson --rate 10
-    python benchmark/simulate.py --policies mixed:35,mixed:48 --workloads AzureLLMInferenceTrace_conv.csv --rate 26
+    python benchmark/simulate.py --workloads AzureLLMInferenceTrace_conv.csv --rate 23 --requests 440 --warm-up 40 \
+        --policies mixed:35:8192:fcfs,mixed:35,mixed:49 --max-running-requests 384
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +36,7 @@ from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.step_cost import StepCost
 
-PAGE_SIZE, NUM_PAGES, NUM_SLOTS, MAX_SEQ_LEN = 64, 12_000, 256, 32_768
+PAGE_SIZE, NUM_PAGES, MAX_SEQ_LEN = 64, 13_000, 32_768
 POLICIES = "prefill-first,mixed:0:512,mixed:0:2048,mixed:0,mixed:20,mixed:35,mixed:50"
 WORKLOADS = ("bursts", "poisson", "at-once")
 HOST_SECONDS = 3e-4  # of the host for each step, beside the device
@@ -42,23 +44,23 @@ HOST_SECONDS = 3e-4  # of the host for each step, beside the device
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Seconds of a step of Llama-3.1-8B on an H200, fitted to measured prefills and decodes."""
+    """Seconds of a step of Llama-3.1-8B on an H200, fitted to measured steps and to a server under Azure's trace."""
 
     launch: float = 0.6e-3
-    weights: float = 3.6e-3
-    token: float = 23e-6
+    weights: float = 3.65e-3
+    token: float = 23.4e-6
     context: float = 1.0e-9  # a token of a chunk, a token that it attends to
-    decode_context: float = 31e-9  # 128 KiB of K and V
-    sharpness: float = 4.0  # of the bend between memory and arithmetic
+    decode_context: float = 31.5e-9  # 128 KiB of K and V
+    mixed: float = 1.9e-3  # more for the attention of decodes and chunks in one step
 
     def seconds(self, batch: Batch) -> float:
         starts, tokens = batch.start_pos.astype(np.float64), batch.query_lens.astype(np.float64)
         is_decode = batch.query_lens == 1
-        memory, arithmetic = self.weights, self.token * batch.num_tokens
-        products: float = (memory**self.sharpness + arithmetic**self.sharpness) ** (1 / self.sharpness)
+        products = math.hypot(self.weights, self.token * batch.num_tokens)
         attended = float((tokens * (starts + tokens / 2))[~is_decode].sum())
         read = float(starts[is_decode].sum())
-        return self.launch + products + self.context * attended + self.decode_context * read
+        mixed = self.mixed if is_decode.any() and not is_decode.all() else 0.0
+        return self.launch + products + self.context * attended + self.decode_context * read + mixed
 
 
 class Clock:
@@ -101,7 +103,7 @@ class Arrival:
     output: int
 
 
-def measured_cost(roofline: Roofline, max_prefill_tokens: int) -> StepCost:
+def measured_cost(roofline: Roofline, max_prefill_tokens: int, num_slots: int) -> StepCost:
     """Return what an engine with this device would find."""
     clock = Clock()
 
@@ -112,7 +114,7 @@ def measured_cost(roofline: Roofline, max_prefill_tokens: int) -> StepCost:
         run,
         num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,
-        num_slots=NUM_SLOTS,
+        num_slots=num_slots,
         vocab_size=2,
         max_seq_len=MAX_SEQ_LEN,
         max_prefill_tokens=max_prefill_tokens,
@@ -122,17 +124,19 @@ def measured_cost(roofline: Roofline, max_prefill_tokens: int) -> StepCost:
     return cost
 
 
-def simulate(config: SchedulerConfig, arrivals: Sequence[Arrival], roofline: Roofline) -> list[RequestRecord]:
-    """Serve all arrivals."""
+def simulate(
+    config: SchedulerConfig, arrivals: Sequence[Arrival], roofline: Roofline, num_slots: int
+) -> list[RequestRecord]:
+    """Serve all arrivals, up to `num_slots` at a time."""
     clock = Clock()
     scheduler = Scheduler(
         config,
         cache=make_cache(config.cache, PAGE_SIZE),
         num_pages=NUM_PAGES,
-        num_slots=NUM_SLOTS,
+        num_slots=num_slots,
         max_seq_len=MAX_SEQ_LEN,
         eos_token_ids=(),
-        cost=measured_cost(roofline, config.max_prefill_tokens),
+        cost=measured_cost(roofline, config.max_prefill_tokens, num_slots),
     )
     loop = StepLoop(scheduler, Device(clock, roofline), overlap=config.overlap, clock=clock)
     rng = np.random.default_rng(0)
@@ -175,10 +179,15 @@ def make_workload(name: str, rate: float, count: int) -> list[Arrival]:
 
 
 def make_config(text: str) -> SchedulerConfig:
-    """Return the configuration of POLICY[:TARGET_TBT[:MAX_PREFILL_LENGTH]]."""
+    """Return the configuration of POLICY[:TARGET_TBT[:MAX_PREFILL_LENGTH[:SCHEDULE_POLICY]]]."""
     given = text.split(":")
-    policy, target, tokens = [*given, *("35", "8192")[len(given) - 1 :]]
-    config = SchedulerConfig(batch_policy=policy, target_tbt=float(target), max_prefill_tokens=int(tokens))  # type: ignore[arg-type]
+    policy, target, tokens, order = [*given, *("35", "8192", "sjf")[len(given) - 1 :]]
+    config = SchedulerConfig(
+        batch_policy=policy,  # type: ignore[arg-type]
+        target_tbt=float(target),
+        max_prefill_tokens=int(tokens),
+        schedule_policy=order,  # type: ignore[arg-type]
+    )
     config.validate()
     return config
 
@@ -207,13 +216,18 @@ def figures(records: Sequence[RequestRecord], slo: Slo) -> dict[str, float]:
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--policies", default=POLICIES, metavar="POLICY[:MS[:TOKENS]],...", help="with target and chunk"
+        "--policies",
+        default=POLICIES,
+        metavar="POLICY[:MS[:TOKENS[:ORDER]]],...",
+        help="with target, chunk and who enters first",
     )
     parser.add_argument("--workloads", default=",".join(WORKLOADS), metavar="NAME,...", help="or a trace's file")
     parser.add_argument(
         "--rate", type=float, default=7.0, metavar="N", help="requests a second of poisson and of a trace"
     )
     parser.add_argument("--requests", type=int, default=600, metavar="N", help="of each workload")
+    parser.add_argument("--warm-up", type=int, default=0, metavar="N", help="of them, the first, that are not judged")
+    parser.add_argument("--max-running-requests", type=int, default=256, metavar="N", help="at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     add_slo_arguments(parser)
     return parser.parse_args()
@@ -225,7 +239,10 @@ def main() -> None:
     for workload in args.workloads.split(","):
         arrivals = make_workload(workload, args.rate, args.requests)
         results[workload] = {
-            policy: figures(simulate(make_config(policy), arrivals, Roofline()), slo_of(args))
+            policy: figures(
+                simulate(make_config(policy), arrivals, Roofline(), args.max_running_requests)[args.warm_up :],
+                slo_of(args),
+            )
             for policy in args.policies.split(",")
         }
         rows: list[list[Cell]] = [[policy, *found.values()] for policy, found in results[workload].items()]
