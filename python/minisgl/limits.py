@@ -32,3 +32,6 @@ class Limits(msgspec.Struct, frozen=True):
     def context_limit(self) -> str:
         """End of a refusal for length, in OpenAI's words, because clients look for them."""
         return f"this model's maximum context length is {self.max_seq_len} tokens, the answer included"
+
+
+UNLIMITED = Limits(max_seq_len=2**31 - 1, vocab_size=2**31 - 1)  # where no engine is known

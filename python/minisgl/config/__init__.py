@@ -8,7 +8,7 @@ scheduler, its keyword of `LLM` follow from that (`settings`). To add one, decla
 due:
 
     class HttpConfig(...):
-        max_choices: Annotated[int, Setting("choices of a prompt: n, best_of", metavar="N", ge=1)] = 64
+        max_choices: Annotated[int, Setting("choices of a prompt: n, best_of", ge=1)] = 64
 
 makes `--max-choices N`, refused below 1 by name and limit; the API server reads `config.http.max_choices`. A `Literal`
 type makes choices; `int | None` is optional, and None is what its help says; a bool's flag sets the opposite of its

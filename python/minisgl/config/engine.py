@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from minisgl.config.settings import MAX_SECONDS, ConfigError, Setting, Settings
+from minisgl.config.settings import ConfigError, Setting, Settings, seconds
 from minisgl.pooling.pooling_config import Convert, Runner
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -75,8 +75,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         ),
     ] = "auto"
     fp8_activations: Annotated[
-        bool,
-        Setting("round activations to FP8, too, where the checkpoint's format does and a GPU multiplies FP8"),
+        bool, Setting("round activations to FP8, too, where the checkpoint's format does and a GPU multiplies FP8")
     ] = False
     attention: Annotated[
         str,
@@ -142,12 +141,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     max_running_requests: Annotated[
         int,
         Setting(
-            "requests that run at the same time",
-            aliases=("--max-num-seqs",),
-            metavar="N",
-            keyword="max_running_req",
-            ge=1,
-            le=4096,
+            "requests that run at the same time", aliases=("--max-num-seqs",), keyword="max_running_req", ge=1, le=4096
         ),
     ] = 256
     state_snapshots: Annotated[
@@ -155,7 +149,6 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         Setting(
             "states of recurrent layers (hybrid models) kept behind cached prefixes, from which later prompts go on; "
             "0: no prefix is reused; none: as memory allows",
-            metavar="N",
             ge=0,
         ),
     ] = None
@@ -191,14 +184,12 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
             "GPUs, or processes on the CPU, that hold the model together",
             flags=("--tp", "--tp-size", "--tensor-parallel-size"),
             aliases=("-tp",),
-            metavar="N",
             ge=1,
             le=64,
         ),
     ] = 1
     custom_all_reduce: Annotated[
-        bool,
-        Setting("leave every sum over GPUs to NCCL, small ones too", flags=("--disable-custom-all-reduce",)),
+        bool, Setting("leave every sum over GPUs to NCCL, small ones too", flags=("--disable-custom-all-reduce",))
     ] = True
     expert_parallel: Annotated[
         bool,
@@ -210,14 +201,11 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     ] = False
     hang_timeout: Annotated[
         float,
-        Setting(
+        seconds(
             "after which a rank that hangs ends all: it gives no sign of life, or no step ends and no CPU computes it; "
             "longer than any step on a GPU; 0: never",
             aliases=("--watchdog-timeout",),
-            metavar="SECONDS",
             ge=0,
-            le=MAX_SECONDS,
-            unit="seconds",
         ),
     ] = 20.0
 

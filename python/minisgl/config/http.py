@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from minisgl.config.settings import MAX_SECONDS, ConfigError, Setting, Settings
+from minisgl.config.settings import ConfigError, Setting, Settings, seconds
 from minisgl.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS, Limits
 
 
@@ -63,37 +63,17 @@ class HttpConfig(Settings, frozen=True, kw_only=True):
         int, Setting("of responses that are kept: the oldest make room", metavar="BYTES", ge=1)
     ] = 1024**3
     max_queued_requests: Annotated[
-        int, Setting("sequences (each choice is one) running or waiting; further requests get 503", metavar="N", ge=1)
+        int, Setting("sequences (each choice is one) running or waiting; further requests get 503", ge=1)
     ] = 8192
-    max_choices: Annotated[int, Setting("choices of a prompt: n, best_of", metavar="N", ge=1)] = MAX_CHOICES
-    max_stop_strings: Annotated[int, Setting("stop strings of a request", metavar="N", ge=0, le=MAX_STOP_STRINGS)] = (
-        MAX_STOP_STRINGS
-    )
+    max_choices: Annotated[int, Setting("choices of a prompt: n, best_of", ge=1)] = MAX_CHOICES
+    max_stop_strings: Annotated[int, Setting("stop strings of a request", ge=0, le=MAX_STOP_STRINGS)] = MAX_STOP_STRINGS
     max_logprobs: Annotated[
-        int, Setting("alternatives per token that a request may ask for", metavar="N", ge=0, le=MAX_LOGPROBS)
+        int, Setting("alternatives per token that a request may ask for", ge=0, le=MAX_LOGPROBS)
     ] = MAX_LOGPROBS
-    receive_timeout: Annotated[
-        float, Setting("for a request to arrive whole", metavar="SECONDS", gt=0, le=MAX_SECONDS, unit="seconds")
-    ] = 60.0
-    send_timeout: Annotated[
-        float,
-        Setting(
-            "after which a client that accepts no data is disconnected",
-            metavar="SECONDS",
-            gt=0,
-            le=MAX_SECONDS,
-            unit="seconds",
-        ),
-    ] = 300.0
+    receive_timeout: Annotated[float, seconds("for a request to arrive whole", gt=0)] = 60.0
+    send_timeout: Annotated[float, seconds("after which a client that accepts no data is disconnected", gt=0)] = 300.0
     health_timeout: Annotated[
-        float,
-        Setting(
-            "without a heartbeat through all processes after which /health fails",
-            metavar="SECONDS",
-            gt=0,
-            le=MAX_SECONDS,
-            unit="seconds",
-        ),
+        float, seconds("without a heartbeat through all processes after which /health fails", gt=0)
     ] = 60.0
 
     def limits(self, engine: Limits) -> Limits:

@@ -51,7 +51,6 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
         Setting(
             "time that a step of --batch-policy mixed may take while somebody waits for the next token; 0: no bound "
             "but --max-prefill-length",
-            metavar="MILLISECONDS",
             ge=0,
             le=MAX_SECONDS * 1000,
             unit="milliseconds",
@@ -66,9 +65,7 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
     state_snapshot_distance: Annotated[
         int,
         Setting(
-            "tokens between the snapshots of a sequence, at least: each adds a step to a prompt",
-            metavar="TOKENS",
-            ge=1,
+            "tokens between the snapshots of a sequence, at least: each adds a step to a prompt", metavar="TOKENS", ge=1
         ),
     ] = 512
     overlap: Annotated[

@@ -11,7 +11,7 @@ from minisgl.config.engine import EngineConfig
 from minisgl.config.http import HttpConfig
 from minisgl.config.kv_events import KVEventsConfig
 from minisgl.config.scheduler import SchedulerConfig
-from minisgl.config.settings import MAX_SECONDS, ConfigError, Setting, Settings
+from minisgl.config.settings import ConfigError, Setting, Settings, seconds
 from minisgl.config.source import SamplingDefaults, SourceConfig
 from minisgl.pooling.pooling_config import PoolingConfig
 
@@ -46,11 +46,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     num_tokenizers: Annotated[
         int,
         Setting(
-            "tokenizer processes; 0 is understood as 1",
-            flags=("--num-tokenizer", "--tokenizer-count"),
-            metavar="N",
-            ge=0,
-            le=64,
+            "tokenizer processes; 0 is understood as 1", flags=("--num-tokenizer", "--tokenizer-count"), ge=0, le=64
         ),
     ] = 1
     tool_call_parser: Annotated[
@@ -101,13 +97,10 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     ] = None
     shutdown_timeout: Annotated[
         float,
-        Setting(
+        seconds(
             "from SIGTERM to the server's end, in which running requests may finish; below what follows SIGTERM "
             "with SIGKILL (Kubernetes 30, Docker 10); 0: end at once",
-            metavar="SECONDS",
             ge=0,
-            le=MAX_SECONDS,
-            unit="seconds",
         ),
     ] = 25.0
     log_level: Annotated[LogLevel, Setting("log what is at least this important", aliases=("--uvicorn-log-level",))] = (

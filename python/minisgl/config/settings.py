@@ -34,7 +34,7 @@ class Setting:
     _: KW_ONLY
     flags: tuple[str, ...] = ()  # shown in --help, ours first; () stands for the field's name with dashes
     aliases: tuple[str, ...] = ()  # flags of vLLM and SGLang with the same meaning
-    metavar: str | None = None  # what a value is called in --help
+    metavar: str | None = None  # what a value is called in --help, if not by its unit
     keyword: str | None = None  # of LLM, if it is not the field's name
     ge: float | None = None  # bounds of a number: at least, more than, at most
     gt: float | None = None
@@ -42,6 +42,11 @@ class Setting:
     unit: str = ""  # behind the limit in a refusal
     values: Mapping[str, str] = field(default_factory=dict)  # of vLLM and SGLang in small letters, and ours
     switches: Mapping[str, Any] = field(default_factory=dict)  # flags that take no value, each with what it sets
+
+
+def seconds(help: str, **declared: Any) -> Setting:
+    """Declare a time of up to a day."""
+    return Setting(help, le=MAX_SECONDS, unit="seconds", **declared)
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,10 @@ class Declaration:
     @property
     def flags(self) -> tuple[str, ...]:
         return self.setting.flags or (f"--{self.name.replace('_', '-')}",)
+
+    @property
+    def metavar(self) -> str:
+        return self.setting.metavar or self.setting.unit.upper() or ("N" if self.kind is int else "VALUE")
 
     @property
     def keyword(self) -> str:
@@ -173,7 +182,7 @@ def _key(struct: type[msgspec.Struct], declared: Declaration) -> str:
 
 def _add_flag(parser: argparse._ActionsContainer, key: str, declared: Declaration, default: Any) -> None:
     setting = declared.setting
-    about: dict[str, Any] = {"dest": key, "default": argparse.SUPPRESS, "metavar": setting.metavar or "VALUE"}
+    about: dict[str, Any] = {"dest": key, "default": argparse.SUPPRESS, "metavar": declared.metavar}
     if declared.kind is bool:
         del about["metavar"]
         about |= {"action": "store_const", "const": not declared.default}

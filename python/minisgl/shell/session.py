@@ -18,12 +18,11 @@ from typing import Any, Protocol
 import msgspec
 
 from minisgl.core import InvalidRequest, SamplingParams
-from minisgl.limits import Limits
+from minisgl.limits import UNLIMITED
 from minisgl.shell.chat_client import ChatClient, ChatError
 
 Message = dict[str, str]
 
-_ANY = Limits(max_seq_len=2**31 - 1, vocab_size=2**31 - 1)  # the server knows its own
 # Not the user's to set: what the shell would not show, and what requests' bodies do not have under this name.
 _HIDDEN = ("logprobs", "prompt_logprobs", "grammar", "bad_words_ids")
 _KINDS = {name: kind for name, kind in typing.get_type_hints(SamplingParams).items() if name not in _HIDDEN}
@@ -89,7 +88,7 @@ class Sampling:
         if text != DEFAULT:
             try:
                 values[name] = msgspec.convert(_read(text, _KINDS[name]), _KINDS[name], strict=False)
-                SamplingParams(**values).validate(_ANY)
+                SamplingParams(**values).validate(UNLIMITED)  # the server knows its own
             except msgspec.ValidationError as error:
                 raise ValueError(f"{name} cannot be {text!r}: {str(error)[:1].lower()}{str(error)[1:]}") from None
             except InvalidRequest as error:

@@ -9,13 +9,12 @@ import msgspec
 
 from minisgl.config import ConfigError, SamplingDefaults
 from minisgl.core import InvalidRequest, SamplingParams
-from minisgl.limits import MAX_OPENAI_TEMPERATURE, Limits
+from minisgl.limits import MAX_OPENAI_TEMPERATURE, UNLIMITED
 
 logger = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
 _WAY_OUT = "--generation-config vllm leaves it aside"
-_ANY = Limits(max_seq_len=2**31 - 1, vocab_size=2**31 - 1)  # sampling defaults depend on neither
 
 
 def load_sampling_defaults(choice: str, folder: Path) -> SamplingDefaults:
@@ -34,7 +33,7 @@ def load_sampling_defaults(choice: str, folder: Path) -> SamplingDefaults:
     try:
         defaults = msgspec.json.decode(path.read_bytes(), type=SamplingDefaults)
         check = SamplingParams(**defaults.fields, max_tokens=defaults.max_new_tokens)
-        check.validate(_ANY)
+        check.validate(UNLIMITED)
     except (msgspec.MsgspecError, InvalidRequest, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}; {_WAY_OUT}") from None
     if check.temperature > MAX_OPENAI_TEMPERATURE:
