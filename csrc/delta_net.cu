@@ -11,6 +11,7 @@ extern "C" __global__ void delta_conv(const T* projected, T* inputs, const float
                                       const long long* positions, OPTIONAL const long long* tokens,
                                       OPTIONAL const long long* lengths, float* mixed, int key_heads, int value_heads,
                                       int width) {
+  start_successor();  // delta_step, which may fetch memories
   __shared__ float scratch[32];
   int head = blockIdx.x, row = blockIdx.y, channels = num_channels(key_heads, value_heads);
   if (lengths != nullptr && lengths[row] != 1) {
@@ -31,7 +32,6 @@ extern "C" __global__ void delta_conv(const T* projected, T* inputs, const float
 #pragma unroll
   for (int tap = 0; tap < TAPS; ++tap) weights[tap] = conv[tap * channels + channel];
   wait_for_predecessor();
-  start_successor();
   before[TAPS - 1] = projected[token * width + channel];
   float sum = 0.f;
 #pragma unroll
@@ -80,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_step(
     }
     float rate = expf(a_log[head]), bias = dt_bias[head];
     float weight = thread < VALUE_DIM ? to_float(norm_weight[thread]) : 0.f;
+    start_successor();  // a product, which may fetch weights
     wait_for_predecessor();
-    start_successor();
 
     int channels = num_channels(key_heads, value_heads), key_head = head / (value_heads / key_heads);
     const float* made = mixed + token * channels;

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
+from minisgl.kernel.base import Norm
 from minisgl.kernel.recurrent_rows import RecurrentRows, SingleRows, captured_rows, recurrent_rows
 from minisgl.kernel.torch_ops import TorchOps
 from support.delta_net import Layer, by_the_book, make_layer, projection
@@ -112,3 +115,46 @@ def test_rows_in_turns_go_on(
         assert error(out, book) < TOLERANCE[dtype]
         assert error(layer.memory, want.memory) < 1e-4
         assert torch.equal(layer.inputs, want.inputs)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_steps_follow_products_in_a_graph(rows: int) -> None:
+    """Each kernel begins before its predecessor ends: the same bits as one at a time, at every replay."""
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    torch.manual_seed(0)
+    ops = CudaOps(torch.device("cuda", 0))
+    layers = [make_layer(4, 8, 128, 128, slots=64, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    width = projection(layers[0].heads, 1, torch.bfloat16, "cuda").shape[1]
+    into = [(torch.randn(width, 2048, device="cuda") / 45).bfloat16() for _ in layers]
+    back = [(torch.randn(2048, 1024, device="cuda") / 32).bfloat16() for _ in layers]
+    norm = Norm(torch.rand(2048, device="cuda") + 0.5, 1e-6)
+    start = torch.zeros(rows, 2048, device="cuda", dtype=torch.bfloat16)
+    single = SingleRows(torch.arange(rows, device="cuda"), torch.ones(rows, dtype=torch.int64, device="cuda"))
+
+    def step(pause: Callable[[], object]) -> torch.Tensor:
+        x = start.clone()
+        for layer, first, last in zip(layers, into, back, strict=True):
+            pause()
+            projected = ops.norm_linear(x, norm, first)
+            pause()
+            out = torch.empty(rows, 1024, device="cuda", dtype=torch.bfloat16)
+            ops.delta_step(projected, layer.heads, layer.inputs, layer.memory, single, out)
+            pause()
+            x = ops.linear(out, last, None, x)
+        return x
+
+    step(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(lambda: None)
+    for _ in range(10):
+        start.normal_()
+        before = [layer.copy() for layer in layers]
+        expected = step(torch.cuda.synchronize)
+        memories = [layer.memory.clone() for layer in layers]
+        for layer, copy in zip(layers, before, strict=True):
+            layer.inputs.copy_(copy.inputs), layer.memory.copy_(copy.memory)
+        graph.replay()
+        assert torch.equal(out, expected)
+        assert all(torch.equal(layer.memory, memory) for layer, memory in zip(layers, memories, strict=True))

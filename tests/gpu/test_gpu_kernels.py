@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from minisgl.kernel.base import Activation, Heads, Norm, Ops
+from minisgl.kernel.base import Activation, GateActivation, Heads, Norm, Ops
 from minisgl.kernel.torch_ops import TorchOps
 
 pytestmark = pytest.mark.gpu
@@ -59,8 +59,8 @@ def test_norm_add(ops: Ops, dtype: torch.dtype, norm_dtype: torch.dtype | None, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_activate_rows_that_are_apart(ops: Ops, dtype: torch.dtype, activation: Activation) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "sigmoid"])
+def test_activate_rows_that_are_apart(ops: Ops, dtype: torch.dtype, activation: GateActivation) -> None:
     gate, all_inputs = (torch.randn(9, *shape, device="cuda").to(dtype) for shape in ((256,), (4, 256)))
     for up in (all_inputs[:, 2], all_inputs[:, 1, :250]):
         own = gate[:, : up.shape[1]]
@@ -132,6 +132,8 @@ def test_products(ops: Ops, dtype: torch.dtype, rows: int, size: int, width: int
     in_double = Norm(wide_weight.weight.double(), 1e-6)
     close(ops.rms_norm(x, wide_weight), reference.rms_norm(wide[0], in_double), dtype)
     close(ops.norm_linear(x, wide_weight, weight), reference.norm_linear(wide[0], in_double, wide[1]), dtype)
+    gated = ops.norm_gated_linear(x, wide_weight, weight, activation="silu")
+    close(gated, reference.norm_gated_linear(wide[0], in_double, wide[1], activation="silu"), dtype)
 
 
 @pytest.mark.parametrize("num_sms", [78, 114, 132, 148])
@@ -162,11 +164,12 @@ def test_outliers_are_normed_before_they_are_multiplied(ops: Ops, dtype: torch.d
 
 
 @pytest.mark.parametrize("rows", [4, 24, 64])
-def test_products_follow_one_another_in_a_graph(ops: Ops, rows: int) -> None:
+@pytest.mark.parametrize("norm_dtype", [torch.bfloat16, torch.float32])
+def test_products_follow_one_another_in_a_graph(ops: Ops, rows: int, norm_dtype: torch.dtype) -> None:
     """Kernels begin before their predecessors end: the same bits as one at a time, at every replay."""
     shapes = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
     weights = {name: (torch.randn(shape, device="cuda") / shape[1] ** 0.5).bfloat16() for name, shape in shapes.items()}
-    norm = Norm(torch.randn(1024, device="cuda").bfloat16(), 1e-6)
+    norm = Norm(torch.randn(1024, device="cuda").to(norm_dtype), 1e-6)
     start = torch.zeros(rows, 1024, device="cuda", dtype=torch.bfloat16)
 
     def layers(pause: Callable[[], object]) -> torch.Tensor:
@@ -175,7 +178,9 @@ def test_products_follow_one_another_in_a_graph(ops: Ops, rows: int) -> None:
             pause()
             qkv = ops.norm_linear(x, norm, weights["qkv"])
             pause()
-            x = ops.linear(qkv[:, :2048].contiguous(), weights["o"], None, x)
+            attended = ops.activate(qkv[:, 2048:], qkv[:, :2048].contiguous(), "sigmoid")
+            pause()
+            x = ops.linear(attended, weights["o"], None, x)
             pause()
             hidden = ops.norm_gated_linear(x, norm, weights["gate_up"], activation="silu")
             pause()

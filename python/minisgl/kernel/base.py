@@ -18,6 +18,7 @@ ExpertMatrices: TypeAlias = "Tensor | PackedExperts"
 """A matrix of each expert, [experts, out, in], in the model's dtype or as a checkpoint has them."""
 
 Activation = Literal["silu", "gelu_tanh"]  # of a gated feed-forward block; gelu_tanh: gelu's tanh approximation
+GateActivation: TypeAlias = Activation | Literal["sigmoid"]  # the latter: of a gate of attention's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +299,7 @@ class Ops(Protocol):
         """
         ...
 
-    def activate(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    def activate(self, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
         """activation(gate) * up, both [T, I] of rows that may be apart: [T, I]. May overwrite the gate."""
         ...
 

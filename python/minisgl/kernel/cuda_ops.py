@@ -12,6 +12,7 @@ from minisgl.kernel.base import (
     Activation,
     DecodeInputs,
     DeltaHeads,
+    GateActivation,
     Heads,
     KernelNeeds,
     LatentRows,
@@ -195,7 +196,7 @@ class CudaOps:
         width = gate_up.shape[1] // 2
         return self.activate(gate_up[:, :width], gate_up[:, width:], activation)
 
-    def activate(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    def activate(self, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
         tokens, width = gate.shape
         if not tokens or not all(_rows_vectorize(one) for one in (gate, up)):
             return self._torch.activate(gate, up, activation)
@@ -374,8 +375,12 @@ def _norm_add(dtype: torch.dtype, norm_dtype: torch.dtype) -> KernelSpec:
     return replace(_rms_norm(dtype, norm_dtype), name="norm_add")  # of the same module
 
 
-def _activate_and_mul(dtype: torch.dtype, activation: Activation) -> KernelSpec:
-    macros: Macros = {"SCALAR": SCALAR_NAMES[dtype], "GELU_TANH": int(activation == "gelu_tanh")}
+def _activate_and_mul(dtype: torch.dtype, activation: GateActivation) -> KernelSpec:
+    macros: Macros = {
+        "SCALAR": SCALAR_NAMES[dtype],
+        "GELU_TANH": int(activation == "gelu_tanh"),
+        "SIGMOID": int(activation == "sigmoid"),
+    }
     return KernelSpec("activation.cu", "activate_and_mul", macros)
 
 

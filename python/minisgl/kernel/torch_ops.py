@@ -18,6 +18,7 @@ from minisgl.kernel.base import (
     DeltaHeads,
     ExpertActivation,
     ExpertBiases,
+    GateActivation,
     Heads,
     LatentRows,
     Mixture,
@@ -114,8 +115,8 @@ class TorchOps:
             y.mul_(factor)
         return y, *(self.rms_norm(y, each) for each in next_norms)
 
-    def activate(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        return _activate(gate, activation).mul_(up)
+    def activate(self, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
+        return (torch.sigmoid(gate) if activation == "sigmoid" else _activate(gate, activation)).mul_(up)
 
     def norm_rope_store(
         self, qkv: Tensor, heads: Heads, positions: Tensor, out_cache_loc: Tensor, k_cache: Tensor, v_cache: Tensor

@@ -137,5 +137,5 @@ class Attention(nn.Module):
         sinks = None if self.sinks is None else self.sinks.weight
         attended = attend(self.layer, qkv, heads, sinks, ctx, self.kv_of).flatten(1)
         if gate is not None:
-            attended = attended * torch.sigmoid(gate)
+            attended = ctx.ops.activate(gate, attended, "sigmoid")
         return self.o_proj.add(attended, residual, next_norm)
