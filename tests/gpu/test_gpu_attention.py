@@ -149,6 +149,41 @@ def test_a_long_prefix_costs_no_scores(name: str) -> None:
     assert torch.cuda.max_memory_allocated() - before < scores // 3
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "query_lens", "kv_lens"),
+    [
+        ((16, 8), 256, [117, 277], [1450, 319]),
+        ((16, 4), 256, [100, 192], [1400, 395]),
+        ((32, 8), 128, [8, 200], [1406, 223]),
+        ((32, 8), 64, [131, 90], [303, 1152]),
+    ],
+)
+def test_parts_of_unlike_rows_stay_in_their_memory(
+    heads: tuple[int, int], head_dim: int, query_lens: list[int], kv_lens: list[int]
+) -> None:
+    """FlashAttention 3 writes nothing beyond what it allocated for the parts of rows whose keys are divided."""
+    world = World(heads, 64, rows=2, head_dim=head_dim)
+    inputs = world.inputs(np.array(query_lens, dtype=np.int32), np.array(kv_lens, dtype=np.int32))
+    q = world.queries(sum(query_lens))
+    plan = make("fa", world.spec).plan(inputs)
+    size, untouched = 1 << 24, 0x5A5A5A5A  # int32s from whose beginning everything large is allocated
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        arena = torch.full((size,), untouched, dtype=torch.int32, device=DEVICE)
+        address = arena.data_ptr()
+        del arena
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = plan.forward(1, q, world.pool)
+        allocated = torch.cuda.max_memory_allocated() - before
+        result = out.cpu()
+        del out
+        arena = torch.empty(size, dtype=torch.int32, device=DEVICE)
+    assert arena.data_ptr() == address
+    written = 4 * int((arena != untouched).nonzero().max() + 1)
+    assert written <= allocated
+    world.check(result.to(DEVICE), q, inputs)
+
+
 @pytest.mark.parametrize("name", ["fa", "fi", "varlen"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_the_self_test_passes_what_works(name: str, role: Role) -> None:

@@ -21,7 +21,8 @@ from minisgl.kvcache.pool import KVPool
 # Rows x longest query up to which a row's keys may be divided among multiprocessors: the launch that merges the parts
 # is as large as this, however few of its blocks have work.
 _MAX_MERGED = 2048
-_MAX_WINDOWED_DIM = 128  # of heads under a window in a graph of prompts
+_TILE_QUERIES = 128  # of the heads that share a KV head, attended by one multiprocessor
+_MIN_KEYS = 256  # of a part
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Fa3Plan:
     spec: AttentionSpec
     inputs: AttentionInputs
     max_query_len: int
-    num_splits: int  # of a row's keys; 0: as FlashAttention decides
+    num_splits: int  # of a row's keys, at most
     schedule: Tensor  # int32
     upcaster: PageUpcaster | None
     seen: PageList | None  # for the upcaster
@@ -62,11 +63,11 @@ class FlashAttention3:
     """Implements attention.base.AttentionBackend. Planning costs the host nothing."""
 
     graph_safe = True
+    prefill_graph_safe = True
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         self._spec = spec
-        # Long prompts of wide heads under a window once read outside of memory in a graph, and never without graphs.
-        self.prefill_graph_safe = spec.window is None or spec.head_dim <= _MAX_WINDOWED_DIM
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._upcaster = PageUpcaster(spec, device) if spec.fp8_kv else None
 
     @property
@@ -74,8 +75,7 @@ class FlashAttention3:
         return self._upcaster is not None
 
     def plan(self, inputs: AttentionInputs) -> Fa3Plan:
-        rows, longest = len(inputs.query_lens), int(inputs.query_lens.max())
-        num_splits = 1 if longest > 1 and rows * longest > _MAX_MERGED else 0
+        longest, num_splits = int(inputs.query_lens.max()), self._num_splits(inputs)
         return Fa3Plan(
             spec=self._spec,
             inputs=inputs,
@@ -88,6 +88,22 @@ class FlashAttention3:
 
     def graphed_decode(self, rows: int) -> None:  # noqa: ARG002
         return None
+
+    def _num_splits(self, inputs: AttentionInputs) -> int:
+        """Return how many parts a row's keys may have, so that all multiprocessors have work.
+
+        Never 0, FlashAttention's own choice: its schedule assumes as many queries in each row as in the longest, its
+        forward those that there are, and the schedule's parts may then be more than the forward has memory for.
+        """
+        spec, rows, longest = self._spec, len(inputs.query_lens), int(inputs.query_lens.max())
+        if longest > 1 and rows * longest > _MAX_MERGED:
+            return 1
+        queries = int(inputs.query_lens.sum()) if inputs.graph_tokens is None else inputs.graph_tokens
+        tiles = -(-queries * spec.group // _TILE_QUERIES) * spec.num_kv_heads
+        keys = int(inputs.kv_lens.max())
+        if spec.window is not None:
+            keys = min(keys, spec.window + _TILE_QUERIES)
+        return max(1, min(self._multiprocessors // tiles, keys // _MIN_KEYS))
 
     def _schedule(self, inputs: AttentionInputs, max_query_len: int, num_splits: int) -> Tensor:
         """Split the work on the device. Arguments must be those of the plan's `forward`."""
