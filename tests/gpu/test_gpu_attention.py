@@ -123,6 +123,13 @@ def test_three_query_heads_a_kv_head_of_64_dimensions(
     check_steps(World((9, 3), page_size, 40, window=window, head_dim=64, dtype=dtype), name)
 
 
+@pytest.mark.parametrize("heads", [(16, 2), (8, 1)])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_prompts_of_heads_of_512_dimensions(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """Gemma 4's full attention, which no package has."""
+    check_steps(World(heads, 64, 40, head_dim=512, dtype=dtype), "torch")
+
+
 @pytest.mark.parametrize("name", ["varlen", "torch"])
 def test_a_long_prefix_costs_no_scores(name: str) -> None:
     """A chunk behind 30,000 cached tokens takes a small part of what its scores would, 2 bytes each."""

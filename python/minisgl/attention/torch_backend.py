@@ -208,6 +208,17 @@ def attend_in_float32(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: floa
     return (shares @ v.float()).div_(total).to(q.dtype)
 
 
+def _attend_in_16_bits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attend as `attend_in_float32` does, with q [kv_heads, group, Q, d], k and v [kv_heads, 1, L, d], mask [Q, L].
+
+    Scores are float32; each position's share is rounded to 16 bits, which a GPU's tensor cores multiply.
+    """
+    rows = q.flatten(1, 2)
+    scores = torch.bmm(rows, k.squeeze(1).transpose(1, 2), out_dtype=torch.float32).view(*q.shape[:3], -1)
+    shares = scores.mul_(scale).masked_fill_(~mask, -torch.inf).softmax(-1).to(q.dtype)
+    return torch.bmm(shares.flatten(1, 2), v.squeeze(1)).view(q.shape)
+
+
 def _attend(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float, _: Tensor | None) -> Tensor:
     """Attend with the queries [queries, heads, d] of one row."""
     k = gather_pages(keys, row.pages)[row.positions].to(q.dtype).transpose(0, 1).unsqueeze(0)
@@ -233,5 +244,8 @@ def _attend_by_scores(
     k, v = (gather_pages(pool, row.pages)[row.positions].transpose(0, 1).unsqueeze(1) for pool in (keys, values))
     mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril() if row.mask is None else row.mask
     grouped = q.view(len(q), len(k), -1, q.shape[2]).permute(1, 2, 0, 3)  # [kv_heads, group, queries, d]
-    y = attend_in_float32(grouped, k, v, mask, scale, None if sinks is None else sinks.view(len(k), -1, 1))
+    if q.is_cuda and q.dtype == k.dtype != torch.float32 and sinks is None and values is not keys:
+        y = _attend_in_16_bits(grouped, k, v, mask, scale)
+    else:
+        y = attend_in_float32(grouped, k, v, mask, scale, None if sinks is None else sinks.view(len(k), -1, 1))
     return y.permute(2, 0, 1, 3).reshape(q.shape)
