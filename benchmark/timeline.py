@@ -116,7 +116,7 @@ class Clock:
 
 
 def start_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int) -> None:
-    """Bring this many requests to where all of them decode."""
+    """Bring this many requests to where all of them decode. ValueError if they do not run at once."""
     rng = np.random.default_rng(rows)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000)
     for row in range(rows):
@@ -125,8 +125,9 @@ def start_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: in
     decoding: set[int] = set()
     while len(decoding) < rows:
         decoding.update(loop.step().seq_ids)
-    for _ in range(20):
-        loop.step()
+    running = max(len(loop.step().seq_ids) for _ in range(20))
+    if running < rows:
+        raise ValueError(f"{running} of {rows} requests run at once: the KV cache has too few pages for more")
 
 
 def measure(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int) -> Timeline:
