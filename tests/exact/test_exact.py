@@ -46,7 +46,7 @@ ALL_COLUMNS = {
     "tp": (1, 2, 3),
     "batch_policy": ("prefill-first", "mixed"),
     "target_tbt": (0.0, 2.0, 35.0),
-    "schedule_policy": ("fcfs", "lpm"),
+    "schedule_policy": ("sjf", "lpm"),
     "overlap": (True, False),
     "tight": (False, True),  # so few pages that requests are retracted
 }
