@@ -135,7 +135,8 @@ class Mixed:
 
     `target`: seconds that a step may take by `cost` while somebody streams. Where the decodes take most of it or more,
     prompts still get PREFILL_SHARE of the step, and where they miss it by far, as long as they miss it by: chunks of a
-    few tokens would hold prompts up for ever, and save streams little. Without a cost model, and when nobody streams, tokens are the bound.
+    few tokens would hold prompts up for ever, and save streams little. Without a cost model, and when nobody streams,
+    tokens are the bound.
     """
 
     def __init__(self, cost: LearnedCost | None = None, target: float = math.inf) -> None:
