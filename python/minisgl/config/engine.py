@@ -119,8 +119,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     window_ratio: Annotated[
         float | None,
         Setting(
-            "pages of layers with a sliding window for each page of the others; none: what usual sequences need, "
-            "but on GPUs one table of pages for all layers",
+            "pages of layers with a sliding window for each page of the others; none: what usual sequences need",
             aliases=("--swa-full-tokens-ratio",),
             metavar="RATIO",
             gt=0,

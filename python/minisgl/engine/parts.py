@@ -118,8 +118,6 @@ def load_parts(
             ops.begin_compiling(kernels)
         windows = [spec.window for spec in attending if spec.window is not None]
         grouped = leaves_pages_behind(windows, config.page_size, context_len)
-        if device.type != "cpu" and config.window_ratio is None:  # Gemma 3 failed on a GPU once, unexplained
-            grouped = False
         attention = queue.call(lambda: make_attention(config.attention, specs, device, window_group=grouped))
         attention.begin_compiling(config.max_running_requests)
     with phase("load weights"):
