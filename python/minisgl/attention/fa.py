@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 from torch import Tensor
@@ -99,11 +100,13 @@ class FlashAttention3:
         if longest > 1 and rows * longest > _MAX_MERGED:
             return 1
         queries = int(inputs.query_lens.sum()) if inputs.graph_tokens is None else inputs.graph_tokens
-        tiles = -(-queries * spec.group // _TILE_QUERIES) * spec.num_kv_heads
-        keys = int(inputs.kv_lens.max())
-        if spec.window is not None:
-            keys = min(keys, spec.window + _TILE_QUERIES)
-        return max(1, min(self._multiprocessors // tiles, keys // _MIN_KEYS))
+        keys = inputs.kv_lens if spec.window is None else np.minimum(inputs.kv_lens, spec.window + _TILE_QUERIES)
+        most = int(keys.max())
+        tiles: float = -(-queries * spec.group // _TILE_QUERIES)  # bounds the memory for the parts, too
+        if inputs.graph_tokens is None:  # tiles as long as those of the longest row
+            tiles = max(tiles, float(keys / most @ -(-inputs.query_lens * spec.group // _TILE_QUERIES)))
+        fitting = int(self._multiprocessors / (tiles * spec.num_kv_heads) + 0.1)  # a few tiles may be too many
+        return max(1, min(fitting, most // _MIN_KEYS))
 
     def _schedule(self, inputs: AttentionInputs, max_query_len: int, num_splits: int) -> Tensor:
         """Split the work on the device. Arguments must be those of the plan's `forward`."""
