@@ -51,9 +51,8 @@ def decoded(word: Tensor, kind: str, at: int, half: int) -> Tensor:
     if kind == "int4":
         return (word >> (4 * at + 16 * half) & 15).double()
     if kind == "mxfp4":
-        bits = word << 3 * at & 0x81C081C0
-        if at == 3:
-            bits = word << 1 & 0x80008000 | word >> 3 & 0x01800180 | word >> 7 & 0x00400040
+        moved = (word, word << 4, word >> 6 | word << 26, None)[at]
+        bits = word << 6 & 0x80C080C0 | word >> 2 & 0x01000100 if moved is None else moved & 0x81C081C0
         exponent = 126
     else:
         bits = word & 0x87F087F0 if at == 0 else word << 4 & 0x80F080F0 | word >> 4 & 0x07000700

@@ -103,16 +103,22 @@ def _pack_4_bits(codes: Tensor, kind: Kind) -> Tensor:
     # As of 8 bits, but that a word has two steps.
     parts = codes.int().view(-1, 4, 2, 8, codes.shape[1] // 64, 2, 2, 2, 4, 2)
     parts = parts.permute(0, 4, 1, 3, 8, 5, 2, 6, 7, 9).flatten(-3)  # .., step and half and pair
-    halves = sum(_place(parts[..., at], kind, at // 2) << 16 * (at % 2) for at in range(8))
-    assert isinstance(halves, Tensor)
-    return halves.to(torch.int32).reshape(-1, codes.shape[1] // 64, 512)
+    words = sum(_place(parts[..., at], kind, at // 2, at % 2 * 16) for at in range(8))
+    assert isinstance(words, Tensor)
+    return words.to(torch.int32).reshape(-1, codes.shape[1] // 64, 512)
 
 
-def _place(code: Tensor, kind: Kind, index: int) -> Tensor:
-    """Put the bits of a value, the `index`-th of its half of a word, in their places."""
+def _place(code: Tensor, kind: Kind, index: int, half: int) -> Tensor:
+    """Put the bits of a value in their places: the `index`-th of the half of a word that begins at bit `half`."""
     if kind == "int4":
-        return code << 4 * index
+        return code << 4 * index + half
     sign, magnitude = code >> 3, code & 7
-    if index < 3:
-        return (sign << 15 | magnitude << 6) >> 3 * index
-    return sign << 14 | magnitude >> 1 << 10 | (magnitude & 1) << 13
+    match index:
+        case 0:
+            return (sign << 15 | magnitude << 6) << half
+        case 1:
+            return (sign << 11 | magnitude << 2) << half
+        case 2:
+            return magnitude << 12 + half | sign << (5 if half else 21)
+        case _:
+            return (sign << 9 | magnitude >> 2 << 10 | magnitude & 3) << half
