@@ -79,35 +79,40 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_plan(
 }
 
 // out [tokens, H] = the sum over each token's pairs of y [pairs, H], and of the residual. H is a multiple of VEC.
-// With weights, y has nothing of pairs that are ELSEWHERE.
-extern "C" __global__ void moe_combine(
-    const T* y, OPTIONAL const float* pair_weights, OPTIONAL const T* residual, T* out, int tokens, int H) {
+// With weights, y has nothing of pairs that are ELSEWHERE. One block a token.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_combine(
+    const T* y, OPTIONAL const float* pair_weights, OPTIONAL const T* residual, T* out, int H) {
+  constexpr int TOGETHER = 8;  // pairs that are loaded before the first is added
   wait_for_predecessor();
   start_successor();
-  int vectors = H / VEC;
-  long long n = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-  if (n >= (long long)tokens * vectors) return;
-  long long token = n / vectors;
-  int i = (int)(n % vectors) * VEC;
-  Vec<VEC> before = {}, result;
-  if (residual) before = *(const Vec<VEC>*)(residual + token * H + i);
-  float sum[VEC];
+  long long token = blockIdx.x;
+#pragma unroll 1
+  for (int i = threadIdx.x * VEC; i < H; i += blockDim.x * VEC) {
+    Vec<VEC> part[TOGETHER], result = {};
+    float sum[VEC];
+    if (residual) result = *(const Vec<VEC>*)(residual + token * H + i);
 #pragma unroll
-  for (int j = 0; j < VEC; ++j) sum[j] = to_float(before.v[j]);
-  auto add = [&](int k) {
-    Vec<VEC> part = *(const Vec<VEC>*)(y + (token * TAKEN + k) * H + i);
+    for (int j = 0; j < VEC; ++j) sum[j] = to_float(result.v[j]);
+    auto load = [&](int k) { part[k % TOGETHER] = *(const Vec<VEC>*)(y + (token * TAKEN + k) * H + i); };
+    auto add = [&](int k) {
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) sum[j] += to_float(part.v[j]);
-  };
-  if (pair_weights) {
+      for (int j = 0; j < VEC; ++j) sum[j] += to_float(part[k % TOGETHER].v[j]);
+    };
+    if (pair_weights) {
 #pragma unroll
-    for (int k = 0; k < TAKEN; ++k)
-      if (pair_weights[token * TAKEN + k] != ELSEWHERE) add(k);
-  } else {
+      for (int k = 0; k < TAKEN; ++k)
+        if (pair_weights[token * TAKEN + k] != ELSEWHERE) load(k), add(k);
+    } else {
 #pragma unroll
-    for (int k = 0; k < TAKEN; ++k) add(k);
+      for (int first = 0; first < TAKEN; first += TOGETHER) {
+#pragma unroll
+        for (int k = first; k < TAKEN && k < first + TOGETHER; ++k) load(k);
+#pragma unroll
+        for (int k = first; k < TAKEN && k < first + TOGETHER; ++k) add(k);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) result.v[j] = from_float<T>(sum[j]);
+    *(Vec<VEC>*)(out + token * H + i) = result;
   }
-#pragma unroll
-  for (int j = 0; j < VEC; ++j) result.v[j] = from_float<T>(sum[j]);
-  *(Vec<VEC>*)(out + token * H + i) = result;
 }

@@ -24,9 +24,13 @@ struct Tile {  // of the pairs sorted by expert: all of one
 constexpr int TAKEN = TOP_K + SHARED;  // at most 32
 constexpr int ALL_EXPERTS = EXPERTS + SHARED;
 constexpr int LOGITS = EXPERTS + GATED_SHARED;  // of a token
+// Larger numbers have larger orders; none has 0.
 __device__ __forceinline__ unsigned order_of(float x) {
   unsigned bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float of_order(unsigned order) {
+  return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order);
 }
 
 // A token's experts are weighed by their probabilities, by these divided by their sum, or as the logits say: they are the
@@ -42,41 +46,39 @@ __device__ __forceinline__ void route(
   constexpr int PER_LANE = (EXPERTS + 31) / 32;
   constexpr unsigned ALL = 0xffffffffu;
   int lane = threadIdx.x & 31;
-  float x[PER_LANE], largest = -1e30f;
+  unsigned order[PER_LANE], chosen = 0;  // of this lane's logits, but for those that are chosen; of the one chosen for it
+  int my_expert = 0;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
     int expert = i * 32 + lane;
-    x[i] = expert < EXPERTS ? to_float(logits[expert]) : -1e30f;
-    largest = fmaxf(largest, x[i]);
+    order[i] = expert < EXPERTS ? order_of(to_float(logits[expert])) : 0;
   }
-  for (int offset = 16; offset > 0; offset >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, offset));
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < PER_LANE; ++i)
-    if (weighting != CHOSEN) sum += x[i] = __expf(x[i] - largest);
-  sum = warp_sum(sum);
-
-  float mine = 0.f, chosen_sum = 0.f;
-  int my_expert = 0;
 #pragma unroll
   for (int k = 0; k < TOP_K; ++k) {
-    float best = -1.f;
+    unsigned best = 0;
     int expert = lane;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i)
-      if (x[i] > best) best = x[i], expert = i * 32 + lane;
-    unsigned key = order_of(best), top = __reduce_max_sync(ALL, key);
-    best = __shfl_sync(ALL, best, __ffs(__ballot_sync(ALL, key == top)) - 1);
-    expert = min(__reduce_min_sync(ALL, key == top ? (unsigned)expert : ALL), EXPERTS - 1);
+      if (order[i] > best) best = order[i], expert = i * 32 + lane;
+    unsigned top = __reduce_max_sync(ALL, best);
+    expert = min(__reduce_min_sync(ALL, best == top ? (unsigned)expert : ALL), EXPERTS - 1);
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i)
-      if (i * 32 + lane == expert) x[i] = -1.f;
-    if (lane == k) mine = best, my_expert = expert;
-    chosen_sum += best;
+      if (i * 32 + lane == expert) order[i] = 0;
+    if (lane == k) chosen = top, my_expert = expert;
+  }
+  float weight = of_order(chosen);
+  if (weighting != CHOSEN) {
+    float largest = __shfl_sync(ALL, weight, 0), sum = weight = lane < TOP_K ? __expf(weight - largest) : 0.f;
+    if (weighting == PROBABILITIES)
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i)
+        if (order[i]) sum += __expf(of_order(order[i]) - largest);
+    sum = warp_sum(sum);
+    weight = rounded(weight / sum);
   }
   if (lane < TOP_K) {
     bool here = my_expert >= first_expert && my_expert < first_expert + held;
-    float weight = weighting == CHOSEN ? mine : rounded(mine / (weighting == RENORMALIZED ? chosen_sum : sum));
     if (expert_scale) weight *= expert_scale[my_expert];
     experts[lane] = here ? my_expert - first_expert : -1;
     weights[lane] = here ? weight : ELSEWHERE;

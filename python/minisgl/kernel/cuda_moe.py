@@ -34,7 +34,7 @@ _MAX_EXPERTS = 512
 _MAX_TOP_K = 32
 _MAX_WEIGHED = 16  # tokens whose shared expert has a gate and is merged
 _PLAN_TOKENS = 128  # as in moe.cu: up to so many are routed and sorted by one block
-_PLAN_THREADS = 1024
+_MAX_THREADS = 1024  # of a block
 _ROUTE_THREADS = 128
 _BLOCK_K = 64  # as in moe_gemm.cu
 
@@ -246,15 +246,13 @@ class CudaMoe:
         )
         out = torch.empty_like(x)
         combine = self._compiler.kernel(_plan_spec, "moe_combine", kind)
-        vectors = tokens * hidden // 8
         combine(
-            (-(-vectors // 256),),
-            256,
+            (tokens,),
+            min(-(-hidden // 256) * 32, _MAX_THREADS),
             y=outputs,
             pair_weights=None if plan is None or held == kind.experts else plan.weights,
             residual=residual,
             out=out,
-            tokens=tokens,
             H=hidden,
         )
         return out
@@ -284,7 +282,7 @@ class CudaMoe:
             both = self._compiler.kernel(_plan_spec, "moe_plan", kind)
             both(
                 (1,),
-                min(max(32 * tokens, 128), _PLAN_THREADS),
+                min(max(32 * tokens, 128), _MAX_THREADS),
                 router_logits=router_logits,
                 tokens=tokens,
                 weighting=weighting,
@@ -315,7 +313,7 @@ class CudaMoe:
         sort = self._compiler.kernel(_plan_spec, "moe_sort", kind)
         sort(
             (1,),
-            _PLAN_THREADS,
+            _MAX_THREADS,
             tokens=tokens,
             tile_rows=tile_rows,
             experts=chosen,
