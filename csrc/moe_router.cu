@@ -1,12 +1,12 @@
 // The norm in front of a mixture of experts and the logits of its router, of a few tokens in one launch. A block has
 // EXPERTS experts and TOKENS tokens; each of its threads has the same eight of every STEP values of all of them. It fetches
-// the experts' weights before it waits for its predecessor. H is a multiple of eight. -DLOGIT_SCALAR: type of the router.
+// the experts' weights before it waits for its predecessor. H is a multiple of eight. -DLOGIT_SCALAR: type of the router;
+// -DTHREADS: of a block.
 #include "common.cuh"
 
 using L = LOGIT_SCALAR;
 constexpr int EXPERTS = 2;
 constexpr int TOKENS = 4;
-constexpr int THREADS = 256;
 constexpr int LANE = 8;
 constexpr int STEP = THREADS * LANE;
 
@@ -28,11 +28,11 @@ template <int N> __device__ __forceinline__ void block_sums(float (&x)[N], float
 }
 
 // normed = x / sqrt(mean(x^2) + eps) * norm, as rms_norm rounds it, both [tokens, H], or else x; logits [tokens, outputs] =
-// normed @ weight^T, of which the experts' rows [experts, H] are followed by the gate's, if there is one. Grid: outputs /
-// EXPERTS, tokens / TOKENS.
+// normed @ weight^T + bias, of which the experts' rows [experts, H] are followed by the gate's, if there is one, which has
+// no bias. Grid: outputs / EXPERTS, tokens / TOKENS.
 extern "C" __global__ void __launch_bounds__(THREADS) moe_router(
-    const T* x, OPTIONAL const W* norm, float eps, const L* weight, OPTIONAL const L* gate, OPTIONAL T* normed, L* logits,
-    int tokens, int experts, int H) {
+    const T* x, OPTIONAL const W* norm, float eps, const L* weight, OPTIONAL const L* bias, OPTIONAL const L* gate,
+    OPTIONAL T* normed, L* logits, int tokens, int experts, int H) {
   __shared__ float squares[THREADS / 32][TOKENS], products[THREADS / 32][TOKENS * EXPERTS];
   int first = blockIdx.y * TOKENS, count = min(TOKENS, tokens - first), own = threadIdx.x * LANE;
   int outputs = experts + (gate != nullptr);
@@ -87,8 +87,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_router(
   }
   block_sums(sum, products);
   int expert = blockIdx.x * EXPERTS + threadIdx.x % EXPERTS, t = threadIdx.x / EXPERTS;
+  float added = bias && expert < experts ? to_float(bias[expert]) : 0.f;
 #pragma unroll
   for (int n = 0; n < TOKENS * EXPERTS; ++n)
     if (n == threadIdx.x && t < count && expert < outputs)
-      logits[(long long)(first + t) * outputs + expert] = from_float<L>(sum[n]);
+      logits[(long long)(first + t) * outputs + expert] = from_float<L>(sum[n] + added);
 }

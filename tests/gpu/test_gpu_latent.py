@@ -247,7 +247,7 @@ def test_absorbed_products(heads: int, nope: int, value: int, dtype: torch.dtype
 
 @pytest.mark.parametrize("norm_dtype", [None, torch.float32])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("experts", "hidden"), [(64, 2048), (256, 7168), (7, 256)])
+@pytest.mark.parametrize(("experts", "hidden"), [(64, 2048), (256, 7168), (7, 256), (32, 2880)])
 def test_norm_and_router(experts: int, hidden: int, dtype: torch.dtype, norm_dtype: torch.dtype | None) -> None:
     from minisgl.kernel.cuda_ops import CudaOps
 
@@ -256,9 +256,11 @@ def test_norm_and_router(experts: int, hidden: int, dtype: torch.dtype, norm_dty
     weight = torch.randn(experts, hidden, device=DEVICE) * hidden**-0.5
     for tokens in (1, 3, 17, 64, 65):
         x = torch.randn(tokens, hidden, device=DEVICE).to(dtype) * 3
-        normed, logits = CudaOps(DEVICE).norm_router(x, norm, weight, None)
-        torch.testing.assert_close(normed, TorchOps().rms_norm(x, norm), rtol=1e-2, atol=1e-3)
-        torch.testing.assert_close(logits.double(), normed.double() @ weight.t().double(), rtol=1e-4, atol=1e-4)
+        for bias in (None, torch.randn(experts, device=DEVICE)):
+            normed, logits = CudaOps(DEVICE).norm_router(x, norm, weight, bias)
+            torch.testing.assert_close(normed, TorchOps().rms_norm(x, norm), rtol=1e-2, atol=1e-3)
+            products = normed.double() @ weight.t().double() + (0 if bias is None else bias)
+            torch.testing.assert_close(logits.double(), products, rtol=1e-4, atol=1e-4)
 
 
 ROUTINGS = [

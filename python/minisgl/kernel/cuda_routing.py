@@ -15,9 +15,11 @@ from minisgl.kernel.small_batch_gemm import MAX_ROWS
 
 _WARPS = 4  # as in moe_choose.cu: of a block
 _MAX_GROUPS = 32
-_ROUTER_THREADS = 256  # as in moe_router.cu
-_ROUTER_TOKENS = 4  # likewise: of a block
-_ROUTER_EXPERTS = 2
+_MAX_ROUTER_THREADS = 384  # each has eight values of a token at a time
+_ROUTER_TOKENS = 4  # of a block, as in moe_router.cu
+_ROUTER_EXPERTS = 2  # likewise
+_MIN_EXPERTS = 64  # of fewer, whose blocks leave most of the device idle, norm and 16-bit product are faster,
+_MIN_TOKENS = 17  # while the product is skinny_gemm.py's
 _MAX_SCORES = 2048  # tokens times experts up to which one launch is faster than norm and 16-bit product
 
 
@@ -31,25 +33,31 @@ class CudaRouting:
     def scores(x: Tensor, weight: Tensor) -> bool:
         """Return True if `norm_router` is for so few tokens and this router [experts, H]."""
         most = MAX_ROWS if weight.dtype == torch.float32 else min(_MAX_SCORES // len(weight), MAX_ROWS)
-        few = 0 < len(x) <= most and x.is_contiguous() and x.shape[1] % 8 == 0
+        least = _MIN_TOKENS if weight.dtype == x.dtype and len(weight) < _MIN_EXPERTS else 1
+        few = least <= len(x) <= most and x.is_contiguous() and x.shape[1] % 8 == 0
         return few and x.dtype in (torch.bfloat16, torch.float16) and weight.dtype in (torch.float32, x.dtype)
 
     def norm_router(
-        self, x: Tensor, norm: Norm | None, weight: Tensor, gate: Tensor | None = None
+        self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, gate: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return norm(x) [T, H] and its products with weight [experts, H] and gate [1, H], in their dtype."""
+        """Return norm(x) [T, H], and its products with weight [experts, H] plus bias, and with gate [1, H]."""
         (tokens, size), experts = x.shape, len(weight)
         outputs = experts + (gate is not None)
         normed = x if norm is None else torch.empty_like(x)
         logits = weight.new_empty((tokens, outputs))
-        kernel = self._compiler.kernel(_router_spec, x.dtype, norm.weight.dtype if norm else x.dtype, weight.dtype)
+        vectors = size // 8
+        passes = -(-vectors // _MAX_ROUTER_THREADS)
+        threads = -(-vectors // (32 * passes)) * 32
+        dtypes = x.dtype, norm.weight.dtype if norm else x.dtype, weight.dtype
+        kernel = self._compiler.kernel(_router_spec, *dtypes, threads)
         kernel(
             (-(-outputs // _ROUTER_EXPERTS), -(-tokens // _ROUTER_TOKENS)),
-            _ROUTER_THREADS,
+            threads,
             x=x,
             norm=norm.weight if norm else None,
             eps=norm.eps if norm else 0.0,
             weight=weight,
+            bias=bias,
             gate=gate,
             normed=normed if norm else None,
             logits=logits,
@@ -112,10 +120,11 @@ def _spec(dtype: torch.dtype, experts: int, top_k: int) -> KernelSpec:
     return KernelSpec("moe_choose.cu", "moe_choose", macros)
 
 
-def _router_spec(dtype: torch.dtype, norm_dtype: torch.dtype, logit_dtype: torch.dtype) -> KernelSpec:
+def _router_spec(dtype: torch.dtype, norm_dtype: torch.dtype, logit_dtype: torch.dtype, threads: int) -> KernelSpec:
     macros: Macros = {
         "SCALAR": SCALAR_NAMES[dtype],
         "NORM_SCALAR": SCALAR_NAMES[norm_dtype],
         "LOGIT_SCALAR": SCALAR_NAMES[logit_dtype],
+        "THREADS": threads,
     }
     return KernelSpec("moe_router.cu", "moe_router", macros)
