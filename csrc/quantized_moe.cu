@@ -150,6 +150,10 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   constexpr int OUTPUTS = GATED ? BLOCK_N / 2 : BLOCK_N;
   int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, group = warp >> 2;
 
+  if (thread == 0) {
+    for (int s = 0; s < STAGES; ++s) init(&full[s], 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
   // The plan, and the router's logits, are older than the predecessor of the second product, which so begins to load
   // weights before it waits.
   if (GATED) wait_for_predecessor(), start_successor();
@@ -197,10 +201,6 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   if (chunks % CHUNKS && steps <= STAGES) {
     for (int i = thread; i < STAGE / 16; i += THREADS) ((uint4*)stage_of(steps - 1))[i] = make_uint4(0, 0, 0, 0);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  }
-  if (thread == 0) {
-    for (int s = 0; s < STAGES; ++s) init(&full[s], 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   if (thread == 0)

@@ -113,7 +113,7 @@ def test_every_tiling(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
     if compiler.arch == 90:
         tilings.append(cuda_moe._MANY_ON_HOPPER)
     for tiling in tilings:
-        monkeypatch.setattr(cuda_moe.CudaMoe, "_tiling", lambda *_, tiling=tiling: tiling)
+        monkeypatch.setattr(cuda_moe.CudaMoe, "_tilings", lambda *_, tiling=tiling: (tiling, tiling))
         for hidden, intermediate in [(1032, 200), (512, 96)]:
             mixture = make_mixture(Routing(3, renormalize=True), 6, hidden, intermediate, dtype)
             x = torch.randn(300, hidden, device="cuda").to(dtype)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from minisgl.kernel import quantized_moe
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat, Levels
 from support.expert_values import expert_values
@@ -64,3 +65,15 @@ def test_scales_without_room_are_refused() -> None:
     scales[7, 1] = 4.0
     with pytest.raises(ValueError, match="a scale is 4, but experts"):
         packed.fill(0, slice(0, 64), levels)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_blocks_find_room_on_a_multiprocessor(form: LevelFormat) -> None:
+    """Hopper's has 228 KiB of shared memory, of which a block takes 1 KiB besides what it asks for."""
+    for tiling in quantized_moe.tilings(form):
+        assert tiling.blocks * (tiling.shared_bytes(form) + 2048) <= 228 << 10
+        assert tiling.blocks * tiling.threads <= 2048
+    few, many = (quantized_moe.choose_tilings(form, pairs, 32) for pairs in (8, 9))
+    assert few.gated.max_pairs == few.weighted.max_pairs
+    assert few.gated.route is few.weighted.route is True
+    assert many.gated == many.weighted

@@ -23,7 +23,7 @@ from minisgl.kernel.base import (
 )
 from minisgl.kernel.compile import Compiler
 from minisgl.kernel.cuda_routing import CudaRouting
-from minisgl.kernel.quantized_moe import ExpertProduct, QuantizedTiling
+from minisgl.kernel.quantized_moe import ExpertProduct, ProductTilings, QuantizedTiling
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
 from minisgl.kernel.small_batch_gemm import MAX_ROWS
 from minisgl.kernel.torch_ops import route
@@ -200,10 +200,10 @@ class CudaMoe:
         if shared is not None:
             kind = kind._replace(shared=shared.w2.shape[1] // intermediate, weighed=shared.weighed)
         pairs = tokens * kind.taken
-        tiling = self._tiling(tokens * kind.top_k, kind.experts, w13)
+        gated_tiling, weighted_tiling = self._tilings(tokens * kind.top_k, kind.experts, w13)
         plan = None
-        if not tiling.route:
-            plan = self._plan(router_logits, weighting, mixture, kind, tiling.block_m)
+        if not gated_tiling.route:
+            plan = self._plan(router_logits, weighting, mixture, kind, gated_tiling.block_m)
         max_tiles = pairs if plan is None else len(plan.tiles)
         inner = x.new_empty((pairs, intermediate))
         outputs = x.new_empty((pairs, hidden))
@@ -220,10 +220,10 @@ class CudaMoe:
             "tile_count": None if plan is None else plan.tile_count,
             "pair_weights": None if plan is None else plan.weights,
         }
-        gated = self._product("gated", w13, shared and shared.w13, tiling, kind)
+        gated = self._product("gated", w13, shared and shared.w13, gated_tiling, kind)
         gated(
-            (-(-intermediate // (tiling.block_n // 2)), max_tiles),
-            tiling.threads,
+            (-(-intermediate // (gated_tiling.block_n // 2)), max_tiles),
+            gated_tiling.threads,
             x=x,
             divisor=kind.taken,
             bias=mixture.biases.w13,
@@ -232,10 +232,10 @@ class CudaMoe:
             K=hidden,
             **common,
         )
-        weighted = self._product("weighted", w2, shared and shared.w2, tiling, kind)
+        weighted = self._product("weighted", w2, shared and shared.w2, weighted_tiling, kind)
         weighted(
-            (-(-hidden // tiling.block_n), max_tiles),
-            tiling.threads,
+            (-(-hidden // weighted_tiling.block_n), max_tiles),
+            weighted_tiling.threads,
             x=inner,
             divisor=1,
             bias=mixture.biases.w2,
@@ -323,12 +323,14 @@ class CudaMoe:
         )
         return plan
 
-    def _tiling(self, pairs: int, experts: int, w13: ExpertMatrices) -> _Tiling | QuantizedTiling:
+    def _tilings(self, pairs: int, experts: int, w13: ExpertMatrices) -> tuple[_Tiling, _Tiling] | ProductTilings:
+        """Return the tilings of the two products, of as many pairs."""
         if isinstance(w13, PackedExperts):
-            return quantized_moe.choose_tiling(w13.format, pairs, experts)
+            return quantized_moe.choose_tilings(w13.format, pairs, experts)
         if pairs <= _FEW_PAIRS:
-            return _FEW
-        return next((tiling for mean, tiling in _TILINGS if pairs / experts <= mean), self._many)
+            return _FEW, _FEW
+        tiling = next((tiling for mean, tiling in _TILINGS if pairs / experts <= mean), self._many)
+        return tiling, tiling
 
     def _product(
         self,

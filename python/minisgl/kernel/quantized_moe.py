@@ -51,17 +51,25 @@ class QuantizedTiling(NamedTuple):
         return self.stages * (-(-stage // 1024) * 1024)
 
 
+class ProductTilings(NamedTuple):
+    """Tilings of a layer's two products, of as many pairs."""
+
+    gated: QuantizedTiling
+    weighted: QuantizedTiling
+
+
 class _Tilings(NamedTuple):
     """Tilings by the number of pairs, as the fastest of those were that have been measured."""
 
-    few: QuantizedTiling  # so few that they seldom share an expert: each is a tile
+    few: ProductTilings  # so few that they seldom share an expert: each is a tile
     by_mean: tuple[tuple[float, QuantizedTiling], ...]  # by the tokens of an expert, up to so many
     many: QuantizedTiling
 
 
 _FEW_PAIRS = 8
+_8_BITS_FEW = QuantizedTiling(8, 1, 256, 3, 3, route=True)
 _8_BITS = _Tilings(
-    QuantizedTiling(8, 1, 256, 2, 4, route=True),
+    ProductTilings(_8_BITS_FEW, _8_BITS_FEW),
     (
         (4.5, QuantizedTiling(8, 1, 256, 2, 5)),
         (12.0, QuantizedTiling(16, 1, 128, 3, 5)),
@@ -69,8 +77,9 @@ _8_BITS = _Tilings(
     ),
     QuantizedTiling(64, 2, 128, 3, 2),
 )
+_INT4_FEW = QuantizedTiling(8, 1, 256, 3, 5, route=True)
 _INT4 = _Tilings(
-    QuantizedTiling(8, 1, 256, 3, 5, route=True),
+    ProductTilings(_INT4_FEW, _INT4_FEW),
     (
         (4.5, QuantizedTiling(8, 1, 256, 3, 5)),
         (12.0, QuantizedTiling(16, 1, 128, 3, 6)),
@@ -78,9 +87,11 @@ _INT4 = _Tilings(
     ),
     QuantizedTiling(64, 2, 128, 3, 2),
 )
-# 192 and 320 divide 2,880, the width of gpt-oss; and there are no sums of groups, so registers suffice for more pairs.
+# 192, 320 and 576 divide 2,880, the width of gpt-oss; and there are no sums of groups, so registers suffice for more
+# pairs. Its 180 blocks of a token's second product have their whole weight under way, or else each waits for memory
+# nine times.
 _MXFP4 = _Tilings(
-    QuantizedTiling(8, 1, 320, 2, 6, route=True),
+    ProductTilings(QuantizedTiling(8, 1, 320, 2, 6, route=True), QuantizedTiling(8, 1, 576, 3, 2, route=True)),
     (
         (4.5, QuantizedTiling(8, 1, 320, 2, 6)),
         (12.0, QuantizedTiling(16, 1, 320, 2, 5)),
@@ -95,15 +106,16 @@ _TILINGS: dict[Kind, _Tilings] = {"fp8": _8_BITS, "int8": _8_BITS, "int4": _INT4
 def tilings(form: LevelFormat) -> list[QuantizedTiling]:
     """Return the tilings of any number of pairs, those of few first."""
     few, by_mean, many = _TILINGS[form.kind]
-    return [few, *(tiling for _, tiling in by_mean), many]
+    return list(dict.fromkeys([*few, *(tiling for _, tiling in by_mean), many]))
 
 
-def choose_tiling(form: LevelFormat, pairs: int, experts: int) -> QuantizedTiling:
-    """Return the tiling for so many (token, expert) pairs."""
+def choose_tilings(form: LevelFormat, pairs: int, experts: int) -> ProductTilings:
+    """Return the tilings for so many (token, expert) pairs."""
     few, by_mean, many = _TILINGS[form.kind]
     if pairs <= _FEW_PAIRS:
         return few
-    return next((tiling for most, tiling in by_mean if pairs / experts <= most), many)
+    tiling = next((tiling for most, tiling in by_mean if pairs / experts <= most), many)
+    return ProductTilings(tiling, tiling)
 
 
 def supports(form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
