@@ -107,6 +107,7 @@ def test_norm_rope_store(
         *[(5120, 3584), (8704, 5120)],  # of 14B over two ranks
         *[(576, 960), (576, 576), (576, 3072), (1536, 576)],  # SmolLM2's
         (2048, 3648),  # two blocks on a multiprocessor
+        *[(4096, 4096), (3840, 8192)],  # clusters of eight and of four with short rings
     ],
 )
 def test_products(ops: Ops, dtype: torch.dtype, rows: int, size: int, width: int) -> None:
@@ -147,6 +148,22 @@ def test_products_are_divided_for_any_number_of_multiprocessors(num_sms: int) ->
         assert kind.stages >= 2
         if width * size > 1 << 23:
             assert kind.block_n >= 128 or -(-width // kind.block_n) * kind.split <= num_sms * kind.blocks
+
+
+@pytest.mark.parametrize(
+    ("width", "size", "cluster", "stages"),
+    [
+        *[(6144, 4096, 4, 5), (4096, 4096, 8, 4), (24576, 4096, 2, 7), (4096, 12288, 8, 4)],  # Qwen3-8B
+        *[(7168, 5120, 4, 5), (5120, 5120, 4, 7), (34816, 5120, 2, 7), (5120, 17408, 4, 7)],  # Qwen3-14B
+        *[(8192, 3840, 4, 4), (3840, 4096, 8, 4), (30720, 3840, 4, 7), (3840, 15360, 8, 4)],  # Gemma-3-12B
+        *[(12352, 4096, 2, 7), (28672, 4096, 4, 7), (3584, 5120, 8, 5), (248320, 4096, 2, 7)],
+    ],
+)
+def test_products_of_a_row_are_divided_as_measured_on_an_h200(width: int, size: int, cluster: int, stages: int) -> None:
+    from minisgl.kernel.skinny_gemm import _kind
+
+    kind = _kind(torch.bfloat16, 1, width, size, (2, 8), 132, 222 << 10, norm=True, gate=None, before_attention=False)
+    assert (kind.block_n, kind.cluster, kind.stages) == (64, cluster, stages)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -20,8 +20,11 @@ _STAGE = 4096  # values of a weight in a stage, likewise
 _CLUSTERS = (2, 8)  # blocks, the fewest and the most; GPUs before Hopper have no clusters
 _SMALL = 1 << 23  # values of a weight that is divided into many narrow blocks; of others, clusters share K
 _STAGES = 7, 5  # of a weight that is not small; of one whose blocks run two on a multiprocessor at most the first
+_FEW_STAGES = 4  # where neither of these is fast enough: more blocks of fewer
 _UNDER_WAY = 128 << 10  # bytes on their way to a multiprocessor that keep the memory busy
-_ENOUGH = 0.76  # of the memory's speed, as `_speed` reckons it
+_ENOUGH = 0.88  # of the memory's speed, as `_speed` reckons it
+_FULL = 0.9  # of the room for blocks, beyond which clusters of more than two do not all find their place
+_SHALLOW = 0.85  # of the speed, where blocks follow one another that have short rings, or fill them less than twice
 _STATIC_BYTES = 5 << 10  # of shared memory besides the ring, at most
 _RING_BEFORE_ATTENTION = 56 << 10  # bytes at most: two blocks leave room for some of attention's, which begin early
 
@@ -228,13 +231,19 @@ def _kind(
     stage_bytes = _stage_bytes(64, max_rows, norm=norm)
     ways = [
         (cluster, stages)
+        for numbers in (_STAGES, (_FEW_STAGES,))
         for cluster in (1, 2, 4, 8)
-        for stages in _STAGES
+        for stages in numbers
         if clusters[0] <= cluster <= clusters[1] and (cluster <= size // 64 or cluster == clusters[0])
     ]
     speeds = [
         _speed(
-            cluster * -(-width // 64), num_sms, (room + _STATIC_BYTES) // (stages * stage_bytes + _STATIC_BYTES), stages
+            -(-width // 64),
+            size // 64,
+            cluster,
+            stages,
+            num_sms=num_sms,
+            blocks_of_sm=(room + _STATIC_BYTES) // (stages * stage_bytes + _STATIC_BYTES),
         )
         for cluster, stages in ways
     ]
@@ -244,16 +253,23 @@ def _kind(
     return _Kind(dtype, max_rows, 64, *best, norm, gate, False)
 
 
-def _speed(blocks: int, num_sms: int, blocks_of_sm: int, stages: int) -> float:
-    """Return about what share of the memory's speed is reached by so many blocks, each with `stages` under way.
+def _speed(clusters: int, steps: int, cluster: int, stages: int, *, num_sms: int, blocks_of_sm: int) -> float:
+    """Return about what share of the memory's speed is reached by clusters that divide K's `steps` stages.
 
-    All that run at a time must keep enough under way, and a last round of few blocks is as long as a full one.
+    All blocks that run at a time must keep enough under way, and a last round of few is as long as a full one. Fitted
+    to chains of products and whole steps on an H200.
     """
-    at_a_time = blocks_of_sm * num_sms
+    blocks, at_a_time = clusters * cluster, blocks_of_sm * num_sms
     under_way = min(blocks / num_sms, blocks_of_sm) * stages * 2 * _STAGE
-    return min(under_way / _UNDER_WAY, 1.0) * (
-        1.0 if blocks <= at_a_time else blocks / (at_a_time * -(-blocks // at_a_time))
-    )
+    speed = min(under_way / _UNDER_WAY, 1.0)
+    rounds = -(-blocks // at_a_time)
+    if rounds == 1 and cluster > 2 and blocks > _FULL * at_a_time:
+        rounds = 2
+    if rounds == 1:
+        return speed
+    if stages < _STAGES[0] or steps < 2 * stages * cluster:
+        speed *= _SHALLOW
+    return speed * blocks / (at_a_time * rounds)
 
 
 def _stage_bytes(block_n: int, max_rows: int, *, norm: bool) -> int:
