@@ -17,7 +17,7 @@ from minisgl.core import SamplingParams
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
 from minisgl.message.types import Abort, TextOptions
 from minisgl.server.api.requests.open_request import Job
-from minisgl.server.api.responses.job import fitted
+from minisgl.server.api.responses.job import truncate_to_fit
 
 PATH = "/v1/responses"
 WEATHER: dict[str, Any] = {
@@ -443,7 +443,7 @@ def test_the_oldest_turns_make_room(context: int, left: str) -> None:
         asked.append(prompt)
         return sum(len(message["content"]) for message in prompt.messages)
 
-    job, missing = asyncio.run(fitted(conversation(*texts), count, context))
+    job, missing = asyncio.run(truncate_to_fit(conversation(*texts), count, context))
     (prompt,) = job.prompts
     assert isinstance(prompt, ChatPrompt)
     assert [message["content"] for message in prompt.messages] == left.split()
@@ -456,4 +456,4 @@ def test_a_turn_that_is_too_long_alone_is_left_to_be_refused() -> None:
         return None
 
     job = conversation("sss", "uuu", "aaa", "uuu")
-    assert asyncio.run(fitted(job, count, 5)) == (job, 0)
+    assert asyncio.run(truncate_to_fit(job, count, 5)) == (job, 0)

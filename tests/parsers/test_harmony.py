@@ -26,7 +26,7 @@ def new_id() -> Callable[[], str]:
 
 
 def parser(tools: Sequence[str] = ("f",), *, thoughts: bool = True, end: str = PROMPT_END) -> HarmonyParser:
-    return HarmonyParser(tools, new_id(), thoughts=thoughts, prompt_end=end)
+    return HarmonyParser(tools, new_id(), reasoning=thoughts, prompt_end=end)
 
 
 def parsed(text: str, pieces: Sequence[str] | None = None, **options: object) -> Parsed:

@@ -67,7 +67,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     reasoning_parser: Annotated[
         ReasoningParserName,
         Setting(
-            "form of the model's thoughts; auto: as its chat template shows",
+            "form of the model's reasoning; auto: as its chat template shows",
             values={"openai_gptoss": "harmony", "gpt-oss": "harmony"},  # of vLLM and SGLang
         ),
     ] = "auto"

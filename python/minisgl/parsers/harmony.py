@@ -4,7 +4,7 @@
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Oslo"}<|call|>
 
 (without the line break). The prompt ends with `<|start|>assistant`, and what ends the answer, `<|call|>` or
-`<|return|>`, is no part of its text. `analysis` is thought, what goes `to=functions.NAME` a call, everything else
+`<|return|>`, is no part of its text. `analysis` is reasoning, what goes `to=functions.NAME` a call, everything else
 content: the `final` channel, and `commentary` that the user is to see. The recipient may stand before the channel.
 """
 
@@ -43,15 +43,15 @@ class _Kind(Enum):
     """Part of the answer that a message belongs to."""
 
     CONTENT = auto()
-    THOUGHT = auto()
-    FRAMED_THOUGHT = auto()  # content with its markers, for who wants thoughts in the content
+    REASONING = auto()
+    FRAMED_REASONING = auto()  # content with its markers, for who wants reasoning in the content
     CALL = auto()
 
 
 class HarmonyParser(StateParser):
     """Reads one answer; a part that no header names is content.
 
-    `tools`: names that the client has declared, of which calls are read; none: calls are content. Without `thoughts`
+    `tools`: names that the client has declared, of which calls are read; none: calls are content. Without `reasoning`
     they stay in the content, with their markers.
     """
 
@@ -63,7 +63,7 @@ class HarmonyParser(StateParser):
         tools: Collection[str],
         new_id: Callable[[], str],
         *,
-        thoughts: bool = True,
+        reasoning: bool = True,
         prompt_end: str = "",
         continued: str = "",
     ) -> None:
@@ -71,7 +71,7 @@ class HarmonyParser(StateParser):
         self.reasoning_tokens = 0  # so far, markers included
         self._tools = tools
         self._new_id = new_id
-        self._thoughts = thoughts
+        self._separates_reasoning = reasoning
         self._header_tokens = 0  # of a header that is not complete
         self._num_calls = 0
         self._shown: set[_Kind] = set()  # what the answer has some text of already
@@ -113,7 +113,7 @@ class HarmonyParser(StateParser):
 
     @property
     def _thinks(self) -> bool:
-        return self._state == self._text and self._kind in (_Kind.THOUGHT, _Kind.FRAMED_THOUGHT)
+        return self._state == self._text and self._kind in (_Kind.REASONING, _Kind.FRAMED_REASONING)
 
     def _first_header(self) -> bool:
         """Look if a header goes on where the prompt ends, or the model answers without any."""
@@ -173,7 +173,7 @@ class HarmonyParser(StateParser):
             self._events.append(CallStart(self._num_calls, self._new_id(), name))
             self._num_calls += 1
         elif channel is not None and channel[1] == "analysis":
-            self._begin(_Kind.THOUGHT if self._thoughts else _Kind.FRAMED_THOUGHT)
+            self._begin(_Kind.REASONING if self._separates_reasoning else _Kind.FRAMED_REASONING)
         else:
             self._begin(_Kind.CONTENT)
 
@@ -190,18 +190,18 @@ class HarmonyParser(StateParser):
             self._begun = True
             if self._kind in self._shown:
                 text = f"\n\n{text}"
-            elif self._kind is _Kind.FRAMED_THOUGHT:
+            elif self._kind is _Kind.FRAMED_REASONING:
                 text = SHOWN_BY + text
-            if self._kind in (_Kind.THOUGHT, _Kind.CONTENT):
+            if self._kind in (_Kind.REASONING, _Kind.CONTENT):
                 self._shown.add(self._kind)
         if self._kind is _Kind.CALL:
             self._events.append(CallArguments(self._num_calls - 1, text))
         else:
-            self._events.append(Reasoning(text) if self._kind is _Kind.THOUGHT else Content(text))
+            self._events.append(Reasoning(text) if self._kind is _Kind.REASONING else Content(text))
 
     def _close(self) -> None:
         if self._kind is _Kind.CALL and not self._begun:
             self._say("{}")
-        elif self._kind is _Kind.FRAMED_THOUGHT and self._begun:
+        elif self._kind is _Kind.FRAMED_REASONING and self._begun:
             self._events.append(Content(END))
         self._state = self._between

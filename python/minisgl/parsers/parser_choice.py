@@ -40,7 +40,7 @@ def shown_tool_call_parser(templates: Iterable[str]) -> str:
 
 
 def shown_reasoning_parser(templates: Iterable[str]) -> str:
-    """Name the parser for the thought before the answer that these chat templates show; none if they show none."""
+    """Name the parser for the reasoning before the answer that these chat templates show; none if they show none."""
     text = "\n".join(templates)
     return next((name for name, form in REASONING_FORMATS.items() if _shows(text, form.shown_by)), NONE)
 
@@ -62,8 +62,8 @@ class Parsers:
         """Choose as the flags say; where they say auto, as the chat templates show."""
         name = shown_tool_call_parser(templates) if tool_calls == AUTO else tool_calls
         named = name == "mistral" and any("[ARGS]" in template for template in templates)
-        thoughts = shown_reasoning_parser(templates) if reasoning == AUTO else reasoning
-        return cls(name, thoughts, "mistral_named" if named else name)
+        reasoning = shown_reasoning_parser(templates) if reasoning == AUTO else reasoning
+        return cls(name, reasoning, "mistral_named" if named else name)
 
     def demanding_calls(self) -> Parsers:
         """Return these parsers with a form for calls, in plain JSON if the model is known to have none of its own."""
@@ -75,7 +75,7 @@ class Parsers:
 
     @property
     def is_harmony(self) -> bool:
-        """True if answers have channels, of which one parser takes thoughts, content and calls."""
+        """True if answers have channels, of which one parser takes reasoning, content and calls."""
         return HARMONY in (self.tool_calls, self.reasoning)
 
     def markers(self, *, tools: bool, reasoning: bool) -> tuple[str, ...]:
@@ -96,8 +96,8 @@ class Parsers:
         """Make the parser of one answer that begins as `start_of_answer` says; None if none is needed."""
         if self.is_harmony:
             names = tools if tools and self.tool_calls == HARMONY else ()
-            thoughts = reasoning and self.reasoning == HARMONY
-            return HarmonyParser(names, long_id, thoughts=thoughts, prompt_end=prompt_end, continued=continued)
+            reasoning = reasoning and self.reasoning == HARMONY
+            return HarmonyParser(names, long_id, reasoning=reasoning, prompt_end=prompt_end, continued=continued)
         form = self.reasoning_format if reasoning else None
         reasoning_parser = None if form is None else ReasoningParser(form, start_of_answer(form, prompt_end, continued))
         tool_call_parser = None
@@ -110,7 +110,7 @@ class Parsers:
 
 
 class OutputParser:
-    """Splits one answer: a thought first, then content and tool calls. A part without a parser is content."""
+    """Splits one answer: reasoning first, then content and tool calls. A part without a parser is content."""
 
     def __init__(self, reasoning: ReasoningParser | None, tool_calls: ToolCallParser | None) -> None:
         self._reasoning = reasoning

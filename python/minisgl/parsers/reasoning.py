@@ -1,7 +1,7 @@
-"""Splits the thought that a model writes first from its answer.
+"""Splits the reasoning that a model writes first from its answer.
 
-The thought is between an opening and a closing marker. A chat template may have written the opening one at the end of
-the prompt, or an empty thought, so that there is none in the answer. The line breaks beside the markers belong to them.
+The reasoning is between an opening and a closing marker. A chat template may have written the opening one at the end of
+the prompt, or empty reasoning, so that there is none in the answer. The line breaks beside the markers belong to them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from minisgl.parsers.streaming import Content, Event, Reasoning, StateParser, po
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Form in which a family of models writes its thoughts."""
+    """Form in which a family of models writes its reasoning."""
 
     opening: str
     closing: str
@@ -35,9 +35,9 @@ REASONING_FORMATS = {  # by the name of the parser; where several are shown, the
 class Place(Enum):
     """Place in an answer: at its beginning, or where its parser stands."""
 
-    UNDECIDED = auto()  # a thought may follow
-    INSIDE = auto()  # of a thought
-    OUTSIDE = auto()  # there is no thought, or no longer
+    UNDECIDED = auto()  # reasoning may follow
+    INSIDE = auto()  # within reasoning
+    OUTSIDE = auto()  # there is no reasoning, or no longer
 
 
 def start_of_answer(form: ReasoningFormat, prompt_end: str, continued: str = "") -> Place:
@@ -53,7 +53,7 @@ def start_of_answer(form: ReasoningFormat, prompt_end: str, continued: str = "")
 
 
 class ReasoningParser(StateParser):
-    """Splits one answer. The text that is no thought comes as Content."""
+    """Splits one answer. The text that is no reasoning comes as Content."""
 
     def __init__(self, form: ReasoningFormat, start: Place) -> None:
         super().__init__(self._answer if start is Place.OUTSIDE else self._opening)
@@ -75,19 +75,19 @@ class ReasoningParser(StateParser):
         elif self._form.opening.startswith(stripped):
             return False
         if self.position is Place.INSIDE:
-            self._state = self._thought_start
+            self._state = self._reasoning_start
         else:
             self.position = Place.OUTSIDE
             self._state = self._answer
         return True
 
-    def _thought_start(self) -> bool:
+    def _reasoning_start(self) -> bool:
         self._buffer = self._buffer.lstrip("\n")
         if self._buffer:
-            self._state = self._thought
+            self._state = self._reasoning
         return bool(self._buffer)
 
-    def _thought(self) -> bool:
+    def _reasoning(self) -> bool:
         closing = self._form.closing
         found = self._buffer.find(closing)
         end = found if found >= 0 else possible_start(self._buffer, (closing,))

@@ -20,7 +20,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text of the thought before the answer."""
+    """Text of the reasoning before the answer."""
 
     text: str
 

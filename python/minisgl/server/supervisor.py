@@ -261,7 +261,7 @@ class Supervisor:
             while True:
                 message = child.pipe.receive()
                 if message is None:
-                    raise WorkerFailed(self._obituary(child))
+                    raise WorkerFailed(self._death_message(child))
                 if isinstance(message, Failed):
                     text = f"{child.name}: {message.message}" if child.ready else message.message
                     raise WorkerFailed(text, told=f"the process {child.name} has failed")
@@ -273,7 +273,7 @@ class Supervisor:
                 if not child.pipe.has_buffered:
                     break
 
-    def _obituary(self, child: Child) -> str:
+    def _death_message(self, child: Child) -> str:
         try:
             code = child.process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:

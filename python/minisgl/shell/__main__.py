@@ -105,7 +105,7 @@ class PlainView:
         print(text, end="", flush=True)
 
     def think(self, text: str) -> None:
-        """Thoughts are not the answer."""
+        """Reasoning is not the answer."""
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

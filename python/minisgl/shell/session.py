@@ -52,7 +52,7 @@ class AnswerView(Protocol):
     def add(self, text: str) -> None: ...
 
     def think(self, text: str) -> None:
-        """Show a part of the thoughts before the answer."""
+        """Show a part of the reasoning before the answer."""
         ...
 
 
@@ -281,11 +281,11 @@ class Session:
         begin = time.perf_counter()
         async with aclosing(self._client.chat(body)) as chunks:
             async for chunk in chunks:
-                answer.took(bool(chunk.text or chunk.thought), time.perf_counter() - begin)
+                answer.took(bool(chunk.text or chunk.reasoning), time.perf_counter() - begin)
                 answer.finish = chunk.finish or answer.finish
                 answer.text += chunk.text
-                if chunk.thought:
-                    shown.think(chunk.thought)
+                if chunk.reasoning:
+                    shown.think(chunk.reasoning)
                 if chunk.text:
                     shown.add(chunk.text)
                 if chunk.usage is not None:

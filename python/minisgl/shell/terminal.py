@@ -29,7 +29,7 @@ from rich.text import Text
 from minisgl.shell.session import CONTINUES
 
 FRAME_SECONDS = 1 / 12
-THOUGHT = "dim italic"
+REASONING = "dim italic"
 _PROMPT = ANSI("\x1b[1;32m>\x1b[0m ")
 
 _parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
@@ -124,7 +124,7 @@ class _MarkdownAnswer:
         self._console = console
         self._waiting = Spinner("dots", style="dim")
         self._pending = ""  # Markdown of what is not printed yet
-        self._thought = ""
+        self._reasoning = ""
         self._printed = False
         self._next_cut = 0.0
         self._live = Live(
@@ -137,12 +137,12 @@ class _MarkdownAnswer:
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()  # and what it drew is gone
-        self._print_thought()
+        self._print_reasoning()
         if self._pending.strip():
             self._print(self._pending)
 
     def add(self, text: str) -> None:
-        self._print_thought()
+        self._print_reasoning()
         self._pending += text
         if time.monotonic() < self._next_cut:
             return
@@ -153,18 +153,18 @@ class _MarkdownAnswer:
         self._next_cut = time.monotonic() + FRAME_SECONDS
 
     def think(self, text: str) -> None:
-        self._thought += text
+        self._reasoning += text
 
     def _draw(self) -> RenderableType:
         """Return one frame; called by the thread of Live."""
         if pending := self._pending:
             return _Bottom(_markdown(pending))
-        return _Bottom(Text(self._thought, style=THOUGHT)) if self._thought else self._waiting
+        return _Bottom(Text(self._reasoning, style=REASONING)) if self._reasoning else self._waiting
 
-    def _print_thought(self) -> None:
-        if self._thought:
-            self._console.print(Text(self._thought.strip(), style=THOUGHT))
-            self._thought, self._printed = "", True
+    def _print_reasoning(self) -> None:
+        if self._reasoning:
+            self._console.print(Text(self._reasoning.strip(), style=REASONING))
+            self._reasoning, self._printed = "", True
 
     def _print(self, source: str) -> None:
         if self._printed:

@@ -64,10 +64,10 @@ def with_closed_schemas(grammar: Grammar) -> Grammar:
     return Grammar("template", DIRECTIVE.sub(closed, grammar.text))
 
 
-def after_thought(grammar: Grammar, form: ReasoningFormat, tokens: Container[str], *, is_open: bool) -> Grammar:
-    """Return the template of a free thought and then the grammar.
+def after_reasoning(grammar: Grammar, form: ReasoningFormat, tokens: Container[str], *, is_open: bool) -> Grammar:
+    """Return the template of free reasoning and then the grammar.
 
-    `is_open`: the prompt has opened the thought; if not, the model may open one or answer at once. `tokens`: texts of
+    `is_open`: the prompt has opened the reasoning; if not, the model may open it or answer at once. `tokens`: texts of
     the tokens that grammars may name.
     """
     opening = "" if is_open else f"{marker(form.opening)} "
@@ -94,7 +94,7 @@ def final_message(grammar: Grammar) -> Grammar:
 
 
 def after_analysis(grammar: Grammar) -> Grammar:
-    """Return the template of thoughts, or none, and then what the grammar allows: whole messages if it is a template,
+    """Return the template of reasoning, or none, and then what the grammar allows: whole messages if it is a template,
     else the text of the final one.
     """
     rules = [

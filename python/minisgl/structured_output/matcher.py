@@ -28,9 +28,9 @@ from minisgl.structured_output.translate import (
     PARSER_LIMITS,
     STACK_BYTES,
     named_tokens,
-    names_any,
+    names_special_token,
     to_llguidance,
-    unforced,
+    without_forced_tokens,
 )
 
 logger = logging.getLogger(__name__)
@@ -294,7 +294,7 @@ def _compiled(grammar: Grammar, vocabulary: Future[_Vocabulary | None]) -> LLMat
     if words is None:
         return None
     try:
-        text = unforced(grammar) if names_any(grammar, words.special) else to_llguidance(grammar)
+        text = without_forced_tokens(grammar) if names_special_token(grammar, words.special) else to_llguidance(grammar)
         matcher = LLMatcher(words.tokens, text, log_level=0, limits=PARSER_LIMITS)
         matcher.compute_bitmask()  # copies begin with what this has computed of the automaton
         error = matcher.get_error()

@@ -106,7 +106,7 @@ def context_free_grammar(text: str) -> Grammar:
     return Grammar("ebnf" if "::=" in text else "lark", text)
 
 
-def the_one_grammar(grammars: dict[str, Grammar]) -> Grammar | None:
+def single_grammar(grammars: dict[str, Grammar]) -> Grammar | None:
     """Return what the fields ask for; InvalidRequest if more than one does."""
     if len(grammars) > 1:
         first, second, *_ = grammars

@@ -68,7 +68,7 @@ def ebnf_as_lark(grammar: Grammar) -> Grammar:
     return Grammar("lark", _ebnf(grammar.text, field_of(grammar))) if grammar.kind == "ebnf" else grammar
 
 
-def unforced(grammar: Grammar) -> str:
+def without_forced_tokens(grammar: Grammar) -> str:
     """Return the grammar as llguidance takes it, to be spelt as the model likes where only one text can follow.
 
     llguidance would spell that text as its tokenizer does, to which the text of a special token is that token.
@@ -80,7 +80,7 @@ def _as_lark(grammar: Grammar) -> str:
     return grammar.text if grammar.kind == "lark" else lark_rule("start", grammar)
 
 
-def names_any(grammar: Grammar, special_tokens: Iterable[str]) -> bool:
+def names_special_token(grammar: Grammar, special_tokens: Iterable[str]) -> bool:
     """Return True if the grammar may demand the text of a special token.
 
     A needless True costs some speed only.

@@ -16,7 +16,7 @@ from minisgl.core import Grammar, InvalidRequest
 from minisgl.message.to_tokenizer import ChatPrompt, Prompt
 from minisgl.parsers.reasoning import Place, ReasoningFormat, start_of_answer
 from minisgl.structured_output.compile_queue import CompileQueue, estimated_cost
-from minisgl.structured_output.grammar_template import after_analysis, after_thought, with_closed_schemas
+from minisgl.structured_output.grammar_template import after_analysis, after_reasoning, with_closed_schemas
 from minisgl.structured_output.translate import field_of
 from minisgl.structured_output.trial_process import GrammarCheck, Trial, TrialProcess, TrialsEnded
 
@@ -72,7 +72,7 @@ class PendingCheck:
 class GrammarValidator:
     """Finds what is wrong with the grammars of requests to one model.
 
-    `named_tokens`: tokens that grammars may name, by id; `reasoning`: how the model writes thoughts, None if it writes
+    `named_tokens`: tokens that grammars may name, by id; `reasoning`: how the model writes reasoning, None if it writes
     none; `closes_objects`: schemas are followed as closed_json_schema. It may be called from several threads. Checks go
     on while it is polled.
     """
@@ -99,7 +99,7 @@ class GrammarValidator:
         self._lock = threading.RLock()
 
     def fit(self, grammar: Grammar, prompt: Prompt, prompt_end: str) -> Grammar:
-        """Return the grammar as the model is to follow it after this prompt: a thought may come first."""
+        """Return the grammar as the model is to follow it after this prompt: reasoning may come first."""
         grammar = with_closed_schemas(grammar) if self._closes_objects else grammar
         if self._reasoning is None or not isinstance(prompt, ChatPrompt):
             return grammar
@@ -110,7 +110,7 @@ class GrammarValidator:
         if self._reasoning.has_channels:
             return after_analysis(grammar)
         tokens = frozenset(self._named_tokens.values())
-        return after_thought(grammar, self._reasoning, tokens, is_open=start is Place.INSIDE)
+        return after_reasoning(grammar, self._reasoning, tokens, is_open=start is Place.INSIDE)
 
     def validate(self, grammar: Grammar, field: str | None = None) -> Grammar:
         """Wait for a grammar's check; return the grammar to follow. InvalidRequest names `field` if it cannot be."""

@@ -25,10 +25,10 @@ def harmony_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def harmony_messages(messages: list[Message]) -> list[Message]:
-    """Return messages with one call each, followed by its result, and with a thought or content beside it, not both.
+    """Return messages with one call each, followed by its result, and with reasoning or content beside it, not both.
 
     The templates show the first call of a message alone, take each result for that of the call before it, and refuse
-    a thought beside content: the two are joined. They fail on an answer without content, and on no calls in a list.
+    reasoning beside content: the two are joined. They fail on an answer without content, and on no calls in a list.
     """
     return list(_in_turns(messages))
 
@@ -56,10 +56,10 @@ def _in_turns(messages: list[Message]) -> Iterator[Message]:
 
 
 def _joined(message: Message) -> Message:
-    thought, content = message.get("thinking"), message.get("content")
-    if not (thought and content and isinstance(thought, str) and isinstance(content, str)):
+    reasoning, content = message.get("thinking"), message.get("content")
+    if not (reasoning and content and isinstance(reasoning, str) and isinstance(content, str)):
         return message
-    return {**message, "thinking": f"{thought}\n\n{content}", "content": ""}
+    return {**message, "thinking": f"{reasoning}\n\n{content}", "content": ""}
 
 
 def _result_of(call: Any, messages: list[Message], index: int) -> int | None:

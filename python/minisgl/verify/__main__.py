@@ -28,8 +28,8 @@ from minisgl.progress import progress_bar
 from minisgl.tokenizer.text import TextTokenizer
 from minisgl.verify.compare import tolerance
 from minisgl.verify.findings import Decode, judge, print_report
-from minisgl.verify.oracle import ask_transformers
-from minisgl.verify.ours import ask_ourselves
+from minisgl.verify.oracle import run_transformers
+from minisgl.verify.ours import run_engine
 from minisgl.verify.prompt_texts import make_prompts
 
 ENGINE_FLAGS = "dtype device attention page_size num_pages memory_ratio max_running_requests max_seq_len".split()
@@ -76,7 +76,7 @@ def _verify(args: argparse.Namespace) -> int:
         progress_bar("verify", len(prompts) + 3) as bar,
     ):
         bar.set_description("transformers")
-        answers = ask_transformers(
+        answers = run_transformers(
             reference,
             prompts,
             new_tokens=args.new_tokens,
@@ -88,7 +88,7 @@ def _verify(args: argparse.Namespace) -> int:
         if len(answers.expected[0].logits[0]) != model.vocab_size:
             raise ConfigError(f"{reference} has another vocabulary than {folder}")
         bar.set_description("ours")
-        ours = ask_ourselves(engine, scheduling, model, answers, progress=bar.update)
+        ours = run_engine(engine, scheduling, model, answers, progress=bar.update)
         bar.close()
         limits = tolerance(
             str(dtype).removeprefix("torch."),

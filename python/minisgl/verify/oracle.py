@@ -56,7 +56,7 @@ class Answers:
 
 
 @torch.inference_mode()
-def ask_transformers(
+def run_transformers(
     folder: Path,
     prompts: Sequence[Prompt],
     *,

@@ -89,7 +89,7 @@ class OurAnswers:
     layers: list[float] = field(default_factory=list)  # relative root mean square; 0 is the embedding
 
 
-def ask_ourselves(
+def run_engine(
     config: EngineConfig,
     scheduling: SchedulerConfig,
     model: ModelConfig,
@@ -185,7 +185,7 @@ def _compare_layers(
     fresh = SchedulerConfig(cache="naive", max_prefill_tokens=scheduling.max_prefill_tokens, overlap=False)
     loop = make_loop(fresh, engine, model)
     loop.scheduler.add(0, np.array(prompt, dtype=np.int32), SamplingParams(max_tokens=1, ignore_eos=True), seed=0)
-    engine.observer = _looks_away  # a graph would not call the hooks
+    engine.observer = _ignore  # a graph would not call the hooks
     with _tapped(engine.layers[: len(hidden)], hidden):
         while loop.has_work:
             loop.step()
@@ -198,7 +198,7 @@ def _compare_layers(
     return differences
 
 
-def _looks_away(_batch: Batch, _known: Sequence[list[int]], _logits: Tensor) -> None:
+def _ignore(_batch: Batch, _known: Sequence[list[int]], _logits: Tensor) -> None:
     pass
 
 

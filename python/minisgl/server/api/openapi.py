@@ -155,7 +155,7 @@ def body_components(bodies: Sequence[type[Body]], sampling_defaults: Json, limit
             schema.pop("title", None)
     for body in bodies:
         component = components[body.__name__]
-        component["description"] = _about(body)
+        component["description"] = _description(body)
         for name, schema in component["properties"].items():
             if issubclass(body, RequestBody) and name in sampling_defaults:
                 schema["default"] = sampling_defaults[name]
@@ -163,7 +163,7 @@ def body_components(bodies: Sequence[type[Body]], sampling_defaults: Json, limit
     return components
 
 
-def _about(body: type[Body]) -> str:
+def _description(body: type[Body]) -> str:
     text = "A null counts as a field that is left out."
     if body.no_effect:
         text += f" Without effect: {', '.join(sorted(body.no_effect))}."

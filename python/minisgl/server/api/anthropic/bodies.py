@@ -25,7 +25,7 @@ _MESSAGE = {
 
 class Thinking(Options):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"] = Field(
-        description="disabled: the chat template asks for no thought; the others: it asks for one.",
+        description="disabled: the chat template asks for no reasoning; the others: it asks for one.",
         examples=["enabled"],
     )
     budget_tokens: int | None = Field(default=None, description="no effect", examples=[1024])
@@ -91,7 +91,7 @@ class ConversationBody(Body):
         RequestField("Its type is auto, any, tool (with a name) or none; disable_parallel_tool_use.", {"type": "auto"}),
     ] = None
     thinking: Annotated[
-        Thinking | None, RequestField("Given to the chat template; none: without a thought.", {"type": "adaptive"})
+        Thinking | None, RequestField("Given to the chat template; none: without reasoning.", {"type": "adaptive"})
     ] = None
     output_config: Annotated[OutputConfig | None, RequestField("Effort, and the answer's form.", {"effort": "low"})] = (
         None

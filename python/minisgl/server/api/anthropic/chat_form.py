@@ -1,6 +1,6 @@
 """A body of /v1/messages in the words of /v1/chat/completions: its fields, its messages and its tools.
 
-A message of blocks becomes one of text, with a thought and tool calls beside it, and one for each tool's result.
+A message of blocks becomes one of text, with reasoning and tool calls beside it, and one for each tool's result.
 Messages of one role that follow each other are one turn, as Anthropic has it: chat templates want roles to take turns.
 """
 
@@ -49,7 +49,7 @@ def chat_body(body: ConversationBody, limits: Limits, sampling_defaults: Mapping
 
 
 def _template_kwargs(body: ConversationBody) -> dict[str, Any]:
-    """Return what the chat template is told of thoughts, under the names that templates use.
+    """Return what the chat template is told of reasoning, under the names that templates use.
 
     A client that asks for none gets none, as from Anthropic, where the template can prevent them.
     """
@@ -75,14 +75,14 @@ class Turn:
 
     role: str
     texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     call_id: str | None = None  # of the call whose result it is
 
     def message(self) -> Message:
         found: Message = {"role": self.role, "content": "\n".join(self.texts)}
-        if self.thoughts:
-            found["reasoning_content"] = "\n".join(self.thoughts)
+        if self.reasoning:
+            found["reasoning_content"] = "\n".join(self.reasoning)
         if self.calls:
             found["tool_calls"] = self.calls
         if self.call_id is not None:
@@ -100,7 +100,7 @@ def chat_messages(system: Any, messages: list[dict[str, Any]]) -> list[Message]:
         for turn in _turns(message, f"messages.{index}"):
             if turns and turn.role == turns[-1].role != "tool":
                 turns[-1].texts += turn.texts
-                turns[-1].thoughts += turn.thoughts
+                turns[-1].reasoning += turn.reasoning
                 turns[-1].calls += turn.calls
             else:
                 turns.append(turn)
@@ -186,7 +186,7 @@ def _assistant_turn(blocks: list[tuple[Block, str]]) -> Turn:
             case "text":
                 turn.texts.append(_text(block, path))
             case "thinking":
-                turn.thoughts.append(member(block, "thinking", str, path))
+                turn.reasoning.append(member(block, "thinking", str, path))
             case "redacted_thinking":  # for Anthropic's eyes only
                 continue
             case "tool_use":

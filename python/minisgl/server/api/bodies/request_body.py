@@ -25,7 +25,7 @@ from minisgl.structured_output.response_format import (
     choice_grammar,
     context_free_grammar,
     schema_grammar,
-    the_one_grammar,
+    single_grammar,
 )
 
 MAX_PRIORITY = 1000
@@ -270,7 +270,7 @@ class RequestBody(SamplingBody):
         grammars = self._grammars()
         for field, grammar in grammars.items():
             grammar.check_size(field)
-        return the_one_grammar(grammars)
+        return single_grammar(grammars)
 
     @property
     def grammar_names(self) -> dict[str, str]:

@@ -120,7 +120,7 @@ class ConversationBody(Body):
     ] = None
     reasoning_effort: Annotated[
         ReasoningEffort | None,
-        RequestField("Given to the chat template; `none`: without a thought.", "low"),
+        RequestField("Given to the chat template; `none`: without reasoning.", "low"),
     ] = None
     verbosity: Annotated[
         Literal["low", "medium", "high"] | None, RequestField("Given to the chat template.", "low")
@@ -192,8 +192,8 @@ class ChatBody(OpenAIBody, ConversationBody):
     max_completion_tokens: Annotated[
         int | None, RequestField("Most tokens to generate; 0 scores the prompt alone, with prompt_logprobs.", 64, ge=0)
     ] = None
-    include_reasoning: Annotated[bool, RequestField("Write the thought (vLLM).", True)] = True
-    separate_reasoning: Annotated[bool, RequestField("The thought is no part of the content (SGLang).", True)] = True
+    include_reasoning: Annotated[bool, RequestField("Write the reasoning (vLLM).", True)] = True
+    separate_reasoning: Annotated[bool, RequestField("The reasoning is no part of the content (SGLang).", True)] = True
     echo: Annotated[bool, RequestField("The answer begins with the message that it continues.", False)] = False
     service_tier: Annotated[str | None, RequestField("Told again in the answer.", "auto", max_length=64)] = None
 

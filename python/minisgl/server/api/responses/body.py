@@ -38,7 +38,7 @@ class ReasoningOptions(Options):
     """Settings of how the model thinks. Summaries are not made, so `summary` has no effect."""
 
     effort: ReasoningEffort | None = Field(
-        default=None, description="Given to the chat template; `none`: without a thought.", examples=["low"]
+        default=None, description="Given to the chat template; `none`: without reasoning.", examples=["low"]
     )
 
 
@@ -90,7 +90,7 @@ class ResponsesBody(RequestBody):
         BeforeValidator(_as_items),
         any_of(STRING, {"type": "array", "items": _ITEM}),
         RequestField(
-            "A message of the user, or items: messages, calls of functions and their outputs, thoughts.",
+            "A message of the user, or items: messages, calls of functions and their outputs, reasoning.",
             "What is the capital of France?",
         ),
     ]
@@ -102,7 +102,7 @@ class ResponsesBody(RequestBody):
     ] = None
     store: Annotated[bool, RequestField("Keep the response, if the server has a --response-store.", False)] = True
     max_output_tokens: Annotated[
-        int | None, RequestField("Most tokens to generate, thoughts included; none: as many as fit.", 64, ge=1)
+        int | None, RequestField("Most tokens to generate, reasoning included; none: as many as fit.", 64, ge=1)
     ] = None
     max_tokens: Annotated[int | None, RequestField("Chat's name of max_output_tokens.", 64, ge=1)] = None
     temperature: Annotated[float, Temperature] = 1.0

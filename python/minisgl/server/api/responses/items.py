@@ -1,6 +1,6 @@
 """Input items of a response, as the messages of a conversation.
 
-An assistant's turn is several items: a thought, a text, calls. They become one message, which the output of a call or
+An assistant's turn is several items: reasoning, a text, calls. They become one message, which the output of a call or
 another speaker ends.
 """
 
@@ -29,16 +29,16 @@ REFERENCE = "item_reference"
 _SEALED = "minisgl:"
 
 
-def seal(thought: str) -> str:
-    """Return a thought as `encrypted_content`, which many clients send back without its text.
+def seal(reasoning: str) -> str:
+    """Return reasoning as `encrypted_content`, which many clients send back without its text.
 
     It is not encrypted: the client has seen the text.
     """
-    return _SEALED + base64.b64encode(thought.encode()).decode()
+    return _SEALED + base64.b64encode(reasoning.encode()).decode()
 
 
 def unseal(content: str) -> str:
-    """Return the thought; nothing if another server has sealed it."""
+    """Return the reasoning; nothing if another server has sealed it."""
     if not content.startswith(_SEALED):
         return ""
     try:
@@ -64,7 +64,7 @@ def messages_of(items: Sequence[Item], path_of: Callable[[int], str]) -> list[Me
             case "message":
                 conversation.add_message(item, path)
             case "reasoning":
-                conversation.add_thought(item, path)
+                conversation.add_reasoning(item, path)
             case "function_call":
                 conversation.add_call(item, path)
             case "function_call_output":
@@ -118,14 +118,14 @@ class _Conversation:
         else:
             self._end_turn({"role": role, "content": text})
 
-    def add_thought(self, item: Item, path: str) -> None:
+    def add_reasoning(self, item: Item, path: str) -> None:
         content, summary = (
             content_text(item.get(name) or "", f"{path}.{name}", TEXT_PARTS) for name in ("content", "summary")
         )
         sealed = optional_member(item, "encrypted_content", str, path) or ""
-        if thought := content or unseal(sealed) or summary:
+        if reasoning := content or unseal(sealed) or summary:
             turn = self._open_turn("content", "tool_calls")
-            turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), thought)))
+            turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), reasoning)))
 
     def add_call(self, item: Item, path: str) -> None:
         function = {"name": member(item, "name", str, path), "arguments": member(item, "arguments", str, path)}

@@ -43,20 +43,20 @@ Count = Callable[[ChatPrompt], Awaitable[int | None]]  # of a prompt's tokens; N
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class PreparedResponse:
     """Request for one response, ready to be generated."""
 
     job: Job
     options: ChatOptions
     use: ToolUse
     begun: Response  # before it has any output
-    seals_thoughts: bool  # returns them as encrypted_content, too
+    seals_reasoning: bool  # returns reasoning as encrypted_content, too
 
 
-def order_of(
+def prepare_response(
     body: ResponsesBody, earlier: Sequence[Item], items: Sequence[Item], limits: Limits, parsers: Parsers, model: str
-) -> Order:
-    """Return the order of a body; ApiError or InvalidRequest naming the field that is wrong.
+) -> PreparedResponse:
+    """Return the request of a body, ready to be generated; ApiError or InvalidRequest naming the field that is wrong.
 
     `items` are the body's, with nothing to look up; `earlier` those of the responses that it goes on from.
     """
@@ -65,11 +65,11 @@ def order_of(
     with under_clients_names(NAMES):
         job, options = chat_job(chat, use, limits, parsers, model)
     names = {ours: NAMES.get(name, name) for ours, name in job.field_names.items()} | NAMES
-    return Order(
+    return PreparedResponse(
         replace(job, field_names=names),
         options,
         use,
-        begun_response(body, warnings, job.sampling, model),
+        initial_response(body, warnings, job.sampling, model),
         INCLUDE_REASONING in body.include,
     )
 
@@ -114,7 +114,7 @@ def _response_format(form: TextFormat) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": form.schema_}}
 
 
-def begun_response(body: ResponsesBody, warnings: list[str], sampling: SamplingParams, model: str) -> Response:
+def initial_response(body: ResponsesBody, warnings: list[str], sampling: SamplingParams, model: str) -> Response:
     """Return the response with all that is known before it is generated."""
     form = None if body.text is None else body.text.format
     text: dict[str, Any] = {
@@ -150,7 +150,7 @@ def begun_response(body: ResponsesBody, warnings: list[str], sampling: SamplingP
 # `truncation: auto`.
 
 
-async def fitted(job: Job, count: Count, max_seq_len: int) -> tuple[Job, int]:
+async def truncate_to_fit(job: Job, count: Count, max_seq_len: int) -> tuple[Job, int]:
     """Return the job of a conversation with as many of its last turns as fit, and the number of messages left out.
 
     A turn begins with a message of the user: what is left never begins with the output of a call that is gone. The

@@ -150,11 +150,11 @@ class Output:
     index, so that it can be found by it.
     """
 
-    def __init__(self, number: str, next_sequence_number: Callable[[], int], *, seals_thoughts: bool) -> None:
+    def __init__(self, number: str, next_sequence_number: Callable[[], int], *, seals_reasoning: bool) -> None:
         """`number`: the part of the response's id that its items' ids share."""
         self._number = number
         self._next = next_sequence_number
-        self._seals_thoughts = seals_thoughts
+        self._seals_reasoning = seals_reasoning
         self._done: list[OutputItem] = []
         self._open: _OpenItem | None = None
 
@@ -224,7 +224,7 @@ class Output:
             case CallStart(_, call_id, name):
                 return FunctionCallItem(item.id, status, call_id, name, text)
             case Reasoning():
-                sealed = seal(text) if self._seals_thoughts and begun else None
+                sealed = seal(text) if self._seals_reasoning and begun else None
                 return ReasoningItem(item.id, status, [ReasoningText(text)] if begun else [], encrypted_content=sealed)
             case _:
                 return MessageItem(item.id, status, [OutputText(text, item.logprobs)] if begun else [])

@@ -127,14 +127,14 @@ class ResponsesWriter(Writer):
 
     stream_end: ClassVar[bytes] = b""
 
-    def __init__(self, begun: Response, options: ChatOptions, keep: Keep | None, *, seals_thoughts: bool) -> None:
+    def __init__(self, begun: Response, options: ChatOptions, keep: Keep | None, *, seals_reasoning: bool) -> None:
         """`begun`: the response before it has any output; `keep` stores it when it has ended."""
         self.id = begun.id
         self._response = begun
         self._options = options
         self._keep = keep
         self._next: Callable[[], int] = itertools.count().__next__  # sequence numbers of a stream's events
-        self._output = Output(begun.id.removeprefix(PREFIX), self._next, seals_thoughts=seals_thoughts)
+        self._output = Output(begun.id.removeprefix(PREFIX), self._next, seals_reasoning=seals_reasoning)
         self._request: OpenRequest | None = None
         self._choice: Choice | None = None
         self._is_complete = False  # the model has ended the answer, and not a limit
@@ -187,10 +187,10 @@ class ResponsesWriter(Writer):
         assert self._choice is not None
         pieces: Iterable[Delta] = delta.split() if self._options.logprobs else (delta,)
         for piece in pieces:
-            thought = self._choice.reasoning_tokens
+            before = self._choice.reasoning_tokens
             events = self._choice.take(piece)
-            if self._choice.reasoning_tokens > thought:
-                self._choice.take_logprobs()  # a thought's belong to no text, and neither do a call's
+            if self._choice.reasoning_tokens > before:
+                self._choice.take_logprobs()  # those of reasoning and of calls belong to no text
             for event in events:
                 logprobs = self._choice.take_logprobs()
                 found = [] if logprobs is None or not isinstance(event, Content) else logprobs.content
@@ -212,11 +212,11 @@ class ResponsesWriter(Writer):
         )
 
     def _usage(self, usage: Usage) -> ResponseUsage:
-        thought = 0 if self._choice is None else self._choice.reasoning_tokens
+        reasoning_tokens = 0 if self._choice is None else self._choice.reasoning_tokens
         return ResponseUsage(
             usage.prompt_tokens,
             InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
             usage.completion_tokens,
-            OutputTokensDetails(thought),
+            OutputTokensDetails(reasoning_tokens),
             usage.total_tokens,
         )

@@ -17,7 +17,7 @@ from minisgl.server.api.http.errors import ApiError, invalid
 from minisgl.server.api.http.gates import owner_of
 from minisgl.server.api.responses.body import ResponsesBody
 from minisgl.server.api.responses.history import History, ItemList
-from minisgl.server.api.responses.job import Order, fitted, order_of
+from minisgl.server.api.responses.job import PreparedResponse, prepare_response, truncate_to_fit
 from minisgl.server.api.responses.writer import Response, ResponsesWriter, StreamEvent
 from minisgl.server.api.routes.endpoint import Endpoint, Routes, Service, json_response
 
@@ -52,14 +52,14 @@ class ResponsesRoutes(Routes):
         body = await service.parse(request, ResponsesBody)
         history = self._history(request)
         earlier, items = await history.before(body), await history.resolved(body.input)
-        order = order_of(body, earlier, items, service.limits, service.parsers, service.config.model_name)
-        service.ignored_tools.log(order.use, service.parsers)
+        prepared = prepare_response(body, earlier, items, service.limits, service.parsers, service.config.model_name)
+        service.ignored_tools.log(prepared.use, service.parsers)
         if body.truncation == "auto":
-            order = await self._fitted(order)
+            prepared = await self._truncated(prepared)
         keep = history.keeper(body, items)
-        begun = msgspec.structs.replace(order.begun, store=keep is not None)
-        writer = ResponsesWriter(begun, order.options, keep, seals_thoughts=order.seals_thoughts)
-        answer = service.answer(request, order.job, writer, stream=body.stream, names=body.own_names)
+        begun = msgspec.structs.replace(prepared.begun, store=keep is not None)
+        writer = ResponsesWriter(begun, prepared.options, keep, seals_reasoning=prepared.seals_reasoning)
+        answer = service.answer(request, prepared.job, writer, stream=body.stream, names=body.own_names)
         return OpenResponse(answer, writer, history.owner, self._open)
 
     async def retrieve(self, request: Request) -> HttpResponse:
@@ -105,15 +105,15 @@ class ResponsesRoutes(Routes):
     def _history(self, request: Request) -> History:
         return History(self._service.responses, owner_of(request, self._service.config.http))
 
-    async def _fitted(self, order: Order) -> Order:
-        """Return the order with as many turns as the context holds, and a warning that says how many are missing."""
-        job, left_out = await fitted(order.job, self._count, self._service.limits.max_seq_len)
+    async def _truncated(self, prepared: PreparedResponse) -> PreparedResponse:
+        """Return the request with as many turns as the context holds, and a warning that says how many are missing."""
+        job, left_out = await truncate_to_fit(prepared.job, self._count, self._service.limits.max_seq_len)
         if not left_out:
-            return order
-        warnings = order.begun.warnings or []
+            return prepared
+        warnings = prepared.begun.warnings or []
         text = f"truncation: the oldest {left_out} messages do not fit the context and were left out"
-        begun = msgspec.structs.replace(order.begun, warnings=[*warnings, text])
-        return dataclasses.replace(order, job=job, begun=begun)
+        begun = msgspec.structs.replace(prepared.begun, warnings=[*warnings, text])
+        return dataclasses.replace(prepared, job=job, begun=begun)
 
     async def _count(self, prompt: ChatPrompt) -> int | None:
         """Return a prompt's tokens; None if it is too long to be counted, or no prompt."""
