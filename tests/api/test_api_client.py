@@ -31,7 +31,7 @@ def make(num_tokenizers: int = 1, max_sequences: int = 100) -> tuple[EngineClien
 
 
 def job(*prompts: str, n: int = 1) -> Job:
-    return Job([TextPrompt(text) for text in prompts or ("hello",)], n, SamplingParams(), TextOptions())
+    return Job(SamplingParams(), TextOptions(), prompts=[TextPrompt(text) for text in prompts or ("hello",)], n=n)
 
 
 def piece(seq_id: int, text: str, finish: str | None = None) -> OutputDeltas:
@@ -250,7 +250,7 @@ def test_shutdown_reaches_a_request_that_waits_for_accepted_alone() -> None:
 
 def test_prompts_of_a_request_share_a_seed_or_have_their_own() -> None:
     client, (outbox,) = make()
-    seeded = Job([TextPrompt("a"), TextPrompt("b")], 2, SamplingParams(seed=9), TextOptions())
+    seeded = Job(SamplingParams(seed=9), TextOptions(), prompts=[TextPrompt("a"), TextPrompt("b")], n=2)
     with client.open(seeded):
         pass
     with client.open(job("a", "b")):
@@ -329,7 +329,7 @@ def test_what_is_not_sent_when_a_request_ends_is_never_sent(leaves: bool) -> Non
 def test_options_are_not_multiplied_without_bound() -> None:
     """Each choice carries them to the scheduler: a body of 1 MB could become gigabytes."""
     allowed = tuple(range(100_000))
-    large = Job([TextPrompt("a")] * 1000, 1, SamplingParams(allowed_token_ids=allowed), TextOptions())
+    large = Job(SamplingParams(allowed_token_ids=allowed), TextOptions(), prompts=[TextPrompt("a")] * 1000)
     client, (outbox,) = make(max_sequences=10_000)
     with pytest.raises(ApiError) as caught, client.open(large):
         pass
@@ -337,11 +337,14 @@ def test_options_are_not_multiplied_without_bound() -> None:
     assert str(MAX_OPTION_BYTES) in caught.value.detail.message
     assert not outbox.sent
     assert idle(client)
-    with pytest.raises(ApiError, match=r"^n: "), client.open(Job(large.prompts[:1], 1000, large.sampling, large.text)):
+    with (
+        pytest.raises(ApiError, match=r"^n: "),
+        client.open(Job(large.sampling, large.text, prompts=large.prompts[:1], n=1000)),
+    ):
         pass
 
     async def main() -> None:
-        with client.open(Job(large.prompts[:100], 1, large.sampling, large.text)):
+        with client.open(Job(large.sampling, large.text, prompts=large.prompts[:100])):
             assert 1 <= len(outbox.sent) < 10, "few of so large ones in a turn"
             while len(outbox.sent) < 100:
                 await asyncio.sleep(0)

@@ -428,7 +428,7 @@ def conversation(*messages: str) -> Job:
     """A chat whose messages have their role's first letter and as many tokens as characters."""
     roles = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
     written = [{"role": roles[text[0]], "content": text} for text in messages]
-    return Job([ChatPrompt(written)], 1, SamplingParams(max_tokens=2), TextOptions())
+    return Job(SamplingParams(max_tokens=2), TextOptions(), prompts=[ChatPrompt(written)])
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,12 @@ def tokenizer(model: Path) -> TextTokenizer:
 def request(prompt: Any, seq_ids: tuple[int, ...] = (1,), **sampling: Any) -> Generate:
     seeds = [1000 + seq_id for seq_id in seq_ids]
     return Generate(
-        list(seq_ids), seeds, prompt, SamplingParams(**sampling), TextOptions(stop=("x",)), request_id="an-id"
+        SamplingParams(**sampling),
+        TextOptions(stop=("x",)),
+        seq_ids=list(seq_ids),
+        seeds=seeds,
+        prompt=prompt,
+        request_id="an-id",
     )
 
 

@@ -45,12 +45,9 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
 Prompt: TypeAlias = TextPrompt | IdsPrompt | ChatPrompt | PairPrompt
 
 
-class Generate(msgspec.Struct, frozen=True, tag=True):
-    """One prompt, answered once for each of `seq_ids` (n choices), by a pooling model with its vector."""
+class GenerateOptions(msgspec.Struct, frozen=True):
+    """Options that all sequences of an HTTP request share."""
 
-    seq_ids: list[int]
-    seeds: list[int]  # one per sequence
-    prompt: Prompt
     sampling: SamplingParams
     text: TextOptions
     priority: int = 0  # larger goes first
@@ -59,8 +56,16 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     fewer_tokens: bool = False  # than max_tokens, where the context holds no more; otherwise it is refused
     echo: bool = False  # answer with the prompt's text as well
     cache_salt: str = ""  # prefixes are shared between requests of the same salt only
-    request_id: str = ""  # for logs
     client: str = ""  # who asks, in no words that open anything: clients take turns where work is expensive
+
+
+class Generate(GenerateOptions, frozen=True, kw_only=True, tag=True):
+    """One prompt, answered once for each of `seq_ids` (n choices), by a pooling model with its vector."""
+
+    seq_ids: list[int]
+    seeds: list[int]  # one per sequence
+    prompt: Prompt
+    request_id: str = ""  # for logs
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True):

@@ -59,11 +59,11 @@ def _job(body: ChatBody, limits: Limits, parsers: Parsers, use: ToolUse, message
         field_names |= dict.fromkeys(GRAMMAR_FIELDS, "functions" if body.functions else "tools")
     keep = parsers.markers(tools=bool(use.schemas), reasoning=body.separate_reasoning)
     return Job(
-        [body.chat_prompt(use, messages)],
-        body.n,
         sampling,
         msgspec.structs.replace(body.text_options(continues=body.continue_final_message), keep=keep),
         body.priority,
+        prompts=[body.chat_prompt(use, messages)],
+        n=body.n,
         truncate=body.tokens_to_keep(limits),
         cache_salt=body.salt,
         field_names=field_names,

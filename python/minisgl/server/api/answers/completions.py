@@ -127,12 +127,13 @@ def completion_job(body: CompletionBody, limits: Limits) -> Job:
         raise InvalidRequest("max_tokens", "max_tokens must be at least 1, unless echo is set")
     sampling = body.sampling(limits)
     truncate = body.tokens_to_keep(limits)
+    cut = truncate is not None
     return Job(
-        parse_prompts(body.prompt, limits, add_special_tokens=body.add_special_tokens, cut=truncate is not None),
-        body.num_choices,
         sampling,
         body.text_options(continues=True),
         body.priority,
+        prompts=parse_prompts(body.prompt, limits, add_special_tokens=body.add_special_tokens, cut=cut),
+        n=body.num_choices,
         truncate=truncate,
         echo=body.echo,
         field_names=body.grammar_names,
@@ -203,13 +204,11 @@ def generate_job(body: GenerateBody, limits: Limits) -> Job:
     """Return the job of a body, or InvalidRequest."""
     sampling = body.sampling(limits)
     truncate = body.tokens_to_keep(limits)
-    prompt = parse_prompt(body.prompt, limits, cut=truncate is not None)
     return Job(
-        [prompt],
-        1,
         sampling,
         body.text_options(continues=True),
         body.priority,
+        prompts=[parse_prompt(body.prompt, limits, cut=truncate is not None)],
         field_names=body.grammar_names,
         truncate=truncate,
         cache_salt=body.salt,

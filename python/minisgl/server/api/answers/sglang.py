@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -55,7 +54,8 @@ def sglang_job(body: SglangBody, limits: Limits, sampling_defaults: Mapping[str,
             fields["prompt_logprobs"] = body.top_logprobs_num
     with under_clients_names(names):
         job = generate_job(validate(fields, GenerateBody, limits), limits)
-    return replace(job, field_names={ours: names.get(name, name) for ours, name in job.field_names.items()} | names)
+    names = {ours: names.get(name, name) for ours, name in job.field_names.items()} | names
+    return msgspec.structs.replace(job, field_names=names)
 
 
 ScoredToken = tuple[float | None, int, str | None]  # log-probability, id, text

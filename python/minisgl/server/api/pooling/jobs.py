@@ -70,11 +70,10 @@ def _reranking_job(queries: Sequence[str], documents: Sequence[str], name: str, 
 def make_job(prompts: Sequence[Prompt], names: Sequence[str], body: PoolingBody) -> Job:
     """Return the job that pools these prompts, whose fields have these names."""
     return Job(
-        prompts,
-        1,
         SamplingParams(max_tokens=0),
         TextOptions(),
         body.priority,
+        prompts=prompts,
         truncate=body.tokens_to_keep,
         keep_first=body.truncation_side != "left",
         prompt_fields=names,

@@ -20,7 +20,7 @@ import msgspec
 from minisgl.core import InvalidRequest
 from minisgl.message.socket import Sender
 from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused, ToApi
-from minisgl.message.to_tokenizer import Generate, Question, ToTokenizer
+from minisgl.message.to_tokenizer import Generate, GenerateOptions, Question, ToTokenizer
 from minisgl.message.types import Abort, ProcessCounts
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.server.api.http.errors import aborted, invalid, overloaded, refused, shutting_down
@@ -111,6 +111,7 @@ class EngineClient:
             return
         job, outbox = request.job, self._tokenizers[request.tokenizer]
         end = min(first + prompts_a_turn, len(job.prompts))
+        shared = {name: getattr(job, name) for name in GenerateOptions.__struct_fields__}
         for index in range(first, end):
             start = request.seq_ids.start + index * job.n
             seq_ids = list(range(start, start + job.n))
@@ -118,23 +119,8 @@ class EngineClient:
             self._prompts[start] = request
             seed = random_seed() if job.sampling.seed is None else job.sampling.seed
             seeds = [choice_seed(seed, choice) for choice in range(job.n)]
-            outbox.send(
-                Generate(
-                    seq_ids,
-                    seeds,
-                    job.prompts[index],
-                    job.sampling,
-                    job.text,
-                    job.priority,
-                    job.truncate,
-                    job.keep_first,
-                    job.fewer_tokens,
-                    job.echo,
-                    job.cache_salt,
-                    request.id,
-                    job.client,
-                )
-            )
+            prompt = job.prompts[index]
+            outbox.send(Generate(**shared, seq_ids=seq_ids, seeds=seeds, prompt=prompt, request_id=request.id))
         if end < len(job.prompts):
             asyncio.get_running_loop().call_soon(self._submit, request, prompts_a_turn, end)
 

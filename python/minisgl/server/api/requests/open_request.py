@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from minisgl.core import FinishReason, SamplingParams
+from minisgl.core import FinishReason
 from minisgl.message.to_api import Accepted, Echo, OutputDelta
-from minisgl.message.to_tokenizer import Prompt
-from minisgl.message.types import PackedIds, PositionLogprobs, TextOptions, num_ids, unpack_ids
+from minisgl.message.to_tokenizer import GenerateOptions, Prompt
+from minisgl.message.types import PackedIds, PositionLogprobs, num_ids, unpack_ids
 from minisgl.server.api.http.errors import generation_failed, no_allowed_token
 from minisgl.server.api.metrics import RequestMetrics, SequenceClock
 
@@ -87,24 +86,14 @@ class ClientGone(Exception):
     """The HTTP client has left: there is nobody to answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(GenerateOptions, frozen=True, kw_only=True):
     """Order of one HTTP request: each prompt, answered n times. Choice i answers prompt i // n."""
 
     prompts: Sequence[Prompt]
-    n: int
-    sampling: SamplingParams
-    text: TextOptions
-    priority: int = 0
-    field_names: Mapping[str, str] = field(default_factory=dict)  # our name of a field -> the client's
-    truncate: int | None = None  # tokens of each prompt to keep; -1: as many as fit
-    keep_first: bool = False  # those at the beginning of a prompt that is cut, not at its end
-    fewer_tokens: bool = False  # than sampling.max_tokens are wanted where the context holds no more
-    echo: bool = False  # the prompts' texts are wanted back
-    cache_salt: str = ""
+    n: int = 1
+    field_names: Mapping[str, str] = {}  # our name of a field -> the client's
     prompt_fields: Sequence[str] = ()  # the client's name of each prompt; (): `prompt`, with a place if there are more
     pools: bool = False  # a vector is wanted of each prompt, and no text
-    client: str = ""  # who sent it, as `http.gates.client_of` calls it
 
     @property
     def num_choices(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -66,7 +66,7 @@ def prepare_response(
         job, options = chat_job(chat, use, limits, parsers, model)
     names = {ours: NAMES.get(name, name) for ours, name in job.field_names.items()} | NAMES
     return PreparedResponse(
-        replace(job, field_names=names),
+        msgspec.structs.replace(job, field_names=names),
         options,
         use,
         initial_response(body, warnings, job.sampling, model),
@@ -183,7 +183,7 @@ async def truncate_to_fit(job: Job, count: Count, max_seq_len: int) -> tuple[Job
             fewest = middle + 1
     if fewest >= len(starts):
         return job, 0
-    return replace(job, prompts=[without(fewest)]), starts[fewest] - starts[0]
+    return msgspec.structs.replace(job, prompts=[without(fewest)]), starts[fewest] - starts[0]
 
 
 def _turns(messages: Sequence[Message]) -> list[int]:

@@ -8,7 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -148,7 +148,7 @@ class Service:
         """
         if self.config.pooling is not None and not job.pools:
             raise ApiError(400, NO_TEXT, code="model_not_supported")
-        job = replace(job, client=client_of(request))
+        job = msgspec.structs.replace(job, client=client_of(request))
         return Answer(self.client, job, writer, stream=stream, names=(request_id_of(request), *names))
 
     def check_model(self, name: str) -> None:

@@ -58,7 +58,7 @@ class StatusRoutes(Routes):
         """Generate one token, ahead of all who wait."""
         begin = time.perf_counter()
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-        job = Job([IdsPrompt(pack_ids([0]))], 1, sampling, TextOptions(), priority=2**31 - 1)
+        job = Job(sampling, TextOptions(), 2**31 - 1, prompts=[IdsPrompt(pack_ids([0]))])
         try:
             await self._service.client.run(job, GENERATE_TIMEOUT)
         except TimeoutError:
