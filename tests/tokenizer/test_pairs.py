@@ -78,7 +78,7 @@ def test_the_first_tokens_of_a_text_keep_its_end(load: Callable[..., TextTokeniz
         single="<s> $A </s>", special_tokens=[("<s>", begin), ("</s>", end)]
     )
     letters = tokenizer.encode("abcdef", add_special_tokens=False).tolist()
-    assert tokenizer.encode_first("abcdef" * 100, 5, True).tolist() == [begin, *letters[:3], end]
-    assert tokenizer.encode_first("abcdef", 8, True).tolist() == [begin, *letters, end]
-    assert tokenizer.encode_first("abcdef", 4, False).tolist() == letters[:4]
-    assert len(tokenizer.encode_first("abcdef", 1, True)) == 1
+    assert tokenizer.encode_cut("abcdef" * 100, 5, True, keep_first=True).tolist() == [begin, *letters[:3], end]
+    assert tokenizer.encode_cut("abcdef", 8, True, keep_first=True).tolist() == [begin, *letters, end]
+    assert tokenizer.encode_cut("abcdef", 4, False, keep_first=True).tolist() == letters[:4]
+    assert len(tokenizer.encode_cut("abcdef", 1, True, keep_first=True)) == 1

@@ -245,17 +245,19 @@ def _mistral_list(tools: Tools, parallel: bool) -> Iterator[str]:
 
 
 def _mistral_named(tools: Tools, _parallel: bool) -> Iterator[str]:
-    yield f"call: {_alternatives('call', tools)}"
-    for index, (name, schema) in enumerate(tools.items()):
-        yield f"call_{index}: {text_literal(name)} {marker('[ARGS]')} arguments_{index}"
-        yield _whole_schema_rule(f"arguments_{index}", schema)
+    return _headed(tools, lambda name: f"{text_literal(name)} {marker('[ARGS]')}")
 
 
 def _harmony(tools: Tools, _parallel: bool) -> Iterator[str]:
+    end = f'{marker(CONSTRAIN)}? "json" {marker(MESSAGE)}'
+    return _headed(tools, lambda name: f"{text_literal(f'commentary to=functions.{name} ')} {end}")
+
+
+def _headed(tools: Tools, head: Callable[[str], str]) -> Iterator[str]:
+    """Write rules for a head, which names the tool, and its arguments."""
     yield f"call: {_alternatives('call', tools)}"
     for index, (name, schema) in enumerate(tools.items()):
-        header = text_literal(f"commentary to=functions.{name} ")
-        yield f'call_{index}: {header} {marker(CONSTRAIN)}? "json" {marker(MESSAGE)} arguments_{index}'
+        yield f"call_{index}: {head(name)} arguments_{index}"
         yield _whole_schema_rule(f"arguments_{index}", schema)
 
 

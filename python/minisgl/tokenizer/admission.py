@@ -140,9 +140,7 @@ def encode_prompt(
     text, add_special_tokens = prompt_text(prompt, tokenizer)
     if keep is None:
         return tokenizer.encode_fitting(text, limits, add_special_tokens, field)
-    if keep_first:
-        return tokenizer.encode_first(text, keep, add_special_tokens, field)
-    return tokenizer.encode_last(text, keep, add_special_tokens, field)
+    return tokenizer.encode_cut(text, keep, add_special_tokens, field, keep_first=keep_first)
 
 
 def prompt_text(prompt: TextPrompt | ChatPrompt, tokenizer: TextTokenizer) -> tuple[str, bool]:

@@ -88,37 +88,28 @@ class TextTokenizer:
         """Return the most characters that so many tokens can stand for."""
         return num_tokens * self._longest_token
 
-    def encode_first(self, text: str, num_tokens: int, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
-        """Return the first `num_tokens` ids of a text, among them the special tokens that begin and end it."""
-        ids = np.empty(0, dtype=np.int32)
+    def encode_cut(
+        self, text: str, num_tokens: int, add_special_tokens: bool, field: str = "prompt", *, keep_first: bool = False
+    ) -> Int32Array:
+        """Return the last `num_tokens` ids of a text, or the first, among them the special tokens that frame it."""
+        ids, part = np.empty(0, dtype=np.int32), ""
         for chars in (num_tokens * CHARS_PER_TOKEN, self.most_chars(num_tokens)):
-            head = text[:chars]
-            ids = self.encode(head, add_special_tokens, field)
-            if len(head) == len(text) or self._outnumbers(len(ids), num_tokens):
+            part = text[:chars] if keep_first else text[-chars:]
+            ids = self.encode(part, add_special_tokens, field)
+            # Where a text is cut, its tokens are not those of the whole: more than are kept must be there.
+            if len(part) == len(text) or self._outnumbers(len(ids), num_tokens):
                 break
         if len(ids) <= num_tokens:
             return ids
-        plain = self.encode(head, add_special_tokens=False, field=field)
+        if not keep_first:
+            front = self.encode("", add_special_tokens, field)
+            kept = len(front) if len(front) < num_tokens and np.array_equal(ids[: len(front)], front) else 0
+            return np.concatenate([ids[:kept], ids[len(ids) - num_tokens + kept :]])
+        plain = self.encode(part, add_special_tokens=False, field=field)
         added = len(ids) - len(plain)
         begins = (at for at in range(added + 1) if np.array_equal(ids[at : at + len(plain)], plain))
-        front = next(begins, 0)
-        ends = ids[front + len(plain) :] if added < num_tokens else ids[:0]
+        ends = ids[next(begins, 0) + len(plain) :] if added < num_tokens else ids[:0]
         return np.concatenate([ids[: num_tokens - len(ends)], ends])
-
-    def encode_last(self, text: str, num_tokens: int, add_special_tokens: bool, field: str = "prompt") -> Int32Array:
-        """Return the last `num_tokens` ids of a text, among them the special tokens (BOS) that begin it."""
-        ids = np.empty(0, dtype=np.int32)
-        for chars in (num_tokens * CHARS_PER_TOKEN, self.most_chars(num_tokens)):
-            tail = text[-chars:]
-            ids = self.encode(tail, add_special_tokens, field)
-            # Where a text is cut, its first tokens are not those of the whole: more than are kept must be there.
-            if len(tail) == len(text) or self._outnumbers(len(ids), num_tokens):
-                break
-        if len(ids) <= num_tokens:
-            return ids
-        front = self.encode("", add_special_tokens, field)
-        kept = len(front) if len(front) < num_tokens and np.array_equal(ids[: len(front)], front) else 0
-        return np.concatenate([ids[:kept], ids[len(ids) - num_tokens + kept :]])
 
     def first_token(self, ids: Int32Array) -> bytes:
         """Return the first token's text at the start of a text, in UTF-8; perhaps a part of a character."""

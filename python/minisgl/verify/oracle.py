@@ -70,25 +70,6 @@ def run_transformers(
 
     Raises ConfigError if transformers cannot load or run the model.
     """
-    answers = _answer_all(folder, prompts, new_tokens, dtype, device, scratch, progress)
-    if answers.is_float32 or not _has_room_for_float32(folder, dtype, device):
-        return answers
-    with _model(folder, torch.float32, device) as model:
-        expected = [_in_float32(model, one, device) for one in answers.expected]
-    progress()
-    return dataclasses.replace(answers, expected=expected, is_float32=True)
-
-
-def _answer_all(
-    folder: Path,
-    prompts: Sequence[Prompt],
-    new_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    scratch: Path,
-    progress: Callable[[], object],
-) -> Answers:
-    """Return tokens, logits and hidden states in the dtype."""
     expected = []
     with _model(folder, dtype, device) as model:
         for index, prompt in enumerate(prompts):
@@ -98,7 +79,14 @@ def _answer_all(
         out = model(torch.tensor([prompts[traced].tokens], device=device), output_hidden_states=True, use_cache=False)
         # The last of them has gone through the final norm; the logits tell of it.
         hidden = [_host(states[0, -TRACED:]) for states in out.hidden_states[:-1]]
-        return Answers(expected, traced, hidden, is_float32=dtype == torch.float32)
+    del model, out  # gone before another is loaded
+    is_float32 = dtype == torch.float32
+    if not is_float32 and _has_room_for_float32(folder, dtype, device):
+        with _model(folder, torch.float32, device) as model:
+            expected = [_in_float32(model, one, device) for one in expected]
+        progress()
+        is_float32 = True
+    return Answers(expected, traced, hidden, is_float32)
 
 
 @contextmanager

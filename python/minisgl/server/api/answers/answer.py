@@ -54,9 +54,9 @@ class Writer(ABC):
     in_thread: ClassVar[bool] = False  # a whole answer takes long to write, which a thread of its own does
     id: str  # of the answer
 
-    @abstractmethod
     def begin(self, request: OpenRequest) -> None:
         """Take the request, whose prompts are all accepted, for the calls that follow."""
+        self._request = request
 
     def first_events(self) -> bytes:
         """Return the events with which a stream begins, before any delta."""

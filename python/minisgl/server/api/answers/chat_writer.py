@@ -201,7 +201,7 @@ class ChatWriter(Writer):
         self._told_prompt = False  # its ids and log-probabilities have left
 
     def begin(self, request: OpenRequest) -> None:
-        self._request = request
+        super().begin(request)
         end = request.prompt_ends[0]
         self._choices = [Choice(self._options, self._options.parser(end)) for _ in request.seq_ids]
 

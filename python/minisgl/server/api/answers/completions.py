@@ -154,7 +154,7 @@ class CompletionWriter(Writer):
         self._choices: list[ChoiceText] = []
 
     def begin(self, request: OpenRequest) -> None:
-        self._request = request
+        super().begin(request)
         self._choices = [ChoiceText(self._body, request, index) for index in range(request.job.num_choices)]
 
     def events(self, delta: Delta) -> bytes:

@@ -20,7 +20,7 @@ from minisgl.server.api.answers.logprob_forms import token_text, value
 from minisgl.server.api.bodies.body import validate
 from minisgl.server.api.bodies.schema import GenerateBody, SglangBody
 from minisgl.server.api.http.errors import under_clients_names
-from minisgl.server.api.requests.open_request import Delta, Job, OpenRequest
+from minisgl.server.api.requests.open_request import Delta, Job
 
 RENAMED = {  # sampling parameters that we call otherwise
     "max_new_tokens": "max_tokens",
@@ -91,9 +91,6 @@ class SglangWriter(Writer):
         self._ids: list[int] = []
         self._logprobs: list[PositionLogprobs] = []
         self._prompt_logprobs: list[PositionLogprobs] = []
-
-    def begin(self, request: OpenRequest) -> None:
-        self._request = request
 
     def events(self, delta: Delta) -> bytes:
         return server_sent_event(self._take(delta))

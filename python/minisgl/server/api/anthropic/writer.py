@@ -137,7 +137,7 @@ class MessagesWriter(Writer):
         self._max_seq_len = max_seq_len
 
     def begin(self, request: OpenRequest) -> None:
-        self._request = request
+        super().begin(request)
         self._choice = Choice(self._options, self._options.parser(request.prompt_ends[0]))
         self._blocks = BlockEvents()
 

@@ -17,7 +17,7 @@ from minisgl.pooling.pooling_config import Activation, PoolingConfig
 from minisgl.pooling.vectors import Float32Array, activated, cosine, embedding
 from minisgl.server.api.answers.answer import Usage, Writer
 from minisgl.server.api.pooling.bodies import RerankBody, VectorsBody
-from minisgl.server.api.requests.open_request import Delta, OpenRequest
+from minisgl.server.api.requests.open_request import Delta
 
 Item = TypeVar("Item")
 Values = list[float] | str  # or, in base64, little-endian float32
@@ -101,9 +101,6 @@ class VectorWriter(Writer):
     def __init__(self, prefix: str, answer: Callable[[str, list[Float32Array], Usage], msgspec.Struct]) -> None:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._answer = answer
-
-    def begin(self, request: OpenRequest) -> None:
-        pass
 
     def events(self, delta: Delta) -> bytes:
         raise NotImplementedError("vectors are not streamed")

@@ -135,12 +135,12 @@ class ResponsesWriter(Writer):
         self._keep = keep
         self._next: Callable[[], int] = itertools.count().__next__  # sequence numbers of a stream's events
         self._output = Output(begun.id.removeprefix(PREFIX), self._next, seals_reasoning=seals_reasoning)
-        self._request: OpenRequest | None = None
+        self._open: OpenRequest | None = None
         self._choice: Choice | None = None
         self._is_complete = False  # the model has ended the answer, and not a limit
 
     def begin(self, request: OpenRequest) -> None:
-        self._request = request
+        self._open = request
         self._choice = Choice(self._options, self._options.parser(request.prompt_ends[0]))
 
     def cancel(self) -> Response:
@@ -206,7 +206,7 @@ class ResponsesWriter(Writer):
             self._end("incomplete", incomplete_details=IncompleteDetails())
 
     def _end(self, status: ResponseStatus, **changes: object) -> None:
-        usage = None if self._request is None else self._usage(usage_of(self._request))
+        usage = None if self._open is None else self._usage(usage_of(self._open))
         self._response = msgspec.structs.replace(
             self._response, status=status, output=self._output.items(), usage=usage, **changes
         )

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Any]]  # of a Response or another ASGI application
 Json = dict[str, Any]
 
+TOKENIZER_TIMEOUT = 60.0  # seconds, for a tokenizer worker that has others to answer
 MAX_LOGGED = 100  # names
 UNKNOWN_FIELD = "requests have the unknown field %.80r; it has no effect"
 IGNORED_TYPE = "requests have tools of the type %.80r, which are passed over: only functions are known"

@@ -19,9 +19,8 @@ from minisgl.server.api.anthropic.writer import AnthropicMessage, MessagesWriter
 from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.server.api.http.errors import AnthropicErrorBody
 from minisgl.server.api.http.middleware import request_id_of
-from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
+from minisgl.server.api.routes.endpoint import TOKENIZER_TIMEOUT, Endpoint, Routes, json_response
 from minisgl.server.api.routes.generation import GENERATION_ERRORS
-from minisgl.server.api.routes.models import TIMEOUT
 
 
 class MessagesRoutes(Routes):
@@ -68,5 +67,5 @@ class MessagesRoutes(Routes):
         use = tool_use(asked.tools, asked.tool_choice)
         body = chat_body(asked, service.limits, {})
         prompt = body.chat_prompt(use, template_messages(body.messages))
-        reply = await service.client.ask(lambda query: Encode(query, prompt), Encoded, TIMEOUT)
+        reply = await service.client.ask(lambda query: Encode(query, prompt), Encoded, TOKENIZER_TIMEOUT)
         return json_response(TokenCount(num_ids(reply.ids)))

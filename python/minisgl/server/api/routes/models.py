@@ -16,7 +16,7 @@ from minisgl.message.types import pack_ids, unpack_ids
 from minisgl.server.api.bodies.conversation import template_messages
 from minisgl.server.api.bodies.plain_prompts import checked_ids
 from minisgl.server.api.bodies.schema import DetokenizeBody, TokenizeBody
-from minisgl.server.api.routes.endpoint import Endpoint, Routes, json_response
+from minisgl.server.api.routes.endpoint import TOKENIZER_TIMEOUT, Endpoint, Routes, json_response
 
 
 class ModelCard(msgspec.Struct, frozen=True, tag_field="object", tag="model"):
@@ -79,9 +79,6 @@ class ModelRoutes(Routes):
         )
 
 
-TIMEOUT = 60.0  # seconds, for a tokenizer worker that has others to answer
-
-
 class TokenRoutes(Routes):
     def endpoints(self) -> list[Endpoint]:
         return [
@@ -95,7 +92,7 @@ class TokenRoutes(Routes):
         body = await self._service.parse(request, TokenizeBody)
         prompt = tokenize_prompt(body)
         reply = await self._service.client.ask(
-            lambda query: Encode(query, prompt, body.return_token_strs), Encoded, TIMEOUT
+            lambda query: Encode(query, prompt, body.return_token_strs), Encoded, TOKENIZER_TIMEOUT
         )
         ids = unpack_ids(reply.ids).tolist()
         return json_response(Tokenized(len(ids), self._service.limits.max_seq_len, ids, reply.strings))
@@ -104,12 +101,12 @@ class TokenRoutes(Routes):
         """Return the text of token ids."""
         body = await self._service.parse(request, DetokenizeBody)
         ids = pack_ids(checked_ids(body.tokens, self._service.limits, "tokens"))
-        reply = await self._service.client.ask(lambda query: Decode(query, ids), Decoded, TIMEOUT)
+        reply = await self._service.client.ask(lambda query: Decode(query, ids), Decoded, TOKENIZER_TIMEOUT)
         return json_response(Detokenized(reply.text))
 
     async def tokenizer_info(self, _request: Request) -> Response:
         """Return what the model folder says about its tokenizer, chat template included."""
-        reply = await self._service.client.ask(Describe, Described, TIMEOUT)
+        reply = await self._service.client.ask(Describe, Described, TOKENIZER_TIMEOUT)
         return json_response(reply.config)
 
 

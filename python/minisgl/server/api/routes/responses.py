@@ -19,11 +19,10 @@ from minisgl.server.api.responses.body import ResponsesBody
 from minisgl.server.api.responses.history import History, ItemList
 from minisgl.server.api.responses.job import PreparedResponse, prepare_response, truncate_to_fit
 from minisgl.server.api.responses.writer import Response, ResponsesWriter, StreamEvent
-from minisgl.server.api.routes.endpoint import Endpoint, Routes, Service, json_response
+from minisgl.server.api.routes.endpoint import TOKENIZER_TIMEOUT, Endpoint, Routes, Service, json_response
 
 PATH = "/v1/responses"
 ONE = PATH + "/{response_id}"
-COUNT_TIMEOUT = 60.0  # seconds, for a tokenizer worker that has others to answer
 MAX_PAGE = 100  # items
 
 
@@ -118,7 +117,7 @@ class ResponsesRoutes(Routes):
     async def _count(self, prompt: ChatPrompt) -> int | None:
         """Return a prompt's tokens; None if it is too long to be counted, or no prompt."""
         try:
-            encoded = await self._service.client.ask(lambda query: Encode(query, prompt), Encoded, COUNT_TIMEOUT)
+            encoded = await self._service.client.ask(lambda query: Encode(query, prompt), Encoded, TOKENIZER_TIMEOUT)
         except ApiError as error:
             if error.status != 400:
                 raise
