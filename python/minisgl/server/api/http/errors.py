@@ -167,24 +167,10 @@ def shutting_down(reason: str | None) -> ApiError:
     return _unavailable(f"{text}: {reason}" if reason else text, "shutting_down")
 
 
-def unauthorized() -> ApiError:
-    return ApiError(
-        401,
-        # Begins in OpenAI's words, because clients look for them.
-        "Incorrect API key provided: the server wants one of its keys, "
-        "as `Authorization: Bearer KEY` or `x-api-key: KEY`",
-        code="invalid_api_key",
-        headers={"www-authenticate": "Bearer"},
-    )
-
-
-def no_admin_key() -> ApiError:
-    return ApiError(
-        401,
-        "Incorrect API key provided: this route wants the key of --admin-api-key, as `Authorization: Bearer KEY`",
-        code="invalid_api_key",
-        headers={"www-authenticate": "Bearer"},
-    )
+def unauthorized(wanted: str) -> ApiError:
+    """Return the error of a missing or wrong key. It begins in OpenAI's words, because clients look for them."""
+    text = f"Incorrect API key provided: {wanted}"
+    return ApiError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 def foreign_origin(origin: str | None) -> ApiError:

@@ -19,7 +19,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.config import HttpConfig
-from minisgl.server.api.http.errors import ApiError, foreign_host, foreign_origin, no_admin_key, unauthorized
+from minisgl.server.api.http.errors import ApiError, foreign_host, foreign_origin, unauthorized
 from minisgl.server.api.http.request_head import route_path
 
 DOCS_ROUTES = frozenset(
@@ -33,6 +33,8 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 GET_ROUTES_THAT_ACT = frozenset({"/flush_cache", "/health_generate"})
 OWN_SITES = ("same-origin", "none")  # none: a person typed the address
 BEARER = b"bearer "
+ANY_KEY = "the server wants one of its keys, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+ADMIN_KEY = "this route wants the key of --admin-api-key, as `Authorization: Bearer KEY`"
 
 Check = Callable[[Scope], ApiError | None]
 
@@ -89,12 +91,12 @@ def key_check(http: HttpConfig) -> Check:
     def check(scope: Scope) -> ApiError | None:
         path = route_path(scope)
         if admin and path in CONTROL_ROUTES:
-            return no_admin_key() if _key_sent(admin, scope) is None else None
+            return unauthorized(ADMIN_KEY) if _key_sent(admin, scope) is None else None
         key = _key_sent(keys + admin, scope)
         if key is not None:
             scope.setdefault("state", {})["api_key"] = key
         is_open = path in OPEN_ROUTES or path.startswith(GUIDE_ROUTE)
-        return unauthorized() if keys and not is_open and key is None else None
+        return unauthorized(ANY_KEY) if keys and not is_open and key is None else None
 
     return check
 
