@@ -1,4 +1,4 @@
-"""A body of /v1/messages in the words of /v1/chat/completions: its fields, its messages and its tools.
+"""A body of /v1/messages in the words of /v1/chat/completions: its fields and its messages.
 
 A message of blocks becomes one of text, with reasoning and tool calls beside it, and one for each tool's result.
 Messages of one role that follow each other are one turn, as Anthropic has it: chat templates want roles to take turns.
@@ -7,7 +7,7 @@ Messages of one role that follow each other are one turn, as Anthropic has it: c
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from minisgl.server.api.anthropic.bodies import ConversationBody, MessagesBody, 
 from minisgl.server.api.bodies.body import validate
 from minisgl.server.api.bodies.conversation import Message, member, optional_member
 from minisgl.server.api.bodies.schema import ChatBody
-from minisgl.server.api.bodies.tools import Tool, ToolChoice, ToolUse, check_function, name_of, use_of
 from minisgl.server.api.http.errors import under_clients_names
 
 Block = dict[str, Any]
@@ -25,7 +24,6 @@ Block = dict[str, Any]
 BILLING_HEADER = "x-anthropic-billing-header"  # Claude Code's, in the system prompt: each request has another
 ERROR_PREFIX = "Error: "  # of a result with is_error, for which chat templates have no word
 SUPPORTED = "only text, thinking, tool_use and tool_result blocks are supported"
-CUSTOM = "custom"  # type of the tools that a client defines
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # ours -> the client's
 SAME = ("temperature", "top_k", "top_p", "max_tokens", "stream", "cache_salt", "request_id", "priority")
 
@@ -200,54 +198,3 @@ def _call(block: Block, path: str) -> dict[str, Any]:
     arguments = json.dumps(member(block, "input", dict, path), ensure_ascii=False)
     function = {"name": member(block, "name", str, path), "arguments": arguments}
     return {"id": member(block, "id", str, path), "type": "function", "function": function}
-
-
-# Tools.
-
-
-def tool_use(tools: list[dict[str, Any]] | None, choice: dict[str, Any] | None) -> ToolUse:
-    """Return the meaning of `tools` and `tool_choice`; InvalidRequest naming the field.
-
-    Tools that Anthropic defines, and runs or has trained its models for, are passed over: those have a type. A choice
-    that demands one is refused.
-    """
-    kinds = [optional_member(tool, "type", str, f"tools.{index}") or CUSTOM for index, tool in enumerate(tools or [])]
-    custom = [_tool(tool, f"tools.{index}") for index, tool in enumerate(tools or []) if kinds[index] == CUSTOM]
-    choice = {"type": "auto"} if choice is None else choice
-    parallel = not optional_member(choice, "disable_parallel_tool_use", bool, "tool_choice")
-    meaning = _choice(choice, [name_of(tool) for tool in custom])
-    return use_of(custom, meaning, parallel=parallel, passed_over=frozenset(kinds) - {CUSTOM})
-
-
-def _tool(tool: dict[str, Any], path: str) -> Tool:
-    function = {
-        "name": member(tool, "name", str, path),
-        "description": optional_member(tool, "description", str, path),
-        "parameters": member(tool, "input_schema", dict, path),
-        "strict": optional_member(tool, "strict", bool, path),
-    }
-    function = {key: value for key, value in function.items() if value is not None}
-    try:
-        check_function(function, path)
-    except InvalidRequest as error:  # under the name that the client used
-        ours, theirs = f"{path}.parameters", f"{path}.input_schema"
-        raise InvalidRequest(error.field.replace(ours, theirs), error.message.replace(ours, theirs)) from None
-    return {"type": "function", "function": function}
-
-
-def _choice(choice: dict[str, Any], names: Collection[str]) -> ToolChoice:
-    match choice.get("type"):
-        case "auto" | "none" as mode:
-            return ToolChoice(mode)
-        case "any":
-            if not names:
-                raise InvalidRequest("tool_choice", "tool_choice demands a call, but there is no tool that it could be")
-            return ToolChoice("required")
-        case "tool":
-            name = member(choice, "name", str, "tool_choice")
-            if name not in names:
-                text = f"tool_choice.name: there is no tool {name!r:.80} among the tools with an input_schema"
-                raise InvalidRequest("tool_choice.name", text)
-            return ToolChoice.of(name)
-        case _:
-            raise InvalidRequest("tool_choice.type", "tool_choice.type must be auto, any, tool or none")

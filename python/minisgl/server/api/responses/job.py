@@ -21,12 +21,11 @@ from minisgl.server.api.bodies.body import validate
 from minisgl.server.api.bodies.conversation import Message
 from minisgl.server.api.bodies.request_body import RequestBody
 from minisgl.server.api.bodies.schema import ChatBody
-from minisgl.server.api.bodies.tools import ToolUse
+from minisgl.server.api.bodies.tools import ToolUse, response_tools
 from minisgl.server.api.http.errors import under_clients_names
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.responses.body import INCLUDE_REASONING, Item, ResponsesBody, TextFormat
 from minisgl.server.api.responses.items import messages_of
-from minisgl.server.api.responses.tools import response_tools
 from minisgl.server.api.responses.writer import PREFIX, Response
 
 NAMES = {  # fields of a chat -> those that the client has written

@@ -14,9 +14,10 @@ from minisgl.message.types import num_ids
 from minisgl.server.api.answers.answer import Answer
 from minisgl.server.api.answers.chat import chat_job
 from minisgl.server.api.anthropic.bodies import CountTokensBody, MessagesBody
-from minisgl.server.api.anthropic.chat_form import NAMES, chat_body, tool_use
+from minisgl.server.api.anthropic.chat_form import NAMES, chat_body
 from minisgl.server.api.anthropic.writer import AnthropicMessage, MessagesWriter, StreamEvent, TokenCount
 from minisgl.server.api.bodies.conversation import template_messages
+from minisgl.server.api.bodies.tools import messages_tools
 from minisgl.server.api.http.errors import AnthropicErrorBody
 from minisgl.server.api.http.middleware import request_id_of
 from minisgl.server.api.routes.endpoint import TOKENIZER_TIMEOUT, Endpoint, Routes, json_response
@@ -50,7 +51,7 @@ class MessagesRoutes(Routes):
         """Answer a conversation, as Anthropic does."""
         service = self._service
         asked = await service.parse(request, MessagesBody)
-        use = tool_use(asked.tools, asked.tool_choice)
+        use = messages_tools(asked.tools, asked.tool_choice)
         service.ignored_tools.log(use, service.parsers)
         body = chat_body(asked, service.limits, service.config.sampling_defaults.fields)
         await asyncio.sleep(0)  # each step of a large body takes a turn of its own
@@ -64,7 +65,7 @@ class MessagesRoutes(Routes):
         """Return the number of tokens of a conversation's prompt, as Anthropic does."""
         service = self._service
         asked = await service.parse(request, CountTokensBody)
-        use = tool_use(asked.tools, asked.tool_choice)
+        use = messages_tools(asked.tools, asked.tool_choice)
         body = chat_body(asked, service.limits, {})
         prompt = body.chat_prompt(use, template_messages(body.messages))
         reply = await service.client.ask(lambda query: Encode(query, prompt), Encoded, TOKENIZER_TIMEOUT)
