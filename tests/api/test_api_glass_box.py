@@ -10,8 +10,7 @@ from time import monotonic
 from api_harness import RunningServer
 
 from minisgl.message.engine_state import InspectState
-from minisgl.server.api.requests.inspector import MIN_INTERVAL
-from minisgl.server.api.routes.glass_box import content_security_policy
+from minisgl.server.api.routes.glass_box import MIN_INTERVAL, content_security_policy
 
 STATE = "/debug/state"
 

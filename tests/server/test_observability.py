@@ -22,7 +22,7 @@ import msgspec
 import pytest
 import zmq
 
-from minisgl.server.api.requests.inspector import MIN_INTERVAL
+from minisgl.server.api.routes.glass_box import MIN_INTERVAL
 from support.kv_subscriber import KVSubscriber
 from support.server import PATIENCE, Server, wait_until
 
