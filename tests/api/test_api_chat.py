@@ -15,6 +15,7 @@ from minisgl.message.to_api import OutputDelta
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
 from minisgl.message.types import PositionLogprobs, TextOptions, TokenLogprob, pack_ids
 from minisgl.server.api.answers.chat_writer import ChatOptions, ChatWriter
+from minisgl.server.api.bodies.schema import ChatBody
 from minisgl.server.api.requests.open_request import Delta
 
 PATH = "/v1/chat/completions"
@@ -61,7 +62,8 @@ def test_stream_concatenates_to_the_whole_answer(server: RunningServer, n: int) 
 
 def test_a_streams_last_chunk_tells_of_the_token_that_ended_it() -> None:
     """Its text is empty, so no chunk before can have its log-probability and id."""
-    options = ChatOptions(model=MODEL, parser=lambda _end: None, logprobs=True, token_ids=True)
+    body = ChatBody(messages=[], logprobs=True, return_token_ids=True)
+    options = ChatOptions(body=body, model=MODEL, parser=lambda _end: None)
     writer = ChatWriter(options)
     writer.begin(SimpleNamespace(prompt_ends={0: ""}, prompt_ids={0: pack_ids([1])}, seq_ids=[0]))  # type: ignore[arg-type]
     text, end = Delta(0), Delta(0)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 
 from minisgl.core import Grammar, InvalidRequest
 from minisgl.limits import Limits
@@ -23,25 +22,16 @@ from minisgl.structured_output.tool_grammar import calls_grammar, check_strict, 
 
 def chat_job(body: ChatBody, use: ToolUse, limits: Limits, parsers: Parsers, model: str) -> tuple[Job, ChatOptions]:
     """Return the job of a body and the form of its answer; InvalidRequest or ApiError if that is not possible."""
-    include_usage = body.wants_usage()
     messages = template_messages(body.messages)
     if use.required:
         parsers = parsers.demanding_calls()
     options = ChatOptions(
+        body=body,
         model=model,
         parser=_parser_maker(body, parsers, use, messages),
+        use=use,
         role=messages[-1]["role"] if body.add_generation_prompt is False else "assistant",
         echo=_echo(body, messages),
-        include_usage=include_usage,
-        continuous_usage=body.wants_continuous_usage(),
-        include_reasoning=body.include_reasoning,
-        parallel_calls=use.parallel,
-        functions=bool(body.functions),
-        calls_are_asked_for=use.named,
-        logprobs=body.logprobs,
-        prompt_logprobs=body.prompt_logprobs,
-        token_ids=body.return_token_ids,
-        service_tier=UNSET if body.service_tier is None else body.service_tier,
     )
     return _job(body, limits, parsers, use, messages), options
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal, TypeAlias
 
@@ -18,6 +18,8 @@ from minisgl.parsers.parser_choice import AnswerParser
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
 from minisgl.server.api.answers.answer import CompletionTokensDetails, Usage, Writer, server_sent_event, usage_of
 from minisgl.server.api.answers.logprob_forms import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
+from minisgl.server.api.bodies.schema import ChatBody
+from minisgl.server.api.bodies.tools import ToolUse
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
 
 ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "function_call"]
@@ -112,22 +114,14 @@ class ChatChunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.compl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """Form of an answer."""
+    """Form of an answer: what its body says, and what follows from it."""
 
+    body: ChatBody
     model: str
     parser: Callable[[str], AnswerParser | None]  # of each choice; it gets the end of the prompt
+    use: ToolUse = field(default_factory=ToolUse)
     role: str = "assistant"
     echo: str = ""  # what the content begins with
-    include_usage: bool = False
-    continuous_usage: bool = False
-    include_reasoning: bool = True
-    parallel_calls: bool = True  # otherwise only the first call is written
-    functions: bool = False  # a call is written in the older form
-    calls_are_asked_for: bool = False  # by name: then they are not why the answer stopped
-    logprobs: bool = False
-    prompt_logprobs: int | None = None
-    token_ids: bool = False
-    service_tier: str | UnsetType = UNSET
 
 
 class Choice:
@@ -147,9 +141,9 @@ class Choice:
 
     def take(self, delta: Delta) -> list[Event]:
         """Return what a delta brought, as few events as say it."""
-        if self._options.logprobs:
+        if self._options.body.logprobs:
             self.logprobs += delta.logprobs
-        if self._options.token_ids:
+        if self._options.body.return_token_ids:
             self.token_ids += delta.token_ids
         if self._parser is None:
             return [Content(text)] if (text := delta.text) else []
@@ -167,9 +161,9 @@ class Choice:
     def _is_wanted(self, event: Event) -> bool:
         match event:
             case Reasoning():
-                return self._options.include_reasoning
+                return self._options.body.include_reasoning
             case CallStart(index) | CallArguments(index):
-                return index == 0 or self._options.parallel_calls
+                return index == 0 or self._options.use.parallel
             case _:
                 return True
 
@@ -177,8 +171,8 @@ class Choice:
         """Return OpenAI's: what stopped after calls stopped because of them, unless they were asked for by name."""
         if delta.finish == "abort" or delta.finish == "error":
             raise ValueError("an answer that ended early is an error, and not written")
-        if delta.finish == "stop" and self.num_calls and not self._options.calls_are_asked_for:
-            return "function_call" if self._options.functions else "tool_calls"
+        if delta.finish == "stop" and self.num_calls and not self._options.use.named:
+            return "function_call" if self._options.body.functions else "tool_calls"
         return delta.finish
 
     def take_logprobs(self) -> ChatLogprobs | None:
@@ -197,6 +191,8 @@ class ChatWriter(Writer):
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._options = options
+        self._include_usage = options.body.wants_usage()
+        self._tier: str | UnsetType = UNSET if options.body.service_tier is None else options.body.service_tier
         self._choices: list[Choice] = []
         self._told_prompt = False  # its ids and log-probabilities have left
 
@@ -236,27 +232,23 @@ class ChatWriter(Writer):
         return data
 
     def _event(self, choice: ChatChunkChoice, delta: Delta) -> bytes:
-        usage: Usage | UnsetType | None = None if self._options.include_usage else UNSET
-        if self._options.continuous_usage:
+        usage: Usage | UnsetType | None = None if self._include_usage else UNSET
+        if self._options.body.wants_continuous_usage():
             usage = self._with_details(usage_of(self._request))
-        options = self._options
-        written = (self.id, self._created, options.model, [choice], usage, options.service_tier)
+        written = (self.id, self._created, self._options.model, [choice], usage, self._tier)
         return server_sent_event(ChatChunk(*written, *self._of_prompt([delta])))
 
     def last_events(self, usage: Usage) -> bytes:
-        if not self._options.include_usage:
+        if not self._include_usage:
             return b""
         usage = self._with_details(usage)
-        options = self._options
-        return server_sent_event(ChatChunk(self.id, self._created, options.model, [], usage, options.service_tier))
+        return server_sent_event(ChatChunk(self.id, self._created, self._options.model, [], usage, self._tier))
 
     # A whole answer.
 
     def body(self, choices: list[Delta], usage: Usage) -> bytes:
         written = [self._whole(delta) for delta in choices]
-        usage = self._with_details(usage)
-        options = self._options
-        told = (self.id, self._created, options.model, written, usage, options.service_tier)
+        told = (self.id, self._created, self._options.model, written, self._with_details(usage), self._tier)
         return encode(ChatCompletion(*told, *self._of_prompt(choices)))
 
     def _whole(self, delta: Delta) -> ChatChoice:
@@ -266,8 +258,8 @@ class ChatWriter(Writer):
             message_of(choice.take(delta), self._options),
             choice.finish_reason(delta),
             delta.stop_reason,
-            choice.take_logprobs() or (ChatLogprobs([]) if self._options.logprobs else None),
-            choice.take_token_ids() or ([] if self._options.token_ids else UNSET),
+            choice.take_logprobs() or (ChatLogprobs([]) if self._options.body.logprobs else None),
+            choice.take_token_ids() or ([] if self._options.body.return_token_ids else UNSET),
         )
 
     # Both.
@@ -282,9 +274,9 @@ class ChatWriter(Writer):
             return UNSET, UNSET
         self._told_prompt = True
         ids: list[int] | UnsetType = UNSET
-        if self._options.token_ids:
+        if self._options.body.return_token_ids:
             ids = unpack_ids(self._request.prompt_ids[0]).tolist()
-        top = self._options.prompt_logprobs
+        top = self._options.body.prompt_logprobs
         return ids, UNSET if top is None else prompt_logprobs(deltas[0].prompt_logprobs, top)
 
 
@@ -309,9 +301,9 @@ def delta_of(event: Event, options: ChatOptions) -> ChatDelta:
             return ChatDelta(content=text)
         case Reasoning(text):
             return ChatDelta(reasoning_content=text, reasoning=text)
-        case CallStart(_, _, name) if options.functions:
+        case CallStart(_, _, name) if options.body.functions:
             return ChatDelta(function_call=FunctionDelta("", name))
-        case CallArguments(_, text) if options.functions:
+        case CallArguments(_, text) if options.body.functions:
             return ChatDelta(function_call=FunctionDelta(text))
         case CallStart(index, id, name):
             return ChatDelta(tool_calls=[CallDelta(index, FunctionDelta("", name), id, "function")])
@@ -338,6 +330,6 @@ def message_of(events: Iterable[Event], options: ChatOptions) -> ChatMessage:
         options.role,
         reasoning_content=reasoning or UNSET,
         reasoning=reasoning or UNSET,
-        tool_calls=UNSET if options.functions else calls or UNSET,
-        function_call=calls[0].function if options.functions and calls else UNSET,
+        tool_calls=UNSET if options.body.functions else calls or UNSET,
+        function_call=calls[0].function if options.body.functions and calls else UNSET,
     )

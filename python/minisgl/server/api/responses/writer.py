@@ -185,7 +185,7 @@ class ResponsesWriter(Writer):
 
     def _take(self, delta: Delta) -> Iterator[StreamEvent]:
         assert self._choice is not None
-        pieces: Iterable[Delta] = delta.split() if self._options.logprobs else (delta,)
+        pieces: Iterable[Delta] = delta.split() if self._options.body.logprobs else (delta,)
         for piece in pieces:
             before = self._choice.reasoning_tokens
             events = self._choice.take(piece)
