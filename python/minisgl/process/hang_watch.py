@@ -8,7 +8,7 @@ use the CPU; on a GPU, whose steps last a second or two, only the end of a step 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from minisgl.message.control import Ping, Progress
@@ -97,19 +97,12 @@ class RankWatch:
     `children`: by rank. A rank that lives in this process answers by itself.
     """
 
-    def __init__(
-        self,
-        children: Mapping[int, Child],
-        num_ranks: int,
-        limit: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, children: Mapping[int, Child], num_ranks: int, limit: float) -> None:
         self._children = children
         self._ranks = {child.name: rank for rank, child in children.items()}
         self._watch = HangWatch(num_ranks, limit)
         self._limit = limit
-        self._clock = clock
-        self._looked = clock()
+        self._looked = time.monotonic()
 
     def answer(self, name: str, progress: Progress) -> None:
         """Take what the process of that name answered."""
@@ -122,7 +115,7 @@ class RankWatch:
     @property
     def pause(self) -> float | None:
         """Seconds to the next look; None: there is none."""
-        return max(self._looked + PING_SECONDS - self._clock(), 0.0) if self._limit else None
+        return max(self._looked + PING_SECONDS - time.monotonic(), 0.0) if self._limit else None
 
     def look(self) -> str | None:
         """Ping whoever has answered, if it is time for it; return a line that names the rank that hangs, if one does.
@@ -131,7 +124,7 @@ class RankWatch:
         """
         if self.pause != 0.0:
             return None
-        now = self._clock()
+        now = time.monotonic()
         to_ping, hang = self._watch.look(now - self._looked)
         self._looked = now
         for rank in to_ping:

@@ -196,7 +196,7 @@ class Supervisor:
         self._selector.register(self._shell_end, selectors.EVENT_READ, None)
 
     def _close_shell(self) -> None:
-        """Before anything else is written to the terminal."""
+        """End the shell, before anything else is written to the terminal."""
         if self._shell is not None:
             self._shell.end(self._grace())
 

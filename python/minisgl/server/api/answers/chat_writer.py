@@ -82,7 +82,7 @@ class CallDelta(msgspec.Struct, frozen=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
-    """Only what is new: fields that are not set are not written."""
+    """Fields that are new; those that are not set are not written."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET

@@ -38,6 +38,10 @@ NAMES = {  # fields of a chat -> those that the client has written
     "verbosity": "text.verbosity",
 }
 
+REPEATED = (  # fields of a request that its response has as they are
+    "instructions metadata parallel_tool_calls previous_response_id prompt_cache_key safety_identifier tool_choice "
+    "truncation user"
+).split()
 Count = Callable[[ChatPrompt], Awaitable[int | None]]  # of a prompt's tokens; None: more than can be counted
 
 
@@ -126,22 +130,14 @@ def initial_response(body: ResponsesBody, warnings: list[str], sampling: Samplin
         created_at=int(time.time()),
         status="in_progress",
         model=model,
-        instructions=body.instructions,
         max_output_tokens=body.token_limit,
-        metadata=body.metadata,
-        parallel_tool_calls=body.parallel_tool_calls,
-        previous_response_id=body.previous_response_id,
-        prompt_cache_key=body.prompt_cache_key,
         reasoning={"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
-        safety_identifier=body.safety_identifier,
         temperature=sampling.temperature,
         text=text,
-        tool_choice=body.tool_choice,
         tools=body.tools or [],
         top_logprobs=body.top_logprobs or 0,
         top_p=sampling.top_p,
-        truncation=body.truncation,
-        user=body.user,
+        **{name: getattr(body, name) for name in REPEATED},
         warnings=warnings or UNSET,
     )
 
