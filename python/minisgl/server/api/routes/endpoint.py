@@ -59,6 +59,19 @@ class Endpoint:
     error: type[msgspec.Struct] = ErrorBody  # form of its errors
     documented: bool = True
 
+    @classmethod
+    def for_engine(
+        cls,
+        path: str,
+        handler: Handler,
+        bodies: tuple[type[Body], ...],
+        answers: tuple[Any, ...],
+        events: tuple[Any, ...] = (),
+        **more: Any,
+    ) -> Endpoint:
+        """Return a route whose requests go to the engine, where somebody may abort them."""
+        return cls(path, handler, ("POST",), bodies, answers, events, errors=(499,), **more)
+
     @property
     def summary(self) -> str:
         """First sentence of the handler's docstring."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import Request
 
 from minisgl.server.api.answers.answer import Answer
@@ -20,42 +22,16 @@ from minisgl.server.api.bodies.schema import ChatBody, CompletionBody, GenerateB
 from minisgl.server.api.http.errors import ErrorBody
 from minisgl.server.api.routes.endpoint import Endpoint, Routes
 
-GENERATION_ERRORS = (499,)
-
 
 class GenerationRoutes(Routes):
     def endpoints(self) -> list[Endpoint]:
+        chats, texts = (ChatChunk, ErrorBody), (TextCompletion, ErrorBody)
+        bodies, answers = (GenerateBody, SglangBody), (Generated, SglangAnswer)
+        route = partial(Endpoint.for_engine, ends_with_done=True)
         return [
-            Endpoint(
-                "/v1/chat/completions",
-                self.chat_completions,
-                ("POST",),
-                (ChatBody,),
-                (ChatCompletion,),
-                (ChatChunk, ErrorBody),
-                ends_with_done=True,
-                errors=GENERATION_ERRORS,
-            ),
-            Endpoint(
-                "/v1/completions",
-                self.completions,
-                ("POST",),
-                (CompletionBody,),
-                (TextCompletion,),
-                (TextCompletion, ErrorBody),
-                ends_with_done=True,
-                errors=GENERATION_ERRORS,
-            ),
-            Endpoint(
-                "/generate",
-                self.generate,
-                ("POST",),
-                (GenerateBody, SglangBody),
-                (Generated, SglangAnswer),
-                (Generated, SglangAnswer, ErrorBody),
-                ends_with_done=True,
-                errors=GENERATION_ERRORS,
-            ),
+            route("/v1/chat/completions", self.chat_completions, (ChatBody,), (ChatCompletion,), chats),
+            route("/v1/completions", self.completions, (CompletionBody,), (TextCompletion,), texts),
+            route("/generate", self.generate, bodies, answers, (*answers, ErrorBody)),
         ]
 
     async def chat_completions(self, request: Request) -> Answer:

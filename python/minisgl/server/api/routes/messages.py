@@ -21,30 +21,16 @@ from minisgl.server.api.bodies.tools import messages_tools
 from minisgl.server.api.http.errors import AnthropicErrorBody
 from minisgl.server.api.http.middleware import request_id_of
 from minisgl.server.api.routes.endpoint import TOKENIZER_TIMEOUT, Endpoint, Routes, json_response
-from minisgl.server.api.routes.generation import GENERATION_ERRORS
 
 
 class MessagesRoutes(Routes):
     def endpoints(self) -> list[Endpoint]:
+        error, path = AnthropicErrorBody, "/v1/messages"
+        answers, events = (AnthropicMessage,), (StreamEvent, error)
+        bodies, counts = (CountTokensBody,), (TokenCount,)
         return [
-            Endpoint(
-                "/v1/messages",
-                self.messages,
-                ("POST",),
-                (MessagesBody,),
-                (AnthropicMessage,),
-                (StreamEvent, AnthropicErrorBody),
-                errors=GENERATION_ERRORS,
-                error=AnthropicErrorBody,
-            ),
-            Endpoint(
-                "/v1/messages/count_tokens",
-                self.count_tokens,
-                ("POST",),
-                (CountTokensBody,),
-                (TokenCount,),
-                error=AnthropicErrorBody,
-            ),
+            Endpoint.for_engine(path, self.messages, (MessagesBody,), answers, events, error=error),
+            Endpoint(f"{path}/count_tokens", self.count_tokens, ("POST",), bodies, counts, error=error),
         ]
 
     async def messages(self, request: Request) -> Answer:

@@ -38,7 +38,6 @@ from minisgl.server.api.pooling.bodies import (
 )
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.routes.endpoint import Endpoint, Handler, Routes, Service
-from minisgl.server.api.routes.generation import GENERATION_ERRORS
 
 
 class PoolingRoutes(Routes):
@@ -55,7 +54,7 @@ class PoolingRoutes(Routes):
             (("/rerank", "/v1/rerank", "/v2/rerank"), self.rerank, RerankBody, Ranking),
         ]
         return [
-            Endpoint(path, handler, ("POST",), (body,), (answer,), errors=GENERATION_ERRORS)
+            Endpoint.for_engine(path, handler, (body,), (answer,))
             for paths, handler, body, answer in routes
             for path in paths
         ]

@@ -38,7 +38,7 @@ class ResponsesRoutes(Routes):
 
     def endpoints(self) -> list[Endpoint]:
         return [
-            Endpoint(PATH, self.create, ("POST",), (ResponsesBody,), (Response,), (StreamEvent,), errors=(499,)),
+            Endpoint.for_engine(PATH, self.create, (ResponsesBody,), (Response,), (StreamEvent,)),
             Endpoint(ONE, self.retrieve, answers=(Response,), errors=(400, 404)),
             Endpoint(ONE, self.delete, ("DELETE",), answers=(DeletedResponse,), errors=(404,)),
             Endpoint(f"{ONE}/cancel", self.cancel, ("POST",), answers=(Response,), errors=(400, 404)),
