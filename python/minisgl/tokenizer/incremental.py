@@ -50,6 +50,23 @@ class TextDecoder(TokenTexts, Protocol):
         """Begin a sequence; special tokens of `keep` are not skipped. `continues`: it follows other text."""
 
 
+class SpecialTokens:
+    """Tokens that `skip_special_tokens` leaves out: those whose text is that of a special one."""
+
+    def __init__(self, tokens: dict[int, str], added: AddedTokens) -> None:
+        special = {content for content, is_special in added.values() if is_special}
+        self.texts = {token_id: token for token_id, token in tokens.items() if token in special}
+        self._skipped: dict[tuple[str, ...], frozenset[int]] = {}  # by the tokens to keep
+
+    def skipped(self, skip_special_tokens: bool, keep: tuple[str, ...]) -> frozenset[int]:
+        """Return the special tokens that become no text: all but those of `keep`, or none."""
+        if not skip_special_tokens:
+            return frozenset()
+        if keep not in self._skipped:
+            self._skipped[keep] = frozenset(token_id for token_id, token in self.texts.items() if token not in keep)
+        return self._skipped[keep]
+
+
 class TokenTable:
     """Tokens of a tokenizer by id: the special ones, and those that stand for a byte (if `byte_fallback`)."""
 
@@ -58,23 +75,12 @@ class TokenTable:
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
         self.tokens = {token_id: token for token, token_id in vocabulary.items()}
         self.tokens |= {token_id: content for token_id, (content, _) in added.items()}
-        self.special = {token_id: self.tokens[token_id] for token_id in special_ids(self.tokens, added)}
+        self.special = SpecialTokens(self.tokens, added)
         self.byte_of: dict[int, int] = {}
         if byte_fallback:
             for token_id, token in self.tokens.items():
                 if match := BYTE_TOKEN.fullmatch(token):
                     self.byte_of[token_id] = int(match[1], 16)
-        self._skipped: dict[tuple[str, ...], frozenset[int]] = {}  # by the tokens to keep
-
-    def skipped(self, skip_special_tokens: bool, keep: tuple[str, ...]) -> frozenset[int]:
-        """Return the special tokens that become no text: all but those of `keep`, or none."""
-        if not skip_special_tokens:
-            return frozenset()
-        skipped = self._skipped.get(keep)
-        if skipped is None:
-            skipped = frozenset(token_id for token_id, token in self.special.items() if token not in keep)
-            self._skipped[keep] = skipped
-        return skipped
 
 
 class TableDecoder:
@@ -86,7 +92,7 @@ class TableDecoder:
         self.byte_of = table.byte_of
 
     def is_special(self, token: int) -> bool:
-        return token in self._table.special
+        return token in self._table.special.texts
 
     def is_unknown(self, token: int) -> bool:
         return token not in self._table.tokens
@@ -96,12 +102,6 @@ class TableDecoder:
 
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # as Rust reads two hexadecimal digits
-
-
-def special_ids(tokens: dict[int, str], added: AddedTokens) -> list[int]:
-    """Return the ids that skip_special_tokens leaves out: those whose token reads like a special one."""
-    special = {content for content, is_special in added.values() if is_special}
-    return [token_id for token_id, token in tokens.items() if token in special]
 
 
 def _decode_certain(data: bytes, errors: Literal["strict", "replace"]) -> tuple[str, bytes]:
@@ -148,11 +148,7 @@ class ByteLevelDecoder:
             except UnicodeDecodeError:
                 table[token_id] = data
         self._table = table
-        self._without_special = table.copy()
-        self._special = {token_id: tokens[token_id] for token_id in special_ids(tokens, added)}
-        for token_id in self._special:
-            self._without_special[token_id] = ""
-        self._keeping: dict[tuple[str, ...], list[str | bytes]] = {(): self._without_special}
+        self._special = SpecialTokens(tokens, added)
 
     def stream(
         self,
@@ -161,36 +157,29 @@ class ByteLevelDecoder:
         *,
         continues: bool = False,  # noqa: ARG002 - bytes are the same everywhere
     ) -> TextStream:
-        return _ByteLevelStream(self._table_keeping(keep) if skip_special_tokens else self._table)
+        return _ByteLevelStream(self._table, self._special.skipped(skip_special_tokens, keep))
 
     def token_bytes(self, token: int) -> bytes:
         piece = self._table[token] if token < len(self._table) else b""
         return piece.encode() if isinstance(piece, str) else piece
 
     def is_special(self, token: int) -> bool:
-        return token in self._special
-
-    def _table_keeping(self, keep: tuple[str, ...]) -> list[str | bytes]:
-        table = self._keeping.get(keep)
-        if table is None:
-            kept = [token_id for token_id, token in self._special.items() if token in keep]
-            table = self._without_special.copy() if kept else self._without_special
-            for token_id in kept:
-                table[token_id] = self._table[token_id]
-            self._keeping[keep] = table
-        return table
+        return token in self._special.texts
 
 
 class _ByteLevelStream:
-    __slots__ = ("_incomplete", "_table")
+    __slots__ = ("_incomplete", "_skipped", "_table")
 
-    def __init__(self, table: list[str | bytes]) -> None:
+    def __init__(self, table: list[str | bytes], skipped: frozenset[int]) -> None:
         self._table = table
+        self._skipped = skipped
         self._incomplete = b""  # the beginning of a character
 
     def feed(self, token: int) -> str:
         table = self._table
-        piece = table[token] if token < len(table) else ""
+        if token in self._skipped or token >= len(table):
+            return ""
+        piece = table[token]
         if type(piece) is str and not self._incomplete:
             return piece
         data = self._incomplete + (piece.encode() if isinstance(piece, str) else piece)
@@ -219,7 +208,7 @@ class TokenwiseDecoder(TableDecoder):
         self._texts: dict[int, str] = {}
 
     def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = (), *, continues: bool = False) -> TextStream:
-        return _TokenwiseStream(self, self._table.skipped(skip_special_tokens, keep), continues)
+        return _TokenwiseStream(self, self._table.special.skipped(skip_special_tokens, keep), continues)
 
     def token_bytes(self, token: int) -> bytes:
         if token in self.byte_of:

@@ -44,7 +44,7 @@ class RedecodingDecoder(TableDecoder):
         return next((anchor for anchor in reversed(self._anchors) if anchor != token), None)
 
     def stream(self, skip_special_tokens: bool, keep: tuple[str, ...] = (), *, continues: bool = False) -> TextStream:
-        return _RedecodingStream(self, self._table.skipped(skip_special_tokens, keep), continues)
+        return _RedecodingStream(self, self._table.special.skipped(skip_special_tokens, keep), continues)
 
     def token_bytes(self, token: int) -> bytes:
         """Return what the token adds between two others, in UTF-8; perhaps a part of a character."""
