@@ -29,6 +29,14 @@ def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(f"{top}.{rest.split('.')[0]}") is not None
 
 
+def can_be_found(module: str) -> bool:
+    """Return True if a module is installed; the packages around it are imported to find it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
+
+
 def one_line(error: Exception) -> str:
     """Return the kind of an error and the first line of its text."""
     lines = str(error).strip().splitlines()

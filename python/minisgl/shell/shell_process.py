@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import termios
 from typing import Any
 
 from minisgl.config import ConfigError
+from minisgl.optional_packages import can_be_found
 from minisgl.process.child import start_module
 
 API_KEY = "MINISGL_API_KEY"  # the environment variable of the shell's key
@@ -52,7 +52,7 @@ def on_terminal() -> bool:
 
 def check_packages() -> None:
     """ConfigError if the shell would have a terminal and not the packages for it; pipes need none."""
-    missing = [name for name, module in PACKAGES.items() if importlib.util.find_spec(module) is None]
+    missing = [name for name, module in PACKAGES.items() if not can_be_found(module)]
     if missing and on_terminal():
         needs = "the package" if len(missing) == 1 else "the packages"
         raise ConfigError(f"the shell needs {needs} {', '.join(missing)}: pip install 'minisgl[shell]'")

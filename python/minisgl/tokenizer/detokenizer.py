@@ -184,14 +184,8 @@ class StopMatcher:
 
     def _find(self, text: str) -> tuple[int, str] | None:
         """Find the stop string that is complete first: the place where it begins, and itself."""
-        best: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            start = text.find(stop)
-            if start >= 0:
-                candidate = (start + len(stop), start, stop)
-                if best is None or candidate < best:
-                    best = candidate
-        return None if best is None else best[1:]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        return min(found)[1:] if found else None
 
 
 def unpack_logprobs(rows: LogprobRows, vocabulary: TokenTexts) -> dict[int, list[PositionLogprobs]]:

@@ -6,7 +6,6 @@ and imported only then.
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from minisgl.config import ConfigError
+from minisgl.optional_packages import can_be_found
 from minisgl.tokenizer.decoders import is_byte_level, make_decoder, make_plain
 from minisgl.tokenizer.folder import Added, changed_tokens, load_tokenizer_config
 from minisgl.tokenizer.incremental import ByteLevelDecoder, TextDecoder
@@ -128,9 +128,9 @@ def _convert(folder: Path) -> Tokenizer:
         return Tokenizer.from_str(converted.backend_tokenizer.to_str())
     except Exception as error:  # whatever transformers and the converters under it raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if _is_sentencepiece(folder / found[0]) and (lacking := [name for name in SENTENCEPIECE if not _has(name)]):
-            packages = " ".join(SENTENCEPIECE[name] for name in lacking)
-            reason = f"this takes packages that are not installed (pip install {packages})"
+        lacking = [package for module, package in SENTENCEPIECE.items() if not can_be_found(module)]
+        if lacking and _is_sentencepiece(folder / found[0]):
+            reason = f"this takes packages that are not installed (pip install {' '.join(lacking)})"
         raise ConfigError(f"{folder} has no tokenizer.json, and {found[0]} cannot be converted: {reason}") from error
 
 
@@ -138,10 +138,3 @@ def _is_sentencepiece(path: Path) -> bool:
     """Tell a serialized message, which begins with its first field, from tiktoken's lines of text."""
     with path.open("rb") as file:
         return file.read(1) == b"\n"
-
-
-def _has(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package around it
-        return False

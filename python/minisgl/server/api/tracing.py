@@ -8,7 +8,6 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 
 from minisgl import __version__
 from minisgl.config import ConfigError
+from minisgl.optional_packages import can_be_found
 from minisgl.server.api.metrics import SequenceClock
 
 if TYPE_CHECKING:
@@ -37,13 +37,8 @@ OPERATIONS = {
 def check_otel() -> None:
     """Raise ConfigError if the packages of the extra are missing."""
     modules = "opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"
-    for module in modules:
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
-            raise ConfigError("--otlp-endpoint needs OpenTelemetry's packages: pip install 'minisgl[otel]'")
+    if not all(map(can_be_found, modules)):
+        raise ConfigError("--otlp-endpoint needs OpenTelemetry's packages: pip install 'minisgl[otel]'")
 
 
 class Tracer:
