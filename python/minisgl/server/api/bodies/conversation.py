@@ -79,11 +79,7 @@ def with_tool_calls(message: Message, path: str) -> Message:
         raise InvalidRequest(path, f"{path} and tool_calls cannot be given together")
     call_id = _call_id(member(call if isinstance(call, dict) else {}, "name", str, path))
     optional_member(call, "arguments", str, path)
-    return {
-        **message,
-        "function_call": None,
-        "tool_calls": [{"id": call_id, "type": "function", "function": call}],
-    }
+    return {**message, "function_call": None, "tool_calls": [{"id": call_id, "type": "function", "function": call}]}
 
 
 def _call_id(name: str) -> str:

@@ -49,9 +49,7 @@ def parse_prompt(
             raise InvalidRequest(param, f"{param} must have at least one token id")
         if len(value) >= limits.max_seq_len and not cut:
             raise InvalidRequest(
-                param,
-                f"{param} has {len(value)} tokens, but {limits.context_limit}",
-                CONTEXT_LENGTH_EXCEEDED,
+                param, f"{param} has {len(value)} tokens, but {limits.context_limit}", CONTEXT_LENGTH_EXCEEDED
             )
         # Of a prompt that is cut, nobody sees more than this of its end.
         return IdsPrompt(pack_ids(checked_ids(value[-limits.max_seq_len :], limits, param)))

@@ -28,9 +28,6 @@ from minisgl.structured_output.response_format import (
     single_grammar,
 )
 
-MAX_PRIORITY = 1000
-MAX_CACHE_SALT_CHARS = 1024
-MAX_REQUEST_ID_CHARS = 256
 GRAMMAR_FIELDS = ("grammar", "response_format", "structured_outputs")  # in the refusals of grammars
 
 # Values of fields that are not supported which change nothing.
@@ -55,24 +52,14 @@ OneOrMoreStrings = Annotated[list[str], BeforeValidator(_as_list), any_of(STRING
 CacheSalt = Annotated[
     str | None,
     RequestField(
-        "Cached prefixes are shared with requests of the same salt only.",
-        "tenant-1",
-        min_length=1,
-        max_length=MAX_CACHE_SALT_CHARS,
+        "Cached prefixes are shared with requests of the same salt only.", "tenant-1", min_length=1, max_length=1024
     ),
 ]
 RequestId = Annotated[
     str | None,
-    RequestField(
-        "Name of the request for /abort, besides its answer's id.",
-        "job-1",
-        min_length=1,
-        max_length=MAX_REQUEST_ID_CHARS,
-    ),
+    RequestField("Name of the request for /abort, besides its answer's id.", "job-1", min_length=1, max_length=256),
 ]
-Priority = Annotated[
-    int, RequestField("Larger goes first among requests that wait.", 0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-]
+Priority = Annotated[int, RequestField("Larger goes first among requests that wait.", 0, ge=-1000, le=1000)]
 Stream = Annotated[bool, RequestField("Answer as server-sent events, ended by [DONE].", False)]
 
 
@@ -223,8 +210,7 @@ class RequestBody(SamplingBody):
     ] = None
     guided_choice: Annotated[list[str] | None, RequestField("The answer is one of these (vLLM).", ["yes", "no"])] = None
     guided_grammar: Annotated[
-        str | None,
-        RequestField("EBNF if it has ::=, else llguidance's Lark, of the answer (vLLM).", 'root ::= "a"'),
+        str | None, RequestField("EBNF if it has ::=, else llguidance's Lark, of the answer (vLLM).", 'root ::= "a"')
     ] = None
     json_schema: Annotated[
         Schema | None, RequestField("JSON Schema, or its text, that the answer follows (SGLang).", '{"type": "object"}')

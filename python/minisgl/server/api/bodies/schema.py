@@ -34,7 +34,6 @@ from minisgl.server.api.bodies.tools import ToolUse, function_use, tool_use
 from minisgl.structured_output.response_format import Options
 
 MAX_MESSAGES = 8192
-MAX_TOKENS_TO_DECODE = MAX_ITEMS
 
 IDS = {"type": "array", "items": {"type": "integer"}}
 _MESSAGE = {
@@ -56,10 +55,7 @@ _Messages = RequestField(
     max_length=MAX_MESSAGES,
     noun="messages",
 )
-Messages = Annotated[
-    list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]],
-    _Messages,
-]
+Messages = Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]], _Messages]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateKwargs = Annotated[
     dict[str, Any], RequestField("Given to the chat template by name.", {"enable_thinking": False})
@@ -119,8 +115,7 @@ class ConversationBody(Body):
         Any, any_of(STRING, {"type": "object"}), RequestField("Older form of tool_choice; with functions.", "auto")
     ] = None
     reasoning_effort: Annotated[
-        ReasoningEffort | None,
-        RequestField("Given to the chat template; `none`: without reasoning.", "low"),
+        ReasoningEffort | None, RequestField("Given to the chat template; `none`: without reasoning.", "low")
     ] = None
     verbosity: Annotated[
         Literal["low", "medium", "high"] | None, RequestField("Given to the chat template.", "low")
@@ -213,10 +208,7 @@ class ChatBody(OpenAIBody, ConversationBody):
 class CompletionBody(OpenAIBody):
     """POST /v1/completions"""
 
-    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **OpenAIBody.not_supported,
-        "suffix": ("",),
-    }
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**OpenAIBody.not_supported, "suffix": ("",)}
 
     example_fields: ClassVar[tuple[str, ...]] = ("prompt", "max_tokens", "temperature")
 
@@ -226,8 +218,7 @@ class CompletionBody(OpenAIBody):
     logprobs: int | None = None
     echo: Annotated[bool, RequestField("The answer begins with the prompt.", False)] = False
     best_of: Annotated[
-        int | None,
-        RequestField("Generate this many and return the n likeliest.", 1, ge=1, le="max_choices"),
+        int | None, RequestField("Generate this many and return the n likeliest.", 1, ge=1, le="max_choices")
     ] = None
 
     @property
@@ -337,7 +328,7 @@ class DetokenizeBody(Body):
     example_fields: ClassVar[tuple[str, ...]] = ("tokens",)
 
     tokens: Annotated[
-        list[int], RequestField("Token ids.", [1, 2], max_length=MAX_TOKENS_TO_DECODE, noun="ids", entries=(TOKEN_ID,))
+        list[int], RequestField("Token ids.", [1, 2], max_length=MAX_ITEMS, noun="ids", entries=(TOKEN_ID,))
     ]
 
 

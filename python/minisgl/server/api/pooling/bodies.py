@@ -9,14 +9,7 @@ from pydantic import WithJsonSchema
 
 from minisgl.core import InvalidRequest
 from minisgl.request_fields import RequestField
-from minisgl.server.api.bodies.request_body import (
-    EMPTY,
-    NEVER,
-    STRING,
-    STRINGS,
-    QueuedBody,
-    any_of,
-)
+from minisgl.server.api.bodies.request_body import EMPTY, NEVER, STRING, STRINGS, QueuedBody, any_of
 from minisgl.server.api.bodies.schema import IDS
 
 _DOCUMENT = {"anyOf": [STRING, {"type": "object", "required": ["text"], "properties": {"text": STRING}}]}
