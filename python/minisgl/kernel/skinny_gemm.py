@@ -24,7 +24,7 @@ _FEW_STAGES = 4  # where neither of these is fast enough: more blocks of fewer
 _UNDER_WAY = 128 << 10  # bytes on their way to a multiprocessor that keep the memory busy
 _ENOUGH = 0.88  # of the memory's speed, as `_speed` reckons it
 _FULL = 0.9  # of the room for blocks, beyond which clusters of more than two do not all find their place
-_SHALLOW = 0.85  # of the speed, where blocks follow one another that have short rings, or fill them less than twice
+_SHALLOW = 0.8  # of the speed, where blocks follow one another that have short rings, or fill them less than twice
 _STATIC_BYTES = 5 << 10  # of shared memory besides the ring, at most
 _RING_BEFORE_ATTENTION = 56 << 10  # bytes at most: two blocks leave room for some of attention's, which begin early
 
