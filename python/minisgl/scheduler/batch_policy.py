@@ -134,9 +134,7 @@ class Mixed:
     """Each decode has its token in every step, and prompts what is left of the target: even times between tokens.
 
     `target`: seconds that a step may take by `cost` while somebody streams. Where the decodes take most of it or more,
-    prompts still get PREFILL_SHARE of the step, and where they miss it by far, as long as they miss it by: chunks of a
-    few tokens would hold prompts up for ever, and save streams little. Without a cost model, and when nobody streams,
-    tokens are the bound.
+    prompts still get PREFILL_SHARE of the step. Without a cost model, and when nobody streams, tokens are the bound.
     """
 
     def __init__(self, cost: LearnedCost | None = None, target: float = math.inf) -> None:
@@ -151,8 +149,7 @@ class Mixed:
             unit = self._cost.model
             decodes = unit.fixed + unit.decodes(start_pos[is_decode])
             least = decodes * PREFILL_SHARE / (1 - PREFILL_SHARE)
-            spare = abs(self._target / self._cost.ratio - decodes)  # what they leave of the target, or miss it by
-            room = min(max(spare, least), tokens * unit.prefill_token)
+            room = min(max(self._target / self._cost.ratio - decodes, least), tokens * unit.prefill_token)
         return _with_prompts(Chunks(unit, room, LANE, int(is_decode.sum())), start_pos, remaining)
 
     def query_lens(self, remaining: Int32Array, chunks: Chunks) -> Int32Array:
