@@ -1,10 +1,14 @@
-// Products of FP8 with FP8 on Hopper, of few rows: y [M, N] = x [M, K] @ weight [N, K]^T, both e4m3 with scales.
+// Products of FP8 with FP8 on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T, both e4m3 with scales.
 //
-// It is built as quantized_gemm.cu is, but the tensor cores multiply what is stored: both operands of wgmma lie in the
-// ring. Their sums have fewer bits than float32, so those of 128 columns are added to others in registers, multiplied by
-// the scales of these columns: GROUP 128, of the weight's blocks of 128 rows and of x's rows; or GROUP 0, one scale for a
-// row of each. K is a multiple of 128. GATED: see sums.cuh.
-#include "sums.cuh"
+// It is divided as quantized_gemm.cu is, but the tensor cores multiply what is stored: both operands of wgmma lie in the
+// ring, of whose stages each line of 128 columns is a matrix, swizzled. Their sums have fewer bits than float32, so those
+// of a line are added to others in registers, multiplied by the scales of its columns: GROUP 128, of the weight's blocks
+// of 128 rows and of x's rows; or GROUP 0, one scale for a row of each, at the end. A warpgroup waits for its products;
+// others multiply meanwhile.
+//
+// K is a multiple of BLOCK_K, BLOCK_K of 128. GATED: see sums.cuh; half of N is a multiple of 64 then, and of a
+// warpgroup's rows the gates lie in one block of scales, and so do the others.
+#include "ring.cuh"
 
 // multiply_add: a [64, 32] and b [M_MAX, 32] lie in shared memory.
 using Left = unsigned long long;
@@ -14,10 +18,13 @@ using Left = unsigned long long;
 #define MODIFIERS "1, 1"
 #include "multiply_add.cuh"
 
-constexpr int X_STAGE = M_MAX * LINE;
-constexpr int W_STAGE = BLOCK_N * LINE;
-constexpr int S_STAGE = GROUP ? M_MAX * 4 : 0;
-constexpr int STAGE_BYTES = X_STAGE + W_STAGE + S_STAGE;
+constexpr int LINES = BLOCK_K / LINE;              // of a stage
+constexpr int PART_LINES = LINES / K_PARTS;        // that a warpgroup multiplies: 1 or 2
+constexpr int X_LINE = M_MAX * LINE;               // bytes
+constexpr int W_LINE = BLOCK_N * LINE;
+constexpr int S_LINE = GROUP ? M_MAX * 4 : 0;
+constexpr int W_AT = LINES * X_LINE, S_AT = W_AT + LINES * W_LINE;  // of a stage
+constexpr int STAGE_BYTES = S_AT + LINES * S_LINE;
 constexpr int STAGE = (STAGE_BYTES + 1023) / 1024 * 1024;
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
@@ -28,97 +35,115 @@ __device__ __forceinline__ void copy_groups(void* to, const TensorMap& map, int 
                ::"r"(shared_address(to)), "l"(&map), "r"(column), "r"(0), "r"(group), "r"(shared_address(barrier)) : "memory");
 }
 
-// GROUP: x_scales is [K / 128, x_stride], with room for M_MAX rows; w_scales [N / 8, K / 128]. Else they are [M] and [N].
+// Scales of a row of the weight's blocks: a lane keeps one of 32 lines, and the next 32 are on their way.
+struct BlockScales {
+  const float* from;
+  int lines;
+  float kept, next;
+  __device__ __forceinline__ void fetch(int line) { next = from[min(line + (int)(threadIdx.x & 31), lines - 1)]; }
+  __device__ __forceinline__ void advance(int line) { kept = next, fetch(line + 32); }
+  __device__ __forceinline__ float at(int line) const { return __shfl_sync(~0u, kept, line % 32); }
+};
+
+// GROUP: x_scales is [K / 128, x_stride], w_scales [N / 128, K / 128]. Else they are [x_stride] and [N]. x_stride is a
+// multiple of M_MAX.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* x_scales, int x_stride,
     const float* w_scales, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int N, int K) {
-  __shared__ Barrier full[STAGES], empty[STAGES], received;
+  __shared__ Ring ring;
+  __shared__ Barrier received;
+  __shared__ __align__(16) float row_scales[GROUP ? 4 : M_MAX];  // of x
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int first = blockIdx.y * M_MAX;  // of x
-  int steps = K / LINE, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
-  bool producer = thread == CONSUMERS;
+  int steps = K / BLOCK_K, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
 
-  auto stage_of = [](int step) { return memory + step % STAGES * STAGE; };
-  auto load_weight = [&](int step) {
-    expect(&full[step % STAGES], STAGE_BYTES);
-    unsigned char* to = stage_of(step) + X_STAGE;
-    int column = (begin + step) * LINE, row = blockIdx.z * BLOCK_N;
-    if (GATED) copy_groups(to, w_map, column, row / 16, &full[step % STAGES]);
-    else copy_box(to, w_map, column, row, &full[step % STAGES]);
+  auto load_weight = [&](int step, int slot) {
+    unsigned char* to = memory + slot * STAGE + W_AT;
+    expect(&ring.full[slot], TWO_PRODUCERS ? LINES * W_LINE : STAGE_BYTES);
+#pragma unroll
+    for (int l = 0; l < LINES; ++l) {
+      int column = (begin + step) * BLOCK_K + l * LINE, row = blockIdx.z * BLOCK_N;
+      if (GATED) copy_groups(to + l * W_LINE, w_map, column, row / 16, &ring.full[slot]);
+      else copy_box(to + l * W_LINE, w_map, column, row, &ring.full[slot]);
+    }
   };
-  auto load_x = [&](int step) {
-    copy_box(stage_of(step), x_map, (begin + step) * LINE, first, &full[step % STAGES]);
-    if (GROUP)
-      copy_bytes(stage_of(step) + X_STAGE + W_STAGE, x_scales + (long long)(begin + step) * x_stride + first, S_STAGE, &full[step % STAGES]);
+  auto load_x = [&](int step, int slot) {
+    unsigned char* to = memory + slot * STAGE;
+    if (TWO_PRODUCERS) expect(&ring.full[slot], STAGE_BYTES - LINES * W_LINE);
+#pragma unroll
+    for (int l = 0; l < LINES; ++l) {
+      int line = (begin + step) * LINES + l;
+      copy_box(to + l * X_LINE, x_map, line * LINE, first, &ring.full[slot]);
+      if (GROUP) copy_bytes(to + S_AT + l * S_LINE, x_scales + (long long)line * x_stride + first, S_LINE, &ring.full[slot]);
+    }
   };
 
-  if (producer) {
-    for (int s = 0; s < STAGES; ++s) init(&full[s], 1), init(&empty[s], WARPS);
-    init(&received, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    for (int s = 0; s < min(STAGES, count); ++s) load_weight(s);
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
-    if (SPLIT > 1) expect(&received, SENT_BYTES);
-  }
-  __syncwarp();
-  __syncthreads();
+  open(ring, received, x_map, count, load_weight);
   wait_for_predecessor();
   start_successor();
-
-  if (producer) {
-    for (int s = 0; s < min(STAGES, count); ++s) load_x(s);
-    for (int step = STAGES; step < count; ++step) {
-      wait(&empty[step % STAGES], (step / STAGES - 1) & 1);
-      load_weight(step);
-      load_x(step);
-    }
+  if (warp >= MULTIPLIERS / 32) {
+    produce(ring, count, load_weight, load_x);
+    return;
   }
-  __syncwarp();
+  take_registers();
+  Factors factors(GROUP ? nullptr : w_scales, bias, N);
+  if (!GROUP && thread < M_MAX) row_scales[thread] = x_scales[first + thread];
 
+  int group = (warp >> 2) % ROW_GROUPS, part = (warp >> 2) / ROW_GROUPS;  // rows of the weight, lines of a stage
+  int row = min(blockIdx.z * BLOCK_N + group * 64, N - 1), lines = K / LINE;
+  BlockScales low{w_scales + (long long)((GATED ? row / 2 : row) / 128) * lines + begin * LINES, count * LINES};
+  BlockScales high{w_scales + (long long)((row + N) / 2 / 128) * lines + begin * LINES, count * LINES};
+  if (GROUP) low.fetch(0);
+  if (GROUP && GATED) high.fetch(0);
+  unsigned fulls = shared_address(ring.full), empties = shared_address(ring.empty);
+  unsigned x = (unsigned)descriptor(shared_address(memory) + part * PART_LINES * X_LINE);
+  unsigned w = (unsigned)descriptor(shared_address(memory) + W_AT + part * PART_LINES * W_LINE + group * 64 * LINE);
+  constexpr unsigned long long HIGH = 1ull << 62 | 64ull << 32;  // half of a descriptor
   float total[TILES][4] = {};
-  if (warp < WARPS) {
-    int group = min(blockIdx.z * (BLOCK_N / 16) + warp, (N - 1) / 16);  // of 16 rows, half of which share scales
-    const float* low = w_scales + (long long)(GATED ? group : group * 2) * steps + begin;
-    const float* high = w_scales + (long long)(GATED ? group + N / 16 : min(group * 2 + 1, (N - 1) / 8)) * steps + begin;
-    float low_scale = GROUP && count > 0 ? low[0] : 1.f, high_scale = GROUP && count > 0 ? high[0] : 1.f;
-    for (int step = 0; step < count; ++step) {
-      float acc[TILES][4];
-      wait(&full[step % STAGES], step / STAGES & 1);
-      unsigned char* stage = stage_of(step);
-      unsigned x = shared_address(stage), w = shared_address(stage + X_STAGE + (warp >> 2) * 64 * LINE);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-      multiply_add<false>(acc, descriptor(w), descriptor(x));
-#pragma unroll
-      for (int k = 32; k < LINE; k += 32) multiply_add<true>(acc, descriptor(w + k), descriptor(x + k));
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      float next_low = GROUP && step + 1 < count ? low[step + 1] : 1.f;
-      float next_high = GROUP && step + 1 < count ? high[step + 1] : 1.f;
-      Vec2 factors[GROUP ? TILES : 1];
-      if (GROUP)
-#pragma unroll
-        for (int t = 0; t < (GROUP ? TILES : 1); ++t)
-          factors[t] = *(const Vec2*)(stage + X_STAGE + W_STAGE + (t * 8 + (lane & 3) * 2) * 4);
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      if (step + STAGES < count && lane == 0) arrive(&empty[step % STAGES]);
-#pragma unroll
-      for (int t = 0; t < TILES; ++t) {
-        float a = GROUP ? factors[GROUP ? t : 0].x : 1.f, b = GROUP ? factors[GROUP ? t : 0].y : 1.f;
-        total[t][0] += a * low_scale * acc[t][0], total[t][1] += b * low_scale * acc[t][1];
-        total[t][2] += a * high_scale * acc[t][2], total[t][3] += b * high_scale * acc[t][3];
-      }
-      low_scale = next_low, high_scale = next_high;
+  for (int step = 0, slot = 0, parity = 0; step < count; ++step) {
+    wait(fulls + slot * 8, parity);
+    if (GROUP && step * LINES % 32 == 0) {
+      low.advance(step * LINES);
+      if (GATED) high.advance(step * LINES);
     }
-    if (!GROUP)
+    unsigned at = slot * (STAGE / 16);
+    unsigned long long a = HIGH | __shfl_sync(~0u, w + at, 0), b = HIGH | __shfl_sync(~0u, x + at, 0);
+    float acc[PART_LINES][TILES][4];
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int l = 0; l < PART_LINES; ++l) {
+      multiply_add<false>(acc[l], a + l * (W_LINE / 16), b + l * (X_LINE / 16));
+#pragma unroll
+      for (int k = 32; k < LINE; k += 32)
+        multiply_add<true>(acc[l], a + (l * W_LINE + k) / 16, b + (l * X_LINE + k) / 16);
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    }
+#pragma unroll
+    for (int l = 0; l < PART_LINES; ++l) {
+      bool last = l + 1 == PART_LINES;
+      int at = part * PART_LINES + l;
+      float low_scale = GROUP ? low.at(step * LINES + at) : 1.f, high_scale = GROUP && GATED ? high.at(step * LINES + at) : low_scale;
+      const float* scales = (const float*)(memory + slot * STAGE + S_AT + at * S_LINE) + (lane & 3) * 2;
+      if (last) wait_products<0>();
+      else wait_products<1>();
+      if (!GROUP && last) arrive(empties + slot * 8, lane == 0);
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
-        int m = first + t * 8 + (lane & 3) * 2;
-        float a = x_scales[min(m, M - 1)], b = x_scales[min(m + 1, M - 1)];
-        total[t][0] *= a, total[t][1] *= b, total[t][2] *= a, total[t][3] *= b;
+        Vec2 of_x = GROUP ? *(const Vec2*)(scales + t * 8) : Vec2{1.f, 1.f};
+        total[t][0] += of_x.x * low_scale * acc[l][t][0], total[t][1] += of_x.y * low_scale * acc[l][t][1];
+        total[t][2] += of_x.x * high_scale * acc[l][t][2], total[t][3] += of_x.y * high_scale * acc[l][t][3];
       }
+      if (GROUP && last) arrive(empties + slot * 8, lane == 0);
+    }
+    if (++slot == STAGES) slot = 0, parity ^= 1;
   }
-  if (SPLIT > 1) meet_cluster();
-  if (warp >= WARPS) return;
-  const float* row_scales = GROUP ? nullptr : w_scales;
-  Factors factors(row_scales, bias, N);
-  add_up(total, (float*)memory, &received, first, M, N, factors, row_scales, bias, residual, out);
+  if (!GROUP) {
+    asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      Vec2 of_x = *(const Vec2*)(row_scales + t * 8 + (lane & 3) * 2);
+      total[t][0] *= of_x.x, total[t][1] *= of_x.y, total[t][2] *= of_x.x, total[t][3] *= of_x.y;
+    }
+  }
+  add_up(total, (float*)memory, &received, part, first, M, N, factors, GROUP ? nullptr : w_scales, bias, residual, out);
 }

@@ -9,7 +9,3 @@ using Left = const unsigned (&)[4];
 #define INSTRUCTION(n) "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." TYPE(SCALAR) "." TYPE(SCALAR)
 #define MODIFIERS "1, 1, 0"
 #include "multiply_add.cuh"
-
-template <int PENDING> __device__ __forceinline__ void wait_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}

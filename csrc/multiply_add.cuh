@@ -27,3 +27,7 @@ template <bool ADD, int AT = 0> __device__ __forceinline__ void multiply_add(flo
     asm volatile(PRODUCT("8", "%0,%1,%2,%3", "%4", "%5", LEFT("6", "7", "8", "9")) : FOUR(0) : RIGHT);
   if constexpr (REST > PIECE) multiply_add<ADD, AT + PIECE>(c + PIECE / 8, a, b + (PIECE * LINE >> 4));
 }
+
+template <int PENDING> __device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}

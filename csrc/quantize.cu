@@ -1,17 +1,31 @@
 // Rows of x in FP8: e4m3 with a scale by which the largest of a row, or of its GROUP columns, becomes 448; or with a
 // `fixed` one for all (GROUP 0), if that is not 0.
 //
-// A block has a row, a thread 8 columns at a time, so that 16 threads have a group of 128. NORM: RMS-normed first, as by
+// A block of at most THREADS has a row, a thread 8 columns at a time, so that 16 threads have a group of 128. NORM: RMS-normed first, as by
 // norm.cu. Scales are float32: GROUP [K / 128, stride], rows beside one another; else [M].
 #include "fp8.cuh"
 
+// x / scale as division rounds it, with the scale's reciprocal (Markstein, "Computation of elementary functions on the
+// IBM RISC System/6000 processor", 1990): an estimate and what it leaves.
+__device__ __forceinline__ float divide(float x, float scale, float reciprocal) {
+  float y = x * reciprocal;
+  return fmaf(fmaf(-y, scale, x), reciprocal, y);
+}
+
 constexpr int MOST = 4;  // turns of a row that stay in registers
 
-extern "C" __global__ void __launch_bounds__(1024) quantize(
+extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     const T* x, OPTIONAL const W* norm, float eps, e4m3* codes, float* scales, float fixed, int stride, int K) {
   __shared__ float scratch[32], sums[32];
   int row = blockIdx.x, count = (K / 8 + blockDim.x - 1) / blockDim.x;
   start_successor();  // which may fetch weights
+  Vec<8, W> weights[MOST] = {};
+  if (norm)
+#pragma unroll
+    for (int turn = 0; turn < MOST; ++turn) {
+      int at = (threadIdx.x + turn * blockDim.x) * 8;
+      if (at < K) weights[turn] = *(const Vec<8, W>*)(norm + at);
+    }
   wait_for_predecessor();
   const T* from = x + (long long)row * K;
   Vec<8> kept[MOST];
@@ -30,11 +44,10 @@ extern "C" __global__ void __launch_bounds__(1024) quantize(
   for (int turn = 0; turn < MOST; ++turn) {
     int at = (threadIdx.x + turn * blockDim.x) * 8;
     if (turn >= count) break;
-    if (norm && at < K) {
-      Vec<8, W> weight = *(const Vec<8, W>*)(norm + at);
+    if (norm)
 #pragma unroll
-      for (int i = 0; i < 8; ++i) kept[turn].v[i] = from_float<T>(times_norm(to_float(kept[turn].v[i]) * factor, weight.v[i]));
-    }
+      for (int i = 0; i < 8; ++i)
+        kept[turn].v[i] = from_float<T>(times_norm(to_float(kept[turn].v[i]) * factor, weights[turn].v[i]));
     float most = 0.f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(to_float(kept[turn].v[i])));
@@ -44,9 +57,10 @@ extern "C" __global__ void __launch_bounds__(1024) quantize(
       float scale = fmaxf(most, 1e-10f) / 448.f;
       if (at < K && (threadIdx.x & 15) == 0) scales[(long long)(at / 128) * stride + row] = scale;
       if (at < K) {
+        float reciprocal = __frcp_rn(scale);
         Vec<8, e4m3> y;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) y.v[i] = from_float<e4m3>(__fdiv_rn(to_float(kept[turn].v[i]), scale));
+        for (int i = 0; i < 8; ++i) y.v[i] = from_float<e4m3>(divide(to_float(kept[turn].v[i]), scale, reciprocal));
         *(Vec<8, e4m3>*)(codes + (long long)row * K + at) = y;
       }
     }
@@ -61,6 +75,7 @@ extern "C" __global__ void __launch_bounds__(1024) quantize(
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
   float scale = fixed > 0.f ? fixed : fmaxf(largest, 1e-10f) / 448.f;
+  float reciprocal = __frcp_rn(scale);
   if (threadIdx.x == 0) scales[row] = scale;
 #pragma unroll
   for (int turn = 0; turn < MOST; ++turn) {
@@ -68,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(1024) quantize(
     if (turn >= count || at >= K) break;
     Vec<8, e4m3> y;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) y.v[i] = from_float<e4m3>(__fdiv_rn(to_float(kept[turn].v[i]), scale));
+    for (int i = 0; i < 8; ++i) y.v[i] = from_float<e4m3>(divide(to_float(kept[turn].v[i]), scale, reciprocal));
     *(Vec<8, e4m3>*)(codes + (long long)row * K + at) = y;
   }
 }

@@ -1,75 +1,51 @@
 // Products with quantized weights on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T, multiplied in T.
 //
 // A block computes BLOCK_N columns of y, which are rows of the weight, for M_MAX rows of x; in a cluster of SPLIT blocks
-// each takes a part of K. One or two producers, a thread each, ask for stages of BLOCK_K columns: of the packed weight
-// (quantized.cuh), of its scales, and by the tensor memory accelerator of x, which arrives swizzled. A warpgroup turns
-// 64 rows of the weight into T in registers, which are the left operand of wgmma; x in the ring is the right one. K_PARTS
-// warpgroups divide the columns of a stage and add up their sums at the end: a lone warpgroup would wait for its own
-// products. sums.cuh has the end.
+// each takes a part of K. A stage of the ring (ring.cuh) has BLOCK_K columns: of the packed weight (quantized.cuh), of its
+// scales, and of x, which arrives swizzled. A warpgroup turns 64 rows of the weight into T in registers, which are the
+// left operand of wgmma; x in the ring is the right one. K_PARTS warpgroups divide the columns of a stage and add up
+// their sums at the end: a lone warpgroup would wait for its own products. sums.cuh has the end.
 //
-// The ring is filled with weights before the kernel waits for its predecessor; its barriers are as in
-// small_batch_gemm.cu. A phase is two products. While wgmma works on one, the next one is decoded, also across stages;
-// its words are loaded a phase earlier. Few rows of x have short products, and their stage is given back first. Next to
-// wgmma every instruction of the loop counts: addresses are kept, not computed.
+// A phase is two products, or four. While wgmma works on one, the next one is decoded, also across stages; its words are
+// loaded a phase earlier. Next to wgmma every instruction of the loop counts: addresses are kept, not computed.
 //
 // K is a multiple of BLOCK_K. T is bf16 or f16.
-#include "sums.cuh"
+#include "ring.cuh"
 #include "left_product.cuh"
 #include "quantized.cuh"
 
 constexpr int CHUNKS = BLOCK_K / CHUNK_K;
-constexpr bool TWO_PRODUCERS = PRODUCERS > 32;
 constexpr int PART_K = BLOCK_K / K_PARTS;          // columns of a stage that a warpgroup multiplies
-constexpr bool EAGER = M_MAX <= 32;                // a stage is given back before the next one is waited for
-constexpr int PRODUCTS = 2;                        // of a phase
-constexpr int PHASE_K = PRODUCTS * 16;
-constexpr int PHASES = PART_K / PHASE_K;
 constexpr int BOX = M_MAX * LINE;                  // bytes of 64 columns of x
 constexpr int X_STAGE = BLOCK_K / 64 * BOX;
 constexpr int W_TILE = CHUNKS * CHUNK;             // of a warpgroup
 constexpr bool SCALES = GROUP && !OFFSETS;         // sums of groups
 constexpr int UNIT = GROUP ? GROUP : BLOCK_K;
+// Of a phase. Four fill a chunk of 4 bits; more rows have no registers for them.
+constexpr int PRODUCTS = WEIGHT_BITS == 4 && M_MAX <= 16 && PART_K >= 128 && (!SCALES || UNIT >= 64) ? 4 : 2;
+constexpr int PHASE_K = PRODUCTS * 16;
+constexpr int PHASES = PART_K / PHASE_K;
 constexpr int GROUPS = GROUP ? BLOCK_K / GROUP : 0;
 constexpr bool DEFERS = SCALES && GROUPS / K_PARTS > 1 && TILES <= 4;  // a group's sums are scaled while the next ones are multiplied
 constexpr int S_TILE = GROUPS * 64 * 4;
 constexpr int STAGE_BYTES = X_STAGE + ROW_GROUPS * (W_TILE + S_TILE);
 constexpr int STAGE = (STAGE_BYTES + 1023) / 1024 * 1024;
 
-// Add up the sums of the warpgroups that have multiplied other columns; return whether this is the one that has all.
-__device__ __forceinline__ bool add_parts(float (*sums)[4], float* memory, int part) {
-  int thread = threadIdx.x % CONSUMERS;
-  asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");  // the ring is read
-  if (part > 0)
-#pragma unroll
-    for (int t = 0; t < TILES; ++t) *(float4*)(memory + (((part - 1) * TILES + t) * CONSUMERS + thread) * 4) = *(const float4*)sums[t];
-  asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");
-  if (part == 0)
-#pragma unroll
-    for (int p = 0; p < K_PARTS - 1; ++p)
-#pragma unroll
-      for (int t = 0; t < TILES; ++t) {
-        float4 v = *(const float4*)(memory + ((p * TILES + t) * CONSUMERS + thread) * 4);
-        sums[t][0] += v.x, sums[t][1] += v.y, sums[t][2] += v.z, sums[t][3] += v.w;
-      }
-  return part == 0;
-}
-
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
     const __grid_constant__ TensorMap x_map, const unsigned* weight, const unsigned* scales,
     OPTIONAL const float* row_scales, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int N, int K) {
-  __shared__ Barrier full[STAGES], empty[STAGES], received;
+  __shared__ Ring ring;
+  __shared__ Barrier received;
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int first = blockIdx.y * M_MAX;  // of x
   int steps = K / BLOCK_K, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
   int tile = blockIdx.z * ROW_GROUPS, tiles = (N + 63) / 64;
-  // Two warps ask for weights and for x, or one for both.
-  bool loads_weights = thread == MULTIPLIERS, loads_x = thread == MULTIPLIERS + (TWO_PRODUCERS ? 32 : 0);
 
   auto load_weight = [&](int step, int slot) {
     unsigned char* to = memory + slot * STAGE + X_STAGE;
-    Barrier* barrier = &full[slot];
+    Barrier* barrier = &ring.full[slot];
     expect(barrier, TWO_PRODUCERS ? STAGE_BYTES - X_STAGE : STAGE_BYTES);
 #pragma unroll
     for (int w = 0; w < ROW_GROUPS; ++w) {
@@ -79,38 +55,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
     }
   };
   auto load_x = [&](int step, int slot) {
-    if (TWO_PRODUCERS) expect(&full[slot], X_STAGE);
+    if (TWO_PRODUCERS) expect(&ring.full[slot], X_STAGE);
 #pragma unroll
     for (int box = 0; box < BLOCK_K / 64; ++box)
-      copy_box(memory + slot * STAGE + box * BOX, x_map, (begin + step) * BLOCK_K + box * 64, first, &full[slot]);
+      copy_box(memory + slot * STAGE + box * BOX, x_map, (begin + step) * BLOCK_K + box * 64, first, &ring.full[slot]);
   };
 
-  if (loads_weights) {
-    for (int s = 0; s < STAGES; ++s) init(&full[s], TWO_PRODUCERS ? 2 : 1), init(&empty[s], MULTIPLIERS / 32);
-    init(&received, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    for (int s = 0; s < min(STAGES, count); ++s) load_weight(s, s);
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
-    if (SPLIT > 1) expect(&received, SENT_BYTES);
-  }
-  __syncwarp();
-  __syncthreads();
+  open(ring, received, x_map, count, load_weight);
   wait_for_predecessor();
   start_successor();
-
   if (warp >= MULTIPLIERS / 32) {
-    give_registers();
-    if (loads_x)
-      for (int s = 0; s < min(STAGES, count); ++s) load_x(s, s);
-    if (loads_weights || loads_x)
-      for (int step = STAGES, slot = 0, parity = 0; step < count; ++step) {
-        wait(shared_address(empty) + slot * 8, parity);
-        if (loads_weights) load_weight(step, slot);
-        if (loads_x) load_x(step, slot);
-        if (++slot == STAGES) slot = 0, parity ^= 1;
-      }
-    __syncwarp();
-    if (SPLIT > 1) meet_cluster();
+    produce(ring, count, load_weight, load_x);
     return;
   }
   take_registers();
@@ -123,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
   uint4 chunk;
   const unsigned char* weights = memory + X_STAGE + group * W_TILE + part * (W_TILE / K_PARTS) + (thread & 127) * 16;  // of the ring's first stage
   const unsigned char* scales_of = memory + X_STAGE + ROW_GROUPS * W_TILE + group * S_TILE + row * 4 + part * (GROUPS / K_PARTS) * 256;
-  unsigned fulls = shared_address(full), empties = shared_address(empty);
+  unsigned fulls = shared_address(ring.full), empties = shared_address(ring.empty);
   // Decode the left operands of a phase of a stage that has arrived.
   auto decode_phase = [&](int at, int phase) {
 #pragma unroll
@@ -174,33 +129,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
       bool last = phase + 1 == PHASES;
       bool ends = SCALES && (phase + 1) * PHASE_K % UNIT == 0 && (!DEFERS || last);
       float low = ends ? factor(g, 0) : 0.f, high = ends ? factor(g, 1) : 0.f;
-      if (EAGER && last) wait_products<0>();
-      else wait_products<1>();
-      if (!EAGER && phase == 0 && left < count) arrive(empties + (slot == 0 ? STAGES - 1 : slot - 1) * 8, lane == 0);
+      wait_products<1>();
+      if (phase == 0 && left < count) arrive(empties + (slot == 0 ? STAGES - 1 : slot - 1) * 8, lane == 0);
       if (DEFERS && phase > 0 && phase * PHASE_K % UNIT == 0) finish_group(g - 1, factor(g - 1, 0), factor(g - 1, 1));
-      if (EAGER && last) {
-        if (ends) finish_group(g, low, high);
-        arrive(empties + slot * 8, lane == 0);
-        wait(fulls + next * 8, next > slot || left == 1 ? parity : parity ^ 1);
-        load_chunk(next_at, 0);
-        decode_phase(next_at, 0);
-        load_chunk(next_at, 1);
-      } else {
-        decode_phase(last ? next_at : at, (phase + 1) % PHASES);
-        if (!EAGER && phase + 2 == PHASES) wait(fulls + next * 8, next > slot || left == 1 ? parity : parity ^ 1);
-        if (!EAGER || phase + 2 < PHASES) load_chunk(phase + 2 < PHASES ? at : next_at, (phase + 2) % PHASES);
-        if (ends) wait_products<0>(), finish_group(g, low, high);
-      }
+      decode_phase(last ? next_at : at, (phase + 1) % PHASES);
+      if (phase + 2 == PHASES) wait(fulls + next * 8, next > slot || left == 1 ? parity : parity ^ 1);
+      load_chunk(phase + 2 < PHASES ? at : next_at, (phase + 2) % PHASES);
+      if (ends) wait_products<0>(), finish_group(g, low, high);
     }
     if (next < slot) parity ^= 1;
     slot = next;
   }
   wait_products<0>();
   auto sums = SCALES ? total : acc[0];
-  if (K_PARTS > 1 && !add_parts(sums, (float*)memory, part)) {
-    if (SPLIT > 1) meet_cluster();
-    return;
-  }
-  if (SPLIT > 1) meet_cluster();
-  add_up(sums, (float*)memory, &received, first, M, N, factors, GROUP ? nullptr : row_scales, bias, residual, out);
+  add_up(sums, (float*)memory, &received, part, first, M, N, factors, GROUP ? nullptr : row_scales, bias, residual, out);
 }

@@ -11,10 +11,6 @@
 #include "hopper.cuh"
 #include "mma.cuh"
 
-#ifndef K_PARTS  // quantized_gemm.cu has them
-#define K_PARTS 1
-#define PRODUCERS 32
-#endif
 constexpr int MULTIPLIERS = WARPGROUPS * 128;
 constexpr int ROW_GROUPS = WARPGROUPS / K_PARTS;   // warpgroups that have other rows of the weight
 constexpr int CONSUMERS = ROW_GROUPS * 128;        // threads that add up
@@ -209,9 +205,32 @@ __device__ __forceinline__ void add_up_columns(
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// Add up the sums of the warpgroups that have multiplied other columns; return whether this is the one that has all.
+__device__ __forceinline__ bool add_parts(float (*sums)[4], float* memory, int part) {
+  int thread = threadIdx.x % CONSUMERS;
+  asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");  // the ring is read
+  if (part > 0)
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) *(float4*)(memory + (((part - 1) * TILES + t) * CONSUMERS + thread) * 4) = *(const float4*)sums[t];
+  asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");
+  if (part == 0)
+#pragma unroll
+    for (int p = 0; p < K_PARTS - 1; ++p)
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        float4 v = *(const float4*)(memory + ((p * TILES + t) * CONSUMERS + thread) * 4);
+        sums[t][0] += v.x, sums[t][1] += v.y, sums[t][2] += v.z, sums[t][3] += v.w;
+      }
+  return part == 0;
+}
+
+// End the product: `part` is that of a stage's columns which the warpgroup has multiplied.
 __device__ __forceinline__ void add_up(
-    float (*sums)[4], float* memory, Barrier* received, int first, int M, int N, const Factors& factors,
+    float (*sums)[4], float* memory, Barrier* received, int part, int first, int M, int N, const Factors& factors,
     const float* row_scales, const T* bias, const T* residual, T* out) {
+  bool adds = K_PARTS == 1 || add_parts(sums, memory, part);
+  if (SPLIT > 1) meet_cluster();
+  if (!adds) return;
   if constexpr (BY_ROWS) add_up_rows(sums, memory, received, first, M, N, factors, residual, out);
   else add_up_columns(sums, memory, received, first, min(M - first, M_MAX), N, row_scales, bias, residual, out);
 }

@@ -120,6 +120,7 @@ def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: Ops, group: int, x_s
     """At every batch size x is rounded to the same numbers, those of plain torch; by a static scale some saturate."""
     torch.manual_seed(0)
     reference, form = TorchOps(), LevelFormat("fp8", group, rounds_x=True, x_scale=x_scale)
+    kernels: Any = ops
     for width, size in SHAPES:
         levels = random_levels(form, width, size)
         wide = levels.values().double()
@@ -130,6 +131,9 @@ def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: Ops, group: int, x_s
             residual, bias = (torch.randn(shape, device="cuda").bfloat16() for shape in ((rows, width), (width,)))
             norm = Norm(torch.rand(size, device="cuda").bfloat16() + 0.5, 1e-6)
             rounded, normed = (rounded_to_fp8(each, group, x_scale) for each in (x, ops.rms_norm(x, norm)))
+            made = kernels._fp8.quantize(x, None, group, room=rows, x_scale=x_scale)
+            scales = made.scales.t().repeat_interleave(128, 1) if group else made.scales.unsqueeze(1)
+            assert torch.equal(made.codes.double() * scales.double(), rounded)
             y = reference.linear(rounded, wide, bias.double(), residual.double())
             activated = reference.norm_gated_linear(normed, None, wide, bias.double(), activation="silu")
             for have, want in (

@@ -57,7 +57,7 @@ def test_blocks_of_quantized_weights(kind: Kind, group: int) -> None:
 @pytest.mark.parametrize("group", [0, 128])
 def test_blocks_of_fp8_with_fp8(group: int) -> None:
     for width, size in SHAPES:
-        for rows in ROWS[:6]:
+        for rows in ROWS:
             division = divide_fp8(rows, width, size, group, 132)
             check(division, fp8_stage_bytes(group, division), rows, size)
 
@@ -75,3 +75,14 @@ def test_warpgroups_divide_the_columns_of_a_narrow_weight(shape: tuple[int, int]
     division = divide_quantized("fp8", 64, *shape, 0, 132, sums_of_groups=False)
     assert (division.block_n, division.k_parts, division.block_k) == (64, 2, 256)
     assert 0.7 < division.tiles(64, shape[0]) * division.split / 132 <= 1
+
+
+def test_few_rows_read_the_weight_evenly() -> None:
+    """A narrow weight's columns are divided until a block a multiprocessor has its ring; of a wide one three fit."""
+    for divide in (
+        lambda *shape: divide_fp8(1, *shape, 0, 132),
+        lambda *shape: divide_quantized("fp8", 1, *shape, 0, 132, sums_of_groups=False),
+    ):
+        narrow, wide = divide(4096, 12288), divide(24576, 4096)
+        assert (narrow.blocks, narrow.k_parts, narrow.split) == (1, 2, 2)
+        assert (wide.blocks, wide.k_parts, wide.split) == (3, 1, 1)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from minisgl.kernel import fp8_gemm, quantized_gemm
 from minisgl.kernel.base import Activation, Norm, Ops
 from minisgl.kernel.fp8_gemm import Fp8Gemm, Fp8Matrix
-from minisgl.kernel.quantized_division import MAX_ROWS
-from minisgl.kernel.quantized_gemm import MOST_ROWS, QuantizedGemm
+from minisgl.kernel.quantized_gemm import QuantizedGemm
 from minisgl.quantization.gpu_layout import PackedLevels
 
 Activate = Callable[[Tensor, Activation], Tensor]
@@ -33,7 +33,8 @@ class QuantizedWeight:
         ordered = " in their order" if order is not None else ""
         values = str(dtype).removeprefix("torch.")
         self.label = (
-            f"{packed.kind}{group}{ordered} up to {MOST_ROWS} rows (csrc/quantized_gemm.cu), above in {values} (cuBLAS)"
+            f"{packed.kind}{group}{ordered} up to {quantized_gemm.MOST_ROWS} rows (csrc/quantized_gemm.cu), "
+            f"above in {values} (cuBLAS)"
         )
 
     @property
@@ -77,8 +78,8 @@ class Fp8Weight:
         self._gemm, self._matrix, self._activate = gemm, matrix, activate
         scales = f"blocks of {matrix.group}" if matrix.group else "rows, static" if matrix.x_scale else "rows"
         self.label = (
-            f"fp8 with fp8 activations, scales of {scales}, up to {MAX_ROWS} rows (csrc/fp8_gemm.cu), "
-            f"above by {gemm.library(matrix)}"
+            f"fp8 with fp8 activations, scales of {scales}, up to {fp8_gemm.MOST_ROWS[matrix.group]} rows "
+            f"(csrc/fp8_gemm.cu), above by {gemm.library(matrix)}"
         )
 
     @property
@@ -97,6 +98,6 @@ class Fp8Weight:
     def norm_gated_linear(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
     ) -> Tensor:
-        if self._matrix.gated and len(x) <= MAX_ROWS:
+        if self._matrix.gated and len(x) <= fp8_gemm.MOST_ROWS[self._matrix.group]:
             return self._gemm.linear(x, norm, self._matrix, bias, gate=activation)
         return self._activate(self._gemm.linear(x, norm, self._matrix, bias), activation)

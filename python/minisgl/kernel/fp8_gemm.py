@@ -10,13 +10,14 @@ from torch import Tensor
 
 from minisgl.kernel.base import Activation, Norm
 from minisgl.kernel.compile import Compiler, tensor_map
-from minisgl.kernel.quantized_division import MAX_ROWS, Division, divide_fp8, fp8_stage_bytes, sums_bytes
+from minisgl.kernel.quantized_division import Division, divide_fp8, fp8_stage_bytes, sums_bytes
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.optional_packages import import_error
 from minisgl.quantization.levels import LevelFormat, Levels
 
-_LINE = 128  # columns of a stage, and of a block's scale
-_WARPGROUP = 64  # rows of a weight
+# Of x, by the columns of a scale. Above, a library multiplies.
+MOST_ROWS = {0: 256, 128: 128}
+_LINE = 128  # columns that the tensor memory accelerator fetches, and of a block's scale
 _LIBRARY_ROWS = 16  # of x: torch._scaled_mm wants scales of 128 columns aligned
 _MAX_SIZE = 1 << 15  # columns of a row that a block quantizes
 
@@ -32,8 +33,7 @@ class Fp8Matrix(NamedTuple):
     """A weight in e4m3 as it is stored, and its scales."""
 
     codes: Tensor  # float8_e4m3fn [N, K]
-    scales: Tensor  # float32 [N], or of blocks, for each eight of their rows [N / 8, K / 128]
-    block_scales: Tensor | None  # float32 [N / 128, K / 128]
+    scales: Tensor  # float32 [N], or of blocks [N / 128, K / 128]
     group: int  # 0 or 128
     gated: bool
     x_scale: float = 0.0  # of all rows of x; 0: each has its own
@@ -48,14 +48,14 @@ class _Kernel(NamedTuple):
 
 def fp8_matrix(levels: Levels, *, gated: bool) -> Fp8Matrix | None:
     """Return levels of fp8 as the products read them; None if rows of one block have different scales."""
-    scales, block_scales = levels.scales.flatten(), None
+    scales = levels.scales.flatten()
     if levels.format.group:
         blocks = levels.scales.view(-1, _LINE, levels.scales.shape[1])
         if not torch.equal(blocks, blocks[:, :1].expand_as(blocks)):
             return None
-        scales, block_scales = levels.scales[::8].contiguous(), levels.scales[::_LINE].contiguous()
+        scales = levels.scales[::_LINE].contiguous()
     form = levels.format
-    return Fp8Matrix(levels.codes.view(torch.float8_e4m3fn), scales, block_scales, form.group, gated, form.x_scale)
+    return Fp8Matrix(levels.codes.view(torch.float8_e4m3fn), scales, form.group, gated, form.x_scale)
 
 
 class Fp8Gemm:
@@ -69,15 +69,16 @@ class Fp8Gemm:
         """Begin to compile the products with a weight; of a gated one those with silu."""
         gate: Activation | None = "silu" if weight.gated else None
         width, size = weight.codes.shape
-        specs = [_quantize_spec(dtype, dtype, weight.group)]
-        for rows in (8, 16, 32, MAX_ROWS):
-            division = divide_fp8(rows, width, size, weight.group, self._compiler.num_sms)
-            specs.append(_product_spec(_Kernel(dtype, weight.group, gate, division)))
+        specs = [_quantize_spec(dtype, dtype, weight.group, _quantize_threads(size))]
+        divisions = {
+            divide_fp8(rows, width, size, weight.group, self._compiler.num_sms) for rows in (8, 16, 32, 64, 128, 256)
+        }
+        specs += [_product_spec(_Kernel(dtype, weight.group, gate, division)) for division in divisions]
         self._compiler.begin(specs)
 
     def library(self, weight: Fp8Matrix) -> str:
         """Name what multiplies many rows with this weight."""
-        return "sglang-kernel" if weight.block_scales is None and self._row_scaled is not None else "torch._scaled_mm"
+        return "sglang-kernel" if weight.group == 0 and self._row_scaled is not None else "torch._scaled_mm"
 
     def quantize(self, x: Tensor, norm: Norm | None, group: int, *, room: int, x_scale: float = 0.0) -> Fp8Rows:
         """Return norm(x), [M, K], in e4m3, with scales for rows or for `group` of their columns, or with `x_scale`.
@@ -89,10 +90,11 @@ class Fp8Gemm:
         shape = (size // group, room) if group else (room,)
         scales = torch.empty(shape, dtype=torch.float32, device=x.device)
         norm_dtype = x.dtype if norm is None else norm.weight.dtype
-        kernel = self._compiler.kernel(_quantize_spec, x.dtype, norm_dtype, group)
+        threads = _quantize_threads(size)
+        kernel = self._compiler.kernel(_quantize_spec, x.dtype, norm_dtype, group, threads)
         kernel(
             (rows,),
-            1024 if size > 16384 else min(-(-size // 256) * 32, 512),
+            min(_multiple(size, 256) // 8, threads),
             x=x,
             norm=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
@@ -132,11 +134,14 @@ class Fp8Gemm:
         rows, (width, size) = len(x), weight.codes.shape
         if rows == 0:
             return x.new_empty((0, width if gate is None else width // 2))
-        if rows <= MAX_ROWS:
+        if rows <= MOST_ROWS[weight.group]:
             division = divide_fp8(rows, width, size, weight.group, self._compiler.num_sms)
-            quantized = self.quantize(x, norm, weight.group, room=division.max_rows, x_scale=weight.x_scale)
+            quantized = self.quantize(
+                x, norm, weight.group, room=_multiple(rows, division.max_rows), x_scale=weight.x_scale
+            )
             return self.product(quantized, rows, weight, bias, residual, division, x.dtype, gate, out)
-        quantized = self.quantize(x, norm, weight.group, room=_room(rows), x_scale=weight.x_scale)
+        room = _multiple(rows, _LIBRARY_ROWS)
+        quantized = self.quantize(x, norm, weight.group, room=room, x_scale=weight.x_scale)
         y = self._library_product(quantized, rows, weight, x.dtype)
         if bias is not None:
             y.add_(bias)
@@ -146,8 +151,8 @@ class Fp8Gemm:
 
     def _library_product(self, x: Fp8Rows, rows: int, weight: Fp8Matrix, dtype: torch.dtype) -> Tensor:
         """[rows, N] of many rows, by the faster library that there is."""
-        if weight.block_scales is not None:
-            scales = x.scales.t(), weight.block_scales.t()
+        if weight.group:
+            scales = x.scales.t(), weight.scales.t()
         elif self._row_scaled is not None:
             return self._row_scaled(x.codes[:rows], weight.codes.t(), x.scales[:rows], weight.scales, dtype)
         else:
@@ -172,7 +177,7 @@ class Fp8Gemm:
         if out is None:
             out = torch.empty((rows, width if gate is None else width // 2), dtype=dtype, device=x.codes.device)
         kernel = self._compiler.kernel(_product_spec, _Kernel(dtype, weight.group, gate, division))
-        block = division.warpgroups * _WARPGROUP
+        block = division.block_n
         if gate is None:
             w_map = tensor_map(weight.codes, block, _LINE)
         else:
@@ -197,9 +202,9 @@ class Fp8Gemm:
         return out
 
 
-def _room(rows: int) -> int:
-    """Return the rows that torch's product wants, at least `rows`."""
-    return -(-rows // _LIBRARY_ROWS) * _LIBRARY_ROWS
+def _multiple(rows: int, of: int) -> int:
+    """Return the least multiple that is at least `rows`."""
+    return -(-rows // of) * of
 
 
 def _sglang_product() -> Callable[..., Tensor] | None:
@@ -211,8 +216,18 @@ def _sglang_product() -> Callable[..., Tensor] | None:
     return cast("Callable[..., Tensor]", fp8_scaled_mm)
 
 
-def _quantize_spec(dtype: torch.dtype, norm_dtype: torch.dtype, group: int) -> KernelSpec:
-    macros: Macros = {"SCALAR": SCALAR_NAMES[dtype], "NORM_SCALAR": SCALAR_NAMES[norm_dtype], "GROUP": group}
+def _quantize_threads(size: int) -> int:
+    """Return the most threads that a row of so many columns gets."""
+    return 1024 if size > 16384 else 512
+
+
+def _quantize_spec(dtype: torch.dtype, norm_dtype: torch.dtype, group: int, threads: int) -> KernelSpec:
+    macros: Macros = {
+        "SCALAR": SCALAR_NAMES[dtype],
+        "NORM_SCALAR": SCALAR_NAMES[norm_dtype],
+        "GROUP": group,
+        "THREADS": threads,
+    }
     return KernelSpec("quantize.cu", "quantize", macros)
 
 
@@ -223,11 +238,7 @@ def _product_spec(kind: _Kernel) -> KernelSpec:
         "GROUP": kind.group,
         "GATED": int(kind.gate is not None),
         "GELU_TANH": int(kind.gate == "gelu_tanh"),
-        "M_MAX": division.max_rows,
-        "WARPGROUPS": division.warpgroups,
-        "SPLIT": division.split,
-        "STAGES": division.stages,
-        "BLOCKS": division.blocks,
+        **division.macros,
     }
     shared_bytes = max(division.stages * fp8_stage_bytes(kind.group, division), sums_bytes(division))
     return KernelSpec("fp8_gemm.cu", "fp8_gemm", macros, shared_bytes=shared_bytes)

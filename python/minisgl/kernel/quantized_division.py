@@ -5,18 +5,60 @@ Sizes of blocks and the costs below are those of the fastest divisions measured 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from minisgl.quantization.gpu_layout import BITS, TILE
 from minisgl.quantization.levels import Kind
 
-MAX_ROWS = 64  # of x, that a block takes; or _LARGE_BLOCK
+_FEW_ROWS = 32
+_SOME_ROWS = 64
 _LARGE_BLOCK = 128
-_MIN_STAGES = 3  # of more than a few rows: one is given back while the next one is multiplied
+_LINE = 128  # columns that warpgroups of fp8_gemm.cu multiply at a time
+_MIN_STAGES = 3  # of quantized_gemm.cu: one is given back while the next one is multiplied
 _MAX_STAGES = 16
-_FEW_ROWS_SPLIT_COST = 0.03  # see `fewest_waves`
-_SPLIT_COST = 0.15
+_BANDWIDTH = 4.2e6  # bytes a microsecond
+_PLACES_OF_FOUR = 0.9  # share of the places for blocks that clusters of four fill: each lies in one part of the device
+
+
+class _Block(NamedTuple):
+    """Kind of block."""
+
+    max_rows: int  # of x; _FEW_ROWS: the fewest that suffice
+    row_groups: int  # warpgroups with other rows of the weight
+    k_parts: int
+    blocks: int  # on a multiprocessor
+
+
+# Microseconds of 1,024 columns: constants of all formats, with which the estimates choose best.
+_QUANTIZED_COSTS = {
+    _Block(_FEW_ROWS, 1, 1, 3): 1.45,
+    _Block(_FEW_ROWS, 1, 1, 2): 1.4,
+    _Block(_FEW_ROWS, 1, 2, 1): 1.89,
+    _Block(_FEW_ROWS, 3, 1, 1): 4.7,
+    _Block(_SOME_ROWS, 1, 1, 3): 2.24,
+    _Block(_SOME_ROWS, 1, 1, 2): 2.23,
+    _Block(_SOME_ROWS, 1, 2, 1): 2.35,
+    _Block(_SOME_ROWS, 3, 1, 1): 6.72,
+    _Block(_LARGE_BLOCK, 1, 2, 1): 3.69,
+    _Block(_LARGE_BLOCK, 2, 1, 1): 6.88,
+    _Block(_LARGE_BLOCK, 3, 1, 1): 10.08,
+}
+_FP8_COSTS = {
+    _Block(_FEW_ROWS, 1, 1, 3): 1.0,
+    _Block(_FEW_ROWS, 1, 1, 2): 1.02,
+    _Block(_FEW_ROWS, 1, 2, 1): 1.85,
+    _Block(_FEW_ROWS, 3, 1, 1): 3.05,
+    _Block(_SOME_ROWS, 1, 1, 3): 1.42,
+    _Block(_SOME_ROWS, 1, 1, 2): 1.28,
+    _Block(_SOME_ROWS, 1, 2, 1): 1.58,
+    _Block(_SOME_ROWS, 2, 1, 1): 2.72,
+    _Block(_SOME_ROWS, 3, 1, 1): 4.24,
+    _Block(_LARGE_BLOCK, 1, 2, 1): 2.46,
+    _Block(_LARGE_BLOCK, 3, 1, 1): 7.79,
+}
+_BEGIN = {1: 2.0, 2: 3.4, 4: 3.9}  # microseconds by split: to begin, to exchange sums and to end
 
 
 class Division(NamedTuple):
@@ -40,6 +82,20 @@ class Division(NamedTuple):
     def block_n(self) -> int:
         """Rows of the weight of a block."""
         return self.warpgroups // self.k_parts * TILE
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """Macros of a kernel that is compiled for it (csrc/sums.cuh, ring.cuh)."""
+        return {
+            "M_MAX": self.max_rows,
+            "WARPGROUPS": self.warpgroups,
+            "SPLIT": self.split,
+            "BLOCK_K": self.block_k,
+            "STAGES": self.stages,
+            "BLOCKS": self.blocks,
+            "PRODUCERS": self.producers,
+            "K_PARTS": self.k_parts,
+        }
 
     def tiles(self, rows: int, width: int) -> int:
         """Parts of the product that have all of K."""
@@ -67,10 +123,12 @@ def quantized_stage_bytes(kind: Kind, group: int, division: Division) -> int:
 
 def fp8_stage_bytes(group: int, division: Division) -> int:
     """Size of a stage of fp8_gemm.cu: columns of x and of the weight's rows, and x's scales."""
-    size = (division.max_rows + division.block_n) * division.block_k + (division.max_rows * 4 if group else 0)
+    scales = division.block_k // group * division.max_rows * 4 if group else 0
+    size = (division.max_rows + division.block_n) * division.block_k + scales
     return -(-size // 1024) * 1024
 
 
+@lru_cache(1 << 14)
 def divide_quantized(
     kind: Kind, rows: int, width: int, size: int, group: int, num_sms: int, *, sums_of_groups: bool
 ) -> Division:
@@ -79,111 +137,81 @@ def divide_quantized(
     `sums_of_groups`: groups have sums of their own, for which twice the registers are needed.
     """
 
-    def staged(division: Division) -> Division:
-        stage = quantized_stage_bytes(kind, group, division)
-        return _staged(division, stage, size)
+    def staged(block: _Block, max_rows: int, block_k: int) -> Division | None:
+        part = block_k // block.k_parts
+        whole = max(TILE if kind == "int4" or block.k_parts > 1 else 32, group if sums_of_groups else 0)
+        if part % whole or (part > 128 and max_rows > _FEW_ROWS):
+            return None
+        division = _division(block, max_rows, block_k, sums_of_groups=sums_of_groups)
+        stages = ring_bytes(block.blocks) // quantized_stage_bytes(kind, group, division)
+        return division._replace(stages=stages) if stages >= _MIN_STAGES else None
 
-    streamed = _streamed(width, size, num_sms) if rows <= 8 and kind != "int4" else None
-    if streamed is not None:
-        return staged(streamed)
-    if rows <= 32:
-        block_k = 256 if kind == "int4" and rows <= 16 and size % 256 == 0 else 128 if size % 128 == 0 else 64
-        division = Division(_block_rows(rows), 1, 1, block_k, 0, 3)
-        split = fewest_waves(division.tiles(rows, width), size // block_k, num_sms * 3, _FEW_ROWS_SPLIT_COST)
-        return staged(division._replace(split=split))
-    candidates = [_narrow(rows, width, size, group, num_sms, staged)]
-    for max_rows, row_groups, k_parts in _COLUMN_COSTS:
-        block_k = _block_k(max_rows, k_parts, size, group if sums_of_groups else 0)
-        if block_k == 0:
-            continue
-        producers = 128 if sums_of_groups and (max_rows, row_groups) == (_LARGE_BLOCK, 3) else 64
-        division = Division(max_rows, row_groups * k_parts, 1, block_k, 0, 1, producers, k_parts)
-        candidates += [staged(division._replace(split=split)) for split in (1, 2) if size // block_k >= split]
-    enough = [each for each in candidates if each.stages >= _MIN_STAGES or each is candidates[0]]
-    return min(enough, key=lambda each: _cost(each, rows, width, size, num_sms))
+    weight_bytes = width * size * BITS[kind] // 8
+    return _cheapest(_QUANTIZED_COSTS, staged, rows, width, size, weight_bytes, num_sms)
 
 
+@lru_cache(1 << 14)
 def divide_fp8(rows: int, width: int, size: int, group: int, num_sms: int) -> Division:
-    """Divide x [rows, size] @ weight [width, size]^T of fp8_gemm.cu, of at most MAX_ROWS rows."""
+    """Divide x [rows, size] @ weight [width, size]^T of fp8_gemm.cu."""
 
-    def staged(division: Division) -> Division:
-        return _staged(division, fp8_stage_bytes(group, division), size)
+    def staged(block: _Block, max_rows: int, block_k: int) -> Division | None:
+        part = block_k // block.k_parts
+        if part % _LINE or (part > _LINE and max_rows == _LARGE_BLOCK):
+            return None
+        division = _division(block, max_rows, block_k, sums_of_groups=True)
+        stages = ring_bytes(block.blocks) // fp8_stage_bytes(group, division)
+        return division._replace(stages=stages) if stages >= (_MIN_STAGES if max_rows <= _FEW_ROWS else 2) else None
 
-    if rows > 32:
-        return _narrow(rows, width, size, group, num_sms, staged)
-    division = Division(_block_rows(rows), 1, 1, 128, 0, 3)
-    split = fewest_waves(division.tiles(rows, width), size // 128, num_sms * 3, _FEW_ROWS_SPLIT_COST)
-    return staged(division._replace(split=split))
-
-
-def fewest_waves(tiles: int, steps: int, slots: int, split_cost: float) -> int:
-    """Return by how many blocks K, of so many steps, is divided, if `slots` blocks run at a time.
-
-    They come in waves, each of which reads 1 / split of K; and more blocks have more sums to exchange, which for each
-    costs `split_cost` of a wave.
-    """
-    splits = [split for split in (1, 2, 4, 8) if steps // split >= 2 or split == 1]
-    return min(splits, key=lambda split: -(-tiles * split // slots) / split + split_cost * split)
+    return _cheapest(_FP8_COSTS, staged, rows, width, size, width * size, num_sms)
 
 
-def _streamed(width: int, size: int, num_sms: int) -> Division | None:
-    """Divide a weight that a few rows read among blocks of 128 of its rows, if these fill two or three places on a
-    multiprocessor with clusters of two or four. Larger clusters leave places empty: they lie in one part of the device.
-    """
-    division = Division(8, 2, 1, 128 if size % 128 == 0 else 64, 0, 2)
-    tiles, steps = division.tiles(1, width), size // division.block_k
-    for split, places in ((4, 2), (2, 3)):
-        blocks = -(-tiles * split // num_sms)  # of a multiprocessor
-        if steps // split >= 2 and 2 <= blocks <= places and tiles * split >= 1.4 * num_sms:
-            return division._replace(split=split, blocks=blocks)
-    return None
+def _division(block: _Block, max_rows: int, block_k: int, *, sums_of_groups: bool) -> Division:
+    """Return an undivided block whose stages are still to be counted."""
+    crowded = sums_of_groups and (max_rows, block.row_groups) == (_LARGE_BLOCK, 3)
+    producers = 128 if crowded else 64 if block.blocks == 1 and max_rows > _FEW_ROWS else 32
+    return Division(max_rows, block.row_groups * block.k_parts, 1, block_k, 0, block.blocks, producers, block.k_parts)
 
 
-def _block_rows(rows: int) -> int:
-    return next(each for each in (8, 16, 32, MAX_ROWS) if rows <= each)
+def _candidates(
+    costs: Mapping[_Block, float],
+    staged: Callable[[_Block, int, int], Division | None],
+    rows: int,
+    size: int,
+) -> Iterator[tuple[_Block, Division]]:
+    """Yield blocks for so many rows with the widest stages that fit, for each split of K."""
+    few = rows <= _FEW_ROWS
+    splits = (1, 2, 4) if few else (1, 2)
+    for block in costs:
+        if few != (block.max_rows == _FEW_ROWS) or (block.max_rows == _LARGE_BLOCK and rows <= _SOME_ROWS):
+            continue
+        max_rows = next(each for each in (8, 16, block.max_rows) if rows <= each or each == block.max_rows)
+        sizes = [staged(block, max_rows, each) for each in (256, 128, 64) if size % each == 0]
+        division = next((each for each in sizes if each is not None), None)
+        for split in splits:
+            if division is not None and (split == 1 or size // division.block_k >= 2 * split):
+                steps = -(-size // division.block_k // split)
+                yield block, division._replace(split=split, stages=max(2, min(division.stages, steps, _MAX_STAGES)))
 
 
-def _block_k(max_rows: int, k_parts: int, size: int, group: int) -> int:
-    """Return the columns of a stage of a large block, as many as leave room for three; 0: there is no such block.
-
-    `group`: columns whose sums are scaled; each warpgroup has whole ones.
-    """
-    widest = 256 if max_rows == MAX_ROWS and k_parts > 1 else 128
-    sizes = [each for each in (widest, 128, 64) if size % each == 0 and each <= widest]
-    return next((each for each in sizes if each // k_parts % max(64, group) == 0), 0)
-
-
-def _narrow(
-    rows: int, width: int, size: int, group: int, num_sms: int, staged: Callable[[Division], Division]
+def _cheapest(
+    costs: Mapping[_Block, float],
+    staged: Callable[[_Block, int, int], Division | None],
+    rows: int,
+    width: int,
+    size: int,
+    weight_bytes: int,
+    num_sms: int,
 ) -> Division:
-    """Divide among blocks of 64 rows of x and 64 of the weight, two or three on a multiprocessor."""
-    division = Division(MAX_ROWS, 1, 1, 128, 0, 3)
-    tiles = division.tiles(rows, width)
-    split = fewest_waves(tiles, size // 128, num_sms * 3, _SPLIT_COST)
-    division = division._replace(split=split, blocks=min(max(2, -(-tiles * split // num_sms)), 3))
-    long = staged(division)
-    return long if (long.stages > 2 or group == 128) and size % 128 == 0 else staged(division._replace(block_k=64))
+    """Return the division of the least estimated time."""
 
+    def cost(candidate: tuple[_Block, Division]) -> float:
+        """Estimate microseconds: of the memory, or of the multiprocessor that has most to do."""
+        block, division = candidate
+        count = division.tiles(rows, width) * division.split
+        places = int(num_sms * block.blocks * (_PLACES_OF_FOUR if division.split == 4 else 1))
+        waves = -(-count // places)
+        load = max(-(-count // num_sms), block.blocks) if waves == 1 else waves * block.blocks
+        columns = load * size / division.split / 1024 * costs[block]
+        return max(columns, weight_bytes / _BANDWIDTH) + waves * _BEGIN[division.split]
 
-def _staged(division: Division, stage: int, size: int) -> Division:
-    steps = -(-size // division.block_k // division.split)
-    return division._replace(stages=max(2, min(ring_bytes(division.blocks) // stage, steps, _MAX_STAGES)))
-
-
-# Microseconds of 1,024 columns, by a block's rows of x, its warpgroups with other rows of the weight, and `k_parts`.
-_COLUMN_COSTS = {
-    (64, 1, 1): 2.7,
-    (64, 1, 2): 2.5,
-    (64, 3, 1): 7.0,
-    (128, 1, 2): 3.8,
-    (128, 2, 1): 5.9,
-    (128, 3, 1): 8.7,
-}
-_BEGIN = {1: 1.5, 2: 5.0, 4: 6.0, 8: 6.0}  # microseconds by split: to begin, to exchange sums and to end
-
-
-def _cost(division: Division, rows: int, width: int, size: int, num_sms: int) -> float:
-    """Estimate microseconds of more than a few rows, as if an SM did one block after another."""
-    waves = -(-division.tiles(rows, width) * division.split // num_sms)
-    columns = _COLUMN_COSTS[division.max_rows, division.block_n // TILE, division.k_parts] * size / 1024
-    return waves * (columns / division.split + _BEGIN[division.split])
+    return min(_candidates(costs, staged, rows, size), key=cost)[1]

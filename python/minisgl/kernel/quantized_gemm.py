@@ -165,17 +165,7 @@ def _values_spec(kind: _Kernel) -> KernelSpec:
 def _product_spec(kind: _Kernel) -> KernelSpec:
     division = kind.division
     assert division is not None
-    macros: Macros = {
-        **_macros(kind),
-        "M_MAX": division.max_rows,
-        "WARPGROUPS": division.warpgroups,
-        "SPLIT": division.split,
-        "BLOCK_K": division.block_k,
-        "STAGES": division.stages,
-        "BLOCKS": division.blocks,
-        "PRODUCERS": division.producers,
-        "K_PARTS": division.k_parts,
-    }
+    macros: Macros = {**_macros(kind), **division.macros}
     ring = division.stages * quantized_stage_bytes(kind.kind, kind.group, division)
     shared_bytes = max(ring, sums_bytes(division))
     return KernelSpec("quantized_gemm.cu", "quantized_gemm", macros, shared_bytes=shared_bytes)

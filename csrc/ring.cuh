@@ -1,0 +1,47 @@
+// Ring of stages in shared memory, through which blocks of a product get columns of the weight and of x.
+//
+// One or two producers, a thread each, ask for them: PRODUCERS 32, one for both; else one for the weight and one for x.
+// The ring is filled with weights before the predecessor has ended; its barriers are as in
+// small_batch_gemm.cu. The file that uses it says what a stage is: `load_weight` and `load_x` ask for that of a step.
+#pragma once
+#include "sums.cuh"
+
+constexpr bool TWO_PRODUCERS = PRODUCERS > 32;
+
+struct Ring { Barrier full[STAGES], empty[STAGES]; };
+
+__device__ __forceinline__ bool loads_weights() { return threadIdx.x == MULTIPLIERS; }
+__device__ __forceinline__ bool loads_x() { return threadIdx.x == MULTIPLIERS + (TWO_PRODUCERS ? 32 : 0); }
+
+// Begin the kernel; all threads call it before they wait for the predecessor, which a kernel's own file does, since
+// kernel/compile.py looks there.
+template <typename Load>
+__device__ __forceinline__ void open(Ring& ring, Barrier& received, const TensorMap& x_map, int count, Load load_weight) {
+  if (loads_weights()) {
+    for (int s = 0; s < STAGES; ++s) init(&ring.full[s], TWO_PRODUCERS ? 2 : 1), init(&ring.empty[s], MULTIPLIERS / 32);
+    init(&received, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int s = 0; s < min(STAGES, count); ++s) load_weight(s, s);
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
+    if (SPLIT > 1) expect(&received, SENT_BYTES);
+  }
+  __syncwarp();
+  __syncthreads();
+}
+
+// Fill the ring to the last step: the work of the warps that do not multiply.
+template <typename Load, typename LoadX>
+__device__ __forceinline__ void produce(Ring& ring, int count, Load load_weight, LoadX load_x) {
+  give_registers();
+  if (loads_x())
+    for (int s = 0; s < min(STAGES, count); ++s) load_x(s, s);
+  if (loads_weights() || loads_x())
+    for (int step = STAGES, slot = 0, parity = 0; step < count; ++step) {
+      wait(shared_address(ring.empty) + slot * 8, parity);
+      if (loads_weights()) load_weight(step, slot);
+      if (loads_x()) load_x(step, slot);
+      if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+  __syncwarp();
+  if (SPLIT > 1) meet_cluster();
+}
