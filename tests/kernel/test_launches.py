@@ -471,3 +471,13 @@ def test_kernels_wait_before_they_return() -> None:
     """A grid that ends before its predecessor tells its successor that all is written (common.cuh)."""
     # Some block of decode_attention has work in any step; `received` returns when a rank has failed.
     assert returns_early() == {"decode_attention", "received"}
+
+
+def test_files_whose_headers_wait_say_so_themselves() -> None:
+    """`Compiler` looks into the file alone: by a wait in a header its kernels would begin 3 us late."""
+    waits = "wait_for_predecessor()"
+    headers = {path.name for path in CSRC.glob("*.cuh") if waits in path.read_text() and path.name != "common.cuh"}
+    included = {path: set(re.findall(r'#include "(.*)"', path.read_text())) for path in CSRC.glob("*.cu")}
+    concerned = [path for path, names in included.items() if names & headers]
+    assert concerned
+    assert all(waits in path.read_text() for path in concerned)
