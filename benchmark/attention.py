@@ -94,7 +94,7 @@ def decodes(spec: AttentionSpec, text: str) -> Iterator[Case]:
             cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
             heads = Heads(spec.num_heads, spec.num_kv_heads, cos_sin, norm, norm)
             slots = torch.arange(rows, device=DEVICE)
-            fused = FusedDecode(spec, DEVICE).rows(slots, inputs.kv_lens_device, page_table, None)
+            fused = FusedDecode([spec], DEVICE).rows(spec, slots, inputs.kv_lens_device, page_table)
 
             def run(index: int, fused: FusedRows = fused, heads: Heads = heads) -> object:
                 layer = index % layers

@@ -335,7 +335,7 @@ def _run_fused(_: str, shape: AttentionSpec, device: torch.device) -> tuple[Tens
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
     heads = Heads(shape.num_heads, shape.num_kv_heads, cos_sin, None, None)
     slots, table = torch.arange(3, device=device), trial.inputs.page_table
-    rows = FusedDecode(shape, device).rows(slots, trial.inputs.kv_lens_device, table, shape.window)
+    rows = FusedDecode([shape], device).rows(shape, slots, trial.inputs.kv_lens_device, table)
     have = rows.forward(trial.qkv, heads, trial.pool.keys(0), trial.pool.values(0))
     positions = trial.inputs.kv_lens_device.long() - 1
     places = table.gather(1, (positions // shape.page_size).unsqueeze(1)).squeeze(1) * shape.page_size

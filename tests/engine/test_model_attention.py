@@ -105,8 +105,8 @@ def test_each_layer_is_planned_for_its_own_window(role: Role) -> None:
 class FusedLayers:
     """Stands for FusedDecode, whose kernels need a GPU: the rows that it binds are their window."""
 
-    def rows(self, slots: Tensor, kv_lens: Tensor, page_table: Tensor, window: int | None) -> int | None:
-        return window
+    def rows(self, spec: AttentionSpec, slots: Tensor, kv_lens: Tensor, page_table: Tensor) -> int | None:
+        return spec.window
 
 
 class PlannedOnHost(TorchAttention):

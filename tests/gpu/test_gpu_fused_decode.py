@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ DEVICE = torch.device("cuda", 0)
 def fused_decode(spec: AttentionSpec) -> FusedDecode:
     from minisgl.attention.fused import FusedDecode
 
-    return FusedDecode(spec, DEVICE)
+    return FusedDecode([spec], DEVICE)
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,11 @@ class Step:
             self.slots, tokens, self.all_lengths, self.page_table, self.spec.page_size, pages=True
         )
 
-    def forward(self, window: int | None = None) -> Tensor:
+    def forward(self, window: int | None = None, fused: FusedDecode | None = None) -> Tensor:
         """Attend with the fused kernel, which stores the new K and V in `caches`."""
         kv_lens = self.all_lengths[self.slots]
-        rows = fused_decode(self.spec).rows(self.slots, kv_lens, self.page_table, window)
+        spec = replace(self.spec, window=window)
+        rows = (fused or fused_decode(spec)).rows(spec, self.slots, kv_lens, self.page_table)
         return rows.forward(self.qkv, self.heads, self.caches[0], self.caches[1], self.sinks)
 
 
@@ -175,7 +176,21 @@ def test_norms_in_float32_and_another_scale(head_dim: int) -> None:
     compare(make_step(spec, [640, 7, 9000]), None)
 
 
-def compare(step: Step, window: int | None) -> None:
+def test_layers_of_all_kinds_share_one_memory() -> None:
+    """Gemma 4's, one after the other as in its decodes; long rows are cut, so that all write and read the records."""
+    from minisgl.attention.fused import FusedDecode
+
+    wide = AttentionSpec(8, 1, 512, 64, BF16)
+    kinds = [replace(wide, head_dim=256, window=512), wide, replace(wide, stores_kv=False)]
+    kinds.append(replace(kinds[0], window=10000, stores_kv=False))
+    fused = FusedDecode(kinds, DEVICE)
+    steps = [make_step(replace(spec, window=None), [30000, 1, 9000]) for spec in kinds]
+    for _ in range(2):
+        for spec, step in zip(kinds, steps, strict=True):
+            compare(step, spec.window, fused)
+
+
+def compare(step: Step, window: int | None, fused: FusedDecode | None = None) -> None:
     """Run a step, and the same by itself in float64."""
     spec, lengths, made = step.spec, step.lengths, step.inputs()
     heads, kv_heads, head_dim, page_size = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.page_size
@@ -191,7 +206,7 @@ def compare(step: Step, window: int | None) -> None:
         scores = torch.einsum("hd,nhd->hn", q[row].double(), k) * spec.softmax_scale
         want[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
 
-    have = step.forward(window)
+    have = step.forward(window, fused)
     for cache, reference in zip(step.caches, reference_caches, strict=True):
         if not spec.stores_kv:
             assert torch.equal(cache.view(torch.uint8), reference.view(torch.uint8))

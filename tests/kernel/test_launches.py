@@ -397,13 +397,13 @@ def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:
     from minisgl.attention.fused import FusedDecode
     from minisgl.attention.page_kernels import PageUpcaster
 
-    spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=dtype, fp8_kv=True)
-    fused = FusedDecode(spec, CPU)
+    spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=dtype, window=64, fp8_kv=True)
+    fused = FusedDecode([spec], CPU)
     fused.begin_compiling(4)
     slots, lengths = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int32)
     table = torch.ones(9, 20, dtype=torch.int32)
     caches = [torch.zeros(2, 16, 2, 128).to(cache) for _ in range(2)]
-    rows = fused.rows(slots, lengths, table, 64)
+    rows = fused.rows(spec, slots, lengths, table)
     qkv, heads = torch.zeros(3, 12 * 128, dtype=dtype), Heads(8, 2, torch.zeros(99, 128), None, None)
     rows.forward(qkv, heads, *caches)
     rows.forward(qkv, heads, *caches, sinks=torch.zeros(8, dtype=dtype))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -88,20 +88,25 @@ def make_attention(
             f"not {capability[0]}.{capability[1]}"
         )
     chooser = Chooser(CANDIDATES, capability)
-    all_fused: dict[AttentionSpec, FusedDecode] = {}  # by spec without its window: for all windows, in one memory
-    for spec in dict.fromkeys(attending):
-        prefill, decode = (
+    names = {
+        spec: tuple(
             chooser.choose_working(asked, role, spec, device)
             for asked, role in zip(attention_names(name), ROLES, strict=True)
         )
+        for spec in dict.fromkeys(attending)
+    }
+    fused_specs = [spec for spec, (_, decode) in names.items() if decode == "fused"]
+    fused = _make_fused(fused_specs, device) if fused_specs else None
+    for spec, (prefill, decode) in names.items():
         title = prefill if prefill == decode else f"{prefill} for prefill, {decode} for decode"
-        backend, fused = make_backend(prefill, spec, device), None
-        if decode == "fused":
-            any_window = replace(spec, window=None)
-            fused = all_fused[any_window] = all_fused.get(any_window) or _make_fused(any_window, device)
+        backend = make_backend(prefill, spec, device)
         other = decode not in (prefill, "fused")
         chosen[spec] = LayerAttention(
-            title, spec, backend, make_backend(decode, spec, device) if other else backend, fused
+            title,
+            spec,
+            backend,
+            make_backend(decode, spec, device) if other else backend,
+            fused if decode == "fused" else None,
         )
     if capability not in TESTED:
         logger.warning("attention is not tested on GPUs of compute capability %d.%d", *capability)
@@ -255,10 +260,10 @@ def _make_latent(spec: AttentionSpec, device: torch.device) -> AttentionBackend:
     return LatentAttentionBackend(spec, device)
 
 
-def _make_fused(spec: AttentionSpec, device: torch.device) -> FusedDecode:
+def _make_fused(specs: Sequence[AttentionSpec], device: torch.device) -> FusedDecode:
     from minisgl.attention.fused import FusedDecode
 
-    return FusedDecode(spec, device)
+    return FusedDecode(specs, device)
 
 
 CANDIDATES: Mapping[str, Candidate] = {

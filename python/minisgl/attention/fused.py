@@ -7,6 +7,7 @@ tokens and the number of rows of the step (of its graph), not on the other rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -28,39 +29,40 @@ _NEVER = (1 << 30) - 1  # tiles of a split where no row is cut
 
 
 class FusedDecode:
-    """Compiles the kernels for layers that differ in their windows alone; `rows` binds them to a step.
+    """Compiles the kernels of a model's layers; `rows` binds them to a step.
 
-    For one stream.
+    For one stream: all layers keep the results of splits in one memory, which a layer is done with when it ends.
     """
 
-    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+    def __init__(self, specs: Iterable[AttentionSpec], device: torch.device) -> None:
         self._compiler = Compiler(device)
-        self._spec = spec
+        self._specs = tuple(specs)
         about = torch.cuda.get_device_properties(device)
         self._num_sms = about.multi_processor_count
         # Two transfers a cycle; in kHz and bits. 25 GB/s for each multiprocessor of an H100, 37 of an H200.
         bytes_per_second = 2 * about.memory_clock_rate * 1000 * about.memory_bus_width / 8
         self._slow_memory = bytes_per_second / self._num_sms < _FAST_MEMORY
-        floats = spec.group * (min(spec.head_dim, VALUE_DIM) + 2 * _MAX_CLUSTER)
+        floats = max(spec.group * (min(spec.head_dim, VALUE_DIM) + 2 * _MAX_CLUSTER) for spec in self._specs)
         self._records = torch.empty(_RECORDS, floats, dtype=torch.float32, device=device)
         self._counters = torch.zeros(2 * _RECORDS, dtype=torch.int32, device=device)
 
     def begin_compiling(self, max_rows: int) -> None:
         """Compile the kernels of steps of up to so many rows in threads; any other is compiled when it is needed."""
-        expected = {self._splits_of(rows).compiled_for for rows in range(1, max_rows + 1)}
-        self._compiler.begin(_kernel_spec(self._spec, *splits) for splits in expected)
+        rows = range(1, max_rows + 1)
+        expected = {(spec, self._splits_of(spec, count).compiled_for) for spec in self._specs for count in rows}
+        self._compiler.begin(_kernel_spec(spec, *splits) for spec, splits in expected)
 
-    def rows(self, slots: Tensor, kv_lens: Tensor, page_table: Tensor, window: int | None) -> FusedRows:
-        """Bind the kernel to rows: slots [B] int64 and kv_lens [B] int32, page_table [slots, pages] int32 of all slots.
+    def rows(self, spec: AttentionSpec, slots: Tensor, kv_lens: Tensor, page_table: Tensor) -> FusedRows:
+        """Bind the kernel of one of the specs to B rows, in the layers that have it.
 
-        `window` as in AttentionSpec.
+        slots [B] int64 and kv_lens [B] int32, page_table [slots, pages] int32 of all slots.
         """
-        splits = self._splits_of(len(slots))
+        splits = self._splits_of(spec, len(slots))
         return FusedRows(
-            kernel=self._compiler.kernel(_kernel_spec, self._spec, *splits.compiled_for),
+            kernel=self._compiler.kernel(_kernel_spec, spec, *splits.compiled_for),
             splits=splits,
-            scale=self._spec.softmax_scale,
-            window=window,
+            scale=spec.softmax_scale,
+            window=spec.window,
             records=self._records,
             counters=self._counters,
             slots=slots,
@@ -68,8 +70,7 @@ class FusedDecode:
             page_table=page_table,
         )
 
-    def _splits_of(self, rows: int) -> DecodeSplits:
-        spec = self._spec
+    def _splits_of(self, spec: AttentionSpec, rows: int) -> DecodeSplits:
         spills = not spec.fp8_kv and (spec.page_size < _TILE or spec.group == 1)
         return decode_splits(
             rows * spec.num_kv_heads * _parts(spec.head_dim),
@@ -104,7 +105,7 @@ def _kernel_spec(spec: AttentionSpec, cluster: int, warps: int, blocks_of_sm: in
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedRows:
-    """Fused attention of one step's rows, in the layers of one window."""
+    """Fused attention of one step's rows, in the layers of one spec."""
 
     kernel: Launcher
     splits: DecodeSplits

@@ -154,7 +154,7 @@ class CapturedDecode:
         specs = {layer.spec: layer.fused for layer in self._layers.values() if layer.fused is not None}
         windowed = page_table if window_table is None else window_table
         rows = {
-            spec: fused.rows(slots, kv_lens, page_table if spec.window is None else windowed, spec.window)
+            spec: fused.rows(spec, slots, kv_lens, page_table if spec.window is None else windowed)
             for spec, fused in specs.items()
         }
         return {index: rows[layer.spec] for index, layer in self._layers.items() if layer.fused is not None}
