@@ -26,7 +26,7 @@ from minisgl.attention.backend_choice import CANDIDATES, make_backend
 from minisgl.attention.base import AttentionInputs, AttentionPlan, AttentionSpec
 from minisgl.attention.fused import FusedDecode, FusedRows
 from minisgl.attention.self_test import ROLES
-from minisgl.config import KVCacheDtype
+from minisgl.config.engine import KVCacheDtype
 from minisgl.core import Int32Array
 from minisgl.kernel.base import Heads, Norm
 from minisgl.kvcache.layout import KVLayout

@@ -10,16 +10,8 @@ import msgspec
 import pytest
 
 from minisgl.cli import NO_SUCH_FLAG, make_parser, parse_args
-from minisgl.config import (
-    ConfigError,
-    EngineConfig,
-    HttpConfig,
-    ReasoningParserName,
-    SchedulerConfig,
-    ServerConfig,
-    SourceConfig,
-    ToolCallParserName,
-)
+from minisgl.config import ConfigError, EngineConfig, HttpConfig, SchedulerConfig, ServerConfig, SourceConfig
+from minisgl.config.server import ReasoningParserName, ToolCallParserName
 from minisgl.config.settings import Declaration, Setting, Settings, declarations, take_keywords
 from minisgl.llm import LLM
 from minisgl.parsers.parser_choice import TOOL_CALL_PARSERS

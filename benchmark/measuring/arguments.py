@@ -18,15 +18,8 @@ from typing import Any, TypeVar, get_args
 from measuring.engines import ENGINES, EngineOptions
 from measuring.report import write_json
 from measuring.shapes import SHAPES, make_shape, read_context
-from minisgl.config import (
-    DEFAULT_PAGE_SIZE,
-    BatchPolicyName,
-    Device,
-    KVCacheDtype,
-    ModelImplementation,
-    QuantizationMethod,
-    SchedulePolicy,
-)
+from minisgl.config.engine import DEFAULT_PAGE_SIZE, Device, KVCacheDtype, ModelImplementation, QuantizationMethod
+from minisgl.config.scheduler import BatchPolicyName, SchedulePolicy
 
 T = TypeVar("T")
 PEERS_WITH_OPTIONS = ("vllm", "sglang")

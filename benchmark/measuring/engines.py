@@ -16,15 +16,8 @@ from typing import Any, Protocol
 from measuring.report import environment
 from measuring.shapes import read_vocab_size
 from measuring.workload import OfflineBatch
-from minisgl.config import (
-    DEFAULT_PAGE_SIZE,
-    BatchPolicyName,
-    Dtype,
-    KVCacheDtype,
-    ModelImplementation,
-    QuantizationMethod,
-    SchedulePolicy,
-)
+from minisgl.config.engine import DEFAULT_PAGE_SIZE, Dtype, KVCacheDtype, ModelImplementation, QuantizationMethod
+from minisgl.config.scheduler import BatchPolicyName, SchedulePolicy
 from minisgl.core import SamplingParams
 
 ENGINES = {

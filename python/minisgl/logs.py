@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from minisgl.config import LogFormat, LogLevel
+    from minisgl.config.server import LogFormat, LogLevel
 
 
 class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]

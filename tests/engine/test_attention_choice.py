@@ -16,7 +16,8 @@ from minisgl.attention.decode_splits import fused_decode_unsupported, latent_uns
 from minisgl.attention.page_kernels import PageList, flatten_pages
 from minisgl.attention.self_test import ROLES, Role
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.config import ConfigError, attention_names
+from minisgl.config import ConfigError
+from minisgl.config.engine import attention_names
 from minisgl.kernel.availability import driver_missing
 from minisgl.optional_packages import import_error
 

@@ -25,7 +25,8 @@ from minisgl.attention.model_attention import LayerAttention, ModelAttention
 from minisgl.attention.self_test import ROLES, Role, self_test_error
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.varlen import VarlenAttention
-from minisgl.config import ConfigError, attention_names
+from minisgl.config import ConfigError
+from minisgl.config.engine import attention_names
 from minisgl.optional_packages import import_error
 
 if TYPE_CHECKING:

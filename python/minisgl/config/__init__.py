@@ -17,54 +17,20 @@ default. Only what several fields must agree on is checked by hand, in `validate
 
 from __future__ import annotations
 
-from minisgl.config.engine import (
-    DEFAULT_PAGE_SIZE,
-    Device,
-    Dtype,
-    EngineConfig,
-    KVCacheDtype,
-    LoadFormat,
-    ModelImplementation,
-    QuantizationMethod,
-    attention_names,
-)
+from minisgl.config.engine import EngineConfig
 from minisgl.config.http import HttpConfig
-from minisgl.config.scheduler import BatchPolicyName, CacheType, SchedulePolicy, SchedulerConfig
-from minisgl.config.server import (
-    DEFAULT_PORT,
-    LogFormat,
-    LogLevel,
-    ReasoningParserName,
-    ServerConfig,
-    ToolCallParserName,
-)
+from minisgl.config.scheduler import SchedulerConfig
+from minisgl.config.server import ServerConfig
 from minisgl.config.settings import ConfigError
-from minisgl.config.source import DEMO_MODEL, ModelSource, SamplingDefaults, SourceConfig
+from minisgl.config.source import DEMO_MODEL, SamplingDefaults, SourceConfig
 
 __all__ = [
-    "DEFAULT_PAGE_SIZE",
-    "DEFAULT_PORT",
     "DEMO_MODEL",
-    "BatchPolicyName",
-    "CacheType",
     "ConfigError",
-    "Device",
-    "Dtype",
     "EngineConfig",
     "HttpConfig",
-    "KVCacheDtype",
-    "LoadFormat",
-    "LogFormat",
-    "LogLevel",
-    "ModelImplementation",
-    "ModelSource",
-    "QuantizationMethod",
-    "ReasoningParserName",
     "SamplingDefaults",
-    "SchedulePolicy",
     "SchedulerConfig",
     "ServerConfig",
     "SourceConfig",
-    "ToolCallParserName",
-    "attention_names",
 ]

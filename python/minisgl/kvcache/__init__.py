@@ -8,7 +8,7 @@ recurrent layers is kept. This is policy on page numbers: NumPy only. The tensor
 
 from __future__ import annotations
 
-from minisgl.config import CacheType
+from minisgl.config.scheduler import CacheType
 from minisgl.kvcache.base import CacheManager, CacheObserver
 from minisgl.kvcache.naive import NaiveCache
 from minisgl.kvcache.radix import RadixCache

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import minisgl
-from minisgl.config import DEMO_MODEL, ModelSource, SourceConfig
+from minisgl.config import DEMO_MODEL, SourceConfig
+from minisgl.config.source import ModelSource
 from minisgl.models.config.model_config import UnsupportedModel, WeightError
 from minisgl.progress import line_bar
 

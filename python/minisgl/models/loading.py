@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from minisgl.config import LoadFormat, QuantizationMethod
+from minisgl.config.engine import LoadFormat, QuantizationMethod
 from minisgl.distributed import TPGroup
 from minisgl.layers.embedding import LMHead
 from minisgl.layers.layer_config import AttentionConfig

@@ -11,7 +11,7 @@ from itertools import islice
 
 import numpy as np
 
-from minisgl.config import SchedulePolicy
+from minisgl.config.scheduler import SchedulePolicy
 from minisgl.core import FinishReason, IndexArray, Int32Array
 from minisgl.kvcache.base import CacheHandle
 from minisgl.message.engine_state import SequenceState

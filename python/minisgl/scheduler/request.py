@@ -20,7 +20,7 @@ from enum import Enum, auto
 from itertools import islice
 from typing import Literal
 
-from minisgl.config import SchedulePolicy
+from minisgl.config.scheduler import SchedulePolicy
 from minisgl.core import AnyArray, Int32Array, Logprobs, SamplingParams
 from minisgl.kvcache.base import CacheHandle
 from minisgl.message.engine_state import SequenceState

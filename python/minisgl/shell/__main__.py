@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from minisgl.config import DEFAULT_PORT, ConfigError
+from minisgl.config import ConfigError
+from minisgl.config.server import DEFAULT_PORT
 from minisgl.shell.chat_client import ChatClient, ChatError
 from minisgl.shell.session import COMMANDS, CONTINUES, EXIT_TERMINATED, Session, View
 from minisgl.shell.shell_process import API_KEY, check_packages, on_terminal

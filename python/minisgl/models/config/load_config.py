@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from minisgl.config import EngineConfig, ModelImplementation
+from minisgl.config import EngineConfig
+from minisgl.config.engine import ModelImplementation
 from minisgl.models import deepseek, gemma3, gemma4, glm4_moe, gpt_oss, llama, qwen3_next
 from minisgl.models.config.checkpoint_metadata import checkpoint_dtype, tokenizer_eos
 from minisgl.models.config.config_reader import ConfigReader, brief, read_object
