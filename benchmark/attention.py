@@ -23,7 +23,14 @@ import torch
 from kernel_times import DEVICE, Case, copy_speed, microseconds
 from measuring.report import table
 from minisgl.attention.backend_choice import CANDIDATES, make_backend
-from minisgl.attention.base import AttentionInputs, AttentionPlan, AttentionSpec
+from minisgl.attention.base import (
+    AttentionBackend,
+    AttentionInputs,
+    AttentionPlan,
+    AttentionSpec,
+    GraphedDecode,
+    PlansDecodes,
+)
 from minisgl.attention.fused import FusedDecode, FusedRows
 from minisgl.attention.self_test import ROLES
 from minisgl.config.engine import KVCacheDtype
@@ -102,10 +109,11 @@ def decodes(spec: AttentionSpec, text: str) -> Iterator[Case]:
 
         else:
             backend = make_backend(name, spec, DEVICE)
-            graphed = backend.graphed_decode(rows)
-            if graphed is not None:
+            planner: AttentionBackend | GraphedDecode = backend
+            if isinstance(backend, PlansDecodes):
+                planner = graphed = backend.graphed_decode(rows)
                 graphed.prepare(lengths - 1)
-            run = partial(_forward, (graphed or backend).plan(inputs), q, pool, layers)
+            run = partial(_forward, planner.plan(inputs), q, pool, layers)
 
         yield Case(name, text, run, kv_bytes)
 
@@ -140,9 +148,9 @@ def planning(spec: AttentionSpec, rows: int, context: int) -> tuple[float, float
     """
     pool, page_table = make_pool(spec, rows, context + 200, 1)
     backend = make_backend("fi", spec, DEVICE)
-    graphed = backend.graphed_decode(rows)
-    if graphed is None:
+    if not isinstance(backend, PlansDecodes):
         raise ValueError("FlashInfer plans captured decodes on the host")
+    graphed = backend.graphed_decode(rows)
     lengths = np.full(rows, context, dtype=np.int32)
     graphed.prepare(lengths - 1)
     inputs = AttentionInputs(

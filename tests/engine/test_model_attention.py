@@ -119,7 +119,7 @@ class PlannedOnHost(TorchAttention):
         super().__init__(spec)
         self.prepared = []
 
-    def graphed_decode(self, rows: int) -> PlannedOnHost:  # type: ignore[override]
+    def graphed_decode(self, rows: int) -> PlannedOnHost:
         return self
 
     def prepare(self, positions: Int32Array) -> None:

@@ -212,11 +212,13 @@ class AttentionBackend(Protocol):
         """Prepare a step, once for all layers of the spec."""
         ...
 
-    def graphed_decode(self, rows: int) -> GraphedDecode | None:
-        """Return what captures decodes of this many rows; None if `plan` itself may be captured.
 
-        The largest number is asked for first.
-        """
+@runtime_checkable
+class PlansDecodes(Protocol):
+    """A backend whose `plan` may not be captured, and what takes its place in graphs."""
+
+    def graphed_decode(self, rows: int) -> GraphedDecode:
+        """Return what captures decodes of this many rows. The largest number is asked for first."""
         ...
 
 

@@ -87,9 +87,6 @@ class FlashAttention3:
             seen=self._upcaster.list_pages(inputs) if self._upcaster else None,
         )
 
-    def graphed_decode(self, rows: int) -> None:  # noqa: ARG002
-        return None
-
     def _num_splits(self, inputs: AttentionInputs) -> int:
         """Return how many parts a row's keys may have, so that all multiprocessors have work.
 

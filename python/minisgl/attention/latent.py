@@ -60,9 +60,6 @@ class LatentAttentionBackend:
         chunks = plan_chunks(self._spec, self._compiler, inputs, np.flatnonzero(long).astype(np.int32))
         return LatentStep(every, chunks, None if long.all() else self._absorbed(every, inputs, long))
 
-    def graphed_decode(self, rows: int) -> None:  # noqa: ARG002
-        return None
-
     def _queries(self, inputs: AttentionInputs) -> LatentQueries:
         """Return a step's tokens as rows of one query."""
         tokens = inputs.graph_tokens or int(inputs.query_lens.sum())

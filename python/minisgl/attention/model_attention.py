@@ -15,6 +15,8 @@ from minisgl.attention.base import (
     AttentionPlan,
     AttentionSpec,
     ExpandingPlan,
+    GraphedDecode,
+    PlansDecodes,
     RecurrentSpec,
 )
 from minisgl.attention.key_blocks import MIN_EXPANDED
@@ -132,7 +134,9 @@ class CapturedDecode:
     def __init__(self, layers: Mapping[int, LayerAttention], rows: int, *, window_group: bool) -> None:
         self._layers = layers
         self._specs = {layer.decode: layer.spec for layer in layers.values() if layer.fused is None}
-        self._graphed = {backend: backend.graphed_decode(rows) for backend in self._specs}
+        self._graphed: dict[AttentionBackend, GraphedDecode] = {
+            backend: backend.graphed_decode(rows) for backend in self._specs if isinstance(backend, PlansDecodes)
+        }
         in_group = {window_group and spec.window is not None for spec in self._specs.values()}
         # Fused layers read the page tables of all slots; True if some other layer reads `AttentionInputs.page_table`.
         self.reads_page_table = False in in_group
@@ -142,8 +146,8 @@ class CapturedDecode:
     def plan(self, inputs: AttentionInputs) -> Mapping[int, AttentionPlan]:
         """Return the plan of each layer that is not fused, as `GraphedDecode.plan` makes it."""
         plans = {
-            backend: (graphed or backend).plan(inputs.of_layer(self._specs[backend]))
-            for backend, graphed in self._graphed.items()
+            backend: self._graphed.get(backend, backend).plan(inputs.of_layer(spec))
+            for backend, spec in self._specs.items()
         }
         return {index: plans[layer.decode] for index, layer in self._layers.items() if layer.fused is None}
 
@@ -162,5 +166,4 @@ class CapturedDecode:
     def prepare(self, positions: Int32Array) -> None:
         """Do the host's work for the next replay, as in `GraphedDecode.prepare`."""
         for graphed in self._graphed.values():
-            if graphed is not None:
-                graphed.prepare(positions)
+            graphed.prepare(positions)

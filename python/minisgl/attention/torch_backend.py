@@ -120,9 +120,6 @@ class TorchAttention:
             stores_scores=self._stores_scores,
         )
 
-    def graphed_decode(self, rows: int) -> None:  # noqa: ARG002
-        return None
-
     def _decodes(
         self, inputs: AttentionInputs, first: Int32Array, rows: Int32Array, window: int | None
     ) -> Sequence[Decode]:

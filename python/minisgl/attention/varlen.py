@@ -70,9 +70,6 @@ class VarlenAttention:
         window = shorter_window(self._spec.window, inputs)
         return VarlenPlan(list(self._groups(inputs, window)), window, self._spec.softmax_scale)
 
-    def graphed_decode(self, rows: int) -> None:  # noqa: ARG002
-        return None
-
     def _groups(self, inputs: AttentionInputs, window: int | None) -> Iterator[VarlenGroup]:
         """Yield the step's rows in groups; of a row, the keys that any of its queries sees."""
         query_lens, kv_lens, page_size = inputs.query_lens, inputs.kv_lens, self._spec.page_size
