@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
@@ -12,10 +10,9 @@ from minisgl.distributed import TPGroup
 from minisgl.distributed.group import Summed
 from minisgl.kernel.base import Heads, Norm
 from minisgl.layers.layer_config import AttentionConfig, NormConfig
-from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, zeros
+from minisgl.layers.linear import ColumnParallelLinear, HeadParameter, Part, RowParallelLinear
 from minisgl.layers.norm import ProjectionNorm, RMSNorm, params_of
 from minisgl.layers.rotary import Rotary, paired_rows
-from minisgl.layers.weight_slice import WeightSlice, row_slices
 
 
 def attend(
@@ -32,20 +29,6 @@ def attend(
         return fused.forward(qkv, heads, keys, values, sinks)
     q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.cache_loc(layer), keys, values)
     return ctx.attention[layer].forward(source, q, ctx.kv, sinks)
-
-
-class HeadSinks(nn.Module):
-    """A rank's share of the heads' attention sinks (Xiao et al., 2023): weight [heads], a score each."""
-
-    def __init__(self, num_heads: int, tp: TPGroup, *, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        share = num_heads // tp.size
-        self.kept = range(tp.rank * share, (tp.rank + 1) * share)
-        self.weight = zeros(share, dtype=dtype)
-
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        yield from row_slices(name, self.num_heads, [self.kept], self.weight)
 
 
 class Attention(nn.Module):
@@ -102,7 +85,10 @@ class Attention(nn.Module):
             self.q_norm = ProjectionNorm(q_rows, norm, dtype=dtype, kept=q_kept, tp=tp)
             self.k_norm = ProjectionNorm(kv_rows, norm, dtype=dtype, kept=k_kept, tp=tp)
         self.v_eps = norm.eps if config.v_norm else None
-        self.sinks = HeadSinks(config.num_heads, tp, dtype=dtype) if config.has_sinks else None
+        self.sinks: HeadParameter | None = None
+        if config.has_sinks:
+            heads = range(tp.rank * self.num_heads, (tp.rank + 1) * self.num_heads)
+            self.sinks = HeadParameter("sinks", config.num_heads, heads, dtype=dtype)
         self.o_proj = RowParallelLinear(config.num_heads * dim, hidden_size, bias=config.out_bias, tp=tp, dtype=dtype)
 
     def forward(

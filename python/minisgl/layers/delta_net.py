@@ -14,7 +14,7 @@ from minisgl.distributed.group import Summed
 from minisgl.kernel.base import DeltaHeads, Norm
 from minisgl.kernel.recurrent_rows import RecurrentRows
 from minisgl.layers.layer_config import DeltaNetConfig, NormConfig
-from minisgl.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, zeros
+from minisgl.layers.linear import ColumnParallelLinear, HeadParameter, Part, RowParallelLinear, zeros
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.weight_slice import WeightSlice, row_slices
 
@@ -42,8 +42,8 @@ class GatedDeltaNet(nn.Module):
         self.in_proj = ColumnParallelLinear(hidden_size, parts, bias=False, dtype=dtype)
         self.conv = Convolution(config, heads)
         values = _value_heads(config, heads)
-        self.a_log = HeadParameter(config.num_value_heads, values, checkpoint_name="A_log")
-        self.dt_bias = HeadParameter(config.num_value_heads, values, checkpoint_name="dt_bias")
+        self.a_log = HeadParameter("A_log", config.num_value_heads, values, dtype=torch.float32)
+        self.dt_bias = HeadParameter("dt_bias", config.num_value_heads, values, dtype=torch.float32)
         plain = dataclasses.replace(norm, float32=False, unit_offset=False)
         self.norm = RMSNorm(config.value_dim, plain, dtype=dtype)
         self.out_proj = RowParallelLinear(
@@ -101,21 +101,6 @@ class Convolution(nn.Module):
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         target = self.weight.t().unsqueeze(1)  # [channels, 1, conv_size], as a depthwise nn.Conv1d has it
         yield from row_slices(f"{name.rpartition('.')[0]}.conv1d.weight", self.rows, self.kept, target)
-
-
-class HeadParameter(nn.Module):
-    """A rank's share of a number by head: weight [heads] float32, by its own name in the checkpoint."""
-
-    def __init__(self, num_heads: int, kept: range, *, checkpoint_name: str) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.kept = kept
-        self.checkpoint_name = checkpoint_name
-        self.weight = zeros(len(kept), dtype=torch.float32)
-
-    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
-        beside = name.rpartition(".")[0]
-        yield from row_slices(f"{beside}.{self.checkpoint_name}", self.num_heads, [self.kept], self.weight)
 
 
 def _value_heads(config: DeltaNetConfig, heads: range) -> range:

@@ -48,6 +48,19 @@ def unallocated(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
+class HeadParameter(nn.Module):
+    """A rank's share of a learned number by head: weight [heads], under its own name in the checkpoint."""
+
+    def __init__(self, checkpoint_name: str, num_heads: int, kept: range, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.checkpoint_name, self.num_heads, self.kept = checkpoint_name, num_heads, kept
+        self.weight = zeros(len(kept), dtype=dtype)
+
+    def weight_slices(self, name: str) -> Iterator[WeightSlice]:
+        beside = name.rpartition(".")[0]
+        yield from row_slices(f"{beside}.{self.checkpoint_name}", self.num_heads, [self.kept], self.weight)
+
+
 class Linear(nn.Module):
     """A module whose weight [out, in] is read by products alone, which are bound to it when it has been loaded.
 

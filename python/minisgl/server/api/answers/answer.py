@@ -93,6 +93,11 @@ def server_sent_event(data: msgspec.Struct) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
+def named_event(data: msgspec.Struct) -> bytes:
+    """Return an event of a stream, under the name of its type."""
+    return b"event: %b\ndata: %b\n\n" % (str(data.__struct_config__.tag).encode(), msgspec.json.encode(data))
+
+
 class EventStream:
     """Sink that writes events."""
 

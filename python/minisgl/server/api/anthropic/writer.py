@@ -11,7 +11,7 @@ from msgspec.json import encode
 from pydantic_core import from_json
 
 from minisgl.parsers.streaming import CallArguments, CallStart, Content, Event, Reasoning
-from minisgl.server.api.answers.answer import Usage, Writer
+from minisgl.server.api.answers.answer import Usage, Writer, named_event
 from minisgl.server.api.answers.chat_writer import ChatOptions, Choice
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
@@ -146,7 +146,7 @@ class MessagesWriter(Writer):
     def first_events(self) -> bytes:
         usage = MessageUsage(self._request.prompt_tokens, 0)  # how many of them were cached is known at the end
         message = AnthropicMessage(self.id, self._options.model, [], usage)
-        return message_event(MessageStart(message)) + message_event(Ping())
+        return named_event(MessageStart(message)) + named_event(Ping())
 
     def events(self, delta: Delta) -> bytes:
         data = b"".join([self._blocks.take(event) for event in self._choice.take(delta)])
@@ -156,7 +156,7 @@ class MessagesWriter(Writer):
         return data + self._blocks.close()
 
     def last_events(self, usage: Usage) -> bytes:
-        return message_event(MessageDelta(self._end, self._usage(usage))) + message_event(MessageStop())
+        return named_event(MessageDelta(self._end, self._usage(usage))) + named_event(MessageStop())
 
     def error_event(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + error.anthropic_body(self._request_id) + b"\n\n"
@@ -221,7 +221,7 @@ class BlockEvents:
             return b""
         signature = self._delta(SignatureDelta(SIGNATURE)) if self._open is ThinkingBlock else b""
         self._open = None
-        return signature + message_event(BlockStop(self._index))
+        return signature + named_event(BlockStop(self._index))
 
     def _within(self, block: ContentBlock) -> bytes:
         return b"" if self._open is type(block) else self.close() + self._start(block)
@@ -229,10 +229,10 @@ class BlockEvents:
     def _start(self, block: ContentBlock) -> bytes:
         self._index += 1
         self._open = type(block)
-        return message_event(BlockStart(self._index, block))
+        return named_event(BlockStart(self._index, block))
 
     def _delta(self, delta: BlockDelta) -> bytes:
-        return message_event(BlockDeltaEvent(self._index, delta))
+        return named_event(BlockDeltaEvent(self._index, delta))
 
 
 def content_blocks(events: Iterable[Event]) -> list[ContentBlock]:
@@ -262,9 +262,3 @@ def tool_input(arguments: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def message_event(data: StreamEvent) -> bytes:
-    """Return an event of a stream, which has its type as a name, too."""
-    name = str(type(data).__struct_config__.tag).encode()
-    return b"event: " + name + b"\ndata: " + encode(data) + b"\n\n"

@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.json import encode
 
 from minisgl.parsers.streaming import Content
-from minisgl.server.api.answers.answer import Usage, Writer, usage_of
+from minisgl.server.api.answers.answer import Usage, Writer, named_event, usage_of
 from minisgl.server.api.answers.chat_writer import ChatOptions, Choice
 from minisgl.server.api.http.errors import ApiError
 from minisgl.server.api.requests.open_request import Delta, OpenRequest
@@ -115,11 +115,6 @@ StreamEvent: TypeAlias = (
     ResponseCreated | ResponseInProgress | ResponseCompleted | ResponseIncomplete | ResponseFailed | ItemEvent
 )
 Keep = Callable[[Response], Awaitable[None]]
-
-
-def named_event(event: StreamEvent) -> bytes:
-    """Return an event of a stream, under the name of its type."""
-    return b"event: %b\ndata: %b\n\n" % (str(event.__struct_config__.tag).encode(), msgspec.json.encode(event))
 
 
 class ResponsesWriter(Writer):
