@@ -137,7 +137,6 @@ class AttentionPlan(Protocol):
         `sinks` [heads], where the spec has them: a score beside those of the positions, whose value is 0. K and V of
         the step's own tokens are stored already.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +154,6 @@ class ExpandingPlan(AttentionPlan, Protocol):
     @property
     def absorbed(self) -> AbsorbedTokens | None:
         """The other tokens."""
-        ...
 
     def forward_expanded(
         self, layer: int, q_nope: Tensor, q_rope: Tensor, weight: Tensor, kv: KVPool, out: Tensor
@@ -165,7 +163,6 @@ class ExpandingPlan(AttentionPlan, Protocol):
         weight [heads, nope_dim + value_dim, rank] makes a head's keys and values of a latent. The `absorbed` tokens
         are left out.
         """
-        ...
 
 
 class GraphedDecode(Protocol):
@@ -180,14 +177,12 @@ class GraphedDecode(Protocol):
 
         Nothing on the host may depend on the lengths: a replay finds others in the tensors.
         """
-        ...
 
     def prepare(self, positions: Int32Array) -> None:
         """Do the host's work for the next replay: [rows or fewer] the position of each row's query.
 
         Rows that are missing at the end are padding, of one token.
         """
-        ...
 
 
 class AttentionBackend(Protocol):
@@ -196,21 +191,17 @@ class AttentionBackend(Protocol):
     @property
     def graph_safe(self) -> bool:
         """True if a decode does the same work whatever the lengths, so that a CUDA graph may hold it."""
-        ...
 
     @property
     def prefill_graph_safe(self) -> bool:
         """True if a CUDA graph may hold any step, rows without a query among its rows, and its plan too."""
-        ...
 
     @property
     def upcasts(self) -> bool:
         """True if FP8 pages must be upcast to `KVPool.upcast_buffer` before attention."""
-        ...
 
     def plan(self, inputs: AttentionInputs) -> AttentionPlan:
         """Prepare a step, once for all layers of the spec."""
-        ...
 
 
 @runtime_checkable
@@ -219,7 +210,6 @@ class PlansDecodes(Protocol):
 
     def graphed_decode(self, rows: int) -> GraphedDecode:
         """Return what captures decodes of this many rows. The largest number is asked for first."""
-        ...
 
 
 def window_left(window: int | None) -> int:

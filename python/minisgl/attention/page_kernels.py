@@ -41,7 +41,6 @@ class PageList:
 class PageFlattener(Protocol):
     def __call__(self, table: Tensor, kv_lens: Tensor, page_size: int, out: PageList) -> None:
         """Write the pages of a table [rows, width] for rows of kv_lens [rows] tokens, at least 1 each; int32."""
-        ...
 
 
 def make_flattener(device: torch.device) -> PageFlattener:

@@ -31,11 +31,9 @@ class Decode(Protocol):
     @property
     def tokens(self) -> Tensor | None:
         """Places of their queries in the step, [R] int64; None if they are the whole step."""
-        ...
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
         """Attend with q [R, heads, d] to keys and values [pages, page_size, kv_heads, d], and return [R, heads, d]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

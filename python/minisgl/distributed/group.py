@@ -25,12 +25,10 @@ class SharedRows(Protocol):
     @property
     def own(self) -> Tensor:
         """This rank's, [rows, width]."""
-        ...
 
     @property
     def addresses(self) -> Tensor:
         """Address of each rank's rows, int64 [ranks] on this rank's GPU."""
-        ...
 
 
 class TPGroup(Protocol):
@@ -44,45 +42,36 @@ class TPGroup(Protocol):
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The sum over ranks, plus `residual`, of x's shape; may overwrite x."""
-        ...
 
     def all_reduce_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> Summed:
         """Return `all_reduce` of x [T, H] with its norm; may overwrite x."""
-        ...
 
     def product_sum(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm | None) -> Summed | None:
         """Return `all_reduce_norm` of x [T, K] @ weight [H, K]^T; None where that is the way.
 
         Overwrites the residual [T, H].
         """
-        ...
 
     def all_gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
         """[T, n] -> [T, size * n]: the ranks' tensors side by side in rank order; the first `width` columns of them.
 
         Written to `out`, if given, which is contiguous.
         """
-        ...
 
     def share_rows(self, rows: int, width: int, dtype: torch.dtype) -> SharedRows | None:
         """Memory [rows, width] on each rank; None where ranks do not reach each other's. All ranks ask together."""
-        ...
 
     def smallest(self, value: int) -> int:
         """The smallest of the ranks' values; waits for all of them."""
-        ...
 
     def check(self) -> None:
         """Raise RuntimeError if a collective has ended because a rank, which it names, did not come, or by `abort`."""
-        ...
 
     def abort(self) -> None:
         """End the collectives that wait for a rank which is gone; from any thread. None can be called afterwards."""
-        ...
 
     def close(self) -> None:
         """Leave the group, whatever the other ranks do. CUDA graphs that have its collectives must be gone."""
-        ...
 
 
 class SingleRank:

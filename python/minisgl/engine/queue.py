@@ -45,15 +45,12 @@ class DeviceQueue(Protocol):
 
     def submit(self, step: Callable[[], StepResult[Tensor]]) -> PendingStep:
         """Queue a step; return at once what waits for its result."""
-        ...
 
     def launch(self, function: Callable[[], T]) -> Callable[[], T]:
         """Queue a function; return at once what gives its result to functions that are queued later."""
-        ...
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function behind what is queued and wait for its effects."""
-        ...
 
     def close(self) -> None: ...
 

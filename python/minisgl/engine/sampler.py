@@ -87,7 +87,6 @@ class Sampler(Protocol):
     @property
     def graph_flags(self) -> tuple[SamplingFlags, ...]:
         """Flags of unprocessed rows that it launches different work for. The last is right for the others too."""
-        ...
 
     def sample(
         self, logits: Tensor, slots: Tensor, state: SlotState, flags: SamplingFlags, bitmask: Tensor | None = None
@@ -97,7 +96,6 @@ class Sampler(Protocol):
         `flags` of all rows together: they save work. `bitmask` [S, ceil(V / 32)] int32 allows id 32 w + i where bit i
         of word w is set; None allows all.
         """
-        ...
 
 
 class TorchSampler:

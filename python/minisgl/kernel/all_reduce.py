@@ -68,7 +68,6 @@ class PeerMemory(Protocol):
     @property
     def addresses(self) -> Tensor:
         """Addresses at which each rank's memory begins, int64 [ranks], on this rank's GPU."""
-        ...
 
 
 class PushAllReduce:

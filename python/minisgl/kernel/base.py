@@ -216,28 +216,23 @@ class Weight(Protocol):
     @property
     def tensor(self) -> Tensor:
         """The matrix as the products read it; where they differ, as those of many rows do."""
-        ...
 
     @property
     def label(self) -> str:
         """The layout and its product, in a few words for a log line."""
-        ...
 
     def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Compute `Ops.linear` with this weight."""
-        ...
 
     def norm_linear(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Compute `Ops.norm_linear` with this weight."""
-        ...
 
     def norm_gated_linear(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
     ) -> Tensor:
         """Compute `Ops.norm_gated_linear` with this weight."""
-        ...
 
 
 class Ops(Protocol):
@@ -245,7 +240,6 @@ class Ops(Protocol):
 
     def begin_compiling(self, needs: KernelNeeds, /) -> None:
         """Begin, in threads, to compile what otherwise is compiled at its first use. Costs nothing where nothing is."""
-        ...
 
     def decode_inputs(
         self, slots: Tensor, tokens: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, *, pages: bool
@@ -255,40 +249,33 @@ class Ops(Protocol):
 
         Without `pages` the rows of the page table are left out.
         """
-        ...
 
     def embed(self, ids: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
         """ids [T] int64, weight [vocab, H] -> weight[ids], [T, H].
 
         With `first` the weight is of the ids from there on, and others give zeros.
         """
-        ...
 
     def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:
         """Return a loaded weight [out, in] with its products, in the layout that they read fastest.
 
         `grid`: the values that a weight rounded to 4 bits has, which some products read in its place.
         """
-        ...
 
     def keeps(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
         """Return True if products in `dtype` read a weight [width, size] of this format as it is."""
-        ...
 
     def keeps_experts(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
         """Return True if `moe` reads matrices [experts, width, size] of this format as they are, packed."""
-        ...
 
     def bind_levels(self, levels: Levels, dtype: torch.dtype, *, gated: bool) -> Weight:
         """Return a loaded quantized weight with its products. `gated`: only `norm_gated_linear` reads it."""
-        ...
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """x [T, H] -> x / sqrt(mean(x^2) + eps) * weight, [T, H].
 
         The quotient is rounded to the weight's dtype, the product to x's: with a float32 weight only the result is.
         """
-        ...
 
     def norm_add(
         self, x: Tensor, norm: Norm, residual: Tensor, *next_norms: Norm, factor: Tensor | None = None
@@ -297,18 +284,15 @@ class Ops(Protocol):
 
         All are [T, H], factor is [1] in their dtype. May overwrite x and the residual.
         """
-        ...
 
     def activate(self, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
         """activation(gate) * up, both [T, I] of rows that may be apart: [T, I]. May overwrite the gate."""
-        ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """x [T, in], weight [out, in], bias [out], residual [T, out] -> x @ weight.T + bias + residual, [T, out].
 
         May overwrite the residual.
         """
-        ...
 
     def norm_linear(
         self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
@@ -317,13 +301,11 @@ class Ops(Protocol):
 
         The result is written to `out`, if given.
         """
-        ...
 
     def norm_gated_linear(
         self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None = None, *, activation: Activation
     ) -> Tensor:
         """activation(gate) * up of norm_linear(x), whose weight [2 * I, in] has the gate first: [T, I]."""
-        ...
 
     def norm_rope_store(
         self, qkv: Tensor, heads: Heads, positions: Tensor, out_cache_loc: Tensor, k_cache: Tensor, v_cache: Tensor
@@ -333,7 +315,6 @@ class Ops(Protocol):
         where what is beyond 448 becomes 448. Without KV heads in `heads` nothing is written. Returns q [T, heads,
         head_dim].
         """
-        ...
 
     def delta_step(
         self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: SingleRows, out: Tensor
@@ -344,7 +325,6 @@ class Ops(Protocol):
         Updates the rows' `inputs` [slots, conv_size - 1, channels] and `memory` [slots, value_heads, key_dim,
         value_dim] float32. Slots may repeat only as scratch.
         """
-        ...
 
     def delta_chunks(
         self, projected: Tensor, heads: DeltaHeads, inputs: Tensor, memory: Tensor, rows: ChunkedRows, out: Tensor
@@ -352,18 +332,15 @@ class Ops(Protocol):
         """Compute rows of several tokens as `delta_step` does those of one. Of rows without padded chunks, other tokens
         of `out` may be overwritten too.
         """
-        ...
 
     def delta_graph_safe(self, heads: DeltaHeads, dtype: torch.dtype, /) -> bool:
         """Return True if `delta_chunks` takes rows without padded chunks, as they are in a CUDA graph."""
-        ...
 
     def norm_rope_store_latent(self, rows: LatentRows, q_rope: Tensor, rotated: Tensor) -> None:
         """Store the rows of latent attention, and rotate q_rope [T, heads, rope_dim] into `rotated`, of the same shape.
 
         `rotated` may be q_rope itself.
         """
-        ...
 
     def latent_query(self, rows: LatentRows, q_nope: Tensor, q_rope: Tensor, keys: Tensor) -> Tensor:
         """Store a step's rows as `norm_rope_store_latent` does, and return the absorbed queries.
@@ -371,11 +348,9 @@ class Ops(Protocol):
         q_nope [T, heads, nope_dim] times its head's part of keys [heads, nope_dim, rank], then q_rope rotated:
         [T, heads, rank + rope_dim].
         """
-        ...
 
     def latent_values(self, latents: Tensor, weight: Tensor) -> Tensor:
         """Return the values [T, heads, value_dim] that weight [heads, value_dim, rank] makes of [T, heads, rank]."""
-        ...
 
     def norm_router(
         self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, gate: Tensor | None = None
@@ -384,7 +359,6 @@ class Ops(Protocol):
 
         `gate` [1, H]: of a shared expert that `merges_shared`, whose logit stands behind the others.
         """
-        ...
 
     def moe(self, x: Tensor, router_logits: Tensor, mixture: Mixture, residual: Tensor | None = None) -> Tensor:
         """A mixture of gated experts: x [T, H] -> the weighted sum of the outputs of each token's experts, [T, H].
@@ -395,18 +369,14 @@ class Ops(Protocol):
         A token's experts are the `top_k` of the scores of router_logits [T, experts] in float32, plus `biases.choice`;
         their weights are the scores, divided by their sum if `renormalize`, times `expert_scale`.
         """
-        ...
 
     def moe_chosen(self, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
         """`moe` with silu and without biases of tokens whose experts are chosen: their ids [T, top_k], each of a token
         once, and their weights.
         """
-        ...
 
     def merges_shared(self, tokens: int, mixture: Mixture, /) -> bool:
         """Return True if it has a shared expert, and `norm_router` and `moe` of so many tokens take that too."""
-        ...
 
     def moe_graph_safe(self, mixture: Mixture, /) -> bool:
         """Return True if `moe` launches the same work whatever its data, as a CUDA graph demands."""
-        ...

@@ -45,7 +45,6 @@ class Loadable(Protocol):
 
     def weight_slices(self, name: str) -> Iterator[WeightSlice]:
         """Everything this layer keeps; `name` is its path in the model, which is also its checkpoint name."""
-        ...
 
 
 @runtime_checkable
@@ -54,7 +53,6 @@ class Stackable(Protocol):
 
     def stacked_slices(self, name: str) -> Iterator[WeightSlice]:
         """Everything this layer keeps of such a checkpoint, in place of `weight_slices` if a file has the first one."""
-        ...
 
 
 def row_slices(

@@ -19,11 +19,9 @@ class StoredTensor(Protocol):
     @property
     def dtype(self) -> str:
         """The name that safetensors gives it, such as F8_E4M3."""
-        ...
 
     def read(self, *index: slice) -> Tensor:
         """The part at these slices of the first axes, and all of the others."""
-        ...
 
 
 class QuantizedMatrix(Protocol):
@@ -37,17 +35,14 @@ class QuantizedMatrix(Protocol):
 
         The part may begin and end inside a block, a group or a packed word.
         """
-        ...
 
     def level_format(self, columns: slice) -> LevelFormat | None:
         """Return what `levels` gives of these columns; None for what is no matrix of small numbers and their scales, or
         if a group would be cut.
         """
-        ...
 
     def levels(self, rows: slice, columns: slice) -> Levels:
         """Return a part as it is stored, of columns that have a `level_format`."""
-        ...
 
 
 def check_shape(name: str, tensor: StoredTensor, *shape: int) -> None:

@@ -105,15 +105,12 @@ class BatchPolicy(Protocol):
 
     def chunks(self, start_pos: Int32Array, remaining: Int32Array, max_tokens: int) -> Chunks:
         """Return the running requests' chunks in a step of at most `max_tokens` prompt tokens."""
-        ...
 
     def query_lens(self, remaining: Int32Array, chunks: Chunks) -> Int32Array:
         """Return the tokens of each request in the step; its prompts are those of `chunks`, in order."""
-        ...
 
     def record(self, batch: Batch, seconds: float) -> None:
         """Take the seconds that a step has taken."""
-        ...
 
 
 class PrefillFirst:

@@ -56,18 +56,15 @@ class StepEngine(Protocol):
 
         Bit i of word w says that the row may choose id 32 w + i. It may be written when all steps before are complete.
         """
-        ...
 
     def forward(self, batch: Batch) -> None:
         """Launch a step's forward behind what was launched before, and return at once."""
-        ...
 
     def sample(self, batch: Batch, bitmask: Int32Array | None = None) -> PendingStep:
         """Launch the sampling of the step whose forward was launched last, and return at once.
 
         `bitmask`: the beginning of `self.bitmask`, a row for each that samples, if the step is constrained.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

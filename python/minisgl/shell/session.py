@@ -53,7 +53,6 @@ class AnswerView(Protocol):
 
     def think(self, text: str) -> None:
         """Show a part of the reasoning before the answer."""
-        ...
 
 
 class View(Protocol):
@@ -63,11 +62,9 @@ class View(Protocol):
 
     def ask(self) -> str:
         """Return the next question or command. EOFError at the end, KeyboardInterrupt when it is taken back."""
-        ...
 
     def answer(self) -> AbstractContextManager[AnswerView]:
         """Show one answer within a `with` block; whatever has come is shown in full when it is left."""
-        ...
 
     def note(self, text: str) -> None: ...
 

@@ -27,7 +27,6 @@ class Matcher(Protocol):
     @property
     def is_compiling(self) -> bool:
         """True while the grammar is not ready: the request had better wait."""
-        ...
 
 
 class Grammars(Protocol):
@@ -35,18 +34,15 @@ class Grammars(Protocol):
 
     def start(self, sampling: SamplingParams) -> Matcher:
         """Make the matcher of a new request that has a grammar; returns at once."""
-        ...
 
     def advance(self, matchers: Sequence[Matcher], tokens: Int32Array) -> list[Progress]:
         """Move each matcher on by its token."""
-        ...
 
     def fill(self, bitmask: Int32Array, matchers: Sequence[Matcher | None]) -> None:
         """Write the grammar bitmask int32[rows, words]: bit i of word w is set if id 32 w + i may come next.
 
         A row without a matcher may choose any id.
         """
-        ...
 
 
 class NoGrammars:

@@ -36,7 +36,6 @@ class Seat(Protocol):
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any], /
     ) -> Tensor:
         """Attend with q [1, heads, T, head_dim], k and v [1, kv_heads, T, head_dim]: [1, T, heads, head_dim]."""
-        ...
 
 
 def register() -> None:

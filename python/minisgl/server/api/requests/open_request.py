@@ -106,15 +106,12 @@ class Sink(Protocol):
     @property
     def is_behind(self) -> bool:
         """True if it should not be given more now."""
-        ...
 
     async def caught_up(self) -> None:
         """Wait until it may."""
-        ...
 
     def take(self, deltas: Iterable[Delta]) -> None:
         """Take at most one delta of each choice."""
-        ...
 
 
 class OpenRequest:
