@@ -15,7 +15,7 @@ import pytest
 import minisgl
 from minisgl.core import MAX_GRAMMAR_CHARS, Grammar, InvalidRequest
 from minisgl.structured_output.translate import ebnf_as_lark
-from minisgl.structured_output.trial_process import GrammarCheck, Outcome, Trial, TrialProcess
+from minisgl.structured_output.trial_process import WAIT_FACTOR, GrammarCheck, Outcome, Trial, TrialProcess
 from minisgl.structured_output.validator import CheckFailed, GrammarValidator
 
 LETTERS = Grammar("regex", "[ab]{2,3}")
@@ -40,11 +40,14 @@ def test_a_grammar_ends_no_process_but_its_own() -> None:
     """A process that had to be ended took a second to replace, in which others waited."""
     trials = TrialProcess({})
     pid = trials.pid
+    begin = time.monotonic()
     outcomes = outcome_of(trials, Trial(1, ENDLESS, 0.5), Trial(2, LETTERS, 10.0))
+    gave_up_waiting = time.monotonic() - begin > 0.5 * WAIT_FACTOR  # a machine so busy gives less processor time
     assert [outcome.number for outcome in outcomes] == [2, 1]
     assert outcomes[0].check == GrammarCheck()
     assert outcomes[1].check == GrammarCheck("it takes longer than 0.5 s to compile")
-    assert 0.4 < outcomes[1].seconds < 1.5, "of processor time, however busy the machine is"
+    assert outcomes[1].seconds < 1.5, "of processor time, however busy the machine is"
+    assert outcomes[1].seconds > 0.4 or gave_up_waiting
     (again,) = outcome_of(trials, Trial(3, LETTERS, 10.0))
     assert again.check == GrammarCheck()
     assert trials.pid == pid
