@@ -1,5 +1,5 @@
-// activation(gate) * up over rows of I values, which is a multiple of VEC; `parts` blocks work on a row. -DSIGMOID=1: the
-// activation is a sigmoid.
+// activation(gate) * up over rows of I values, which is a multiple of VEC; `parts` blocks work on a row. -DSIGMOID=1:
+// the activation is a sigmoid.
 #include "common.cuh"
 
 extern "C" __global__ void activate_and_mul(
@@ -8,7 +8,8 @@ extern "C" __global__ void activate_and_mul(
   wait_for_predecessor();
   unsigned token = blockIdx.x / parts, i = (blockIdx.x % parts * blockDim.x + threadIdx.x) * VEC;
   if (i >= I) return;
-  Vec<VEC> g = *(const Vec<VEC>*)(gate + token * gate_stride + i), u = *(const Vec<VEC>*)(up + token * up_stride + i), y;
+  Vec<VEC> g = *(const Vec<VEC>*)(gate + token * gate_stride + i), u = *(const Vec<VEC>*)(up + token * up_stride + i),
+           y;
 #pragma unroll
   for (int j = 0; j < VEC; ++j) {
     float x = to_float(g.v[j]);

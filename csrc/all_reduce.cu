@@ -1,9 +1,10 @@
 // All-reduce and all-gather by writing into the peers' memory (push.cuh).
 //
-// one_shot: everybody gets everything and sums it. two_shot: each rank sums its part of the vector and sends the result,
-// which moves 2 / RANKS of the data. In both, thread k waits for what thread k of a peer sends, so blocks need no order.
-// Sums are float32 in the order of the ranks, so the result has the same bits on all of them. one_shot_norm: one_shot of
-// whole rows with a residual, and their RMS norm beside. received: the same of what products have sent to all ranks.
+// one_shot: everybody gets everything and sums it. two_shot: each rank sums its part of the vector and sends the
+// result, which moves 2 / RANKS of the data. In both, thread k waits for what thread k of a peer sends, so blocks need
+// no order. Sums are float32 in the order of the ranks, so the result has the same bits on all of them. one_shot_norm:
+// one_shot of whole rows with a residual, and their RMS norm beside. received: the same of what products have sent to
+// all ranks.
 #include "push.cuh"
 
 union Values {

@@ -51,7 +51,8 @@ __device__ __forceinline__ float rounded(float x) { return to_float(from_float<T
 // A value that an RMSNorm has divided, times its weight: the value is rounded to the weight's type first.
 __device__ __forceinline__ float times_norm(float x, W weight) { return to_float(from_float<W>(x)) * to_float(weight); }
 
-// silu(x) = x * sigmoid(x), or gelu's tanh approximation, which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)).
+// silu(x) = x * sigmoid(x), or gelu's tanh approximation, which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 *
+// x^3)).
 __device__ __forceinline__ float activation(float x) {
   return __fdividef(x, 1.f + __expf(GELU_TANH ? -1.5957691216f * (x + 0.044715f * x * x * x) : -x));
 }
@@ -78,10 +79,11 @@ __device__ __forceinline__ float block_sum(float x, float* scratch) {
 
 // Programmatic dependent launch (Hopper): a kernel begins while the one before it still runs. Before it waits it may
 // read what the predecessor does not write: what earlier kernels wrote is complete, because a kernel lets its successor
-// start only after its own wait. (But those in front of a product, such as rms_norm, start it before: it reads weights alone
-// before it waits. So does delta_conv, since delta_step reads what the step before left.)
+// start only after its own wait. (But those in front of a product, such as rms_norm, start it before: it reads weights
+// alone before it waits. So does delta_conv, since delta_step reads what the step before left.)
 // A kernel without any work waits too: its end tells its successor, and a graph, that all kernels before it have ended,
-// and a grid whose blocks all return before they wait ends before them. On older GPUs kernels follow one another as usual.
+// and a grid whose blocks all return before they wait ends before them. On older GPUs kernels follow one another as
+// usual.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

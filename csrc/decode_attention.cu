@@ -1,10 +1,10 @@
 // Attention of a decode step from the q, k, v product to its output, in one launch: norm and rotation of q and k, the
 // store of the new K and V, and attention over the paged cache (flash-decoding: Dao et al., 2023).
 //
-// A cluster of blocks serves one KV head of one row. Tiles of 16 cached tokens are dealt to the cluster's warps in turn;
-// each warp streams its tiles from memory straight into the registers of tensor-core instructions and keeps an online
-// softmax of its own. The new token never takes the way through memory: it is one more partial result. At the end
-// warps merge through shared memory, and blocks by pushing their shares to one another.
+// A cluster of blocks serves one KV head of one row. Tiles of 16 cached tokens are dealt to the cluster's warps in
+// turn; each warp streams its tiles from memory straight into the registers of tensor-core instructions and keeps an
+// online softmax of its own. The new token never takes the way through memory: it is one more partial result. At the
+// end warps merge through shared memory, and blocks by pushing their shares to one another.
 //
 // A long row is cut into splits, by its own length alone. Its own cluster takes the first; the others are dealt to the
 // spare clusters, which the grid has beyond the rows. Who finishes the last split of a row merges them all.
@@ -14,16 +14,17 @@
 // 1), dimensions 8 to 15, 40 to 47, 72 to 79 and 104 to 111 (p = lane % 4 = 1); of its V tokens 2, 3, 10 and 11,
 // dimensions 8 to 15 and 72 to 79. Its scores are those of the query heads 2 and 3 with the tokens 1 and 9.
 //
-// Scores are computed as K [16 tokens, dims] @ q^T [dims, 8 heads], the output as V^T [dims, 16 tokens] @ p^T [16 tokens,
-// 8 heads]. Dimensions and tokens are summed over, so their order may be any as long as both operands agree: each
-// thread loads 16 bytes that are contiguous in memory. K and V of 8 bits become f16 in registers, and so do q and p: f16
-// has more bits than bf16, and q ends at its largest value.
+// Scores are computed as K [16 tokens, dims] @ q^T [dims, 8 heads], the output as V^T [dims, 16 tokens] @ p^T [16
+// tokens, 8 heads]. Dimensions and tokens are summed over, so their order may be any as long as both operands agree:
+// each thread loads 16 bytes that are contiguous in memory. K and V of 8 bits become f16 in registers, and so do q and
+// p: f16 has more bits than bf16, and q ends at its largest value.
 //
-// A head of 512 dimensions has two clusters: each reads K, in two pieces, and has half of the values. Without STORES the
-// layer attends to K and V of an earlier one, which has stored the new token's too: there are queries alone.
+// A head of 512 dimensions has two clusters: each reads K, in two pieces, and has half of the values. Without STORES
+// the layer attends to K and V of an earlier one, which has stored the new token's too: there are queries alone.
 //
-// -DHEAD_DIM: 64, 128, 256 or 512; -DSTORES: 0 or 1; -DGROUP: query heads of a KV head, at most 8; -DPAGE_SIZE: a power of two; -DCLUSTER: blocks;
-// -DWARPS of a block, at least 2; -DBLOCKS_OF_SM: that registers must be left for; -DCACHE: fp8.cuh.
+// -DHEAD_DIM: 64, 128, 256 or 512; -DSTORES: 0 or 1; -DGROUP: query heads of a KV head, at most 8; -DPAGE_SIZE: a power
+// of two; -DCLUSTER: blocks; -DWARPS of a block, at least 2; -DBLOCKS_OF_SM: that registers must be left for; -DCACHE:
+// fp8.cuh.
 #include "fp8.cuh"
 #include "mma.cuh"
 
@@ -68,7 +69,8 @@ struct Unit {
     int from = first / TILE, count = first < end ? (end + TILE - 1) / TILE - from : 0, size = count;
     splits = 1;
     if (count > 2 * cutting.min_tiles) {
-      size = min(max((count + cutting.num_kv_splits - 1) / cutting.num_kv_splits, cutting.min_tiles), cutting.max_tiles);
+      size =
+          min(max((count + cutting.num_kv_splits - 1) / cutting.num_kv_splits, cutting.min_tiles), cutting.max_tiles);
       size = (max(size, (count + cutting.max_splits - 1) / cutting.max_splits) + STEP - 1) / STEP * STEP;
       splits = (count + size - 1) / size;
     }
@@ -125,15 +127,17 @@ __device__ __forceinline__ void load_v(uint4 (&v)[4][V_LOADS], const Cache& cach
   }
 }
 
-// Load a lane's part of q: of its column's head the dimensions that it has of a piece of K. The loads stay where they are written:
-// the compiler would keep their results in registers that it does not have.
+// Load a lane's part of q: of its column's head the dimensions that it has of a piece of K. The loads stay where they
+// are written: the compiler would keep their results in registers that it does not have.
 __device__ __forceinline__ void load_q(uint4 (&b)[STRIPS], const M (&q)[8][STRIDE], int piece = 0) {
   int lane = threadIdx.x & 31;
 #pragma unroll
   for (int j = 0; j < STRIPS; ++j) {
     int at = (piece * STRIPS + j) * 8 / K_VALUES * 4 * K_VALUES + (lane & 3) * K_VALUES + j * 8 % K_VALUES;
     unsigned from = (unsigned)__cvta_generic_to_shared(q[lane >> 2] + at);
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(b[j].x), "=r"(b[j].y), "=r"(b[j].z), "=r"(b[j].w) : "r"(from));
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(b[j].x), "=r"(b[j].y), "=r"(b[j].z), "=r"(b[j].w)
+                 : "r"(from));
   }
 }
 
@@ -204,7 +208,8 @@ __device__ __forceinline__ void norm_rotate(
   }
 }
 
-// The transposed 8 x 8 matrix of 16-bit values: a thread gives (row g; columns 2p, 2p + 1) and takes (rows 2p, 2p + 1; column g).
+// The transposed 8 x 8 matrix of 16-bit values: a thread gives (row g; columns 2p, 2p + 1) and takes (rows 2p, 2p + 1;
+// column g).
 __device__ __forceinline__ unsigned transpose(unsigned pair) {
   unsigned out;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
@@ -224,7 +229,9 @@ __device__ __forceinline__ float column_sum(float x) {
 // Store at the place of `mine` in the block `rank` of the cluster.
 __device__ __forceinline__ void push(float* mine, int rank, float value) {
   unsigned address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((unsigned)__cvta_generic_to_shared(mine)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"((unsigned)__cvta_generic_to_shared(mine)), "r"(rank));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
@@ -236,7 +243,9 @@ __device__ __forceinline__ float load_fresh(const float* from) {
 }
 
 // Offset of a cluster's i-th value from its first in the output.
-__device__ __forceinline__ int place_of_value(int i) { return PARTS == 1 ? i : i / VALUE_DIM * HEAD_DIM + i % VALUE_DIM; }
+__device__ __forceinline__ int place_of_value(int i) {
+  return PARTS == 1 ? i : i / VALUE_DIM * HEAD_DIM + i % VALUE_DIM;
+}
 
 // A block's share of a row's output from the records of its splits.
 __device__ __forceinline__ void merge_splits(T* to, const float* records, int splits) {
@@ -260,7 +269,8 @@ __device__ __forceinline__ bool find_split(
     Unit& unit, int index, const int* lengths, int rows, int parts, int window, const Cutting& cutting) {
   int left = index / parts, lane = threadIdx.x & 31, longest = 0;
 #pragma unroll 8
-  for (int row = lane; row < rows; row += 32) longest = max(longest, lengths[row]);  // all at once, for mostly none is cut
+  // All at once, for mostly none is cut.
+  for (int row = lane; row < rows; row += 32) longest = max(longest, lengths[row]);
   if (!__any_sync(0xffffffffu, longest / TILE >= 2 * cutting.min_tiles)) return false;
   unit.part = index % parts;
   for (int base = 0; base < rows; base += 32) {
@@ -284,15 +294,15 @@ __device__ __forceinline__ bool find_split(
   return false;
 }
 
-// grid: (CLUSTER, KV heads * PARTS, rows or more). `lengths` [rows], the new token included. `window`: positions a query
-// sees, itself included; 0: all. `sinks` [heads]: a score of each query head besides, whose value is 0; for STORES only.
-// `v_eps`: each head of v is divided by its root mean square with this eps; negative: it is not. `records` [rows *
-// gridDim.y, CLUSTER, max_splits, RECORD]; `counters` [rows * gridDim.y, CLUSTER] are zero before and after.
+// grid: (CLUSTER, KV heads * PARTS, rows or more). `lengths` [rows], the new token included. `window`: positions a
+// query sees, itself included; 0: all. `sinks` [heads]: a score of each query head besides, whose value is 0; for
+// STORES only. `v_eps`: each head of v is divided by its root mean square with this eps; negative: it is not. `records`
+// [rows * gridDim.y, CLUSTER, max_splits, RECORD]; `counters` [rows * gridDim.y, CLUSTER] are zero before and after.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_attention(
     const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride, int rows,
-    const float* cos_sin, OPTIONAL const W* q_norm, OPTIONAL const W* k_norm, float eps, float v_eps, C* k_cache, C* v_cache,
-    OPTIONAL const T* sinks, T* out, float softmax_scale, int window,
-    int num_kv_splits, int min_tiles, int max_tiles, int max_splits, float* records, int* counters) {
+    const float* cos_sin, OPTIONAL const W* q_norm, OPTIONAL const W* k_norm, float eps, float v_eps, C* k_cache,
+    C* v_cache, OPTIONAL const T* sinks, T* out, float softmax_scale, int window, int num_kv_splits, int min_tiles,
+    int max_tiles, int max_splits, float* records, int* counters) {
   __shared__ alignas(16) M q[8][STRIDE];
   __shared__ alignas(16) T new_k[HEAD_DIM], new_v[VALUE_DIM];
   __shared__ float partial_max[PARTIALS][8], partial_sum[PARTIALS][8], partial[WARPS][GROUP][VALUE_DIM];
@@ -339,14 +349,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
       *(Vec<PAIRS, M>*)(q[head] + lane * PAIRS) = operand(low);
       *(Vec<PAIRS, M>*)(q[head] + HALF + lane * PAIRS) = operand(high);
     }
-    bool has_new = STORES && unit.split == unit.splits - 1 && rank == CLUSTER - 1;  // this block takes care of the new token
+    // This block takes care of the new token.
+    bool has_new = STORES && unit.split == unit.splits - 1 && rank == CLUSTER - 1;
     if (has_new) {
       long long to = place(cache, unit.position) + kv_head * HEAD_DIM;
       if (warp == WARPS - 1) {
         Vec<PAIRS> low, high;
         norm_rotate(heads + (GROUP * kv_heads + kv_head) * HEAD_DIM, k_norm, eps, angle, low, high);
         if (first_value == 0) store(k_cache + to + lane * PAIRS, low), store(k_cache + to + HALF + lane * PAIRS, high);
-        *(Vec<PAIRS>*)(new_k + lane * PAIRS) = as_stored(low), *(Vec<PAIRS>*)(new_k + HALF + lane * PAIRS) = as_stored(high);
+        *(Vec<PAIRS>*)(new_k + lane * PAIRS) = as_stored(low),
+        *(Vec<PAIRS>*)(new_k + HALF + lane * PAIRS) = as_stored(high);
       } else if (warp == WARPS - 2) {
         constexpr int OWN = VALUE_DIM / 32;
         using Part = Vec<OWN>;
@@ -398,11 +410,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
       }
 
       int position = tile * TILE + (lane >> 2);
-      bool low_in = position < unit.end && position >= unit.first, high_in = position + 8 < unit.end && position + 8 >= unit.first;
+      bool low_in = position < unit.end && position >= unit.first,
+           high_in = position + 8 < unit.end && position + 8 >= unit.first;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         s[i] = low_in ? s[i] * scale : -INF, s[i + 2] = high_in ? s[i + 2] * scale : -INF;
-        float higher = fmaxf(highest[i], column_max(fmaxf(s[i], s[i + 2])));  // finite: every tile has a position that counts
+        // Finite: every tile has a position that counts.
+        float higher = fmaxf(highest[i], column_max(fmaxf(s[i], s[i + 2])));
         float fade = exp2f(highest[i] - higher);
         highest[i] = higher;
         s[i] = exp2f(s[i] - higher), s[i + 2] = exp2f(s[i + 2] - higher);
@@ -432,7 +446,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
 #pragma unroll
         for (int n = 0; n < HALVES * 4; ++n) {
           Vec2 pair = {o[n][i], o[n][i + 2]};
-          *(Vec2*)&partial[warp][head][2 * n / V_VALUES * 8 * V_VALUES + (lane >> 2) * V_VALUES + 2 * n % V_VALUES] = pair;
+          *(Vec2*)&partial[warp][head][2 * n / V_VALUES * 8 * V_VALUES + (lane >> 2) * V_VALUES + 2 * n % V_VALUES] =
+              pair;
         }
       }
     }
@@ -463,7 +478,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
       for (int w = 0; w < WARPS; ++w) best = fmaxf(best, partial_max[w][head]);
       float base = best == -INF ? 0.f : best;  // a block may have no token at all
       float weight = exp2f(partial_max[WARPS][head] - base);
-      float total = partial_sum[WARPS][head] * weight, y = has_new ? to_float(new_v[d]) * new_share[head] * weight : 0.f;
+      float total = partial_sum[WARPS][head] * weight,
+            y = has_new ? to_float(new_v[d]) * new_share[head] * weight : 0.f;
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) {
         weight = exp2f(partial_max[w][head] - base);

@@ -1,7 +1,7 @@
-// Shared parts of the kernels of a Gated DeltaNet (Yang et al., "Gated Delta Networks", 2024). A projection [T, width] holds q
-// and k of all key heads, v of all value heads (together the channels of the convolution), the gate z of all value heads,
-// and a logit b of the step and a of the decay for each. -DKEY_DIM and -DVALUE_DIM are the sizes of heads, -DTAPS the
-// inputs that the convolution reads.
+// Shared parts of the kernels of a Gated DeltaNet (Yang et al., "Gated Delta Networks", 2024). A projection [T, width]
+// holds q and k of all key heads, v of all value heads (together the channels of the convolution), the gate z of all
+// value heads, and a logit b of the step and a of the decay for each. -DKEY_DIM and -DVALUE_DIM are the sizes of heads,
+// -DTAPS the inputs that the convolution reads.
 #pragma once
 #include "common.cuh"
 

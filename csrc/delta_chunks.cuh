@@ -1,6 +1,7 @@
-// Rows of several tokens through a Gated DeltaNet (delta.cuh), in chunks of 64, by the WY form of the paper's section 3.3.
-// In a chunk let g be the running sum of the decays' logarithms, S the memory [KEY_DIM, VALUE_DIM] behind the chunk before,
-// and D [i, j] = exp(g_i - g_j) for j <= i. The corrections U of the chunk's tokens solve a triangular system,
+// Rows of several tokens through a Gated DeltaNet (delta.cuh), in chunks of 64, by the WY form of the paper's section
+// 3.3. In a chunk let g be the running sum of the decays' logarithms, S the memory [KEY_DIM, VALUE_DIM] behind the
+// chunk before, and D [i, j] = exp(g_i - g_j) for j <= i. The corrections U of the chunk's tokens solve a triangular
+// system,
 //
 //   (I + strictly lower part of diag(beta) (D * K K')) U = diag(beta) (V - diag(exp g) K S)
 //
@@ -9,12 +10,12 @@
 //   O = diag(exp g) Q S + (D * Q K') U        S := exp(g_last) S + K' diag(exp(g_last - g)) U
 //
 // delta_prepare makes, for all chunks at once, q, k and v, the inverse of the system ("solve") and D * Q K' ("scores").
-// delta_scan passes over each row's chunks with 16 columns of a memory in the registers of each warp, which needs no other
-// warp. delta_gate norms and gates what was read.
+// delta_scan passes over each row's chunks with 16 columns of a memory in the registers of each warp, which needs no
+// other warp. delta_gate norms and gates what was read.
 //
 // Operands of the tensor cores are bf16. What the memory is made of is split into a high and a low part, whose products
-// but the smallest are added: so it keeps some 16 bits, as float32 states deserve. What only the output sees is split too
-// if T is finer than bf16.
+// but the smallest are added: so it keeps some 16 bits, as float32 states deserve. What only the output sees is split
+// too if T is finer than bf16.
 #pragma once
 #include "delta.cuh"
 #include "mma.cuh"
@@ -58,10 +59,11 @@ __device__ __forceinline__ Operand as_operand(const float (&left)[4], const floa
 struct Blocks {
   uint4 high[4], low[4];
 };
-// c [16, 64] += a @ b, for blocks of b from `first` to `end`. A product of the tensor cores waits for the one before it with
-// the same sum, so those of different sums stand between them.
+// c [16, 64] += a @ b, for blocks of b from `first` to `end`. A product of the tensor cores waits for the one before it
+// with the same sum, so those of different sums stand between them.
 template <bool SPLIT>
-__device__ __forceinline__ void add_product(float (*c)[4], const Operand& a, const Blocks& b, int first = 0, int end = 4) {
+__device__ __forceinline__ void add_product(
+    float (*c)[4], const Operand& a, const Blocks& b, int first = 0, int end = 4) {
   auto add = [&](const unsigned(&left)[4], const uint4(&right)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -74,8 +76,8 @@ __device__ __forceinline__ void add_product(float (*c)[4], const Operand& a, con
   add(a.high, b.high);
 }
 
-// Parts [16, 16] of a tile as operands: a left one; two right ones of a tile whose rows are the product's columns; two of a
-// tile whose columns they are.
+// Parts [16, 16] of a tile as operands: a left one; two right ones of a tile whose rows are the product's columns; two
+// of a tile whose columns they are.
 template <int N> __device__ __forceinline__ uint4 left_of(const bf16 (*tile)[N], int row, int column) {
   int lane = threadIdx.x & 31;
   return ldmatrix(&tile[row + (lane & 15)][column + (lane >> 4) * 8]);
@@ -103,7 +105,8 @@ __device__ __forceinline__ Blocks rows_of(const bf16 (*high)[N], const bf16 (*lo
 }
 // The one that 16 rows of 64 columns are, up to block `end`.
 template <int N>
-__device__ __forceinline__ Blocks columns_of(const bf16 (*high)[N], const bf16 (*low)[N], int row, int column, int end = 4) {
+__device__ __forceinline__ Blocks
+columns_of(const bf16 (*high)[N], const bf16 (*low)[N], int row, int column, int end = 4) {
   Blocks b;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

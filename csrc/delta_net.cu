@@ -1,7 +1,7 @@
-// One token a row through a Gated DeltaNet (delta.cuh), in two kernels: delta_conv mixes the inputs of q, k and v and makes q
-// and k unit vectors, and delta_step takes a step of each value head's memory and norms and gates what it reads. All sums
-// are float32. `tokens` [rows] are the rows' tokens of the step, if not all. Of `lengths` [rows], if given, the first that is
-// not 1 ends the rows.
+// One token a row through a Gated DeltaNet (delta.cuh), in two kernels: delta_conv mixes the inputs of q, k and v and
+// makes q and k unit vectors, and delta_step takes a step of each value head's memory and norms and gates what it
+// reads. All sums are float32. `tokens` [rows] are the rows' tokens of the step, if not all. Of `lengths` [rows], if
+// given, the first that is not 1 ends the rows.
 #include "delta.cuh"
 
 // mixed [T, channels] = silu of the convolution; q and k are unit vectors, and q is divided by sqrt(KEY_DIM). The row's
@@ -48,8 +48,9 @@ extern "C" __global__ void delta_conv(const T* projected, T* inputs, const float
 }
 
 // A value head's memory S [KEY_DIM, VALUE_DIM] becomes S = decay S + k (beta (v - k' decay S))', and
-// out [T, value_heads * VALUE_DIM] = norm(q' S) * weight * silu(z). Blocks of a value head (blockIdx.x) take the rows in turn.
-// A warp holds every WARPS-th row of S in registers, a lane four of its columns; sums over rows pass through shared memory.
+// out [T, value_heads * VALUE_DIM] = norm(q' S) * weight * silu(z). Blocks of a value head (blockIdx.x) take the rows
+// in turn. A warp holds every WARPS-th row of S in registers, a lane four of its columns; sums over rows pass through
+// shared memory.
 constexpr int WARPS = THREADS / 32, ROWS = KEY_DIM / WARPS;
 static_assert(VALUE_DIM == 128 && ROWS * WARPS == KEY_DIM && THREADS >= VALUE_DIM, "a lane has four columns");
 

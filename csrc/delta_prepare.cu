@@ -34,7 +34,8 @@ __device__ __forceinline__ void invert(const float (*system)[20], int column, fl
 }
 
 // An accumulator [16, 8], with this sign, to a tile in two parts.
-__device__ __forceinline__ void store_tile(const float (&c)[4], float sign, bf16 (*tile)[CHUNK][TOKENS], int row, int column) {
+__device__ __forceinline__ void store_tile(
+    const float (&c)[4], float sign, bf16 (*tile)[CHUNK][TOKENS], int row, int column) {
   int lane = threadIdx.x & 31;
 #pragma unroll
   for (int upper = 0; upper < 2; ++upper) {
@@ -48,8 +49,8 @@ __device__ __forceinline__ void store_tile(const float (&c)[4], float sign, bf16
 
 // Grid: key heads, and blocks of WARPS warps that take the chunks in turn. Of each chunk `chunk_rows` names the row and
 // `chunk_firsts` the first token in it. keys [2, tokens, key_heads, KEY_DIM] and queries [PARTS, ...] in parts; values
-// [tokens, value_heads, VALUE_DIM]; solve [2, tokens, value_heads, CHUNK] and scores [PARTS, ...], of which nothing right of
-// the diagonal's blocks of 16 is written; gates [tokens, value_heads, 4]: exp(g), exp(g_last - g), beta.
+// [tokens, value_heads, VALUE_DIM]; solve [2, tokens, value_heads, CHUNK] and scores [PARTS, ...], of which nothing
+// right of the diagonal's blocks of 16 is written; gates [tokens, value_heads, 4]: exp(g), exp(g_last - g), beta.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 3) delta_prepare(
     const T* projected, const T* inputs, const float* conv, const float* a_log, const float* dt_bias,
     const long long* slots, const long long* positions, const long long* begins, const long long* lengths,
@@ -69,11 +70,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 3) delta_prepare(
     long long begin = begins[row] + first;
     const T* history = inputs + slots[row] * (TAPS - 1) * channels;
 
-    // Four channels of the convolution's inputs; token: of the chunk, before it where negative. All loads are made, so that
-    // they are under way together.
+    // Four channels of the convolution's inputs; token: of the chunk, before it where negative. All loads are made, so
+    // that they are under way together.
     auto input = [&](int token, int channel) {
       bool before = first + token < 0;
-      const T* from = before ? history + (TAPS - 1 + first + token) * channels : projected + (begin + min(token, count - 1)) * width;
+      const T* from = before ? history + (TAPS - 1 + first + token) * channels
+                             : projected + (begin + min(token, count - 1)) * width;
       Vec<4> x = *(const Vec<4>*)(from + channel);
 #pragma unroll
       for (int i = 0; i < 4; ++i) x.v[i] = before && fresh ? from_float<T>(0.f) : x.v[i];
@@ -196,14 +198,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 3) delta_prepare(
         if (lane < 16) shared.inverse[0][warp * 16 + i][warp * 16 + lane] = high;
         else shared.inverse[1][warp * 16 + i][warp * 16 + lane - 16] = from_float<bf16>(column[i] - to_float(high));
       }
-      // Block row i of the inverse is -D_i (A_i0 T_0 + ... + A_ij T_j), j < i, with D_i the inverse of the diagonal's block.
+      // Block row i of the inverse is -D_i (A_i0 T_0 + ... + A_ij T_j), j < i, with D_i the inverse of the diagonal's
+      // block.
       float sum[CHUNK / 8][4] = {};
 #pragma unroll
       for (int known = 0; known < CHUNK / 16 - 1; ++known) {
         __syncthreads();
         if (warp <= known) continue;
         Operand a = as_operand(system[2 * known], system[2 * known + 1]);
-        add_product<true>(sum, a, columns_of(shared.inverse[0], shared.inverse[1], known * 16, 0, known + 1), 0, known + 1);
+        add_product<true>(
+            sum, a, columns_of(shared.inverse[0], shared.inverse[1], known * 16, 0, known + 1), 0, known + 1);
         if (warp != known + 1) continue;
         int row = warp * 16;
 #pragma unroll

@@ -13,13 +13,14 @@ struct Stage {
   float gates[CHUNK][4];
 };
 
-// Grid: value heads times SPLITS, and blocks that take the rows in turn, up to the first one of length 0. While SCAN_WARPS
-// warps use a stage, others load the next one. The values become the reads; memory [slots, value_heads, KEY_DIM, VALUE_DIM]
-// and the convolution's inputs [slots, TAPS - 1, channels] those behind the row.
+// Grid: value heads times SPLITS, and blocks that take the rows in turn, up to the first one of length 0. While
+// SCAN_WARPS warps use a stage, others load the next one. The values become the reads; memory [slots, value_heads,
+// KEY_DIM, VALUE_DIM] and the convolution's inputs [slots, TAPS - 1, channels] those behind the row.
 extern "C" __global__ void __launch_bounds__(THREADS) delta_scan(
     const T* projected, T* inputs, float* memory, const long long* slots, const long long* positions,
     const long long* begins, const long long* lengths, const bf16* keys, const bf16* queries, float* values,
-    const bf16* solve, const bf16* scores, const float* gates, int rows, int tokens, int key_heads, int value_heads, int width) {
+    const bf16* solve, const bf16* scores, const float* gates, int rows, int tokens, int key_heads, int value_heads,
+    int width) {
   extern __shared__ uint4 dynamic[];
   Stage* stages = (Stage*)dynamic;
   int head = blockIdx.x / SPLITS, column = blockIdx.x % SPLITS * COLUMNS;
@@ -57,7 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_scan(
 #pragma unroll
           for (int i = 0; i < CHUNK * parts / LOADERS; ++i) {
             int token = first + i * (LOADERS / parts);
-            copy_16((char*)tile + token * tile_stride + part, token < count ? source : (const char*)from, token < count);
+            copy_16(
+                (char*)tile + token * tile_stride + part, token < count ? source : (const char*)from, token < count);
             source += LOADERS / parts * stride;
           }
         };
@@ -67,19 +69,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_scan(
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
           copy(stage.k[part], STRIDE * 2, HEAD * 2, keys + part * keys_plane + key_row * HEAD, key_heads * HEAD * 2);
-          copy(stage.solve[part], TOKENS * 2, CHUNK * 2, solve + part * plane + row_of_head * CHUNK, value_heads * CHUNK * 2);
+          copy(
+              stage.solve[part], TOKENS * 2, CHUNK * 2, solve + part * plane + row_of_head * CHUNK,
+              value_heads * CHUNK * 2);
           if (part >= PARTS) continue;
           copy(stage.q[part], STRIDE * 2, HEAD * 2, queries + part * keys_plane + key_row * HEAD, key_heads * HEAD * 2);
-          copy(stage.scores[part], TOKENS * 2, CHUNK * 2, scores + part * plane + row_of_head * CHUNK, value_heads * CHUNK * 2);
+          copy(
+              stage.scores[part], TOKENS * 2, CHUNK * 2, scores + part * plane + row_of_head * CHUNK,
+              value_heads * CHUNK * 2);
         }
         copy(stage.v, sizeof(stage.v[0]), COLUMNS * 4, values + row_of_head * HEAD + column, value_heads * HEAD * 4);
         if (thread < CHUNK)
-          copy_16(stage.gates[thread], gates + (row_of_head + min(thread, count - 1) * value_heads) * 4, thread < count);
+          copy_16(
+              stage.gates[thread], gates + (row_of_head + min(thread, count - 1) * value_heads) * 4, thread < count);
         close_group();
         if (chunk == 0) {
           for (int i = thread; i < COLUMNS; i += LOADERS) keep_input(2 * key_heads * HEAD + head * HEAD + column + i);
           if (head % group == 0 && column == 0)
-            for (int i = thread; i < 2 * HEAD; i += LOADERS) keep_input((i / HEAD * key_heads + key_head) * HEAD + i % HEAD);
+            for (int i = thread; i < 2 * HEAD; i += LOADERS)
+              keep_input((i / HEAD * key_heads + key_head) * HEAD + i % HEAD);
         }
         wait_group<0>();
         __syncthreads();  // the stage is there, and the one before it may be overwritten

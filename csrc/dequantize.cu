@@ -1,7 +1,7 @@
 // A packed weight (quantized.cuh) as a matrix [N, K] of T, for products of many rows.
 //
-// A block has 64 rows and COLUMNS columns: every thread decodes its words of some chunks as a product would, into shared
-// memory, from where whole lines go out. Values are multiplied by their scale in float32. GATED: as in sums.cuh.
+// A block has 64 rows and COLUMNS columns: every thread decodes its words of some chunks as a product would, into
+// shared memory, from where whole lines go out. Values are multiplied by their scale in float32. GATED: as in sums.cuh.
 #include "quantized.cuh"
 
 constexpr int CHUNKS = 4;
@@ -35,7 +35,9 @@ extern "C" __global__ void __launch_bounds__(128) dequantize(
       int k = c * CHUNK_K + s * 16;
       Scale a{8}, b{8};
       if (GROUP) {
-        const unsigned* here = scales + ((long long)tile * (K / (GROUP ? GROUP : 1)) + (first * CHUNK_K + k) / (GROUP ? GROUP : 1)) * 64 + row;
+        const unsigned* here =
+            scales + ((long long)tile * (K / (GROUP ? GROUP : 1)) + (first * CHUNK_K + k) / (GROUP ? GROUP : 1)) * 64 +
+            row;
         a.word = here[0], b.word = here[8], low = a.factor(), high = b.factor();
       }
       unsigned values[4];
@@ -54,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(128) dequantize(
   for (int i = thread; i < 64 * PARTS; i += 128) {
     int n = row_of(i / PARTS), part = i % PARTS;
     if (n < N && part * 8 < count * CHUNK_K)
-      *(uint4*)(out + (long long)n * K + first * CHUNK_K + part * 8) = *(const uint4*)(lines + i / PARTS * LINE + part * 8);
+      *(uint4*)(out + (long long)n * K + first * CHUNK_K + part * 8) =
+          *(const uint4*)(lines + i / PARTS * LINE + part * 8);
   }
 }

@@ -1,9 +1,9 @@
 // Latent attention (MLA) between its products and attention, in one launch: norm of a token's latent, rotary positions
-// of its key and of each head's query, and the store of latent and key as one row of the paged cache. Of few tokens, the
-// launch makes the absorbed queries too.
+// of its key and of each head's query, and the store of latent and key as one row of the paged cache. Of few tokens,
+// the launch makes the absorbed queries too.
 //
-// -DRANK is the size of a latent, -DROPE of what is rotated; -DCACHE: fp8.cuh. With -DNOPE, a multiple of 32, there is the
-// kernel of few tokens too, for a RANK that is a multiple of 64.
+// -DRANK is the size of a latent, -DROPE of what is rotated; -DCACHE: fp8.cuh. With -DNOPE, a multiple of 32, there is
+// the kernel of few tokens too, for a RANK that is a multiple of 64.
 #include "fp8.cuh"
 
 constexpr int ROW = RANK + ROPE;
@@ -15,8 +15,9 @@ __device__ __forceinline__ void rotate(const T* x, const float* angle, int i, fl
   low = a * c - b * s, high = b * c + a * s;
 }
 
-// Token `token` of row [tokens, ROW], whose tokens are row_stride elements apart, to the cache's rows [ROW], and of q_rope
-// [tokens, num_heads, ROPE] to rotated, whose tokens and heads are token_stride and head_stride apart. One block.
+// Token `token` of row [tokens, ROW], whose tokens are row_stride elements apart, to the cache's rows [ROW], and of
+// q_rope [tokens, num_heads, ROPE] to rotated, whose tokens and heads are token_stride and head_stride apart. One
+// block.
 __device__ __forceinline__ void finish(
     long long token, const T* q_rope, long long q_stride, const T* row, long long row_stride, const W* norm,
     const float* cos_sin, const long long* positions, const long long* out_cache_loc, C* cache, T* rotated,
@@ -55,8 +56,8 @@ extern "C" __global__ void norm_rope_store_latent(
   wait_for_predecessor();
   start_successor();
   finish(
-      blockIdx.x, q_rope, q_stride, row, row_stride, norm, cos_sin, positions, out_cache_loc, cache, rotated, token_stride,
-      head_stride, num_heads, eps);
+      blockIdx.x, q_rope, q_stride, row, row_stride, norm, cos_sin, positions, out_cache_loc, cache, rotated,
+      token_stride, head_stride, num_heads, eps);
 }
 
 #ifdef NOPE
@@ -66,9 +67,9 @@ constexpr int COLUMNS = 64;  // of a block that absorbs: eight threads with eigh
 constexpr int SLICES = RANK / COLUMNS;
 
 // The heads' matrices are read once, before the kernel waits for its predecessor.
-// query [tokens, num_heads, ROW] of at most TOKENS tokens: q_nope [tokens, num_heads, NOPE] times keys, [NOPE, RANK] of each
-// head, keys_stride elements apart, then q_rope rotated. Both tokens' rows are q_stride elements apart. Grid: num_heads *
-// SLICES blocks that absorb, then one for each token.
+// query [tokens, num_heads, ROW] of at most TOKENS tokens: q_nope [tokens, num_heads, NOPE] times keys, [NOPE, RANK] of
+// each head, keys_stride elements apart, then q_rope rotated. Both tokens' rows are q_stride elements apart. Grid:
+// num_heads * SLICES blocks that absorb, then one for each token.
 extern "C" __global__ void __launch_bounds__(THREADS) latent_query(
     const T* q_nope, const T* q_rope, long long q_stride, const T* keys, long long keys_stride, const T* row,
     long long row_stride, const W* norm, const float* cos_sin, const long long* positions,

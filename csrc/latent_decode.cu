@@ -1,12 +1,12 @@
-// Latent attention (MLA) over the latents themselves, of decodes and short chunks: each query's heads attend to the same
-// cached rows, of which the first RANK dimensions are the values too. Flash-decoding (Dao et al., 2023): a block takes 16
-// heads of a query and one of its row's splits, tile by tile of 32 tokens; a second kernel merges the splits.
+// Latent attention (MLA) over the latents themselves, of decodes and short chunks: each query's heads attend to the
+// same cached rows, of which the first RANK dimensions are the values too. Flash-decoding (Dao et al., 2023): a block
+// takes 16 heads of a query and one of its row's splits, tile by tile of 32 tokens; a second kernel merges the splits.
 //
-// While a tile is used, the next ones come in. Its scores are shared out by tokens and dimensions: a warp multiplies eight
-// tokens by one half of the 16 queries' dimensions, which it keeps in registers. Then a warp has two heads, a lane a token:
-// it adds the halves up and agrees on the head's maximum. Then each warp adds the tile's values to its own RANK / 8
-// dimensions. Scores are exponents of two. Rows in shared memory are 16 bytes longer, so that ldmatrix finds eight of them
-// in different banks.
+// While a tile is used, the next ones come in. Its scores are shared out by tokens and dimensions: a warp multiplies
+// eight tokens by one half of the 16 queries' dimensions, which it keeps in registers. Then a warp has two heads, a
+// lane a token: it adds the halves up and agrees on the head's maximum. Then each warp adds the tile's values to its
+// own RANK / 8 dimensions. Scores are exponents of two. Rows in shared memory are 16 bytes longer, so that ldmatrix
+// finds eight of them in different banks.
 //
 // -DRANK, a multiple of 128, and -DROPE, whose sum is one of 64; -DPAGE_SIZE.
 #include "mma.cuh"
@@ -38,9 +38,9 @@ struct Shared {
 };
 
 // query [rows, num_heads, ROW]; grid: rows times splits, blocks of heads. A row is a query; the pages that it sees are
-// those of its number in `table_rows`, or else its own, and of these only the last position is written by the kernel before
-// this one. With one split the result goes to out [rows, num_heads, RANK], else to partial [rows, num_heads, splits, RANK],
-// and the logarithm of its weight, to base 2, to weights [rows, num_heads, splits].
+// those of its number in `table_rows`, or else its own, and of these only the last position is written by the kernel
+// before this one. With one split the result goes to out [rows, num_heads, RANK], else to partial [rows, num_heads,
+// splits, RANK], and the logarithm of its weight, to base 2, to weights [rows, num_heads, splits].
 extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
     const T* query, const T* cache, const int* lengths, OPTIONAL const int* table_rows, const int* page_table,
     long long table_stride, int splits, int num_heads, float softmax_scale, OPTIONAL float* partial,
@@ -146,7 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
     float total = warp_sum(sum[h]);
     if (lane != 0) continue;
     shared.sum[head] = total;
-    if (weights && first_head + head < num_heads) weights[(at_head + head) * splits + split] = largest[h] + log2f(total);
+    if (weights && first_head + head < num_heads)
+      weights[(at_head + head) * splits + split] = largest[h] + log2f(total);
   }
   __syncthreads();
 #pragma unroll
@@ -166,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(
   }
 }
 
-// out [rows, num_heads, RANK] from the splits' results; grid: rows times num_heads. A block's threads are up to MERGERS times
-// RANK / 4, which have four dimensions each and share the splits, of which only the first ones have tokens.
+// out [rows, num_heads, RANK] from the splits' results; grid: rows times num_heads. A block's threads are up to MERGERS
+// times RANK / 4, which have four dimensions each and share the splits, of which only the first ones have tokens.
 extern "C" __global__ void __launch_bounds__(MERGERS * RANK / 4) latent_merge(
     const float* partial, const float* weights, const int* lengths, T* out, int splits, int num_heads) {
   __shared__ float shares[MAX_SPLITS], total;
@@ -199,7 +200,8 @@ extern "C" __global__ void __launch_bounds__(MERGERS * RANK / 4) latent_merge(
   auto fetch = [&](int from) {
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
-      if (from + i * mergers < used) part[i] = *(const Vec<4, float>*)(partial + (long long)(from + i * mergers) * RANK);
+      if (from + i * mergers < used)
+        part[i] = *(const Vec<4, float>*)(partial + (long long)(from + i * mergers) * RANK);
   };
   fetch(merger);
   __syncthreads();

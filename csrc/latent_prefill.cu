@@ -1,8 +1,8 @@
-// Latent attention (MLA) of prefill chunks over keys and values made of the latents: those of a row's tokens lie side by
-// side, a key has NOPE dimensions of its head and ROPE that all heads share, a value VALUE. FlashAttention 3's division of
-// the work (Shah et al., 2024): a block takes 128 queries of a head, of which each of two warpgroups has 64, and goes
-// through the keys tile by tile; a thread of a third fetches them, and its registers go to the others. While a tile's scores become shares, the tile before it
-// multiplies its values. Scores are exponents of two.
+// Latent attention (MLA) of prefill chunks over keys and values made of the latents: those of a row's tokens lie side
+// by side, a key has NOPE dimensions of its head and ROPE that all heads share, a value VALUE. FlashAttention 3's
+// division of the work (Shah et al., 2024): a block takes 128 queries of a head, of which each of two warpgroups has
+// 64, and goes through the keys tile by tile; a thread of a third fetches them, and its registers go to the others.
+// While a tile's scores become shares, the tile before it multiplies its values. Scores are exponents of two.
 //
 // An Item names the row's keys. If they are but a part of what the queries see, the parts are launched one
 // after another, and each is merged with those before it by the logarithms of their sums (`lse`).
@@ -50,7 +50,8 @@ __device__ __forceinline__ void multiply_values(float (*c)[4], const unsigned (&
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// Matrix descriptor of rows of 128 bytes, swizzled, whose 64 columns are those of the result; the next 64 are PART away.
+// Matrix descriptor of rows of 128 bytes, swizzled, whose 64 columns are those of the result; the next 64 are PART
+// away.
 __device__ __forceinline__ unsigned long long columns_descriptor(unsigned address) {
   return (address & 0x3ffff) >> 4 | (unsigned long long)(PART >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }

@@ -1,13 +1,14 @@
-// Values of what a few tokens attended to in latent attention, by the matrices of their heads, which are read once, before
-// the kernel waits for its predecessor. -DRANK, a multiple of 128, is the size of a latent, -DVALUE, of 16, of a value.
+// Values of what a few tokens attended to in latent attention, by the matrices of their heads, which are read once,
+// before the kernel waits for its predecessor. -DRANK, a multiple of 128, is the size of a latent, -DVALUE, of 16, of a
+// value.
 #include "common.cuh"
 
 constexpr int TOKENS = 8;
 constexpr int THREADS = 256;
 constexpr int VALUES = 16;  // of a block; 16 threads share RANK
 
-// out [tokens, num_heads, VALUE] of at most TOKENS tokens: values, [VALUE, RANK] of each head, values_stride elements apart,
-// times latents [tokens, num_heads, RANK]. Grid: num_heads * VALUE / VALUES.
+// out [tokens, num_heads, VALUE] of at most TOKENS tokens: values, [VALUE, RANK] of each head, values_stride elements
+// apart, times latents [tokens, num_heads, RANK]. Grid: num_heads * VALUE / VALUES.
 extern "C" __global__ void __launch_bounds__(THREADS) latent_values(
     const T* latents, const T* values, long long values_stride, T* out, int tokens, int num_heads) {
   int head = blockIdx.x / (VALUE / VALUES), value = blockIdx.x % (VALUE / VALUES) * VALUES + threadIdx.x / 16;

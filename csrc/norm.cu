@@ -32,7 +32,8 @@ extern "C" __global__ void rms_norm(const T* x, const W* weight, T* out, int H, 
 }
 
 // sum = (residual + rms_norm(x)) * factor, and `normed` [up to 3, rows, H]: its norms by as many weights, with the same
-// eps. Each is rounded as separate operations would. H is at most VEC times the block's threads; `sum` may be `residual`.
+// eps. Each is rounded as separate operations would. H is at most VEC times the block's threads; `sum` may be
+// `residual`.
 extern "C" __global__ void norm_add(
     const T* x, const W* weight, const T* residual, OPTIONAL const T* factor, OPTIONAL const W* next_weight,
     OPTIONAL const W* second_weight, OPTIONAL const W* third_weight, T* sum, OPTIONAL T* normed, int H, float eps) {

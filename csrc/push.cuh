@@ -68,7 +68,8 @@ struct Group {
 
   __device__ __forceinline__ Group(
       const long long* addresses, int* control, int* status, int rank, long long buffer_bytes, long long patience)
-      : control((Control*)control), status((Status*)status), rank(rank), epoch(look((unsigned*)control)), patience(patience) {
+      : control((Control*)control), status((Status*)status), rank(rank), epoch(look((unsigned*)control)),
+        patience(patience) {
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) buffers[r] = (Words*)(addresses[r] + epoch * buffer_bytes);
     own = (const Words*)(addresses[rank] + epoch * buffer_bytes);

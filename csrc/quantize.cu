@@ -1,8 +1,8 @@
 // Rows of x in FP8: e4m3 with a scale by which the largest of a row, or of its GROUP columns, becomes 448; or with a
 // `fixed` one for all (GROUP 0), if that is not 0.
 //
-// A block of at most THREADS has a row, a thread 8 columns at a time, so that 16 threads have a group of 128. NORM: RMS-normed first, as by
-// norm.cu. Scales are float32: GROUP [K / 128, stride], rows beside one another; else [M].
+// A block of at most THREADS has a row, a thread 8 columns at a time, so that 16 threads have a group of 128. NORM:
+// RMS-normed first, as by norm.cu. Scales are float32: GROUP [K / 128, stride], rows beside one another; else [M].
 #include "fp8.cuh"
 
 // x / scale as division rounds it, with the scale's reciprocal (Markstein, "Computation of elementary functions on the
@@ -68,12 +68,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
   }
   if (GROUP) return;
 #pragma unroll
-  for (int offset = 16; offset > 0; offset >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+  for (int offset = 16; offset > 0; offset >>= 1)
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
   if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = largest;
   __syncthreads();
   largest = (threadIdx.x & 31) < blockDim.x / 32 ? scratch[threadIdx.x & 31] : 0.f;
 #pragma unroll
-  for (int offset = 16; offset > 0; offset >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+  for (int offset = 16; offset > 0; offset >>= 1)
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
   float scale = fixed > 0.f ? fixed : fmaxf(largest, 1e-10f) / 448.f;
   float reciprocal = __frcp_rn(scale);
   if (threadIdx.x == 0) scales[row] = scale;

@@ -1,20 +1,20 @@
 // Between the QKV product and attention, in one launch: norm of each q and k head (Qwen3), rotary positions, and the
 // store of k and v into the paged cache. A warp takes as many heads of a token as it can read 16 bytes a lane of, and
-// so reads the token's angles once for them. -DHEAD_DIM is 64, 128 or 256, of 16-bit T also 512; -DCACHE: fp8.cuh. For example, with HEAD_DIM
-// 128 and 16-bit T a warp takes 4 heads of a token, 8 lanes each: lane 5 of warp 1 of block 0 has, of more than four
-// heads, token 0's head 4, of it the dimensions 40 to 47 and, rotated with them, 104 to 111.
+// so reads the token's angles once for them. -DHEAD_DIM is 64, 128 or 256, of 16-bit T also 512; -DCACHE: fp8.cuh. For
+// example, with HEAD_DIM 128 and 16-bit T a warp takes 4 heads of a token, 8 lanes each: lane 5 of warp 1 of block 0
+// has, of more than four heads, token 0's head 4, of it the dimensions 40 to 47 and, rotated with them, 104 to 111.
 #include "fp8.cuh"
 
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int LANES = HALF / VEC;  // of a head: each has VEC pairs (i, i + HALF)
 constexpr int HEADS = 32 / LANES;  // of a warp
 
-// Null q_norm or k_norm: no norm. Heads are in the order q, k, v; without KV heads nothing is stored. `v_eps`: each head
-// of v is divided by its root mean square with this eps; negative: it is not.
+// Null q_norm or k_norm: no norm. Heads are in the order q, k, v; without KV heads nothing is stored. `v_eps`: each
+// head of v is divided by its root mean square with this eps; negative: it is not.
 extern "C" __global__ void norm_rope_store(
-    const T* qkv, const long long* positions, const float* cos_sin, const long long* out_cache_loc, T* q_out, C* k_cache,
-    C* v_cache, OPTIONAL const W* q_norm, OPTIONAL const W* k_norm, long long tokens, int num_heads, int num_kv_heads,
-    float eps, float v_eps) {
+    const T* qkv, const long long* positions, const float* cos_sin, const long long* out_cache_loc, T* q_out,
+    C* k_cache, C* v_cache, OPTIONAL const W* q_norm, OPTIONAL const W* k_norm, long long tokens, int num_heads,
+    int num_kv_heads, float eps, float v_eps) {
   wait_for_predecessor();
   start_successor();
   int heads = num_heads + 2 * num_kv_heads, groups = (heads + HEADS - 1) / HEADS;
@@ -29,7 +29,8 @@ extern "C" __global__ void norm_rope_store(
 
   float a[VEC], b[VEC], squares = 0.f;
 #pragma unroll
-  for (int j = 0; j < VEC; ++j) a[j] = to_float(low.v[j]), b[j] = to_float(high.v[j]), squares += a[j] * a[j] + b[j] * b[j];
+  for (int j = 0; j < VEC; ++j)
+    a[j] = to_float(low.v[j]), b[j] = to_float(high.v[j]), squares += a[j] * a[j] + b[j] * b[j];
 #pragma unroll
   for (int offset = LANES / 2; offset > 0; offset >>= 1) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
   if (!exists) return;

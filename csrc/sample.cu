@@ -167,8 +167,8 @@ __device__ __forceinline__ Logits logits_of(
 }
 
 extern "C" __global__ void __launch_bounds__(32 * PARTIAL_WARPS) sample_partials(
-    const T* logits, long long row_stride, OPTIONAL const unsigned* mask, const long long* slots, const float* temperature,
-    Partial* partials, int groups, int vocab, int first_id) {
+    const T* logits, long long row_stride, OPTIONAL const unsigned* mask, const long long* slots,
+    const float* temperature, Partial* partials, int groups, int vocab, int first_id) {
   int row = blockIdx.y, lane = threadIdx.x & 31, group = blockIdx.x * PARTIAL_WARPS + (threadIdx.x >> 5);
   wait_for_predecessor();
   start_successor();
@@ -240,7 +240,8 @@ __device__ __forceinline__ Amount scan(Amount own, Shared& s, Amount& total) {
 }
 
 // Count the tokens at distances from `near` to `far` in bins of 2^shift steps.
-template <bool FIRST> __device__ __forceinline__ void histogram(const Row& row, Shared& s, unsigned near, unsigned far, int shift) {
+template <bool FIRST>
+__device__ __forceinline__ void histogram(const Row& row, Shared& s, unsigned near, unsigned far, int shift) {
   int lane = threadIdx.x & 31;
   for (int i = threadIdx.x; i < BINS; i += THREADS) s.count[i] = s.detail[i] = 0;
   __syncthreads();
@@ -294,7 +295,8 @@ template <bool FIRST> __device__ __forceinline__ void histogram(const Row& row, 
 constexpr int BINS_PER_THREAD = BINS / THREADS;
 
 // Read the amounts in a thread's bins.
-template <bool FIRST> __device__ __forceinline__ void read_bins(const Shared& s, unsigned near, int shift, Amount* bins) {
+template <bool FIRST>
+__device__ __forceinline__ void read_bins(const Shared& s, unsigned near, int shift, Amount* bins) {
 #pragma unroll
   for (int i = 0; i < BINS_PER_THREAD; ++i) {
     unsigned bin = threadIdx.x * BINS_PER_THREAD + i, count = s.count[bin];
@@ -360,7 +362,8 @@ struct Filters {
 };
 
 // Bounds from what is known of the groups. `total` is the mass of all tokens in units of the largest.
-__device__ __forceinline__ Filters find_bounds(const Row& row, int top_k, float top_p, float min_p, float total, Shared& s) {
+__device__ __forceinline__ Filters
+find_bounds(const Row& row, int top_k, float top_p, float min_p, float total, Shared& s) {
   int vocab = row.logits.vocab;
   bool by_count = top_k > 0 && top_k < vocab, by_mass = top_p < 1.f;
   unsigned min_p_limit = min_p > 0.f ? min(clamped(-logf(min_p) * STEPS), FARTHEST) : FARTHEST;
@@ -425,7 +428,8 @@ __device__ __forceinline__ int collect(const Row& row, unsigned cut, Shared& s) 
 }
 
 // The token among the few that were collected; `fallback` if there is none.
-__device__ __forceinline__ int choose_of_few(const Filters& filters, int count, long long seed, int position, int fallback, Shared& s) {
+__device__ __forceinline__ int choose_of_few(
+    const Filters& filters, int count, long long seed, int position, int fallback, Shared& s) {
   int thread = threadIdx.x, end = (count + 3) & ~3;
   bool is_one = thread < count, kept = false;
   unsigned distance = is_one ? s.distance[thread] : ALL;
@@ -510,7 +514,8 @@ __device__ __forceinline__ void weigh(const Row& row, unsigned limit, Shared& s)
 }
 
 // The place at which the running weight exceeds a uniform part of the whole; `fallback` if nothing weighs anything.
-__device__ __forceinline__ int choose(const Row& row, unsigned limit, long long seed, int position, int fallback, Shared& s) {
+__device__ __forceinline__ int choose(
+    const Row& row, unsigned limit, long long seed, int position, int fallback, Shared& s) {
   constexpr int OWN = MAX_GROUPS / THREADS;
   int lane = threadIdx.x & 31;
   Amount own = {0, 0}, total;
@@ -572,9 +577,9 @@ __device__ __forceinline__ int choose(const Row& row, unsigned limit, long long 
 // length. With several GPUs the logits lie at `addresses`, each GPU's of `ids_of_rank` ids in `groups_of_rank` groups.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sample_choose(
     const T* logits, OPTIONAL const long long* addresses, int ids_of_rank, int groups_of_rank, long long row_stride,
-    OPTIONAL const unsigned* mask, const long long* slots, const float* temperature, const int* top_k, const float* top_p,
-    const float* min_p, const long long* seeds, const Partial* partials, int groups, int vocab, int* tokens,
-    long long tokens_stride, int* lengths, int scratch_slot, int* sampled) {
+    OPTIONAL const unsigned* mask, const long long* slots, const float* temperature, const int* top_k,
+    const float* top_p, const float* min_p, const long long* seeds, const Partial* partials, int groups, int vocab,
+    int* tokens, long long tokens_stride, int* lengths, int scratch_slot, int* sampled) {
   __shared__ Shared s;
   int index = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   long long slot = slots[index];

@@ -139,7 +139,8 @@ __device__ __forceinline__ void multiply(
     unsigned char* to = memory + stage % STAGES * STAGE;
 #pragma unroll
     for (int q = 0; q < 4; ++q) copy_async(to + swizzled(copied + q * LINES, part), w_from[q] + stage * COLUMNS);
-    if (NORM && thread < PARTS) copy_async(to + W_STAGE + X_STAGE + part * 16, norm + (begin + stage) * COLUMNS + part * 8);
+    if (NORM && thread < PARTS)
+      copy_async(to + W_STAGE + X_STAGE + part * 16, norm + (begin + stage) * COLUMNS + part * 8);
   };
   const T* x_from = x + begin * COLUMNS + part * 8;
   auto copy_x = [&](int stage) {
@@ -172,7 +173,8 @@ __device__ __forceinline__ void multiply(
     multiply_stage(memory + i % STAGES * STAGE, acc, square, row_warp, sharer);
   }
 
-  // A lane has sums of the rows g and g + 8 of its warp's 16 of the weight, and of the rows 2p and 2p + 1 of each 8 of x.
+  // A lane has sums of the rows g and g + 8 of its warp's 16 of the weight, and of the rows 2p and 2p + 1 of each 8 of
+  // x.
   if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks are there
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -187,10 +189,12 @@ __device__ __forceinline__ void multiply(
     for (int t = 0; t < TILES; ++t) {
       float total = quad_sum(square[t]);
       if ((lane & 3) == 0)
-        for (int r = 0; r < CLUSTER; ++r) push(&squares[rank * (BLOCK_THREADS / 32) + warp][t * 8 + (lane >> 2)], r, total);
+        for (int r = 0; r < CLUSTER; ++r)
+          push(&squares[rank * (BLOCK_THREADS / 32) + warp][t * 8 + (lane >> 2)], r, total);
     }
   }
-  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  if (CLUSTER > 1)
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   else __syncthreads();
 
 }
@@ -203,7 +207,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) skinny_gemm(
   multiply(sums, squares, x, norm, weight, M, N, K);
   int width = GATED ? N / 2 : N, thread = threadIdx.x, rank = blockIdx.x;
   for (int i = thread; i < M * OUTPUTS; i += BLOCK_THREADS) {
-    int m = i / OUTPUTS, column = i % OUTPUTS, n = blockIdx.y * (GATED ? BLOCK_N / 2 : BLOCK_N) + rank * OUTPUTS + column;
+    int m = i / OUTPUTS, column = i % OUTPUTS,
+        n = blockIdx.y * (GATED ? BLOCK_N / 2 : BLOCK_N) + rank * OUTPUTS + column;
     if (n >= width) continue;
     float y = 0.f, up = 0.f, total = 0.f;
 #pragma unroll
@@ -228,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) skinny_gemm(
 #if RANKS > 1
 // NORM and GATED are 0. The sum of the GPUs' y is all_reduce.cu's: `received`.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) skinny_gemm_push(
-    const T* x, const T* weight, const long long* addresses, int* control, int rank, long long buffer_bytes, int M, int N,
-    int K) {
+    const T* x, const T* weight, const long long* addresses, int* control, int rank, long long buffer_bytes, int M,
+    int N, int K) {
   __shared__ Sums sums;
   __shared__ Squares squares;
   multiply(sums, squares, x, nullptr, weight, M, N, K);

@@ -1,5 +1,5 @@
-// Matrix products of tens of rows, of a decode of a batch: y [M, N] = x [M, K] @ weight [N, K]^T, M up to X_ROWS, 32 or 64,
-// on Hopper.
+// Matrix products of tens of rows, of a decode of a batch: y [M, N] = x [M, K] @ weight [N, K]^T, M up to X_ROWS, 32 or
+// 64, on Hopper.
 //
 // A block computes BLOCK_N columns of y, which are rows of the weight; in a cluster of SPLIT blocks each takes a part
 // of K. One of its threads, the producer, asks the tensor memory accelerator for stages of 64 columns of the weight's
@@ -33,7 +33,8 @@ static_assert(STAGE >= 64 * LINE, "wgmma reads 64 rows");
 constexpr int OUTPUTS = GATED ? BLOCK_N / 2 : BLOCK_N;
 constexpr int STRIDE = BLOCK_N % 16 ? BLOCK_N : BLOCK_N + 8;  // of sums in shared memory, in floats: no bank conflicts
 constexpr int OWN = (X_ROWS + SPLIT - 1) / SPLIT;    // rows of x, at most, whose sums a block adds up
-constexpr int TURNS = (OWN * (OUTPUTS / 4) + CONSUMERS - 1) / CONSUMERS;  // in which its threads do that, four sums each
+// In which its threads do that, four sums each.
+constexpr int TURNS = (OWN * (OUTPUTS / 4) + CONSUMERS - 1) / CONSUMERS;
 constexpr bool FETCHES = !GATED && TURNS <= 16;      // the residual before the sums are there, if registers hold it
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
@@ -42,12 +43,13 @@ extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the
   "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." TYPE(SCALAR) "." TYPE(SCALAR) " {" registers "}, " a ", " b \
   ", 1, 1, 1, 0, 0;"
 
-// c [64, BLOCK_N] += a [64, 16] @ b [BLOCK_N, 16]^T of a warpgroup, whose warps have 16 rows of c each, laid out as by `mma`.
-// In pieces of powers of two, from column AT on. a and b describe where the operands lie.
+// c [64, BLOCK_N] += a [64, 16] @ b [BLOCK_N, 16]^T of a warpgroup, whose warps have 16 rows of c each, laid out as by
+// `mma`. In pieces of powers of two, from column AT on. a and b describe where the operands lie.
 template <int AT> __device__ __forceinline__ void multiply_add(
     float (*c)[4], unsigned long long a, unsigned long long b) {
   if constexpr (AT < BLOCK_N) {
-    constexpr int LEFT = BLOCK_N - AT, PIECE = LEFT >= 128 ? 128 : LEFT >= 64 ? 64 : LEFT >= 32 ? 32 : LEFT >= 16 ? 16 : 8;
+    constexpr int LEFT = BLOCK_N - AT;
+    constexpr int PIECE = LEFT >= 128 ? 128 : LEFT >= 64 ? 64 : LEFT >= 32 ? 32 : LEFT >= 16 ? 16 : 8;
     if constexpr (PIECE == 128)
       asm volatile(WGMMA("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65")
                    : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12) : "l"(a), "l"(b));
@@ -69,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
   __shared__ Barrier full[STAGES], empty[STAGES], received;
   int split = blockIdx.x, tile = blockIdx.y, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int steps = K / BLOCK_K, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
-  int own = (M + SPLIT - 1) / SPLIT, own_rows = max(0, min(own, M - split * own));  // of x, whose sums this block adds up
+  // Of x, whose sums this block adds up.
+  int own = (M + SPLIT - 1) / SPLIT, own_rows = max(0, min(own, M - split * own));
   bool producer = thread == CONSUMERS;
 
   auto x_stage = [](int stage) { return memory + stage * STAGE; };
@@ -80,7 +83,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
     copy_box(w_stage(stage), w_map, column, row, &full[stage]);
     if (GATED) copy_box(w_stage(stage) + W_STAGE / 2, w_map, column, row + N / 2, &full[stage]);
   };
-  auto load_x = [&](int step, int stage) { copy_box(x_stage(stage), x_map, (begin + step) * BLOCK_K, 0, &full[stage]); };
+  auto load_x = [&](int step, int stage) {
+    copy_box(x_stage(stage), x_map, (begin + step) * BLOCK_K, 0, &full[stage]);
+  };
 
   if (producer) {
     for (int s = 0; s < STAGES; ++s) init(&full[s], 1), init(&empty[s], WARPS);
@@ -121,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   }
 
-  // The ring is not needed any more, here and where the sums go. A block's own lie by [row of x, row of the weight], and
-  // behind them (SPLIT > 1) those that it adds up, by [split, row of x, row of the weight].
+  // The ring is not needed any more, here and where the sums go. A block's own lie by [row of x, row of the weight],
+  // and behind them (SPLIT > 1) those that it adds up, by [split, row of x, row of the weight].
   if (SPLIT > 1) meet_cluster();
   else __syncthreads();
   if (warp == WARPS) return;

@@ -5,8 +5,8 @@
 //
 // A lane's sums are as `mma` leaves them (mma.cuh): lane 5 of a warpgroup's warp 1 has sums[t] of y[8t + 2][17],
 // y[8t + 3][17], y[8t + 2][25] and y[8t + 3][25], columns counted from the warpgroup's first.
-// GATED: y [M, N / 2] = activation(gate) * up. Of each 16 rows of the weight the first 8 are gates, so that a lane has a
-// gate and what it is for.
+// GATED: y [M, N / 2] = activation(gate) * up. Of each 16 rows of the weight the first 8 are gates, so that a lane has
+// a gate and what it is for.
 #pragma once
 #include "hopper.cuh"
 #include "mma.cuh"
@@ -45,18 +45,22 @@ __device__ __forceinline__ void meet_consumers() { asm volatile("bar.sync 1, %0;
 __device__ __forceinline__ void exchange(float* memory, float* here, Barrier* received, int split, int thread) {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   meet_consumers();
-  if (thread < SPLIT) send(address_in(thread, here + split * PART), memory + thread * PART, PART * 4, address_in(thread, received));
+  if (thread < SPLIT)
+    send(address_in(thread, here + split * PART), memory + thread * PART, PART * 4, address_in(thread, received));
   wait(received, 0);
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-// Store an 8 x 8 matrix, or two, of which a lane has column lane / 4 and rows 2 (lane % 4) and the next one; lanes 0 to 7
-// name the rows of the first, 8 to 15 those of the second.
+// Store an 8 x 8 matrix, or two, of which a lane has column lane / 4 and rows 2 (lane % 4) and the next one; lanes 0 to
+// 7 name the rows of the first, 8 to 15 those of the second.
 __device__ __forceinline__ void store_transposed(void* row, unsigned a) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(shared_address(row)), "r"(a) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(shared_address(row)), "r"(a)
+               : "memory");
 }
 __device__ __forceinline__ void store_transposed(void* row, unsigned a, unsigned b) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(row)), "r"(a), "r"(b) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(row)), "r"(a),
+               "r"(b)
+               : "memory");
 }
 
 __device__ __forceinline__ void give_registers() {
@@ -80,11 +84,12 @@ struct Factors {
   __device__ __forceinline__ float apply(float sum, int h) const { return sum * scale[h] + bias[h]; }
 };
 
-// y of the rows of x from `first` on, of which the block writes its share. `memory`: of the ring, which nobody needs any
-// more here and where sums go to; the block's own lie there by [owner, tile of eight rows, thread], and behind them (SPLIT > 1) those to be added up, by
-// [split, tile, thread].
+// y of the rows of x from `first` on, of which the block writes its share. `memory`: of the ring, which nobody needs
+// any more here and where sums go to; the block's own lie there by [owner, tile of eight rows, thread], and behind them
+// (SPLIT > 1) those to be added up, by [split, tile, thread].
 __device__ __forceinline__ void add_up_rows(
-    float (*sums)[4], float* memory, Barrier* received, int first, int M, int N, const Factors& factors, const T* residual, T* out) {
+    float (*sums)[4], float* memory, Barrier* received, int first, int M, int N, const Factors& factors,
+    const T* residual, T* out) {
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int width = GATED ? N / 2 : N, column = blockIdx.z * OUTPUTS;
   first += split * OWN_TILES * 8;
@@ -98,7 +103,8 @@ __device__ __forceinline__ void add_up_rows(
   if (AHEAD && residual)
 #pragma unroll
     for (int i = 0, m, n; i < COPIES; ++i)
-      if (place(i, m, n)) fetched[AHEAD ? i : 0] = *(const Vec<8>*)(residual + (long long)(first + m) * width + column + n);
+      if (place(i, m, n))
+        fetched[AHEAD ? i : 0] = *(const Vec<8>*)(residual + (long long)(first + m) * width + column + n);
   if (SPLIT > 1) {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) *(float4*)(memory + (t * CONSUMERS + thread) * 4) = *(const float4*)sums[t];
@@ -211,7 +217,8 @@ __device__ __forceinline__ bool add_parts(float (*sums)[4], float* memory, int p
   asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");  // the ring is read
   if (part > 0)
 #pragma unroll
-    for (int t = 0; t < TILES; ++t) *(float4*)(memory + (((part - 1) * TILES + t) * CONSUMERS + thread) * 4) = *(const float4*)sums[t];
+    for (int t = 0; t < TILES; ++t)
+      *(float4*)(memory + (((part - 1) * TILES + t) * CONSUMERS + thread) * 4) = *(const float4*)sums[t];
   asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");
   if (part == 0)
 #pragma unroll

@@ -1,5 +1,5 @@
-// Tiles of 16-bit values in shared memory: copies into them that go on beside the work, and 8 x 8 matrices out of them, as
-// `mma` takes its operands. Rows of a tile that are 16 bytes longer than a multiple of 128 lie in different banks.
+// Tiles of 16-bit values in shared memory: copies into them that go on beside the work, and 8 x 8 matrices out of them,
+// as `mma` takes its operands. Rows of a tile that are 16 bytes longer than a multiple of 128 lie in different banks.
 #pragma once
 #include "common.cuh"
 
@@ -16,8 +16,8 @@ template <int PENDING> __device__ __forceinline__ void wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Four 8 x 8 matrices: lanes 8i to 8i + 7 name the rows of matrix i, and each lane gets of matrix i two neighbours of row
-// lane / 4, in columns 2 (lane % 4) and the next one; transposed: of column lane / 4, in these rows.
+// Four 8 x 8 matrices: lanes 8i to 8i + 7 name the rows of matrix i, and each lane gets of matrix i two neighbours of
+// row lane / 4, in columns 2 (lane % 4) and the next one; transposed: of column lane / 4, in these rows.
 __device__ __forceinline__ uint4 ldmatrix(const void* row) {
   uint4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
