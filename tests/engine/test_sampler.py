@@ -109,6 +109,16 @@ def test_a_row_does_not_depend_on_its_company() -> None:
         assert alone[0] == together[index]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_rows_take_the_first_of_equal_logits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(40, 5_000).to(dtype)  # in 16 bits some share their largest value
+    logits[:20, [70, 4_999, 3]] = 9.0
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert sample(logits, make_state(40), greedy=True).tolist() == expected
+    assert sample(logits, make_state(40, temperature=0.0)).tolist() == expected
+
+
 def test_temperature_zero_is_greedy_in_any_company() -> None:
     torch.manual_seed(3)
     logits = torch.randn(10, VOCAB)

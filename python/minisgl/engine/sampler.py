@@ -113,9 +113,17 @@ class TorchSampler:
         if SamplingFlags.SAMPLED in flags:
             sampled = _draw(logits, slots, state, filtered=SamplingFlags.FILTERED in flags).int()
         else:
-            sampled = logits.argmax(dim=1).int()
+            sampled = _largest(logits).int()
         state.advance(slots, sampled)
         return sampled
+
+
+def _largest(logits: Tensor) -> Tensor:
+    """Return the id of each row's largest logit, the first of equal ones: [S, V] -> [S] int64.
+
+    A CPU's `argmax` takes four times as long in 16 bits.
+    """
+    return logits.max(dim=1).indices if logits.is_cpu else logits.argmax(dim=1)
 
 
 def _draw(logits: Tensor, slots: Tensor, state: SlotState, *, filtered: bool) -> Tensor:
@@ -132,7 +140,7 @@ def _draw(logits: Tensor, slots: Tensor, state: SlotState, *, filtered: bool) ->
     target = torch.minimum(draw * total, torch.nextafter(total, torch.zeros_like(total)))
     chosen = torch.searchsorted(cdf, target, right=True).squeeze(1)
     chosen.clamp_(max=logits.shape[1] - 1)  # what a model that yields no numbers gets is at least a token
-    return torch.where(is_greedy.squeeze(1), logits.argmax(dim=1), chosen)
+    return torch.where(is_greedy.squeeze(1), _largest(logits), chosen)
 
 
 _SCORED_ELEMENTS = 2**24  # of the logits that are scored at a time: 64 MiB in float32
