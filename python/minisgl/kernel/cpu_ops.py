@@ -19,6 +19,7 @@ from minisgl.quantization.rounding import Int4Grid
 
 # Without 16-bit products: from so many rows on, turning the weight into float32 costs less than it saves.
 _MANY_ROWS = 4
+_DTYPES = torch.bfloat16, torch.float16, torch.float32
 _BLOCK = 1 << 20  # values of a weight in float32 at a time: they stay in the cache
 _TOKENS = 64  # normed and rotated at a time, for the same reason
 
@@ -37,6 +38,7 @@ class CpuOps(TorchOps):
     def __init__(self, *, bfloat16_products: bool) -> None:
         self._bfloat16_products = bfloat16_products
         self._rotations: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._zeros = {dtype: torch.zeros((), dtype=dtype) for dtype in _DTYPES}
 
     def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:
         packs = self._bfloat16_products and weight.dtype == torch.bfloat16
@@ -55,7 +57,7 @@ class CpuOps(TorchOps):
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         if x.numel() == x.shape[-1]:
-            return _lone_rms_norm(x, norm)
+            return _lone_rms_norm(x, norm, self._zeros[norm.weight.dtype])
         wide = x.to(torch.float32, copy=True)
         return wide.mul_(_scale(wide, norm.eps)).to(norm.weight.dtype).mul_(norm.weight).to(x.dtype)
 
@@ -99,14 +101,17 @@ def _norm_rope_store(
     return rotated[:, :num_q]
 
 
-def _lone_rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Norm x of one row. Its mean square is a number on the host: a tensor of it takes a dispatch for each step to it.
+def _lone_rms_norm(x: Tensor, norm: Norm, zero: Tensor) -> Tensor:
+    """Norm x of one row. Its length is a number on the host: a tensor of it takes a dispatch for each step to it.
 
-    x / root is computed in float32 and rounded to the weight's dtype, as for many rows.
+    Computed in float32 and rounded once, to the dtype of the weight and of `zero` [], which the product is added to:
+    torch has no product with a number and a tensor alone.
     """
-    values = x.flatten().float()
-    root = math.sqrt(values.dot(values).item() / len(values) + norm.eps)
-    return x.to(norm.weight.dtype).div(root).mul_(norm.weight).to(x.dtype)
+    length = torch.linalg.vector_norm(x, dtype=torch.float32).item()
+    scale = 1 / math.sqrt(length * length / x.shape[-1] + norm.eps)
+    if x.dtype == zero.dtype:
+        return torch.addcmul(zero, x, norm.weight, value=scale)
+    return torch.addcmul(zero, x.to(zero.dtype), norm.weight, value=scale).to(x.dtype)
 
 
 def _scale(x: Tensor, eps: float) -> Tensor:

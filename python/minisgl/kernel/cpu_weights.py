@@ -77,11 +77,9 @@ class Int4Weight(_CpuWeight):
         return f"int4 up to {_FEW_ROWS} rows, above {self._dense.label}"
 
     def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        if len(x) > _FEW_ROWS:
+        if x.shape[0] > _FEW_ROWS:
             return self._dense.linear(x, bias, residual)
-        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x.contiguous(), self._packed, INT4_GROUP, self._scales_and_offsets
-        )
+        y = torch._weight_int4pack_mm_for_cpu(x.contiguous(), self._packed, INT4_GROUP, self._scales_and_offsets)
         if bias is not None:
             y.add_(bias)
         return y if residual is None else y.add_(residual)
