@@ -38,18 +38,21 @@ class LoneDecode:
     as_vectors: bool  # see `attends_as_vectors`
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-        k, v = keys.flatten(0, 1)[self.places].transpose(0, 1), values.flatten(0, 1)[self.places].transpose(0, 1)
+        k, v = self._seen(keys), self._seen(values)
         if k.dtype != q.dtype:
             k, v = k.to(q.dtype), v.to(q.dtype)
         if sinks is not None:
-            mask = torch.ones(1, k.shape[1], dtype=torch.bool)
-            return attend_in_float32(q.view(len(k), -1, q.shape[2]), k, v, mask, scale, sinks.view(len(k), -1)).view(
-                q.shape
-            )
-        y = F.scaled_dot_product_attention(
-            _queries(q, len(k), self.as_vectors), k.unsqueeze(0), v.unsqueeze(0), scale=scale, enable_gqa=True
-        )
-        return y.reshape(q.shape)
+            grouped = q.view(1, k.shape[1], -1, q.shape[2])
+            mask = torch.ones(1, k.shape[2], dtype=torch.bool)
+            return attend_in_float32(grouped, k, v, mask, scale, sinks.view(1, k.shape[1], -1)).view(q.shape)
+        queries = _queries(q, k.shape[1], self.as_vectors)
+        return F.scaled_dot_product_attention(queries, k, v, scale=scale, enable_gqa=True).reshape(q.shape)
+
+    def _seen(self, pool: Tensor) -> Tensor:
+        """Return its part of a pool [pages, page_size, kv_heads, d], as a view [1, kv_heads, L, d] in one operation."""
+        _, _, kv_heads, dim = pool.shape
+        token, begin, length = pool.stride(1), self.places.start, self.places.stop - self.places.start
+        return pool.as_strided((1, kv_heads, length, dim), (0, dim, token, 1), pool.storage_offset() + begin * token)
 
 
 @dataclass(frozen=True, slots=True)

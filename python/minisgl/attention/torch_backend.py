@@ -74,7 +74,8 @@ class TorchPlan:
     stores_scores: bool  # of prefills
 
     def forward(self, layer: int, q: Tensor, kv: KVPool, sinks: Tensor | None = None) -> Tensor:
-        return self._attend(q, kv.keys(layer), kv.values(layer), sinks)[..., : self.spec.latent_dim]
+        y = self._attend(q, kv.keys(layer), kv.values(layer), sinks)
+        return y if self.spec.latent_dim is None else y[..., : self.spec.latent_dim]
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         scale = self.spec.softmax_scale

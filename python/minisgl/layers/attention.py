@@ -84,11 +84,19 @@ class Attention(nn.Module):
         elif config.qk_norm == "projection":
             self.q_norm = ProjectionNorm(q_rows, norm, dtype=dtype, kept=q_kept, tp=tp)
             self.k_norm = ProjectionNorm(kv_rows, norm, dtype=dtype, kept=k_kept, tp=tp)
-        self.v_eps = norm.eps if config.v_norm else None
         self.sinks: HeadParameter | None = None
         if config.has_sinks:
             heads = range(tp.rank * self.num_heads, (tp.rank + 1) * self.num_heads)
             self.sinks = HeadParameter("sinks", config.num_heads, heads, dtype=dtype)
+        by_head = config.qk_norm == "head"  # the operations' norms
+        self.heads = Heads(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            cos_sin=rotary.cos_sin,
+            q_norm=params_of(self.q_norm) if by_head else None,
+            k_norm=params_of(self.k_norm) if by_head else None,
+            v_eps=norm.eps if config.v_norm else None,
+        )
         self.o_proj = RowParallelLinear(config.num_heads * dim, hidden_size, bias=config.out_bias, tp=tp, dtype=dtype)
 
     def forward(
@@ -108,20 +116,11 @@ class Attention(nn.Module):
             scale = self.rotary.query_scale[ctx.positions].to(qkv.dtype).unsqueeze(-1)
             qkv[:, : self.num_heads * self.head_dim].mul_(scale)
         q_norm, k_norm = self.q_norm, self.k_norm
-        if isinstance(q_norm, ProjectionNorm) and isinstance(k_norm, ProjectionNorm):  # the fused norms are by head
+        if isinstance(q_norm, ProjectionNorm) and isinstance(k_norm, ProjectionNorm):
             q, k, v = qkv.split([len(q_norm.weight), len(k_norm.weight), len(k_norm.weight)], dim=-1)
             qkv = torch.cat((q_norm(q, ctx), k_norm(k, ctx), v), dim=-1)
-            q_norm = k_norm = None
-        heads = Heads(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            cos_sin=self.rotary.cos_sin,
-            q_norm=params_of(q_norm),
-            k_norm=params_of(k_norm),
-            v_eps=self.v_eps,
-        )
         sinks = None if self.sinks is None else self.sinks.weight
-        attended = attend(self.layer, qkv, heads, sinks, ctx, self.kv_of).flatten(1)
+        attended = attend(self.layer, qkv, self.heads, sinks, ctx, self.kv_of).flatten(1)
         if gate is not None:
             attended = ctx.ops.activate(gate, attended, "sigmoid")
         return self.o_proj.add(attended, residual, next_norm)

@@ -37,11 +37,7 @@ class RMSNorm(nn.Module):
         self.checkpoint_name = checkpoint_name
         weight = torch.ones(sum(map(len, self.kept)), dtype=torch.float32 if config.float32 else dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
-
-    @property
-    def params(self) -> Norm:
-        """Parameters for the operations that begin with this norm."""
-        return Norm(self.weight, self.config.eps)
+        self.params = Norm(self.weight, config.eps)  # for the operations that begin with this norm
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[T, n] -> [T, n]."""
