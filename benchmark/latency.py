@@ -158,7 +158,8 @@ def main() -> None:
     sizes = LatencySizes(args.batch_sizes, args.prompt, args.new, args.prefill, args.repeats)
     longest = max(args.prompt + args.new, *args.prefill, 1) + 64
     with model_folder_of(args) as folder:
-        results = run_each_engine(args, measure, engine_options(args, folder, longest), sizes)
+        options = engine_options(args, folder, longest, rows=max(sizes.batch_sizes, default=1))
+        results = run_each_engine(args, measure, options, sizes)
     print_results(results, sizes)
     output.save("latency", args, results)
     if output.plot:

@@ -118,7 +118,7 @@ def main() -> None:
     sizes = Sizes(args.requests, args.longest, args.runs, args.latency)
     longest = max(2 * args.longest, 1024 if args.latency else 0)
     with model_folder_of(args) as folder:
-        options = engine_options(args, folder, longest)
+        options = engine_options(args, folder, longest, rows=max(args.latency, default=1))
         results = run_each_engine(args, measure, options, sizes)
     print_results(results, args.latency)
     output.save("offline", args, results)

@@ -116,7 +116,7 @@ class Clock:
 
 
 def start_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int) -> None:
-    """Bring this many requests to where all of them decode. ValueError if they do not run at once."""
+    """Bring this many requests to where all of them decode. ValueError if they cannot run at once."""
     rng = np.random.default_rng(rows)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000)
     for row in range(rows):
@@ -125,9 +125,12 @@ def start_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: in
     decoding: set[int] = set()
     while len(decoding) < rows:
         decoding.update(loop.step().seq_ids)
+        counts = loop.scheduler.counts()
+        if counts["requests_waiting"] and counts["requests_running"] <= len(decoding):
+            break  # nobody can enter beside them
     running = max(len(loop.step().seq_ids) for _ in range(20))
     if running < rows:
-        raise ValueError(f"{running} of {rows} requests run at once: the KV cache has too few pages for more")
+        raise ValueError(f"{running} of {rows} requests run at once: more need a larger --max-running, or more pages")
 
 
 def measure(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int) -> Timeline:
@@ -205,7 +208,7 @@ def main() -> None:
     output = output_of(args)
     timelines = []
     with model_folder_of(args) as folder:
-        engine = MinisglEngine(engine_options(args, folder, args.prompt + 1100))
+        engine = MinisglEngine(engine_options(args, folder, args.prompt + 1100, rows=max(args.batch_sizes)))
         for index, rows in enumerate(args.batch_sizes):
             timelines.append(measure(engine.loop, rows, args.prompt, 10_000 * (index + 1)))
         engine.close()

@@ -168,8 +168,10 @@ def model_folder_of(args: argparse.Namespace) -> Iterator[Path]:
         yield make_shape(args.shape, Path(folder))
 
 
-def engine_options(args: argparse.Namespace, folder: Path, longest: int) -> EngineOptions:
-    """Return how to load the model for sequences of up to `longest` tokens. SystemExit if it cannot hold them."""
+def engine_options(args: argparse.Namespace, folder: Path, longest: int, rows: int = 1) -> EngineOptions:
+    """Return how to load the model for sequences of up to `longest` tokens, `rows` at once. SystemExit if it cannot."""
+    if rows > args.max_running:
+        raise SystemExit(f"{rows} sequences at once are more than the {args.max_running} of --max-running")
     context = read_context(folder)
     if longest > context:
         raise SystemExit(f"sequences of {longest} tokens do not fit into the model's context of {context}")

@@ -98,6 +98,13 @@ def test_latency(tmp_path: Path):
     assert figures["prefill_tokens_per_second"]["16"] > 0
 
 
+def test_no_more_sequences_at_once_than_the_engine_takes():
+    command = [sys.executable, str(SCRIPTS / "latency.py"), "--batch-sizes", "1,9", "--max-running", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "9 sequences at once are more than the 8 of --max-running"
+
+
 def test_serve(tmp_path: Path):
     trace = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [1, 2]}
