@@ -47,12 +47,21 @@ class SkinnyGemm:
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
+        room = compiler.block_shared_bytes - _STATIC_BYTES
+        self._gpu = _CLUSTERS if compiler.arch >= 90 else (1, 1), compiler.num_sms, room  # as `_kind` takes it
 
     def begin_compiling(self, dtype: torch.dtype, products: Iterable[Product], *, norms_late: bool) -> None:
         """Begin to compile the kernels of these products for any number of rows. `norms_late`: with their norms."""
         kinds = {
-            self._kind(
-                dtype, rows, width, size, norm=norm and norms_late, gate=gate, before_attention=norm and gate is None
+            _kind(
+                dtype,
+                rows,
+                width,
+                size,
+                *self._gpu,
+                norm=norm and norms_late,
+                gate=gate,
+                before_attention=norm and gate is None,
             )
             for width, size, norm, gate in products
             for rows in (8, _MAX_ROWS)
@@ -84,8 +93,9 @@ class SkinnyGemm:
         (rows, size), width = x.shape, len(weight)
         if out is None:
             out = x.new_empty((rows, width if gate is None else width // 2))
-        kind = self._kind(
-            x.dtype, rows, width, size, norm=norm is not None, gate=gate, before_attention=before_attention
+        has_norm = norm is not None
+        kind = _kind(
+            x.dtype, rows, width, size, *self._gpu, norm=has_norm, gate=gate, before_attention=before_attention
         )
         kernel = self._compiler.kernel(_spec, kind)
         kernel(
@@ -122,7 +132,7 @@ class SkinnyGemm:
     ) -> None:
         """Send x [M, K] @ weight [N, K]^T to all ranks, as their next sum's part (csrc/push.cuh)."""
         (rows, size), width = x.shape, len(weight)
-        kind = self._kind(x.dtype, rows, width, size, norm=False, gate=None, before_attention=False)
+        kind = _kind(x.dtype, rows, width, size, *self._gpu, norm=False, gate=None, before_attention=False)
         kernel = self._compiler.kernel(_push_spec, kind, ranks)
         kernel(
             (1, -(-width // kind.block_n)),
@@ -137,30 +147,6 @@ class SkinnyGemm:
             N=width,
             K=size,
             cluster=kind.cluster,
-        )
-
-    def _kind(
-        self,
-        dtype: torch.dtype,
-        rows: int,
-        width: int,
-        size: int,
-        *,
-        norm: bool,
-        gate: Activation | None,
-        before_attention: bool,
-    ) -> _Kind:
-        return _kind(
-            dtype,
-            rows,
-            width,
-            size,
-            _CLUSTERS if self._compiler.arch >= 90 else (1, 1),
-            self._compiler.num_sms,
-            self._compiler.block_shared_bytes - _STATIC_BYTES,
-            norm=norm,
-            gate=gate,
-            before_attention=before_attention,
         )
 
 
