@@ -20,7 +20,7 @@ from minisgl.models.weight_forms import WeightForms
 from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.random_levels import random_levels
-from minisgl.quantization.rounding import largest_of_rows, levels_of_8_bits
+from minisgl.quantization.rounding import levels_of_8_bits
 
 
 class ExpertFilling:
@@ -97,7 +97,7 @@ class ExpertFilling:
 
     def _round(self) -> None:
         """Round dense experts and pack them, if they are kept so."""
-        experts, tp, method = self._experts, self._forms.tp, self._forms.method
+        experts, method = self._experts, self._forms.method
         form = self._forms.rounded_experts(experts)
         if form is None or method is None or method == "int4":
             return
@@ -108,10 +108,8 @@ class ExpertFilling:
             ("w2", packed[1], (slice(0, experts.hidden_size),)),
         ):
             weight: Tensor = getattr(experts, name)
-            largest = largest_of_rows(weight.flatten(0, 1))
-            if name == "w2" and tp.size > 1 and not experts.whole:
-                largest = tp.all_gather(largest).amax(1, keepdim=True)
-            largest = largest.view(*weight.shape[:2], 1)
+            divided = name == "w2" and not experts.whole
+            largest = self._forms.largest_of_rows(weight.flatten(0, 1), divided=divided).view(*weight.shape[:2], 1)
             for expert in range(len(weight)):
                 for rows in halves:
                     levels = levels_of_8_bits(weight[expert, rows], method, largest[expert, rows])

@@ -17,7 +17,7 @@ from minisgl.models.checkpoint import Checkpoint
 from minisgl.models.weight_forms import WeightForms
 from minisgl.quantization.levels import LevelFormat, Levels
 from minisgl.quantization.random_levels import random_levels
-from minisgl.quantization.rounding import largest_of_rows, levels_of_8_bits, levels_of_int4
+from minisgl.quantization.rounding import levels_of_8_bits, levels_of_int4
 
 
 class LinearFilling:
@@ -66,16 +66,14 @@ class LinearFilling:
             self._module.levels = self._levels or self._round()
 
     def _round(self) -> Levels | None:
-        module, tp = self._module, self._forms.tp
+        module = self._module
         form = self._forms.rounded(module)
         if form is None or form.kind == "mxfp4":
             return None
         if form.kind == "int4":
             levels = levels_of_int4(module.weight)
         else:
-            largest = largest_of_rows(module.weight)
-            if isinstance(module, RowParallelLinear) and tp.size > 1:
-                largest = tp.all_gather(largest).amax(1, keepdim=True)
+            largest = self._forms.largest_of_rows(module.weight, divided=isinstance(module, RowParallelLinear))
             levels = levels_of_8_bits(module.weight, form.kind, largest)
         module.weight = unallocated(*module.weight.shape, dtype=module.weight.dtype)
         return levels

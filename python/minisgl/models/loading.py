@@ -207,7 +207,7 @@ def load_model(
             _use_kv_scales(checkpoint, config, fp8_kv=fp8_kv)
         load_weights(model, checkpoint, folder, forms, progress=progress)
     if method is not None:
-        round_weights(model, method, tp, forms)
+        round_weights(model, method, forms)
     if tp.rank == 0:
         kept = _kept(model)
         name = str(dtype).removeprefix("torch.")

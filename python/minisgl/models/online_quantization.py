@@ -5,25 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from minisgl.distributed import TPGroup
 from minisgl.layers.embedding import LMHead
 from minisgl.layers.linear import Linear, RowParallelLinear, unallocated
 from minisgl.layers.mlp import Experts
 from minisgl.models.config.model_config import UnsupportedModel
 from minisgl.models.weight_forms import WeightForms
-from minisgl.quantization.rounding import (
-    INT4_GROUP,
-    Int4Grid,
-    Method,
-    largest_of_rows,
-    levels_of_int4,
-    round_to_8_bits,
-    round_to_int4,
-)
+from minisgl.quantization.rounding import INT4_GROUP, Int4Grid, Method, levels_of_int4, round_to_8_bits, round_to_int4
 
 
 @torch.no_grad()
-def round_weights(model: nn.Module, method: Method, tp: TPGroup, forms: WeightForms) -> None:
+def round_weights(model: nn.Module, method: Method, forms: WeightForms) -> None:
     """Round the matrices of attention and feed-forward blocks, with int4 the head's too, on every rank alike.
 
     Those that were rounded when they were filled (`linear_filling`) are left alone; a head is kept as `forms` say.
@@ -33,8 +24,8 @@ def round_weights(model: nn.Module, method: Method, tp: TPGroup, forms: WeightFo
     """
     for name, module in model.named_modules():
         if isinstance(module, Experts) and module.packed is None:
-            _round(name, module.w13.flatten(0, 1), method, None)
-            _round(name, module.w2.flatten(0, 1), method, None if module.whole else tp)
+            _round(name, module.w13.flatten(0, 1), method, forms, divided=False)
+            _round(name, module.w2.flatten(0, 1), method, forms, divided=not module.whole)
         elif isinstance(module, Linear) and module.levels is None:
             if isinstance(module, LMHead):
                 if method != "int4":
@@ -45,10 +36,11 @@ def round_weights(model: nn.Module, method: Method, tp: TPGroup, forms: WeightFo
                     continue
                 if module.tied:  # the embedding stays as it is
                     module.weight = nn.Parameter(module.weight.clone(), requires_grad=False)
-            module.grid = _round(name, module.weight, method, tp if isinstance(module, RowParallelLinear) else None)
+            divided = isinstance(module, RowParallelLinear)
+            module.grid = _round(name, module.weight, method, forms, divided=divided)
 
 
-def _round(name: str, weight: Tensor, method: Method, divided: TPGroup | None) -> Int4Grid | None:
+def _round(name: str, weight: Tensor, method: Method, forms: WeightForms, *, divided: bool) -> Int4Grid | None:
     """Round a matrix, or this rank's columns of one that is `divided`."""
     if method == "int4":
         if weight.shape[1] % INT4_GROUP:
@@ -57,10 +49,7 @@ def _round(name: str, weight: Tensor, method: Method, divided: TPGroup | None) -
                 f"of {name} on a rank"
             )
         return round_to_int4(weight)
-    largest = largest_of_rows(weight)
-    if divided is not None and divided.size > 1:
-        largest = divided.all_gather(largest).amax(1, keepdim=True)
-    round_to_8_bits(weight, method, largest)
+    round_to_8_bits(weight, method, forms.largest_of_rows(weight, divided=divided))
     return None
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from minisgl.distributed import TPGroup
 from minisgl.layers.linear import Linear
 from minisgl.layers.mlp import Experts
 from minisgl.quantization.levels import LevelFormat
-from minisgl.quantization.rounding import INT4_FORMAT, Method
+from minisgl.quantization.rounding import INT4_FORMAT, Method, largest_of_rows
 
 Keeps = Callable[[LevelFormat, int, int, torch.dtype], bool]
 """Ops.keeps or Ops.keeps_experts."""
@@ -43,6 +44,11 @@ class WeightForms:
     def stored_experts(self, experts: Experts, formats: set[LevelFormat | None]) -> LevelFormat | None:
         """Return the format of all parts of experts, if they are kept in it; their products never round x."""
         return self._kept_experts(_in_16_bits(formats), experts)
+
+    def largest_of_rows(self, weight: Tensor, *, divided: bool) -> Tensor:
+        """Return each row's largest magnitude, float32 [out, 1]; of all ranks' columns if they are `divided`."""
+        largest = largest_of_rows(weight)
+        return self.tp.all_gather(largest).amax(1, keepdim=True) if divided and self.tp.size > 1 else largest
 
     def _rounding(self) -> set[LevelFormat | None]:
         """Return the format of 8 bits, which experts have, too."""
