@@ -20,7 +20,7 @@ from minisgl.engine.graph_trial import sizes_that_hold
 from minisgl.engine.graphs import DecodeGraphs, Graphs, samples_from_graph
 from minisgl.engine.memory import CPU_SEQUENCES, Needs, pool_size, room_for_pool
 from minisgl.engine.memory_trial import measure_needs
-from minisgl.engine.parts import Phase, divide_logits, load_parts
+from minisgl.engine.parts import Phase, RunnerParts, divide_logits, load_parts
 from minisgl.engine.step_costs import estimate, measure
 from minisgl.kvcache.window import WindowGroup
 from minisgl.limits import Limits
@@ -47,7 +47,6 @@ class Engine:
         self.device = resolve_device(config, tp.rank)
         self.dtype = resolve_dtype(config, model.dtype)
         self.page_size = config.page_size
-        self.step_cost: StepCost | None = None
         self.window: WindowGroup | None = None  # layers that have pages of their own
         self._kv_format = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
         self._processed_logprobs = config.logprobs_mode == "processed_logprobs"
@@ -106,22 +105,26 @@ class Engine:
         if sizes is not None:
             with phase("capture CUDA graphs"), progress_bar("CUDA graphs", len(sizes), shown=progress) as bar:
                 self._graphs = self._queue.call(lambda: Graphs(self._runner, sizes, max_seq_len, bar.update))
-        if self.device.type == "cuda":
-            with phase("measure a step's time"):
-                self.step_cost = measure(
-                    self._run,
-                    num_pages=self.num_pages,
-                    page_size=self.page_size,
-                    num_slots=self.num_slots,
-                    vocab_size=model.vocab_size,
-                    max_seq_len=max_seq_len,
-                    max_prefill_tokens=max_prefill_tokens,
-                    num_window_pages=None if self.window is None else self.window.num_pages,
-                )
-        else:
+        self.step_cost: StepCost | None = self._step_cost(parts, model, phase, max_prefill_tokens)
+
+    def _step_cost(
+        self, parts: RunnerParts, model: ModelConfig, phase: Phase, max_prefill_tokens: int
+    ) -> StepCost | None:
+        """Return the cost of steps: measured on a GPU, estimated for a CPU."""
+        if self.device.type != "cuda":
             weight_bytes = sum(weight.nbytes for weight in parts.model.parameters())
-            layer_weights = parts.model.layer_weights * len(model.layers)
-            self.step_cost = estimate(weight_bytes, layer_weights, parts.attending)
+            return estimate(weight_bytes, parts.model.layer_weights * len(model.layers), parts.attending)
+        with phase("measure a step's time"):
+            return measure(
+                self._run,
+                num_pages=self.num_pages,
+                page_size=self.page_size,
+                num_slots=self.num_slots,
+                vocab_size=model.vocab_size,
+                max_seq_len=self.limits.max_seq_len,
+                max_prefill_tokens=max_prefill_tokens,
+                num_window_pages=None if self.window is None else self.window.num_pages,
+            )
 
     @property
     def bitmask(self) -> Int32Array:
