@@ -3,7 +3,8 @@ r"""Latencies of batch policies, simulated: the real scheduler and step loop, an
 The formula is a roofline of Llama-3.1-8B on an H200: weights that are read once and multiplied with every token,
 attention, and K and V read by decodes. The scheduler's cost model is measured on it as an engine measures its
 own. Nothing depends on the machine, so a run says what a policy does and what a change of it would do. Workloads:
-bursts of code completions, a Poisson process of conversations, these all at once, or a trace's file.
+bursts of code completions, a Poisson process of conversations, these all at once, InferenceX's shapes (1k1k, 1k8k,
+8k1k), or a trace's file.
 
     python benchmark/simulate.py
     python benchmark/simulate.py --policies mixed:35,mixed:50 --workloads poisson --rate 10
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +26,11 @@ import numpy as np
 from measuring.arguments import make_parser
 from measuring.client import RequestRecord
 from measuring.load_arguments import add_slo_arguments, slo_of
+from measuring.online_workloads import LENGTHS
 from measuring.report import Cell, table, write_json
 from measuring.statistics import Slo, summarize
 from measuring.traces import read_trace
-from measuring.workload import fit_context
+from measuring.workload import fit_context, poisson_arrivals
 from minisgl.config import SchedulerConfig
 from minisgl.core import AnyArray, Batch, Int32Array, PendingStep, SamplingParams, StepResult
 from minisgl.engine.step_costs import measure
@@ -163,8 +166,11 @@ def lengths(rng: np.random.Generator, mean: float, sigma: float, count: int, mos
 
 
 def make_workload(name: str, rate: float, count: int) -> list[Arrival]:
-    """Return code completions in bursts, conversations of a Poisson process, these all at once, or a trace."""
+    """Return code completions in bursts, conversations of a Poisson process or all at once, a shape, or a trace."""
     if name not in WORKLOADS:
+        if shape := LENGTHS.get(name):
+            seeded = random.Random(0)
+            return [Arrival(at, *shape.draw(seeded)) for at in poisson_arrivals(seeded, rate, count)]
         trace = read_trace(Path(name), count)
         pace = rate * trace[-1].at / len(trace)
         return [Arrival(row.at / pace, *fit_context(row.input_tokens, row.output_tokens, MAX_SEQ_LEN)) for row in trace]
@@ -221,9 +227,11 @@ def parse() -> argparse.Namespace:
         metavar="POLICY[:MS[:TOKENS[:ORDER]]],...",
         help="with target, chunk and who enters first",
     )
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), metavar="NAME,...", help="or a trace's file")
     parser.add_argument(
-        "--rate", type=float, default=7.0, metavar="N", help="requests a second of poisson and of a trace"
+        "--workloads", default=",".join(WORKLOADS), metavar="NAME,...", help="or 1k1k, 1k8k, 8k1k, or a trace's file"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=7.0, metavar="N", help="requests a second, but of bursts and at-once"
     )
     parser.add_argument("--requests", type=int, default=600, metavar="N", help="of each workload")
     parser.add_argument("--warm-up", type=int, default=0, metavar="N", help="of them, the first, that are not judged")
