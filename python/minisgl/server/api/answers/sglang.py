@@ -53,9 +53,7 @@ def sglang_job(body: SglangBody, limits: Limits, sampling_defaults: Mapping[str,
         if body.logprob_start_len >= 0:
             fields["prompt_logprobs"] = body.top_logprobs_num
     with under_clients_names(names):
-        job = generate_job(validate(fields, GenerateBody, limits), limits)
-    names = {ours: names.get(name, name) for ours, name in job.field_names.items()} | names
-    return msgspec.structs.replace(job, field_names=names)
+        return generate_job(validate(fields, GenerateBody, limits), limits).under_names(names)
 
 
 ScoredToken = tuple[float | None, int, str | None]  # log-probability, id, text

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+import msgspec
+
 from minisgl.core import FinishReason
 from minisgl.message.to_api import Accepted, Echo, OutputDelta
 from minisgl.message.to_tokenizer import GenerateOptions, Prompt
@@ -98,6 +100,11 @@ class Job(GenerateOptions, frozen=True, kw_only=True):
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
+
+    def under_names(self, names: Mapping[str, str]) -> Job:
+        """Return the job of a body that was put into other words: `names` are the client's of the fields there."""
+        found = {ours: names.get(theirs, theirs) for ours, theirs in self.field_names.items()}
+        return msgspec.structs.replace(self, field_names={**found, **names})
 
 
 class Sink(Protocol):

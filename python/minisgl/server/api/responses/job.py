@@ -67,14 +67,8 @@ def prepare_response(
     chat = _chat_body(body, conversation(body, earlier, items), limits)
     with under_clients_names(NAMES):
         job, options = chat_job(chat, use, limits, parsers, model)
-    names = {ours: NAMES.get(name, name) for ours, name in job.field_names.items()} | NAMES
-    return PreparedResponse(
-        msgspec.structs.replace(job, field_names=names),
-        options,
-        use,
-        initial_response(body, warnings, job.sampling, model),
-        INCLUDE_REASONING in body.include,
-    )
+    begun = initial_response(body, warnings, job.sampling, model)
+    return PreparedResponse(job.under_names(NAMES), options, use, begun, INCLUDE_REASONING in body.include)
 
 
 def conversation(body: ResponsesBody, earlier: Sequence[Item], items: Sequence[Item]) -> list[Message]:

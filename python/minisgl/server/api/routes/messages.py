@@ -42,8 +42,7 @@ class MessagesRoutes(Routes):
         body = chat_body(asked, service.limits, service.config.sampling_defaults.fields)
         await asyncio.sleep(0)  # each step of a large body takes a turn of its own
         job, options = chat_job(body, use, service.limits, service.parsers, service.config.model_name)
-        names = {ours: NAMES.get(theirs, theirs) for ours, theirs in job.field_names.items()}
-        job = msgspec.structs.replace(job, field_names=names, fewer_tokens=True)
+        job = msgspec.structs.replace(job.under_names(NAMES), fewer_tokens=True)
         writer = MessagesWriter(options, request_id_of(request), service.limits.max_seq_len)
         return service.answer(request, job, writer, stream=asked.stream, names=body.own_names)
 
