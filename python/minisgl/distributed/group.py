@@ -32,25 +32,27 @@ class SharedRows(Protocol):
 
 
 class TPGroup(Protocol):
-    """Ranks that hold one model together. Every rank calls the same collectives in the same order."""
+    """Ranks that hold one model together. Every rank calls the same collectives in the same order.
 
-    @property
-    def rank(self) -> int: ...
+    Operations with a body are for groups that have no faster way: these inherit them.
+    """
 
-    @property
-    def size(self) -> int: ...
+    rank: int
+    size: int
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The sum over ranks, plus `residual`, of x's shape; may overwrite x."""
 
-    def all_reduce_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> Summed:
+    def all_reduce_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> Summed:  # noqa: ARG002
         """Return `all_reduce` of x [T, H] with its norm; may overwrite x."""
+        return self.all_reduce(x, residual), None
 
-    def product_sum(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm | None) -> Summed | None:
+    def product_sum(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm | None) -> Summed | None:  # noqa: ARG002
         """Return `all_reduce_norm` of x [T, K] @ weight [H, K]^T; None where that is the way.
 
         Overwrites the residual [T, H].
         """
+        return None
 
     def all_gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
         """[T, n] -> [T, size * n]: the ranks' tensors side by side in rank order; the first `width` columns of them.
@@ -58,8 +60,9 @@ class TPGroup(Protocol):
         Written to `out`, if given, which is contiguous.
         """
 
-    def share_rows(self, rows: int, width: int, dtype: torch.dtype) -> SharedRows | None:
+    def share_rows(self, rows: int, width: int, dtype: torch.dtype) -> SharedRows | None:  # noqa: ARG002
         """Memory [rows, width] on each rank; None where ranks do not reach each other's. All ranks ask together."""
+        return None
 
     def smallest(self, value: int) -> int:
         """The smallest of the ranks' values; waits for all of them."""
@@ -74,7 +77,7 @@ class TPGroup(Protocol):
         """Leave the group, whatever the other ranks do. CUDA graphs that have its collectives must be gone."""
 
 
-class SingleRank:
+class SingleRank(TPGroup):
     """The group of one."""
 
     rank = 0
@@ -83,18 +86,9 @@ class SingleRank:
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return x if residual is None else x.add_(residual)
 
-    def all_reduce_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> Summed:  # noqa: ARG002
-        return x.add_(residual), None
-
-    def product_sum(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm | None) -> Summed | None:  # noqa: ARG002
-        return None
-
     def all_gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
         x = x[:, :width]
         return x if out is None else out.copy_(x)
-
-    def share_rows(self, rows: int, width: int, dtype: torch.dtype) -> SharedRows | None:  # noqa: ARG002
-        return None
 
     def smallest(self, value: int) -> int:
         return value

@@ -23,15 +23,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minisgl.distributed.group import SharedRows, Summed, meet, side_by_side
-from minisgl.kernel.base import Norm
+from minisgl.distributed.group import TPGroup, meet, side_by_side
 from minisgl.process.machine import make_run_dir
 
 _SLOT_BYTES = 1 << 20  # larger tensors go in pieces
 _POLL = 0.02  # seconds between looks at who has come
 
 
-class SharedMemoryTP:
+class SharedMemoryTP(TPGroup):
     """A rank of the group. RuntimeError from a collective for which another rank does not come."""
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket], memory: mmap.mmap, timeout_s: float) -> None:
@@ -94,12 +93,6 @@ class SharedMemoryTP:
             piece.copy_(total)
         return x if residual is None else x.add_(residual)
 
-    def all_reduce_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> Summed:  # noqa: ARG002
-        return self.all_reduce(x, residual), None
-
-    def product_sum(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm | None) -> Summed | None:  # noqa: ARG002
-        return None
-
     def all_gather(self, x: Tensor, width: int | None = None, out: Tensor | None = None) -> Tensor:
         gathered = x.new_empty(self.size, x.numel())
         begin = 0
@@ -109,9 +102,6 @@ class SharedMemoryTP:
                 row[begin:end] = values
             begin = end
         return side_by_side(gathered.view(self.size, *x.shape), width, out)
-
-    def share_rows(self, rows: int, width: int, dtype: torch.dtype) -> SharedRows | None:  # noqa: ARG002
-        return None
 
     def smallest(self, value: int) -> int:
         return min(int(one) for one in self._exchange(torch.tensor([value])))
