@@ -11,7 +11,16 @@ import pytest
 from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, Int32Array, SamplingParams, StepResult
 from minisgl.kvcache import make_cache
-from minisgl.scheduler.batch_policy import LANE, PREFILL_SHARE, TOKENS, BatchPolicy, Chunks, Mixed, PrefillFirst
+from minisgl.scheduler.batch_policy import (
+    LANE,
+    PREFILL_SHARE,
+    SLACK,
+    TOKENS,
+    BatchPolicy,
+    Chunks,
+    Mixed,
+    PrefillFirst,
+)
 from minisgl.scheduler.learned_cost import LearnedCost
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
@@ -131,8 +140,11 @@ def test_a_step_keeps_to_the_target_while_somebody_streams() -> None:
         if waiting:
             assert seconds <= bound * (1 + 1e-6) + learned.ratio * 1e-3
             in_time += bound == TARGET
-            # The one prompt that is cut gives up what would begin another tile of the step's products.
-            whole_tiles += sum(query_lens) % (256 if sum(query_lens) >= 512 else 128) == 0
+        if prompts < waiting:
+            # They give up what would begin another tile of the step's products, where each can keep a token.
+            excess = sum(query_lens) % (256 if sum(query_lens) >= 512 else 128)
+            assert excess == 0 or excess > prompts - (np.count_nonzero(query_lens) - len(streams))
+            whole_tiles += excess == 0
     assert in_time > 150
     assert whole_tiles > 250
 
@@ -191,16 +203,22 @@ class Clock:
 
 
 class TimedDevice:
-    """Takes `ratio` times as long as COST says for each step, one behind the other."""
+    """Takes `ratio` times as long as COST says for each step, one behind the other.
 
-    def __init__(self, clock: Clock, ratio: float) -> None:
-        self._clock, self._ratio = clock, ratio
+    With `tiles`, products beside decodes take as long as those of whole tiles.
+    """
+
+    def __init__(self, clock: Clock, ratio: float, tiles: bool = False) -> None:
+        self._clock, self._ratio, self._tiles = clock, ratio, tiles
         self._free_at = 0.0
         self.streaming: list[float] = []  # seconds of each step of decodes and a chunk
         self.larger: list[float] = []  # the same, had the chunk one more tile
 
     def forward(self, batch: Batch) -> None:
         seconds = self._ratio * COST.seconds(batch)
+        if self._tiles:
+            tile = 256 if batch.num_tokens >= 512 else 128
+            seconds += self._ratio * COST.prefill_token * (-batch.num_tokens % tile)
         self._free_at = max(self._free_at, self._clock.now) + seconds
         if 1 < batch.query_lens.max() < batch.num_tokens:
             self.streaming.append(seconds)
@@ -241,6 +259,36 @@ def test_measured_steps_correct_the_model(ratio: float, overlap: bool) -> None:
     assert len(settled) > 5
     assert max(settled) < 1.15 * TARGET
     assert min(device.larger[20:-1]) > 0.85 * TARGET
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_streams_of_a_burst_have_the_target_in_the_mean(overlap: bool) -> None:
+    """No stream has more, no step much more, and prompts that wait leave nothing of it."""
+    rng, clock = random.Random(8), Clock()
+    device = TimedDevice(clock, 1.0, tiles=True)
+    scheduler = Scheduler(
+        SchedulerConfig(schedule_policy="sjf", batch_policy="mixed"),
+        cache=make_cache("radix", 16),
+        num_pages=20_000,
+        num_slots=96,
+        max_seq_len=20_000,
+        eos_token_ids=(7,),
+        cost=COST,
+    )
+    loop = StepLoop(scheduler, device, overlap=overlap, clock=clock)  # type: ignore[arg-type]
+    for seq_id in range(96):
+        prompt = np.random.default_rng(seq_id).integers(10, 1000, int(rng.lognormvariate(7, 1)) + 2, dtype=np.int32)
+        scheduler.add(seq_id, prompt, SamplingParams(max_tokens=rng.randint(20, 200), ignore_eos=True), seed=0)
+    times: dict[int, list[float]] = {seq_id: [] for seq_id in range(96)}
+    while loop.has_work:
+        for seq_id in loop.step().seq_ids:
+            times[seq_id].append(clock.now)
+    gaps = [np.diff(one) for one in times.values()]
+    assert max(float(one.mean()) for one in gaps) < 1.02 * TARGET
+    assert max(float(one.max()) for one in gaps) < (1.02 + SLACK) * TARGET
+    full = device.streaming[:-10]  # some prompt waits
+    assert len(full) > 100
+    assert np.mean(full) > 0.98 * TARGET
 
 
 def test_one_slow_step_changes_little() -> None:

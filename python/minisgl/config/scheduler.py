@@ -49,8 +49,8 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
     target_tbt: Annotated[
         float,
         Setting(
-            "time that a step of --batch-policy mixed may take while somebody waits for the next token; 0: no bound "
-            "but --max-prefill-length",
+            "time that steps of --batch-policy mixed may take, in the mean, while somebody waits for the next token; "
+            "0: no bound but --max-prefill-length",
             ge=0,
             le=MAX_SECONDS * 1000,
             unit="milliseconds",

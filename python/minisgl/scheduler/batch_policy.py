@@ -12,13 +12,14 @@ from typing import Protocol
 import numpy as np
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import Batch, BoolArray, IndexArray, Int32Array
+from minisgl.core import Batch, IndexArray, Int32Array
 from minisgl.scheduler.learned_cost import LearnedCost
 from minisgl.step_cost import StepCost
 
 TOKENS = StepCost(prefill_token=1.0)  # a room counted in tokens
 LANE = 0.5  # share of a long prompt's chunk that shorter prompts may have
 PREFILL_SHARE = 0.25  # least share of a step's time for prompts, where decodes alone miss the target
+SLACK = 1 / 8  # share of the target that a step may take beyond it, where the one before gave up as much
 # Tokens that a GPU's products compute together. Steps below two of the first size are cut to the second.
 TILES = 256, 128
 
@@ -33,12 +34,13 @@ class Chunks:
     Say a room of 100 tokens, a lane of a half, and prompts of 20, 500, 300 and 10 tokens: 20, then of the 80 left up to
     40 go to shorter ones, 10 and 30, and the head has the other 40.
 
-    `decodes`: tokens of others in the step. Beside any, the head gives up what would begin another tile of the step's
-    products, since that takes nearly as long as a whole one.
+    `decodes`: tokens of others in the step. Beside any, prompts that do not all fit give up what would begin another
+    tile of the step's products, since that takes nearly as long as a whole one: the head first, then the youngest.
     """
 
     def __init__(self, unit: StepCost, room: float, lane: float, decodes: int = 0) -> None:
         self._unit = unit
+        self._room = room
         self._left = room  # behind all prompts that fit whole
         self._lane = lane
         self._decodes = decodes
@@ -95,9 +97,27 @@ class Chunks:
         # The first prompt moves in any case.
         lengths[self._head] = max(self._unit.chunk_within(left + lane, start_pos), int(self._head == 0))
         if self._decodes:
-            excess = _excess(self._decodes + int(lengths.sum()))
-            lengths[self._head] -= excess if excess < lengths[self._head] else 0
+            self._end_on_tile(lengths, self._head)
         return lengths
+
+    def _end_on_tile(self, lengths: Int32Array, head: int) -> None:
+        """Shorten chunks to the step's last whole tile, where each can keep a token."""
+        excess = _excess(self._decodes + int(lengths.sum()))
+        spare = np.maximum(lengths - 1, 0)
+        if excess > int(spare.sum()):
+            return
+        for i in (head, *reversed(range(len(lengths)))):
+            given_up = min(excess, int(spare[i]))
+            spare[i] -= given_up
+            lengths[i] -= given_up
+            excess -= given_up
+
+    def given_up(self, lengths: Int32Array) -> float:
+        """Return the room that is left of a crowded step whose prompts have these lengths."""
+        if self._head is None:
+            return 0.0
+        chunks = zip(self._prompts, lengths.tolist(), strict=True)
+        return max(self._room - sum(self._unit.prefill(start_pos, taken) for (start_pos, _, _), taken in chunks), 0.0)
 
 
 class BatchPolicy(Protocol):
@@ -121,7 +141,11 @@ class PrefillFirst:
 
     def query_lens(self, remaining: Int32Array, chunks: Chunks) -> Int32Array:
         is_prompt = remaining > 1
-        return _query_lens(np.zeros_like(remaining), is_prompt, chunks) if is_prompt.any() else remaining
+        if not is_prompt.any():
+            return remaining
+        query_lens = np.zeros_like(remaining)
+        query_lens[is_prompt] = chunks.lengths()
+        return query_lens
 
     def record(self, batch: Batch, seconds: float) -> None:
         pass
@@ -130,13 +154,16 @@ class PrefillFirst:
 class Mixed:
     """Each decode has its token in every step, and prompts what is left of the target: even times between tokens.
 
-    `target`: seconds that a step may take by `cost` while somebody streams. Where the decodes take most of it or more,
-    prompts still get PREFILL_SHARE of the step. Without a cost model, and when nobody streams, tokens are the bound.
+    `target`: seconds that steps may take by `cost`, in the mean, while somebody streams. Prompts give up what is beyond
+    a step's last whole tile, and have it in the next step beside their own. Where decodes take most of the target or
+    more, prompts still get PREFILL_SHARE of the step. Without a cost model, and when nobody streams, tokens are the
+    bound.
     """
 
     def __init__(self, cost: LearnedCost | None = None, target: float = math.inf) -> None:
         self._cost = cost
         self._target = target
+        self._given_up = 0.0  # seconds, in the latest step
 
     def chunks(self, start_pos: Int32Array, remaining: Int32Array, max_tokens: int) -> Chunks:
         is_decode = remaining == 1
@@ -146,11 +173,16 @@ class Mixed:
             unit = self._cost.model
             decodes = unit.fixed + unit.decodes(start_pos[is_decode])
             least = decodes * PREFILL_SHARE / (1 - PREFILL_SHARE)
-            room = min(max(self._target / self._cost.ratio - decodes, least), tokens * unit.prefill_token)
+            room = max(self._target / self._cost.ratio - decodes, least) + self._given_up / self._cost.ratio
+            room = min(room, tokens * unit.prefill_token)
         return _with_prompts(Chunks(unit, room, LANE, int(is_decode.sum())), start_pos, remaining)
 
     def query_lens(self, remaining: Int32Array, chunks: Chunks) -> Int32Array:
-        return _query_lens((remaining == 1).astype(np.int32), remaining > 1, chunks)
+        query_lens: Int32Array = (remaining == 1).astype(np.int32)
+        query_lens[remaining > 1] = lengths = chunks.lengths()
+        if self._cost is not None:
+            self._given_up = min(chunks.given_up(lengths) * self._cost.ratio, SLACK * self._target)
+        return query_lens
 
     def record(self, batch: Batch, seconds: float) -> None:
         if self._cost is not None:
@@ -168,11 +200,6 @@ def _with_prompts(chunks: Chunks, start_pos: Int32Array, remaining: Int32Array) 
     for start, length in zip(start_pos[is_prompt].tolist(), remaining[is_prompt].tolist(), strict=True):
         chunks.add(start, length)
     return chunks
-
-
-def _query_lens(decodes: Int32Array, is_prompt: BoolArray, chunks: Chunks) -> Int32Array:
-    decodes[is_prompt] = chunks.lengths()
-    return decodes
 
 
 def make_batch_policy(config: SchedulerConfig, cost: StepCost | None) -> BatchPolicy:
