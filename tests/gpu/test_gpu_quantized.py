@@ -190,15 +190,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("method", "graph", "label"),
+    ("method", "rounds_x", "graph", "label"),
     [
-        ("fp8", None, "16 matrices in fp8 up to 384 rows"),
-        ("fp8", 0, "16 matrices in fp8 up to 384 rows"),
-        ("int4", None, "17 matrices in int4 with groups of 32 up to 384 rows"),
+        ("fp8", False, None, "16 matrices in fp8 up to 384 rows (csrc/quantized_gemm.cu)"),
+        ("fp8", False, 0, "16 matrices in fp8 up to 384 rows (csrc/quantized_gemm.cu)"),
+        (
+            "fp8",
+            True,
+            None,
+            "16 matrices in fp8 with fp8 activations, scales of rows, up to 256 rows (csrc/fp8_gemm.cu)",
+        ),
+        ("int4", False, None, "17 matrices in int4 with groups of 32 up to 384 rows (csrc/quantized_gemm.cu)"),
     ],
 )
 def test_rounded_weights_answer_as_their_values(
-    folder: Path, tmp_path: Path, method: Any, graph: int | None, label: str, caplog: pytest.LogCaptureFixture
+    folder: Path,
+    tmp_path: Path,
+    method: Any,
+    rounds_x: bool,
+    graph: int | None,
+    label: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Alone, in a batch and in long prompts, by the logits of transformers with the rounded weights."""
     from transformers import AutoModelForCausalLM
@@ -207,19 +219,26 @@ def test_rounded_weights_answer_as_their_values(
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 300))] for _ in range(40)]
     with (
         caplog.at_level(logging.INFO),
-        LLM(str(folder), device="cuda", quantization=method, num_page_override=2000, cuda_graph_max_bs=graph) as llm,
+        LLM(
+            str(folder),
+            device="cuda",
+            quantization=method,
+            fp8_activations=rounds_x,
+            num_page_override=2000,
+            cuda_graph_max_bs=graph,
+        ) as llm,
     ):
         answers = [answer["token_ids"] for answer in llm.generate(prompts, params)]
         alone = [llm.generate([prompt], params)[0]["token_ids"] for prompt in prompts[:4]]
-    assert f"products read {label} (csrc/quantized_gemm.cu)" in caplog.text
+    assert f"products read {label}" in caplog.text
     rounded = save_rounded(folder, tmp_path / "rounded", method)
     model = AutoModelForCausalLM.from_pretrained(rounded, dtype=torch.float32).cuda().eval()
     for prompt, answer in zip(prompts + prompts[:4], answers + alone, strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + answer], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
         chosen = logits.gather(1, torch.tensor(answer, device="cuda")[:, None]).squeeze(1)
-        # Transformers' own bfloat16 lies up to 0.14 below in 1,500 tokens.
-        assert float((logits.max(dim=1).values - chosen).max()) < 0.15
+        # Transformers' own bfloat16 lies up to 0.14 below in 1,500 tokens, with x in FP8 up to 1.4; any token 6.
+        assert float((logits.max(dim=1).values - chosen).max()) < (2.0 if rounds_x else 0.15)
 
 
 def test_memory_is_that_of_the_quantized_weights(folder: Path) -> None:

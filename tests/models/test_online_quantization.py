@@ -145,9 +145,11 @@ def test_levels_are_what_is_rounded_to(tmp_path: Path, method: Any) -> None:
     make_model("llama", **WIDE).save_pretrained(tmp_path)
     for options in ({}, {"load_format": "dummy"}):
         dense = load(tmp_path, quantization=method, **options)
-        model = load(tmp_path, quantization=method, keeps=lambda *_: True, **options)
+        model = load(tmp_path, quantization=method, fp8_activations=True, keeps=lambda *_: True, **options)
         linears = [module for module in model.modules() if isinstance(module, ColumnParallelLinear | RowParallelLinear)]
-        assert all(module.weight.is_meta and module.levels is not None for module in linears)
+        kept = [module.levels.format for module in linears if module.weight.is_meta and module.levels is not None]
+        assert len(kept) == len(linears)
+        assert {form.rounds_x for form in kept} == {method == "fp8"}, "activations are rounded with FP8 alone"
         for each in (model, dense):
             bind_weights(each, TorchOps())
         for have, want in zip(model.modules(), dense.modules(), strict=True):

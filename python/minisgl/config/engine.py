@@ -75,7 +75,11 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
         ),
     ] = "auto"
     fp8_activations: Annotated[
-        bool, Setting("round activations to FP8, too, where the checkpoint's format does and a GPU multiplies FP8")
+        bool,
+        Setting(
+            "round activations to FP8, too, where the checkpoint's format does, or with --quantization fp8, and a GPU "
+            "multiplies FP8"
+        ),
     ] = False
     attention: Annotated[
         str,

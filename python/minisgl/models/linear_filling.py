@@ -7,6 +7,7 @@ model there are never more than the layers under way.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class LinearFilling:
             levels = levels_of_int4(module.weight)
         else:
             largest = self._forms.largest_of_rows(module.weight, divided=isinstance(module, RowParallelLinear))
-            levels = levels_of_8_bits(module.weight, form.kind, largest)
+            levels = replace(levels_of_8_bits(module.weight, form.kind, largest), format=form)
         module.weight = unallocated(*module.weight.shape, dtype=module.weight.dtype)
         return levels
 

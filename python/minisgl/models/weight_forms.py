@@ -27,11 +27,12 @@ class WeightForms:
     keeps: Keeps | None  # None: every weight is dense
     keeps_experts: Keeps | None = None
     method: Method | None = None  # that weights are rounded by
-    fp8_activations: bool = False  # products may round x to FP8 where the checkpoint's format does
+    fp8_activations: bool = False  # products may round x to FP8 where the format does; that of `method` fp8 does
 
     def rounded(self, module: Linear) -> LevelFormat | None:
         """Return the format that a dense weight is rounded to when it is filled, if it is kept in it."""
-        return self._kept({INT4_FORMAT} if self.method == "int4" else self._rounding(), module)
+        rounds_x = self.fp8_activations and self.method == "fp8"
+        return self._kept({INT4_FORMAT} if self.method == "int4" else self._rounding(rounds_x=rounds_x), module)
 
     def stored(self, module: Linear, formats: set[LevelFormat | None]) -> LevelFormat | None:
         """Return the format of all parts of a weight, if it is kept in it."""
@@ -50,9 +51,11 @@ class WeightForms:
         largest = largest_of_rows(weight)
         return self.tp.all_gather(largest).amax(1, keepdim=True) if divided and self.tp.size > 1 else largest
 
-    def _rounding(self) -> set[LevelFormat | None]:
+    def _rounding(self, *, rounds_x: bool = False) -> set[LevelFormat | None]:
         """Return the format of 8 bits, which experts have, too."""
-        return set() if self.method is None or self.method == "int4" else {LevelFormat(self.method)}
+        if self.method is None or self.method == "int4":
+            return set()
+        return {LevelFormat(self.method, rounds_x=rounds_x)}
 
     def _kept(self, formats: set[LevelFormat | None], module: Linear) -> LevelFormat | None:
         width, size = module.weight.shape
