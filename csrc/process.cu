@@ -1,5 +1,5 @@
 // Processing of a row's logits before the temperature: biases, penalties, ids to avoid and ids that are not allowed, in
-// one launch that writes a float32 copy. See engine/processing.py, whose results these are, bit by bit.
+// one launch that writes a float32 copy. See engine/logits_processing.py, whose results these are, bit by bit.
 //
 // A block takes CHUNK neighbouring ids of one row, and counts those of the row's tokens that are among them.
 #include "common.cuh"

@@ -34,7 +34,7 @@ constexpr float STEPS = 0x1p27f;          // of a distance, in one nat
 constexpr unsigned FARTHEST = ALL - 1;    // 32 nats: what is farther weighs less than 1e-13 and is never kept
 constexpr float SLACK_ONE = 0x1p18f;      // a bin's sum of (1 - weight / weight at its near end) in fixed point
 constexpr float MASS_ONE = 0x1p40f;       // the weight of the largest logit in sums of weights
-constexpr float EXCLUDED = -2e30f;        // of what the mask does not allow: finite, as in engine/processing.py
+constexpr float EXCLUDED = -2e30f;        // of what the mask does not allow: finite, as in engine/logits_processing.py
 
 struct Partial {  // of one group of one row
   float max;      // of the logits

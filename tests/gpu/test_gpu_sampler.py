@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import NewRow, SamplingFlags, SamplingParams
-from minisgl.engine.processing import process_logits
+from minisgl.engine.logits_processing import process_logits
 from minisgl.engine.sampler import Sampler, TorchSampler, filter_threshold, uniform
 from minisgl.engine.state import SlotState
 

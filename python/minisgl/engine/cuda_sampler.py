@@ -169,7 +169,7 @@ class CudaSampler:
         return sampled
 
     def process(self, logits: Tensor, slots: Tensor, state: SlotState, bitmask: Tensor | None) -> Tensor:
-        """Compute `engine.processing.process_logits` of logits whose rows are contiguous."""
+        """Compute `engine.logits_processing.process_logits` of logits whose rows are contiguous."""
         rows, vocab = logits.shape
         tables = state.processing
         processed = torch.empty((rows, vocab), dtype=torch.float32, device=logits.device)

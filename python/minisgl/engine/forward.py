@@ -18,7 +18,7 @@ from minisgl.attention.base import AttentionInputs
 from minisgl.attention.model_attention import CapturedDecode, ModelAttention
 from minisgl.context import ForwardContext
 from minisgl.core import A, Batch, Int32Array, Logprobs, StepResult, pages_for
-from minisgl.engine.processing import process_logits
+from minisgl.engine.logits_processing import process_logits
 from minisgl.engine.sampler import Sampler, compute_logprobs
 from minisgl.engine.state import SlotState
 from minisgl.kernel.base import Ops

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Logprobs, SamplingFlags
-from minisgl.engine.processing import mask_logits, process_logits
+from minisgl.engine.logits_processing import mask_logits, process_logits
 from minisgl.engine.state import SlotState
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Batch, Int32Array, NewRow, pages_for
-from minisgl.engine.processing_tables import ProcessingTables
+from minisgl.engine.logits_tables import ProcessingTables
 from minisgl.uploads import upload
 
 

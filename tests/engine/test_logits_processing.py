@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.core import NewRow, SamplingFlags, SamplingParams
-from minisgl.engine.processing import AVOIDED, EXCLUDED, process_logits, unpack_bits
+from minisgl.engine.logits_processing import AVOIDED, EXCLUDED, process_logits, unpack_bits
 from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
 

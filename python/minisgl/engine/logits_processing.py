@@ -1,6 +1,6 @@
 """Logits that change before the temperature: forbidden ids, biases and penalties.
 
-The parameters are in tables on the device, indexed by slot (`processing_tables.py`). All that depends on the tokens so
+The parameters are in tables on the device, indexed by slot (`logits_tables.py`). All that depends on the tokens so
 far (the penalties' counts, the beginnings of bad words, the number of output tokens) is read from `SlotState.tokens` in
 each step: nothing is counted along, so a request that re-enters after a retraction brings all of it with its tokens.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.engine.processing_tables import NO_ID
+from minisgl.engine.logits_tables import NO_ID
 from minisgl.engine.state import SlotState
 
 # Finite, so that a row whose every id is forbidden has a distribution all the same, and in this order: bad words and
