@@ -40,7 +40,8 @@ HOST = ("schedule", "launch", "wait", "complete")
 STEPS = 12
 KERNELS = 8  # of a table
 KINDS = {  # beginnings of kernels' names
-    "product": ("skinny_gemm", "small_batch_gemm", "quantized_gemm", "fp8_gemm", "cuBLAS", "moe_"),
+    "product": ("skinny_gemm", "small_batch_gemm", "quantized_gemm", "fp8_gemm", "library", "moe_"),
+    "rounding": ("quantize",),  # of activations
     "attention": ("decode_attention", "norm_rope_store", "latent_", "delta_", "device_kernel"),  # the last: FA3
     "sum over ranks": ("one_shot", "two_shot", "received", "gather", "nccl"),
     "norm": ("rms_norm",),
@@ -170,9 +171,9 @@ def measure(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int) ->
 
 
 def short(kernel: str) -> str:
-    """Return a kernel's name without its types; the many names of cuBLAS's products are one."""
-    if kernel.startswith(("nvjet", "void cublas", "void splitKreduce")):
-        return "cuBLAS product"
+    """Return a kernel's name without its types; the many names of cuBLAS's and CUTLASS's products are one."""
+    if kernel.startswith(("nvjet", "void cublas", "void splitKreduce")) or "GemmUniversal" in kernel:
+        return "library's product"
     name = re.sub(r"^void ", "", kernel).split("(")[0]
     return re.sub(r"<.*", "", name).rpartition("::")[2] or kernel[:40]
 
