@@ -273,7 +273,8 @@ def test_counts_are_merged_and_late_reports_counted() -> None:
         client, outboxes = make(num_tokenizers=2)
         asking = asyncio.create_task(client.query_counts(5))
         await asyncio.sleep(0)
-        queries = [message.query for outbox in outboxes for message in outbox.sent if isinstance(message, StatsRequest)]
+        sent = [message for outbox in outboxes for message in outbox.sent]
+        queries = [message.query_id for message in sent if isinstance(message, StatsRequest)]
         assert client.counts().counts["open_queries"] == 2
         for index, query in enumerate(queries):
             counts = [ProcessCounts(f"tokenizer-{index}", {"x": index}), ProcessCounts("scheduler", {"y": 1})]

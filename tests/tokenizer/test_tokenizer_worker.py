@@ -392,7 +392,7 @@ def test_questions_to_the_tokenizer(server: Server) -> None:
         assert encoded == Encoded(1, pack_ids(ids), ["<s>", "▁hello", "▁", "ab"])
         assert plain == Encoded(2, pack_ids(ids[1:]))
         assert isinstance(refused, Unanswered)
-        assert (refused.query, refused.field) == (3, "messages")
+        assert (refused.query_id, refused.field) == (3, "messages")
         assert decoded == Decoded(4, "<s> hello ab")
         assert isinstance(outside, Unanswered)
         assert "330" in outside.message

@@ -58,12 +58,12 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 class InspectState(msgspec.Struct, frozen=True, tag=True):
     """API server -> tokenizer worker -> scheduler: tell the state, and record steps for a while."""
 
-    query: int
+    query_id: int
     since: int  # the last step that is known
 
 
 class StateReport(msgspec.Struct, frozen=True, tag=True):
     """Scheduler -> detokenizer -> API server: the answer."""
 
-    query: int
+    query_id: int
     state: EngineState

@@ -68,7 +68,7 @@ class OutputDeltas(msgspec.Struct, frozen=True, tag=True):
 class Encoded(msgspec.Struct, frozen=True, tag=True):
     """Answer to Encode: the ids."""
 
-    query: int
+    query_id: int
     ids: PackedIds
     strings: list[str] | None = None
 
@@ -76,21 +76,21 @@ class Encoded(msgspec.Struct, frozen=True, tag=True):
 class Decoded(msgspec.Struct, frozen=True, tag=True):
     """Answer to Decode: the text."""
 
-    query: int
+    query_id: int
     text: str
 
 
 class Described(msgspec.Struct, frozen=True, tag=True):
     """Answer to Describe: the tokenizer's configuration."""
 
-    query: int
+    query_id: int
     config: dict[str, Any]
 
 
 class Unanswered(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a question that cannot be answered: its error, or that the error is ours, by the rules of `Refused`."""
+    """Answer to a query that cannot be answered: its error, or that the error is ours, by the rules of `Refused`."""
 
-    query: int
+    query_id: int
     field: str = ""
     message: str = ""
     status: RefusalStatus = 400

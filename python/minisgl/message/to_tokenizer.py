@@ -71,7 +71,7 @@ class Generate(GenerateOptions, frozen=True, kw_only=True, tag=True):
 class Encode(msgspec.Struct, frozen=True, tag=True):
     """Say the prompt's ids; nothing is generated."""
 
-    query: int
+    query_id: int
     prompt: TextPrompt | ChatPrompt
     strings: bool = False  # and each token as the vocabulary writes it
 
@@ -79,15 +79,15 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
 class Decode(msgspec.Struct, frozen=True, tag=True):
     """Say the text of these ids."""
 
-    query: int
+    query_id: int
     ids: PackedIds
 
 
 class Describe(msgspec.Struct, frozen=True, tag=True):
     """Say what the model folder says about its tokenizer."""
 
-    query: int
+    query_id: int
 
 
-Question: TypeAlias = Encode | Decode | Describe | FlushCache | InspectState  # each gets one answer, with its query
-ToTokenizer: TypeAlias = Generate | Abort | StatsRequest | Question
+Query: TypeAlias = Encode | Decode | Describe | FlushCache | InspectState  # each gets one answer, with its id
+ToTokenizer: TypeAlias = Generate | Abort | StatsRequest | Query

@@ -84,25 +84,25 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 class FlushCache(msgspec.Struct, frozen=True, tag=True):
     """API server -> tokenizer worker -> scheduler: forget every cached prefix that nobody uses."""
 
-    query: int
+    query_id: int
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True):
     """Scheduler -> detokenizer -> API server, to FlushCache: the pages that it freed."""
 
-    query: int
+    query_id: int
     pages: int
 
 
 class StatsRequest(msgspec.Struct, frozen=True, tag=True):
     """API server -> tokenizer worker -> scheduler: collect the counts of all on the way, who each add theirs."""
 
-    query: int
+    query_id: int
     counts: list[ProcessCounts] = []
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
     """Scheduler -> detokenizer -> API server, to StatsRequest: the counts of the processes on the way."""
 
-    query: int
+    query_id: int
     counts: list[ProcessCounts]

@@ -81,13 +81,13 @@ class SchedulerServer:
                 self._scheduler.end(message.seq_id, "stop")
             case StatsRequest():
                 counts = ProcessCounts("scheduler-0", self._scheduler.counts())
-                self._detokenizer.send(Report(message.query, [*message.counts, counts]))
+                self._detokenizer.send(Report(message.query_id, [*message.counts, counts]))
                 if self._loop.trace is not None and perf_counter() - self._inspected > WATCH_SECONDS:
                     self._loop.trace = None
             case InspectState():
-                self._detokenizer.send(StateReport(message.query, self._state(message.since)))
+                self._detokenizer.send(StateReport(message.query_id, self._state(message.since)))
             case FlushCache():
-                self._detokenizer.send(Flushed(message.query, self._scheduler.flush_cache()))
+                self._detokenizer.send(Flushed(message.query_id, self._scheduler.flush_cache()))
 
     def _state(self, since: int) -> EngineState:
         """Return the state, with the steps after one; record steps from here on."""

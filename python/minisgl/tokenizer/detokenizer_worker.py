@@ -39,4 +39,4 @@ def run(worker: Worker) -> None:
                 "detokenizer",
                 {"sequences": detokenizer.open_sequences, "dropped_tokens": detokenizer.dropped_tokens},
             )
-            api.send(Report(message.query, [*message.counts, counts]))
+            api.send(Report(message.query_id, [*message.counts, counts]))

@@ -30,7 +30,7 @@ from minisgl.tokenizer.text import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_CHARS_TO_ENCODE = 1_000_000  # of a question; it takes half a second, in which nobody else's prompt moves
+MAX_CHARS_TO_ENCODE = 1_000_000  # of a query; it takes half a second, in which nobody else's prompt moves
 CHECK_INTERVAL = 0.002  # seconds between looks at the grammars that are being checked, if there are any
 
 
@@ -114,26 +114,26 @@ class Gate:
                 self._waiting.append(admission)
 
 
-def reply_to(question: Encode | Decode, tokenizer: TextTokenizer, limits: Limits) -> Reply:
-    """Answer a question about text and ids. A text may be longer than the context."""
+def reply_to(query: Encode | Decode, tokenizer: TextTokenizer, limits: Limits) -> Reply:
+    """Answer a query about text and ids. A text may be longer than the context."""
     try:
-        if isinstance(question, Encode):
-            text, add_special_tokens = prompt_text(question.prompt, tokenizer)
+        if isinstance(query, Encode):
+            text, add_special_tokens = prompt_text(query.prompt, tokenizer)
             if len(text) > MAX_CHARS_TO_ENCODE:
                 raise InvalidRequest(
-                    prompt_field(question.prompt),
+                    prompt_field(query.prompt),
                     f"the prompt has {len(text)} characters; at most {MAX_CHARS_TO_ENCODE} are tokenized at a time",
                 )
             ids = tokenizer.encode(text, add_special_tokens)
-            return Encoded(question.query, pack_ids(ids), tokenizer.strings(ids) if question.strings else None)
-        ids = unpack_ids(question.ids)
+            return Encoded(query.query_id, pack_ids(ids), tokenizer.strings(ids) if query.strings else None)
+        ids = unpack_ids(query.ids)
         check_vocabulary(ids, limits)
-        return Decoded(question.query, tokenizer.decode(ids, skip_special_tokens=False))
+        return Decoded(query.query_id, tokenizer.decode(ids, skip_special_tokens=False))
     except InvalidRequest as error:
-        return Unanswered(question.query, error.field, error.message)
+        return Unanswered(query.query_id, error.field, error.message)
     except Exception:
         logger.exception("a text could not be encoded or decoded")
-        return Unanswered(question.query, status=500)
+        return Unanswered(query.query_id, status=500)
 
 
 def describe(folder: Path, chat_template: str | None = None) -> dict[str, Any]:

@@ -20,17 +20,17 @@ import msgspec
 from minisgl.core import InvalidRequest
 from minisgl.message.socket import Sender
 from minisgl.message.to_api import Accepted, OutputDelta, OutputDeltas, Refused, ToApi
-from minisgl.message.to_tokenizer import Generate, GenerateOptions, Question, ToTokenizer
+from minisgl.message.to_tokenizer import Generate, GenerateOptions, Query, ToTokenizer
 from minisgl.message.types import Abort, ProcessCounts
 from minisgl.seeds import choice_seed, random_seed
 from minisgl.server.api.http.errors import aborted, invalid, overloaded, refused, shutting_down
 from minisgl.server.api.metrics import RequestMetrics
 from minisgl.server.api.requests.open_request import ClientGone, Delta, Job, OpenRequest
-from minisgl.server.api.requests.questions import Questions, R
+from minisgl.server.api.requests.queries import Queries, R
 from minisgl.server.api.tracing import Tracer
 
 MAX_OPTION_BYTES = 64 * 1024 * 1024  # of all choices of a request: each carries the request's options to the scheduler
-HEARTBEAT_SECONDS = 1.0  # between an answer and the next question
+HEARTBEAT_SECONDS = 1.0  # between an answer and the next query
 HEARTBEAT_TIMEOUT = 30.0  # seconds to wait for an answer before asking again: a step of a slow device may take long
 PROMPTS_A_TURN = 64  # are sent of a request, which may have thousands, or as many as make
 OPTION_BYTES_A_TURN = 1024 * 1024
@@ -54,7 +54,7 @@ class EngineClient:
         self._reached: set[OpenRequest] = set()  # by messages, but not yet their readers
         self._names: dict[str, set[OpenRequest]] = {}  # the open requests by what clients know of them
         self.metrics = RequestMetrics()
-        self._questions = Questions(tokenizers)
+        self._queries = Queries(tokenizers)
         self._shutdown_reason: str | None = None
         self.is_shut_down = False
         self._dropped_pieces = 0
@@ -180,7 +180,7 @@ class EngineClient:
             case Refused():
                 self._dispatch_refused(message)
             case _:
-                self._questions.answer(message)
+                self._queries.answer(message)
 
     def _dispatch_deltas(self, deltas: list[OutputDelta]) -> None:
         by_seq_id, reached = self._by_seq_id, self._reached
@@ -208,7 +208,7 @@ class EngineClient:
         self.is_shut_down, self._shutdown_reason = True, reason
         for request in self._open:
             request.fail(shutting_down(reason))
-        self._questions.fail(shutting_down(reason))
+        self._queries.fail(shutting_down(reason))
 
     def counts(self) -> ProcessCounts:
         """Return what this process holds."""
@@ -218,9 +218,9 @@ class EngineClient:
                 "open_requests": len(self._open),
                 "open_sequences": len(self._by_seq_id),
                 "open_prompts": len(self._prompts),
-                "open_queries": len(self._questions),
+                "open_queries": len(self._queries),
                 "dropped_pieces": self._dropped_pieces,
-                "dropped_reports": self._questions.dropped_reports,
+                "dropped_reports": self._queries.dropped_reports,
             },
         )
 
@@ -234,16 +234,16 @@ class EngineClient:
         """True if another sequence would be admitted."""
         return self._num_admitted < self._max_sequences
 
-    async def ask(self, question: Callable[[int], Question], answer_type: type[R], timeout_seconds: float) -> R:
-        """Return one tokenizer worker's answer to a question; `question` makes the message for its number."""
+    async def ask(self, query: Callable[[int], Query], answer_type: type[R], timeout_seconds: float) -> R:
+        """Return one tokenizer worker's answer to a query; `query` makes the message of an id."""
         if self.is_shut_down:
             raise shutting_down(self._shutdown_reason)
-        return await self._questions.ask(question, answer_type, timeout_seconds)
+        return await self._queries.ask(query, answer_type, timeout_seconds)
 
     async def query_counts(self, timeout_seconds: float) -> tuple[list[ProcessCounts], bool]:
         """Return what every process holds, and True if all of them answered in time."""
         own = self.counts()
-        others, complete = await self._questions.ask_counts(timeout_seconds)
+        others, complete = await self._queries.ask_counts(timeout_seconds)
         return [own, *others], complete
 
 

@@ -31,7 +31,7 @@ from minisgl.server.api.routes.endpoint import Endpoint, Routes, Service, json_r
 UI = Path(minisgl.__file__).parent / "ui"
 INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 MAX_STEP = 2**63 - 1
-MIN_INTERVAL = 0.2  # seconds between questions, however many watch
+MIN_INTERVAL = 0.2  # seconds between queries, however many watch
 TIMEOUT = 10.0  # seconds, for a scheduler in the middle of a step
 MAX_STEPS = 8192  # that are kept for those who have not seen them
 
@@ -64,7 +64,7 @@ class DebugState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inspector:
-    """Looks at the engine for all who watch it: one question at a time, and not more often than pictures need.
+    """Looks at the engine for all who watch it: one query at a time, and not more often than pictures need.
 
     It keeps the last state for MIN_INTERVAL. The scheduler is asked only while somebody asks here.
     """
@@ -90,10 +90,10 @@ class Inspector:
         last = self._steps[-1] if self._steps else None
         known = -1 if last is None else last.step
 
-        def question(query: int) -> InspectState:
-            return InspectState(query, known)
+        def query(query_id: int) -> InspectState:
+            return InspectState(query_id, known)
 
-        report = await self._client.ask(question, StateReport, TIMEOUT)
+        report = await self._client.ask(query, StateReport, TIMEOUT)
         state = report.state
         for record in state.steps:
             if last is not None and record.begin == last.begin:  # it has grown

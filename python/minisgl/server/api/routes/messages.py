@@ -53,5 +53,5 @@ class MessagesRoutes(Routes):
         use = messages_tools(asked.tools, asked.tool_choice)
         body = chat_body(asked, service.limits, {})
         prompt = body.chat_prompt(use, template_messages(body.messages))
-        reply = await service.client.ask(lambda query: Encode(query, prompt), Encoded, TOKENIZER_TIMEOUT)
+        reply = await service.client.ask(lambda query_id: Encode(query_id, prompt), Encoded, TOKENIZER_TIMEOUT)
         return json_response(TokenCount(num_ids(reply.ids)))

@@ -92,7 +92,7 @@ class TokenRoutes(Routes):
         body = await self._service.parse(request, TokenizeBody)
         prompt = tokenize_prompt(body)
         reply = await self._service.client.ask(
-            lambda query: Encode(query, prompt, body.return_token_strs), Encoded, TOKENIZER_TIMEOUT
+            lambda query_id: Encode(query_id, prompt, body.return_token_strs), Encoded, TOKENIZER_TIMEOUT
         )
         ids = unpack_ids(reply.ids).tolist()
         return json_response(Tokenized(len(ids), self._service.limits.max_seq_len, ids, reply.strings))
@@ -101,7 +101,7 @@ class TokenRoutes(Routes):
         """Return the text of token ids."""
         body = await self._service.parse(request, DetokenizeBody)
         ids = pack_ids(checked_ids(body.tokens, self._service.limits, "tokens"))
-        reply = await self._service.client.ask(lambda query: Decode(query, ids), Decoded, TOKENIZER_TIMEOUT)
+        reply = await self._service.client.ask(lambda query_id: Decode(query_id, ids), Decoded, TOKENIZER_TIMEOUT)
         return json_response(Detokenized(reply.text))
 
     async def tokenizer_info(self, _request: Request) -> Response:

@@ -117,7 +117,8 @@ class ResponsesRoutes(Routes):
     async def _count(self, prompt: ChatPrompt) -> int | None:
         """Return a prompt's tokens; None if it is too long to be counted, or no prompt."""
         try:
-            encoded = await self._service.client.ask(lambda query: Encode(query, prompt), Encoded, TOKENIZER_TIMEOUT)
+            ask = self._service.client.ask
+            encoded = await ask(lambda query_id: Encode(query_id, prompt), Encoded, TOKENIZER_TIMEOUT)
         except ApiError as error:
             if error.status != 400:
                 raise

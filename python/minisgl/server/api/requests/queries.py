@@ -1,6 +1,6 @@
-"""Questions to the workers beside requests: about text and ids, the cache, and what each process holds.
+"""Queries to the workers beside requests: about text and ids, the cache, and what each process holds.
 
-A question has a number, which its answer names. What comes when nobody waits for it any more is dropped.
+A query has an id, which its answer names. What comes when nobody waits for it any more is dropped.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import TypeVar
 from minisgl.core import InvalidRequest
 from minisgl.message.socket import Sender
 from minisgl.message.to_api import Reply, Unanswered
-from minisgl.message.to_tokenizer import Question, ToTokenizer
+from minisgl.message.to_tokenizer import Query, ToTokenizer
 from minisgl.message.types import ProcessCounts, Report, StatsRequest
 from minisgl.server.api.http.errors import ApiError, no_answer, refused
 
 R = TypeVar("R", bound=Reply)
 
 
-class Questions:
-    """Questions that have not been answered. `tokenizers` are the outboxes to the tokenizer workers."""
+class Queries:
+    """Queries that have not been answered. `tokenizers` are the outboxes to the tokenizer workers."""
 
     def __init__(self, tokenizers: Sequence[Sender[ToTokenizer]]) -> None:
         self._tokenizers = tokenizers
         self._round_robin = itertools.cycle(tokenizers)
-        self._numbers = itertools.count(1)
+        self._ids = itertools.count(1)
         self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._reports: dict[int, asyncio.Future[list[ProcessCounts]]] = {}
         self.dropped_reports = 0
@@ -34,22 +34,22 @@ class Questions:
     def __len__(self) -> int:
         return len(self._replies) + len(self._reports)
 
-    async def ask(self, question: Callable[[int], Question], answer_type: type[R], timeout_seconds: float) -> R:
-        """Ask one tokenizer worker and wait for the answer. `question` makes the message for a number.
+    async def ask(self, query: Callable[[int], Query], answer_type: type[R], timeout_seconds: float) -> R:
+        """Ask one tokenizer worker and wait for the answer. `query` makes the message of an id.
 
-        ApiError if the worker gives none in time, or says what is wrong with the question.
+        ApiError if the worker gives none in time, or says what is wrong with the query.
         """
-        number = next(self._numbers)
+        query_id = next(self._ids)
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._replies[number] = reply
+        self._replies[query_id] = reply
         try:
-            next(self._round_robin).send(question(number))
+            next(self._round_robin).send(query(query_id))
             async with asyncio.timeout(timeout_seconds):
                 answer = await reply
         except TimeoutError:
             raise no_answer(timeout_seconds) from None
         finally:
-            self._replies.pop(number, None)
+            self._replies.pop(query_id, None)
         if isinstance(answer, Unanswered):
             raise refused(answer.status, InvalidRequest(answer.field, answer.message))
         if not isinstance(answer, answer_type):
@@ -61,14 +61,14 @@ class Questions:
         loop = asyncio.get_running_loop()
         reports: dict[int, asyncio.Future[list[ProcessCounts]]] = {}
         for outbox in self._tokenizers:
-            number = next(self._numbers)
-            reports[number] = self._reports[number] = loop.create_future()
-            outbox.send(StatsRequest(number))
+            query_id = next(self._ids)
+            reports[query_id] = self._reports[query_id] = loop.create_future()
+            outbox.send(StatsRequest(query_id))
         try:
             done, missing = await asyncio.wait(reports.values(), timeout=timeout_seconds)
         finally:
-            for number in reports:
-                self._reports.pop(number, None)
+            for query_id in reports:
+                self._reports.pop(query_id, None)
         # Each route passes the scheduler and the detokenizer: the last report of a process counts.
         merged = {counts.process: counts for report in done for counts in report.result()}
         return [merged[name] for name in sorted(merged)], not missing
@@ -76,13 +76,13 @@ class Questions:
     def answer(self, answer: Reply | Report) -> None:
         """Give an answer to whoever asked."""
         if isinstance(answer, Report):
-            report = self._reports.pop(answer.query, None)
+            report = self._reports.pop(answer.query_id, None)
             if report is None or report.done():
                 self.dropped_reports += 1
             else:
                 report.set_result(answer.counts)
         else:
-            reply = self._replies.pop(answer.query, None)
+            reply = self._replies.pop(answer.query_id, None)
             if reply is not None and not reply.done():
                 reply.set_result(answer)
 
