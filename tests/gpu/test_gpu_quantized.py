@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import shutil
@@ -154,7 +155,7 @@ def rounded_to_fp8(x: torch.Tensor, group: int, x_scale: float) -> torch.Tensor:
     return (groups / scales).clamp(-448, 448).to(torch.float8_e4m3fn).double().mul(scales.double()).flatten(1)
 
 
-def save_rounded(plain: Path, rounded: Path, method: str) -> Path:
+def save_rounded(plain: Path, rounded: Path, method: str) -> None:
     """Copy a model in float32, with matrices that are rounded by hand; with int4 the head, too."""
     shutil.copytree(plain, rounded)
     tensors = {name: weight.float() for name, weight in load_file(plain / "model.safetensors").items()}
@@ -164,7 +165,34 @@ def save_rounded(plain: Path, rounded: Path, method: str) -> Path:
         elif name.endswith("_proj.weight"):
             round_to_8_bits(weight, "fp8", largest_of_rows(weight))
     save_file(tensors, rounded / "model.safetensors", {"format": "pt"})
-    return rounded
+
+
+def save_blocks(plain: Path, stored: Path, rounded: Path) -> None:
+    """Save a model as Qwen3 is published in FP8: blocks of 128 x 128. And its values, in float32."""
+    values, tensors = {}, {}
+    for name, weight in load_file(plain / "model.safetensors").items():
+        values[name], tensors[name] = weight.float(), weight
+        if name.endswith("_proj.weight"):
+            width, size = weight.shape
+            blocks = weight.float().view(width // 128, 128, size // 128, 128)
+            scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+            steps = (blocks / scales).to(torch.float8_e4m3fn)
+            values[name] = (steps.float() * scales).view(width, size)
+            tensors[name], tensors[f"{name}_scale_inv"] = (
+                steps.view(width, size),
+                scales.view(width // 128, size // 128),
+            )
+    for folder, saved in ((stored, tensors), (rounded, values)):
+        shutil.copytree(plain, folder)
+        save_file(saved, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((stored / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    (stored / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
@@ -201,6 +229,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "16 matrices in fp8 with fp8 activations, scales of rows, up to 256 rows (csrc/fp8_gemm.cu)",
         ),
         ("int4", False, None, "17 matrices in int4 with groups of 32 up to 384 rows (csrc/quantized_gemm.cu)"),
+        ("blocks", False, None, "16 matrices in fp8 with groups of 128 up to 384 rows (csrc/quantized_gemm.cu)"),
+        (
+            "blocks",
+            True,
+            None,
+            "16 matrices in fp8 with fp8 activations, scales of blocks of 128, up to 128 rows (csrc/fp8_gemm.cu)",
+        ),
     ],
 )
 def test_rounded_weights_answer_as_their_values(
@@ -217,12 +252,18 @@ def test_rounded_weights_answer_as_their_values(
 
     rng, params = random.Random(0), SamplingParams(max_tokens=32, ignore_eos=True)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 300))] for _ in range(40)]
+    loaded, rounded = folder, tmp_path / "rounded"
+    if method == "blocks":
+        loaded = tmp_path / "stored"
+        save_blocks(folder, loaded, rounded)
+    else:
+        save_rounded(folder, rounded, method)
     with (
         caplog.at_level(logging.INFO),
         LLM(
-            str(folder),
+            str(loaded),
             device="cuda",
-            quantization=method,
+            quantization="auto" if method == "blocks" else method,
             fp8_activations=rounds_x,
             num_page_override=2000,
             cuda_graph_max_bs=graph,
@@ -231,7 +272,6 @@ def test_rounded_weights_answer_as_their_values(
         answers = [answer["token_ids"] for answer in llm.generate(prompts, params)]
         alone = [llm.generate([prompt], params)[0]["token_ids"] for prompt in prompts[:4]]
     assert f"products read {label}" in caplog.text
-    rounded = save_rounded(folder, tmp_path / "rounded", method)
     model = AutoModelForCausalLM.from_pretrained(rounded, dtype=torch.float32).cuda().eval()
     for prompt, answer in zip(prompts + prompts[:4], answers + alone, strict=True):
         with torch.inference_mode():
