@@ -41,7 +41,7 @@ def make_mixture(
 
 
 def in_double(mixture: Mixture, **more: Any) -> Mixture:
-    """The same in float64 and without a shared expert."""
+    """Return the mixture in float64, without a shared expert."""
     biases = ExpertBiases(*(None if bias is None else bias.double() for bias in mixture.biases))
     wide = {name: each.double() for name in ("w13", "w2") if isinstance(each := getattr(mixture, name), Tensor)}
     return mixture._replace(biases=biases, shared=None, **wide | more)

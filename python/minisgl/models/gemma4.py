@@ -23,6 +23,7 @@ from minisgl.models.config.common_fields import (
     MULTIMODAL_NAMES,
     nested_text,
     read_attention,
+    read_expert_counts,
     read_layer_types,
     read_model,
     read_ropes_by_type,
@@ -165,9 +166,7 @@ def _read_layer_inputs(reader: ConfigReader) -> LayerInputConfig | None:
 
 def _read_experts(reader: ConfigReader) -> MoEConfig:
     """Read the experts beside the MLP of every layer."""
-    num_experts, chosen = reader.count("num_experts"), reader.count("top_k_experts")
-    if chosen > num_experts:
-        raise UnsupportedModel(f"top_k_experts {chosen} is more than num_experts {num_experts}")
+    num_experts, chosen = read_expert_counts(reader, "num_experts", "top_k_experts")
     size = reader.count("moe_intermediate_size")
     return MoEConfig(num_experts, size, Routing(chosen, renormalize=True), activation="gelu_tanh")
 

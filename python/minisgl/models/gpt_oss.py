@@ -14,12 +14,13 @@ from minisgl.layers.layer_config import LayerConfig, MoEConfig
 from minisgl.models.config.common_fields import (
     read_attention,
     read_context_len,
+    read_expert_counts,
     read_layer_types,
     read_model,
     read_rope,
 )
 from minisgl.models.config.config_reader import ConfigReader
-from minisgl.models.config.model_config import ModelConfig, UnsupportedModel
+from minisgl.models.config.model_config import ModelConfig
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 _DEFAULTS: Mapping[str, Any] = {  # of transformers' GptOssConfig
@@ -62,10 +63,8 @@ def read_gpt_oss(architecture: str, reader: ConfigReader) -> ModelConfig:
 def _read_experts(reader: ConfigReader) -> MoEConfig:
     """Softmax over the chosen experts' logits alone, which is that over all, made to sum to 1."""
     key = "num_experts" if reader.get("num_local_experts") is None else "num_local_experts"
-    num_experts, chosen = reader.count(key), reader.count("num_experts_per_tok")
+    num_experts, chosen = read_expert_counts(reader, key)
     reader.get("num_experts")
-    if chosen > num_experts:
-        raise UnsupportedModel(f"num_experts_per_tok {chosen} is more than {key} {num_experts}")
     return MoEConfig(
         num_experts,
         reader.count("intermediate_size"),

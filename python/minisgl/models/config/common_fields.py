@@ -77,12 +77,18 @@ def read_layer_types(reader: ConfigReader, num_layers: int) -> list[bool] | None
     return [kind == "sliding_attention" for kind in types]
 
 
+def read_expert_counts(reader: ConfigReader, experts: str, chosen: str = "num_experts_per_tok") -> tuple[int, int]:
+    """Read the number of experts, and of those that a token chooses; UnsupportedModel if these are more."""
+    count, top_k = reader.count(experts), reader.count(chosen)
+    if top_k > count:
+        raise UnsupportedModel(f"{chosen} {top_k} is more than {experts} {count}")
+    return count, top_k
+
+
 def read_experts(reader: ConfigReader, num_layers: int) -> dict[int, MoEConfig]:
     """Read the sparse layers, by index, of Qwen's families."""
     key = next((key for key in _EXPERT_COUNTS if reader.get(key) is not None), _EXPERT_COUNTS[0])
-    num_experts, chosen = reader.count(key), reader.count("num_experts_per_tok")
-    if chosen > num_experts:
-        raise UnsupportedModel(f"num_experts_per_tok {chosen} is more than {key} {num_experts}")
+    num_experts, chosen = read_expert_counts(reader, key)
     dense = reader.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         raise UnsupportedModel(f"mlp_only_layers must be a list of layers, not {brief(dense)}")
