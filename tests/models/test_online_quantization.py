@@ -7,14 +7,15 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl.distributed import SingleRank
-from minisgl.kernel.base import Norm
+from minisgl.kernel.base import Activation, Norm
+from minisgl.kernel.cpu_int4 import TiledInt4Weight
 from minisgl.kernel.cpu_ops import CpuOps, multiplies_bfloat16
 from minisgl.kernel.cpu_weights import Int4Weight
 from minisgl.kernel.torch_ops import TorchOps
@@ -43,7 +44,7 @@ def load(folder: Path, tp: Any = None, **options: Any) -> Any:
 
 def random_weight(dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn((48, 160), generator=generator) * torch.rand((48, 1), generator=generator)
+    weight = torch.randn((64, 160), generator=generator) * torch.rand((64, 1), generator=generator)
     weight[3, 32:64] = 0.0
     weight[4, :64] = weight[4, :64].abs() + 1.0  # no zero between the least and the largest
     return weight.to(dtype)
@@ -96,21 +97,48 @@ def test_products_of_few_rows_read_4_bits(dtype: torch.dtype, rows: int) -> None
     weight = random_weight(dtype)
     grid = round_to_int4(weight)
     bound = ops.bind(weight, grid)
-    assert isinstance(bound, Int4Weight)
-    x, bias, residual = (torch.randn(shape).to(dtype) for shape in ((rows, 160), (48,), (rows, 48)))
+    compiles = torch.cpu.get_capabilities().get("avx512_bf16") and shutil.which("g++")
+    assert isinstance(bound, TiledInt4Weight if dtype == torch.bfloat16 and compiles else Int4Weight)
+    x, bias, residual = (torch.randn(shape).to(dtype) for shape in ((rows, 160), (64,), (rows, 64)))
     norm = Norm(torch.rand(160).to(dtype), 1e-6)
     dense = ops.bind(weight)
     for have, want in (
         (bound.linear(x), dense.linear(x)),
         (bound.linear(x, bias, residual.clone()), dense.linear(x, bias, residual.clone())),
         (bound.norm_linear(x, norm, bias), dense.norm_linear(x, norm, bias)),
-        (
-            bound.norm_gated_linear(x, norm, bias, activation="silu"),
-            dense.norm_gated_linear(x, norm, bias, activation="silu"),
+        *(
+            (
+                bound.norm_gated_linear(x, one, bias, activation=activation),
+                dense.norm_gated_linear(x, one, bias, activation=activation),
+            )
+            for one in (norm, None, Norm(norm.weight.float(), 1e-6))
+            for activation in get_args(Activation)
         ),
     ):
         assert (have - want).abs().max() <= 16 * torch.finfo(dtype).eps * want.abs().max()
-    assert isinstance(ops.bind(weight[:-1], grid), type(dense)), "torch packs 16 outputs together"
+    assert isinstance(ops.bind(weight[:-1], grid), type(dense)), "16 outputs are packed together"
+
+
+def test_without_a_compiler_torch_multiplies_few_rows_and_the_log_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = random_weight(torch.bfloat16)
+    grid = round_to_int4(weight)
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\necho error: no such option >&2\nexit 3\n")
+    broken.chmod(0o755)
+    capable = torch.cpu.get_capabilities().get("avx512_bf16")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for compiler, reason in (
+        ("nothing-here", "there is no C++ compiler"),
+        (str(broken), "fails with 3: error: no such"),
+    ):
+        monkeypatch.setenv("CXX", compiler)
+        ops = CpuOps(bfloat16_products=multiplies_bfloat16())
+        assert [type(ops.bind(weight, grid)) for _ in range(2)] == [Int4Weight] * 2
+        if capable:
+            assert caplog.text.count(reason) == 1
+    assert [file.name for file in tmp_path.rglob("*.so")] == []
 
 
 @pytest.mark.parametrize(("method", "head"), [("fp8", set()), ("int8", set()), ("int4", {"lm_head"})])

@@ -6,16 +6,22 @@ Where the CPU multiplies bfloat16, weights are packed once into the layout that 
 
 from __future__ import annotations
 
+import logging
 import math
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernel.base import Heads, Norm, Weight
+from minisgl.kernel.cpu_compile import CompilationError
+from minisgl.kernel.cpu_int4 import Int4Linear, TiledInt4Weight, load_int4_linear
 from minisgl.kernel.cpu_weights import Int4Weight, PackedWeight
 from minisgl.kernel.torch_ops import DenseWeight, TorchOps, store, unweighted_norm
 from minisgl.quantization.rounding import Int4Grid
+
+logger = logging.getLogger(__name__)
 
 # Without 16-bit products: from so many rows on, turning the weight into float32 costs less than it saves.
 _MANY_ROWS = 4
@@ -43,7 +49,19 @@ class CpuOps(TorchOps):
     def bind(self, weight: Tensor, grid: Int4Grid | None = None) -> Weight:
         packs = self._bfloat16_products and weight.dtype == torch.bfloat16
         dense = PackedWeight(self, weight) if packs else DenseWeight(self, weight)
-        return Int4Weight(self, weight, grid, dense) if grid is not None and Int4Weight.takes(weight) else dense
+        if grid is None or not Int4Weight.takes(weight):
+            return dense
+        if packs and self._int4_linear is not None:
+            return TiledInt4Weight(self, self._int4_linear, weight, grid, dense)
+        return Int4Weight(self, weight, grid, dense)
+
+    @cached_property
+    def _int4_linear(self) -> Int4Linear | None:
+        try:
+            return load_int4_linear()
+        except CompilationError as error:
+            logger.warning("%s, so a lone stream with int4 weights takes some twice as long a token", error)
+            return None
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and self._bfloat16_products):
