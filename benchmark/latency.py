@@ -22,6 +22,7 @@ from measuring.arguments import (
     add_engine_arguments,
     add_output_arguments,
     add_peer_arguments,
+    check_engines,
     engine_options,
     integers,
     make_parser,
@@ -159,15 +160,15 @@ def main() -> None:
     longest = max(args.prompt + args.new, *args.prefill, 1) + 64
     with model_folder_of(args) as folder:
         options = engine_options(args, folder, longest, rows=max(sizes.batch_sizes, default=1))
-        results = run_each_engine(args, measure, options, sizes)
+        results = run_each_engine(args, measure, options, sizes, lambda results: output.save("latency", args, results))
     print_results(results, sizes)
-    output.save("latency", args, results)
     if output.plot:
         from measuring.plot import plot_latency
 
         figures: dict[str, LatencyFigures] = {name: result["latency"] for name, result in results.items()}
         decode = {name: {size: at.step_ms for size, at in one.decode.items()} for name, one in figures.items()}
         plot_latency(output.plot, decode, {name: one.prefill_tokens_per_second for name, one in figures.items()})
+    check_engines(args, results)
 
 
 if __name__ == "__main__":

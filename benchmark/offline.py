@@ -20,6 +20,7 @@ from measuring.arguments import (
     add_engine_arguments,
     add_output_arguments,
     add_peer_arguments,
+    check_engines,
     engine_options,
     integers,
     make_parser,
@@ -119,14 +120,14 @@ def main() -> None:
     longest = max(2 * args.longest, 1024 if args.latency else 0)
     with model_folder_of(args) as folder:
         options = engine_options(args, folder, longest, rows=max(args.latency, default=1))
-        results = run_each_engine(args, measure, options, sizes)
+        results = run_each_engine(args, measure, options, sizes, lambda results: output.save("offline", args, results))
     print_results(results, args.latency)
-    output.save("offline", args, results)
     if output.plot:
         from measuring.plot import plot_bars
 
         rates = {name: statistics.median(result["offline_tokens_per_second"]) for name, result in results.items()}
         plot_bars(output.plot, rates, f"offline, {args.requests} requests", "output tokens/s")
+    check_engines(args, results)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -205,21 +206,39 @@ def run_each_engine(
     measure: Callable[[str, EngineOptions, T], dict[str, Any]],
     options: EngineOptions,
     sizes: T,
+    save: Callable[[dict[str, dict[str, Any]]], None],
 ) -> dict[str, dict[str, Any]]:
-    """Return results by engine: one alone runs here; several run in a fresh process each, undisturbed."""
+    """Return results by engine: one alone runs here; several run in a fresh process each, undisturbed.
+
+    `save` gets all results that there are behind each engine. One of several that fails tells why, and has none.
+    """
     names: Sequence[str] = args.engine
     paths: dict[str, list[str]] = dict(args.engine_path)
+    results: dict[str, dict[str, Any]] = {}
     if len(names) == 1 and not paths and not args.engine_option:
         _search([])
-        return {names[0]: measure(names[0], options, sizes)}
+        results[names[0]] = measure(names[0], options, sizes)
+        save(results)
+        return results
     spawn = multiprocessing.get_context("spawn")
-    results = {}
     for name in names:
         folders = paths.get(name, [])
         more = {key: value for peer, key, value in args.engine_option if peer == name}
         with ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=_search, initargs=(folders,)) as pool:
-            results[name] = pool.submit(measure, name, replace(options, more=more), sizes).result()
+            try:
+                results[name] = pool.submit(measure, name, replace(options, more=more), sizes).result()
+            except Exception:
+                if name == names[-1] and not results:
+                    raise
+                traceback.print_exc()
+        save(results)
     return results
+
+
+def check_engines(args: argparse.Namespace, results: Mapping[str, Any]) -> None:
+    """SystemExit if some of the engines that were asked for have no results."""
+    if missing := [name for name in args.engine if name not in results]:
+        raise SystemExit(f"no figures of {', '.join(missing)}: see above")
 
 
 def _search(folders: list[str]) -> None:
