@@ -18,6 +18,7 @@ using bfloat16 = uint16_t;  // its bits
 constexpr int kOutputs = 16;  // of a tile
 constexpr int kGroup = 32;    // columns of a scale
 constexpr int kTileBytes = kOutputs * kGroup / 2;
+constexpr int kAhead = 4096;  // bytes: codes are asked of memory so early, earlier than the CPU does by itself
 
 struct Weight {
   const uint8_t* codes;     // [tiles, groups, 4, 64]
@@ -93,6 +94,8 @@ void multiply(const Weight& weight, int tile, const Rows& x, __m512 (&y)[kRows])
   const size_t first = size_t(tile) * weight.groups;
   for (int group = 0; group < weight.groups; ++group) {
     const uint8_t* codes = weight.codes + (first + group) * kTileBytes;
+    for (int line = 0; line < kTileBytes; line += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead + line), _MM_HINT_T0);
     const uint32_t* pairs = x.pairs.data() + size_t(group) * 16;
     __m512 even[kRows], odd[kRows];
     for (int row = 0; row < kRows; ++row) even[row] = odd[row] = _mm512_setzero_ps();
