@@ -1,4 +1,4 @@
-"""The parts of a steady decode step on host and device, from torch's profiler: a table, and a plot of a few steps.
+"""The parts of decode steps and prefills on host and device, from torch's profiler: a table, and a plot of a few steps.
 
 The host's part is divided into schedule (decide the plan), launch (send it to the device), wait (for the tokens of the
 step before) and complete (finish that one). The device's part is divided by kernel and by kind of work; a gap is time
@@ -10,6 +10,7 @@ ranks the times are rank 0's, and sums over ranks contain what it waits for the 
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections import defaultdict
@@ -37,7 +38,7 @@ from minisgl.core import SamplingParams
 from minisgl.scheduler.loop import StepLoop
 
 HOST = ("schedule", "launch", "wait", "complete")
-STEPS = 12
+TIMED_STEPS, STEPS = 50, 12  # by the clock, and under the profiler
 KERNELS = 8  # of a table
 KINDS = {  # beginnings of kernels' names
     "product": ("skinny_gemm", "small_batch_gemm", "quantized_gemm", "fp8_gemm", "library", "moe_"),
@@ -58,9 +59,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Some steady decode steps of one batch size."""
+    """Some steps of one kind."""
 
-    rows: int
+    title: str  # rows of decodes, or tokens of prompts
     step_us: float  # by the clock, without the profiler
     host_us: dict[str, float]  # of a step, without the profiler
     device: list[Span]
@@ -134,29 +135,58 @@ def start_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: in
         raise ValueError(f"{running} of {rows} requests run at once: more need a larger --max-running, or more pages")
 
 
-def measure(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int) -> Timeline:
+def measure_decode(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int) -> Timeline:
+    """Measure decodes of so many rows."""
+
+    def run(steps: int) -> int:
+        for _ in range(steps):
+            loop.step()
+        return steps
+
     start_decode(loop, rows, prompt_tokens, first_seq_id)
+    timeline = observe(loop, f"{rows} rows", run)
+    for seq_id in range(first_seq_id, first_seq_id + rows):
+        loop.scheduler.end(seq_id, "abort")
+    while loop.has_work:
+        loop.step()
+    return timeline
+
+
+def measure_prefill(loop: StepLoop, tokens: int, prompt_tokens: int, first_seq_id: int) -> Timeline:
+    """Measure the steps of fresh prompts that have so many tokens together."""
+    rng, seq_ids = np.random.default_rng(tokens), itertools.count(first_seq_id)
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1)
+
+    def run(_steps: int) -> int:
+        before = loop.counts.begun
+        for at in range(0, tokens, prompt_tokens):
+            prompt = rng.integers(0, 10000, min(prompt_tokens, tokens - at)).astype(np.int32)
+            loop.scheduler.add(next(seq_ids), prompt, params, seed=at)
+        while loop.has_work:
+            loop.step()
+        return loop.counts.begun - before
+
+    run(1)  # what happens once
+    return observe(loop, f"{tokens} prompt tokens", run)
+
+
+def observe(loop: StepLoop, title: str, run: Callable[[int], int]) -> Timeline:
+    """Measure `run`, which makes about so many steps and returns their number: by the clock, then by the profiler."""
     clock = Clock()
     schedule, launch, complete = loop.scheduler.schedule, loop._launch, loop.scheduler.complete
     spans_of(loop, clock)
     begin = time.perf_counter()
-    for _ in range(50):
-        loop.step()
-    step_us = (time.perf_counter() - begin) / 50 * 1e6
-    host_us = {name: seconds / 50 * 1e6 for name, seconds in clock.seconds.items()}
+    steps = run(TIMED_STEPS)
+    step_us = (time.perf_counter() - begin) / steps * 1e6
+    host_us = {name: seconds / steps * 1e6 for name, seconds in clock.seconds.items()}
     host_us["wait"] = step_us - sum(host_us.values())
 
     loop.scheduler.schedule, loop._launch, loop.scheduler.complete = schedule, launch, complete  # type: ignore[method-assign]
     spans_of(loop, record_function)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        for _ in range(STEPS):
-            loop.step()
+        steps = run(STEPS)
         torch.cuda.synchronize()
     loop.scheduler.schedule, loop._launch, loop.scheduler.complete = schedule, launch, complete  # type: ignore[method-assign]
-    for seq_id in range(first_seq_id, first_seq_id + rows):
-        loop.scheduler.end(seq_id, "abort")
-    while loop.has_work:
-        loop.step()
     device, host = [], []
     for event in profiled.events() or []:
         span = Span(event.name, event.time_range.start, event.time_range.end)
@@ -167,7 +197,7 @@ def measure(loop: StepLoop, rows: int, prompt_tokens: int, first_seq_id: int) ->
             device.append(span)
     device.sort(key=lambda span: span.begin)
     host.sort(key=lambda span: span.begin)
-    return Timeline(rows, step_us, host_us, device, host, STEPS)
+    return Timeline(title, step_us, host_us, device, host, steps)
 
 
 def short(kernel: str) -> str:
@@ -203,33 +233,37 @@ def main() -> None:
     add_engine_arguments(parser)
     work = parser.add_argument_group("work")
     work.add_argument("--batch-sizes", type=integers, default=(1, 64, 256), metavar="SIZES", help="of the decodes")
-    work.add_argument("--prompt", type=int, default=640, metavar="TOKENS", help="cached before the steps")
+    work.add_argument(
+        "--prefill", type=integers, default=(), metavar="TOKENS", help="also of so many tokens of prompts"
+    )
+    work.add_argument("--prompt", type=int, default=640, metavar="TOKENS", help="of a prompt; cached before decodes")
     add_output_arguments(parser)
     args = parser.parse_args()
     output = output_of(args)
     timelines = []
     with model_folder_of(args) as folder:
         engine = MinisglEngine(engine_options(args, folder, args.prompt + 1100, rows=max(args.batch_sizes)))
-        for index, rows in enumerate(args.batch_sizes):
-            timelines.append(measure(engine.loop, rows, args.prompt, 10_000 * (index + 1)))
+        first_ids = itertools.count(10_000, 10_000)
+        for rows, first in zip(args.batch_sizes, first_ids, strict=False):
+            timelines.append(measure_decode(engine.loop, rows, args.prompt, first))
+        for tokens, first in zip(args.prefill, first_ids, strict=False):
+            timelines.append(measure_prefill(engine.loop, tokens, args.prompt, first))
         engine.close()
-    figures = []
+    figures: list[list[Any]] = []
     for timeline in timelines:
         host = [timeline.host_us[name] for name in HOST]
-        figures.append([timeline.rows, timeline.step_us, timeline.busy_us, *host])
-    head = ["rows", "step us", "device busy us", *(f"host {name} us" for name in HOST)]
+        figures.append([timeline.title, timeline.step_us, timeline.busy_us, *host])
+    head = ["", "step us", "device busy us", *(f"host {name} us" for name in HOST)]
     print(table(head, figures), end="\n\n")
     for timeline in timelines:
-        print(f"{timeline.rows} rows, a step under the profiler: {timeline.profiled_us:.0f} us")
+        print(f"{timeline.title}, a step under the profiler: {timeline.profiled_us:.0f} us")
         print(table(["kind", "launches", "us", "share"], kernel_rows(timeline, kind_of)), end="\n\n")
         print(table(["kernel", "launches", "us", "share"], kernel_rows(timeline)), end="\n\n")
-    output.save("timeline", args, {str(t.rows): {"step_us": t.step_us, **t.host_us} for t in timelines})
+    output.save("timeline", args, {t.title: {"step_us": t.step_us, **t.host_us} for t in timelines})
     if output.plot:
         from measuring.plot import plot_timelines
 
-        plot_timelines(
-            output.plot, [(f"{t.rows} rows", t.host, [(short(s.name), s) for s in t.device]) for t in timelines]
-        )
+        plot_timelines(output.plot, [(t.title, t.host, [(short(s.name), s) for s in t.device]) for t in timelines])
 
 
 if __name__ == "__main__":
