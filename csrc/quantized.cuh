@@ -32,6 +32,13 @@ constexpr int CHUNK = 2048;                 // bytes of 64 rows
 constexpr int STEPS = CHUNK_K / 16;         // products that a chunk is the left operand of
 constexpr unsigned ONES = Is<T>::bf16 ? 0x43004300 : 0x64006400;  // 128 or 1024, twice: integers lie behind it
 
+// word & mask | bits, which the compiler would make two instructions of: one has room for one constant.
+__device__ __forceinline__ unsigned and_or(unsigned word, unsigned mask, unsigned bits) {
+  unsigned c;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(c) : "r"(word), "r"(mask), "r"(bits));
+  return c;
+}
+
 __device__ __forceinline__ unsigned subtract(unsigned a, unsigned b) {
   unsigned c;
   if constexpr (Is<T>::bf16)
@@ -66,6 +73,11 @@ __device__ __forceinline__ unsigned power(unsigned scales, int byte) {
   return __byte_perm(scales, 0, 0x4440 + byte) * 0x00800080;
 }
 
+// The k-th two levels of a word of 4 bits, behind these bits.
+__device__ __forceinline__ unsigned levels(unsigned word, int k, unsigned bits) {
+  return and_or(word >> (4 * k), 0x000f000f, bits);
+}
+
 // Value k of T, k = 0, 1, ...: of the two halves of a word of 8-bit values, of the four of one of 4-bit values.
 // `zero`: the zero point of integers; of E2M1 the scale.
 __device__ __forceinline__ unsigned decode(unsigned word, int k, unsigned zero) {
@@ -82,7 +94,7 @@ __device__ __forceinline__ unsigned decode(unsigned word, int k, unsigned zero) 
   } else if constexpr (WEIGHT == INT8) {
     return decode_int8(word >> (8 * k) & 0x00ff00ff);
   } else {
-    unsigned level = (word >> (4 * k) & 0x000f000f) | ONES;
+    unsigned level = levels(word, k, ONES);
     if constexpr (!OFFSETS) return subtract(level, zero);
     unsigned scale = __byte_perm(zero, 0, 0x1010), offset = __byte_perm(zero, 0, 0x3232);
     return multiply_and_add(subtract(level, ONES + 0x00080008), scale, offset);
