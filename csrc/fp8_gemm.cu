@@ -145,5 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
       total[t][0] *= of_x.x, total[t][1] *= of_x.y, total[t][2] *= of_x.x, total[t][3] *= of_x.y;
     }
   }
-  add_up(total, (float*)memory, &received, part, first, M, N, factors, GROUP ? nullptr : w_scales, bias, residual, out);
+  bool adds = K_PARTS == 1 || add_parts(total, (float*)memory, part);
+  add_up(adds, total, (float*)memory, &received, first, M, N, factors,
+         GROUP ? nullptr : w_scales, bias, residual, out);
 }

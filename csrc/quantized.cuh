@@ -57,6 +57,12 @@ struct Scale {
   }
   // Argument of `decode`: the zero point as it is subtracted, or the word itself.
   __device__ __forceinline__ unsigned zero() const { return OFFSETS ? word : ONES + (word & 0xff) * 0x10001; }
+  // Of levels that are not decoded (`lift_step`): a group's scale, and what the sum of its x is multiplied by.
+  __device__ __forceinline__ float of_levels() const { return OFFSETS ? low_of(word) : factor(); }
+  __device__ __forceinline__ float of_x(float scale, float lift) const {
+    if (OFFSETS) return high_of(word) - scale * (lift + 8);
+    return scale * (0x1p23f - lift - __uint_as_float(and_or(word, 0xff, 0x4b000000)));  // 2^23 + the zero point
+  }
 };
 
 // Integers of 8 bits, less 128, at the low ends of two halves.
@@ -109,4 +115,17 @@ __device__ __forceinline__ void decode_step(unsigned (&a)[4], const uint4& chunk
   int k = s % STEPS_OF_WORD * 2;
   a[0] = decode(row, k, low), a[1] = decode(other, k, high);
   a[2] = decode(row, k + 1, low), a[3] = decode(other, k + 1, high);
+}
+
+// Levels of INT4 as left operands that are not decoded: in bf16 behind ONES, so greater by LIFT; in f16 as its smallest
+// numbers, so divided by LEVEL.
+constexpr float LIFT = Is<T>::bf16 ? 128.f : 0.f, LEVEL = Is<T>::bf16 ? 1.f : 0x1p24f;
+
+// Left operand of step s of a chunk.
+__device__ __forceinline__ void lift_step(unsigned (&a)[4], const uint4& chunk, int s) {
+  constexpr unsigned BITS = Is<T>::bf16 ? ONES : 0;
+  unsigned row = s < 2 ? chunk.x : chunk.z, other = s < 2 ? chunk.y : chunk.w;
+  int k = s % 2 * 2;
+  a[0] = levels(row, k, BITS), a[1] = levels(other, k, BITS);
+  a[2] = levels(row, k + 1, BITS), a[3] = levels(other, k + 1, BITS);
 }

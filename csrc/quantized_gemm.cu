@@ -142,5 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
   }
   wait_products<0>();
   auto sums = SCALES ? total : acc[0];
-  add_up(sums, (float*)memory, &received, part, first, M, N, factors, GROUP ? nullptr : row_scales, bias, residual, out);
+  bool adds = K_PARTS == 1 || add_parts(sums, (float*)memory, part);
+  add_up(adds, sums, (float*)memory, &received, first, M, N, factors,
+         GROUP ? nullptr : row_scales, bias, residual, out);
 }

@@ -6,6 +6,10 @@
 #pragma once
 #include "sums.cuh"
 
+#ifndef READERS
+#define READERS (MULTIPLIERS / 32)  // warps that read a stage
+#endif
+
 constexpr bool TWO_PRODUCERS = PRODUCERS > 32;
 
 struct Ring { Barrier full[STAGES], empty[STAGES]; };
@@ -18,7 +22,7 @@ __device__ __forceinline__ bool loads_x() { return threadIdx.x == MULTIPLIERS + 
 template <typename Load>
 __device__ __forceinline__ void open(Ring& ring, Barrier& received, const TensorMap& x_map, int count, Load load_weight) {
   if (loads_weights()) {
-    for (int s = 0; s < STAGES; ++s) init(&ring.full[s], TWO_PRODUCERS ? 2 : 1), init(&ring.empty[s], MULTIPLIERS / 32);
+    for (int s = 0; s < STAGES; ++s) init(&ring.full[s], TWO_PRODUCERS ? 2 : 1), init(&ring.empty[s], READERS);
     init(&received, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     for (int s = 0; s < min(STAGES, count); ++s) load_weight(s, s);

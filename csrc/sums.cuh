@@ -7,9 +7,14 @@
 // y[8t + 3][17], y[8t + 2][25] and y[8t + 3][25], columns counted from the warpgroup's first.
 // GATED: y [M, N / 2] = activation(gate) * up. Of each 16 rows of the weight the first 8 are gates, so that a lane has
 // a gate and what it is for.
+// NORM: x is RMS-normed; its rows' scales are known once all of x has been read, and multiplied into the sums.
 #pragma once
 #include "hopper.cuh"
 #include "mma.cuh"
+
+#ifndef NORM
+#define NORM 0
+#endif
 
 constexpr int MULTIPLIERS = WARPGROUPS * 128;
 constexpr int ROW_GROUPS = WARPGROUPS / K_PARTS;   // warpgroups that have other rows of the weight
@@ -37,16 +42,36 @@ constexpr int TURNS = (M_MAX * OWN + CONSUMERS - 1) / CONSUMERS;
 constexpr bool FETCHES = !GATED && TURNS <= 16;    // the residual before the sums are there
 
 constexpr int PART = BY_ROWS ? OWN_TILES * CONSUMERS * 4 : SLOTS * STRIDE;  // floats that a block sends to another one
-constexpr int SENT_BYTES = SPLIT * PART * 4;       // that the barrier of a block waits for
+constexpr int SENT_BYTES = SPLIT * (PART + (NORM ? M_MAX : 0)) * 4;       // that the barrier of a block waits for
 
 __device__ __forceinline__ void meet_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
+// Scales of x's rows: RMSNorm's if NORM, else 1.
+struct RowScale {
+  float* squares;  // sums of each row's, in shared memory: [SPLIT, M_MAX] of the cluster's blocks, then this block's
+  int K;
+  float eps;
+
+  __device__ __forceinline__ float* own() const { return squares + (SPLIT > 1 ? SPLIT * M_MAX : 0); }
+  __device__ __forceinline__ float operator()(int m) const {
+    if (!NORM) return 1.f;
+    float total = 0.f;
+#pragma unroll
+    for (int s = 0; s < SPLIT; ++s) total += squares[s * M_MAX + m];
+    return rsqrtf(total / K + eps);
+  }
+};
+
 // Send the parts in `memory` to the blocks that they are for, until all those for this block have come `here`.
-__device__ __forceinline__ void exchange(float* memory, float* here, Barrier* received, int split, int thread) {
+__device__ __forceinline__ void exchange(
+    float* memory, float* here, Barrier* received, const RowScale& row_scale, int split, int thread) {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   meet_consumers();
   if (thread < SPLIT)
     send(address_in(thread, here + split * PART), memory + thread * PART, PART * 4, address_in(thread, received));
+  if (NORM && thread < SPLIT)
+    send(address_in(thread, row_scale.squares + split * M_MAX), row_scale.own(), M_MAX * 4,
+         address_in(thread, received));
   wait(received, 0);
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -89,7 +114,7 @@ struct Factors {
 // (SPLIT > 1) those to be added up, by [split, tile, thread].
 __device__ __forceinline__ void add_up_rows(
     float (*sums)[4], float* memory, Barrier* received, int first, int M, int N, const Factors& factors,
-    const T* residual, T* out) {
+    const RowScale& row_scale, const T* residual, T* out) {
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int width = GATED ? N / 2 : N, column = blockIdx.z * OUTPUTS;
   first += split * OWN_TILES * 8;
@@ -109,7 +134,7 @@ __device__ __forceinline__ void add_up_rows(
 #pragma unroll
     for (int t = 0; t < TILES; ++t) *(float4*)(memory + (t * CONSUMERS + thread) * 4) = *(const float4*)sums[t];
     float* here = memory + SPLIT * PART;
-    exchange(memory, here, received, split, thread);
+    exchange(memory, here, received, row_scale, split, thread);
 #pragma unroll
     for (int t = 0; t < OWN_TILES; ++t) {
       float4 v = {};
@@ -127,8 +152,10 @@ __device__ __forceinline__ void add_up_rows(
   unsigned gated[OWN_TILES];
 #pragma unroll
   for (int t = 0; t < OWN_TILES; ++t) {
-    float a = factors.apply(sums[t][0], 0), b = factors.apply(sums[t][1], 0);
-    float c = factors.apply(sums[t][2], 1), d = factors.apply(sums[t][3], 1);
+    int m = (split * OWN_TILES + t) * 8 + (lane & 3) * 2;
+    float even = row_scale(m), odd = row_scale(m + 1);
+    float a = factors.apply(sums[t][0] * even, 0), b = factors.apply(sums[t][1] * odd, 0);
+    float c = factors.apply(sums[t][2] * even, 1), d = factors.apply(sums[t][3] * odd, 1);
     if (GATED)
       gated[t] = pack(rounded(activation(rounded(a))) * rounded(c), rounded(activation(rounded(b))) * rounded(d));
     else
@@ -163,7 +190,7 @@ __device__ __forceinline__ void add_up_rows(
 // and behind them those to be added up, by [split, row of the weight, row of x].
 __device__ __forceinline__ void add_up_columns(
     const float (*total)[4], float* memory, Barrier* received, int first, int rows, int N,
-    const float* row_scales, const T* bias, const T* residual, T* out) {
+    const float* row_scales, const T* bias, const RowScale& row_scale, const T* residual, T* out) {
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int width = GATED ? N / 2 : N, column = blockIdx.z * OUTPUTS + split * OWN;  // the first of this block's
   T fetched[FETCHES ? TURNS : 1] = {};
@@ -182,7 +209,7 @@ __device__ __forceinline__ void add_up_columns(
     for (int t = 0; t < TILES; ++t) *(Vec2*)(to + t * 8) = Vec2{total[t][h * 2], total[t][h * 2 + 1]};
   }
   float* here = memory + SPLIT * PART;
-  exchange(memory, here, received, split, thread);
+  exchange(memory, here, received, row_scale, split, thread);
   memory = here;
 
 #pragma unroll (FETCHES ? TURNS : 1)
@@ -195,6 +222,8 @@ __device__ __forceinline__ void add_up_columns(
       y += memory[s * PART + (GATED ? at * 2 : at) * STRIDE + m];
       if (GATED) up += memory[s * PART + (at * 2 + 1) * STRIDE + m];
     }
+    float scale = row_scale(m);
+    y *= scale, up *= scale;
     if (row_scales) y *= row_scales[n];
     if (bias) y += to_float(bias[n]);
     if (GATED) {
@@ -231,13 +260,15 @@ __device__ __forceinline__ bool add_parts(float (*sums)[4], float* memory, int p
   return part == 0;
 }
 
-// End the product: `part` is that of a stage's columns which the warpgroup has multiplied.
+// End the product: `adds` if the thread has sums of all the columns that the block has multiplied.
 __device__ __forceinline__ void add_up(
-    float (*sums)[4], float* memory, Barrier* received, int part, int first, int M, int N, const Factors& factors,
-    const float* row_scales, const T* bias, const T* residual, T* out) {
-  bool adds = K_PARTS == 1 || add_parts(sums, memory, part);
+    bool adds, float (*sums)[4], float* memory, Barrier* received, int first, int M, int N, const Factors& factors,
+    const float* row_scales, const T* bias, const T* residual, T* out, const RowScale& row_scale = {}) {
   if (SPLIT > 1) meet_cluster();
   if (!adds) return;
-  if constexpr (BY_ROWS) add_up_rows(sums, memory, received, first, M, N, factors, residual, out);
-  else add_up_columns(sums, memory, received, first, min(M - first, M_MAX), N, row_scales, bias, residual, out);
+  if constexpr (BY_ROWS)
+    add_up_rows(sums, memory, received, first, M, N, factors, row_scale, residual, out);
+  else
+    add_up_columns(
+        sums, memory, received, first, min(M - first, M_MAX), N, row_scales, bias, row_scale, residual, out);
 }

@@ -100,6 +100,18 @@ def test_products_multiply_the_values(ops: Ops, form: LevelFormat, dtype: torch.
                 assert error(have, want) < TOLERANCE[dtype], (rows, width, size)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", [LevelFormat("int4", 128, True), INT4_FORMAT], ids=str)
+def test_sums_of_x_are_subtracted_exactly(ops: Ops, form: LevelFormat, dtype: torch.dtype) -> None:
+    """skinny_int4_gemm.cu multiplies levels that are larger by 128, where the mean of x is far from zero, too."""
+    torch.manual_seed(0)
+    levels = random_levels(form, 4096, 2048)
+    weight, wide = ops.bind_levels(levels, dtype, gated=False), levels.values().double()
+    for rows in (1, 3, 16):
+        x = (torch.randn(rows, 2048, device="cuda") + 8).to(dtype)
+        assert error(weight.linear(x), x.double() @ wide.T) < TOLERANCE[dtype]
+
+
 def test_columns_in_another_order(ops: Ops) -> None:
     """Groups of a GPTQ checkpoint with desc_act."""
     torch.manual_seed(0)

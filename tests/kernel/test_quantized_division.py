@@ -10,6 +10,7 @@ from minisgl.kernel.quantized_division import (
     divide_quantized,
     fp8_stage_bytes,
     quantized_stage_bytes,
+    skinny_rows,
     sums_bytes,
 )
 from minisgl.quantization.levels import Kind
@@ -45,6 +46,14 @@ def test_blocks_of_quantized_weights(kind: Kind, group: int) -> None:
             for sums_of_groups in {group > 0, group > 0 and kind != "int4"}:
                 division = divide_quantized(kind, rows, width, size, group, 132, sums_of_groups=sums_of_groups)
                 check(division, quantized_stage_bytes(kind, group, division), rows, size)
+                assert division.skinny == (kind == "int4" and rows <= skinny_rows(group))
+                if division.skinny:
+                    steps = -(-(size // division.block_k) // division.split)
+                    assert division.stages >= steps or division.stages % division.warps == 0, "stages are a warp's own"
+                    sums = division.block_n // 16 * division.max_rows // 8 * 4
+                    assert division.block_k % group == 0
+                    assert 2 * sums + 60 <= registers(division), "of a group, of all, and operands"
+                    continue
                 sums = division.max_rows * (2 if sums_of_groups else 1) // 2  # of a thread
                 assert sums + 28 <= registers(division), "of sums and operands"
                 part = division.block_k // division.k_parts  # columns of a stage that a warpgroup multiplies
@@ -86,3 +95,12 @@ def test_few_rows_read_the_weight_evenly() -> None:
         narrow, wide = divide(4096, 12288), divide(24576, 4096)
         assert (narrow.blocks, narrow.k_parts, narrow.split) == (1, 2, 2)
         assert (wide.blocks, wide.k_parts, wide.split) == (3, 1, 1)
+
+
+@pytest.mark.parametrize(("rows", "group"), [(1, 32), (8, 128), (16, 128)])
+def test_few_rows_read_int4_by_the_fastest_blocks(rows: int, group: int) -> None:
+    """Three blocks a multiprocessor, of a narrow weight in clusters of four, but two where clusters leave no place."""
+    shapes = {(24576, 4096): (1, 3), (4096, 4096): (4, 3), (4096, 12288): (4, 3), (6144, 4096): (2, 2)}
+    for (width, size), (split, blocks) in shapes.items():
+        division = divide_quantized("int4", rows, width, size, group, 132, sums_of_groups=group == 128)
+        assert (division.skinny, division.split, division.blocks) == (True, split, blocks)

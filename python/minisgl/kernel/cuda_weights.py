@@ -51,21 +51,27 @@ class QuantizedWeight:
     def norm_linear(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        x = self._normed(x, norm)
+        x, late = self._normed(x, norm, gated=False)
         if not self._packed.gated and self._gemm.takes(x, self._packed):
-            return self._gemm.product(x, self._packed, bias, out=out)
+            return self._gemm.product(x, self._packed, bias, norm=late, out=out)
         return self._ops.norm_linear(x, None, self.tensor, bias, out)
 
     def norm_gated_linear(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
     ) -> Tensor:
-        x = self._normed(x, norm)
+        x, late = self._normed(x, norm, gated=True)
         if self._packed.gated and self._gemm.takes(x, self._packed):
-            return self._gemm.product(x, self._packed, bias, gate=activation)
+            return self._gemm.product(x, self._packed, bias, norm=late, gate=activation)
         return self._ops.norm_gated_linear(x, None, self.tensor, bias, activation=activation)
 
-    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
-        return self._ordered(x if norm is None else self._ops.rms_norm(x, norm))
+    def _normed(self, x: Tensor, norm: Norm | None, *, gated: bool) -> tuple[Tensor, Norm | None]:
+        """Return x normed, or as it is with the norm that the product takes over."""
+        if norm is None:
+            return self._ordered(x), None
+        here = self._order is None and self._packed.gated == gated and self._gemm.takes(x, self._packed)
+        if here and self._gemm.norms(x, self._packed, norm):
+            return x, norm
+        return self._ordered(self._ops.rms_norm(x, norm)), None
 
     def _ordered(self, x: Tensor) -> Tensor:
         return x if self._order is None else x.index_select(1, self._order)

@@ -1,4 +1,4 @@
-"""Division of products with quantized weights among blocks: csrc/quantized_gemm.cu and fp8_gemm.cu.
+"""Division of products with quantized weights among blocks: csrc/quantized_gemm.cu, skinny_int4_gemm.cu, fp8_gemm.cu.
 
 Sizes of blocks and the costs below are those of the fastest divisions measured on an H200 (docs/log.md).
 """
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from minisgl.quantization.gpu_layout import BITS, TILE
 from minisgl.quantization.levels import Kind
 
+_SKINNY_COLUMNS = 128  # of the stages of skinny_int4_gemm.cu
 _FEW_ROWS = 32
 _SOME_ROWS = 64
 _LARGE_BLOCK = 128
@@ -45,6 +46,10 @@ _QUANTIZED_COSTS = {
     _Block(_LARGE_BLOCK, 2, 1, 1): 6.88,
     _Block(_LARGE_BLOCK, 3, 1, 1): 10.08,
 }
+_SKINNY_COSTS = {
+    _Block(_FEW_ROWS, 1, 1, 3): 0.95,
+    _Block(_FEW_ROWS, 1, 1, 2): 1.05,
+}
 _FP8_COSTS = {
     _Block(_FEW_ROWS, 1, 1, 3): 1.0,
     _Block(_FEW_ROWS, 1, 1, 2): 1.02,
@@ -73,10 +78,17 @@ class Division(NamedTuple):
     # Threads besides the warpgroups. Two warps ask for weights and for x; four also give registers to the others.
     producers: int = 32
     k_parts: int = 1  # warpgroups that divide the columns of a stage
+    # By skinny_int4_gemm.cu, whose warps have stages of their own: of a multiple of `warps`, or one for each step.
+    skinny: bool = False
 
     @property
     def threads(self) -> int:
         return self.warpgroups * 128 + self.producers
+
+    @property
+    def warps(self) -> int:
+        """Warps that multiply."""
+        return self.warpgroups * 4
 
     @property
     def block_n(self) -> int:
@@ -110,14 +122,19 @@ def ring_bytes(blocks: int) -> int:
 def sums_bytes(division: Division) -> int:
     """Memory of a block's own sums, and of those that others send it (csrc/sums.cuh)."""
     own = division.block_n * (division.max_rows + 2) * 4
-    return max(own if division.split == 1 else 2 * own, (division.k_parts - 1) * own)
+    parts = division.warps if division.skinny else division.k_parts - 1
+    return own * max(parts, 1 if division.split == 1 else 2)
 
 
 def quantized_stage_bytes(kind: Kind, group: int, division: Division) -> int:
-    """Size of a stage of quantized_gemm.cu: columns of x, of the weight's rows, and their scales."""
+    """Size of a stage of quantized_gemm.cu: columns of x, of the weight's rows, and their scales.
+
+    One of skinny_int4_gemm.cu has those of the norm's weight, too.
+    """
     weight = TILE * division.block_k * BITS[kind] // 8
     scales = division.block_k // group * TILE * 4 if group else 0
-    size = division.max_rows * division.block_k * 2 + division.block_n // TILE * (weight + scales)
+    x_rows = division.max_rows + (1 if division.skinny else 0)
+    size = x_rows * division.block_k * 2 + division.block_n // TILE * (weight + scales)
     return -(-size // 1024) * 1024
 
 
@@ -128,11 +145,16 @@ def fp8_stage_bytes(group: int, division: Division) -> int:
     return -(-size // 1024) * 1024
 
 
+def skinny_rows(group: int) -> int:
+    """Return the most rows of x that skinny_int4_gemm.cu multiplies faster: a group's sums are scaled for each row."""
+    return 16 if group >= _SKINNY_COLUMNS else 8
+
+
 @lru_cache(1 << 14)
 def divide_quantized(
     kind: Kind, rows: int, width: int, size: int, group: int, num_sms: int, *, sums_of_groups: bool
 ) -> Division:
-    """Divide x [rows, size] @ weight [width, size]^T of quantized_gemm.cu.
+    """Divide x [rows, size] @ weight [width, size]^T of quantized_gemm.cu, or of skinny_int4_gemm.cu.
 
     `sums_of_groups`: groups have sums of their own, for which twice the registers are needed.
     """
@@ -146,7 +168,16 @@ def divide_quantized(
         stages = ring_bytes(block.blocks) // quantized_stage_bytes(kind, group, division)
         return division._replace(stages=stages) if stages >= _MIN_STAGES else None
 
+    def skinny(block: _Block, max_rows: int, block_k: int) -> Division | None:
+        if block_k != _SKINNY_COLUMNS:
+            return None
+        division = _division(block, max_rows, block_k, sums_of_groups=True)._replace(skinny=True)
+        stages = min(ring_bytes(block.blocks) // quantized_stage_bytes(kind, group, division), _MAX_STAGES)
+        return division._replace(stages=stages // division.warps * division.warps)
+
     weight_bytes = width * size * BITS[kind] // 8
+    if kind == "int4" and rows <= skinny_rows(group) and size % _SKINNY_COLUMNS == 0:
+        return _cheapest(_SKINNY_COSTS, skinny, rows, width, size, weight_bytes, num_sms)
     return _cheapest(_QUANTIZED_COSTS, staged, rows, width, size, weight_bytes, num_sms)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel.base import Activation
+from minisgl.kernel.base import Activation, Norm
 from minisgl.kernel.compile import Compiler, tensor_map
 from minisgl.kernel.quantized_division import Division, divide_quantized, quantized_stage_bytes, sums_bytes
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
@@ -31,6 +31,7 @@ class _Kernel(NamedTuple):
     gated: bool
     offsets: bool
     division: Division | None = None
+    norm: bool = False
 
 
 class QuantizedGemm:
@@ -43,7 +44,11 @@ class QuantizedGemm:
         """Begin to compile the products with a weight; of a gated one those with silu."""
         gate: Activation | None = "silu" if weight.gated else None
         divisions = {self.division(weight, rows) for rows in (8, 16, 32, 64, 128, 256, MOST_ROWS)}
-        specs = [_product_spec(_kernel_of(weight, dtype, gate, division)) for division in divisions]
+        specs = [
+            _product_spec(_kernel_of(weight, dtype, gate, division, norm=norm))
+            for division in divisions
+            for norm in {False, _norms(dtype, dtype, division)}
+        ]
         self._compiler.begin([_values_spec(_kernel_of(weight, dtype)), *specs])
 
     def supports(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
@@ -71,26 +76,33 @@ class QuantizedGemm:
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         *,
+        norm: Norm | None = None,
         gate: Activation | None = None,
         out: Tensor | None = None,
         division: Division | None = None,
     ) -> Tensor:
-        """[M, N], or [M, N / 2] with the activation of a `gate`; see Ops.linear and norm_gated_linear."""
+        """[M, N], or [M, N / 2] with the activation of a `gate`; see Ops.linear and norm_gated_linear.
+
+        `norm`: of x, only where `norms` says so.
+        """
         rows, (width, size) = len(x), (weight.width, weight.size)
         outputs = width if gate is None else width // 2
         if out is None:
             out = x.new_empty((rows, outputs))
         if division is None:
             division = self.division(weight, rows)
-        kind = _kernel_of(weight, x.dtype, gate, division)
+        kind = _kernel_of(weight, x.dtype, gate, division, norm=norm is not None)
         kernel = self._compiler.kernel(_product_spec, kind)
+        scaling: dict[str, object] = {"row_scales": weight.row_scales}
+        if division.skinny:
+            scaling = {"norm": None, "eps": 0.0} if norm is None else {"norm": norm.weight, "eps": norm.eps}
         kernel(
             (1, -(-rows // division.max_rows), -(-width // division.block_n)),
             division.threads,
             x_map=tensor_map(x, division.max_rows, 64),
             weight=weight.words,
             scales=weight.group_scales,
-            row_scales=weight.row_scales,
+            **scaling,
             bias=bias,
             residual=residual,
             out=out,
@@ -100,6 +112,10 @@ class QuantizedGemm:
             cluster=division.split,
         )
         return out
+
+    def norms(self, x: Tensor, weight: PackedLevels, norm: Norm) -> bool:
+        """Return True if the product norms x itself."""
+        return _norms(x.dtype, norm.weight.dtype, self.division(weight, len(x)))
 
     def division(self, weight: PackedLevels, rows: int) -> Division:
         """Divide a product of so many rows."""
@@ -138,13 +154,20 @@ def _sums_groups(weight: PackedLevels) -> bool:
     return weight.group > 0 and not weight.offsets
 
 
+def _norms(dtype: torch.dtype, norm_dtype: torch.dtype, division: Division) -> bool:
+    """Return True if a kernel norms x itself: late, as skinny_gemm.cu does, for which float16 has no room."""
+    return division.skinny and dtype == norm_dtype == torch.bfloat16
+
+
 def _kernel_of(
     weight: PackedLevels,
     dtype: torch.dtype,
     gate: Activation | None = None,
     division: Division | None = None,
+    *,
+    norm: bool = False,
 ) -> _Kernel:
-    return _Kernel(dtype, weight.kind, weight.group, gate, weight.gated, weight.offsets, division)
+    return _Kernel(dtype, weight.kind, weight.group, gate, weight.gated, weight.offsets, division, norm)
 
 
 def _macros(kind: _Kernel) -> dict[str, str | int]:
@@ -165,7 +188,8 @@ def _values_spec(kind: _Kernel) -> KernelSpec:
 def _product_spec(kind: _Kernel) -> KernelSpec:
     division = kind.division
     assert division is not None
-    macros: Macros = {**_macros(kind), **division.macros}
+    macros: Macros = {**_macros(kind), **division.macros, "NORM": int(kind.norm)}
     ring = division.stages * quantized_stage_bytes(kind.kind, kind.group, division)
     shared_bytes = max(ring, sums_bytes(division))
-    return KernelSpec("quantized_gemm.cu", "quantized_gemm", macros, shared_bytes=shared_bytes)
+    name = "skinny_int4_gemm" if division.skinny else "quantized_gemm"
+    return KernelSpec(f"{name}.cu", name, macros, shared_bytes=shared_bytes)

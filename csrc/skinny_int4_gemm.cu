@@ -1,0 +1,197 @@
+// Products of a decode's few rows with 4-bit weights on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T, M up to 16.
+//
+// Blocks, clusters and the ring are as in quantized_gemm.cu, but a stage belongs to one warp, which multiplies all of
+// its BLOCK_N rows of the weight with all of its columns by `mma` (mma.cuh): x is read from shared memory once. The
+// warps take turns and add up their sums at the end, so none waits for another one, nor for its own products.
+//
+// Decoding takes most of the instructions, so it is one shift and one LOP3 for two levels: in bf16 a level q becomes
+// the number 128 + q, and 128 and the zero point z are subtracted of a group's sums: sum((q - z) * x) =
+// sum((128 + q) * x) - (128 + z) * sum(x). In f16 it is one of the smallest numbers, q / 2^24, since 1024 + q would
+// leave the sums too few bits where x has a mean. The sum of x is a product, too, by a left operand of ones. All
+// products are exact, and scaled by group in float32.
+//
+// NORM: x is RMS-normed (sums.cuh): multiplied by the norm's weight as it is read, and by its rows' scales in the end.
+// Squares are a product of x with itself.
+//
+// STAGES is a multiple of the warps, or as large as a block's steps: so a warp that waits for a stage has waited for
+// all that lay there before, and one bit of parity tells it enough. K is a multiple of BLOCK_K. T is bf16 or f16.
+#define READERS 1
+#include "ring.cuh"
+#include "quantized.cuh"
+
+constexpr int WARPS_K = MULTIPLIERS / 32;         // that take turns
+constexpr int WEIGHT_TILES = BLOCK_N / 16;        // of a warp, 16 rows of the weight each
+constexpr int LINE = 128;                         // bytes of a row of x in a box
+constexpr int CHUNKS = BLOCK_K / CHUNK_K;
+constexpr int BOX = M_MAX * LINE;                 // bytes of 64 columns of x
+constexpr int X_STAGE = CHUNKS * BOX;
+constexpr int W_TILE = CHUNKS * CHUNK;            // of 64 rows
+constexpr int GROUPS = BLOCK_K / GROUP;
+constexpr int S_TILE = GROUPS * 64 * 4;
+constexpr int WEIGHTS = ROW_GROUPS * (W_TILE + S_TILE);  // bytes
+constexpr int NORM_STAGE = BLOCK_K * 2;  // of the norm's weight
+constexpr int STAGE_BYTES = X_STAGE + WEIGHTS + (NORM ? NORM_STAGE : 0);
+constexpr int STAGE = (X_STAGE + WEIGHTS + NORM_STAGE + 1023) / 1024 * 1024;
+constexpr unsigned ONE = Is<T>::bf16 ? 0x3f803f80 : 0x3c003c00;  // twice
+static_assert(WEIGHT == INT4 && CHUNK_K == 64 && GROUP >= 32);
+
+extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
+
+// Right operands of 64 columns of eight rows of x: b[2s] and b[2s + 1] are those of step s.
+__device__ __forceinline__ void load_right(unsigned (&b)[8], unsigned box) {
+  int lane = threadIdx.x & 31, row = lane & 7;
+  unsigned line = box + row * LINE;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(b[half * 4]), "=r"(b[half * 4 + 1]), "=r"(b[half * 4 + 2]), "=r"(b[half * 4 + 3])
+                 : "r"(line + ((half * 4 + (lane >> 3) ^ row) << 4)));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny_int4_gemm(
+    const __grid_constant__ TensorMap x_map, const unsigned* weight, const unsigned* scales,
+    OPTIONAL const T* norm, float eps, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int N,
+    int K) {
+  __shared__ Ring ring;
+  __shared__ Barrier received;
+  __shared__ alignas(16) float squares[(SPLIT + 1) * M_MAX];
+  __shared__ float squares_of_warps[NORM ? WARPS_K : 1][M_MAX];
+  int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  int first = blockIdx.y * M_MAX;  // of x
+  int steps = K / BLOCK_K, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
+  int tile = blockIdx.z * ROW_GROUPS, tiles = (N + 63) / 64;
+
+  auto load_weight = [&](int step, int slot) {
+    unsigned char* to = memory + slot * STAGE + X_STAGE;
+    Barrier* barrier = &ring.full[slot];
+    expect(barrier, STAGE_BYTES);
+#pragma unroll
+    for (int w = 0; w < ROW_GROUPS; ++w) {
+      long long at = (long long)min(tile + w, tiles - 1) * steps + begin + step;  // beyond the weight: any
+      copy_bytes(to + w * W_TILE, (const unsigned char*)weight + at * W_TILE, W_TILE, barrier);
+      copy_bytes(
+          to + ROW_GROUPS * W_TILE + w * S_TILE, (const unsigned char*)scales + at * S_TILE, S_TILE, barrier);
+    }
+    if (NORM) copy_bytes(to + WEIGHTS, norm + (begin + step) * BLOCK_K, NORM_STAGE, barrier);
+  };
+  auto load_x = [&](int step, int slot) {
+#pragma unroll
+    for (int box = 0; box < CHUNKS; ++box)
+      copy_box(memory + slot * STAGE + box * BOX, x_map, (begin + step) * BLOCK_K + box * 64, first, &ring.full[slot]);
+  };
+
+  open(ring, received, x_map, count, load_weight);
+  wait_for_predecessor();
+  start_successor();
+  if (warp >= WARPS_K) {
+    produce(ring, count, load_weight, load_x);
+    return;
+  }
+  Factors factors(nullptr, bias, N);
+
+  float total[WEIGHT_TILES][TILES][4] = {}, square[TILES][4] = {};
+  for (int step = warp; step < count; step += WARPS_K) {
+    int slot = step % STAGES;
+    const unsigned char* stage = memory + slot * STAGE;
+    const unsigned char* words = stage + X_STAGE + lane * 16;
+    const unsigned* scales_of = (const unsigned*)(stage + X_STAGE + ROW_GROUPS * W_TILE) + (lane >> 2);
+    const unsigned* norms = (const unsigned*)(stage + X_STAGE + WEIGHTS) + (lane & 3);
+    wait(&ring.full[slot], step / STAGES & 1);
+    float sums[WEIGHT_TILES][TILES][4], x_sums[TILES][4];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      unsigned b[TILES][8];
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) load_right(b[t], shared_address(stage) + c * BOX + t * 8 * LINE);
+      if (NORM) {
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)  // x times itself: squares lie on the diagonal
+#pragma unroll
+          for (int s = 0; s < STEPS; ++s) {
+            unsigned x0 = b[t][s * 2], x1 = b[t][s * 2 + 1];
+            mma(square[t], x0, 0, x1, 0, x0, x1);
+          }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          unsigned two = norms[c * (CHUNK_K / 2) + i * 4];
+#pragma unroll
+          for (int t = 0; t < TILES; ++t) b[t][i] = multiply(b[t][i], two);
+        }
+      }
+      uint4 chunk[WEIGHT_TILES];
+#pragma unroll
+      for (int w = 0; w < WEIGHT_TILES; ++w)
+        chunk[w] = *(const uint4*)(words + w / 4 * W_TILE + c * CHUNK + w % 4 * 512);
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) {
+        int k = c * CHUNK_K + s * 16;
+        if (k % GROUP == 0) {
+#pragma unroll
+          for (int i = 0; i < TILES * 4; ++i) x_sums[i / 4][i % 4] = 0.f;
+#pragma unroll
+          for (int i = 0; i < WEIGHT_TILES * TILES * 4; ++i) sums[i / (TILES * 4)][i / 4 % TILES][i % 4] = 0.f;
+        }
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) mma(x_sums[t], ONE, ONE, ONE, ONE, b[t][s * 2], b[t][s * 2 + 1]);
+#pragma unroll
+        for (int w = 0; w < WEIGHT_TILES; ++w) {
+          unsigned a[4];
+          lift_step(a, chunk[w], s);
+#pragma unroll
+          for (int t = 0; t < TILES; ++t) mma(sums[w][t], a[0], a[1], a[2], a[3], b[t][s * 2], b[t][s * 2 + 1]);
+        }
+        if ((k + 16) % GROUP) continue;
+#pragma unroll
+        for (int w = 0; w < WEIGHT_TILES; ++w)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            Scale scale{scales_of[w / 4 * (S_TILE / 4) + k / GROUP * 64 + w % 4 * 16 + h * 8]};
+            float factor = scale.of_levels(), of_x = scale.of_x(factor, LIFT);
+            factor *= LEVEL;
+#pragma unroll
+            for (int t = 0; t < TILES; ++t)
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                float& y = total[w][t][h * 2 + i];
+                y += factor * sums[w][t][h * 2 + i], y += of_x * x_sums[t][i];
+              }
+          }
+      }
+    }
+    __syncwarp();
+    arrive(shared_address(&ring.empty[slot]), lane == 0);
+  }
+
+  // The warps' sums, a thread's as sums.cuh has them.
+  float4* parts = (float4*)memory;
+  asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");  // the ring is read
+#pragma unroll
+  for (int w = 0; w < WEIGHT_TILES; ++w)
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+      parts[((warp * TILES + t) * WEIGHT_TILES + w) * 32 + lane] = *(const float4*)total[w][t];
+  if (NORM && (lane & 3) == lane >> 3)
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+      squares_of_warps[warp][t * 8 + (lane >> 2)] = lane & 4 ? square[t][1] : square[t][0];
+  asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");
+  RowScale row_scale{squares, K, eps};
+  if (NORM && thread < M_MAX) {
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS_K; ++w) sum += squares_of_warps[w][thread];
+    row_scale.own()[thread] = sum;
+  }
+  float sums[TILES][4] = {};
+  if (thread < CONSUMERS)
+#pragma unroll
+    for (int p = 0; p < WARPS_K; ++p)
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        float4 v = parts[(p * TILES + t) * CONSUMERS + thread];
+        sums[t][0] += v.x, sums[t][1] += v.y, sums[t][2] += v.z, sums[t][3] += v.w;
+      }
+  add_up(
+      thread < CONSUMERS, sums, (float*)memory, &received, first, M, N, factors, nullptr, bias, residual, out,
+      row_scale);
+}
