@@ -1,50 +1,40 @@
 // Rows of x in FP8: e4m3 with a scale by which the largest of a row, or of its GROUP columns, becomes 448; or with a
 // `fixed` one for all (GROUP 0), if that is not 0.
 //
-// A block of at most THREADS has a row, a thread 8 columns at a time, so that 16 threads have a group of 128. NORM:
-// RMS-normed first, as by norm.cu. Scales are float32: GROUP [K / 128, stride], rows beside one another; else [M].
-#include "fp8.cuh"
-
-// x / scale as division rounds it, with the scale's reciprocal (Markstein, "Computation of elementary functions on the
-// IBM RISC System/6000 processor", 1990): an estimate and what it leaves.
-__device__ __forceinline__ float divide(float x, float scale, float reciprocal) {
-  float y = x * reciprocal;
-  return fmaf(fmaf(-y, scale, x), reciprocal, y);
-}
-
-constexpr int MOST = 4;  // turns of a row that stay in registers
+// A block of at most THREADS has a row, a thread 8 columns in each of TURNS, so that 16 threads have a group of 128.
+// NORMED: RMS-normed first, as by norm.cu. Scales are float32: GROUP [K / 128, stride], rows beside one another; else [M].
+#include "rounding.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     const T* x, OPTIONAL const W* norm, float eps, e4m3* codes, float* scales, float fixed, int stride, int K) {
   __shared__ float scratch[32], sums[32];
-  int row = blockIdx.x, count = (K / 8 + blockDim.x - 1) / blockDim.x;
+  int row = blockIdx.x;
   start_successor();  // which may fetch weights
-  Vec<8, W> weights[MOST] = {};
-  if (norm)
+  Vec<8, W> weights[TURNS] = {};
+  if (NORMED)
 #pragma unroll
-    for (int turn = 0; turn < MOST; ++turn) {
+    for (int turn = 0; turn < TURNS; ++turn) {
       int at = (threadIdx.x + turn * blockDim.x) * 8;
       if (at < K) weights[turn] = *(const Vec<8, W>*)(norm + at);
     }
   wait_for_predecessor();
   const T* from = x + (long long)row * K;
-  Vec<8> kept[MOST];
+  Vec<8> kept[TURNS];
   float square = 0.f, largest = 0.f;
 #pragma unroll
-  for (int turn = 0; turn < MOST; ++turn) {
+  for (int turn = 0; turn < TURNS; ++turn) {
     int at = (threadIdx.x + turn * blockDim.x) * 8;
     kept[turn] = {};
-    if (turn < count && at < K) kept[turn] = *(const Vec<8>*)(from + at);
-    if (norm)
+    if (at < K) kept[turn] = *(const Vec<8>*)(from + at);
+    if (NORMED)
 #pragma unroll
       for (int i = 0; i < 8; ++i) square += to_float(kept[turn].v[i]) * to_float(kept[turn].v[i]);
   }
-  float factor = norm ? rsqrtf(block_sum(square, sums) / K + eps) : 1.f;
+  float factor = NORMED ? rsqrtf(block_sum(square, sums) / K + eps) : 1.f;
 #pragma unroll
-  for (int turn = 0; turn < MOST; ++turn) {
+  for (int turn = 0; turn < TURNS; ++turn) {
     int at = (threadIdx.x + turn * blockDim.x) * 8;
-    if (turn >= count) break;
-    if (norm)
+    if (NORMED)
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         kept[turn].v[i] = from_float<T>(times_norm(to_float(kept[turn].v[i]) * factor, weights[turn].v[i]));
@@ -54,14 +44,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     if (GROUP) {
 #pragma unroll
       for (int offset = 8; offset > 0; offset >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
-      float scale = fmaxf(most, 1e-10f) / 448.f;
+      float scale = fp8_scale(most);
       if (at < K && (threadIdx.x & 15) == 0) scales[(long long)(at / 128) * stride + row] = scale;
       if (at < K) {
-        float reciprocal = __frcp_rn(scale);
-        Vec<8, e4m3> y;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) y.v[i] = from_float<e4m3>(divide(to_float(kept[turn].v[i]), scale, reciprocal));
-        *(Vec<8, e4m3>*)(codes + (long long)row * K + at) = y;
+        store_rounded(codes + (long long)row * K + at, kept[turn], scale, __frcp_rn(scale));
       }
     }
     largest = fmaxf(largest, most);
@@ -76,16 +62,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1)
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-  float scale = fixed > 0.f ? fixed : fmaxf(largest, 1e-10f) / 448.f;
+  float scale = fixed > 0.f ? fixed : fp8_scale(largest);
   float reciprocal = __frcp_rn(scale);
   if (threadIdx.x == 0) scales[row] = scale;
 #pragma unroll
-  for (int turn = 0; turn < MOST; ++turn) {
+  for (int turn = 0; turn < TURNS; ++turn) {
     int at = (threadIdx.x + turn * blockDim.x) * 8;
-    if (turn >= count || at >= K) break;
-    Vec<8, e4m3> y;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) y.v[i] = from_float<e4m3>(divide(to_float(kept[turn].v[i]), scale, reciprocal));
-    *(Vec<8, e4m3>*)(codes + (long long)row * K + at) = y;
+    if (at >= K) break;
+    store_rounded(codes + (long long)row * K + at, kept[turn], scale, reciprocal);
   }
 }

@@ -23,7 +23,7 @@ ROWS = (1, 8, 16, 17, 33, 64, 65, 128, 200, 256, 500)
 def check(division: Division, stage: int, rows: int, size: int) -> None:
     shared = max(division.stages * stage, sums_bytes(division)) + 2048  # barriers
     assert shared <= BLOCK_BYTES
-    assert shared * division.blocks <= SM_BYTES
+    assert shared * division.blocks <= (division.sm_shared_bytes or SM_BYTES)
     assert division.stages >= 2
     assert rows <= division.max_rows or division.max_rows >= 64
     assert division.block_n // division.split % 16 == 0, "a gated weight's gates and what they are for stay together"
@@ -69,6 +69,17 @@ def test_blocks_of_fp8_with_fp8(group: int) -> None:
         for rows in ROWS:
             division = divide_fp8(rows, width, size, group, 132)
             check(division, fp8_stage_bytes(group, division), rows, size)
+
+
+def test_a_ring_before_attention_leaves_it_an_L1_cache() -> None:
+    for rows in ROWS:
+        for group in (0, 128):
+            division = divide_fp8(rows, 6144, 4096, group, 132, before_attention=True)
+            check(division, fp8_stage_bytes(group, division), rows, 4096)
+            division = divide_quantized(
+                "fp8", rows, 6144, 4096, group, 132, sums_of_groups=group > 0, before_attention=True
+            )
+            check(division, quantized_stage_bytes("fp8", group, division), rows, 4096)
 
 
 @pytest.mark.parametrize(("rows", "max_rows"), [(64, 64), (128, 128), (256, 128)])

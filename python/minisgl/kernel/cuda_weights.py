@@ -53,7 +53,7 @@ class QuantizedWeight:
     ) -> Tensor:
         x, late = self._normed(x, norm, gated=False)
         if not self._packed.gated and self._gemm.takes(x, self._packed):
-            return self._gemm.product(x, self._packed, bias, norm=late, out=out)
+            return self._gemm.product(x, self._packed, bias, norm=late, before_attention=True, out=out)
         return self._ops.norm_linear(x, None, self.tensor, bias, out)
 
     def norm_gated_linear(
@@ -99,7 +99,7 @@ class Fp8Weight:
     def norm_linear(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        return self._gemm.linear(x, norm, self._matrix, bias, out=out)
+        return self._gemm.linear(x, norm, self._matrix, bias, before_attention=True, out=out)
 
     def norm_gated_linear(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation

@@ -20,6 +20,8 @@ MOST_ROWS = {0: 256, 128: 128}
 _LINE = 128  # columns that the tensor memory accelerator fetches, and of a block's scale
 _LIBRARY_ROWS = 16  # of x: torch._scaled_mm wants scales of 128 columns aligned
 _MAX_SIZE = 1 << 15  # columns of a row that a block quantizes
+_GROUPS = 16  # of _LINE columns that a block of quantize_groups.cu has at a time
+_GROUP_BLOCKS = 8  # of it on a multiprocessor
 
 
 class Fp8Rows(NamedTuple):
@@ -69,9 +71,13 @@ class Fp8Gemm:
         """Begin to compile the products with a weight; of a gated one those with silu."""
         gate: Activation | None = "silu" if weight.gated else None
         width, size = weight.codes.shape
-        specs = [_quantize_spec(dtype, dtype, weight.group, _quantize_threads(size))]
+        specs = [_quantize_spec(dtype, dtype, weight.group, size)]
+        if not weight.gated:
+            specs.append(_quantize_groups_spec(dtype) if weight.group else _quantize_spec(dtype, None, 0, size))
         divisions = {
-            divide_fp8(rows, width, size, weight.group, self._compiler.num_sms) for rows in (8, 16, 32, 64, 128, 256)
+            divide_fp8(rows, width, size, weight.group, self._compiler.num_sms, before_attention=before_attention)
+            for rows in (8, 16, 32, 64, 128, 256)
+            for before_attention in {False, not weight.gated}
         }
         specs += [_product_spec(_Kernel(dtype, weight.group, gate, division)) for division in divisions]
         self._compiler.begin(specs)
@@ -89,12 +95,16 @@ class Fp8Gemm:
         codes = torch.empty((room, size), dtype=torch.float8_e4m3fn, device=x.device)
         shape = (size // group, room) if group else (room,)
         scales = torch.empty(shape, dtype=torch.float32, device=x.device)
-        norm_dtype = x.dtype if norm is None else norm.weight.dtype
-        threads = _quantize_threads(size)
-        kernel = self._compiler.kernel(_quantize_spec, x.dtype, norm_dtype, group, threads)
+        if group and norm is None:
+            blocks = min(-(-rows * size // (_LINE * _GROUPS)), _GROUP_BLOCKS * self._compiler.num_sms)
+            kernel = self._compiler.kernel(_quantize_groups_spec, x.dtype)
+            kernel((blocks,), _GROUPS * 16, x=x, codes=codes, scales=scales, stride=room, M=rows, K=size)
+            return Fp8Rows(codes, scales)
+        norm_dtype = None if norm is None else norm.weight.dtype
+        kernel = self._compiler.kernel(_quantize_spec, x.dtype, norm_dtype, group, size)
         kernel(
             (rows,),
-            min(_multiple(size, 256) // 8, threads),
+            min(_multiple(size, 256) // 8, _quantize_threads(size)),
             x=x,
             norm=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
@@ -128,6 +138,7 @@ class Fp8Gemm:
         residual: Tensor | None = None,
         *,
         gate: Activation | None = None,
+        before_attention: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
         """Return norm(x) @ weight^T + bias + residual, or its `gate`d form of few rows, of x as it is rounded."""
@@ -135,10 +146,11 @@ class Fp8Gemm:
         if rows == 0:
             return x.new_empty((0, width if gate is None else width // 2))
         if rows <= MOST_ROWS[weight.group]:
-            division = divide_fp8(rows, width, size, weight.group, self._compiler.num_sms)
-            quantized = self.quantize(
-                x, norm, weight.group, room=_multiple(rows, division.max_rows), x_scale=weight.x_scale
+            division = divide_fp8(
+                rows, width, size, weight.group, self._compiler.num_sms, before_attention=before_attention
             )
+            room = _multiple(rows, division.max_rows)
+            quantized = self.quantize(x, norm, weight.group, room=room, x_scale=weight.x_scale)
             return self.product(quantized, rows, weight, bias, residual, division, x.dtype, gate, out)
         room = _multiple(rows, _LIBRARY_ROWS)
         quantized = self.quantize(x, norm, weight.group, room=room, x_scale=weight.x_scale)
@@ -177,14 +189,13 @@ class Fp8Gemm:
         if out is None:
             out = torch.empty((rows, width if gate is None else width // 2), dtype=dtype, device=x.codes.device)
         kernel = self._compiler.kernel(_product_spec, _Kernel(dtype, weight.group, gate, division))
-        block = division.block_n
         if gate is None:
-            w_map = tensor_map(weight.codes, block, _LINE)
+            w_map = tensor_map(weight.codes, division.block_n, _LINE)
         else:
             groups = weight.codes.view(torch.uint8).view(2, width // 16, 8, size).transpose(0, 1)
-            w_map = tensor_map(groups, block // 16, 2, 8, _LINE)
+            w_map = tensor_map(groups, division.block_n // 16, 2, 8, _LINE)
         kernel(
-            (1, -(-rows // division.max_rows), -(-width // block)),
+            (1, -(-rows // division.max_rows), -(-width // division.block_n)),
             division.threads,
             x_map=tensor_map(x.codes[:rows], division.max_rows, _LINE),
             w_map=w_map,
@@ -221,14 +232,21 @@ def _quantize_threads(size: int) -> int:
     return 1024 if size > 16384 else 512
 
 
-def _quantize_spec(dtype: torch.dtype, norm_dtype: torch.dtype, group: int, threads: int) -> KernelSpec:
+def _quantize_spec(dtype: torch.dtype, norm_dtype: torch.dtype | None, group: int, size: int) -> KernelSpec:
+    threads = _quantize_threads(size)
     macros: Macros = {
         "SCALAR": SCALAR_NAMES[dtype],
-        "NORM_SCALAR": SCALAR_NAMES[norm_dtype],
+        "NORM_SCALAR": SCALAR_NAMES[norm_dtype or dtype],
+        "NORMED": int(norm_dtype is not None),
         "GROUP": group,
         "THREADS": threads,
+        "TURNS": -(-size // 8 // threads),
     }
     return KernelSpec("quantize.cu", "quantize", macros)
+
+
+def _quantize_groups_spec(dtype: torch.dtype) -> KernelSpec:
+    return KernelSpec("quantize_groups.cu", "quantize_groups", {"SCALAR": SCALAR_NAMES[dtype]})
 
 
 def _product_spec(kind: _Kernel) -> KernelSpec:
@@ -241,4 +259,4 @@ def _product_spec(kind: _Kernel) -> KernelSpec:
         **division.macros,
     }
     shared_bytes = max(division.stages * fp8_stage_bytes(kind.group, division), sums_bytes(division))
-    return KernelSpec("fp8_gemm.cu", "fp8_gemm", macros, shared_bytes=shared_bytes)
+    return KernelSpec("fp8_gemm.cu", "fp8_gemm", macros, shared_bytes, division.sm_shared_bytes)

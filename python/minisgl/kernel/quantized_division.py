@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from minisgl.kernel.signature import SHARED_BEFORE_ATTENTION
 from minisgl.quantization.gpu_layout import BITS, TILE
 from minisgl.quantization.levels import Kind
 
@@ -19,6 +20,9 @@ _LARGE_BLOCK = 128
 _LINE = 128  # columns that warpgroups of fp8_gemm.cu multiply at a time
 _MIN_STAGES = 3  # of quantized_gemm.cu: one is given back while the next one is multiplied
 _MAX_STAGES = 16
+_RING_BEFORE_ATTENTION = 110 << 10
+_SHARED_BEFORE_ATTENTION_OF_SOME = 164 << 10  # more than _FEW_ROWS
+_MOST_EARLY_ROWS = 64  # of steps whose attention begins early
 _BANDWIDTH = 4.2e6  # bytes a microsecond
 _PLACES_OF_FOUR = 0.9  # share of the places for blocks that clusters of four fill: each lies in one part of the device
 
@@ -80,6 +84,7 @@ class Division(NamedTuple):
     k_parts: int = 1  # warpgroups that divide the columns of a stage
     # By skinny_int4_gemm.cu, whose warps have stages of their own: of a multiple of `warps`, or one for each step.
     skinny: bool = False
+    sm_shared_bytes: int = 0  # of a multiprocessor (signature.py); 0: all
 
     @property
     def threads(self) -> int:
@@ -114,9 +119,9 @@ class Division(NamedTuple):
         return -(-rows // self.max_rows) * -(-width // self.block_n)
 
 
-def ring_bytes(blocks: int) -> int:
+def ring_bytes(blocks: int, sm_shared_bytes: int = 0) -> int:
     """Return the shared memory of a block if so many are on a multiprocessor."""
-    return (216 << 10) // blocks // 1024 * 1024
+    return (_RING_BEFORE_ATTENTION if sm_shared_bytes else 216 << 10) // blocks // 1024 * 1024
 
 
 def sums_bytes(division: Division) -> int:
@@ -152,26 +157,36 @@ def skinny_rows(group: int) -> int:
 
 @lru_cache(1 << 14)
 def divide_quantized(
-    kind: Kind, rows: int, width: int, size: int, group: int, num_sms: int, *, sums_of_groups: bool
+    kind: Kind,
+    rows: int,
+    width: int,
+    size: int,
+    group: int,
+    num_sms: int,
+    *,
+    sums_of_groups: bool,
+    before_attention: bool = False,
 ) -> Division:
     """Divide x [rows, size] @ weight [width, size]^T of quantized_gemm.cu, or of skinny_int4_gemm.cu.
 
-    `sums_of_groups`: groups have sums of their own, for which twice the registers are needed.
+    `sums_of_groups`: groups have sums of their own, for which twice the registers are needed. `before_attention`: what
+    comes next wants an L1 cache, if it begins early: FP8 with scales of rows leaves it one, the others are unmeasured.
     """
+    shared = _sm_shared_bytes(rows) if before_attention and kind == "fp8" and group == 0 else 0
 
     def staged(block: _Block, max_rows: int, block_k: int) -> Division | None:
         part = block_k // block.k_parts
         whole = max(TILE if kind == "int4" or block.k_parts > 1 else 32, group if sums_of_groups else 0)
         if part % whole or (part > 128 and max_rows > _FEW_ROWS):
             return None
-        division = _division(block, max_rows, block_k, sums_of_groups=sums_of_groups)
-        stages = ring_bytes(block.blocks) // quantized_stage_bytes(kind, group, division)
+        division = _division(block, max_rows, block_k, shared, sums_of_groups=sums_of_groups)
+        stages = ring_bytes(block.blocks, shared) // quantized_stage_bytes(kind, group, division)
         return division._replace(stages=stages) if stages >= _MIN_STAGES else None
 
     def skinny(block: _Block, max_rows: int, block_k: int) -> Division | None:
         if block_k != _SKINNY_COLUMNS:
             return None
-        division = _division(block, max_rows, block_k, sums_of_groups=True)._replace(skinny=True)
+        division = _division(block, max_rows, block_k, 0, sums_of_groups=True)._replace(skinny=True)
         stages = min(ring_bytes(block.blocks) // quantized_stage_bytes(kind, group, division), _MAX_STAGES)
         return division._replace(stages=stages // division.warps * division.warps)
 
@@ -182,25 +197,36 @@ def divide_quantized(
 
 
 @lru_cache(1 << 14)
-def divide_fp8(rows: int, width: int, size: int, group: int, num_sms: int) -> Division:
-    """Divide x [rows, size] @ weight [width, size]^T of fp8_gemm.cu."""
+def divide_fp8(
+    rows: int, width: int, size: int, group: int, num_sms: int, *, before_attention: bool = False
+) -> Division:
+    """Divide x [rows, size] @ weight [width, size]^T of fp8_gemm.cu; `before_attention` as in `divide_quantized`."""
+    shared = _sm_shared_bytes(rows) if before_attention else 0
 
     def staged(block: _Block, max_rows: int, block_k: int) -> Division | None:
         part = block_k // block.k_parts
         if part % _LINE or (part > _LINE and max_rows == _LARGE_BLOCK):
             return None
-        division = _division(block, max_rows, block_k, sums_of_groups=True)
-        stages = ring_bytes(block.blocks) // fp8_stage_bytes(group, division)
+        division = _division(block, max_rows, block_k, shared, sums_of_groups=True)
+        stages = ring_bytes(block.blocks, shared) // fp8_stage_bytes(group, division)
         return division._replace(stages=stages) if stages >= (_MIN_STAGES if max_rows <= _FEW_ROWS else 2) else None
 
     return _cheapest(_FP8_COSTS, staged, rows, width, size, width * size, num_sms)
 
 
-def _division(block: _Block, max_rows: int, block_k: int, *, sums_of_groups: bool) -> Division:
+def _sm_shared_bytes(rows: int) -> int:
+    """Return the shared memory beside which attention of so many rows is fastest; 0: it does not begin early."""
+    if rows > _MOST_EARLY_ROWS:
+        return 0
+    return SHARED_BEFORE_ATTENTION if rows <= _FEW_ROWS else _SHARED_BEFORE_ATTENTION_OF_SOME
+
+
+def _division(block: _Block, max_rows: int, block_k: int, shared: int, *, sums_of_groups: bool) -> Division:
     """Return an undivided block whose stages are still to be counted."""
     crowded = sums_of_groups and (max_rows, block.row_groups) == (_LARGE_BLOCK, 3)
     producers = 128 if crowded else 64 if block.blocks == 1 and max_rows > _FEW_ROWS else 32
-    return Division(max_rows, block.row_groups * block.k_parts, 1, block_k, 0, block.blocks, producers, block.k_parts)
+    warpgroups = block.row_groups * block.k_parts
+    return Division(max_rows, warpgroups, 1, block_k, 0, block.blocks, producers, block.k_parts, sm_shared_bytes=shared)
 
 
 def _candidates(

@@ -43,7 +43,11 @@ class QuantizedGemm:
     def begin_compiling(self, weight: PackedLevels, dtype: torch.dtype) -> None:
         """Begin to compile the products with a weight; of a gated one those with silu."""
         gate: Activation | None = "silu" if weight.gated else None
-        divisions = {self.division(weight, rows) for rows in (8, 16, 32, 64, 128, 256, MOST_ROWS)}
+        divisions = {
+            self.division(weight, rows, before_attention=before_attention)
+            for rows in (8, 16, 32, 64, 128, 256, MOST_ROWS)
+            for before_attention in {False, not weight.gated}
+        }
         specs = [
             _product_spec(_kernel_of(weight, dtype, gate, division, norm=norm))
             for division in divisions
@@ -78,6 +82,7 @@ class QuantizedGemm:
         *,
         norm: Norm | None = None,
         gate: Activation | None = None,
+        before_attention: bool = False,
         out: Tensor | None = None,
         division: Division | None = None,
     ) -> Tensor:
@@ -90,7 +95,7 @@ class QuantizedGemm:
         if out is None:
             out = x.new_empty((rows, outputs))
         if division is None:
-            division = self.division(weight, rows)
+            division = self.division(weight, rows, before_attention=before_attention)
         kind = _kernel_of(weight, x.dtype, gate, division, norm=norm is not None)
         kernel = self._compiler.kernel(_product_spec, kind)
         scaling: dict[str, object] = {"row_scales": weight.row_scales}
@@ -117,8 +122,8 @@ class QuantizedGemm:
         """Return True if the product norms x itself."""
         return _norms(x.dtype, norm.weight.dtype, self.division(weight, len(x)))
 
-    def division(self, weight: PackedLevels, rows: int) -> Division:
-        """Divide a product of so many rows."""
+    def division(self, weight: PackedLevels, rows: int, *, before_attention: bool = False) -> Division:
+        """Divide a product of so many rows; see `divide_quantized`."""
         return divide_quantized(
             weight.kind,
             rows,
@@ -127,6 +132,7 @@ class QuantizedGemm:
             weight.group,
             self._compiler.num_sms,
             sums_of_groups=_sums_groups(weight),
+            before_attention=before_attention,
         )
 
     def values(self, weight: PackedLevels, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -192,4 +198,4 @@ def _product_spec(kind: _Kernel) -> KernelSpec:
     ring = division.stages * quantized_stage_bytes(kind.kind, kind.group, division)
     shared_bytes = max(ring, sums_bytes(division))
     name = "skinny_int4_gemm" if division.skinny else "quantized_gemm"
-    return KernelSpec(f"{name}.cu", name, macros, shared_bytes=shared_bytes)
+    return KernelSpec(f"{name}.cu", name, macros, shared_bytes, division.sm_shared_bytes)
