@@ -7,7 +7,7 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from minisgl.distributed import SingleRank
 from minisgl.kernel.base import Activation, Norm
+from minisgl.kernel.cpu_compile import CompilationError, load_library
 from minisgl.kernel.cpu_int4 import TiledInt4Weight
 from minisgl.kernel.cpu_ops import CpuOps, multiplies_bfloat16
 from minisgl.kernel.cpu_weights import Int4Weight
@@ -139,6 +140,21 @@ def test_without_a_compiler_torch_multiplies_few_rows_and_the_log_says_so(
         if capable:
             assert caplog.text.count(reason) == 1
     assert [file.name for file in tmp_path.rglob("*.so")] == []
+
+
+def test_without_a_home_folder_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as a user whom its system does not know."""
+
+    def unknown(_: int) -> NoReturn:
+        raise KeyError
+
+    compiler = tmp_path / "g++"
+    compiler.write_text("")
+    compiler.chmod(0o755)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(CompilationError, match="home"):
+        load_library("int4_cpu.cpp", environ={"CXX": str(compiler)})
 
 
 @pytest.mark.parametrize(("method", "head"), [("fp8", set()), ("int8", set()), ("int4", {"lm_head"})])

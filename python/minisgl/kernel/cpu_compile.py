@@ -37,9 +37,9 @@ def load_library(file: str, *flags: str, environ: Mapping[str, str] = os.environ
     source = Path(minisgl.__file__).parent / "csrc" / file
     command = [*compiler, *_FLAGS, *flags]
     key = sha256(repr(command).encode() + source.read_bytes()).hexdigest()[:32]
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl" / "cpu"
-    library = cache / f"{source.stem}-{key}.so"
     try:
+        cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl" / "cpu"
+        library = cache / f"{source.stem}-{key}.so"
         if library.exists():
             return ctypes.CDLL(str(library))
         cache.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def load_library(file: str, *flags: str, environ: Mapping[str, str] = os.environ
             _compile([*command, "-o", str(made), str(source)])
             made.replace(library)
         return ctypes.CDLL(str(library))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: who runs this has no home folder
         raise CompilationError(f"csrc/{file} cannot be compiled or loaded: {error}") from error
 
 
