@@ -2,7 +2,8 @@
 // `fixed` one for all (GROUP 0), if that is not 0.
 //
 // A block of at most THREADS has a row, a thread 8 columns in each of TURNS, so that 16 threads have a group of 128.
-// NORMED: RMS-normed first, as by norm.cu. Scales are float32: GROUP [K / 128, stride], rows beside one another; else [M].
+// NORMED: RMS-normed first, as by norm.cu. Scales are float32: GROUP [K / 128, stride], rows beside one another; else
+// [M].
 #include "rounding.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize(

@@ -48,7 +48,8 @@ __device__ __forceinline__ unsigned subtract(unsigned a, unsigned b) {
   return c;
 }
 
-// A group's scale and zero point: 24 bits of a float32, and 8 of an integer. OFFSETS: two values of T, scale and offset.
+// A group's scale and zero point: 24 bits of a float32, and 8 of an integer. OFFSETS: two values of T, scale and
+// offset.
 struct Scale {
   unsigned word;
   // A group's sums are multiplied by it.
@@ -57,7 +58,8 @@ struct Scale {
   }
   // Argument of `decode`: the zero point as it is subtracted, or the word itself.
   __device__ __forceinline__ unsigned zero() const { return OFFSETS ? word : ONES + (word & 0xff) * 0x10001; }
-  // Of levels that are not decoded (`lift_step`): a group's scale, and what the sum of its x is multiplied by.
+  // `lift_step` leaves levels undecoded. These return what a group's sums of them are scaled by, and what the sum of
+  // its x is.
   __device__ __forceinline__ float of_levels() const { return OFFSETS ? low_of(word) : factor(); }
   __device__ __forceinline__ float of_x(float scale, float lift) const {
     if (OFFSETS) return high_of(word) - scale * (lift + 8);

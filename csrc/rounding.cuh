@@ -11,12 +11,13 @@ __device__ __forceinline__ float divide(float x, float scale, float reciprocal) 
   return fmaf(fmaf(-y, scale, x), reciprocal, y);
 }
 
-// What is beyond 448 becomes 448.
+// Store eight numbers of x divided by the scale and rounded to e4m3; numbers beyond 448 become 448.
 __device__ __forceinline__ void store_rounded(e4m3* to, const Vec<8>& x, float scale, float reciprocal) {
   Vec<4, unsigned short> y;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    float low = divide(to_float(x.v[2 * i]), scale, reciprocal), high = divide(to_float(x.v[2 * i + 1]), scale, reciprocal);
+    float low = divide(to_float(x.v[2 * i]), scale, reciprocal);
+    float high = divide(to_float(x.v[2 * i + 1]), scale, reciprocal);
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y.v[i]) : "f"(high), "f"(low));
   }
   *(Vec<4, unsigned short>*)to = y;

@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
   __shared__ Barrier full[STAGES], empty[STAGES], received;
   int split = blockIdx.x, tile = blockIdx.y, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int steps = K / BLOCK_K, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
-  // Of x, whose sums this block adds up.
+  // This block adds up the sums of its own rows of x, at most `own`.
   int own = (M + SPLIT - 1) / SPLIT, own_rows = max(0, min(own, M - split * own));
   bool producer = thread == CONSUMERS;
 

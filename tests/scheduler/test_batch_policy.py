@@ -235,21 +235,28 @@ class TimedDevice:
         return wait
 
 
+def timed_loop(
+    config: SchedulerConfig, clock: Clock, device: TimedDevice, *, num_slots: int, overlap: bool
+) -> tuple[Scheduler, StepLoop]:
+    """Return a scheduler that knows COST, and the loop that runs it on the device."""
+    scheduler = Scheduler(
+        config,
+        cache=make_cache("radix", 16),
+        num_pages=20_000,
+        num_slots=num_slots,
+        max_seq_len=100_000,
+        eos_token_ids=(7,),
+        cost=COST,
+    )
+    return scheduler, StepLoop(scheduler, device, overlap=overlap, clock=clock)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("ratio", [0.2, 1.0, 8.0])
 def test_measured_steps_correct_the_model(ratio: float, overlap: bool) -> None:
     clock = Clock()
     device = TimedDevice(clock, ratio)
-    scheduler = Scheduler(
-        SchedulerConfig(),
-        cache=make_cache("radix", 16),
-        num_pages=20_000,
-        num_slots=4,
-        max_seq_len=100_000,
-        eos_token_ids=(7,),
-        cost=COST,
-    )
-    loop = StepLoop(scheduler, device, overlap=overlap, clock=clock)  # type: ignore[arg-type]
+    scheduler, loop = timed_loop(SchedulerConfig(), clock, device, num_slots=4, overlap=overlap)
     scheduler.add(0, ids([1, 2, 3]), SamplingParams(max_tokens=500), seed=0)
     loop.step()
     scheduler.add(1, np.zeros(60_000, dtype=np.int32), SamplingParams(max_tokens=1), seed=0)
@@ -266,16 +273,8 @@ def test_streams_of_a_burst_have_the_target_in_the_mean(overlap: bool) -> None:
     """No stream has more, no step much more, and prompts that wait leave nothing of it."""
     rng, clock = random.Random(8), Clock()
     device = TimedDevice(clock, 1.0, tiles=True)
-    scheduler = Scheduler(
-        SchedulerConfig(schedule_policy="sjf", batch_policy="mixed"),
-        cache=make_cache("radix", 16),
-        num_pages=20_000,
-        num_slots=96,
-        max_seq_len=20_000,
-        eos_token_ids=(7,),
-        cost=COST,
-    )
-    loop = StepLoop(scheduler, device, overlap=overlap, clock=clock)  # type: ignore[arg-type]
+    config = SchedulerConfig(schedule_policy="sjf", batch_policy="mixed")
+    scheduler, loop = timed_loop(config, clock, device, num_slots=96, overlap=overlap)
     for seq_id in range(96):
         prompt = np.random.default_rng(seq_id).integers(10, 1000, int(rng.lognormvariate(7, 1)) + 2, dtype=np.int32)
         scheduler.add(seq_id, prompt, SamplingParams(max_tokens=rng.randint(20, 200), ignore_eos=True), seed=0)
