@@ -1,9 +1,10 @@
-"""Open-loop load against an OpenAI-compatible server: latencies, throughput, goodput, cache hits.
+"""Load against an OpenAI-compatible server: latencies, throughput, goodput, cache hits.
 
 Requests leave on time whatever became of those before them, and latencies count from when they were due. Prompts are
 random token ids (POST /v1/completions), answers have an exact length (`ignore_eos`) and are streamed. The load is one
 of: Poisson arrivals (`--rate`), all at once (`--burst`), or the replay of a trace (`--trace`: Mooncake's JSON lines,
-whose shared blocks become shared prefixes, or Azure's CSV) at `--speed` times its pace. Several rates or speeds run
+whose shared blocks become shared prefixes, or Azure's CSV) at `--speed` times its pace. `--concurrency` is a closed
+loop instead: so many requests at a time, each leaves when one has ended. Several rates, speeds or concurrencies run
 one after the other. What follows `--` is a command that starts the server, which is ended afterwards.
 
     python benchmark/serve.py --rate 4 --requests 50 --input 200 --output 40 -- python -m minisgl --port 0
@@ -19,16 +20,16 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from measuring.arguments import add_output_arguments, make_parser, numbers, output_of
+from measuring.arguments import add_output_arguments, integers, make_parser, numbers, output_of
 from measuring.client import Target
 from measuring.load import run_load
 from measuring.load_arguments import add_client_arguments, add_served_arguments, slo_of
 from measuring.probe import warm_up
 from measuring.report import Cell, table
 from measuring.server_process import LaunchFailed, Served, ServerProcess, ask_served, exit_on_sigterm
-from measuring.statistics import LoadSummary, Spread, summarize
+from measuring.statistics import LoadSummary, Spread, summarize, summarize_closed_loop
 from measuring.traces import TraceRow, read_trace, replay
-from measuring.workload import Lengths, TimedRequest, poisson_arrivals, synthetic_load
+from measuring.workload import Lengths, TimedRequest, closed_loop, poisson_arrivals, synthetic_load
 
 
 def make_loads(
@@ -43,6 +44,11 @@ def make_loads(
             loads.append((f"{speed:g}x", *replay(rows, speed=speed, seed=args.seed + index, **limits)))
     elif args.burst:
         loads.append(("burst", *synthetic_load(args.seed, [0.0] * args.burst, lengths, **limits)))
+    elif args.concurrency:
+        for index, concurrency in enumerate(args.concurrency):
+            seed, count = args.seed + index, args.requests or 2 * concurrency
+            load, num_cut = synthetic_load(seed, [0.0] * count, lengths, **limits)
+            loads.append((f"{concurrency} at a time", closed_loop(load, concurrency, seed), num_cut))
     else:
         for index, rate in enumerate(args.rate):
             seed = args.seed + index
@@ -95,9 +101,12 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     work = parser.add_argument_group("work")
     work.add_argument("--rate", type=numbers, default=(1.0,), metavar="R", help="Poisson arrivals a second: 2,4,8")
     work.add_argument("--burst", type=int, metavar="N", help="this many requests at once instead")
+    work.add_argument("--concurrency", type=integers, metavar="N", help="this many requests at a time instead: 64,256")
     work.add_argument("--trace", type=Path, metavar="FILE", help="replay this trace instead")
     work.add_argument("--speed", type=numbers, default=(1.0,), metavar="X", help="times the trace's pace: 1,2,4")
-    work.add_argument("--requests", type=int, metavar="N", help="none: 100, or the whole trace")
+    work.add_argument(
+        "--requests", type=int, metavar="N", help="none: 100, the whole trace, or 2 for each place of --concurrency"
+    )
     work.add_argument("--input", type=int, default=1750, metavar="TOKENS", help="mean prompt, log-normal")
     work.add_argument("--output", type=int, default=350, metavar="TOKENS", help="mean answer, log-normal")
     work.add_argument("--fixed", action="store_true", help="every prompt and answer of the mean length")
@@ -107,6 +116,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     command = argv[at + 1 :]
     if not args.base_url and not command:
         parser.error("give --base-url, or a command that starts the server after --")
+    if args.concurrency and args.requests and args.requests < 2 * max(args.concurrency):
+        parser.error("--requests must be at least twice --concurrency: the first request of each place is not counted")
     if args.base_url:
         args.base_url = args.base_url.rstrip("/").removesuffix("/v1")
     return args, command
@@ -134,7 +145,10 @@ def main() -> None:
             records = run_load(target, load, processes=args.processes, label=name).records
             for error in sorted({record.error for record in records if record.error})[:3]:
                 print(f"{name}: error: {error}")
-            summaries[name], cuts[name] = summarize(records, slo), num_cut
+            num_first = sum(request.follows is None for request in load)
+            closed = num_first < len(load)
+            summaries[name] = summarize_closed_loop(records, slo, num_first) if closed else summarize(records, slo)
+            cuts[name] = num_cut
             all_records.append(records)
     print_summaries(summaries)
     output.save("serve", args, {"loads": summaries, "cut_requests": cuts, "model": served.model})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,3 +103,33 @@ def summarize(records: Sequence[RequestRecord], slo: Slo, *, since: float = 0.0)
         tokens_per_event=output_tokens / num_events if num_events else 0.0,
         send_delay_ms=spread([(record.sent - record.begin) * 1e3 for record in records if record.sent is not None]),
     )
+
+
+def summarize_closed_loop(records: Sequence[RequestRecord], slo: Slo, concurrency: int) -> LoadSummary:
+    """Return the figures of a closed loop's requests, in order: all but the first `concurrency`, whose answers are cut.
+
+    Figures per second are of the time in which all places were taken: from when the first requests had their first
+    tokens until the first of the last requests ended. They are 0 if there was no such time.
+    """
+    summary = summarize(records[concurrency:], slo)
+    done = [record for record in records if record.error is None]
+    begin = max((record.times[0] for record in done if record.index < concurrency), default=0.0)
+    last = len(records) - concurrency
+    end = min((record.times[-1] for record in done if record.index >= last), default=0.0)
+    seconds = max(0.0, end - begin)
+    per_second = 1.0 / seconds if seconds > 0 else 0.0
+    tokens = sum(record.completion_tokens * _share_between(record.times, begin, end) for record in done)
+    ended = [record for record in done if begin <= record.times[-1] < end]
+    return replace(
+        summary,
+        seconds=seconds,
+        requests_per_second=len(ended) * per_second,
+        prompt_tokens_per_second=sum(record.prompt_tokens for record in ended) * per_second,
+        output_tokens_per_second=tokens * per_second,
+        good_requests_per_second=sum(slo.met_by(record) for record in ended) * per_second,
+    )
+
+
+def _share_between(times: Sequence[float], begin: float, end: float) -> float:
+    values = np.asarray(times)
+    return float(np.mean((values >= begin) & (values < end)))

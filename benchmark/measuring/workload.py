@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -156,6 +156,16 @@ def synthetic_load(
         prompt = tokens.integers(0, vocab_size, num_input, dtype=np.int32)
         load.append(TimedRequest(at, prompt, num_output))
     return load, num_cut
+
+
+def closed_loop(load: Sequence[TimedRequest], concurrency: int, seed: int) -> list[TimedRequest]:
+    """Return the requests with `concurrency` of them at a time: a later one leaves when the one it follows has ended.
+
+    The first ones get a random share of their answers, so that ends are spread over an answer's time from the start.
+    """
+    rng = random.Random(seed)
+    first = [replace(one, at=0.0, max_tokens=rng.randint(1, one.max_tokens)) for one in load[:concurrency]]
+    return first + [replace(one, at=0.0, follows=index) for index, one in enumerate(load[concurrency:])]
 
 
 def fit_context(num_input: int, num_output: int, context: int) -> tuple[int, int]:

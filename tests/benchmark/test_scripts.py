@@ -127,6 +127,14 @@ def test_serve_at_several_rates(tmp_path: Path):
         assert (figures["requests"], figures["errors"], figures["ttft_ms"]["count"]) == (4, 0, 4)
 
 
+def test_serve_with_so_many_requests_at_a_time(tmp_path: Path):
+    work = ("--concurrency", "2", "--requests", "6", "--input", "20", "--output", "40", "--fixed")
+    _, results = run(tmp_path, "serve", *work, *SERVER)
+    figures = results["loads"]["2 at a time"]
+    assert (figures["requests"], figures["errors"]) == (4, 0)
+    assert figures["output_tokens_per_second"] > 0
+
+
 def test_goodput(tmp_path: Path):
     """Two probes of sessions on a real server; another one that does not start costs only its own rows."""
     file = tmp_path / "result.json"

@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from measuring.client import RequestRecord
-from measuring.statistics import Slo, spread, summarize
+from measuring.statistics import Slo, spread, summarize, summarize_closed_loop
 
 SLO = Slo(ttft_ms=600, ttft_ms_per_1k=0, tpot_ms=100)
 
@@ -80,3 +80,22 @@ def test_a_load_that_failed_has_figures():
     summary = summarize([record(0.0, [], error="refused")], SLO)
     assert (summary.errors, summary.seconds, summary.output_tokens_per_second) == (1, 0.0, 0.0)
     assert summary.ttft_ms is None
+
+
+def test_a_closed_loop_is_counted_while_all_places_are_taken():
+    records = [
+        record(0.0, [1.0]),  # the first of each place say when all have begun
+        record(0.0, [0.5, 2.0]),
+        record(1.0, [1.5, 2.5, 3.5]),
+        record(2.0, [3.0, 4.0]),  # ends when the other place is free
+    ]
+    for index, one in enumerate(records):
+        one.index = index
+    summary = summarize_closed_loop(records, SLO, concurrency=2)
+    assert summary.requests == 2
+    assert summary.ttft_ms is not None
+    assert summary.ttft_ms.mean == pytest.approx(750)
+    assert summary.seconds == pytest.approx(2.5)
+    assert summary.output_tokens_per_second == pytest.approx(5 / 2.5)  # from 1.0 on, before 3.5
+    assert summary.requests_per_second == pytest.approx(2 / 2.5)
+    assert summarize_closed_loop([record(0.0, [], error="refused")] * 4, SLO, 2).output_tokens_per_second == 0

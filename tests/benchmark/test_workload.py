@@ -9,6 +9,7 @@ import pytest
 
 from measuring.workload import (
     Lengths,
+    closed_loop,
     fit_context,
     offline_batch,
     poisson_arrivals,
@@ -77,3 +78,11 @@ def test_what_is_too_long_is_cut(wanted: tuple[int, int], fits: tuple[int, int])
 def test_cut_requests_are_counted():
     _, num_cut = synthetic_load(0, [0.0] * 5, Lengths(200, 10, 0.0, 0.0), vocab_size=10, context=100)
     assert num_cut == 5
+
+
+def test_a_closed_loop_has_so_many_requests_at_a_time():
+    load, _ = synthetic_load(0, [0.0] * 7, Lengths(20, 50), vocab_size=10, context=1000)
+    closed = closed_loop(load, 3, seed=0)
+    assert [request.follows for request in closed] == [None, None, None, 0, 1, 2, 3]
+    assert all(one.max_tokens <= whole.max_tokens for one, whole in zip(closed[:3], load, strict=False))
+    assert [request.max_tokens for request in closed[3:]] == [request.max_tokens for request in load[3:]]
