@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
 from pathlib import Path
@@ -31,6 +31,8 @@ from minisgl.engine.sampler import TorchSampler
 from minisgl.engine.state import SlotState
 from minisgl.kernel.availability import kernels_missing, make_ops
 from minisgl.kernel.base import Heads, Mixture, Norm, Ops, Routing
+from minisgl.kernel.cpu_compile import CompilationError
+from minisgl.kernel.cpu_int4 import load_int4_linear
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.optional_packages import one_line
 from minisgl.quantization.expert_layout import PackedExperts
@@ -168,7 +170,8 @@ def examine(device: torch.device) -> Iterator[Finding]:
         yield from _attention(shape, device)
     else:
         yield _tried("operations of the CPU", lambda: _run_ops(device, dtype))
-        yield _tried("products of few rows with int4 weights", lambda: _run_int4(device, dtype))
+        found = _tried("products of few rows with int4 weights", lambda: _run_int4(device, dtype))
+        yield found if found.remark else replace(found, remark=_int4_kernel())
     yield _tried("attention: torch", lambda: _run_attention("torch", shape, device))
     backend, available = "shared memory", torch.distributed.is_available()
     if device.type == "cuda":
@@ -306,6 +309,15 @@ def _run_int4(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     weight = (torch.randn(768, 2048, device=device, generator=generator) / 32).to(dtype)
     grid = round_to_int4(weight)
     return make_ops(device).bind(weight, grid).linear(x), x.double() @ weight.double().T
+
+
+def _int4_kernel() -> str:
+    """Name the kernel of few rows with int4 weights on this CPU; if it is torch's, say why."""
+    try:
+        load_int4_linear()
+    except CompilationError as error:
+        return f"by torch's kernel, which is slower than csrc/int4_cpu.cpp: {error}"
+    return "by csrc/int4_cpu.cpp"
 
 
 def _run_sampler(device: torch.device) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -21,6 +22,22 @@ def test_on_the_cpu_all_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert "The default path works." in shown
     assert version("torch") in shown
     assert all(finding.state is State.WORKS for finding in examine(CPU))
+
+
+def test_the_kernel_of_int4_weights_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where g++ cannot compile ours, torch's takes its place, and the doctor says why."""
+
+    def remark() -> str:
+        (found,) = [finding for finding in examine(CPU) if "int4" in finding.part]
+        assert found.state is State.WORKS
+        return found.remark
+
+    compiled = torch.cpu.get_capabilities().get("avx512_bf16") and shutil.which("g++")
+    assert ("by csrc/int4_cpu.cpp" in remark()) == bool(compiled)
+    monkeypatch.setenv("CXX", "no-compiler")
+    assert "by torch's kernel" in remark()
+    if compiled:
+        assert "there is no C++ compiler no-compiler" in remark()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -74,7 +74,7 @@ class Int4Weight(_CpuWeight):
 
     @property
     def label(self) -> str:
-        return f"int4 up to {_FEW_ROWS} rows, above {self._dense.label}"
+        return f"int4 up to {_FEW_ROWS} rows (torch's kernel), above {self._dense.label}"
 
     def linear(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         if x.shape[0] > _FEW_ROWS:
