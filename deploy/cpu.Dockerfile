@@ -13,6 +13,8 @@ RUN /opt/minisgl/bin/pip install --no-cache-dir -c constraints.txt ".[otel]" \
     --extra-index-url https://download.pytorch.org/whl/cpu
 
 FROM python:3.11-slim
+# The kernel of csrc/int4_cpu.cpp is compiled at the first start; without a compiler torch's slower one takes its place.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/minisgl /opt/minisgl
 # Models and compiled kernels are kept below the home folder: mount a volume at /home/minisgl/.cache.
 RUN install -d -o 1000 -g 1000 /home/minisgl/.cache

@@ -7,6 +7,7 @@ import shlex
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -18,14 +19,19 @@ DEPLOY = ROOT / "deploy"
 DOCKERFILES = sorted(path.name for path in DEPLOY.glob("*.Dockerfile"))
 
 
-def steps(file: str) -> list[tuple[str, str]]:
-    """Return a Dockerfile's instructions as scripts/run-dockerfile reads them."""
+def run_dockerfile() -> ModuleType:
+    """Return scripts/run-dockerfile as a module."""
     loader = SourceFileLoader("run_dockerfile", str(ROOT / "scripts" / "run-dockerfile"))
     spec = spec_from_loader(loader.name, loader)
     assert spec is not None
     module = module_from_spec(spec)
     loader.exec_module(module)
-    return module.steps((DEPLOY / file).read_text())
+    return module
+
+
+def steps(file: str) -> list[tuple[str, str]]:
+    """Return a Dockerfile's instructions as scripts/run-dockerfile reads them."""
+    return run_dockerfile().steps((DEPLOY / file).read_text())
 
 
 def image_words(file: str, instruction: str) -> list[str]:
@@ -57,6 +63,14 @@ def test_what_an_image_copies_is_there_and_enough(file: str) -> None:
     sources = {source for words in copied for source in words}
     assert [source for source in sources if not (ROOT / source).exists()] == []
     assert sources >= {"pyproject.toml", "README.md", "LICENSE", "csrc", "python"}, "what pip needs to install it"
+
+
+def test_packages_of_the_system_are_not_installed_by_the_script(tmp_path: Path) -> None:
+    tree = run_dockerfile().Tree(tmp_path)
+    tree.step("RUN", "apt-get --version > apt && touch apt")
+    assert list(tmp_path.iterdir()) == []
+    tree.step("RUN", "touch file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_compose_serves_its_image_and_mounts_what_is_there() -> None:
