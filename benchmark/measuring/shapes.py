@@ -53,6 +53,14 @@ _FP8_BLOCKS = {
     "quant_method": "fp8",
     "weight_block_size": [128, 128],
 }
+_AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "modules_to_not_convert": ["lm_head"],
+    "version": "gemm",
+    "zero_point": True,
+}
 _MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
@@ -291,6 +299,7 @@ def _quantized(name: str, config: Mapping[str, Any]) -> Shape:
 
 SHAPES |= {
     **{f"{name}-fp8": _quantized(name, _FP8_BLOCKS) for name in ("8b", "14b", "32b", "30b-a3b")},
+    **{f"{name}-awq": _quantized(name, _AWQ) for name in ("8b", "14b", "32b")},
     "gpt-oss-20b-mxfp4": _quantized("gpt-oss-20b", _MXFP4),
 }
 
