@@ -5,9 +5,9 @@ Sizes of blocks and the costs below are those of the fastest divisions measured 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import NamedTuple, TypeAlias
 
 from minisgl.kernel.signature import SHARED_BEFORE_ATTENTION
 from minisgl.quantization.gpu_layout import BITS, TILE
@@ -119,6 +119,10 @@ class Division(NamedTuple):
         return -(-rows // self.max_rows) * -(-width // self.block_n)
 
 
+_Staged: TypeAlias = Callable[[_Block, int, int], Division | None]
+"""Division by a block, of so many rows of x, with stages of so many columns; None: they do not suit."""
+
+
 def ring_bytes(blocks: int, sm_shared_bytes: int = 0) -> int:
     """Return the shared memory of a block if so many are on a multiprocessor."""
     return (_RING_BEFORE_ATTENTION if sm_shared_bytes else 216 << 10) // blocks // 1024 * 1024
@@ -170,11 +174,11 @@ def divide_quantized(
     """Divide x [rows, size] @ weight [width, size]^T of quantized_gemm.cu, or of skinny_int4_gemm.cu.
 
     `sums_of_groups`: groups have sums of their own, for which twice the registers are needed. `before_attention`: what
-    comes next wants an L1 cache, if it begins early: FP8 with scales of rows leaves it one, the others are unmeasured.
+    comes next wants an L1 cache, if it begins early; it gets none where rings are small (skinny_int4_gemm.cu, which
+    would lose more) or three stages would not fit beside it.
     """
-    shared = _sm_shared_bytes(rows) if before_attention and kind == "fp8" and group == 0 else 0
 
-    def staged(block: _Block, max_rows: int, block_k: int) -> Division | None:
+    def staged(shared: int, block: _Block, max_rows: int, block_k: int) -> Division | None:
         part = block_k // block.k_parts
         whole = max(TILE if kind == "int4" or block.k_parts > 1 else 32, group if sums_of_groups else 0)
         if part % whole or (part > 128 and max_rows > _FEW_ROWS):
@@ -192,8 +196,10 @@ def divide_quantized(
 
     weight_bytes = width * size * BITS[kind] // 8
     if kind == "int4" and rows <= skinny_rows(group) and size % _SKINNY_COLUMNS == 0:
-        return _cheapest(_SKINNY_COSTS, skinny, rows, width, size, weight_bytes, num_sms)
-    return _cheapest(_QUANTIZED_COSTS, staged, rows, width, size, weight_bytes, num_sms)
+        return _cheapest(_SKINNY_COSTS, (skinny,), rows, width, size, weight_bytes, num_sms)
+    rings = (_sm_shared_bytes(rows), 0) if before_attention else (0,)
+    stagings = [partial(staged, shared) for shared in rings]
+    return _cheapest(_QUANTIZED_COSTS, stagings, rows, width, size, weight_bytes, num_sms)
 
 
 @lru_cache(1 << 14)
@@ -211,7 +217,7 @@ def divide_fp8(
         stages = ring_bytes(block.blocks, shared) // fp8_stage_bytes(group, division)
         return division._replace(stages=stages) if stages >= (_MIN_STAGES if max_rows <= _FEW_ROWS else 2) else None
 
-    return _cheapest(_FP8_COSTS, staged, rows, width, size, width * size, num_sms)
+    return _cheapest(_FP8_COSTS, (staged,), rows, width, size, width * size, num_sms)
 
 
 def _sm_shared_bytes(rows: int) -> int:
@@ -231,20 +237,19 @@ def _division(block: _Block, max_rows: int, block_k: int, shared: int, *, sums_o
 
 def _candidates(
     costs: Mapping[_Block, float],
-    staged: Callable[[_Block, int, int], Division | None],
+    staged: _Staged,
     rows: int,
     size: int,
 ) -> Iterator[tuple[_Block, Division]]:
     """Yield blocks for so many rows with the widest stages that fit, for each split of K."""
     few = rows <= _FEW_ROWS
-    splits = (1, 2, 4) if few else (1, 2)
     for block in costs:
         if few != (block.max_rows == _FEW_ROWS) or (block.max_rows == _LARGE_BLOCK and rows <= _SOME_ROWS):
             continue
         max_rows = next(each for each in (8, 16, block.max_rows) if rows <= each or each == block.max_rows)
         sizes = [staged(block, max_rows, each) for each in (256, 128, 64) if size % each == 0]
         division = next((each for each in sizes if each is not None), None)
-        for split in splits:
+        for split in (1, 2, 4):
             if division is not None and (split == 1 or size // division.block_k >= 2 * split):
                 steps = -(-size // division.block_k // split)
                 yield block, division._replace(split=split, stages=max(2, min(division.stages, steps, _MAX_STAGES)))
@@ -252,14 +257,14 @@ def _candidates(
 
 def _cheapest(
     costs: Mapping[_Block, float],
-    staged: Callable[[_Block, int, int], Division | None],
+    stagings: Sequence[_Staged],
     rows: int,
     width: int,
     size: int,
     weight_bytes: int,
     num_sms: int,
 ) -> Division:
-    """Return the division of the least estimated time."""
+    """Return the division of the least estimated time, staged in the first way that suits any block."""
 
     def cost(candidate: tuple[_Block, Division]) -> float:
         """Estimate microseconds: of the memory, or of the multiprocessor that has most to do."""
@@ -267,8 +272,10 @@ def _cheapest(
         count = division.tiles(rows, width) * division.split
         places = int(num_sms * block.blocks * (_PLACES_OF_FOUR if division.split == 4 else 1))
         waves = -(-count // places)
-        load = max(-(-count // num_sms), block.blocks) if waves == 1 else waves * block.blocks
+        # A place is taken again as soon as it is free, so in later waves a multiprocessor is off by half of them.
+        load = max(-(-count // num_sms), block.blocks if waves == 1 else count / num_sms + (block.blocks - 1) / 2)
         columns = load * size / division.split / 1024 * costs[block]
         return max(columns, weight_bytes / _BANDWIDTH) + waves * _BEGIN[division.split]
 
-    return min(_candidates(costs, staged, rows, size), key=cost)[1]
+    found = (list(_candidates(costs, staged, rows, size)) for staged in stagings)
+    return min(next(filter(None, found)), key=cost)[1]
