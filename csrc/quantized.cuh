@@ -7,11 +7,12 @@
 // In 4 bits a word has 8 values of a row: columns 2, 3, 10, 11, 18, 19, 26, 27, then of row 41; then 32 columns later.
 //
 // Macros: WEIGHT is E4M3, INT8, INT4 or E2M1. GROUP columns have a scale for each row, which is multiplied into float32
-// sums; 0: all columns, so that it is left to the end. OFFSETS: a group has an offset beside its scale, both in T, and
-// values of T are (level - 8) * scale + offset. The bits of two values of e4m3 lie in 16 such that one `and` finds
-// the first pair of a word in T's place; two shifts bring the second. Those of four values of e2m1 lie so too, where
-// the fewest operations bring them (9 for all eight of a word): the bits of the first at 15 and 8 to 6, of the second 4
-// lower, of the third at 5 of the other half and 14 to 12, of the last at 9, 10, 1 and 0.
+// sums or, in quantized_gemm.cu, into values of T; 0: all columns, so that it is left to the end. OFFSETS: a group has
+// an offset beside its scale, both in T, and values of T are (level - 8) * scale + offset. The bits of two values of
+// e4m3 lie in 16 such that one `and` finds the first pair of a word in T's place; two shifts bring the second. Those of
+// four values of e2m1 lie so too, where the fewest operations bring them (9 for all eight of a word): the bits of the
+// first at 15 and 8 to 6, of the second 4 lower, of the third at 5 of the other half and 14 to 12, of the last at 9,
+// 10, 1 and 0.
 //
 // E2M1 is MXFP4: 32 columns of a row have a power of two, with which the values are multiplied as they are decoded, in
 // bf16. In a chunk it is a byte for each of a thread's words, the same for the four threads of a row (GROUP is 0).
@@ -67,12 +68,11 @@ struct Scale {
   }
 };
 
-// Integers of 8 bits, less 128, at the low ends of two halves.
+// Integers of 8 bits, less 128, at the low ends of two halves. As bits of bf16 they are small numbers, 2^-133 times as
+// large: times 2^127, less 128 * 2^-6, and times 2^6 they are exact.
 __device__ __forceinline__ unsigned decode_int8(unsigned pair) {
-  if constexpr (Is<T>::bf16)  // 128 and the low 7 bits, less 128 or 256: bf16 has no more bits
-    return subtract((pair & 0x007f007f) | ONES, (~pair & 0x00800080) | ONES);
-  else
-    return subtract(pair | ONES, ONES + 0x00800080);
+  if constexpr (Is<T>::bf16) return multiply(multiply_and_add(pair, 0x7f007f00, 0xc000c000), 0x42804280);
+  else return subtract(pair | ONES, ONES + 0x00800080);
 }
 
 // Powers of two, twice in bf16, of a byte of the word of a chunk's scales of E2M1. With them `decode` makes the values:
@@ -86,15 +86,19 @@ __device__ __forceinline__ unsigned levels(unsigned word, int k, unsigned bits) 
   return and_or(word >> (4 * k), 0x000f000f, bits);
 }
 
+// Two values of e4m3 in the bits of T, which has room for more exponents: too small by a power of two.
+__device__ __forceinline__ unsigned place_e4m3(unsigned word, int k) {
+  if constexpr (Is<T>::bf16)
+    return k == 0 ? word & 0x87f087f0 : ((word << 4) & 0x80f080f0) | ((word >> 4) & 0x07000700);
+  else
+    return k == 0 ? word & 0xbf80bf80 : ((word << 7) & 0x3f803f80) | ((word << 1) & 0x80008000);
+}
+
 // Value k of T, k = 0, 1, ...: of the two halves of a word of 8-bit values, of the four of one of 4-bit values.
 // `zero`: the zero point of integers; of E2M1 the scale.
 __device__ __forceinline__ unsigned decode(unsigned word, int k, unsigned zero) {
   if constexpr (WEIGHT == E4M3) {
-    // T has room for more exponents: those of e4m3 make a number too small by a power of two.
-    if constexpr (Is<T>::bf16)
-      return multiply(k == 0 ? word & 0x87f087f0 : ((word << 4) & 0x80f080f0) | ((word >> 4) & 0x07000700), 0x7b807b80);
-    else
-      return multiply(k == 0 ? word & 0xbf80bf80 : ((word << 7) & 0x3f803f80) | ((word << 1) & 0x80008000), 0x5c005c00);
+    return multiply(place_e4m3(word, k), Is<T>::bf16 ? 0x7b807b80 : 0x5c005c00);
   } else if constexpr (WEIGHT == E2M1) {
     if (k == 3) return multiply((word << 6 & 0x80c080c0) | (word >> 2 & 0x01000100), zero);
     unsigned moved = k == 0 ? word : k == 1 ? word << 4 : __funnelshift_r(word, word, 6);
@@ -117,6 +121,51 @@ __device__ __forceinline__ void decode_step(unsigned (&a)[4], const uint4& chunk
   int k = s % STEPS_OF_WORD * 2;
   a[0] = decode(row, k, low), a[1] = decode(other, k, high);
   a[2] = decode(row, k + 1, low), a[3] = decode(other, k + 1, high);
+}
+
+// What a row's values in a group are decoded with, in T and twice: value = level * scale + offset, rounded once, where
+// the level comes with its zero point subtracted, exact, and too small by LEVEL_UNIT, or by E4M3_UNIT.
+struct Scaling { unsigned zero, scale, offset; };
+
+// The lowest eight bits of T alone are an integer times T's smallest number, so levels need no bits behind which they
+// lie, and those at bits 4 to 7 no shift: a multiplication by a power of two brings both to LEVEL_UNIT.
+constexpr float LEVEL_UNIT = Is<T>::bf16 ? 0x1p-6f : 0x1p-9f;
+constexpr float E4M3_UNIT = Is<T>::bf16 ? 0x1p-120f : 0x1p-8f;
+
+__device__ __forceinline__ Scaling scaling(Scale scale) {
+  if constexpr (OFFSETS) {
+    unsigned word = multiply(scale.word, pack(1 / LEVEL_UNIT, 1.f));
+    return {pack(-8 * LEVEL_UNIT, -8 * LEVEL_UNIT), __byte_perm(word, 0, 0x1010), __byte_perm(word, 0, 0x3232)};
+  } else if constexpr (WEIGHT == INT4) {
+    float factor = scale.factor() * (1 / LEVEL_UNIT);
+    return {multiply((scale.word & 0xff) * 0x10001, Is<T>::bf16 ? 0xff00ff00 : 0xf800f800), pack(factor, factor), 0};
+  } else {
+    float factor = scale.factor() * (1 / E4M3_UNIT);
+    return {0, pack(factor, factor), 0};
+  }
+}
+
+// Two values that are scaled, counted as `decode` does.
+__device__ __forceinline__ unsigned decode_scaled(unsigned word, int k, const Scaling& by) {
+  if constexpr (WEIGHT == INT4) {
+    unsigned bits = (k < 2 ? word : word >> 8) & (k % 2 == 0 ? 0x000f000f : 0x00f000f0);
+    constexpr unsigned LOW = Is<T>::bf16 ? 0x7f007f00 : 0x78007800, HIGH = Is<T>::bf16 ? 0x7d007d00 : 0x68006800;
+    unsigned level = multiply_and_add(bits, k % 2 == 0 ? LOW : HIGH, by.zero);
+    return OFFSETS ? multiply_and_add(level, by.scale, by.offset) : multiply(level, by.scale);
+  } else {
+    return multiply(place_e4m3(word, k), by.scale);
+  }
+}
+
+// Left operand of step s of a chunk, of scaled values.
+__device__ __forceinline__ void decode_step(
+    unsigned (&a)[4], const uint4& chunk, int s, const Scaling& low, const Scaling& high) {
+  constexpr int STEPS_OF_WORD = STEPS / 2;
+  bool later = s >= STEPS_OF_WORD;
+  unsigned row = later ? chunk.z : chunk.x, other = later ? chunk.w : chunk.y;
+  int k = s % STEPS_OF_WORD * 2;
+  a[0] = decode_scaled(row, k, low), a[1] = decode_scaled(other, k, high);
+  a[2] = decode_scaled(row, k + 1, low), a[3] = decode_scaled(other, k + 1, high);
 }
 
 // Levels of INT4 as left operands that are not decoded: in bf16 behind ONES, so greater by LIFT; in f16 as its smallest

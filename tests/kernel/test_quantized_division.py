@@ -43,24 +43,20 @@ def registers(division: Division) -> int:
 def test_blocks_of_quantized_weights(kind: Kind, group: int) -> None:
     for width, size in SHAPES:
         for rows in ROWS:
-            for sums_of_groups in {group > 0, group > 0 and kind != "int4"}:
-                division = divide_quantized(kind, rows, width, size, group, 132, sums_of_groups=sums_of_groups)
-                check(division, quantized_stage_bytes(kind, group, division), rows, size)
-                assert division.skinny == (kind == "int4" and rows <= skinny_rows(group))
-                if division.skinny:
-                    steps = -(-(size // division.block_k) // division.split)
-                    assert division.stages >= steps or division.stages % division.warps == 0, "stages are a warp's own"
-                    sums = division.block_n // 16 * division.max_rows // 8 * 4
-                    assert division.block_k % group == 0
-                    assert 2 * sums + 60 <= registers(division), "of a group, of all, and operands"
-                    continue
-                sums = division.max_rows * (2 if sums_of_groups else 1) // 2  # of a thread
-                assert sums + 28 <= registers(division), "of sums and operands"
-                part = division.block_k // division.k_parts  # columns of a stage that a warpgroup multiplies
-                assert (
-                    part % max(group if sums_of_groups else 0, 64 if kind == "int4" or division.k_parts > 1 else 32)
-                    == 0
-                )
+            division = divide_quantized(kind, rows, width, size, group, 132)
+            check(division, quantized_stage_bytes(kind, group, division), rows, size)
+            assert division.skinny == (kind == "int4" and rows <= skinny_rows(group))
+            assert group == 0 or division.block_k % group == 0
+            if division.skinny:
+                steps = -(-(size // division.block_k) // division.split)
+                assert division.stages >= steps or division.stages % division.warps == 0, "stages are a warp's own"
+                sums = division.block_n // 16 * division.max_rows // 8 * 4
+                assert 2 * sums + 60 <= registers(division), "of a group, of all, and operands"
+                continue
+            operands = 32 if kind == "int4" else 16  # of two phases
+            assert division.max_rows // 2 + operands + 28 <= registers(division), "of sums and operands"
+            part = division.block_k // division.k_parts  # columns of a stage that a warpgroup multiplies
+            assert part % (64 if kind == "int4" or division.k_parts > 1 else 32) == 0
 
 
 @pytest.mark.parametrize("group", [0, 128])
@@ -76,23 +72,21 @@ def test_a_ring_before_attention_leaves_it_an_L1_cache() -> None:
         for group in (0, 128):
             division = divide_fp8(rows, 6144, 4096, group, 132, before_attention=True)
             check(division, fp8_stage_bytes(group, division), rows, 4096)
-            division = divide_quantized(
-                "fp8", rows, 6144, 4096, group, 132, sums_of_groups=group > 0, before_attention=True
-            )
+            division = divide_quantized("fp8", rows, 6144, 4096, group, 132, before_attention=True)
             check(division, quantized_stage_bytes("fp8", group, division), rows, 4096)
 
 
 @pytest.mark.parametrize(("rows", "max_rows"), [(64, 64), (128, 128), (256, 128)])
 def test_many_rows_use_all_multiprocessors(rows: int, max_rows: int) -> None:
     """A block takes as many rows of a wide weight as keep its tensor cores busy, in whole rounds of blocks."""
-    division = divide_quantized("fp8", rows, 24576, 4096, 0, 132, sums_of_groups=False)
+    division = divide_quantized("fp8", rows, 24576, 4096, 0, 132)
     assert (division.max_rows, division.warpgroups, division.split) == (max_rows, 3, 1)
     assert 0.9 < division.tiles(rows, 24576) / 132 / -(-rows // max_rows) <= 1
 
 
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (4096, 12288)])
 def test_warpgroups_divide_the_columns_of_a_narrow_weight(shape: tuple[int, int]) -> None:
-    division = divide_quantized("fp8", 64, *shape, 0, 132, sums_of_groups=False)
+    division = divide_quantized("fp8", 64, *shape, 0, 132)
     assert (division.block_n, division.k_parts, division.block_k) == (64, 2, 256)
     assert 0.7 < division.tiles(64, shape[0]) * division.split / 132 <= 1
 
@@ -101,7 +95,7 @@ def test_few_rows_read_the_weight_evenly() -> None:
     """A narrow weight's columns are divided until a block a multiprocessor has its ring; of a wide one three fit."""
     for divide in (
         lambda *shape: divide_fp8(1, *shape, 0, 132),
-        lambda *shape: divide_quantized("fp8", 1, *shape, 0, 132, sums_of_groups=False),
+        lambda *shape: divide_quantized("fp8", 1, *shape, 0, 132),
     ):
         narrow, wide = divide(4096, 12288), divide(24576, 4096)
         assert (narrow.blocks, narrow.k_parts, narrow.split) == (1, 2, 2)
@@ -113,5 +107,5 @@ def test_few_rows_read_int4_by_the_fastest_blocks(rows: int, group: int) -> None
     """Three blocks a multiprocessor, of a narrow weight in clusters of four, but two where clusters leave no place."""
     shapes = {(24576, 4096): (1, 3), (4096, 4096): (4, 3), (4096, 12288): (4, 3), (6144, 4096): (2, 2)}
     for (width, size), (split, blocks) in shapes.items():
-        division = divide_quantized("int4", rows, width, size, group, 132, sums_of_groups=group == 128)
+        division = divide_quantized("int4", rows, width, size, group, 132)
         assert (division.skinny, division.split, division.blocks) == (True, split, blocks)

@@ -42,13 +42,15 @@ _QUANTIZED_COSTS = {
     _Block(_FEW_ROWS, 1, 1, 2): 1.4,
     _Block(_FEW_ROWS, 1, 2, 1): 1.89,
     _Block(_FEW_ROWS, 3, 1, 1): 4.7,
-    _Block(_SOME_ROWS, 1, 1, 3): 2.24,
-    _Block(_SOME_ROWS, 1, 1, 2): 2.23,
-    _Block(_SOME_ROWS, 1, 2, 1): 2.35,
-    _Block(_SOME_ROWS, 3, 1, 1): 6.72,
-    _Block(_LARGE_BLOCK, 1, 2, 1): 3.69,
-    _Block(_LARGE_BLOCK, 2, 1, 1): 6.88,
-    _Block(_LARGE_BLOCK, 3, 1, 1): 10.08,
+    _Block(_SOME_ROWS, 1, 1, 3): 2.2,
+    _Block(_SOME_ROWS, 1, 1, 2): 2.16,
+    _Block(_SOME_ROWS, 1, 2, 1): 2.2,
+    _Block(_SOME_ROWS, 2, 1, 1): 4.1,
+    _Block(_SOME_ROWS, 2, 1, 2): 4.0,
+    _Block(_SOME_ROWS, 3, 1, 1): 5.8,
+    _Block(_LARGE_BLOCK, 1, 2, 1): 3.6,
+    _Block(_LARGE_BLOCK, 2, 1, 1): 6.32,
+    _Block(_LARGE_BLOCK, 3, 1, 1): 9.4,
 }
 _SKINNY_COSTS = {
     _Block(_FEW_ROWS, 1, 1, 3): 0.95,
@@ -168,29 +170,27 @@ def divide_quantized(
     group: int,
     num_sms: int,
     *,
-    sums_of_groups: bool,
     before_attention: bool = False,
 ) -> Division:
     """Divide x [rows, size] @ weight [width, size]^T of quantized_gemm.cu, or of skinny_int4_gemm.cu.
 
-    `sums_of_groups`: groups have sums of their own, for which twice the registers are needed. `before_attention`: what
-    comes next wants an L1 cache, if it begins early; it gets none where rings are small (skinny_int4_gemm.cu, which
-    would lose more) or three stages would not fit beside it.
+    `before_attention`: what comes next wants an L1 cache, if it begins early; it gets none where rings are small
+    (skinny_int4_gemm.cu, which would lose more) or three stages would not fit beside it.
     """
 
     def staged(shared: int, block: _Block, max_rows: int, block_k: int) -> Division | None:
         part = block_k // block.k_parts
-        whole = max(TILE if kind == "int4" or block.k_parts > 1 else 32, group if sums_of_groups else 0)
-        if part % whole or (part > 128 and max_rows > _FEW_ROWS):
+        whole = TILE if kind == "int4" or block.k_parts > 1 else 32
+        if part % whole or (group and block_k % group) or (part > 128 and max_rows == _LARGE_BLOCK):
             return None
-        division = _division(block, max_rows, block_k, shared, sums_of_groups=sums_of_groups)
+        division = _division(block, max_rows, block_k, shared)
         stages = ring_bytes(block.blocks, shared) // quantized_stage_bytes(kind, group, division)
         return division._replace(stages=stages) if stages >= _MIN_STAGES else None
 
     def skinny(block: _Block, max_rows: int, block_k: int) -> Division | None:
         if block_k != _SKINNY_COLUMNS:
             return None
-        division = _division(block, max_rows, block_k, 0, sums_of_groups=True)._replace(skinny=True)
+        division = _division(block, max_rows, block_k, 0)._replace(skinny=True)
         stages = min(ring_bytes(block.blocks) // quantized_stage_bytes(kind, group, division), _MAX_STAGES)
         return division._replace(stages=stages // division.warps * division.warps)
 
@@ -213,7 +213,8 @@ def divide_fp8(
         part = block_k // block.k_parts
         if part % _LINE or (part > _LINE and max_rows == _LARGE_BLOCK):
             return None
-        division = _division(block, max_rows, block_k, shared, sums_of_groups=True)
+        crowded = (max_rows, block.row_groups) == (_LARGE_BLOCK, 3)
+        division = _division(block, max_rows, block_k, shared, gives_registers=crowded)
         stages = ring_bytes(block.blocks, shared) // fp8_stage_bytes(group, division)
         return division._replace(stages=stages) if stages >= (_MIN_STAGES if max_rows <= _FEW_ROWS else 2) else None
 
@@ -227,10 +228,9 @@ def _sm_shared_bytes(rows: int) -> int:
     return SHARED_BEFORE_ATTENTION if rows <= _FEW_ROWS else _SHARED_BEFORE_ATTENTION_OF_SOME
 
 
-def _division(block: _Block, max_rows: int, block_k: int, shared: int, *, sums_of_groups: bool) -> Division:
+def _division(block: _Block, max_rows: int, block_k: int, shared: int, *, gives_registers: bool = False) -> Division:
     """Return an undivided block whose stages are still to be counted."""
-    crowded = sums_of_groups and (max_rows, block.row_groups) == (_LARGE_BLOCK, 3)
-    producers = 128 if crowded else 64 if block.blocks == 1 and max_rows > _FEW_ROWS else 32
+    producers = 128 if gives_registers else 64 if block.blocks == 1 and max_rows > _FEW_ROWS else 32
     warpgroups = block.row_groups * block.k_parts
     return Division(max_rows, warpgroups, 1, block_k, 0, block.blocks, producers, block.k_parts, sm_shared_bytes=shared)
 

@@ -131,7 +131,6 @@ class QuantizedGemm:
             weight.size,
             weight.group,
             self._compiler.num_sms,
-            sums_of_groups=_sums_groups(weight),
             before_attention=before_attention,
         )
 
@@ -153,11 +152,6 @@ class QuantizedGemm:
             early=False,
         )
         return out
-
-
-def _sums_groups(weight: PackedLevels) -> bool:
-    """Return True if the kernel scales sums of groups; those with offsets are scaled as they are decoded."""
-    return weight.group > 0 and not weight.offsets
 
 
 def _norms(dtype: torch.dtype, norm_dtype: torch.dtype, division: Division) -> bool:
