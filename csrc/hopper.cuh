@@ -47,11 +47,20 @@ __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// A barrier of the cluster in two parts: what its threads stored before the first is visible to all behind the second.
+__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
 // Address of the same place in another block of the cluster.
 __device__ __forceinline__ unsigned address_in(int block, const void* p) {
   unsigned there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
   return there;
+}
+
+__device__ __forceinline__ void store_at(unsigned to, uint4 v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 
 // Bytes of shared memory, a multiple of 16, to a block of the cluster, for the barrier there.

@@ -33,6 +33,28 @@ __device__ __forceinline__ float of_order(unsigned order) {
   return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order);
 }
 
+// A logit's order and behind it its expert, so that a token's keys differ, and of equal logits the first has the
+// largest one. 0 is no key. The order of a logit of 16 bits leaves room for the expert in its low bits.
+template <int BYTES> struct KeyOf { using Type = unsigned long long; };
+template <> struct KeyOf<2> { using Type = unsigned; };
+using Key = KeyOf<sizeof(L)>::Type;
+constexpr bool WIDE = sizeof(Key) == 8;
+constexpr unsigned LAST_EXPERT = 0x1fff;
+
+__device__ __forceinline__ Key key_of(float logit, int expert) {
+  unsigned order = order_of(logit), behind = LAST_EXPERT - expert;
+  return WIDE ? (unsigned long long)order << 32 | behind : order & ~LAST_EXPERT | behind;
+}
+__device__ __forceinline__ float logit_of(unsigned long long key) { return of_order(key >> 32); }
+__device__ __forceinline__ float logit_of(unsigned key) {
+  return of_order(key & 0x80000000u ? key & ~LAST_EXPERT : key | LAST_EXPERT);
+}
+__device__ __forceinline__ unsigned warp_max(unsigned key) { return __reduce_max_sync(0xffffffffu, key); }
+__device__ __forceinline__ unsigned long long warp_max(unsigned long long key) {
+  unsigned high = key >> 32, top = warp_max(high);
+  return (unsigned long long)top << 32 | warp_max(high == top ? (unsigned)key : 0u);
+}
+
 // A token's experts are weighed by their probabilities, by these divided by their sum, or as the logits say: they are the
 // weights of experts that were chosen before, and -1 for the others.
 enum Weighting { PROBABILITIES, RENORMALIZED, CHOSEN };
@@ -46,34 +68,29 @@ __device__ __forceinline__ void route(
   constexpr int PER_LANE = (EXPERTS + 31) / 32;
   constexpr unsigned ALL = 0xffffffffu;
   int lane = threadIdx.x & 31;
-  unsigned order[PER_LANE], chosen = 0;  // of this lane's logits, but for those that are chosen; of the one chosen for it
-  int my_expert = 0;
+  // Of this lane's logits; of the expert that was chosen last; of the one that this lane writes.
+  Key key[PER_LANE], top = ~(Key)0, mine = 0;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
     int expert = i * 32 + lane;
-    order[i] = expert < EXPERTS ? order_of(to_float(logits[expert])) : 0;
+    key[i] = expert < EXPERTS ? key_of(to_float(logits[expert]), expert) : 0;
   }
 #pragma unroll
   for (int k = 0; k < TOP_K; ++k) {
-    unsigned best = 0;
-    int expert = lane;
+    Key best = 0;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i)
-      if (order[i] > best) best = order[i], expert = i * 32 + lane;
-    unsigned top = __reduce_max_sync(ALL, best);
-    expert = min(__reduce_min_sync(ALL, best == top ? (unsigned)expert : ALL), EXPERTS - 1);
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i)
-      if (i * 32 + lane == expert) order[i] = 0;
-    if (lane == k) chosen = top, my_expert = expert;
+    for (int i = 0; i < PER_LANE; ++i) best = max(best, key[i] < top ? key[i] : 0);
+    top = warp_max(best);
+    if (lane == k) mine = top;
   }
-  float weight = of_order(chosen);
+  int my_expert = min((int)(LAST_EXPERT - (unsigned)mine & LAST_EXPERT), EXPERTS - 1);
+  float weight = logit_of(mine);
   if (weighting != CHOSEN) {
     float largest = __shfl_sync(ALL, weight, 0), sum = weight = lane < TOP_K ? __expf(weight - largest) : 0.f;
     if (weighting == PROBABILITIES)
 #pragma unroll
       for (int i = 0; i < PER_LANE; ++i)
-        if (order[i]) sum += __expf(of_order(order[i]) - largest);
+        if (key[i] && key[i] < top) sum += __expf(logit_of(key[i]) - largest);
     sum = warp_sum(sum);
     weight = rounded(weight / sum);
   }

@@ -1,12 +1,11 @@
 // The norm in front of a mixture of experts and the logits of its router, of a few tokens in one launch. A block has
 // EXPERTS experts and TOKENS tokens; each of its threads has the same eight of every STEP values of all of them. It fetches
 // the experts' weights before it waits for its predecessor. H is a multiple of eight. -DLOGIT_SCALAR: type of the router;
-// -DTHREADS: of a block.
+// -DTHREADS, -DTOKENS: of a block.
 #include "common.cuh"
 
 using L = LOGIT_SCALAR;
 constexpr int EXPERTS = 2;
-constexpr int TOKENS = 4;
 constexpr int LANE = 8;
 constexpr int STEP = THREADS * LANE;
 

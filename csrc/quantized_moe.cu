@@ -10,7 +10,8 @@
 // Columns beyond K are zeros, so K need be a multiple of 8 alone, and `chunks` is how many chunks the weight has.
 // In a gated weight 8 of each 16 rows are gates, the next 8 are the ups: a lane's sums have both. For example lane 5 of
 // warp 1 has in sums[t] the gate of output 9 for the pairs 8t + 2 and 8t + 3, then the up of output 9 for them.
-// ROUTE, CLAMPED, GELU_TANH: as in moe_gemm.cu.
+// ROUTE, CLAMPED, GELU_TANH: as in moe_gemm.cu. With ROUTE the second product's blocks for the same outputs of a
+// token's TAKEN experts are a cluster, which sums them: a launch less.
 #include "left_product.cuh"
 #include "moe_tile.cuh"
 #include "quantized.cuh"
@@ -20,7 +21,8 @@ constexpr int THREADS = WARPGROUPS * 128;
 constexpr int BLOCK_N = WARPGROUPS * 64;
 constexpr int TILES = M_MAX / 8;
 constexpr int CHUNKS = BLOCK_K / CHUNK_K;
-constexpr int BOX = M_MAX * LINE;                  // 64 columns of x
+constexpr int X_HEIGHT = ROUTE ? 1 : M_MAX;        // rows of x in shared memory; `mma` reads a lone one eight times
+constexpr int BOX = X_HEIGHT * LINE;               // 64 columns of x
 constexpr int BOXES = BLOCK_K / 64;
 constexpr int X_STAGE = BOXES * BOX;
 constexpr int W_TILE = CHUNKS * CHUNK;             // of 64 rows
@@ -31,10 +33,11 @@ constexpr int S_TILE = S_UNITS * S_UNIT;
 constexpr int STAGE = (X_STAGE + WARPGROUPS * (W_TILE + S_TILE) + 1023) / 1024 * 1024;
 constexpr int AHEAD = STAGES - 1;
 constexpr int ROW_STEP = THREADS / 8;              // rows of 128 bytes that the block's threads load at a time
-constexpr int X_LOADS = (M_MAX * BOXES + ROW_STEP - 1) / ROW_STEP;
-constexpr int X_ROWS = ROW_STEP < M_MAX ? M_MAX / ROW_STEP : 1;  // different ones of a thread
-constexpr int X_BOXES = ROW_STEP < M_MAX ? 1 : ROW_STEP / M_MAX;  // that are loaded at a time
-static_assert(ROW_STEP % M_MAX == 0 || M_MAX % ROW_STEP == 0);
+constexpr int X_LOADS = (X_HEIGHT * BOXES + ROW_STEP - 1) / ROW_STEP;
+constexpr int X_ROWS = ROW_STEP < X_HEIGHT ? X_HEIGHT / ROW_STEP : 1;  // different ones of a thread
+constexpr int X_BOXES = ROW_STEP < X_HEIGHT ? 1 : ROW_STEP / X_HEIGHT;  // that are loaded at a time
+static_assert(ROW_STEP % X_HEIGHT == 0 || X_HEIGHT % ROW_STEP == 0);
+static_assert(!ROUTE || M_MAX == 8);
 static_assert(BLOCK_K % 64 == 0 && BLOCK_K % UNIT == 0);
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the results
@@ -76,7 +79,8 @@ struct Share {
 __device__ __forceinline__ void multiply(float (&total)[TILES][4], const Share& share, unsigned right) {
   int lane = threadIdx.x & 31;
   // An address of a lane names a row of x and 8 columns: of 8 rows and 32 columns, or of 16 and 16.
-  int row = M_MAX == 8 ? lane & 7 : (lane & 7) + (lane >> 4) * 8, chunk = M_MAX == 8 ? lane >> 3 : lane >> 3 & 1;
+  int row = ROUTE ? 0 : M_MAX == 8 ? lane & 7 : (lane & 7) + (lane >> 4) * 8;
+  int chunk = M_MAX == 8 ? lane >> 3 : lane >> 3 & 1;
   unsigned at[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) at[i] = right + place(row, (i * 2 & (M_MAX == 8 ? 4 : 6)) + chunk);
@@ -137,18 +141,51 @@ __device__ __forceinline__ void multiply_many(float (&total)[TILES][4], const Sh
   }
 }
 
+// A token's out [N] = residual [N] + the sum over the cluster's blocks of their `outputs` [BLOCK_N], the columns from
+// `first` on, in shared memory. They are divided into pieces of eight: of 64 outputs and eight blocks, block 3 sums
+// piece 3, which all blocks store in its memory.
+__device__ __forceinline__ void add_up(const uint4* outputs, int first, const T* residual, T* out, int N) {
+  constexpr int PIECES = BLOCK_N / 8, OWN = (PIECES + TAKEN - 1) / TAKEN;
+  __shared__ uint4 parts[TAKEN][OWN];  // of the cluster's blocks
+  int thread = threadIdx.x, rank = blockIdx.x % TAKEN;
+  wait_for_cluster();  // all blocks have begun
+  if (thread < PIECES) store_at(address_in(thread % TAKEN, &parts[rank][thread / TAKEN]), outputs[thread]);
+  __syncwarp();
+  arrive_at_cluster(), wait_for_cluster();
+  int piece = thread * TAKEN + rank, column = first + piece * 8;
+  if (thread >= OWN || piece >= PIECES || column >= N) return;
+  Vec<8> result = {};
+  if (residual) result = *(const Vec<8>*)(residual + column);
+  float sum[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) sum[j] = to_float(result.v[j]);
+#pragma unroll
+  for (int k = 0; k < TAKEN; ++k) {
+    Vec<8> part = *(const Vec<8>*)&parts[k][thread];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum[j] += to_float(part.v[j]);
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) result.v[j] = from_float<T>(sum[j]);
+  *(Vec<8>*)(out + column) = result;
+}
+
 // GATED: out[pair] = activation(gate, up) with the rows of x at pair / divisor, N outputs and a bias [experts, 2 * N].
 // Otherwise: out[pair] = (weight @ x[pair / divisor] + bias) * pair_weights[pair] with a bias [experts, N].
-// row_scales are [experts, rows of the weight], gates before ups.
+// row_scales are [experts, rows of the weight], gates before ups. With ROUTE out is [tokens, N], a token's pairs are
+// summed, and the residual is added: clusters are along the grid's first axis, tokens along its second.
 template <bool GATED> __device__ __forceinline__ void grouped_product(
     const T* x, int divisor, const unsigned* weight, const unsigned* scales, const float* row_scales, const T* bias,
     float alpha, float limit, const L* router_logits, int weighting, int first_expert, int held,
     const float* expert_scale, const int* order, const Tile* tiles, const int* tile_count, const float* pair_weights,
-    T* out, int N, int K, int chunks) {
+    const T* residual, T* out, int N, int K, int chunks) {
   __shared__ Barrier full[STAGES];  // of the weight; x is waited for by its threads
   __shared__ int pair_of[M_MAX];
   constexpr int OUTPUTS = GATED ? BLOCK_N / 2 : BLOCK_N;
+  constexpr bool SUMS = ROUTE && !GATED;
   int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, group = warp >> 2;
+  int column_block = SUMS ? blockIdx.x / TAKEN : blockIdx.x;
+  int tile_index = SUMS ? blockIdx.y * TAKEN + blockIdx.x % TAKEN : blockIdx.y;
 
   if (thread == 0) {
     for (int s = 0; s < STAGES; ++s) init(&full[s], 1);
@@ -157,28 +194,27 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   // The plan, and the router's logits, are older than the predecessor of the second product, which so begins to load
   // weights before it waits.
   if (GATED) wait_for_predecessor(), start_successor();
-  Tile tile;
+  if (SUMS) __syncwarp(), arrive_at_cluster();
 #if ROUTE
   __shared__ int experts[TAKEN];
   __shared__ float weights[TAKEN];
-  const L* logits = router_logits + blockIdx.y / TAKEN * LOGITS;
+  const L* logits = router_logits + tile_index / TAKEN * LOGITS;
   if (thread < 32) route(logits, weighting, first_expert, held, expert_scale, experts, weights);
   __syncthreads();
-  tile = {experts[blockIdx.y % TAKEN], (int)blockIdx.y, 1, 0};
-  if (tile.expert < 0) {
-    if (!GATED) no_output<OUTPUTS>(out, N);
-    return;
-  }
+  bool here = experts[tile_index % TAKEN] >= 0;  // else another rank's, of which zeros are added
+  if (GATED && !here) return;
+  Tile tile = {max(experts[tile_index % TAKEN], 0), tile_index, 1, 0};
 #else
+  constexpr bool here = true;
   int count = *tile_count;
-  if (blockIdx.y >= count) {
+  if (tile_index >= count) {
     if (!GATED && count == 0) wait_for_predecessor();
     return;
   }
-  tile = tiles[blockIdx.y];
+  Tile tile = tiles[tile_index];
 #endif
 
-  int row_tiles = ((GATED ? 2 : 1) * N + 63) / 64, steps = (chunks + CHUNKS - 1) / CHUNKS;
+  int row_tiles = ((GATED ? 2 : 1) * N + 63) / 64, steps = here ? (chunks + CHUNKS - 1) / CHUNKS : 0;
   int units = WEIGHT == E2M1 ? chunks : chunks * CHUNK_K / UNIT;  // of scales
   auto stage_of = [](int step) { return memory + step % STAGES * STAGE; };
   auto load_weight = [&](int step) {
@@ -189,7 +225,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     unsigned char* to = stage_of(step) + X_STAGE;
 #pragma unroll
     for (int w = 0; w < WARPGROUPS; ++w) {  // beyond the weight's rows: any
-      long long at = (long long)tile.expert * row_tiles + min((int)blockIdx.x * WARPGROUPS + w, row_tiles - 1);
+      long long at = (long long)tile.expert * row_tiles + min(column_block * WARPGROUPS + w, row_tiles - 1);
       copy_bytes(to + w * W_TILE, (const unsigned char*)weight + (at * chunks + first_chunk) * CHUNK, bytes, barrier);
       if (S_UNITS)
         copy_bytes(to + WARPGROUPS * W_TILE + w * S_TILE, (const unsigned char*)scales + (at * units + first_unit) * S_UNIT, scale_bytes, barrier);
@@ -198,7 +234,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 
   // A last stage that is not full has zeros behind its end, or values of an earlier one: x is zero there, so they need
   // only be finite.
-  if (chunks % CHUNKS && steps <= STAGES) {
+  if (here && chunks % CHUNKS && steps <= STAGES) {
     for (int i = thread; i < STAGE / 16; i += THREADS) ((uint4*)stage_of(steps - 1))[i] = make_uint4(0, 0, 0, 0);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
@@ -211,21 +247,22 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   int bytes[X_ROWS];  // from this thread's chunk on
 #pragma unroll
   for (int i = 0; i < X_ROWS; ++i) {
-    int row = (first_row + i * ROW_STEP) % M_MAX;
+    int row = (first_row + i * ROW_STEP) % X_HEIGHT;
     bool real = row < tile.count;
     int place = tile.start + (real ? row : 0), pair = ROUTE ? place : order[place];
     rows[i] = (const unsigned char*)(x + (long long)(pair / divisor) * K + chunk * 8);
     bytes[i] = real ? (K - chunk * 8) * 2 : 0;
     if (chunk == 0) pair_of[row] = pair;
   }
-  unsigned base = shared_address(memory), x_at = base + place(first_row, chunk);
+  unsigned base = shared_address(memory);
+  unsigned x_at = base + (X_HEIGHT == 1 ? first_row * LINE + chunk * 16 : place(first_row, chunk));
   auto load_x = [&](int step) {
     unsigned to = x_at + step % STAGES * STAGE;
-    int first = step * BLOCK_K * 2 + first_row / M_MAX * LINE;
+    int first = step * BLOCK_K * 2 + first_row / X_HEIGHT * LINE;
 #pragma unroll
     for (int i = 0; i < X_LOADS; ++i) {
       int r = i % X_ROWS, at = first + i / X_ROWS * X_BOXES * LINE;
-      if (M_MAX * BOXES % ROW_STEP == 0 || first_row + i * ROW_STEP < M_MAX * BOXES)
+      if (X_HEIGHT * BOXES % ROW_STEP == 0 || first_row + i * ROW_STEP < X_HEIGHT * BOXES)
         copy_async(to + i * ROW_STEP * LINE, rows[r] + at, at < bytes[r]);
     }
   };
@@ -263,7 +300,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   // Through shared memory, so that rows are written 16 bytes at a time.
   constexpr int STRIDE = OUTPUTS + 8;
   T* result = (T*)memory;
-  int first = blockIdx.x * OUTPUTS;
+  int first = column_block * OUTPUTS;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {  // the rows g and g + 8
     int output = first + (GATED ? warp * 8 + (lane >> 2) : warp * 16 + (lane >> 2) + h * 8);
@@ -285,7 +322,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
         to[warp * 8 + (lane >> 2)] = from_float<T>(activated(rounded(sums[t][i]), rounded(sums[t][i + 2]), alpha, limit));
       } else {
 #if ROUTE
-        float scale = weights[blockIdx.y % TAKEN];
+        float scale = here ? weights[tile_index % TAKEN] : 0.f;
 #else
         float scale = token < tile.count ? pair_weights[pair_of[token]] : 0.f;
 #endif
@@ -294,10 +331,14 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
       }
     }
   __syncthreads();
-  for (int i = thread; i < tile.count * (OUTPUTS / 8); i += THREADS) {
-    int token = i / (OUTPUTS / 8), column = i % (OUTPUTS / 8) * 8;
-    if (first + column < N)
-      *(uint4*)(out + (long long)pair_of[token] * N + first + column) = *(const uint4*)(result + token * STRIDE + column);
+  if constexpr (SUMS) {
+    add_up((const uint4*)result, first, residual, out + (long long)blockIdx.y * N, N);
+  } else {
+    for (int i = thread; i < tile.count * (OUTPUTS / 8); i += THREADS) {
+      int token = i / (OUTPUTS / 8), column = i % (OUTPUTS / 8) * 8;
+      T* to = out + (long long)pair_of[token] * N + first + column;
+      if (first + column < N) *(uint4*)to = *(const uint4*)(result + token * STRIDE + column);
+    }
   }
 }
 
@@ -308,15 +349,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_moe_gate
     OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K, int chunks) {
   grouped_product<true>(
       x, divisor, weight, scales, row_scales, bias, alpha, limit, router_logits, weighting, first_expert, held,
-      expert_scale, order, tiles, tile_count, pair_weights, out, N, K, chunks);
+      expert_scale, order, tiles, tile_count, pair_weights, nullptr, out, N, K, chunks);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_moe_weighted(
     const T* x, int divisor, const unsigned* weight, const unsigned* scales, OPTIONAL const float* row_scales,
     OPTIONAL const T* bias, float alpha, float limit, const L* router_logits, int weighting, int first_expert, int held,
     OPTIONAL const float* expert_scale, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
-    OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K, int chunks) {
+    OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, OPTIONAL const T* residual,
+    T* out, int N, int K, int chunks) {
   grouped_product<false>(
       x, divisor, weight, scales, row_scales, bias, alpha, limit, router_logits, weighting, first_expert, held,
-      expert_scale, order, tiles, tile_count, pair_weights, out, N, K, chunks);
+      expert_scale, order, tiles, tile_count, pair_weights, residual, out, N, K, chunks);
 }

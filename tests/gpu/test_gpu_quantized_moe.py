@@ -119,8 +119,11 @@ def check(
         scores = scores_without_ties(tokens, count, dtype)
         if tokens == 33:  # all tokens to the same experts
             scores = scores[:1].repeat(tokens, 1)
-        have = ops.moe(x, scores, mixture)
+        residual = None if tokens == 2 else torch.randn(tokens, hidden, device="cuda").to(dtype)
+        have = ops.moe(x, scores, mixture, residual)
         want = TorchOps().moe(x.double(), scores.double(), in_double(mixture, w13=wide13, w2=wide2))
+        if residual is not None:
+            want += residual.double()
         error = float((have.double() - want).norm() / want.norm())
         assert error < TOLERANCE[dtype], f"{tokens} tokens: {error:.2e}"
 

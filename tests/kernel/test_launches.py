@@ -347,6 +347,22 @@ def test_a_shared_expert_takes_no_launch_of_its_own(launched: list[str], num_exp
     assert launched[5:] == [router_of_many, "moe_plan", "moe_gated", "moe_weighted", "moe_combine", "activate_and_mul"]
 
 
+def test_clusters_sum_the_quantized_experts_of_few_tokens(launched: list[str]) -> None:
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    form = LevelFormat("fp8", 128)
+    w13, w2 = (
+        PackedExperts.empty(form, shape, torch.bfloat16, CPU, gated=gated)
+        for shape, gated in (((8, 256, 128), True), ((8, 128, 128), False))
+    )
+    mixture = Mixture(w13, w2, 8, Routing(4, renormalize=True))
+    for tokens in (2, 3):  # of which two have 8 pairs
+        x, scores = (torch.zeros(tokens, size, dtype=torch.bfloat16) for size in (128, 8))
+        assert CudaOps(CPU).moe(x, scores, mixture, x).shape == x.shape
+    products = ["quantized_moe_gated", "quantized_moe_weighted"]
+    assert launched == [*products, "moe_plan", *products, "moe_combine"]
+
+
 def run_delta_net(dtype: torch.dtype) -> None:
     from minisgl.kernel.cuda_ops import CudaOps
 

@@ -1,4 +1,4 @@
-"""A mixture of experts on csrc/: three launches for few tokens, five for many.
+"""A mixture of experts on csrc/: three launches for few tokens, two of quantized experts, five for many.
 
 Nothing is read back: the grids are as large as any routing could need, and blocks without work end at once.
 """
@@ -206,7 +206,8 @@ class CudaMoe:
             plan = self._plan(router_logits, weighting, mixture, kind, gated_tiling.block_m)
         max_tiles = pairs if plan is None else len(plan.tiles)
         inner = x.new_empty((pairs, intermediate))
-        outputs = x.new_empty((pairs, hidden))
+        summed = isinstance(w2, PackedExperts) and weighted_tiling.route  # by clusters of the second product
+        outputs = x.new_empty((tokens if summed else pairs, hidden))
         common: dict[str, Any] = {
             "alpha": activation.alpha if isinstance(activation, ClampedSwiGLU) else 0.0,
             "limit": activation.limit if isinstance(activation, ClampedSwiGLU) else 0.0,
@@ -233,9 +234,11 @@ class CudaMoe:
             **common,
         )
         weighted = self._product("weighted", w2, shared and shared.w2, weighted_tiling, kind)
+        summing = {"residual": residual if summed else None} if isinstance(w2, PackedExperts) else {}
         weighted(
-            (-(-hidden // weighted_tiling.block_n), max_tiles),
+            (-(-hidden // weighted_tiling.block_n), tokens if summed else max_tiles),
             weighted_tiling.threads,
+            cluster=kind.taken if summed else 1,
             x=inner,
             divisor=1,
             bias=mixture.biases.w2,
@@ -243,7 +246,10 @@ class CudaMoe:
             N=hidden,
             K=intermediate,
             **common,
+            **summing,
         )
+        if summed:
+            return outputs
         out = torch.empty_like(x)
         combine = self._compiler.kernel(_plan_spec, "moe_combine", kind)
         combine(

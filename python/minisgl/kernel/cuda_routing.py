@@ -16,8 +16,8 @@ from minisgl.kernel.small_batch_gemm import MAX_ROWS
 _WARPS = 4  # as in moe_choose.cu: of a block
 _MAX_GROUPS = 32
 _MAX_ROUTER_THREADS = 384  # each has eight values of a token at a time
-_ROUTER_TOKENS = 4  # of a block, as in moe_router.cu
-_ROUTER_EXPERTS = 2  # likewise
+_ROUTER_TOKENS = 4  # of a block at most
+_ROUTER_EXPERTS = 2  # of a block, as in moe_router.cu
 _MIN_EXPERTS = 64  # of fewer, whose blocks leave most of the device idle, norm and 16-bit product are faster,
 _MIN_TOKENS = 17  # while the product is skinny_gemm.py's
 _MAX_SCORES = 2048  # tokens times experts up to which one launch is faster than norm and 16-bit product
@@ -49,9 +49,10 @@ class CudaRouting:
         passes = -(-vectors // _MAX_ROUTER_THREADS)
         threads = -(-vectors // (32 * passes)) * 32
         dtypes = x.dtype, norm.weight.dtype if norm else x.dtype, weight.dtype
-        kernel = self._compiler.kernel(_router_spec, *dtypes, threads)
+        block_tokens = 1 if tokens == 1 else _ROUTER_TOKENS
+        kernel = self._compiler.kernel(_router_spec, *dtypes, threads, block_tokens)
         kernel(
-            (-(-outputs // _ROUTER_EXPERTS), -(-tokens // _ROUTER_TOKENS)),
+            (-(-outputs // _ROUTER_EXPERTS), -(-tokens // block_tokens)),
             threads,
             x=x,
             norm=norm.weight if norm else None,
@@ -120,11 +121,14 @@ def _spec(dtype: torch.dtype, experts: int, top_k: int) -> KernelSpec:
     return KernelSpec("moe_choose.cu", "moe_choose", macros)
 
 
-def _router_spec(dtype: torch.dtype, norm_dtype: torch.dtype, logit_dtype: torch.dtype, threads: int) -> KernelSpec:
+def _router_spec(
+    dtype: torch.dtype, norm_dtype: torch.dtype, logit_dtype: torch.dtype, threads: int, tokens: int
+) -> KernelSpec:
     macros: Macros = {
         "SCALAR": SCALAR_NAMES[dtype],
         "NORM_SCALAR": SCALAR_NAMES[norm_dtype],
         "LOGIT_SCALAR": SCALAR_NAMES[logit_dtype],
         "THREADS": threads,
+        "TOKENS": tokens,
     }
     return KernelSpec("moe_router.cu", "moe_router", macros)

@@ -26,7 +26,7 @@ class QuantizedTiling(NamedTuple):
     block_k: int  # columns of a stage
     stages: int
     blocks: int  # on a multiprocessor
-    route: bool = False
+    route: bool = False  # each pair is a tile, and the second product sums a token's experts
 
     @property
     def block_n(self) -> int:
@@ -47,7 +47,8 @@ class QuantizedTiling(NamedTuple):
             weight += TILE * self.block_k // form.group
         elif form.group:
             weight += TILE * self.block_k // form.group * 4
-        stage = self.max_pairs * self.block_k * 2 + self.warpgroups * weight
+        rows = 1 if self.route else self.max_pairs  # of x
+        stage = rows * self.block_k * 2 + self.warpgroups * weight
         return self.stages * (-(-stage // 1024) * 1024)
 
 
@@ -67,7 +68,7 @@ class _Tilings(NamedTuple):
 
 
 _FEW_PAIRS = 8
-_8_BITS_FEW = QuantizedTiling(8, 1, 256, 3, 3, route=True)
+_8_BITS_FEW = QuantizedTiling(8, 1, 256, 3, 4, route=True)
 _8_BITS = _Tilings(
     ProductTilings(_8_BITS_FEW, _8_BITS_FEW),
     (
