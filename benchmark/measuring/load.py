@@ -166,9 +166,9 @@ def _work(pipe: Connection, part: _Part) -> None:
     gc.disable()  # a collection would look like a pause of the server
     pipe.send("ready")
     start: float = pipe.recv()
-    spent = time.process_time()
+    begin, spent = time.monotonic(), time.process_time()
     ended = uvloop.run(_send_all(part.target, sessions, start, pipe))
-    pipe.send(_Report(ended, (time.process_time() - spent) / (time.monotonic() - start)))
+    pipe.send(_Report(ended, (time.process_time() - spent) / (time.monotonic() - begin)))
 
 
 def _prepare(target: Target, index: int, request: TimedRequest) -> _Turn:
