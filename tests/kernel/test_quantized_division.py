@@ -7,10 +7,8 @@ import pytest
 from minisgl.kernel.quantized_division import (
     Division,
     divide_fp8,
-    divide_gemv,
     divide_quantized,
     fp8_stage_bytes,
-    gemv_divisions,
     quantized_stage_bytes,
     skinny_rows,
     sums_bytes,
@@ -59,33 +57,6 @@ def test_blocks_of_quantized_weights(kind: Kind, group: int) -> None:
             assert division.max_rows // 2 + operands + 28 <= registers(division), "of sums and operands"
             part = division.block_k // division.k_parts  # columns of a stage that a warpgroup multiplies
             assert part % (64 if kind == "int4" or division.k_parts > 1 else 32) == 0
-
-
-@pytest.mark.parametrize("group", [32, 64, 128])
-def test_gemv_blocks_leave_half_of_a_multiprocessor(group: int) -> None:
-    for width, size in SHAPES:
-        divisions = list(gemv_divisions(width, size, group, 132))
-        assert divide_gemv(width, size, group, 132) in divisions
-        for division in divisions:
-            sums = -(-(16 * division.row_blocks + 1) // 4) * 16
-            static = division.stages * 8 * 8 + (sums if division.split > 1 else 4)
-            assert division.shared_bytes + static + 1024 <= SM_BYTES // 2
-            assert division.clusters * division.split <= 132, "each has a multiprocessor"
-            assert division.clusters <= -(-width // (16 * division.row_blocks)), "each has a tile"
-
-
-def test_gemv_takes_whole_slices() -> None:
-    assert divide_gemv(768, 1088, 64, 132) is None
-
-
-def test_gemv_keeps_all_multiprocessors_busy() -> None:
-    """No multiprocessor reads more than a quarter above its share, of wide weights more than 4%."""
-    for width, size in (*SHAPES[:4], (10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600)):
-        division = divide_gemv(width, size, 128, 132)
-        assert division is not None
-        tiles = -(-width // (16 * division.row_blocks * division.clusters))
-        share = width / 16 / 132
-        assert tiles * division.row_blocks / division.split < (1.04 if width > 8192 else 1.25) * share
 
 
 @pytest.mark.parametrize("group", [0, 128])

@@ -1,4 +1,4 @@
-"""Division of products with quantized weights among blocks of csrc/quantized_gemm.cu and the kernels of few rows.
+"""Division of products with quantized weights among blocks: csrc/quantized_gemm.cu, skinny_int4_gemm.cu, fp8_gemm.cu.
 
 Sizes of blocks and the costs below are those of the fastest divisions measured on an H200 (docs/log.md).
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import product
 from typing import NamedTuple, TypeAlias
 
 from minisgl.kernel.signature import SHARED_BEFORE_ATTENTION
@@ -15,9 +14,6 @@ from minisgl.quantization.gpu_layout import BITS, TILE
 from minisgl.quantization.levels import Kind
 
 _SKINNY_COLUMNS = 128  # of the stages of skinny_int4_gemm.cu
-_GEMV_COLUMNS = 128  # of the slices of K of int4_gemv.cu
-_GEMV_WARPS = 8
-_GEMV_SHARED_BYTES = 115_560  # of a block: half of a multiprocessor's, less barriers and what the driver takes
 _FEW_ROWS = 32
 _SOME_ROWS = 64
 _LARGE_BLOCK = 128
@@ -204,63 +200,6 @@ def divide_quantized(
     rings = (_sm_shared_bytes(rows), 0) if before_attention else (0,)
     stagings = [partial(staged, shared) for shared in rings]
     return _cheapest(_QUANTIZED_COSTS, stagings, rows, width, size, weight_bytes, num_sms)
-
-
-class GemvDivision(NamedTuple):
-    """Division of a product by int4_gemv.cu: its macros, and the clusters that take turns at its tiles."""
-
-    row_blocks: int  # of a tile, 16 rows of the weight each
-    split: int  # blocks of a cluster, which divide K
-    stages: int  # of the weight, of a warp
-    clusters: int
-    shared_bytes: int  # dynamic, of a block
-
-    @property
-    def threads(self) -> int:
-        return _GEMV_WARPS * 32
-
-    @property
-    def macros(self) -> dict[str, int]:
-        """Macros of a kernel that is compiled for it."""
-        return {"ROW_BLOCKS": self.row_blocks, "SPLIT": self.split, "STAGES": self.stages}
-
-
-def gemv_divisions(width: int, size: int, group: int, num_sms: int) -> Iterator[GemvDivision]:
-    """Yield the divisions whose blocks leave half of a multiprocessor to the next kernel; see `divide_gemv`."""
-    for row_blocks, split in product(range(1, 9), (1, 2, 4)):
-        tiles = -(-width // (16 * row_blocks))
-        places = int(num_sms * (_PLACES_OF_FOUR if split == 4 else 1)) // split
-        clusters = -(-tiles // -(-tiles // places))
-        slices = -(-size // (_GEMV_COLUMNS * split * _GEMV_WARPS))  # of a warp
-        sums_bytes = -(-(16 * row_blocks + 1) // 4) * 16
-        fixed = _GEMV_WARPS * (sums_bytes + slices * (_GEMV_COLUMNS * 2 + 4))
-        stage = _GEMV_WARPS * row_blocks * _row_block_bytes(group)
-        sent = sums_bytes if split > 1 else 0
-        stages = min((_GEMV_SHARED_BYTES - sent - fixed) // stage, _MAX_STAGES // 2)
-        if stages >= 2:
-            yield GemvDivision(row_blocks, split, stages, clusters, fixed + stages * stage)
-
-
-def _row_block_bytes(group: int) -> int:
-    """Return the bytes of 16 rows of a slice of an int4 weight: levels and scales."""
-    return 16 * (_GEMV_COLUMNS // 2 + _GEMV_COLUMNS // group * 4)
-
-
-@lru_cache(1 << 14)
-def divide_gemv(width: int, size: int, group: int, num_sms: int) -> GemvDivision | None:
-    """Divide x [size] @ weight [width, size]^T of int4_gemv.cu; None: it does not take such a weight."""
-    if size % _GEMV_COLUMNS:
-        return None
-
-    def cost(division: GemvDivision) -> float:
-        """Estimate microseconds: of a multiprocessor's share of the memory, or of its instructions."""
-        tiles = -(-width // (16 * division.row_blocks * division.clusters))
-        slices = -(-size // (_GEMV_COLUMNS * division.split))
-        memory = division.row_blocks * _row_block_bytes(group) * slices * tiles * num_sms / _BANDWIDTH
-        instructions = -(-slices // _GEMV_WARPS) * tiles * (190 + 50 * division.row_blocks) / 500
-        return max(memory, instructions) + 0.4 * tiles + _BEGIN[division.split]
-
-    return min(gemv_divisions(width, size, group, num_sms), key=cost, default=None)
 
 
 @lru_cache(1 << 14)
