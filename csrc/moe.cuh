@@ -68,7 +68,7 @@ __device__ __forceinline__ void route(
   constexpr int PER_LANE = (EXPERTS + 31) / 32;
   constexpr unsigned ALL = 0xffffffffu;
   int lane = threadIdx.x & 31;
-  // Of this lane's logits; of the expert that was chosen last; of the one that this lane writes.
+  // Keys of this lane's logits, of the expert that was chosen last, and of the one that this lane writes.
   Key key[PER_LANE], top = ~(Key)0, mine = 0;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {

@@ -113,17 +113,7 @@ __device__ __forceinline__ unsigned decode(unsigned word, int k, unsigned zero) 
   }
 }
 
-// Left operand of step s of a chunk. `low` and `high`: zero points, or scales, of the rows g and g + 8.
-__device__ __forceinline__ void decode_step(unsigned (&a)[4], const uint4& chunk, int s, unsigned low, unsigned high) {
-  constexpr int STEPS_OF_WORD = STEPS / 2;
-  bool later = s >= STEPS_OF_WORD;
-  unsigned row = later ? chunk.z : chunk.x, other = later ? chunk.w : chunk.y;
-  int k = s % STEPS_OF_WORD * 2;
-  a[0] = decode(row, k, low), a[1] = decode(other, k, high);
-  a[2] = decode(row, k + 1, low), a[3] = decode(other, k + 1, high);
-}
-
-// What a row's values in a group are decoded with, in T and twice: value = level * scale + offset, rounded once, where
+// Numbers that decode a row's values in a group, in T and twice: value = level * scale + offset, rounded once, where
 // the level comes with its zero point subtracted, exact, and too small by LEVEL_UNIT, or by E4M3_UNIT.
 struct Scaling { unsigned zero, scale, offset; };
 
@@ -145,8 +135,8 @@ __device__ __forceinline__ Scaling scaling(Scale scale) {
   }
 }
 
-// Two values that are scaled, counted as `decode` does.
-__device__ __forceinline__ unsigned decode_scaled(unsigned word, int k, const Scaling& by) {
+// Value k of T, likewise, but scaled by group.
+__device__ __forceinline__ unsigned decode(unsigned word, int k, const Scaling& by) {
   if constexpr (WEIGHT == INT4) {
     unsigned bits = (k < 2 ? word : word >> 8) & (k % 2 == 0 ? 0x000f000f : 0x00f000f0);
     constexpr unsigned LOW = Is<T>::bf16 ? 0x7f007f00 : 0x78007800, HIGH = Is<T>::bf16 ? 0x7d007d00 : 0x68006800;
@@ -157,15 +147,16 @@ __device__ __forceinline__ unsigned decode_scaled(unsigned word, int k, const Sc
   }
 }
 
-// Left operand of step s of a chunk, of scaled values.
+// Left operand of step s of a chunk. `low` and `high`, of the rows g and g + 8: what `decode` wants of them.
+template <typename By>
 __device__ __forceinline__ void decode_step(
-    unsigned (&a)[4], const uint4& chunk, int s, const Scaling& low, const Scaling& high) {
+    unsigned (&a)[4], const uint4& chunk, int s, const By& low, const By& high) {
   constexpr int STEPS_OF_WORD = STEPS / 2;
   bool later = s >= STEPS_OF_WORD;
   unsigned row = later ? chunk.z : chunk.x, other = later ? chunk.w : chunk.y;
   int k = s % STEPS_OF_WORD * 2;
-  a[0] = decode_scaled(row, k, low), a[1] = decode_scaled(other, k, high);
-  a[2] = decode_scaled(row, k + 1, low), a[3] = decode_scaled(other, k + 1, high);
+  a[0] = decode(row, k, low), a[1] = decode(other, k, high);
+  a[2] = decode(row, k + 1, low), a[3] = decode(other, k + 1, high);
 }
 
 // Levels of INT4 as left operands that are not decoded: in bf16 behind ONES, so greater by LIFT; in f16 as its smallest

@@ -47,13 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
     unsigned char* to = memory + slot * STAGE + X_STAGE;
     Barrier* barrier = &ring.full[slot];
     expect(barrier, TWO_PRODUCERS ? STAGE_BYTES - X_STAGE : STAGE_BYTES);
-#pragma unroll
-    for (int w = 0; w < ROW_GROUPS; ++w) {
-      long long at = (long long)min(tile + w, tiles - 1) * steps + begin + step;  // beyond the weight: any
-      copy_bytes(to + w * W_TILE, (const unsigned char*)weight + at * W_TILE, W_TILE, barrier);
-      if (GROUP)
-        copy_bytes(to + ROW_GROUPS * W_TILE + w * S_TILE, (const unsigned char*)scales + at * S_TILE, S_TILE, barrier);
-    }
+    copy_weight<W_TILE, S_TILE>(to, weight, scales, tile, tiles, steps, begin, step, barrier);
   };
   auto load_x = [&](int step, int slot) {
     if (TWO_PRODUCERS) expect(&ring.full[slot], X_STAGE);
@@ -77,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
   uint4 chunk;
   unsigned words[UNITS][2];  // scales of a phase's groups, of a lane's two rows
   Scaling low[UNITS], high[UNITS];
-  // Of the ring's first stage.
+  // Both are addresses in the ring's first stage.
   const unsigned char* weights = memory + X_STAGE + group * W_TILE + part * (W_TILE / K_PARTS) + (thread & 127) * 16;
   const unsigned char* scales_of = memory + X_STAGE + ROW_GROUPS * W_TILE + group * S_TILE +
                                    part * PART_K / UNIT * 256 + ((warp & 3) * 16 + (lane >> 2)) * 4;

@@ -17,6 +17,23 @@ struct Ring { Barrier full[STAGES], empty[STAGES]; };
 __device__ __forceinline__ bool loads_weights() { return threadIdx.x == MULTIPLIERS; }
 __device__ __forceinline__ bool loads_x() { return threadIdx.x == MULTIPLIERS + (TWO_PRODUCERS ? 32 : 0); }
 
+// Ask for a step's columns of the block's rows of a packed weight, from tile `tile` of 64 rows on, and for the scales
+// of their groups, behind them.
+template <int BYTES, int SCALES_BYTES>
+__device__ __forceinline__ void copy_weight(
+    unsigned char* to, const unsigned* weight, const unsigned* scales, int tile, int tiles, int steps, int begin,
+    int step, Barrier* barrier) {
+#pragma unroll
+  for (int w = 0; w < ROW_GROUPS; ++w) {
+    long long at = (long long)min(tile + w, tiles - 1) * steps + begin + step;  // beyond the weight: any
+    copy_bytes(to + w * BYTES, (const unsigned char*)weight + at * BYTES, BYTES, barrier);
+    if (SCALES_BYTES)
+      copy_bytes(
+          to + ROW_GROUPS * BYTES + w * SCALES_BYTES, (const unsigned char*)scales + at * SCALES_BYTES, SCALES_BYTES,
+          barrier);
+  }
+}
+
 // Begin the kernel; all threads call it before they wait for the predecessor, which a kernel's own file does, since
 // kernel/compile.py looks there.
 template <typename Load>

@@ -65,13 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny_int4_gemm(
     unsigned char* to = memory + slot * STAGE + X_STAGE;
     Barrier* barrier = &ring.full[slot];
     expect(barrier, STAGE_BYTES);
-#pragma unroll
-    for (int w = 0; w < ROW_GROUPS; ++w) {
-      long long at = (long long)min(tile + w, tiles - 1) * steps + begin + step;  // beyond the weight: any
-      copy_bytes(to + w * W_TILE, (const unsigned char*)weight + at * W_TILE, W_TILE, barrier);
-      copy_bytes(
-          to + ROW_GROUPS * W_TILE + w * S_TILE, (const unsigned char*)scales + at * S_TILE, S_TILE, barrier);
-    }
+    copy_weight<W_TILE, S_TILE>(to, weight, scales, tile, tiles, steps, begin, step, barrier);
     if (NORM) copy_bytes(to + WEIGHTS, norm + (begin + step) * BLOCK_K, NORM_STAGE, barrier);
   };
   auto load_x = [&](int step, int slot) {

@@ -25,7 +25,7 @@ def test_on_the_cpu_all_works(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_kernel_of_int4_weights_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where g++ cannot compile ours, torch's takes its place, and the doctor says why."""
+    """The doctor names torch's product, and says why, if g++ cannot compile ours."""
 
     def remark() -> str:
         (found,) = [finding for finding in examine(CPU) if "int4" in finding.part]
