@@ -14,8 +14,9 @@ from api_harness import MODEL, RunningServer
 from pydantic import BaseModel
 
 from minisgl.core import SamplingParams
+from minisgl.message.to_api import OutputDelta, OutputDeltas
 from minisgl.message.to_tokenizer import ChatPrompt, Generate
-from minisgl.message.types import Abort, TextOptions
+from minisgl.message.types import Abort, TextOptions, pack_ids
 from minisgl.server.api.requests.open_request import Job
 from minisgl.server.api.responses.job import truncate_to_fit
 
@@ -83,11 +84,16 @@ def refusal(server: RunningServer, **fields: Any) -> tuple[str, str]:
 
 
 def events(server: RunningServer, **fields: Any) -> list[dict[str, Any]]:
-    """Return a stream's events, which are numbered, named by their type and not followed by [DONE]."""
+    """Return the events of a stream."""
     response = server.post(PATH, json={**fields, "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    return read_events(response.text)
+
+
+def read_events(stream: str) -> list[dict[str, Any]]:
+    """Return a stream's events, which are numbered, named by their type and not followed by [DONE]."""
     found = []
-    for block in response.text.removesuffix("\n\n").split("\n\n"):
+    for block in stream.removesuffix("\n\n").split("\n\n"):
         name, data = block.split("\n")
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
@@ -182,7 +188,15 @@ def test_an_answer_of_nothing_is_an_empty_message(hermes: RunningServer) -> None
 
 
 def test_what_fails_on_the_way_ends_the_stream_as_failed(server: RunningServer) -> None:
-    last = events(server, input="fail")[-1]
+    with server.stream(PATH, json={"input": "hold", "stream": True}) as response:
+        (generate,) = server.engine.wait_for(Generate)
+        server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], pack_ids([1]), "some text")]))
+        pieces = response.iter_text()
+        begun = ""
+        while "some text" not in begun:
+            begun += next(pieces)
+        server.engine.say(OutputDeltas([OutputDelta(generate.seq_ids[0], b"", "", "error")]))
+        last = read_events(begun + "".join(pieces))[-1]
     assert last["type"] == "response.failed"
     assert (last["response"]["status"], last["response"]["error"]["code"]) == ("failed", "server_error")
     assert server.post(PATH, json={"input": "fail"}).status_code == 500
