@@ -45,7 +45,8 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_whole_prompt_in_one_step(saved: Saved, kind: str) -> None:
     theirs, folder = saved(kind)
-    tokens = prompt(150)
+    # With seed 0 transformers' own logits of gemma4-parts are off float64's by 8e-5 at one token: too near the limit.
+    tokens = prompt(150, seed=1)
     harness = Harness(load(folder))
     assert_close(harness.step([(harness.add(tokens), 150)], every_token=True), oracle(theirs, tokens))
 
