@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from measuring.report import table
+from measuring.shapes import SHAPES
 from minisgl.attention.base import AttentionSpec
 from minisgl.attention.page_kernels import PageList, PageUpcaster, flatten_pages, make_flattener
 from minisgl.core import SamplingFlags, SamplingParams
@@ -32,6 +33,13 @@ from minisgl.quantization.expert_layout import PackedExperts
 from minisgl.quantization.levels import Kind, LevelFormat, Levels
 
 DEVICE = torch.device("cuda", 0)
+HEAD_DIM = 128  # of the shapes here
+FORMS = {
+    "fp8": LevelFormat("fp8"),
+    "fp8 blocks": LevelFormat("fp8", 128),
+    "fp8 blocks, x in fp8": LevelFormat("fp8", 128, rounds_x=True),
+    "int4": LevelFormat("int4", 128, zeros=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,16 +214,10 @@ def products() -> Iterator[Case]:
 def quantized() -> Iterator[Case]:
     """Time the products of a layer of Qwen3-8B with quantized weights, with norm, gate and residual."""
     ops = CudaOps(DEVICE)
-    forms = {
-        "fp8": LevelFormat("fp8"),
-        "fp8 blocks": LevelFormat("fp8", 128),
-        "fp8 blocks, x in fp8": LevelFormat("fp8", 128, rounds_x=True),
-        "int4": LevelFormat("int4", 128, zeros=True),
-    }
     norm = Norm(torch.ones(4096, device=DEVICE, dtype=torch.bfloat16), 1e-6)
     layer = (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate and up", 24576, 4096), ("down", 4096, 12288))
     for label, outputs, size in layer:
-        for name, form in forms.items():
+        for name, form in FORMS.items():
             copies = max(2, (200 << 20) // (outputs * size))
             weights = [_random_weight(ops, form, outputs, size, gated=label == "gate and up") for _ in range(copies)]
             for rows in (1, 16, 64, 128, 256, 2048):
@@ -238,6 +240,47 @@ def quantized() -> Iterator[Case]:
 
                 moved = outputs * size // (2 if form.kind == "int4" else 1) + x.nbytes + residual.nbytes
                 yield Case(f"{label} {name}", f"{rows} rows, Qwen3-8B", run, moved)
+
+
+def quantized_layers() -> Iterator[Case]:
+    """Time the products of whole layers in the order of a model, so that each begins while the one before it ends.
+
+    Bytes are those of the weights without their scales.
+    """
+    ops = CudaOps(DEVICE)
+    for model in ("8b", "14b", "32b"):
+        shape = SHAPES[model]
+        attended, kept = (heads * HEAD_DIM for heads in (shape.heads, shape.kv_heads))
+        sizes = (
+            (attended + 2 * kept, shape.hidden),
+            (shape.hidden, attended),
+            (2 * shape.intermediate, shape.hidden),
+            (shape.hidden, shape.intermediate),
+        )
+        values = sum(outputs * size for outputs, size in sizes)
+        norm = Norm(torch.ones(shape.hidden, device=DEVICE, dtype=torch.bfloat16), 1e-6)
+        for name, form in FORMS.items():
+            weights = values // (2 if form.kind == "int4" else 1)
+            layers = [
+                [_random_weight(ops, form, *each, gated=index == 2) for index, each in enumerate(sizes)]
+                for _ in range(max(2, (400 << 20) // weights))
+            ]
+            for rows in (1, 8, 16, 64, 128, 256):
+                x, y = (torch.randn(rows, size, device=DEVICE).to(torch.bfloat16) for size in (shape.hidden, attended))
+
+                def run(
+                    index: int,
+                    layers: list[list[Weight]] = layers,
+                    x: torch.Tensor = x,
+                    y: torch.Tensor = y,
+                    norm: Norm = norm,
+                ) -> torch.Tensor:
+                    qkv, o, gate_up, down = layers[index % len(layers)]
+                    qkv.norm_linear(x, norm)
+                    residual = o.linear(y, None, x)
+                    return down.linear(gate_up.norm_gated_linear(residual, norm, activation="silu"), None, residual)
+
+                yield Case(f"layer {name}", f"{rows} rows, Qwen3-{model}", run, weights)
 
 
 def _random_weight(ops: Ops, form: LevelFormat, outputs: int, size: int, *, gated: bool) -> Weight:
@@ -359,6 +402,7 @@ SUITES: dict[str, Callable[[], Iterator[Case]]] = {
     "moe": moe,
     "products": products,
     "quantized": quantized,
+    "layers": quantized_layers,
     "experts": experts,
     "between": between,
     "pages": pages,
