@@ -1,7 +1,8 @@
 """Cost model of a step: the seconds that a plan takes, by what it computes. Pure.
 
 A step is a fixed part, the products of its tokens, and the attention of each token to those before it. The engine
-measures or estimates the five coefficients at its start (`engine.step_costs`).
+measures or estimates the five coefficients at its start (`engine.step_costs`); the scheduler corrects them by the steps
+that it has measured since.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import math
 from dataclasses import dataclass
 
 from minisgl.core import Batch, Int32Array
+
+_LATEST_WEIGHT = 0.2  # of the latest step in the mean of ratios
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +46,23 @@ class StepCost:
         starts, lengths = batch.start_pos[is_prefill].tolist(), batch.query_lens[is_prefill].tolist()
         prefills = sum(map(self.prefill, starts, lengths))
         return self.fixed + prefills + self.decodes(batch.start_pos[~is_prefill])
+
+
+class LearnedCost:
+    """Cost model, and the ratio of measured seconds to its own: a mean that forgets, of logarithms.
+
+    The model counts as one measurement, so that what it lacks is found within a few steps.
+    """
+
+    def __init__(self, model: StepCost) -> None:
+        self.model = model
+        self.ratio = 1.0
+        self._count = 1
+
+    def record(self, batch: Batch, seconds: float) -> None:
+        """Take a step's measured seconds. Decodes alone have nothing to tell: the ratio is for the size of chunks."""
+        if seconds <= 0 or int(batch.query_lens.max()) == 1:
+            return
+        self._count += 1
+        weight = max(1 / self._count, _LATEST_WEIGHT)
+        self.ratio *= (seconds / (self.ratio * self.model.seconds(batch))) ** weight

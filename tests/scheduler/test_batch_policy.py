@@ -21,10 +21,9 @@ from minisgl.scheduler.batch_policy import (
     Mixed,
     PrefillFirst,
 )
-from minisgl.scheduler.learned_cost import LearnedCost
 from minisgl.scheduler.loop import StepLoop
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.step_cost import StepCost
+from minisgl.step_cost import LearnedCost, StepCost
 from scheduler.simulation import World
 
 COST = StepCost(prefill_token=20e-6, prefill_context=2e-9, decode_row=20e-6, decode_context=30e-9, fixed=2e-3)

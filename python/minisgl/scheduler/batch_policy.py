@@ -13,8 +13,7 @@ import numpy as np
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import Batch, IndexArray, Int32Array
-from minisgl.scheduler.learned_cost import LearnedCost
-from minisgl.step_cost import StepCost
+from minisgl.step_cost import LearnedCost, StepCost
 
 TOKENS = StepCost(prefill_token=1.0)  # a room counted in tokens
 LANE = 0.5  # share of a long prompt's chunk that shorter prompts may have
