@@ -41,7 +41,7 @@ HOST = ("schedule", "launch", "wait", "complete")
 TIMED_STEPS, STEPS = 50, 12  # by the clock, and under the profiler
 KERNELS = 8  # of a table
 KINDS = {  # beginnings of kernels' names
-    "product": ("skinny_", "small_batch_gemm", "quantized_gemm", "fp8_gemm", "library", "moe_"),
+    "product": ("skinny_", "small_batch_gemm", "quantized_", "fp8_gemm", "library", "moe_"),
     "rounding": ("quantize",),  # of activations
     "attention": ("decode_attention", "norm_rope_store", "latent_", "delta_", "device_kernel"),  # the last: FA3
     "sum over ranks": ("one_shot", "two_shot", "received", "gather", "nccl"),
