@@ -196,5 +196,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) small_batch_gemm(
   }
   // The copies to the other blocks read this one's memory: it stays until all of them are done.
   __syncwarp();
-  if (SPLIT > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  if (SPLIT > 1) wait_for_cluster();
 }

@@ -183,7 +183,7 @@ __device__ __forceinline__ void add_up_rows(
   }
   // The other blocks of the cluster read what this one sent: it stays until all of them are done.
   __syncwarp();
-  if (SPLIT > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  if (SPLIT > 1) wait_for_cluster();
 }
 
 // Add up by columns what add_up_rows adds up by rows: the block's own sums lie by [owner, row of the weight, row of x],
@@ -237,7 +237,7 @@ __device__ __forceinline__ void add_up_columns(
   }
   // The other blocks of the cluster read what this one sent: it stays until all of them are done.
   __syncwarp();
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  wait_for_cluster();
 }
 
 // Add up the sums of the warpgroups that have multiplied other columns; return whether this is the one that has all.

@@ -272,7 +272,7 @@ def _cheapest(
         count = division.tiles(rows, width) * division.split
         places = int(num_sms * block.blocks * (_PLACES_OF_FOUR if division.split == 4 else 1))
         waves = -(-count // places)
-        # A place is taken again as soon as it is free, so in later waves a multiprocessor is off by half of them.
+        # In later waves a place is taken again as soon as it is free: the mean, and half of the other places.
         load = max(-(-count // num_sms), block.blocks if waves == 1 else count / num_sms + (block.blocks - 1) / 2)
         columns = load * size / division.split / 1024 * costs[block]
         return max(columns, weight_bytes / _BANDWIDTH) + waves * _BEGIN[division.split]
