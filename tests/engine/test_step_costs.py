@@ -9,17 +9,21 @@ import pytest
 
 from minisgl import LLM
 from minisgl.core import Batch
-from minisgl.engine.step_costs import DECODES, measure
+from minisgl.engine.step_costs import DECODES, SMALL_CHUNK, measure
 from minisgl.step_cost import StepCost
 
 DEVICE = StepCost(prefill_token=20e-6, prefill_context=2e-9, decode_row=50e-6, decode_context=30e-9, fixed=2e-3)
 
 
 class TimedDevice:
-    """Takes as long as the formula says, and longer for the first step of each kind."""
+    """Takes as long as the formula says, and longer for the first step of each kind.
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    12 ms longer are the first `slow_steps`, and all steps of `slow_tokens` tokens.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, slow_steps: int = 0, slow_tokens: int = 0) -> None:
         self.now = 0.0
+        self._slow_steps, self._slow_tokens = slow_steps, slow_tokens
         self.steps = 0
         self._num_pages, self._page_size = num_pages, page_size
         self._seen: set[tuple[int, int]] = set()
@@ -28,6 +32,8 @@ class TimedDevice:
         self.steps += 1
         kind = int(batch.start_pos[0]), batch.num_tokens
         self.now += DEVICE.seconds(batch) * (1 if kind in self._seen else 30)
+        if self.steps <= self._slow_steps or batch.num_tokens == self._slow_tokens:
+            self.now += 12e-3
         self._seen.add(kind)
         slots, indices, pages = batch.new_pages.T
         assert pages.max() < self._num_pages
@@ -56,11 +62,32 @@ def test_a_measurement_finds_the_device(num_pages: int, page_size: int, max_seq_
         clock=lambda: device.now,
     )
     assert cost is not None
-    assert device.steps == 10
+    assert device.steps == 15
     # A decode beside a chunk is a token more.
     assert dataclasses.astuple(cost) == pytest.approx(
         dataclasses.astuple(dataclasses.replace(DEVICE, decode_row=DEVICE.prefill_token)), rel=1e-6
     )
+
+
+def measured(device: TimedDevice) -> StepCost:
+    sizes = {"num_pages": 50_000, "page_size": 16, "num_slots": DECODES, "vocab_size": 100, "max_seq_len": 40_000}
+    cost = measure(device.run, **sizes, max_prefill_tokens=8192, clock=lambda: device.now)
+    assert cost is not None
+    return cost
+
+
+def test_a_disturbance_at_the_start_changes_nothing() -> None:
+    device = TimedDevice(50_000, 16, slow_steps=10)
+    assert dataclasses.astuple(measured(device)) == pytest.approx(
+        dataclasses.astuple(dataclasses.replace(DEVICE, decode_row=DEVICE.prefill_token)), rel=1e-6
+    )
+
+
+def test_short_prompts_that_take_too_long_do_not_make_tokens_cheap() -> None:
+    """Chunks by such a measurement would take several times the target."""
+    cost = measured(TimedDevice(50_000, 16, slow_tokens=SMALL_CHUNK))
+    assert cost.prefill_token == pytest.approx(DEVICE.prefill_token, rel=0.15)
+    assert cost.fixed < 2 * DEVICE.fixed
 
 
 def test_an_engine_too_small_is_not_measured() -> None:

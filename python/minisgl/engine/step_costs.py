@@ -18,7 +18,7 @@ from minisgl.step_cost import StepCost
 SMALL_CHUNK, LARGE_CHUNK = 256, 1024  # tokens between which a prompt's seconds are a line
 LONG_CONTEXT = 8192  # tokens before a chunk
 DECODES, DECODE_CONTEXT = 32, 2048  # rows, tokens before each
-RUNS = 2  # of each step; the faster counts
+RUNS = 3  # of each step; the fastest counts
 
 CPU_BYTES = 12e9  # a second that a CPU reads
 CPU_OPERATIONS = 2e11  # a second that its products make
@@ -52,7 +52,7 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     num_window_pages: int | None = None,
 ) -> StepCost | None:
-    """Return the coefficients from ten steps of `run`, which waits for their end. None: too small an engine.
+    """Return the coefficients from fifteen steps of `run`, which waits for their end. None: too small an engine.
 
     `num_window_pages`: of a windowed group, if there is one.
     """
@@ -63,12 +63,9 @@ def measure(
     def seconds(rows: int, start_pos: int, query_len: int) -> float:
         token_ids = random.integers(vocab_size, size=(rows, start_pos + query_len), dtype=np.int32)
         batch = _batch(token_ids, start_pos, pools, page_size)
-        times = []
-        for _ in range(RUNS):
-            begin = clock()
-            run(batch)
-            times.append(clock() - begin)
-        return min(times)
+        begin = clock()
+        run(batch)
+        return clock() - begin
 
     large = min(LARGE_CHUNK, max_prefill_tokens, max_seq_len - 1)
     small = min(SMALL_CHUNK, large // 2)
@@ -76,19 +73,25 @@ def measure(
     rows, context = min(DECODES, num_slots), min(DECODE_CONTEXT, max_seq_len - 2)
     if small < 2 or behind < 1 or context < 2:
         return None
-    short_prompt = seconds(1, 0, small)
-    attended = max((seconds(1, behind, small) - short_prompt) / (small * behind), 0.0)
+    kinds = (1, 0, small), (1, 0, large), (1, behind, small), (rows, 1, 1), (rows, context, 1)
+    # In rounds, so that what disturbs some steps in a row does not count in all runs of one kind.
+    rounds = [[seconds(*kind) for kind in kinds] for _ in range(RUNS)]
+    short_prompt, long_prompt, later_chunk, decodes, long_decodes = map(min, zip(*rounds, strict=True))
+    attended = max((later_chunk - short_prompt) / (small * behind), 0.0)
     # Two points of a line, without what their tokens attend to.
-    first, second = (
-        taken - attended * length**2 / 2 for taken, length in ((short_prompt, small), (seconds(1, 0, large), large))
-    )
+    first, second = short_prompt - attended * small**2 / 2, long_prompt - attended * large**2 / 2
     token = max((second - first) / (large - small), NOTHING)
+    fixed = max(first - token * small, 0.0)
+    if fixed > decodes:
+        # Decodes have the fixed part, too. The host took longer to launch the short prompt than the device to compute
+        # it, which steps that overlap do not wait for.
+        fixed, token = decodes, max((second - decodes) / large, NOTHING)
     return StepCost(
         prefill_token=token,
         prefill_context=attended,
         decode_row=token,  # beside a chunk, which the weights are read for
-        decode_context=max((seconds(rows, context, 1) - seconds(rows, 1, 1)) / (rows * (context - 1)), 0.0),
-        fixed=max(first - token * small, 0.0),
+        decode_context=max((long_decodes - decodes) / (rows * (context - 1)), 0.0),
+        fixed=fixed,
     )
 
 
