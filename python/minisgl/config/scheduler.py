@@ -50,7 +50,8 @@ class SchedulerConfig(Settings, frozen=True, kw_only=True):
         float,
         Setting(
             "time that steps of --batch-policy mixed may take, in the mean, while somebody waits for the next token; "
-            "0: no bound but --max-prefill-length",
+            "where decodes take more than half of it, prompts may take as long as they; 0: no bound but "
+            "--max-prefill-length",
             ge=0,
             le=MAX_SECONDS * 1000,
             unit="milliseconds",

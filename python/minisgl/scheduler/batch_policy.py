@@ -17,7 +17,6 @@ from minisgl.step_cost import LearnedCost, StepCost
 
 TOKENS = StepCost(prefill_token=1.0)  # a room counted in tokens
 LANE = 0.5  # share of a long prompt's chunk that shorter prompts may have
-PREFILL_SHARE = 0.25  # least share of a step's time for prompts, where decodes alone miss the target
 SLACK = 1 / 8  # share of the target that a step may take beyond it, where the one before gave up as much
 # Tokens that a GPU's products compute together. Steps below two of the first size are cut to the second.
 TILES = 256, 128
@@ -154,9 +153,10 @@ class Mixed:
     """Each decode has its token in every step, and prompts what is left of the target: even times between tokens.
 
     `target`: seconds that steps may take by `cost`, in the mean, while somebody streams. Prompts give up what is beyond
-    a step's last whole tile, and have it in the next step beside their own. Where decodes take most of the target or
-    more, prompts still get PREFILL_SHARE of the step. Without a cost model, and when nobody streams, tokens are the
-    bound.
+    a step's last whole tile, and have it in the next step beside their own. Where decodes take more than half of the
+    target, it gives way: prompts may take as long as the decodes. Less would leave requests waiting without end near
+    the highest rate, and read the weights for tiny chunks. Without a cost model, and when nobody streams, tokens are
+    the bound.
     """
 
     def __init__(self, cost: LearnedCost | None = None, target: float = math.inf) -> None:
@@ -171,8 +171,7 @@ class Mixed:
         if self._cost is not None and math.isfinite(self._target) and is_decode.any():
             unit = self._cost.model
             decodes = unit.fixed + unit.decodes(start_pos[is_decode])
-            least = decodes * PREFILL_SHARE / (1 - PREFILL_SHARE)
-            room = max(self._target / self._cost.ratio - decodes, least) + self._given_up / self._cost.ratio
+            room = max(self._target / self._cost.ratio - decodes, decodes) + self._given_up / self._cost.ratio
             room = min(room, tokens * unit.prefill_token)
         return _with_prompts(Chunks(unit, room, LANE, int(is_decode.sum())), start_pos, remaining)
 
