@@ -6,8 +6,8 @@
 // of 128 rows and of x's rows; or GROUP 0, one scale for a row of each, at the end. A warpgroup waits for its products;
 // others multiply meanwhile.
 //
-// K is a multiple of BLOCK_K, BLOCK_K of 128. GATED: see sums.cuh; half of N is a multiple of 64 then, and of a
-// warpgroup's rows the gates lie in one block of scales, and so do the others.
+// K is a multiple of BLOCK_K and at most 32,768, BLOCK_K one of 128. GATED: see sums.cuh; half of N is a multiple
+// of 64 then, and of a warpgroup's rows the gates lie in one block of scales, and so do the others.
 #include "ring.cuh"
 
 // multiply_add: a [64, 32] and b [M_MAX, 32] lie in shared memory.
@@ -20,6 +20,7 @@ using Left = unsigned long long;
 
 constexpr int LINES = BLOCK_K / LINE;              // of a stage
 constexpr int PART_LINES = LINES / K_PARTS;        // that a warpgroup multiplies: 1 or 2
+constexpr bool AHEAD_OF_PRODUCTS = GROUP && PART_LINES * TILES <= 8;  // registers suffice to fetch the scales of x so
 constexpr int X_LINE = M_MAX * LINE;               // bytes
 constexpr int W_LINE = BLOCK_N * LINE;
 constexpr int S_LINE = GROUP ? M_MAX * 4 : 0;
@@ -35,15 +36,26 @@ __device__ __forceinline__ void copy_groups(void* to, const TensorMap& map, int 
                ::"r"(shared_address(to)), "l"(&map), "r"(column), "r"(0), "r"(group), "r"(shared_address(barrier)) : "memory");
 }
 
-// Scales of a row of the weight's blocks: a lane keeps one of 32 lines, and the next 32 are on their way.
-struct BlockScales {
-  const float* from;
-  int lines;
-  float kept, next;
-  __device__ __forceinline__ void fetch(int line) { next = from[min(line + (int)(threadIdx.x & 31), lines - 1)]; }
-  __device__ __forceinline__ void advance(int line) { kept = next, fetch(line + 32); }
-  __device__ __forceinline__ float at(int line) const { return __shfl_sync(~0u, kept, line % 32); }
-};
+// Scales of the weight's blocks in the lines of a block of threads: of 64 rows of the weight each, of a gated one those
+// of the gates, then the others. They are copied before the predecessor ends: a load in the loop would be waited for.
+constexpr int MOST_LINES = (1 << 15) / LINE / SPLIT + LINES;
+constexpr int HALVES = GATED ? 2 : 1;
+struct BlockScales { float of[ROW_GROUPS][HALVES][MOST_LINES]; };
+
+__device__ __forceinline__ void copy_scales(
+    BlockScales& to, const float* w_scales, int first_line, int count, int lines, int N) {
+  for (int line = threadIdx.x; line < count; line += MULTIPLIERS)
+#pragma unroll
+    for (int g = 0; g < ROW_GROUPS; ++g)
+#pragma unroll
+      for (int half = 0; half < HALVES; ++half) {
+        int row = min(blockIdx.z * BLOCK_N + g * 64, N - 1);
+        long long block = (GATED ? (row + half * N) / 2 : row) / 128;
+        const float* from = w_scales + block * lines + first_line + line;
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&to.of[g][half][line])), "l"(from)
+                     : "memory");
+      }
+}
 
 // GROUP: x_scales is [K / 128, x_stride], w_scales [N / 128, K / 128]. Else they are [x_stride] and [N]. x_stride is a
 // multiple of M_MAX.
@@ -53,6 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
   __shared__ Ring ring;
   __shared__ Barrier received;
   __shared__ __align__(16) float row_scales[GROUP ? 4 : M_MAX];  // of x
+  __shared__ BlockScales block_scales;
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int first = blockIdx.y * M_MAX;  // of x
   int steps = K / BLOCK_K, begin = steps * split / SPLIT, count = steps * (split + 1) / SPLIT - begin;
@@ -78,6 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
     }
   };
 
+  if (GROUP && thread < MULTIPLIERS)
+    copy_scales(block_scales, w_scales, begin * LINES, count * LINES, K / LINE, N);
   open(ring, received, x_map, count, load_weight);
   wait_for_predecessor();
   start_successor();
@@ -90,24 +105,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
   if (!GROUP && thread < M_MAX) row_scales[thread] = x_scales[first + thread];
 
   int group = (warp >> 2) % ROW_GROUPS, part = (warp >> 2) / ROW_GROUPS;  // rows of the weight, lines of a stage
-  int row = min(blockIdx.z * BLOCK_N + group * 64, N - 1), lines = K / LINE;
-  BlockScales low{w_scales + (long long)((GATED ? row / 2 : row) / 128) * lines + begin * LINES, count * LINES};
-  BlockScales high{w_scales + (long long)((row + N) / 2 / 128) * lines + begin * LINES, count * LINES};
-  if (GROUP) low.fetch(0);
-  if (GROUP && GATED) high.fetch(0);
+  const float* low = block_scales.of[group][0] + part * PART_LINES;
+  const float* high = block_scales.of[group][HALVES - 1] + part * PART_LINES;
+  // Addresses in the ring's first stage; those of descriptors are the same in all lanes.
+  const unsigned char* scales = memory + S_AT + part * PART_LINES * S_LINE + (lane & 3) * 8;
   unsigned fulls = shared_address(ring.full), empties = shared_address(ring.empty);
   unsigned x = (unsigned)descriptor(shared_address(memory) + part * PART_LINES * X_LINE);
   unsigned w = (unsigned)descriptor(shared_address(memory) + W_AT + part * PART_LINES * W_LINE + group * 64 * LINE);
+  x = __shfl_sync(~0u, x, 0), w = __shfl_sync(~0u, w, 0);
   constexpr unsigned long long HIGH = 1ull << 62 | 64ull << 32;  // half of a descriptor
   float total[TILES][4] = {};
+  if (GROUP) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");
+  }
   for (int step = 0, slot = 0, parity = 0; step < count; ++step) {
     wait(fulls + slot * 8, parity);
-    if (GROUP && step * LINES % 32 == 0) {
-      low.advance(step * LINES);
-      if (GATED) high.advance(step * LINES);
-    }
-    unsigned at = slot * (STAGE / 16);
-    unsigned long long a = HIGH | __shfl_sync(~0u, w + at, 0), b = HIGH | __shfl_sync(~0u, x + at, 0);
+    unsigned long long a = HIGH | (w + slot * (STAGE / 16)), b = HIGH | (x + slot * (STAGE / 16));
     float acc[PART_LINES][TILES][4];
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -121,19 +135,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
 #pragma unroll
     for (int l = 0; l < PART_LINES; ++l) {
       bool last = l + 1 == PART_LINES;
-      int at = part * PART_LINES + l;
-      float low_scale = GROUP ? low.at(step * LINES + at) : 1.f, high_scale = GROUP && GATED ? high.at(step * LINES + at) : low_scale;
-      const float* scales = (const float*)(memory + slot * STAGE + S_AT + at * S_LINE) + (lane & 3) * 2;
+      float low_scale = GROUP ? low[step * LINES + l] : 1.f;
+      float high_scale = GROUP && GATED ? high[step * LINES + l] : low_scale;
+      auto scales_of = [&](int t) {
+        return GROUP ? *(const Vec2*)(scales + slot * STAGE + l * S_LINE + t * 32) : Vec2{1.f, 1.f};
+      };
+      Vec2 fetched[AHEAD_OF_PRODUCTS ? TILES : 1];
+      if (AHEAD_OF_PRODUCTS)
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) fetched[AHEAD_OF_PRODUCTS ? t : 0] = scales_of(t);
       if (last) wait_products<0>();
       else wait_products<1>();
-      if (!GROUP && last) arrive(empties + slot * 8, lane == 0);
+      if (last && (!GROUP || AHEAD_OF_PRODUCTS)) arrive(empties + slot * 8, lane == 0);
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
-        Vec2 of_x = GROUP ? *(const Vec2*)(scales + t * 8) : Vec2{1.f, 1.f};
+        Vec2 of_x = AHEAD_OF_PRODUCTS ? fetched[AHEAD_OF_PRODUCTS ? t : 0] : scales_of(t);
         total[t][0] += of_x.x * low_scale * acc[l][t][0], total[t][1] += of_x.y * low_scale * acc[l][t][1];
         total[t][2] += of_x.x * high_scale * acc[l][t][2], total[t][3] += of_x.y * high_scale * acc[l][t][3];
       }
-      if (GROUP && last) arrive(empties + slot * 8, lane == 0);
+      if (last && GROUP && !AHEAD_OF_PRODUCTS) arrive(empties + slot * 8, lane == 0);
     }
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
