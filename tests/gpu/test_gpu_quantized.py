@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from minisgl import LLM, SamplingParams
 from minisgl.kernel.base import Norm, Ops
+from minisgl.kernel.gemv_division import gemv_divisions
 from minisgl.kernel.torch_ops import TorchOps
+from minisgl.quantization.gpu_layout import pack_levels
 from minisgl.quantization.levels import MIDDLE, LevelFormat, Levels
 from minisgl.quantization.rounding import (
     INT4_FORMAT,
@@ -103,13 +105,36 @@ def test_products_multiply_the_values(ops: Ops, form: LevelFormat, dtype: torch.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", [LevelFormat("int4", 128, True), INT4_FORMAT], ids=str)
 def test_sums_of_x_are_subtracted_exactly(ops: Ops, form: LevelFormat, dtype: torch.dtype) -> None:
-    """skinny_int4_gemm.cu multiplies levels that are larger by 128, where the mean of x is far from zero, too."""
+    """Kernels of few rows subtract multiples of the sum of x, also where the mean of x is far from zero."""
     torch.manual_seed(0)
     levels = random_levels(form, 4096, 2048)
     weight, wide = ops.bind_levels(levels, dtype, gated=False), levels.values().double()
     for rows in (1, 3, 16):
         x = (torch.randn(rows, 2048, device="cuda") + 8).to(dtype)
         assert error(weight.linear(x), x.double() @ wide.T) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("form", [LevelFormat("int4", 128, True), INT4_FORMAT, LevelFormat("fp8")], ids=str)
+def test_a_lone_row_by_other_divisions(ops: Ops, form: LevelFormat) -> None:
+    """Tiles that end beyond the weight, several tiles of a block, clusters, and warps without columns."""
+    from minisgl.kernel.compile import Compiler
+    from minisgl.kernel.quantized_gemm import QuantizedGemm
+
+    torch.manual_seed(0)
+    reference, gemm, width, size = TorchOps(), QuantizedGemm(Compiler(torch.device("cuda", 0))), 13328, 768
+    levels = random_levels(form, width, size)
+    plain, gated = (pack_levels(levels, torch.bfloat16, gated=gated) for gated in (False, True))
+    wide, norm = levels.values().double(), Norm(torch.randn(size, device="cuda").bfloat16(), 1e-6)
+    wide_norm = Norm(norm.weight.double(), norm.eps)
+    x, residual = (torch.randn(1, columns, device="cuda").bfloat16() for columns in (size, width))
+    x[:, 7] *= 300
+    want = reference.linear(x.double(), wide, None, residual.double())
+    activated = reference.norm_gated_linear(x.double(), wide_norm, wide, activation="silu")
+    for division in list(gemv_divisions(form.kind, width, size, form.group, 132))[::31]:
+        y = gemm.product(x, plain, None, residual, division=division)
+        assert error(y, want) < TOLERANCE[torch.bfloat16], division
+        y = gemm.product(x, gated, norm=norm, gate="silu", division=division)
+        assert error(y, activated) < 9e-3, division  # of three roundings
 
 
 def test_columns_in_another_order(ops: Ops) -> None:

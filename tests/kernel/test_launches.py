@@ -289,7 +289,7 @@ def run_quantized() -> None:
             levels = Levels.empty(form, torch.Size((512, 256)), CPU)
             levels.scales.zero_()
             weight = ops.bind_levels(levels, dtype, gated=gated)
-            for rows in (1, 60) if form.rounds_x else (1, 60, 130, 300):
+            for rows in (1, 60) if form.rounds_x else (1, 2, 60, 130, 300):
                 x, residual = torch.zeros(rows, 256, dtype=dtype), torch.zeros(rows, 512, dtype=dtype)
                 weight.linear(x, bias, residual)
                 weight.norm_linear(x, norm, out=residual)

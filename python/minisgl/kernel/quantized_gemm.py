@@ -1,4 +1,7 @@
-"""Products with packed quantized weights on csrc/quantized_gemm.cu (Hopper), and their values for many rows."""
+"""Products with packed quantized weights on Hopper, and their values for many rows.
+
+csrc/quantized_gemm.cu multiplies, few rows of int4 skinny_int4_gemm.cu, a lone row of int4 or FP8 quantized_gemv.cu.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from torch import Tensor
 
 from minisgl.kernel.base import Activation, Norm
 from minisgl.kernel.compile import Compiler, tensor_map
+from minisgl.kernel.gemv_division import GemvDivision, divide_gemv
 from minisgl.kernel.quantized_division import Division, divide_quantized, quantized_stage_bytes, sums_bytes
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.quantization.gpu_layout import CHUNK, PackedLevels
@@ -19,6 +23,7 @@ MOST_ROWS = 384
 _MIN_BLOCK_K = 64  # columns of a stage
 _MAX_VALUES_WIDTH = 1 << 16  # rows of a weight whose values there is room for, beside the model
 _VALUES_CHUNKS = 4  # of a block, as in dequantize.cu
+_ALL_SHARED = 228 << 10  # of a multiprocessor: attention's blocks have room beside those of quantized_gemv.cu
 _WEIGHTS: dict[Kind, str] = {"fp8": "E4M3", "int8": "INT8", "int4": "INT4"}
 _GROUPS: dict[Kind, tuple[int, ...]] = {"fp8": (0, 128), "int8": (0,), "int4": (32, 64, 128)}
 
@@ -30,7 +35,7 @@ class _Kernel(NamedTuple):
     gate: Activation | None
     gated: bool
     offsets: bool
-    division: Division | None = None
+    division: Division | GemvDivision | None = None
     norm: bool = False
 
 
@@ -45,7 +50,7 @@ class QuantizedGemm:
         gate: Activation | None = "silu" if weight.gated else None
         divisions = {
             self.division(weight, rows, before_attention=before_attention)
-            for rows in (8, 16, 32, 64, 128, 256, MOST_ROWS)
+            for rows in (1, 8, 16, 32, 64, 128, 256, MOST_ROWS)
             for before_attention in {False, not weight.gated}
         }
         specs = [
@@ -84,7 +89,7 @@ class QuantizedGemm:
         gate: Activation | None = None,
         before_attention: bool = False,
         out: Tensor | None = None,
-        division: Division | None = None,
+        division: Division | GemvDivision | None = None,
     ) -> Tensor:
         """[M, N], or [M, N / 2] with the activation of a `gate`; see Ops.linear and norm_gated_linear.
 
@@ -98,32 +103,27 @@ class QuantizedGemm:
             division = self.division(weight, rows, before_attention=before_attention)
         kind = _kernel_of(weight, x.dtype, gate, division, norm=norm is not None)
         kernel = self._compiler.kernel(_product_spec, kind)
-        scaling: dict[str, object] = {"row_scales": weight.row_scales}
-        if division.skinny:
-            scaling = {"norm": None, "eps": 0.0} if norm is None else {"norm": norm.weight, "eps": norm.eps}
-        kernel(
-            (1, -(-rows // division.max_rows), -(-width // division.block_n)),
-            division.threads,
-            x_map=tensor_map(x, division.max_rows, 64),
-            weight=weight.words,
-            scales=weight.group_scales,
-            **scaling,
-            bias=bias,
-            residual=residual,
-            out=out,
-            M=rows,
-            N=width,
-            K=size,
-            cluster=division.split,
-        )
+        shared: dict[str, object] = {"weight": weight.words, "scales": weight.group_scales, "bias": bias}
+        shared |= {"residual": residual, "out": out, "N": width, "K": size, "cluster": division.split}
+        late: dict[str, object] = {"norm": None, "eps": 0.0} if norm is None else {"norm": norm.weight, "eps": norm.eps}
+        if isinstance(division, GemvDivision):
+            kernel((1, division.clusters), division.threads, x=x, row_scales=weight.row_scales, **late, **shared)
+            return out
+        grid = 1, -(-rows // division.max_rows), -(-width // division.block_n)
+        scaling = late if division.skinny else {"row_scales": weight.row_scales}
+        kernel(grid, division.threads, x_map=tensor_map(x, division.max_rows, 64), M=rows, **scaling, **shared)
         return out
 
     def norms(self, x: Tensor, weight: PackedLevels, norm: Norm) -> bool:
         """Return True if the product norms x itself."""
         return _norms(x.dtype, norm.weight.dtype, self.division(weight, len(x)))
 
-    def division(self, weight: PackedLevels, rows: int, *, before_attention: bool = False) -> Division:
-        """Divide a product of so many rows; see `divide_quantized`."""
+    def division(self, weight: PackedLevels, rows: int, *, before_attention: bool = False) -> Division | GemvDivision:
+        """Divide a product of so many rows; see `divide_gemv` and `divide_quantized`."""
+        if rows == 1:
+            gemv = divide_gemv(weight.kind, weight.width, weight.size, weight.group, self._compiler.num_sms)
+            if gemv is not None:
+                return gemv
         return divide_quantized(
             weight.kind,
             rows,
@@ -154,16 +154,17 @@ class QuantizedGemm:
         return out
 
 
-def _norms(dtype: torch.dtype, norm_dtype: torch.dtype, division: Division) -> bool:
+def _norms(dtype: torch.dtype, norm_dtype: torch.dtype, division: Division | GemvDivision) -> bool:
     """Return True if a kernel norms x itself: late, as skinny_gemm.cu does, for which float16 has no room."""
-    return division.skinny and dtype == norm_dtype == torch.bfloat16
+    late = isinstance(division, GemvDivision) or division.skinny
+    return late and dtype == norm_dtype == torch.bfloat16
 
 
 def _kernel_of(
     weight: PackedLevels,
     dtype: torch.dtype,
     gate: Activation | None = None,
-    division: Division | None = None,
+    division: Division | GemvDivision | None = None,
     *,
     norm: bool = False,
 ) -> _Kernel:
@@ -189,6 +190,8 @@ def _product_spec(kind: _Kernel) -> KernelSpec:
     division = kind.division
     assert division is not None
     macros: Macros = {**_macros(kind), **division.macros, "NORM": int(kind.norm)}
+    if isinstance(division, GemvDivision):
+        return KernelSpec("quantized_gemv.cu", "quantized_gemv", macros, division.shared_bytes, _ALL_SHARED)
     ring = division.stages * quantized_stage_bytes(kind.kind, kind.group, division)
     shared_bytes = max(ring, sums_bytes(division))
     name = "skinny_int4_gemm" if division.skinny else "quantized_gemm"

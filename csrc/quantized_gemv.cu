@@ -1,0 +1,333 @@
+// Product of a lone row with a quantized weight on Hopper: y [N] = x [K] @ weight [N, K]^T.
+//
+// A block has a multiprocessor to itself. Of smaller ones two would begin on one multiprocessor and none on another
+// wherever the kernel before has not ended, and those that share one end late. A block computes ROWS rows of the
+// weight at a time, tile by tile; in a cluster of SPLIT blocks each takes a part of K. A block's warps take turns at
+// the slices of K. Each has a ring of STAGES slices of the weight in shared memory, which it fills itself, and meets
+// the others only at a tile's end, to add up their sums: meanwhile the next tile's weights arrive. Its slices of x are
+// the same for all tiles: they lie in shared memory.
+//
+// INT4: values that are decoded take more instructions than reading the levels takes time, so levels are multiplied as
+// they are, as whole numbers of 8 bits: two words of a lane become the left operand of m16n8k32 by four LOP3 and two
+// shifts. x is rounded to 15 bits, for the largest value of each slice, and is two columns of the right operand: the
+// high bytes and the low ones. So a group's sums are exact, and so is the sum of its x, a product with a left operand
+// of ones, of which the zero point is a multiple. They are scaled by group in float32.
+//
+// E4M3: values are placed in T's bits (quantized.cuh), too small by a power of two, which is multiplied into the sums.
+// In bf16 x is multiplied by X_UNIT, so that products do not become subnormal.
+//
+// For example, with K = 5120 and N = 10240 (40 slices), WARPS 8 and blocks of 80 rows, warp 3 has slices 3, 11, 19, 27
+// and 35 of each tile. In slice 3 it multiplies columns 384 to 511.
+//
+// NORM: x is RMS-normed: multiplied by the norm's weight as it is read, and by its scale in the end.
+// GATED: y [N / 2] = activation(gate) * up. Of each 16 rows of the weight the first 8 are gates.
+// K is a multiple of 128, N of 16; SLICES: of a warp, at most. T is bf16 or f16.
+#include "hopper.cuh"
+#include "mma.cuh"
+#include "quantized.cuh"
+
+constexpr int THREADS = WARPS * 32;
+constexpr int ROWS = ROW_BLOCKS * 16;
+constexpr int OUTPUTS = GATED ? ROWS / 2 : ROWS;
+constexpr int OWN = OUTPUTS / SPLIT;              // columns of y that a block of a cluster ends
+constexpr int SLICE = 128;                        // columns of K
+constexpr int GROUPS = GROUP ? SLICE / GROUP : 0;  // of a slice
+constexpr int CHUNKS = SLICE / CHUNK_K;
+constexpr int PART = ROW_BLOCKS * 512;            // bytes of a tile's rows of a chunk
+constexpr int LEVELS = PART * CHUNKS;
+constexpr int SCALES = ROW_BLOCKS * 64;           // bytes of a group's scales
+constexpr int STAGE = LEVELS + SCALES * GROUPS;
+constexpr int PIECES = (ROW_BLOCKS + 6) / 4;      // of a tile, which lie in different 64 rows of the weight
+constexpr int PARTS = CHUNKS + GROUPS;            // copies of a piece
+constexpr int BATCH = SLICES < 16 ? SLICES : 16;  // slices of x that are loaded at a time
+constexpr int SUMS = (ROWS + 1 + 3) / 4 * 4;      // of a warp: of the rows, then of the squares of x
+constexpr int APART = WEIGHT == INT4 ? 16 : 8;    // columns from a lane's first pair of x to its second one
+constexpr unsigned X_UNIT = Is<T>::bf16 ? 0x5d805d80 : 0x3c003c00;  // twice: 2^60 or 1
+constexpr float SUM_UNIT = WEIGHT == INT4 ? 1.f : Is<T>::bf16 ? 0x1p60f : 0x1p8f;
+static_assert((WEIGHT == INT4 || WEIGHT == E4M3) && (!GROUP || GROUP >= 32) && PIECES * PARTS <= 32 && OWN <= THREADS);
+
+extern __shared__ __align__(128) unsigned char memory[];  // the warps' rings, their sums, slices of x and their units
+
+// c [16, 8] += a [16, 32] @ b [32, 8], bytes, those of a unsigned. The matrices lie in the lanes as those of `mma` do,
+// but that a register has four neighbouring values of a or b.
+__device__ __forceinline__ void mma_bytes(
+    int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, const uint2& b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
+}
+
+// The larger one of each half.
+__device__ __forceinline__ unsigned larger(unsigned a, unsigned b) {
+  unsigned c;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
+// Four values of x as whole numbers of 15 bits, 256 * high + low, in units that the warp's largest value determines.
+struct Bytes {
+  unsigned high, low;  // four signed bytes each: of the pairs' first values, then of their second ones
+  float unit;
+
+  __device__ __forceinline__ explicit Bytes(const unsigned (&pairs)[2]) {
+    unsigned both = larger(pairs[0] & 0x7fff7fff, pairs[1] & 0x7fff7fff);
+    float largest = low_of(__reduce_max_sync(0xffffffff, max(both & 0xffff, both >> 16)));
+    int exponent = max((int)(__float_as_uint(largest) >> 23), 14);  // so that the scale is finite
+    float scale = __uint_as_float((267 - exponent) << 23);          // the largest value becomes less than 2^14
+    unit = __uint_as_float((exponent - 13) << 23) + largest * 0.f;  // not a number if a value is infinite or none
+    // In float32 a whole number lies behind 1.5 * 2^23; 128 more carry the sign of the low byte to the high one.
+    unsigned v[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      v[i] = __float_as_uint(fmaf(low_of(pairs[i]), scale, 0x1.8p23f + 128));
+      v[i + 2] = __float_as_uint(fmaf(high_of(pairs[i]), scale, 0x1.8p23f + 128));
+    }
+    unsigned first = __byte_perm(v[0], v[1], 0x5140), second = __byte_perm(v[2], v[3], 0x5140);
+    high = __byte_perm(first, second, 0x7632), low = __byte_perm(first, second, 0x5410) ^ 0x80808080;
+  }
+};
+
+// Store a lane's pairs of a slice of x as `multiply_slice` reads them. INT4: by step of 32 columns, lane % 4, high and
+// low bytes, and half of the columns. E4M3: by lane % 4 and step of 16 columns.
+__device__ __forceinline__ void store_slice(unsigned char* slice, float* unit, unsigned (&pairs)[2]) {
+  int lane = threadIdx.x & 31;
+  if constexpr (WEIGHT == INT4) {
+    Bytes rounded_x(pairs);
+    if (lane == 0) *unit = rounded_x.unit;
+    unsigned* words = (unsigned*)slice + (lane >> 1) * 4 + (lane & 1);
+    words[0] = rounded_x.high, words[2] = rounded_x.low;
+  } else {
+    *(uint2*)(slice + (lane & 3) * 64 + (lane >> 2) * 8) =
+        make_uint2(multiply(pairs[0], X_UNIT), multiply(pairs[1], X_UNIT));
+  }
+}
+
+#if WEIGHT == INT4
+// Multiply a tile's rows by a slice of x, at `slice`. Lanes 0, 4, 8, ... get the sums of rows lane / 4 and lane / 4 + 8
+// of each 16; what the others get is of no use.
+__device__ __forceinline__ void multiply_slice(
+    float (&total)[ROW_BLOCKS][4], const unsigned char* slice, const float* units, const unsigned char* stage) {
+  int lane = threadIdx.x & 31;
+  float unit = *units;
+  uint2 b[SLICE / 32];
+#pragma unroll
+  for (int j = 0; j < SLICE / 32; ++j)
+    b[j] = *(const uint2*)(slice + j * 64 + (lane & 3) * 16 + (lane >> 2 & 1) * 8);
+  int x_sums[GROUPS];
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g) {
+    int sums[4] = {};
+#pragma unroll
+    for (int j = g * (GROUP / 32); j < (g + 1) * (GROUP / 32); ++j)
+      mma_bytes(sums, 0x01010101, 0x01010101, 0x01010101, 0x01010101, b[j]);
+    x_sums[g] = sums[0] * 256 + sums[1];
+  }
+#pragma unroll
+  for (int r = 0; r < ROW_BLOCKS; ++r) {
+    uint4 chunk[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) chunk[c] = *(const uint4*)(stage + c * PART + r * 512 + lane * 16);
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+      int sums[4] = {};
+#pragma unroll
+      for (int j = g * (GROUP / 32); j < (g + 1) * (GROUP / 32); ++j) {
+        unsigned row = j % 2 ? chunk[j / 2].z : chunk[j / 2].x, other = j % 2 ? chunk[j / 2].w : chunk[j / 2].y;
+        mma_bytes(
+            sums, row & 0x0f0f0f0f, other & 0x0f0f0f0f, row >> 4 & 0x0f0f0f0f, other >> 4 & 0x0f0f0f0f, b[j]);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        unsigned word = *(const unsigned*)(stage + LEVELS + g * SCALES + r * 64 + h * 32 + (lane >> 2) * 4);
+        int sum = sums[h * 2] * 256 + sums[h * 2 + 1];
+        if (OFFSETS)  // (level - 8) * scale + offset
+          total[r][h * 2] += unit * (low_of(word) * (sum - 8 * x_sums[g]) + high_of(word) * x_sums[g]);
+        else
+          total[r][h * 2] += Scale{word}.factor() * unit * (sum - (int)(word & 0xff) * x_sums[g]);
+      }
+    }
+  }
+}
+#else
+// Multiply a tile's rows by a slice of x, all columns of the right operand being x: all lanes get sums of use.
+__device__ __forceinline__ void multiply_slice(
+    float (&total)[ROW_BLOCKS][4], const unsigned char* slice, const float*, const unsigned char* stage) {
+  int lane = threadIdx.x & 31;
+  uint4 b[CHUNKS];
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) b[c] = *(const uint4*)(slice + (lane & 3) * 64 + c * 16);
+#pragma unroll
+  for (int r = 0; r < ROW_BLOCKS; ++r) {
+    float sums[4] = {};
+    float (&to)[4] = GROUP ? sums : total[r];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      uint4 words = *(const uint4*)(stage + c * PART + r * 512 + lane * 16);
+      mma(to, place_e4m3(words.x, 0), place_e4m3(words.y, 0), place_e4m3(words.x, 1), place_e4m3(words.y, 1),
+          b[c].x, b[c].y);
+      mma(to, place_e4m3(words.z, 0), place_e4m3(words.w, 0), place_e4m3(words.z, 1), place_e4m3(words.w, 1),
+          b[c].z, b[c].w);
+    }
+    if (GROUP)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        total[r][h * 2] +=
+            sums[h * 2] * *(const float*)(stage + LEVELS + r * 64 + h * 32 + (lane >> 2) * 4);
+  }
+}
+#endif
+
+// What lies at the same place in another block of the cluster.
+__device__ __forceinline__ float read_from(int block, const float* p) {
+  float v;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address_in(block, p)) : "memory");
+  return v;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_gemv(
+    const T* x, const unsigned* weight, const unsigned* scales, OPTIONAL const float* row_scales,
+    OPTIONAL const T* norm, float eps, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int N, int K) {
+  __shared__ Barrier full[WARPS][STAGES];
+  __shared__ float sent[SPLIT > 1 ? SUMS : 1];
+  int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  int slices = K / SLICE, begin = slices * split / SPLIT + warp, end = slices * (split + 1) / SPLIT;
+  int count = max((end - begin + WARPS - 1) / WARPS, 0);  // of this warp's slices
+  int tiles = (N + ROWS - 1) / ROWS, first_tile = blockIdx.y, stride = gridDim.y;
+  int steps = count * ((tiles - first_tile + stride - 1) / stride);
+  unsigned char* ring = memory + warp * STAGES * STAGE;
+  float* all_sums = (float*)(memory + WARPS * STAGES * STAGE);
+  float* own_sums = all_sums + warp * SUMS;
+  unsigned char* all_x = (unsigned char*)(all_sums + WARPS * SUMS);
+  unsigned char* own_x = all_x + warp * SLICES * SLICE * 2;
+  float* units = (float*)(all_x + WARPS * SLICES * SLICE * 2) + warp * SLICES;
+
+  // A lane asks for a part of each stage: 16 to 64 neighbouring rows of a chunk, or of the scales of a group.
+  int load_tile = first_tile, load_slice = 0, to = 0, bytes = 0;
+  const unsigned char* from = nullptr;
+  int piece = lane / PARTS, part = lane % PARTS;
+  bool levels = part < CHUNKS;
+  int pitch = levels ? CHUNKS * CHUNK : GROUPS * 256;  // bytes from a slice of 64 rows to the next one
+  auto load = [&](int slot) {
+    if (load_slice == 0) {
+      int first = load_tile * ROW_BLOCKS, aligned = (first / 4 + piece) * 4;  // in units of 16 rows
+      int low = max(first, aligned), blocks = min(first + ROW_BLOCKS, aligned + 4) - low;
+      int row_bytes = levels ? 512 : 64;
+      long long line = min(aligned / 4, (N + 63) / 64 - 1);  // of 64 rows; beyond the weight: any
+      from = (const unsigned char*)(levels ? weight : scales) + (line * slices + begin) * pitch;
+      from += (levels ? part * CHUNK : (part - CHUNKS) * 256) + low % 4 * row_bytes;
+      to = (levels ? part * PART : LEVELS + (part - CHUNKS) * SCALES) + (low - first) * row_bytes;
+      bytes = blocks * row_bytes;
+    }
+    Barrier* barrier = &full[warp][slot];
+    if (lane == 0) expect(barrier, STAGE);
+    if (piece < PIECES && bytes > 0) copy_bytes(ring + slot * STAGE + to, from, bytes, barrier);
+    from += WARPS * pitch;
+    if (++load_slice == count) load_slice = 0, load_tile += stride;
+  };
+
+  if (lane == 0) {
+    for (int s = 0; s < STAGES; ++s) init(&full[warp][s], 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  for (int s = 0; s < min(STAGES, steps); ++s) load(s);
+
+  // A lane's four columns of a slice: those of a word of the weight (quantized.cuh).
+  int column = begin * SLICE;
+  if (WEIGHT == INT4) column += (lane >> 3) * 32 + (lane & 1) * 8 + (lane >> 1 & 3) * 2;
+  else column += (lane >> 2) * 16 + (lane & 3) * 2;
+  unsigned pairs[BATCH][2], norms[BATCH][2];
+  auto load_batch = [&](unsigned (&to)[BATCH][2], const T* from, int first) {
+#pragma unroll
+    for (int k = 0; k < BATCH; ++k)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        to[k][i] = *(const unsigned*)(from + column + min(first + k, count - 1) * (WARPS * SLICE) + i * APART);
+  };
+  if (NORM && count > 0) load_batch(norms, norm, 0);
+  wait_for_predecessor();
+  start_successor();
+  float square = 0.f;
+  for (int first = 0; first < count; first += BATCH) {
+    load_batch(pairs, x, first);
+    if (NORM && first > 0) load_batch(norms, norm, first);
+#pragma unroll
+    for (int k = 0; k < BATCH; ++k) {
+      int slice = min(first + k, count - 1);
+      if (NORM)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          square += first + k < count ? sum_squares(pairs[k][i]) : 0.f;
+          pairs[k][i] = multiply(pairs[k][i], norms[k][i]);
+        }
+      store_slice(own_x + slice * SLICE * 2, units + slice, pairs[k]);
+    }
+  }
+  if (NORM) square = warp_sum(square);
+  __syncwarp();
+
+  int slot = 0, parity = 0, step = 0;
+  for (int tile = first_tile; tile < tiles; tile += stride) {
+    int width = GATED ? N / 2 : N, at = split * OWN + thread, n = tile * OUTPUTS + at;  // the thread's column of y
+    bool ends = thread < OWN && n < width;
+    // What the end needs from memory is on its way meanwhile.
+    T before = {}, biases[2] = {};
+    float factors[2] = {1.f, 1.f};
+    if (ends && residual) before = residual[n];
+#pragma unroll
+    for (int h = 0; h < (GATED ? 2 : 1); ++h) {
+      if (ends && row_scales) factors[h] = row_scales[n + h * width];
+      if (ends && bias) biases[h] = bias[n + h * width];
+    }
+    float total[ROW_BLOCKS][4] = {};
+    for (int slice = 0; slice < count; ++slice, ++step) {
+      wait(&full[warp][slot], parity);
+      multiply_slice(total, own_x + slice * SLICE * 2, units + slice, ring + slot * STAGE);
+      __syncwarp();
+      if (step + STAGES < steps) load(slot);
+      if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if ((lane & 3) == 0) own_sums[r * 16 + h * 8 + (lane >> 2)] = total[r][h * 2];
+    if (NORM && lane == 0) own_sums[ROWS] = square;
+    __syncthreads();
+    auto add_warps = [&](int row) {
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) sum += all_sums[w * SUMS + row];
+      return sum;
+    };
+    if (SPLIT > 1) {
+      if (thread <= ROWS) sent[SPLIT > 1 ? thread : 0] = add_warps(thread);
+      __syncwarp();
+      arrive_at_cluster(), wait_for_cluster();
+    }
+    auto sum_of = [&](int row) {
+      if (SPLIT == 1) return add_warps(row);
+      float sum = 0.f;
+#pragma unroll
+      for (int s = 0; s < SPLIT; ++s) sum += read_from(s, sent + (SPLIT > 1 ? row : 0));
+      return sum;
+    };
+    if (ends) {
+      float scale = NORM ? SUM_UNIT * rsqrtf(sum_of(ROWS) / K + eps) : SUM_UNIT;
+      int row = GATED ? at / 8 * 16 + at % 8 : at;
+      float y = sum_of(row) * scale * factors[0] + to_float(biases[0]);
+      if (GATED) {
+        float up = rounded(sum_of(row + 8) * scale * factors[1] + to_float(biases[1]));
+        y = rounded(activation(rounded(y))) * up;
+      }
+      if (residual) y = rounded(y) + to_float(before);
+      out[n] = from_float<T>(y);
+    }
+    // Sums stay until all have read them: the block's warps, and the other blocks of the cluster.
+    __syncwarp();
+    if (SPLIT > 1) meet_cluster();
+    else if (tile + stride < tiles)
+      __syncthreads();
+  }
+}
