@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -116,7 +117,7 @@ class Engine:
             return estimate(weight_bytes, parts.model.layer_weights * len(model.layers), parts.attending)
         with phase("measure a step's time"):
             return measure(
-                self._run,
+                self._device_seconds,
                 num_pages=self.num_pages,
                 page_size=self.page_size,
                 num_slots=self.num_slots,
@@ -159,10 +160,19 @@ class Engine:
 
         return result
 
-    def _run(self, batch: Batch) -> None:
-        """Run a whole step."""
-        self.forward(batch)
-        self.sample(batch)()
+    def _device_seconds(self, batches: Sequence[Batch]) -> list[float]:
+        """Return the seconds of each step on a GPU; all are launched before the first is waited for."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]  # type: ignore[no-untyped-call]
+        self._queue.launch(events[0].record)
+        pending = []
+        for batch, event in zip(batches, events[1:], strict=True):
+            self.forward(batch)
+            pending.append(self.sample(batch))
+            self._queue.launch(event.record)
+        for wait in pending:
+            wait()
+        events[-1].synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(events)]
 
     def _forward(self, batch: Batch) -> ForwardOutput:
         self._runner.apply(batch)

@@ -6,7 +6,6 @@ All ranks of a group run the same ones.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,7 +14,7 @@ from minisgl.attention.base import AttentionSpec
 from minisgl.core import Batch, Int32Array, NewRow, SamplingParams
 from minisgl.step_cost import StepCost
 
-SMALL_CHUNK, LARGE_CHUNK = 256, 1024  # tokens between which a prompt's seconds are a line
+SMALL_CHUNK, LARGE_CHUNK = 256, 2048  # tokens between which a prompt's seconds are a line
 LONG_CONTEXT = 8192  # tokens before a chunk
 DECODES, DECODE_CONTEXT = 32, 2048  # rows, tokens before each
 RUNS = 3  # of each step; the fastest counts
@@ -41,7 +40,7 @@ def estimate(weight_bytes: int, weights_per_token: int, specs: Sequence[Attentio
 
 
 def measure(
-    run: Callable[[Batch], object],
+    seconds_of: Callable[[Sequence[Batch]], Sequence[float]],
     *,
     num_pages: int,
     page_size: int,
@@ -49,23 +48,20 @@ def measure(
     vocab_size: int,
     max_seq_len: int,
     max_prefill_tokens: int,
-    clock: Callable[[], float] = time.perf_counter,
     num_window_pages: int | None = None,
 ) -> StepCost | None:
-    """Return the coefficients from fifteen steps of `run`, which waits for their end. None: too small an engine.
+    """Return the coefficients from some steps, None if the engine is too small for them.
 
-    `num_window_pages`: of a windowed group, if there is one.
+    `seconds_of` returns the device's seconds for steps that are launched one behind the other. `num_window_pages`: of a
+    windowed group, if there is one.
     """
     pools = (num_pages,) if num_window_pages is None else (num_pages, num_window_pages)
 
     random = np.random.default_rng(0)
 
-    def seconds(rows: int, start_pos: int, query_len: int) -> float:
+    def plan(rows: int, start_pos: int, query_len: int) -> Batch:
         token_ids = random.integers(vocab_size, size=(rows, start_pos + query_len), dtype=np.int32)
-        batch = _batch(token_ids, start_pos, pools, page_size)
-        begin = clock()
-        run(batch)
-        return clock() - begin
+        return _batch(token_ids, start_pos, pools, page_size)
 
     large = min(LARGE_CHUNK, max_prefill_tokens, max_seq_len - 1)
     small = min(SMALL_CHUNK, large // 2)
@@ -73,19 +69,21 @@ def measure(
     rows, context = min(DECODES, num_slots), min(DECODE_CONTEXT, max_seq_len - 2)
     if small < 2 or behind < 1 or context < 2:
         return None
-    kinds = (1, 0, small), (1, 0, large), (1, behind, small), (rows, 1, 1), (rows, context, 1)
+    # Behind a long prompt, while which they are launched: a host may take longer for that than the device for a step.
+    series = (
+        (plan(1, 0, large), plan(1, 0, small), plan(rows, 1, 1)),
+        (plan(1, 0, large), plan(1, behind, small), plan(rows, context, 1)),
+    )
     # In rounds, so that what disturbs some steps in a row does not count in all runs of one kind.
-    rounds = [[seconds(*kind) for kind in kinds] for _ in range(RUNS)]
-    short_prompt, long_prompt, later_chunk, decodes, long_decodes = map(min, zip(*rounds, strict=True))
+    rounds = [[seconds for batches in series for seconds in seconds_of(batches)] for _ in range(RUNS)]
+    first, short_prompt, decodes, second, later_chunk, long_decodes = map(min, zip(*rounds, strict=True))
     attended = max((later_chunk - short_prompt) / (small * behind), 0.0)
     # Two points of a line, without what their tokens attend to.
-    first, second = short_prompt - attended * small**2 / 2, long_prompt - attended * large**2 / 2
-    token = max((second - first) / (large - small), NOTHING)
-    fixed = max(first - token * small, 0.0)
-    if fixed > decodes:
-        # Decodes have the fixed part, too. The host took longer to launch the short prompt than the device to compute
-        # it, which steps that overlap do not wait for.
-        fixed, token = decodes, max((second - decodes) / large, NOTHING)
+    short, long = short_prompt - attended * small**2 / 2, min(first, second) - attended * large**2 / 2
+    token = max((long - short) / (large - small), NOTHING)
+    fixed = max(short - token * small, 0.0)
+    if fixed > decodes:  # they have the fixed part, too: the short prompt waited for the host
+        fixed, token = decodes, max((long - decodes) / large, NOTHING)
     return StepCost(
         prefill_token=token,
         prefill_context=attended,
