@@ -94,10 +94,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
   if (GROUP && thread < MULTIPLIERS)
     copy_scales(block_scales, w_scales, begin * LINES, count * LINES, K / LINE, N);
   open(ring, received, x_map, count, load_weight);
-  wait_for_predecessor();
-  start_successor();
+  if (!fills_early()) {
+    wait_for_predecessor();
+    start_successor();
+  }
   if (warp >= MULTIPLIERS / 32) {
-    produce(ring, count, load_weight, load_x);
+    produce<LINES * W_LINE>(ring, count, load_weight, load_x);
     return;
   }
   take_registers();

@@ -28,6 +28,13 @@ __device__ __forceinline__ void wait(unsigned barrier, int parity) {
     asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
                  : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
 }
+// True if the barrier has completed the phase of this parity; does not wait for it.
+__device__ __forceinline__ bool completed(Barrier* barrier, int parity) {
+  unsigned done;
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+               : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+  return done;
+}
 __device__ __forceinline__ void wait(Barrier* barrier, int parity) { wait(shared_address(barrier), parity); }
 
 // The box of a matrix that begins at this column and row; rows beyond the matrix are zeros.

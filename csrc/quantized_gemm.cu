@@ -57,10 +57,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
   };
 
   open(ring, received, x_map, count, load_weight);
-  wait_for_predecessor();
-  start_successor();
+  if (!fills_early()) {
+    wait_for_predecessor();
+    start_successor();
+  }
   if (warp >= MULTIPLIERS / 32) {
-    produce(ring, count, load_weight, load_x);
+    produce<ROW_GROUPS * (W_TILE + S_TILE)>(ring, count, load_weight, load_x);
     return;
   }
   Factors factors(GROUP ? nullptr : row_scales, bias, N);

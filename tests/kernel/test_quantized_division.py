@@ -65,6 +65,8 @@ def test_blocks_of_fp8_with_fp8(group: int) -> None:
         for rows in ROWS:
             division = divide_fp8(rows, width, size, group, 132)
             check(division, fp8_stage_bytes(group, division), rows, size)
+            lines = division.block_k // division.k_parts // 128  # that a warpgroup multiplies at a time
+            assert (1 + lines) * division.max_rows // 2 + 30 <= registers(division), "of sums of all and of each"
 
 
 def test_a_ring_before_attention_leaves_it_an_L1_cache() -> None:
@@ -74,6 +76,17 @@ def test_a_ring_before_attention_leaves_it_an_L1_cache() -> None:
             check(division, fp8_stage_bytes(group, division), rows, 4096)
             division = divide_quantized("fp8", rows, 6144, 4096, group, 132, before_attention=True)
             check(division, quantized_stage_bytes("fp8", group, division), rows, 4096)
+
+
+def test_weights_of_few_rows_are_asked_for_little_by_little() -> None:
+    """By a producer of their own, which products of many rows have where a block is alone on a multiprocessor."""
+    for width, size in SHAPES:
+        for count in ROWS:
+            for division in (
+                divide_fp8(count, width, size, 128, 132),
+                divide_quantized("fp8", count, width, size, 0, 132),
+            ):
+                assert (division.producers > 32) == (count <= 64 or division.blocks == 1)
 
 
 @pytest.mark.parametrize(("rows", "max_rows"), [(64, 64), (128, 128), (256, 128)])

@@ -81,7 +81,8 @@ class Division(NamedTuple):
     block_k: int  # columns of a stage
     stages: int
     blocks: int  # on a multiprocessor
-    # Threads besides the warpgroups. Two warps ask for weights and for x; four also give registers to the others.
+    # Threads besides the warpgroups. Two warps ask for weights, for some of them late (ring.cuh), and for x; four also
+    # give registers to the others.
     producers: int = 32
     k_parts: int = 1  # warpgroups that divide the columns of a stage
     # By skinny_int4_gemm.cu, whose warps have stages of their own: of a multiple of `warps`, or one for each step.
@@ -183,14 +184,14 @@ def divide_quantized(
         whole = TILE if kind == "int4" or block.k_parts > 1 else 32
         if part % whole or (group and block_k % group) or (part > 128 and max_rows == _LARGE_BLOCK):
             return None
-        division = _division(block, max_rows, block_k, shared)
+        division = _division(block, max_rows, block_k, shared, producers=_producers(block, rows))
         stages = ring_bytes(block.blocks, shared) // quantized_stage_bytes(kind, group, division)
         return division._replace(stages=stages) if stages >= _MIN_STAGES else None
 
     def skinny(block: _Block, max_rows: int, block_k: int) -> Division | None:
         if block_k != _SKINNY_COLUMNS:
             return None
-        division = _division(block, max_rows, block_k, 0)._replace(skinny=True)
+        division = _division(block, max_rows, block_k, 0, producers=32)._replace(skinny=True)
         stages = min(ring_bytes(block.blocks) // quantized_stage_bytes(kind, group, division), _MAX_STAGES)
         return division._replace(stages=stages // division.warps * division.warps)
 
@@ -211,10 +212,13 @@ def divide_fp8(
 
     def staged(block: _Block, max_rows: int, block_k: int) -> Division | None:
         part = block_k // block.k_parts
-        if part % _LINE or (part > _LINE and max_rows == _LARGE_BLOCK):
+        large, producers = max_rows == _LARGE_BLOCK, _producers(block, rows)
+        crowded = max_rows == _SOME_ROWS and block.blocks == 3 and producers > 32
+        if part % _LINE or (part > _LINE and (large or crowded)):  # there are not registers for the sums of two lines
             return None
-        crowded = (max_rows, block.row_groups) == (_LARGE_BLOCK, 3)
-        division = _division(block, max_rows, block_k, shared, gives_registers=crowded)
+        if large and block.row_groups == 3:
+            producers = 128
+        division = _division(block, max_rows, block_k, shared, producers=producers)
         stages = ring_bytes(block.blocks, shared) // fp8_stage_bytes(group, division)
         return division._replace(stages=stages) if stages >= (_MIN_STAGES if max_rows <= _FEW_ROWS else 2) else None
 
@@ -228,9 +232,13 @@ def _sm_shared_bytes(rows: int) -> int:
     return SHARED_BEFORE_ATTENTION if rows <= _FEW_ROWS else _SHARED_BEFORE_ATTENTION_OF_SOME
 
 
-def _division(block: _Block, max_rows: int, block_k: int, shared: int, *, gives_registers: bool = False) -> Division:
+def _producers(block: _Block, rows: int) -> int:
+    """Return the threads that fill a ring: of many rows a second warp pays where a block is alone."""
+    return 64 if rows <= _SOME_ROWS or block.blocks == 1 else 32
+
+
+def _division(block: _Block, max_rows: int, block_k: int, shared: int, *, producers: int) -> Division:
     """Return an undivided block whose stages are still to be counted."""
-    producers = 128 if gives_registers else 64 if block.blocks == 1 and max_rows > _FEW_ROWS else 32
     warpgroups = block.row_groups * block.k_parts
     return Division(max_rows, warpgroups, 1, block_k, 0, block.blocks, producers, block.k_parts, sm_shared_bytes=shared)
 
