@@ -44,6 +44,8 @@ constexpr int SUMS = (ROWS + 1 + 3) / 4 * 4;      // of a warp: of the rows, the
 constexpr int APART = WEIGHT == INT4 ? 16 : 8;    // columns from a lane's first pair of x to its second one
 constexpr unsigned X_UNIT = Is<T>::bf16 ? 0x5d805d80 : 0x3c003c00;  // twice: 2^60 or 1
 constexpr float SUM_UNIT = WEIGHT == INT4 ? 1.f : Is<T>::bf16 ? 0x1p60f : 0x1p8f;
+// Of a thread. With 96 a block of decode_attention.cu has room beside eight warps; larger tiles want more.
+constexpr int REGISTERS = ROW_BLOCKS < 5 ? 96 : 128;
 static_assert((WEIGHT == INT4 || WEIGHT == E4M3) && (!GROUP || GROUP >= 32) && PIECES * PARTS <= 32 && OWN <= THREADS);
 
 extern __shared__ __align__(128) unsigned char memory[];  // the warps' rings, their sums, slices of x and their units
@@ -177,18 +179,16 @@ __device__ __forceinline__ void multiply_slice(
 }
 #endif
 
-// What lies at the same place in another block of the cluster.
-__device__ __forceinline__ float read_from(int block, const float* p) {
-  float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address_in(block, p)) : "memory");
-  return v;
+// Store at the same place in another block of the cluster.
+__device__ __forceinline__ void send(int block, float* p, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(block, p)), "f"(v) : "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_gemv(
+extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
     const T* x, const unsigned* weight, const unsigned* scales, OPTIONAL const float* row_scales,
     OPTIONAL const T* norm, float eps, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int N, int K) {
   __shared__ Barrier full[WARPS][STAGES];
-  __shared__ float sent[SPLIT > 1 ? SUMS : 1];
+  __shared__ float received[SPLIT][SPLIT > 1 ? SUMS : 1];  // sums of the cluster's blocks
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int slices = K / SLICE, begin = slices * split / SPLIT + warp, end = slices * (split + 1) / SPLIT;
   int count = max((end - begin + WARPS - 1) / WARPS, 0);  // of this warp's slices
@@ -225,13 +225,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_gemv(
     if (++load_slice == count) load_slice = 0, load_tile += stride;
   };
 
-  if (lane == 0) {
-    for (int s = 0; s < STAGES; ++s) init(&full[warp][s], 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncwarp();
-  for (int s = 0; s < min(STAGES, steps); ++s) load(s);
-
   // A lane's four columns of a slice: those of a word of the weight (quantized.cuh).
   int column = begin * SLICE;
   if (WEIGHT == INT4) column += (lane >> 3) * 32 + (lane & 1) * 8 + (lane >> 1 & 3) * 2;
@@ -244,7 +237,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_gemv(
       for (int i = 0; i < 2; ++i)
         to[k][i] = *(const unsigned*)(from + column + min(first + k, count - 1) * (WARPS * SLICE) + i * APART);
   };
-  if (NORM && count > 0) load_batch(norms, norm, 0);
+  if (NORM && count > 0) load_batch(norms, norm, 0);  // first: they would arrive behind all of the ring
+  if (SPLIT > 1) arrive_at_cluster();
+  if (lane == 0) {
+    for (int s = 0; s < STAGES; ++s) init(&full[warp][s], 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  for (int s = 0; s < min(STAGES, steps); ++s) load(s);
+
   wait_for_predecessor();
   start_successor();
   float square = 0.f;
@@ -301,8 +302,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_gemv(
       for (int w = 0; w < WARPS; ++w) sum += all_sums[w * SUMS + row];
       return sum;
     };
-    if (SPLIT > 1) {
-      if (thread <= ROWS) sent[SPLIT > 1 ? thread : 0] = add_warps(thread);
+    if (SPLIT > 1) {  // each row's sum goes to the block that ends it, that of the squares to all
+      wait_for_cluster();  // the other blocks are there, and done with the tile before
+      float* to = &received[split][SPLIT > 1 ? thread : 0];
+      int owner = (GATED ? thread / 16 * 8 + thread % 8 : thread) / OWN;
+      if (thread < ROWS) send(owner, to, add_warps(thread));
+      if (NORM && thread == ROWS)
+#pragma unroll
+        for (int s = 0; s < SPLIT; ++s) send(s, to, add_warps(ROWS));
       __syncwarp();
       arrive_at_cluster(), wait_for_cluster();
     }
@@ -310,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_gemv(
       if (SPLIT == 1) return add_warps(row);
       float sum = 0.f;
 #pragma unroll
-      for (int s = 0; s < SPLIT; ++s) sum += read_from(s, sent + (SPLIT > 1 ? row : 0));
+      for (int s = 0; s < SPLIT; ++s) sum += received[s][SPLIT > 1 ? row : 0];
       return sum;
     };
     if (ends) {
@@ -324,10 +331,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_gemv(
       if (residual) y = rounded(y) + to_float(before);
       out[n] = from_float<T>(y);
     }
-    // Sums stay until all have read them: the block's warps, and the other blocks of the cluster.
+    // Sums stay until all have read them.
     __syncwarp();
-    if (SPLIT > 1) meet_cluster();
-    else if (tile + stride < tiles)
-      __syncthreads();
+    if (tile + stride < tiles) {
+      if (SPLIT > 1) arrive_at_cluster();
+      else __syncthreads();
+    }
   }
 }

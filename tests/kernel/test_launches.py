@@ -73,7 +73,7 @@ MACROS = {"SCALAR": "bf16", "NORM_SCALAR": "f32"}
 
 def declared() -> set[str]:
     """All kernels of csrc/."""
-    declaration = r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\('
+    declaration = r'extern "C" __global__ void (?:__\w+__\([^)]*\) )?(\w+)\('
     return {name for path in CSRC.glob("*.cu") for name in re.findall(declaration, path.read_text())}
 
 

@@ -87,6 +87,7 @@ def divide_gemv(kind: Kind, width: int, size: int, group: int, num_sms: int) -> 
         memory = division.row_blocks * _row_block_bytes(kind, group) * slices * tiles * num_sms / _BANDWIDTH
         turns = division.slices * -(-division.warps // 4) * tiles  # of a quarter of a multiprocessor
         instructions = turns * (120 + 55 * division.row_blocks) / 1000
-        return max(memory, instructions) + 0.2 * instructions + 0.4 * tiles + (0.8 if division.split > 1 else 0)
+        ends = tiles * (1.3 if division.split > 1 else 0.3)
+        return max(memory, instructions) + 0.2 * instructions + ends
 
     return min(gemv_divisions(kind, width, size, group, num_sms), key=cost, default=None)
