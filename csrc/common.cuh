@@ -79,8 +79,9 @@ __device__ __forceinline__ float block_sum(float x, float* scratch) {
 
 // Programmatic dependent launch (Hopper): a kernel begins while the one before it still runs. Before it waits it may
 // read what the predecessor does not write: what earlier kernels wrote is complete, because a kernel lets its successor
-// start only after its own wait. (But those in front of a product, such as rms_norm, start it before: it reads weights
-// alone before it waits. So does delta_conv, since delta_step reads what the step before left.)
+// start only after its own wait. (But those in front of a product, such as rms_norm, and decode_attention of few short
+// rows, start it before: it reads weights alone before it waits. So does delta_conv, since delta_step reads what the
+// step before left.)
 // A kernel without any work waits too: its end tells its successor, and a graph, that all kernels before it have ended,
 // and a grid whose blocks all return before they wait ends before them. On older GPUs kernels follow one another as
 // usual.

@@ -42,13 +42,18 @@ constexpr int V_VALUES = K_VALUES < VALUE_DIM / 8 ? K_VALUES : VALUE_DIM / 8;  /
 constexpr int V_LOADS = VALUE_DIM / 8 / V_VALUES;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int PAIRS = HALF / 32;      // of (i, i + HALF), a lane's share of a head
+constexpr int HEADS_AT_ONCE = HEAD_DIM > 128 ? 1 : (8 + WARPS - 1) / WARPS;  // of q, whose loads a warp has under way
 constexpr int STRIDE = HEAD_DIM + 8;  // of a head in shared memory: neighbours in different banks
 constexpr int PARTIALS = WARPS + 1;   // the last is the new token's
 constexpr int VALUES = GROUP * VALUE_DIM;
 constexpr int STEP = CLUSTER * WARPS;      // tiles from one of a warp to its next
-constexpr int SHARE = VALUES / CLUSTER;    // of a block of the cluster: every CLUSTER-th value
+constexpr int SHARE = VALUES / CLUSTER;    // values of a block of the cluster, neighbours
 constexpr int RECORD = SHARE + 2 * GROUP;  // what a block leaves of a split: its share, each head's maximum and sum
 using M = Either<FP8, f16, T>::type;       // of what tensor cores multiply
+// Registers of a thread: what so many blocks leave, but at most 160 in clusters of few rows. So a block of
+// quantized_gemv.cu has room beside this one's: a quarter of a multiprocessor has 16,384, for two warps of each.
+constexpr int LEFT = 65536 / (THREADS * BLOCKS_OF_SM) / 8 * 8;
+constexpr int REGISTERS = LEFT > 255 ? 255 : CLUSTER == 8 && WARPS == 6 ? 160 : LEFT;
 constexpr bool KEEP_Q = PARTS == 1 && WARPS * BLOCKS_OF_SM <= 12;  // in registers, if there are enough
 
 // Division of long rows: into `num_kv_splits` splits, but of no less than `min_tiles` and no more than `max_tiles`
@@ -181,11 +186,19 @@ template <int N> __device__ __forceinline__ Vec<N, M> operand(const Vec<N>& x) {
   }
 }
 
-// A lane's PAIRS of a head, normed if there is a weight, and rotated.
-__device__ __forceinline__ void norm_rotate(
-    const T* in, const W* norm, float eps, const float* angle, Vec<PAIRS>& low, Vec<PAIRS>& high) {
+// A lane's PAIRS of a head.
+struct Head {
+  Vec<PAIRS> low = {}, high = {};
+  __device__ __forceinline__ void load(const T* in) {
+    int at = (threadIdx.x & 31) * PAIRS;
+    low = *(const Vec<PAIRS>*)(in + at), high = *(const Vec<PAIRS>*)(in + HALF + at);
+  }
+};
+
+// Norm a head, if there is a weight, and rotate it.
+__device__ __forceinline__ void norm_rotate(Head& head, const W* norm, float eps, const float* angle) {
   int at = (threadIdx.x & 31) * PAIRS;
-  low = *(const Vec<PAIRS>*)(in + at), high = *(const Vec<PAIRS>*)(in + HALF + at);
+  Vec<PAIRS>&low = head.low, &high = head.high;
   float a[PAIRS], b[PAIRS];
 #pragma unroll
   for (int j = 0; j < PAIRS; ++j) a[j] = to_float(low.v[j]), b[j] = to_float(high.v[j]);
@@ -226,13 +239,33 @@ __device__ __forceinline__ float column_sum(float x) {
   return x;
 }
 
-// Store at the place of `mine` in the block `rank` of the cluster.
-__device__ __forceinline__ void push(float* mine, int rank, float value) {
+// Ask for up to 4 KiB, of which a lane has a line of 128 bytes, to be in L2.
+__device__ __forceinline__ void prefetch(const void* from, int bytes) {
+  int at = (threadIdx.x & 31) * 128;
+  if (at < bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)from + at));
+}
+
+// Values d and d + 1 of a head's partial result lie at d ^ swap(head), for even d, so that lanes which store those of
+// other heads at the same time use other banks.
+__device__ __forceinline__ int swap(int head) { return head & 6; }
+
+// Address of the place of `mine` in the block `rank` of the cluster.
+__device__ __forceinline__ unsigned address_in(int rank, const void* mine) {
   unsigned address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
       : "=r"(address)
       : "r"((unsigned)__cvta_generic_to_shared(mine)), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+  return address;
+}
+
+// Store there.
+__device__ __forceinline__ void push(float* mine, int rank, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(rank, mine)), "f"(value) : "memory");
+}
+__device__ __forceinline__ void push_four(float* mine, int rank, const float (&v)[4]) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address_in(rank, mine)), "f"(v[0]), "f"(v[1]),
+               "f"(v[2]), "f"(v[3])
+               : "memory");
 }
 
 // Load what another block wrote.
@@ -250,7 +283,7 @@ __device__ __forceinline__ int place_of_value(int i) {
 // A block's share of a row's output from the records of its splits.
 __device__ __forceinline__ void merge_splits(T* to, const float* records, int splits) {
   for (int j = threadIdx.x; j < SHARE; j += THREADS) {
-    int i = j * CLUSTER + blockIdx.x, head = i / VALUE_DIM;
+    int i = blockIdx.x * SHARE + j, head = i / VALUE_DIM;
     float highest = -INF, sum = 0.f, y = 0.f;
 #pragma unroll 4
     for (int c = 0; c < splits; ++c) {
@@ -298,16 +331,18 @@ __device__ __forceinline__ bool find_split(
 // query sees, itself included; 0: all. `sinks` [heads]: a score of each query head besides, whose value is 0; for
 // STORES only. `v_eps`: each head of v is divided by its root mean square with this eps; negative: it is not. `records`
 // [rows * gridDim.y, CLUSTER, max_splits, RECORD]; `counters` [rows * gridDim.y, CLUSTER] are zero before and after.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_attention(
+extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride, int rows,
     const float* cos_sin, OPTIONAL const W* q_norm, OPTIONAL const W* k_norm, float eps, float v_eps, C* k_cache,
     C* v_cache, OPTIONAL const T* sinks, T* out, float softmax_scale, int window, int num_kv_splits, int min_tiles,
     int max_tiles, int max_splits, float* records, int* counters) {
   __shared__ alignas(16) M q[8][STRIDE];
   __shared__ alignas(16) T new_k[HEAD_DIM], new_v[VALUE_DIM];
-  __shared__ float partial_max[PARTIALS][8], partial_sum[PARTIALS][8], partial[WARPS][GROUP][VALUE_DIM];
+  __shared__ float partial_max[PARTIALS][8], partial_sum[PARTIALS][8];
+  __shared__ alignas(16) float partial[WARPS][GROUP][VALUE_DIM];
   __shared__ float new_share[8];  // of the new token's value in its partial
-  __shared__ float block_max[CLUSTER][GROUP], block_sum[CLUSTER][GROUP], block[CLUSTER][SHARE];
+  __shared__ float block_max[CLUSTER][GROUP], block_sum[CLUSTER][GROUP];
+  __shared__ alignas(16) float block[CLUSTER][SHARE];
   __shared__ bool is_last;
   Cutting cutting = {num_kv_splits, min_tiles, max_tiles, max_splits};
   int rank = blockIdx.x, parts = gridDim.y, kv_heads = parts / PARTS;
@@ -337,28 +372,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
       start = place(cache, tile * TILE);
       load_k(k, cache, start, tile, unit.end), load_v(v, cache, start, tile, unit.end);
     }
+    // Few short rows leave the memory idle, so the successor may fetch weights. Else it would hinder the loads below.
+    bool starts_early = CLUSTER == 8 && unit.splits == 1;
+    if (starts_early) start_successor();
     int ahead = max(min(tile + STEP, tiles - 1), 0);
     long long next_start = place(cache, ahead * TILE);  // a page's number is read a tile ahead
+    // Constants that weights have driven from L2 since the layer before.
+    const float* angle = cos_sin + (long long)unit.position * HEAD_DIM;
+    if (HEAD_DIM <= 128) {  // wider ones have no registers left
+      if (warp == 0) prefetch(angle, HEAD_DIM * 4);
+      if (warp == 1 && q_norm) prefetch(q_norm, HEAD_DIM * sizeof(W));
+      if (warp == 1 && k_norm) prefetch(k_norm, HEAD_DIM * sizeof(W));
+    }
     wait_for_predecessor();
 
-    const float* angle = cos_sin + (long long)unit.position * HEAD_DIM;
     const T* heads = qkv + (long long)unit.row * (GROUP + (STORES ? 2 : 0)) * kv_heads * HEAD_DIM;
-    for (int head = warp; head < 8; head += WARPS) {
-      Vec<PAIRS> low = {}, high = {};
-      if (head < GROUP) norm_rotate(heads + (kv_head * GROUP + head) * HEAD_DIM, q_norm, eps, angle, low, high);
-      *(Vec<PAIRS, M>*)(q[head] + lane * PAIRS) = operand(low);
-      *(Vec<PAIRS, M>*)(q[head] + HALF + lane * PAIRS) = operand(high);
-    }
     // This block takes care of the new token.
     bool has_new = STORES && unit.split == unit.splits - 1 && rank == CLUSTER - 1;
+    Head key;  // the new one
+    const T* new_key = heads + (GROUP * kv_heads + kv_head) * HEAD_DIM;
+    for (int first = warp; first < 8; first += HEADS_AT_ONCE * WARPS) {
+      Head own[HEADS_AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < HEADS_AT_ONCE; ++i) {
+        int head = first + i * WARPS;
+        if (head < GROUP) own[i].load(heads + (kv_head * GROUP + head) * HEAD_DIM);
+      }
+      if (HEADS_AT_ONCE > 1 && has_new && warp == WARPS - 1) key.load(new_key);
+#pragma unroll
+      for (int i = 0; i < HEADS_AT_ONCE; ++i) {
+        int head = first + i * WARPS;
+        if (head < GROUP) norm_rotate(own[i], q_norm, eps, angle);
+        if (head < 8) {
+          *(Vec<PAIRS, M>*)(q[head] + lane * PAIRS) = operand(own[i].low);
+          *(Vec<PAIRS, M>*)(q[head] + HALF + lane * PAIRS) = operand(own[i].high);
+        }
+      }
+    }
     if (has_new) {
       long long to = place(cache, unit.position) + kv_head * HEAD_DIM;
       if (warp == WARPS - 1) {
-        Vec<PAIRS> low, high;
-        norm_rotate(heads + (GROUP * kv_heads + kv_head) * HEAD_DIM, k_norm, eps, angle, low, high);
-        if (first_value == 0) store(k_cache + to + lane * PAIRS, low), store(k_cache + to + HALF + lane * PAIRS, high);
-        *(Vec<PAIRS>*)(new_k + lane * PAIRS) = as_stored(low),
-        *(Vec<PAIRS>*)(new_k + HALF + lane * PAIRS) = as_stored(high);
+        if (HEADS_AT_ONCE == 1) key.load(new_key);
+        norm_rotate(key, k_norm, eps, angle);
+        if (first_value == 0) {
+          store(k_cache + to + lane * PAIRS, key.low);
+          store(k_cache + to + HALF + lane * PAIRS, key.high);
+        }
+        *(Vec<PAIRS>*)(new_k + lane * PAIRS) = as_stored(key.low);
+        *(Vec<PAIRS>*)(new_k + HALF + lane * PAIRS) = as_stored(key.high);
       } else if (warp == WARPS - 2) {
         constexpr int OWN = VALUE_DIM / 32;
         using Part = Vec<OWN>;
@@ -434,7 +495,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
       if (next < tiles) load_v(v, cache, start, next, unit.end);
     }
 
-    start_successor();  // not before: what it fetches early would hinder the loads above
+    if (!starts_early) start_successor();
 
     // The block's warps merge, with the new token.
 #pragma unroll
@@ -445,24 +506,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
       if (head < GROUP) {
 #pragma unroll
         for (int n = 0; n < HALVES * 4; ++n) {
-          Vec2 pair = {o[n][i], o[n][i + 2]};
-          *(Vec2*)&partial[warp][head][2 * n / V_VALUES * 8 * V_VALUES + (lane >> 2) * V_VALUES + 2 * n % V_VALUES] =
-              pair;
+          int d = 2 * n / V_VALUES * 8 * V_VALUES + (lane >> 2) * V_VALUES + 2 * n % V_VALUES;
+          *(Vec2*)&partial[warp][head][d ^ swap(head)] = Vec2{o[n][i], o[n][i + 2]};
         }
       }
     }
     for (int head = warp; head < GROUP; head += WARPS) {
-      float dot = 0.f;
-      for (int d = lane; d < HEAD_DIM; d += 32) dot += to_float(q[head][d]) * to_float(new_k[d]);
-      dot = warp_sum(dot);
-      if (lane == 0) {
+      float best = -INF, sum = 0.f, share = 0.f;
+      if (has_new) {
+        float dot = 0.f;
+        for (int d = lane; d < HEAD_DIM; d += 32) dot += to_float(q[head][d]) * to_float(new_k[d]);
         // The sink counts once in a row: beside the new token.
-        float score = dot * scale, sink = sinks ? to_float(sinks[kv_head * GROUP + head]) * LOG2_E : -INF;
-        float best = fmaxf(score, sink), share = exp2f(score - best);
-        partial_max[WARPS][head] = has_new ? best : -INF;
-        partial_sum[WARPS][head] = has_new ? share + exp2f(sink - best) : 0.f;
-        new_share[head] = share;
+        float score = warp_sum(dot) * scale, sink = sinks ? to_float(sinks[kv_head * GROUP + head]) * LOG2_E : -INF;
+        best = fmaxf(score, sink), share = exp2f(score - best), sum = share + exp2f(sink - best);
       }
+      if (lane == 0) partial_max[WARPS][head] = best, partial_sum[WARPS][head] = sum, new_share[head] = share;
     }
     __syncthreads();
     int pair = unit.row * parts + unit.part, splits = unit.splits;
@@ -471,34 +529,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
     float* record = records_of_row + unit.split * RECORD;
     if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks are there
 #pragma unroll
-    for (int i = threadIdx.x; i < VALUES; i += THREADS) {
+    for (int i = threadIdx.x * 4; i < VALUES; i += THREADS * 4) {  // four neighbours each
       int head = i / VALUE_DIM, d = i % VALUE_DIM;
       float best = partial_max[WARPS][head];
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) best = fmaxf(best, partial_max[w][head]);
       float base = best == -INF ? 0.f : best;  // a block may have no token at all
-      float weight = exp2f(partial_max[WARPS][head] - base);
-      float total = partial_sum[WARPS][head] * weight,
-            y = has_new ? to_float(new_v[d]) * new_share[head] * weight : 0.f;
+      float weight = exp2f(partial_max[WARPS][head] - base), of_new = has_new ? new_share[head] * weight : 0.f;
+      float total = partial_sum[WARPS][head] * weight, y[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) y[j] = has_new ? to_float(new_v[d + j]) * of_new : 0.f;
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) {
         weight = exp2f(partial_max[w][head] - base);
-        total += partial_sum[w][head] * weight, y += partial[w][head][d] * weight;
+        float4 v = *(const float4*)&partial[w][head][d ^ (swap(head) & 4)];
+        if (swap(head) & 2) v = make_float4(v.z, v.w, v.x, v.y);
+        total += partial_sum[w][head] * weight;
+        y[0] += v.x * weight, y[1] += v.y * weight, y[2] += v.z * weight, y[3] += v.w * weight;
       }
       if (CLUSTER == 1 && splits == 1) {
-        to[place_of_value(i)] = from_float<T>(y / total);
+        Vec<4> four;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) four.v[j] = from_float<T>(y[j] / total);
+        *(Vec<4>*)(to + place_of_value(i)) = four;
       } else if (CLUSTER == 1) {
-        record[i] = y;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) record[i + j] = y[j];
         if (d == 0) record[SHARE + head] = best, record[SHARE + GROUP + head] = total;
       } else {
-        push(&block[rank][i / CLUSTER], i % CLUSTER, y);
-        if (d < CLUSTER) push(&block_max[rank][head], d, best), push(&block_sum[rank][head], d, total);
+        int owner = i / SHARE, at = i % SHARE;
+        push_four(&block[rank][at], owner, y);
+        if (at == 0 || d == 0) push(&block_max[rank][head], owner, best), push(&block_sum[rank][head], owner, total);
       }
     }
-    if (CLUSTER > 1) {  // the cluster's blocks merge, each every CLUSTER-th value
+    if (CLUSTER > 1) {  // the cluster's blocks merge, each its share
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
       for (int j = threadIdx.x; j < SHARE; j += THREADS) {
-        int i = j * CLUSTER + rank, head = i / VALUE_DIM;
+        int i = rank * SHARE + j, head = i / VALUE_DIM;
         float best = -INF, y = 0.f, total = 0.f;
 #pragma unroll
         for (int r = 0; r < CLUSTER; ++r) best = fmaxf(best, block_max[r][head]);
@@ -511,7 +578,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM) decode_atten
           to[place_of_value(i)] = from_float<T>(y / total);
         } else {
           record[j] = y;
-          if (i % VALUE_DIM < CLUSTER) record[SHARE + head] = best, record[SHARE + GROUP + head] = total;
+          if (j == 0 || i % VALUE_DIM == 0) record[SHARE + head] = best, record[SHARE + GROUP + head] = total;
         }
       }
     }
