@@ -211,12 +211,21 @@ def compare(step: Step, window: int | None, fused: FusedDecode | None = None) ->
         if not spec.stores_kv:
             assert torch.equal(cache.view(torch.uint8), reference.view(torch.uint8))
             continue
-        error = (cache.double() - reference.double()).norm() / reference.double().norm()
+        error = relative_error(cache, reference)
         assert error < 1e-4, f"stored with a relative error of {error:.2e}"
     error = (have.double() - want).norm() / want.norm()
     assert error < (6e-3 if spec.dtype == BF16 else 1e-3), f"relative error {error:.2e}"
     worst = (have.double() - want).abs().max()
     assert worst < 0.1, f"a value is {worst:.2e} off"
+
+
+def relative_error(have: Tensor, want: Tensor) -> float:
+    """Compare caches [pages, ...] in float64, some pages at a time: tests beside this one need the memory, too."""
+    off = total = 0.0
+    for a, b in zip(have.split(1024), want.split(1024), strict=True):
+        off += float((a.double() - b.double()).square().sum())
+        total += float(b.double().square().sum())
+    return (off / total) ** 0.5
 
 
 @pytest.mark.parametrize("rows", [1, 4, 8, 16, 20, 28, 40, 60, 256])
