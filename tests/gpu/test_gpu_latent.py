@@ -263,6 +263,28 @@ def test_norm_and_router(experts: int, hidden: int, dtype: torch.dtype, norm_dty
             torch.testing.assert_close(logits.double(), products, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("norm_dtype", [None, torch.float32])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("experts", "hidden"), [(32, 2880), (128, 2048), (256, 1056), (8, 64), (4, 64), (60, 2048)])
+def test_norm_and_router_of_the_same_dtype(
+    experts: int, hidden: int, dtype: torch.dtype, norm_dtype: torch.dtype | None
+) -> None:
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    torch.manual_seed(0)
+    ops = CudaOps(DEVICE)
+    norm = Norm((torch.rand(hidden, device=DEVICE) + 0.5).to(norm_dtype or dtype), 1e-6)
+    weight = (torch.randn(experts, hidden, device=DEVICE) * hidden**-0.5).to(dtype)
+    for tokens in (1, 16, 17, 64, 100, 128, 256, 300):
+        x = torch.randn(tokens, hidden, device=DEVICE).to(dtype) * 3
+        for bias in (None, torch.randn(experts, device=DEVICE).to(dtype)):
+            normed, logits = ops.norm_router(x, norm, weight, bias)
+            torch.testing.assert_close(normed, TorchOps().rms_norm(x, norm), rtol=1e-2, atol=1e-3)
+            products = normed.double() @ weight.t().double() + (0 if bias is None else bias.double())
+            assert logits.dtype == dtype
+            assert (logits.double() - products).norm() < TOLERANCE[dtype] * products.norm()
+
+
 ROUTINGS = [
     (256, Routing(8, renormalize=True, score="sigmoid", groups=8, top_groups=4, scale=2.5)),
     (384, Routing(8, renormalize=True, score="sigmoid", scale=2.8)),

@@ -322,15 +322,17 @@ def run_moe(dtype: torch.dtype) -> None:
         weights, experts = CudaRouting(Compiler(CPU))(scores.float(), grouped, torch.zeros(8))
         assert weights.shape == experts.shape == (tokens, 2)
     x, router = torch.zeros(5, 256, dtype=dtype), torch.zeros(8, 256)
-    normed, logits = CudaOps(CPU).norm_router(x, Norm(torch.zeros(256, dtype=dtype), 1e-6), router, None)
-    assert (normed.shape, logits.shape, logits.dtype) == ((5, 256), (5, 8), torch.float32)
+    norm = Norm(torch.zeros(256, dtype=dtype), 1e-6)
+    for weight in (router, torch.zeros(32, 256, dtype=dtype)):
+        normed, logits = CudaOps(CPU).norm_router(x, norm, weight, None)
+        assert (normed.shape, logits.shape, logits.dtype) == ((5, 256), (5, len(weight)), weight.dtype)
 
 
-@pytest.mark.parametrize(("num_experts", "router_of_many"), [(8, "moe_router"), (512, "rms_norm")])  # 512 are the most
-def test_a_shared_expert_takes_no_launch_of_its_own(launched: list[str], num_experts: int, router_of_many: str) -> None:
+@pytest.mark.parametrize(("experts", "router_of_many"), [(32, "moe_router_many"), (8, "moe_router"), (500, "rms_norm")])
+def test_a_shared_expert_takes_no_launch_of_its_own(launched: list[str], experts: int, router_of_many: str) -> None:
     from minisgl.kernel.cuda_ops import CudaOps
 
-    config = MoEConfig(num_experts, 32, Routing(2, renormalize=True), shared_intermediate_size=64, shared_gate=True)
+    config = MoEConfig(experts, 32, Routing(2, renormalize=True), shared_intermediate_size=64, shared_gate=True)
     block, norm = (
         SparseMLP(config, 64, tp=cast(TPGroup, Rank(0, 1)), dtype=torch.bfloat16),
         RMSNorm(64, NormConfig(1e-6), dtype=torch.bfloat16),

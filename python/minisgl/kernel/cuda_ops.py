@@ -326,6 +326,8 @@ class CudaOps:
     def norm_router(
         self, x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, gate: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        if gate is None and norm is not None and self._routing.scores_many(x, weight):
+            return self._routing.norm_router_many(x, norm, weight, bias)
         if gate is not None or (norm is not None and self._routing.scores(x, weight)):
             return self._routing.norm_router(x, norm, weight, bias, gate)
         normed = self._normed(x, norm)

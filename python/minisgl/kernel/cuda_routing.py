@@ -1,9 +1,12 @@
 """Choice of experts where it is not the largest of a softmax of 16-bit logits, in one launch (csrc/moe_choose.cu).
 
-Of a few tokens, the norm before it and the router's product are another (csrc/moe_router.cu).
+The norm before it and the router's product are another, of a few tokens (csrc/moe_router.cu) or, with a 16-bit router
+on Hopper, of some hundreds (csrc/moe_router_many.cu).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +21,36 @@ _MAX_GROUPS = 32
 _MAX_ROUTER_THREADS = 384  # each has eight values of a token at a time
 _ROUTER_TOKENS = 4  # of a block at most
 _ROUTER_EXPERTS = 2  # of a block, as in moe_router.cu
-_MIN_EXPERTS = 64  # of fewer, whose blocks leave most of the device idle, norm and 16-bit product are faster,
-_MIN_TOKENS = 17  # while the product is skinny_gemm.py's
+_MIN_EXPERTS = 64  # of fewer, whose blocks leave most of the device idle, clusters are faster at any number of tokens;
+_MIN_TOKENS = 17  # else from so many on. Where there are none, norm and product are, while that is skinny_gemm.py's
 _MAX_SCORES = 2048  # tokens times experts up to which one launch is faster than norm and 16-bit product
+_CLUSTER = 8  # blocks, as in moe_router_many.cu
+_CLUSTER_TOKENS = 16  # as there
+_MAX_LOADS = 16  # of 16 bytes of the router's weight, that a thread keeps in registers
+_MAX_UNITS = 32  # of 32 columns, of a block, that shared memory has room for
+_MAX_MANY = 256  # tokens, and
+_MAX_MANY_SCORES = 1 << 15  # tokens times experts, up to which all clusters run at once: faster than two launches
+
+
+class _Division(NamedTuple):
+    """Macros of moe_router_many.cu that divide a router's experts and columns."""
+
+    tiles: int  # of eight experts, of a warp
+    kparts: int  # warps that divide the columns of the same experts
+    units: int  # of 32 columns, of a block
+
+    @classmethod
+    def of(cls, experts: int, size: int) -> _Division | None:
+        """Return the division of a router [experts, size], if it has one."""
+        warps = 8 if experts <= 128 else 16
+        tiles, kparts = max(experts // (8 * warps), 1), max(8 * warps // experts, 1)
+        units = -(-(size // 32) // _CLUSTER)
+        whole = experts % 32 == 0 and experts * kparts == 8 * warps * tiles and size % 32 == 0
+        fits = units <= _MAX_UNITS and tiles * -(-units // kparts) <= _MAX_LOADS
+        return cls(tiles, kparts, units) if whole and fits else None
+
+    def threads(self, experts: int) -> int:
+        return experts // 8 // self.tiles * self.kparts * 32
 
 
 class CudaRouting:
@@ -64,6 +94,38 @@ class CudaRouting:
             logits=logits,
             tokens=tokens,
             experts=experts,
+            H=size,
+        )
+        return normed, logits
+
+    def scores_many(self, x: Tensor, weight: Tensor) -> bool:
+        """Return True if `norm_router_many` is for so many tokens and this router [experts, H]."""
+        tokens, experts = len(x), len(weight)
+        least = 1 if experts < _MIN_EXPERTS else _MIN_TOKENS
+        many = least <= tokens <= min(_MAX_MANY, _MAX_MANY_SCORES // experts)
+        same = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16) and x.is_contiguous()
+        return self._compiler.arch == 90 and many and same and _Division.of(*weight.shape) is not None
+
+    def norm_router_many(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return norm(x) [T, H], and its products with weight [experts, H] plus bias."""
+        (tokens, size), experts = x.shape, len(weight)
+        division = _Division.of(experts, size)
+        if division is None:
+            raise ValueError(f"no cluster divides a router of {experts} experts and {size} columns")
+        normed, logits = torch.empty_like(x), weight.new_empty((tokens, experts))
+        kernel = self._compiler.kernel(_many_spec, x.dtype, norm.weight.dtype, experts, division)
+        kernel(
+            (1, -(-tokens // _CLUSTER_TOKENS)),
+            division.threads(experts),
+            cluster=_CLUSTER,
+            x=x,
+            norm=norm.weight,
+            eps=norm.eps,
+            weight=weight,
+            bias=bias,
+            normed=normed,
+            logits=logits,
+            tokens=tokens,
             H=size,
         )
         return normed, logits
@@ -132,3 +194,15 @@ def _router_spec(
         "TOKENS": tokens,
     }
     return KernelSpec("moe_router.cu", "moe_router", macros)
+
+
+def _many_spec(dtype: torch.dtype, norm_dtype: torch.dtype, experts: int, division: _Division) -> KernelSpec:
+    macros: Macros = {
+        "SCALAR": SCALAR_NAMES[dtype],
+        "NORM_SCALAR": SCALAR_NAMES[norm_dtype],
+        "EXPERTS": experts,
+        "TILES": division.tiles,
+        "KPARTS": division.kparts,
+        "UNITS": division.units,
+    }
+    return KernelSpec("moe_router_many.cu", "moe_router_many", macros)
