@@ -75,10 +75,24 @@ __device__ __forceinline__ unsigned decode_int8(unsigned pair) {
   else return subtract(pair | ONES, ONES + 0x00800080);
 }
 
-// Powers of two, twice in bf16, of a byte of the word of a chunk's scales of E2M1. With them `decode` makes the values:
-// those of e2m1 in bf16's place are too small by 2^126, which the bytes have in them.
-__device__ __forceinline__ unsigned power(unsigned scales, int byte) {
-  return __byte_perm(scales, 0, 0x4440 + byte) * 0x00800080;
+// Two halves that are the low, or the high, half of a word. Written so it is a part of the instruction that reads them.
+__device__ __forceinline__ unsigned low_twice(unsigned word) {
+  unsigned pair;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(pair) : "r"(word));
+  return pair;
+}
+__device__ __forceinline__ unsigned high_twice(unsigned word) {
+  unsigned pair;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(pair) : "r"(word));
+  return pair;
+}
+
+// Powers of two, twice in bf16, of the rows g and g + 8 for a group of 32 columns of E2M1: the first two bytes of the
+// word of a chunk's scales, or the last. With them `decode` makes the values: those of e2m1 in bf16's place are too
+// small by 2^126, which the bytes have in them.
+__device__ __forceinline__ void powers(unsigned scales, int group, unsigned& low, unsigned& high) {
+  unsigned even = scales << 7 & 0x7f807f80, odd = scales >> 1 & 0x7f807f80;
+  low = group == 0 ? low_twice(even) : high_twice(even), high = group == 0 ? low_twice(odd) : high_twice(odd);
 }
 
 // The k-th two levels of a word of 4 bits, behind these bits.

@@ -1,11 +1,13 @@
-// Grouped products of a mixture of experts with quantized weights on Hopper, two in a layer as in moe_gemm.cu, multiplied
-// in T: a block takes WARPGROUPS times 64 rows of an expert's packed weight (quantized.cuh) for one tile of at most M_MAX
-// (token, expert) pairs (see moe.cu).
+// Grouped products of a mixture of experts with quantized weights on Hopper, two in a layer as in moe_gemm.cu,
+// multiplied in T: a block takes BLOCK_N rows of an expert's packed weight (quantized.cuh) for one tile of at most
+// M_MAX (token, expert) pairs (see moe.cu).
 //
 // The weight is decoded in registers, which are the left operand; the pairs' rows of x, which are gathered into shared
 // memory, are the right one. Both stream through shared memory in STAGES of BLOCK_K columns: one thread asks for the
 // weight, in one copy for 64 rows, all threads for x. Few pairs are multiplied by `mma`, for the decoding is the work,
-// many by wgmma: while it works on one chunk, the next one is decoded.
+// many by wgmma (-DWGMMA=1): while it works on one chunk, the next one is decoded. A warpgroup has HEIGHT times 64
+// rows, for which `mma` reads x once. A tile of up to 8 pairs leaves half of the room for 16 idle: it is neither loaded
+// nor multiplied.
 //
 // Columns beyond K are zeros, so K need be a multiple of 8 alone, and `chunks` is how many chunks the weight has.
 // In a gated weight 8 of each 16 rows are gates, the next 8 are the ups: a lane's sums have both. For example lane 5 of
@@ -16,9 +18,9 @@
 #include "moe_tile.cuh"
 #include "quantized.cuh"
 
-constexpr bool WGMMA = M_MAX >= 64;
 constexpr int THREADS = WARPGROUPS * 128;
-constexpr int BLOCK_N = WARPGROUPS * 64;
+constexpr int W_TILES = WARPGROUPS * HEIGHT;       // of 64 rows
+constexpr int BLOCK_N = W_TILES * 64;
 constexpr int TILES = M_MAX / 8;
 constexpr int CHUNKS = BLOCK_K / CHUNK_K;
 constexpr int X_HEIGHT = ROUTE ? 1 : M_MAX;        // rows of x in shared memory; `mma` reads a lone one eight times
@@ -30,7 +32,8 @@ constexpr int UNIT = GROUP ? GROUP : BLOCK_K;
 constexpr int S_UNIT = WEIGHT == E2M1 ? 128 : 256;  // bytes of the scales of a chunk, or of a group, of 64 rows
 constexpr int S_UNITS = WEIGHT == E2M1 ? CHUNKS : GROUP ? BLOCK_K / UNIT : 0;
 constexpr int S_TILE = S_UNITS * S_UNIT;
-constexpr int STAGE = (X_STAGE + WARPGROUPS * (W_TILE + S_TILE) + 1023) / 1024 * 1024;
+constexpr int STAGE = (X_STAGE + W_TILES * (W_TILE + S_TILE) + 1023) / 1024 * 1024;
+constexpr bool ROW_SCALES = GROUP == 0 && WEIGHT != E2M1;  // are there if there are no others
 constexpr int AHEAD = STAGES - 1;
 constexpr int ROW_STEP = THREADS / 8;              // rows of 128 bytes that the block's threads load at a time
 constexpr int X_LOADS = (X_HEIGHT * BOXES + ROW_STEP - 1) / ROW_STEP;
@@ -47,15 +50,20 @@ struct Share {
   const uint4* words;
   const Scale* scales;
 
+  // The share of the rows 64 * r further.
+  __device__ __forceinline__ Share below(int r) const {
+    return {words + r * (W_TILE / 16), scales + r * (S_TILE / 4)};
+  }
+
   // Left operands of a chunk.
   __device__ __forceinline__ void decode(unsigned (&a)[STEPS][4], int c) const {
     uint4 packed = words[c * (CHUNK / 16)];
-    unsigned powers = WEIGHT == E2M1 ? scales[c * 32].word : 0;
+    unsigned exponents = WEIGHT == E2M1 ? scales[c * 32].word : 0;
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
       unsigned low = ONES + 0x00080008, high = low;
       if (WEIGHT == E2M1) {
-        low = power(powers, s / 2 * 2), high = power(powers, s / 2 * 2 + 1);
+        powers(exponents, s / 2, low, high);
       } else if (GROUP && WEIGHT == INT4) {
         const Scale* here = scales + (c * CHUNK_K + s * 16) / UNIT * 64;
         low = here[0].zero(), high = here[8].zero();
@@ -75,68 +83,84 @@ struct Share {
   }
 };
 
-// total += a stage's products, by `mma`. `right`: the address of x.
-__device__ __forceinline__ void multiply(float (&total)[TILES][4], const Share& share, unsigned right) {
+// Addresses of x in the ring's first stage, at `stage`, as a lane loads it for `mma`: they name a row and 8 columns, of
+// 8 rows and 32 columns for 8 pairs, or of 16 and 16.
+template <int PAIRS> __device__ __forceinline__ void x_addresses(unsigned (&at)[4], unsigned stage) {
   int lane = threadIdx.x & 31;
-  // An address of a lane names a row of x and 8 columns: of 8 rows and 32 columns, or of 16 and 16.
-  int row = ROUTE ? 0 : M_MAX == 8 ? lane & 7 : (lane & 7) + (lane >> 4) * 8;
-  int chunk = M_MAX == 8 ? lane >> 3 : lane >> 3 & 1;
-  unsigned at[4];
+  int row = ROUTE ? 0 : PAIRS == 8 ? lane & 7 : (lane & 7) + (lane >> 4) * 8;
+  int chunk = PAIRS == 8 ? lane >> 3 : lane >> 3 & 1;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) at[i] = right + place(row, (i * 2 & (M_MAX == 8 ? 4 : 6)) + chunk);
-  float sums[TILES][4] = {};
+  for (int i = 0; i < 4; ++i) {
+    at[i] = stage + place(row, (i * 2 & (PAIRS == 8 ? 4 : 6)) + chunk);
+    asm volatile("" : "+r"(at[i]));  // or else the compiler works it out anew for each stage
+  }
+}
+
+// total += a stage's products with PAIRS pairs, by `mma`. `at`: the addresses of x in the ring's first stage.
+template <int PAIRS> __device__ __forceinline__ void multiply(
+    float (&total)[HEIGHT][TILES][4], const Share& share, const unsigned (&at)[4], unsigned stage) {
+  float sums[HEIGHT][TILES][4] = {};
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c) {
-    unsigned a[STEPS][4], b[TILES][4];
-    share.decode(a, c);
+    unsigned a[HEIGHT][STEPS][4], b[PAIRS / 8][4];
+#pragma unroll
+    for (int r = 0; r < HEIGHT; ++r) share.below(r).decode(a[r], c);
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
       int k = c * CHUNK_K + s * 16;
-      if (M_MAX == 8) {
-        if (s % 2 == 0) load_matrices(b[0], at[k % 64 / 16] + k / 64 * BOX);
-        mma(GROUP ? sums[0] : total[0], a[s][0], a[s][1], a[s][2], a[s][3], b[0][s % 2 * 2], b[0][s % 2 * 2 + 1]);
+      unsigned from = at[k % 64 / 16] + stage + k / 64 * BOX;
+      if (PAIRS == 8) {
+        if (s % 2 == 0) load_matrices(b[0], from);
       } else {
 #pragma unroll
-        for (int t = 0; t < TILES / 2; ++t) load_matrices(b[t], at[k % 64 / 16] + k / 64 * BOX + t * 16 * LINE);
-#pragma unroll
-        for (int t = 0; t < TILES; ++t)
-          mma(GROUP ? sums[t] : total[t], a[s][0], a[s][1], a[s][2], a[s][3], b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+        for (int t = 0; t < PAIRS / 16; ++t) load_matrices(b[t], from + t * 16 * LINE);
       }
-      if (GROUP && (k + 16) % UNIT == 0) {
-        share.add(total, sums, k / UNIT);
 #pragma unroll
-        for (int t = 0; t < TILES; ++t)
+      for (int r = 0; r < HEIGHT; ++r)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) sums[t][i] = 0.f;
-      }
+        for (int t = 0; t < PAIRS / 8; ++t) {
+          int i = (PAIRS == 8 ? s : t) % 2 * 2;
+          const unsigned(&left)[4] = a[r][s];
+          mma(GROUP ? sums[r][t] : total[r][t], left[0], left[1], left[2], left[3], b[t / 2][i], b[t / 2][i + 1]);
+        }
+      if (GROUP && (k + 16) % UNIT == 0)
+#pragma unroll
+        for (int r = 0; r < HEIGHT; ++r) {
+          share.below(r).add(total[r], sums[r], k / UNIT);
+#pragma unroll
+          for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[r][t][i] = 0.f;
+        }
     }
   }
 }
 
 // total += a stage's products, by wgmma. At the end none of them is under way, as in quantized_gemm.cu.
-__device__ __forceinline__ void multiply_many(float (&total)[TILES][4], const Share& share, unsigned right) {
+__device__ __forceinline__ void multiply_many(float (&total)[HEIGHT][TILES][4], const Share& share, unsigned right) {
   unsigned long long b = descriptor(right);
   float sums[GROUP ? TILES : 1][4];
 #pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) {
+  for (int n = 0; n < CHUNKS * HEIGHT; ++n) {
+    int c = n / HEIGHT, r = n % HEIGHT;
     unsigned a[STEPS][4];
-    share.decode(a, c);
+    share.below(r).decode(a, c);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
       int k = c * CHUNK_K + s * 16;
       unsigned long long here = b + ((k / 64 * BOX + k % 64 * 2) >> 4);
       if (GROUP && k % UNIT == 0) multiply_add<false>(sums, a[s], here);
-      else multiply_add<true>(GROUP ? sums : total, a[s], here);
+      else multiply_add<true>(GROUP ? sums : total[r], a[s], here);
       if (GROUP && (k + 16) % UNIT == 0) {
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         wait_products<0>();
-        if (GROUP) share.add(total, sums, k / UNIT);
+        if (GROUP) share.below(r).add(total[r], sums, k / UNIT);
         if (s + 1 < STEPS) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
       }
     }
     if (!GROUP || (c + 1) * CHUNK_K % UNIT) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    if (c + 1 < CHUNKS) wait_products<1>();
+    if (n + 1 < CHUNKS * HEIGHT) wait_products<1>();
     else wait_products<0>();
   }
 }
@@ -221,14 +245,16 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     int first_chunk = step * CHUNKS, first_unit = step * S_UNITS;
     int bytes = min(CHUNKS, chunks - first_chunk) * CHUNK, scale_bytes = min(S_UNITS, units - first_unit) * S_UNIT;
     Barrier* barrier = &full[step % STAGES];
-    expect(barrier, WARPGROUPS * (bytes + (S_UNITS ? scale_bytes : 0)));
+    expect(barrier, W_TILES * (bytes + (S_UNITS ? scale_bytes : 0)));
     unsigned char* to = stage_of(step) + X_STAGE;
 #pragma unroll
-    for (int w = 0; w < WARPGROUPS; ++w) {  // beyond the weight's rows: any
-      long long at = (long long)tile.expert * row_tiles + min(column_block * WARPGROUPS + w, row_tiles - 1);
+    for (int w = 0; w < W_TILES; ++w) {  // beyond the weight's rows: any
+      long long at = (long long)tile.expert * row_tiles + min(column_block * W_TILES + w, row_tiles - 1);
       copy_bytes(to + w * W_TILE, (const unsigned char*)weight + (at * chunks + first_chunk) * CHUNK, bytes, barrier);
       if (S_UNITS)
-        copy_bytes(to + WARPGROUPS * W_TILE + w * S_TILE, (const unsigned char*)scales + (at * units + first_unit) * S_UNIT, scale_bytes, barrier);
+        copy_bytes(
+            to + W_TILES * W_TILE + w * S_TILE, (const unsigned char*)scales + (at * units + first_unit) * S_UNIT,
+            scale_bytes, barrier);
     }
   };
 
@@ -243,6 +269,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     for (int s = 0; s < min(AHEAD, steps); ++s) load_weight(s);
 
   int chunk = thread & 7, first_row = thread / 8;  // of a stage's rows of 128 bytes, of x
+  bool few = M_MAX == 16 && tile.count <= 8;
   const unsigned char* rows[X_ROWS];
   int bytes[X_ROWS];  // from this thread's chunk on
 #pragma unroll
@@ -257,6 +284,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   unsigned base = shared_address(memory);
   unsigned x_at = base + (X_HEIGHT == 1 ? first_row * LINE + chunk * 16 : place(first_row, chunk));
   auto load_x = [&](int step) {
+    if (few && first_row % X_HEIGHT >= 8) return;
     unsigned to = x_at + step % STAGES * STAGE;
     int first = step * BLOCK_K * 2 + first_row / X_HEIGHT * LINE;
 #pragma unroll
@@ -274,8 +302,29 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     commit();
   }
 
-  float sums[TILES][4] = {};
+  float sums[HEIGHT][TILES][4] = {};
+  const uint4* words = (const uint4*)(memory + X_STAGE + group * HEIGHT * W_TILE) + (thread & 127);
+  const Scale* scales_at = (const Scale*)(memory + X_STAGE + W_TILES * W_TILE + group * HEIGHT * S_TILE);
+  scales_at += (warp & 3) * (WEIGHT == E2M1 ? 8 : 16) + (lane >> 2);
+  // Of the rows g and g + 8 of each 16: a scale and a bias, which are asked for before they are needed.
+  auto sixteen = [&](int r) { return (group * HEIGHT + r) * 4 + (warp & 3); };
+  int first = column_block * OUTPUTS;
+  float factor[HEIGHT][2];
+  T added[HEIGHT][2] = {};
+#pragma unroll
+  for (int r = 0; r < HEIGHT; ++r)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int output = first + sixteen(r) * (GATED ? 8 : 16) + (lane >> 2) + (GATED ? 0 : h * 8);
+      long long at = (long long)tile.expert * (GATED ? 2 : 1) * N + output + (GATED && h ? N : 0);
+      factor[r][h] = ROW_SCALES && row_scales && output < N ? row_scales[at] : 1.f;
+      if (bias && output < N) added[r][h] = bias[at];
+    }
+  unsigned at[4], at_few[4];
+  x_addresses<M_MAX>(at, base);
+  x_addresses<8>(at_few, base);
   for (int step = 0; step < steps; ++step) {
+    int slot = step % STAGES;
     asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
     if (WGMMA) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
@@ -285,14 +334,11 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
       load_x(step + AHEAD);
     }
     commit();
-    wait(&full[step % STAGES], step / STAGES & 1);
-    const unsigned char* left = stage_of(step) + X_STAGE;
-    const uint4* words = (const uint4*)(left + group * W_TILE) + (thread & 127);
-    const Scale* scales_of = (const Scale*)(left + WARPGROUPS * W_TILE + group * S_TILE);
-    scales_of += (warp & 3) * (WEIGHT == E2M1 ? 8 : 16) + (lane >> 2);
-    unsigned right = base + step % STAGES * STAGE;
-    if constexpr (WGMMA) multiply_many(sums, {words, scales_of}, right);
-    else multiply(sums, {words, scales_of}, right);
+    wait(&full[slot], step / STAGES & 1);
+    Share share{words + slot * (STAGE / 16), scales_at + slot * (STAGE / 4)};
+    if constexpr (WGMMA) multiply_many(sums, share, base + slot * STAGE);
+    else if (few) multiply<8>(sums, share, at_few, slot * STAGE);
+    else multiply<M_MAX>(sums, share, at, slot * STAGE);
   }
 
   asm volatile("cp.async.wait_group 0;" ::: "memory");
@@ -300,36 +346,30 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   // Through shared memory, so that rows are written 16 bytes at a time.
   constexpr int STRIDE = OUTPUTS + 8;
   T* result = (T*)memory;
-  int first = column_block * OUTPUTS;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {  // the rows g and g + 8
-    int output = first + (GATED ? warp * 8 + (lane >> 2) : warp * 16 + (lane >> 2) + h * 8);
-    long long at = (long long)tile.expert * (GATED ? 2 : 1) * N + output + (GATED && h ? N : 0);
-    float factor = row_scales && output < N ? row_scales[at] : 1.f;
-    float added = bias && output < N ? to_float(bias[at]) : 0.f;
+  for (int r = 0; r < HEIGHT; ++r) {
 #pragma unroll
-    for (int t = 0; t < TILES; ++t)
+    for (int t = 0; t < TILES; ++t) {
+      if (t * 8 >= tile.count) break;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) sums[t][h * 2 + i] = sums[t][h * 2 + i] * factor + added;
-  }
-#pragma unroll
-  for (int t = 0; t < TILES; ++t)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      int token = t * 8 + (lane & 3) * 2 + i;
-      T* to = result + token * STRIDE;
-      if (GATED) {
-        to[warp * 8 + (lane >> 2)] = from_float<T>(activated(rounded(sums[t][i]), rounded(sums[t][i + 2]), alpha, limit));
-      } else {
+      for (int i = 0; i < 2; ++i) {
+        int token = t * 8 + (lane & 3) * 2 + i;
+        float low = sums[r][t][i] * factor[r][0] + to_float(added[r][0]);
+        float high = sums[r][t][i + 2] * factor[r][1] + to_float(added[r][1]);
+        T* to = result + token * STRIDE + sixteen(r) * (GATED ? 8 : 16) + (lane >> 2);
+        if (GATED) {
+          to[0] = from_float<T>(activated(rounded(low), rounded(high), alpha, limit));
+        } else {
 #if ROUTE
-        float scale = here ? weights[tile_index % TAKEN] : 0.f;
+          float scale = here ? weights[tile_index % TAKEN] : 0.f;
 #else
-        float scale = token < tile.count ? pair_weights[pair_of[token]] : 0.f;
+          float scale = token < tile.count ? pair_weights[pair_of[token]] : 0.f;
 #endif
-        to[warp * 16 + (lane >> 2)] = from_float<T>(sums[t][i] * scale);
-        to[warp * 16 + (lane >> 2) + 8] = from_float<T>(sums[t][i + 2] * scale);
+          to[0] = from_float<T>(low * scale), to[8] = from_float<T>(high * scale);
+        }
       }
     }
+  }
   __syncthreads();
   if constexpr (SUMS) {
     add_up((const uint4*)result, first, residual, out + (long long)blockIdx.y * N, N);

@@ -22,15 +22,17 @@ class QuantizedTiling(NamedTuple):
     """The macros of quantized_moe.cu that divide the work."""
 
     max_pairs: int  # of a block
-    warpgroups: int  # of 64 rows of the weight each
+    warpgroups: int  # of `height` times 64 rows of the weight each
     block_k: int  # columns of a stage
     stages: int
     blocks: int  # on a multiprocessor
+    height: int = 1
+    wgmma: bool = False  # multiplies by it, else by `mma`
     route: bool = False  # each pair is a tile, and the second product sums a token's experts
 
     @property
     def block_n(self) -> int:
-        return TILE * self.warpgroups
+        return TILE * self.warpgroups * self.height
 
     @property
     def block_m(self) -> int:
@@ -48,7 +50,7 @@ class QuantizedTiling(NamedTuple):
         elif form.group:
             weight += TILE * self.block_k // form.group * 4
         rows = 1 if self.route else self.max_pairs  # of x
-        stage = rows * self.block_k * 2 + self.warpgroups * weight
+        stage = rows * self.block_k * 2 + self.warpgroups * self.height * weight
         return self.stages * (-(-stage // 1024) * 1024)
 
 
@@ -76,7 +78,14 @@ _8_BITS = _Tilings(
         (12.0, QuantizedTiling(16, 1, 128, 3, 5)),
         (24.0, QuantizedTiling(32, 1, 128, 2, 5)),
     ),
-    QuantizedTiling(64, 2, 128, 3, 2),
+    QuantizedTiling(64, 2, 128, 3, 2, wgmma=True),
+)
+_FP8_OF_128 = _8_BITS._replace(
+    by_mean=(
+        (4.5, QuantizedTiling(8, 1, 256, 2, 5)),
+        (12.0, QuantizedTiling(16, 1, 128, 3, 3, height=2)),
+        (24.0, QuantizedTiling(32, 1, 128, 2, 3, height=2)),
+    )
 )
 _INT4_FEW = QuantizedTiling(8, 1, 256, 3, 5, route=True)
 _INT4 = _Tilings(
@@ -86,7 +95,14 @@ _INT4 = _Tilings(
         (12.0, QuantizedTiling(16, 1, 128, 3, 6)),
         (24.0, QuantizedTiling(32, 1, 128, 3, 5)),
     ),
-    QuantizedTiling(64, 2, 128, 3, 2),
+    QuantizedTiling(64, 2, 128, 3, 2, wgmma=True),
+)
+_INT4_OF_128 = _INT4._replace(
+    by_mean=(
+        (4.5, QuantizedTiling(8, 1, 256, 2, 5, height=2)),
+        (12.0, QuantizedTiling(16, 1, 256, 2, 4, height=2)),
+        (24.0, QuantizedTiling(32, 1, 128, 2, 4, height=2)),
+    )
 )
 # 192, 320 and 576 divide 2,880, the width of gpt-oss; and there are no sums of groups, so registers suffice for more
 # pairs. Its 180 blocks of a token's second product have their whole weight under way, or else each waits for memory
@@ -95,24 +111,29 @@ _MXFP4 = _Tilings(
     ProductTilings(QuantizedTiling(8, 1, 320, 2, 6, route=True), QuantizedTiling(8, 1, 576, 3, 2, route=True)),
     (
         (4.5, QuantizedTiling(8, 1, 320, 2, 6)),
-        (12.0, QuantizedTiling(16, 1, 320, 2, 5)),
-        (20.0, QuantizedTiling(32, 1, 320, 2, 3)),
-        (64.0, QuantizedTiling(64, 2, 192, 3, 2)),
+        (12.0, QuantizedTiling(16, 1, 192, 2, 4, height=3)),
+        (20.0, QuantizedTiling(32, 1, 192, 2, 4, height=2, wgmma=True)),
+        (64.0, QuantizedTiling(64, 1, 192, 2, 3, height=2, wgmma=True)),
     ),
-    QuantizedTiling(128, 2, 128, 2, 2),
+    QuantizedTiling(128, 2, 128, 2, 2, wgmma=True),
 )
 _TILINGS: dict[Kind, _Tilings] = {"fp8": _8_BITS, "int8": _8_BITS, "int4": _INT4, "mxfp4": _MXFP4}
+_OF_128: dict[Kind, _Tilings] = {"fp8": _FP8_OF_128, "int4": _INT4_OF_128}  # of groups of 128 columns
+
+
+def _tilings_of(form: LevelFormat) -> _Tilings:
+    return _OF_128[form.kind] if form.group == 128 else _TILINGS[form.kind]
 
 
 def tilings(form: LevelFormat) -> list[QuantizedTiling]:
     """Return the tilings of any number of pairs, those of few first."""
-    few, by_mean, many = _TILINGS[form.kind]
+    few, by_mean, many = _tilings_of(form)
     return list(dict.fromkeys([*few, *(tiling for _, tiling in by_mean), many]))
 
 
 def choose_tilings(form: LevelFormat, pairs: int, experts: int) -> ProductTilings:
     """Return the tilings for so many (token, expert) pairs."""
-    few, by_mean, many = _TILINGS[form.kind]
+    few, by_mean, many = _tilings_of(form)
     if pairs <= _FEW_PAIRS:
         return few
     tiling = next((tiling for most, tiling in by_mean if pairs / experts <= most), many)
@@ -136,6 +157,8 @@ def product_spec(kernel: ExpertProduct, form: LevelFormat, tiling: QuantizedTili
         "GROUP": 0 if form.kind == "mxfp4" else form.group,
         "M_MAX": tiling.max_pairs,
         "WARPGROUPS": tiling.warpgroups,
+        "HEIGHT": tiling.height,
+        "WGMMA": int(tiling.wgmma),
         "BLOCK_K": tiling.block_k,
         "STAGES": tiling.stages,
         "BLOCKS": tiling.blocks,
