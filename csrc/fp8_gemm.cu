@@ -1,10 +1,10 @@
 // Products of FP8 with FP8 on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T, both e4m3 with scales.
 //
-// It is divided as quantized_gemm.cu is, but the tensor cores multiply what is stored: both operands of wgmma lie in the
-// ring, of whose stages each line of 128 columns is a matrix, swizzled. Their sums have fewer bits than float32, so those
-// of a line are added to others in registers, multiplied by the scales of its columns: GROUP 128, of the weight's blocks
-// of 128 rows and of x's rows; or GROUP 0, one scale for a row of each, at the end. A warpgroup waits for its products;
-// others multiply meanwhile.
+// It is divided as quantized_gemm.cu is, but the tensor cores multiply what is stored: both operands of wgmma lie in
+// the ring, of whose stages each line of 128 columns is a matrix, swizzled. Their sums have fewer bits than float32, so
+// those of a line are added to others in registers, multiplied by the scales of its columns: GROUP 128, of the weight's
+// blocks of 128 rows and of x's rows; or GROUP 0, one scale for a row of each, at the end. A warpgroup waits for its
+// products; others multiply meanwhile.
 //
 // K is a multiple of BLOCK_K and at most 32,768, BLOCK_K one of 128. GATED: see sums.cuh; half of N is a multiple
 // of 64 then, and of a warpgroup's rows the gates lie in one block of scales, and so do the others.
@@ -32,8 +32,10 @@ extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the
 
 // Rows of a gated weight, seen as [N / 16, 2, 8, K]: eight gates, then the eight that they are for.
 __device__ __forceinline__ void copy_groups(void* to, const TensorMap& map, int column, int group, Barrier* barrier) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4}], [%5];"
-               ::"r"(shared_address(to)), "l"(&map), "r"(column), "r"(0), "r"(group), "r"(shared_address(barrier)) : "memory");
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+               "[%1, {%2, %3, %3, %4}], [%5];"
+               ::"r"(shared_address(to)), "l"(&map), "r"(column), "r"(0), "r"(group), "r"(shared_address(barrier))
+               : "memory");
 }
 
 // Scales of the weight's blocks in the lines of a block of threads: of 64 rows of the weight each, of a gated one those
@@ -60,8 +62,9 @@ __device__ __forceinline__ void copy_scales(
 // GROUP: x_scales is [K / 128, x_stride], w_scales [N / 128, K / 128]. Else they are [x_stride] and [N]. x_stride is a
 // multiple of M_MAX.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
-    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* x_scales, int x_stride,
-    const float* w_scales, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int N, int K) {
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* x_scales,
+    int x_stride, const float* w_scales, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int M, int N,
+    int K) {
   __shared__ Ring ring;
   __shared__ Barrier received;
   __shared__ __align__(16) float row_scales[GROUP ? 4 : M_MAX];  // of x
@@ -87,7 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fp8_gemm(
     for (int l = 0; l < LINES; ++l) {
       int line = (begin + step) * LINES + l;
       copy_box(to + l * X_LINE, x_map, line * LINE, first, &ring.full[slot]);
-      if (GROUP) copy_bytes(to + S_AT + l * S_LINE, x_scales + (long long)line * x_stride + first, S_LINE, &ring.full[slot]);
+      if (GROUP)
+        copy_bytes(to + S_AT + l * S_LINE, x_scales + (long long)line * x_stride + first, S_LINE, &ring.full[slot]);
     }
   };
 

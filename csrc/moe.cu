@@ -8,8 +8,8 @@ constexpr int PLAN_TOKENS = 128;  // at most, that one block routes and sorts
 constexpr int PER_LANE = (ALL_EXPERTS + 31) / 32;
 constexpr unsigned ALL = 0xffffffffu;
 
-// One block: `order` [pairs] is a counting sort of the pairs by expert, with a tile for every `tile_rows` of an expert's.
-// Pairs of other ranks' experts are left out.
+// One block: `order` [pairs] is a counting sort of the pairs by expert, with a tile for every `tile_rows` of an
+// expert's. Pairs of other ranks' experts are left out.
 __device__ __forceinline__ void sort(
     int pairs, int tile_rows, const int* experts, int* order, Tile* tiles, int* tile_count) {
   __shared__ int count[ALL_EXPERTS], start[ALL_EXPERTS], first_tile[ALL_EXPERTS];
@@ -72,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) moe_plan(
   start_successor();
   for (int token = threadIdx.x >> 5; token < tokens; token += blockDim.x >> 5) {
     int first = token * TAKEN;
-    route(router_logits + token * LOGITS, weighting, first_expert, held, expert_scale, experts + first, weights + first);
+    route(
+        router_logits + token * LOGITS, weighting, first_expert, held, expert_scale, experts + first, weights + first);
   }
   __syncthreads();
   sort(tokens * TAKEN, tile_rows, experts, order, tiles, tile_count);

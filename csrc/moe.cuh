@@ -1,7 +1,8 @@
 // Common parts of a mixture of experts' launches: a tile of (token, expert) pairs, and the choice of experts.
-// Pair n is the n % TAKEN-th expert of token n / TAKEN. EXPERTS and TOP_K are macros; -DSHARED: of a block that every token
-// goes to, in as many parts as large as an expert, which are the experts from EXPERTS on and stand behind the TOP_K that
-// are chosen. -DGATED_SHARED: behind the logits of the experts is one whose sigmoid is the weight of these parts, else 1.
+// Pair n is the n % TAKEN-th expert of token n / TAKEN. EXPERTS and TOP_K are macros; -DSHARED: of a block that every
+// token goes to, in as many parts as large as an expert, which are the experts from EXPERTS on and stand behind the
+// TOP_K that are chosen. -DGATED_SHARED: behind the logits of the experts is one whose sigmoid is the weight of these
+// parts, else 1.
 // A rank may hold only some of the EXPERTS, `held` from `first_expert` on, which are then counted from 0: a pair of
 // another one has the expert -1 and the weight ELSEWHERE.
 #pragma once
@@ -55,16 +56,17 @@ __device__ __forceinline__ unsigned long long warp_max(unsigned long long key) {
   return (unsigned long long)top << 32 | warp_max(high == top ? (unsigned)key : 0u);
 }
 
-// A token's experts are weighed by their probabilities, by these divided by their sum, or as the logits say: they are the
-// weights of experts that were chosen before, and -1 for the others.
+// A token's experts are weighed by their probabilities, by these divided by their sum, or as the logits say: they are
+// the weights of experts that were chosen before, and -1 for the others.
 enum Weighting { PROBABILITIES, RENORMALIZED, CHOSEN };
 
 constexpr float ELSEWHERE = -3.0e38f;
 
-// One warp: the TOP_K most likely experts of softmax(logits [LOGITS]), the first of equals, then the shared ones, and their
-// weights: those of chosen ones times `expert_scale` [EXPERTS], if there is one.
+// One warp: the TOP_K most likely experts of softmax(logits [LOGITS]), the first of equals, then the shared ones, and
+// their weights: those of chosen ones times `expert_scale` [EXPERTS], if there is one.
 __device__ __forceinline__ void route(
-    const L* logits, int weighting, int first_expert, int held, const float* expert_scale, int* experts, float* weights) {
+    const L* logits, int weighting, int first_expert, int held, const float* expert_scale, int* experts,
+    float* weights) {
   constexpr int PER_LANE = (EXPERTS + 31) / 32;
   constexpr unsigned ALL = 0xffffffffu;
   int lane = threadIdx.x & 31;

@@ -1,12 +1,12 @@
-// The choice of experts where not just the largest of a softmax of 16-bit logits are taken (DeepSeek, GLM-4.5): sigmoids,
-// a bias of the scores by which is chosen, groups of experts of which a few compete, a factor of the weights.
+// The choice of experts where not just the largest of a softmax of 16-bit logits are taken (DeepSeek, GLM-4.5):
+// sigmoids, a bias of the scores by which is chosen, groups of experts of which a few compete, a factor of the weights.
 #include "moe.cuh"
 
 constexpr int WARPS = 4;
 constexpr float NEVER = -3.0e38f;  // of an expert that is taken or does not compete
 
-// Bit g: the group g, of experts / groups in a row, is one of the `top_groups` with the largest sums of their best one or
-// two scores. At most 32 groups, one a lane; of equal ones the first.
+// Bit g: the group g, of experts / groups in a row, is one of the `top_groups` with the largest sums of their best one
+// or two scores. At most 32 groups, one a lane; of equal ones the first.
 __device__ __forceinline__ unsigned best_groups(const float* choice, int groups, int top_groups, bool two) {
   int lane = threadIdx.x & 31, size = EXPERTS / groups, better = 0;
   float best = NEVER, second = NEVER;
@@ -23,8 +23,8 @@ __device__ __forceinline__ unsigned best_groups(const float* choice, int groups,
   return __ballot_sync(0xffffffffu, lane < groups && better < top_groups);
 }
 
-// One warp a token: its TOP_K experts and their weights, from router_logits [tokens, EXPERTS]; or a table [tokens, EXPERTS]
-// of the weights, -1 for the other experts.
+// One warp a token: its TOP_K experts and their weights, from router_logits [tokens, EXPERTS]; or a table [tokens,
+// EXPERTS] of the weights, -1 for the other experts.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) moe_choose(
     const float* router_logits, OPTIONAL const float* bias, int tokens, int sigmoid, int groups, int top_groups,
     int group_scores, int renormalize, float scale, OPTIONAL int* experts, OPTIONAL float* weights, OPTIONAL T* table) {

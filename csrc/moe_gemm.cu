@@ -5,9 +5,10 @@
 // pairs, as in a decode. Both operands stream through shared memory in STAGES of BLOCK_K values.
 // A warp has PAIRS twice 16 rows of the weight (for the gated product the gate's and the up matrix's rows of the same
 // outputs) and TILES times 8 pairs; WARPS_N x WARPS_M warps a block. T is bf16 or f16, K and N multiples of 8.
-// For example lane 5 of warp 1 with PAIRS 1, WARPS_N 4, WARPS_M 1 and TILES 2, gated, where HALF is 64: the warp has outputs
-// 16 to 31 of the block's 64, from the weight's rows 16 to 31 (gate) and 80 to 95 (up) of the block's 128. By `mma`'s map
-// (mma.cuh) the lane's acc[0][0][t] are the gates of outputs 17 and 25 for the pairs 8t + 2 and 8t + 3, acc[1][0][t] the ups.
+// For example lane 5 of warp 1 with PAIRS 1, WARPS_N 4, WARPS_M 1 and TILES 2, gated, where HALF is 64: the warp has
+// outputs 16 to 31 of the block's 64, from the weight's rows 16 to 31 (gate) and 80 to 95 (up) of the block's 128. By
+// `mma`'s map (mma.cuh) the lane's acc[0][0][t] are the gates of outputs 17 and 25 for the pairs 8t + 2 and 8t + 3,
+// acc[1][0][t] the ups.
 // WARPGROUP: four warps at a time multiply together with Hopper's wgmma (sm_90a), straight from shared memory; then
 // PAIRS is 1, WARPS_N a multiple of 4, WARPS_M 1 and TILES 16.
 // ROUTE: for few tokens; each pair is a tile, and each block finds out its expert itself, without a plan.
@@ -50,9 +51,9 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address) {
 }
 #endif
 
-// GATED: out[pair] = activation(gate, up) with weight [experts, 2 * N, K], bias [experts, 2 * N] and x row pair / divisor.
-// Otherwise: out[pair] = (weight @ x[pair / divisor] + bias) * pair_weights[pair] with weight [experts, N, K], bias
-// [experts, N].
+// GATED: out[pair] = activation(gate, up) with weight [experts, 2 * N, K], bias [experts, 2 * N] and x row
+// pair / divisor. Otherwise: out[pair] = (weight @ x[pair / divisor] + bias) * pair_weights[pair] with weight
+// [experts, N, K], bias [experts, N].
 template <bool GATED> __device__ __forceinline__ void grouped_product(
     const T* x, int divisor, const T* weight, const T* shared, const T* bias, float alpha, float limit,
     const L* router_logits, int weighting, int first_expert, int held, const float* expert_scale, const int* order,
@@ -123,7 +124,8 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     unsigned to = base + step % STAGES * STAGE_BYTES;
     bool in = step * BLOCK_K + chunk * 8 < K;
 #pragma unroll
-    for (int i = 0; i < A_LOADS; ++i) copy_async(to + place(row + i * ROW_STEP, chunk), a[i] + (in ? step * BLOCK_K : 0), in && a_real[i]);
+    for (int i = 0; i < A_LOADS; ++i)
+      copy_async(to + place(row + i * ROW_STEP, chunk), a[i] + (in ? step * BLOCK_K : 0), in && a_real[i]);
   };
   auto load_b = [&](int step) {
     unsigned to = base + step % STAGES * STAGE_BYTES + BLOCK_N * BLOCK_K * 2;
@@ -159,7 +161,8 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         multiply_add(
-            acc[half][0], descriptor(rows + (half * HALF + group_row) * BLOCK_K * 2 + k * 32), descriptor(tokens + k * 32));
+            acc[half][0], descriptor(rows + (half * HALF + group_row) * BLOCK_K * 2 + k * 32),
+            descriptor(tokens + k * 32));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     // All warps have waited for the products of two steps ago, whose stage this is.
     if (step + AHEAD < steps) load_a(step + AHEAD), load_b(step + AHEAD);
@@ -190,7 +193,8 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
           load_matrices(left, rows + place(half * HALF + (warp_row * PAIRS + p) * 16 + a_row, k * 2 + a_chunk));
 #pragma unroll
           for (int t = 0; t < TILES; ++t)
-            mma(acc[half][p][t], left[0], left[1], left[2], left[3], right[t / 2][t % 2 * 2], right[t / 2][t % 2 * 2 + 1]);
+            mma(acc[half][p][t], left[0], left[1], left[2], left[3], right[t / 2][t % 2 * 2],
+                right[t / 2][t % 2 * 2 + 1]);
         }
     }
   }
@@ -234,13 +238,14 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   for (int i = thread; i < tile.count * (OUTPUTS / 8); i += THREADS) {
     int token = i / (OUTPUTS / 8), column = i % (OUTPUTS / 8) * 8;
     if (first + column < N)
-      *(uint4*)(out + (long long)pair_of[token] * N + first + column) = *(const uint4*)(result + token * STRIDE + column);
+      *(uint4*)(out + (long long)pair_of[token] * N + first + column) =
+          *(const uint4*)(result + token * STRIDE + column);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_gated(
-    const T* x, int divisor, const T* weight, OPTIONAL const T* shared, OPTIONAL const T* bias, float alpha, float limit,
-    const L* router_logits, int weighting, int first_expert, int held, OPTIONAL const float* expert_scale,
+    const T* x, int divisor, const T* weight, OPTIONAL const T* shared, OPTIONAL const T* bias, float alpha,
+    float limit, const L* router_logits, int weighting, int first_expert, int held, OPTIONAL const float* expert_scale,
     OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
     OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<true>(
@@ -249,8 +254,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_gated(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_weighted(
-    const T* x, int divisor, const T* weight, OPTIONAL const T* shared, OPTIONAL const T* bias, float alpha, float limit,
-    const L* router_logits, int weighting, int first_expert, int held, OPTIONAL const float* expert_scale,
+    const T* x, int divisor, const T* weight, OPTIONAL const T* shared, OPTIONAL const T* bias, float alpha,
+    float limit, const L* router_logits, int weighting, int first_expert, int held, OPTIONAL const float* expert_scale,
     OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
     OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<false>(

@@ -5,7 +5,8 @@
 
 // Copy 16 bytes, or zeros unless they are `real`.
 __device__ __forceinline__ void copy_async(unsigned to, const void* from, bool real) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0)
+               : "memory");
 }
 
 // Four 8 x 8 matrices, of which the lanes' addresses name the rows, eight lanes one after another each.

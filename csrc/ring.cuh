@@ -14,7 +14,7 @@
 constexpr bool TWO_PRODUCERS = PRODUCERS > 32;
 constexpr bool PACED = PRODUCERS == 64;
 constexpr int AT_ONCE = PACED ? 1 : STAGES;  // stages that are asked for when the block begins
-constexpr int CYCLES_OF_KILOBYTE = 40;       // of a multiprocessor, between later stages: somewhat faster than the memory
+constexpr int CYCLES_OF_KILOBYTE = 40;       // of a multiprocessor, between later stages: faster than the memory
 
 struct Ring {
   Barrier full[STAGES], empty[STAGES];
@@ -46,7 +46,8 @@ __device__ __forceinline__ void copy_weight(
 // Begin the kernel; all threads call it before they wait for the predecessor, which a kernel's own file does, since
 // kernel/compile.py looks there.
 template <typename Load>
-__device__ __forceinline__ void open(Ring& ring, Barrier& received, const TensorMap& x_map, int count, Load load_weight) {
+__device__ __forceinline__ void open(
+    Ring& ring, Barrier& received, const TensorMap& x_map, int count, Load load_weight) {
   if (loads_weights()) {
     for (int s = 0; s < STAGES; ++s) init(&ring.full[s], TWO_PRODUCERS ? 2 : 1), init(&ring.empty[s], READERS);
     init(&ring.released, 1);
