@@ -42,6 +42,7 @@ constexpr int X_BOXES = ROW_STEP < X_HEIGHT ? 1 : ROW_STEP / X_HEIGHT;  // that 
 static_assert(ROW_STEP % X_HEIGHT == 0 || X_HEIGHT % ROW_STEP == 0);
 static_assert(!ROUTE || M_MAX == 8);
 static_assert(BLOCK_K % 64 == 0 && BLOCK_K % UNIT == 0);
+static_assert(!WGMMA || HEIGHT == 1 || GROUP <= CHUNK_K);  // `multiply_many` has room for the sums of one group
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the results
 
