@@ -25,6 +25,7 @@
 // -DHEAD_DIM: 64, 128, 256 or 512; -DSTORES: 0 or 1; -DGROUP: query heads of a KV head, at most 8; -DPAGE_SIZE: a power
 // of two; -DCLUSTER: blocks; -DWARPS of a block, at least 2; -DBLOCKS_OF_SM: that registers must be left for; -DCACHE:
 // fp8.cuh.
+#include "cluster.cuh"
 #include "fp8.cuh"
 #include "mma.cuh"
 
@@ -248,25 +249,6 @@ __device__ __forceinline__ void prefetch(const void* from, int bytes) {
 // Values d and d + 1 of a head's partial result lie at d ^ swap(head), for even d, so that lanes which store those of
 // other heads at the same time use other banks.
 __device__ __forceinline__ int swap(int head) { return head & 6; }
-
-// Address of the place of `mine` in the block `rank` of the cluster.
-__device__ __forceinline__ unsigned address_in(int rank, const void* mine) {
-  unsigned address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(address)
-      : "r"((unsigned)__cvta_generic_to_shared(mine)), "r"(rank));
-  return address;
-}
-
-// Store there.
-__device__ __forceinline__ void push(float* mine, int rank, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(rank, mine)), "f"(value) : "memory");
-}
-__device__ __forceinline__ void push_four(float* mine, int rank, const float (&v)[4]) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address_in(rank, mine)), "f"(v[0]), "f"(v[1]),
-               "f"(v[2]), "f"(v[3])
-               : "memory");
-}
 
 // Load what another block wrote.
 __device__ __forceinline__ float load_fresh(const float* from) {
@@ -558,8 +540,11 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
         if (d == 0) record[SHARE + head] = best, record[SHARE + GROUP + head] = total;
       } else {
         int owner = i / SHARE, at = i % SHARE;
-        push_four(&block[rank][at], owner, y);
-        if (at == 0 || d == 0) push(&block_max[rank][head], owner, best), push(&block_sum[rank][head], owner, total);
+        store_at(address_in(owner, &block[rank][at]), y);
+        if (at == 0 || d == 0) {
+          store_at(address_in(owner, &block_max[rank][head]), best);
+          store_at(address_in(owner, &block_sum[rank][head]), total);
+        }
       }
     }
     if (CLUSTER > 1) {  // the cluster's blocks merge, each its share

@@ -1,12 +1,10 @@
-// Hopper's asynchronous copies into shared memory, its barriers, stores into other blocks of a cluster,
-// and what wgmma, the product of a warpgroup (four warps), needs.
+// Hopper's asynchronous copies into shared memory, of a cluster's blocks too, its barriers, and what wgmma, the product
+// of a warpgroup (four warps), needs.
 #pragma once
-#include "common.cuh"
+#include "cluster.cuh"
 
 struct alignas(64) TensorMap { unsigned char opaque[128]; };
 using Barrier = unsigned long long;
-
-__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void init(Barrier* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -49,27 +47,6 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int col
 __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
-}
-
-// All threads of the cluster are here. Orders nothing but the initialization of barriers, which has a fence of its own.
-__device__ __forceinline__ void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
-// A barrier of the cluster in two parts: what its threads stored before the first is visible to all behind the second.
-__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-
-// Address of the same place in another block of the cluster.
-__device__ __forceinline__ unsigned address_in(int block, const void* p) {
-  unsigned there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
-  return there;
-}
-
-__device__ __forceinline__ void store_at(unsigned to, uint4 v) {
-  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
 }
 
 // Bytes of shared memory, a multiple of 16, to a block of the cluster, for the barrier there.

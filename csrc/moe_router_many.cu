@@ -7,7 +7,7 @@
 // has columns 8p to 8p + 7 of expert g and of tokens g and g + 8, as two steps of `mma` (mma.cuh), whose columns so are
 // not in their order: step 0 has 8p to 8p + 3, step 1 the next four. T is the router's type, too. -DEXPERTS, a multiple
 // of 8, -DTILES, -DKPARTS, -DUNITS: at most of a block.
-#include "hopper.cuh"
+#include "cluster.cuh"
 #include "mma.cuh"
 
 constexpr int SPLIT = 8, TOKENS = 16, OWN = TOKENS / SPLIT;  // of a cluster, and of a block in the end
@@ -17,13 +17,6 @@ constexpr int PITCH = UNITS * 64 + (UNITS % 2 ? 0 : 64);  // bytes of a token: i
 constexpr int LANES = THREADS / TOKENS;                   // threads of a token
 constexpr int CHUNKS = (UNITS * 4 + LANES - 1) / LANES;   // of 16 bytes, of each of them
 static_assert(EXPERTS % (8 * TILES) == 0 && LANES >= 8 && LANES <= 32 && 32 % LANES == 0);
-
-__device__ __forceinline__ void store_at(unsigned to, float v) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
-}
-__device__ __forceinline__ void store_at(unsigned to, float x, float y) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
-}
 
 // normed = x / sqrt(mean(x^2) + eps) * norm, as rms_norm rounds it, both [tokens, H]; logits [tokens, EXPERTS] = normed
 // @ weight^T + bias. Clusters are along the grid's first axis, their tokens along its second. H is a multiple of 32.

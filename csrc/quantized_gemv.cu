@@ -44,7 +44,8 @@ constexpr int SUMS = (ROWS + 1 + 3) / 4 * 4;      // of a warp: of the rows, the
 constexpr int APART = WEIGHT == INT4 ? 16 : 8;    // columns from a lane's first pair of x to its second one
 constexpr unsigned X_UNIT = Is<T>::bf16 ? 0x5d805d80 : 0x3c003c00;  // twice: 2^60 or 1
 constexpr float SUM_UNIT = WEIGHT == INT4 ? 1.f : Is<T>::bf16 ? 0x1p60f : 0x1p8f;
-// Of a thread. With 96 a block of decode_attention.cu has room beside eight warps; larger tiles want more.
+// Registers that a thread may have. With 96 a block of decode_attention.cu has room beside eight warps of this kernel;
+// larger tiles want more.
 constexpr int REGISTERS = ROW_BLOCKS < 5 ? 96 : 128;
 static_assert((WEIGHT == INT4 || WEIGHT == E4M3) && (!GROUP || GROUP >= 32) && PIECES * PARTS <= 32 && OWN <= THREADS);
 
@@ -179,11 +180,6 @@ __device__ __forceinline__ void multiply_slice(
 }
 #endif
 
-// Store at the same place in another block of the cluster.
-__device__ __forceinline__ void send(int block, float* p, float v) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(block, p)), "f"(v) : "memory");
-}
-
 extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
     const T* x, const unsigned* weight, const unsigned* scales, OPTIONAL const float* row_scales,
     OPTIONAL const T* norm, float eps, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int N, int K) {
@@ -271,7 +267,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
   for (int tile = first_tile; tile < tiles; tile += stride) {
     int width = GATED ? N / 2 : N, at = split * OWN + thread, n = tile * OUTPUTS + at;  // the thread's column of y
     bool ends = thread < OWN && n < width;
-    // What the end needs from memory is on its way meanwhile.
+    // The residual, bias and scales that end a tile are asked for before its products.
     T before = {}, biases[2] = {};
     float factors[2] = {1.f, 1.f};
     if (ends && residual) before = residual[n];
@@ -306,10 +302,13 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
       wait_for_cluster();  // the other blocks are there, and done with the tile before
       float* to = &received[split][SPLIT > 1 ? thread : 0];
       int owner = (GATED ? thread / 16 * 8 + thread % 8 : thread) / OWN;
-      if (thread < ROWS) send(owner, to, add_warps(thread));
+      if (thread < ROWS) store_at(address_in(owner, to), add_warps(thread));
       if (NORM && thread == ROWS)
 #pragma unroll
-        for (int s = 0; s < SPLIT; ++s) send(s, to, add_warps(ROWS));
+        for (int s = 0; s < SPLIT; ++s) {
+          float sum = add_warps(ROWS);
+          store_at(address_in(s, to), sum);
+        }
       __syncwarp();
       arrive_at_cluster(), wait_for_cluster();
     }

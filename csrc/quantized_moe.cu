@@ -307,7 +307,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   const uint4* words = (const uint4*)(memory + X_STAGE + group * HEIGHT * W_TILE) + (thread & 127);
   const Scale* scales_at = (const Scale*)(memory + X_STAGE + W_TILES * W_TILE + group * HEIGHT * S_TILE);
   scales_at += (warp & 3) * (WEIGHT == E2M1 ? 8 : 16) + (lane >> 2);
-  // Of the rows g and g + 8 of each 16: a scale and a bias, which are asked for before they are needed.
+  // The rows g and g + 8 of each 16 have a scale and a bias each, which are asked for before the products.
   auto sixteen = [&](int r) { return (group * HEIGHT + r) * 4 + (warp & 3); };
   int first = column_block * OUTPUTS;
   float factor[HEIGHT][2];

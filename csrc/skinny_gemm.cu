@@ -17,7 +17,7 @@
 // GATED: the weight's first half gates its second: y [M, N / 2] = activation(gate) * up.
 // M is at most M_MAX (8 or 16), K a multiple of COLUMNS, N of 8 (GATED: of 16). T is bf16 or f16.
 // skinny_gemm_push: y is a part of a sum over GPUs, and goes to all of them (-DRANKS, push.cuh) instead of to memory.
-#include "common.cuh"
+#include "cluster.cuh"
 #include "mma.cuh"
 #if RANKS > 1
 #include "push.cuh"
@@ -42,8 +42,6 @@ extern __shared__ __align__(1024) unsigned char memory[];
 // Offset of 16 bytes of a line: swizzled among eight places.
 __device__ __forceinline__ int swizzled(int line, int part) { return line * LINE + ((part ^ (line & 7)) << 4); }
 
-__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
@@ -60,23 +58,13 @@ __device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* line
 
 // Store at the place of `mine` in the block `rank` of the cluster.
 __device__ __forceinline__ void push(float* mine, int rank, float a, float b) {
-  if (CLUSTER == 1) {
-    mine[0] = a, mine[1] = b;
-    return;
-  }
-  unsigned to;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(mine)), "r"(rank));
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
+  if (CLUSTER == 1) mine[0] = a, mine[1] = b;
+  else store_at(address_in(rank, mine), a, b);
 }
 
 __device__ __forceinline__ void push(float* mine, int rank, float a) {
-  if (CLUSTER == 1) {
-    *mine = a;
-    return;
-  }
-  unsigned to;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(mine)), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(a) : "memory");
+  if (CLUSTER == 1) *mine = a;
+  else store_at(address_in(rank, mine), a);
 }
 
 // A stage's 16 rows of the weight times x, with one instruction a warp for each 16 columns and 8 rows of x.
