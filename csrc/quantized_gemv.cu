@@ -7,6 +7,9 @@
 // the others only at a tile's end, to add up their sums: meanwhile the next tile's weights arrive. Its slices of x are
 // the same for all tiles: they lie in shared memory.
 //
+// While the predecessor runs, rings are filled little by little: what it still reads, and then x, would wait behind all
+// that is asked for at once. One warp waits for its end, with a ring that it has filled at once, and tells the others.
+//
 // INT4: values that are decoded take more instructions than reading the levels takes time, so levels are multiplied as
 // they are, as whole numbers of 8 bits: two words of a lane become the left operand of m16n8k32 by four LOP3 and two
 // shifts. x is rounded to 15 bits, for the largest value of each slice, and is two columns of the right operand: the
@@ -47,6 +50,9 @@ constexpr float SUM_UNIT = WEIGHT == INT4 ? 1.f : Is<T>::bf16 ? 0x1p60f : 0x1p8f
 // Registers that a thread may have. With 96 a block of decode_attention.cu has room beside eight warps of this kernel;
 // larger tiles want more.
 constexpr int REGISTERS = ROW_BLOCKS < 5 ? 96 : 128;
+constexpr int WAITING_WARP = WARPS - 1;  // for the predecessor
+// Cycles from one stage of the other warps to their next one while the predecessor runs, 60 a KB of the block's.
+constexpr int PACE = 60 * WARPS * STAGE / 1024;
 static_assert((WEIGHT == INT4 || WEIGHT == E4M3) && (!GROUP || GROUP >= 32) && PIECES * PARTS <= 32 && OWN <= THREADS);
 
 extern __shared__ __align__(128) unsigned char memory[];  // the warps' rings, their sums, slices of x and their units
@@ -183,7 +189,7 @@ __device__ __forceinline__ void multiply_slice(
 extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
     const T* x, const unsigned* weight, const unsigned* scales, OPTIONAL const float* row_scales,
     OPTIONAL const T* norm, float eps, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int N, int K) {
-  __shared__ Barrier full[WARPS][STAGES];
+  __shared__ Barrier full[WARPS][STAGES], ended;  // ended: the predecessor
   __shared__ float received[SPLIT][SPLIT > 1 ? SUMS : 1];  // sums of the cluster's blocks
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int slices = K / SLICE, begin = slices * split / SPLIT + warp, end = slices * (split + 1) / SPLIT;
@@ -237,17 +243,27 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
   if (SPLIT > 1) arrive_at_cluster();
   if (lane == 0) {
     for (int s = 0; s < STAGES; ++s) init(&full[warp][s], 1);
+    if (warp == WAITING_WARP) init(&ended, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  __syncwarp();
-  for (int s = 0; s < min(STAGES, steps); ++s) load(s);
-
+  __syncthreads();
+  int stages = min(STAGES, steps), asked = 0;
+  for (long long next = clock64(); asked < stages; ++asked) {
+    if (warp != WAITING_WARP && asked > 0) {
+      bool known = false;
+      for (next += PACE; !known && clock64() < next;) known = completed(&ended, 0);
+      if (__any_sync(0xffffffff, known)) break;
+    }
+    load(asked);
+  }
   wait_for_predecessor();
   start_successor();
+  if (warp == WAITING_WARP && lane == 0) arrive(&ended);
   float square = 0.f;
   for (int first = 0; first < count; first += BATCH) {
     load_batch(pairs, x, first);
     if (NORM && first > 0) load_batch(norms, norm, first);
+    while (asked < stages) load(asked++);  // behind x
 #pragma unroll
     for (int k = 0; k < BATCH; ++k) {
       int slice = min(first + k, count - 1);
@@ -264,6 +280,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
   __syncwarp();
 
   int slot = 0, parity = 0, step = 0;
+  float scale = SUM_UNIT;  // of all sums
   for (int tile = first_tile; tile < tiles; tile += stride) {
     int width = GATED ? N / 2 : N, at = split * OWN + thread, n = tile * OUTPUTS + at;  // the thread's column of y
     bool ends = thread < OWN && n < width;
@@ -290,7 +307,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         if ((lane & 3) == 0) own_sums[r * 16 + h * 8 + (lane >> 2)] = total[r][h * 2];
-    if (NORM && lane == 0) own_sums[ROWS] = square;
+    bool scales_x = NORM && tile == first_tile;
+    if (scales_x && lane == 0) own_sums[ROWS] = square;
     __syncthreads();
     auto add_warps = [&](int row) {
       float sum = 0.f;
@@ -303,7 +321,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
       float* to = &received[split][SPLIT > 1 ? thread : 0];
       int owner = (GATED ? thread / 16 * 8 + thread % 8 : thread) / OWN;
       if (thread < ROWS) store_at(address_in(owner, to), add_warps(thread));
-      if (NORM && thread == ROWS)
+      if (scales_x && thread == ROWS)
 #pragma unroll
         for (int s = 0; s < SPLIT; ++s) {
           float sum = add_warps(ROWS);
@@ -320,7 +338,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
       return sum;
     };
     if (ends) {
-      float scale = NORM ? SUM_UNIT * rsqrtf(sum_of(ROWS) / K + eps) : SUM_UNIT;
+      if (scales_x) scale *= rsqrtf(sum_of(ROWS) / K + eps);
       int row = GATED ? at / 8 * 16 + at % 8 : at;
       float y = sum_of(row) * scale * factors[0] + to_float(biases[0]);
       if (GATED) {

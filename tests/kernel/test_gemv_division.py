@@ -20,7 +20,7 @@ def test_blocks_have_a_multiprocessor_each(kind: Kind, group: int) -> None:
         assert divide_gemv(kind, width, size, group, 132) in divisions
         for division in divisions:
             sums = -(-(16 * division.row_blocks + 1) // 4) * 16
-            static = division.stages * division.warps * 8 + (sums * division.split if division.split > 1 else 4)
+            static = (division.stages * division.warps + 1) * 8 + (sums * division.split if division.split > 1 else 4)
             whole = division.shared_bytes + static + 1024
             assert SM_BYTES // 2 < whole <= BLOCK_BYTES - ATTENTION_BYTES
             assert division.clusters * division.split <= 132
