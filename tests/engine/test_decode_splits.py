@@ -17,7 +17,7 @@ HOPPER = (9, 0)
 @pytest.mark.parametrize("num_sms", [78, 108, 114, 132, 148])
 @pytest.mark.parametrize("spills", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("slow_memory", [False, True])
 def test_any_number_of_rows_is_divided(num_sms: int, spills: bool, fp8: bool, head_dim: int, slow_memory: bool) -> None:
     for units in range(1, 1 << 13):
@@ -32,7 +32,7 @@ def test_any_number_of_rows_is_divided(num_sms: int, spills: bool, fp8: bool, he
 
 
 @pytest.mark.parametrize("num_sms", [108, 132])
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_few_rows_have_more_blocks_each_than_many(num_sms: int, head_dim: int) -> None:
     clusters = [decode_splits(units, num_sms, head_dim, spills=False, fp8=False).cluster for units in range(1, 2000)]
     assert clusters == sorted(clusters, reverse=True)

@@ -56,6 +56,8 @@ def check(have: Tensor, want: Tensor, dtype: torch.dtype) -> None:
         ([640], GPT_OSS, 128),
         ([1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 100, 700, 1300], replace(GPT_OSS, page_size=16), 128),
         ([5, 640, 33, 1] * 5, GPT_OSS, None),
+        ([5, 640, 33, 1] * 16, GPT_OSS, 128),
+        ([5, 640, 33, 1] * 16, GPT_OSS, None),
         ([5, 640, 33, 1] * 20, GPT_OSS, None),
         ([300, 4000] * 60, replace(GPT_OSS, page_size=1), 128),
         ([300, 20, 777, 1] * 64, replace(GPT_OSS, num_heads=32, num_kv_heads=4), None),

@@ -93,6 +93,8 @@ def decode_splits(
         return DecodeSplits(1, 4, 3, spare_clusters=256)
     if slow_memory and 2 * num_sms < units <= 3 * num_sms:
         return DecodeSplits(2, 4, 3, spare_clusters=128)  # 6% slower for equal rows, 8% faster for others
+    if head_dim == 64 and 3 * num_sms < units <= 4 * num_sms:  # half the bytes under way: all blocks at once
+        return DecodeSplits(1, 4, 4, spare_clusters=256)
     if units <= 2 * num_sms or 3 * num_sms < units <= 4 * num_sms:  # all at once, or in two waves
         return DecodeSplits(1, 8, 2, spare_clusters=256)
     if units > 10 * num_sms:  # so many waves that the last counts for little
