@@ -131,7 +131,8 @@ class FusedRows:
         parts = num_kv_heads * _parts(head_dim)  # of a row, with a cluster each
         units = rows * parts
         max_splits = max(1, min(_RECORDS // units, _MAX_SPLITS))
-        cuts = max_splits > 1
+        longest = _NEVER if self.window is None else self.window // _TILE + 2  # tiles that a row may see
+        cuts = max_splits > 1 and longest > 2 * splits.min_tiles
         spare = max(splits.spare_clusters // parts, 1) if cuts else 0  # of each part
         self.kernel(
             (1, parts, rows + spare),
