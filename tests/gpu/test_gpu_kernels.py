@@ -106,7 +106,7 @@ def test_norm_rope_store(
         *[(1024, 4096), (2048, 1024), (3072, 1024), (96, 40), (5120, 2064), (8192, 1280), (4096, 24576), (768, 256)],
         *[(5120, 3584), (8704, 5120)],  # of 14B over two ranks
         *[(576, 960), (576, 576), (576, 3072), (1536, 576)],  # SmolLM2's
-        (2048, 3648),  # two blocks on a multiprocessor
+        *[(2048, 3648), (4096, 2880)],  # two blocks on a multiprocessor
         *[(4096, 4096), (3840, 8192)],  # clusters of eight and of four with short rings
     ],
 )

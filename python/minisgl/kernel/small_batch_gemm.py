@@ -23,6 +23,7 @@ _MIN_SIZE = 1 << 20  # values of a weight; smaller ones leave most multiprocesso
 _MAX_WIDTH = 1 << 16  # rows of a weight; cuBLAS reads a vocabulary's as fast as the memory can
 _SMALL = 1 << 23  # values of a weight that many narrow blocks hold at once; larger ones stream
 _MAX_CLUSTER = 8
+_FEW_STEPS = 64  # of K; more of them share it by two
 _MAX_GATED = 256  # rows of a weight in a block, half of them gates
 _MAX_STAGES = 16
 _RING_BYTES = {1: 220 << 10, 2: 110 << 10, 3: 73 << 10}  # of shared memory, by blocks on a multiprocessor
@@ -172,6 +173,8 @@ def _kind(
         while _share(width * split, num_sms, 8) < (64 if split == 1 else 40) and split < min(_MAX_CLUSTER, steps):
             split *= 2
         block_n = min(max(_share(width * split, num_sms, 8), 40), 128)
+        if split == 2 and block_n < x_rows and steps <= _FEW_STEPS and not before_attention:
+            block_n, split, blocks = 64, 4, 2  # x would be more than the weight of what a block reads
     ring = _RING_BYTES[2 if before_attention else blocks]
     stages = min(ring // ((x_rows + block_n) * _BLOCK_K * 2), -(-steps // split), _MAX_STAGES)
     return _Kind(dtype, x_rows, block_n, split, stages, gate, blocks, before_attention)
