@@ -12,7 +12,7 @@ constexpr unsigned ALL = 0xffffffffu;
 // expert's. Pairs of other ranks' experts are left out.
 __device__ __forceinline__ void sort(
     int pairs, int tile_rows, const int* experts, int* order, Tile* tiles, int* tile_count) {
-  __shared__ int count[ALL_EXPERTS], start[ALL_EXPERTS], first_tile[ALL_EXPERTS];
+  __shared__ int count[ALL_EXPERTS], start[ALL_EXPERTS];
   int thread = threadIdx.x, lane = thread & 31, threads = blockDim.x;
   for (int e = thread; e < ALL_EXPERTS; e += threads) count[e] = 0;
   __syncthreads();
@@ -20,25 +20,31 @@ __device__ __forceinline__ void sort(
   for (int pair = thread; pair < pairs; pair += threads)
     if (experts[pair] >= 0) atomicAdd(&count[experts[pair]], 1);
   __syncthreads();
-  if (thread < 32) {
-    int before = 0, tiles_before = 0;
-    for (int e = lane; e < PER_LANE * 32; e += 32) {
-      int own = e < ALL_EXPERTS ? count[e] : 0, own_tiles = (own + tile_rows - 1) / tile_rows;
-      int upto = own, tiles_upto = own_tiles;
+  if (thread < 32) {  // a lane has PER_LANE experts, one after another
+    int own[PER_LANE], upto = 0, tiles_upto = 0;
 #pragma unroll
-      for (int offset = 1; offset < 32; offset <<= 1) {
-        int other = __shfl_up_sync(ALL, upto, offset), other_tiles = __shfl_up_sync(ALL, tiles_upto, offset);
-        if (lane >= offset) upto += other, tiles_upto += other_tiles;
-      }
-      if (e < ALL_EXPERTS) start[e] = before + upto - own, first_tile[e] = tiles_before + tiles_upto - own_tiles;
-      before += __shfl_sync(ALL, upto, 31), tiles_before += __shfl_sync(ALL, tiles_upto, 31);
+    for (int i = 0; i < PER_LANE; ++i) {
+      int expert = lane * PER_LANE + i;
+      own[i] = expert < ALL_EXPERTS ? count[expert] : 0;
+      upto += own[i], tiles_upto += (own[i] + tile_rows - 1) / tile_rows;
     }
-    if (lane == 0) *tile_count = tiles_before;
+    int first = -upto, tile = -tiles_upto;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset <<= 1) {
+      int other = __shfl_up_sync(ALL, upto, offset), other_tiles = __shfl_up_sync(ALL, tiles_upto, offset);
+      if (lane >= offset) upto += other, tiles_upto += other_tiles;
+    }
+    if (lane == 31) *tile_count = tiles_upto;
+    first += upto, tile += tiles_upto;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      int expert = lane * PER_LANE + i;
+      if (expert < ALL_EXPERTS) start[expert] = first;
+      for (int done = 0; done < own[i]; done += tile_rows)
+        tiles[tile++] = {expert, first + done, min(tile_rows, own[i] - done), 0};
+      first += own[i];
+    }
   }
-  __syncthreads();
-  for (int e = thread; e < ALL_EXPERTS; e += threads)
-    for (int done = 0; done < count[e]; done += tile_rows)
-      tiles[first_tile[e] + done / tile_rows] = {e, start[e] + done, min(tile_rows, count[e] - done), 0};
   __syncthreads();
 #pragma unroll 4
   for (int pair = thread; pair < pairs; pair += threads)
