@@ -245,9 +245,9 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_gated(
     const T* x, int divisor, const T* weight, OPTIONAL const T* shared, OPTIONAL const T* bias, float alpha,
-    float limit, const L* router_logits, int weighting, int first_expert, int held, OPTIONAL const float* expert_scale,
-    OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
-    OPTIONAL const float* pair_weights, T* out, int N, int K) {
+    float limit, OPTIONAL const L* router_logits, int weighting, int first_expert, int held,
+    OPTIONAL const float* expert_scale, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
+    OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<true>(
       x, divisor, weight, shared, bias, alpha, limit, router_logits, weighting, first_expert, held, expert_scale,
       order, tiles, tile_count, pair_weights, out, N, K);
@@ -255,9 +255,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_gated(
 
 extern "C" __global__ void __launch_bounds__(THREADS) moe_weighted(
     const T* x, int divisor, const T* weight, OPTIONAL const T* shared, OPTIONAL const T* bias, float alpha,
-    float limit, const L* router_logits, int weighting, int first_expert, int held, OPTIONAL const float* expert_scale,
-    OPTIONAL const int* order, OPTIONAL const Tile* tiles, OPTIONAL const int* tile_count,
-    OPTIONAL const float* pair_weights, T* out, int N, int K) {
+    float limit, OPTIONAL const L* router_logits, int weighting, int first_expert, int held,
+    OPTIONAL const float* expert_scale, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
+    OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K) {
   grouped_product<false>(
       x, divisor, weight, shared, bias, alpha, limit, router_logits, weighting, first_expert, held, expert_scale,
       order, tiles, tile_count, pair_weights, out, N, K);

@@ -1,14 +1,15 @@
 // The norm in front of a mixture of experts and the logits of its router, in one launch, of more tokens than
 // moe_router.cu is for. A cluster of SPLIT blocks has TOKENS of them, each block a part of the columns: they exchange
-// sums of squares, and then sums of products, of which each block adds up those of TOKENS / SPLIT tokens. A block
-// fetches all of its weights into registers before it waits for its predecessor.
+// sums of squares, and then sums of products, of which each block adds up those of TOKENS / SPLIT tokens, and may
+// choose these tokens' experts. A block fetches all of its weights into registers before it waits for its predecessor.
 //
 // A warp has TILES times eight experts and every KPARTS-th of the block's units of 32 columns. Of a unit lane 4g + p
 // has columns 8p to 8p + 7 of expert g and of tokens g and g + 8, as two steps of `mma` (mma.cuh), whose columns so are
 // not in their order: step 0 has 8p to 8p + 3, step 1 the next four. T is the router's type, too. -DEXPERTS, a multiple
-// of 8, -DTILES, -DKPARTS, -DUNITS: at most of a block.
+// of 8, -DTILES, -DKPARTS, -DUNITS: at most of a block. With -DTOP_K: as in moe.cuh.
 #include "cluster.cuh"
 #include "mma.cuh"
+#include "moe.cuh"
 
 constexpr int SPLIT = 8, TOKENS = 16, OWN = TOKENS / SPLIT;  // of a cluster, and of a block in the end
 constexpr int WARPS = EXPERTS / 8 / TILES * KPARTS, THREADS = WARPS * 32;
@@ -18,11 +19,11 @@ constexpr int LANES = THREADS / TOKENS;                   // threads of a token
 constexpr int CHUNKS = (UNITS * 4 + LANES - 1) / LANES;   // of 16 bytes, of each of them
 static_assert(EXPERTS % (8 * TILES) == 0 && LANES >= 8 && LANES <= 32 && 32 % LANES == 0);
 
-// normed = x / sqrt(mean(x^2) + eps) * norm, as rms_norm rounds it, both [tokens, H]; logits [tokens, EXPERTS] = normed
-// @ weight^T + bias. Clusters are along the grid's first axis, their tokens along its second. H is a multiple of 32.
-extern "C" __global__ void __launch_bounds__(THREADS) moe_router_many(
-    const T* x, const W* norm, float eps, const T* weight, OPTIONAL const T* bias, T* normed, T* logits, int tokens,
-    int H) {
+// normed = x / sqrt(mean(x^2) + eps) * norm, as rms_norm rounds it, both [tokens, H]. use(n, expert, logit) gets the
+// logits, normed @ weight^T + bias, of the block's n-th own token. Clusters are along the grid's first axis, their
+// tokens along its second. H is a multiple of 32.
+template <typename Use> __device__ __forceinline__ void norm_and_score(
+    const T* x, const W* norm, float eps, const T* weight, const T* bias, T* normed, int tokens, int H, Use use) {
   __shared__ __align__(16) unsigned char rows[TOKENS * PITCH];
   __shared__ float squares[SPLIT][TOKENS];
   __shared__ __align__(8) float parts[SPLIT * KPARTS][OWN][EXPERTS];
@@ -103,10 +104,37 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_router_many(
   }
   arrive_at_cluster(), wait_for_cluster();
   for (int i = thread; i < OWN * EXPERTS; i += THREADS) {
-    int own = i / EXPERTS, expert = i % EXPERTS, token = first_token + rank * OWN + own;
+    int own = i / EXPERTS, expert = i % EXPERTS;
     float result = bias ? to_float(bias[expert]) : 0.f;
 #pragma unroll
     for (int p = 0; p < SPLIT * KPARTS; ++p) result += parts[p][own][expert];
-    if (token < tokens) logits[(long long)token * EXPERTS + expert] = from_float<T>(result);
+    use(own, expert, from_float<T>(result));
   }
 }
+
+// logits [tokens, EXPERTS].
+extern "C" __global__ void __launch_bounds__(THREADS) moe_router_many(
+    const T* x, const W* norm, float eps, const T* weight, OPTIONAL const T* bias, T* normed, T* logits, int tokens,
+    int H) {
+  int first_token = blockIdx.y * TOKENS + blockIdx.x * OWN;
+  norm_and_score(x, norm, eps, weight, bias, normed, tokens, H, [&](int own, int expert, T logit) {
+    if (first_token + own < tokens) logits[(long long)(first_token + own) * EXPERTS + expert] = logit;
+  });
+}
+
+#ifdef TOP_K
+// experts, weights [tokens, TAKEN]: what moe_route (moe.cu) makes of the logits.
+extern "C" __global__ void __launch_bounds__(THREADS) moe_router_choose(
+    const T* x, const W* norm, float eps, const T* weight, OPTIONAL const T* bias, T* normed, int tokens, int H,
+    int weighting, int first_expert, int held, OPTIONAL const float* expert_scale, int* experts, float* weights) {
+  __shared__ T logits[OWN][EXPERTS];
+  int own = threadIdx.x >> 5, token = blockIdx.y * TOKENS + blockIdx.x * OWN + own;
+  norm_and_score(x, norm, eps, weight, bias, normed, tokens, H, [&](int own, int expert, T logit) {
+    logits[own][expert] = logit;
+  });
+  __syncthreads();
+  if (own >= OWN || token >= tokens) return;
+  int first = token * TAKEN;
+  route(logits[own], weighting, first_expert, held, expert_scale, experts + first, weights + first);
+}
+#endif

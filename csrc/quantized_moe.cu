@@ -385,8 +385,8 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_moe_gated(
     const T* x, int divisor, const unsigned* weight, const unsigned* scales, OPTIONAL const float* row_scales,
-    OPTIONAL const T* bias, float alpha, float limit, const L* router_logits, int weighting, int first_expert, int held,
-    OPTIONAL const float* expert_scale, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
+    OPTIONAL const T* bias, float alpha, float limit, OPTIONAL const L* router_logits, int weighting, int first_expert,
+    int held, OPTIONAL const float* expert_scale, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
     OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, T* out, int N, int K, int chunks) {
   grouped_product<true>(
       x, divisor, weight, scales, row_scales, bias, alpha, limit, router_logits, weighting, first_expert, held,
@@ -395,8 +395,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_moe_gate
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_moe_weighted(
     const T* x, int divisor, const unsigned* weight, const unsigned* scales, OPTIONAL const float* row_scales,
-    OPTIONAL const T* bias, float alpha, float limit, const L* router_logits, int weighting, int first_expert, int held,
-    OPTIONAL const float* expert_scale, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
+    OPTIONAL const T* bias, float alpha, float limit, OPTIONAL const L* router_logits, int weighting, int first_expert,
+    int held, OPTIONAL const float* expert_scale, OPTIONAL const int* order, OPTIONAL const Tile* tiles,
     OPTIONAL const int* tile_count, OPTIONAL const float* pair_weights, OPTIONAL const T* residual,
     T* out, int N, int K, int chunks) {
   grouped_product<false>(

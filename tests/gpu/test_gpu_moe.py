@@ -249,3 +249,18 @@ def test_odd_shapes_run_in_torch(ops: Ops) -> None:
     out = ops.moe(x, scores, mixture)
     reference = TorchOps().moe(x.double(), scores.double(), in_double(mixture))
     assert relative_error(out, reference) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("experts", "top_k", "hidden"), [(32, 4, 2880), (128, 8, 2048), (256, 8, 1024), (32, 32, 96)])
+def test_experts_chosen_with_the_router(ops: Ops, dtype: torch.dtype, experts: int, top_k: int, hidden: int) -> None:
+    """The same bits as by norm and router, and then a plan of the products."""
+    mixture = make_mixture(Routing(top_k, renormalize=True), experts, hidden, 64, dtype)
+    norm = Norm(torch.rand(hidden, device="cuda") + 0.5, 1e-6)
+    router = (torch.randn(experts, hidden, device="cuda") * hidden**-0.5).to(dtype)
+    for tokens in (3, 16, 17, 64, 100, 256, 257):
+        x = torch.randn(tokens, hidden, device="cuda").to(dtype) * 3
+        normed, out = ops.norm_moe(x, norm, router, None, None, mixture, x)
+        want, logits = ops.norm_router(x, norm, router, None)
+        assert torch.equal(normed, want)
+        assert torch.equal(out, ops.moe(want, logits, mixture, x))

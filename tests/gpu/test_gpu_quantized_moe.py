@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu.test_gpu_moe import in_double
 from minisgl.distributed import SingleRank
-from minisgl.kernel.base import ClampedSwiGLU, ExpertActivation, ExpertBiases, ExpertKind, Mixture, Ops, Routing
+from minisgl.kernel.base import ClampedSwiGLU, ExpertActivation, ExpertBiases, ExpertKind, Mixture, Norm, Ops, Routing
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.layers.mlp import Experts
 from minisgl.models.config.load_config import load_model_config
@@ -135,6 +135,32 @@ def test_every_format(ops: Ops, form: LevelFormat, dtype: torch.dtype) -> None:
         assert not ops.keeps_experts(form, 512, 512, dtype)
         return
     check(ops, form, dtype, (16, 512, 384), Routing(4, renormalize=True))
+
+
+@pytest.mark.parametrize("form", [LevelFormat("fp8", 128), LevelFormat("int4", 64), LevelFormat("mxfp4", 32)], ids=str)
+@pytest.mark.parametrize(("count", "top_k"), [(32, 4), (128, 8), (64, 2), (256, 8)])
+def test_experts_chosen_with_the_router(ops: Ops, form: LevelFormat, count: int, top_k: int) -> None:
+    """The same bits as by norm and router, and then a plan of the products."""
+    dtype, hidden, intermediate = torch.bfloat16, 512, 256
+    made = [
+        experts(form, held, width, size, dtype, gated=gated)[0]
+        for held in (count, 16)
+        for width, size, gated in ((2 * intermediate, hidden, True), (hidden, intermediate, False))
+    ]
+    mixture = Mixture(*made[:2], count, Routing(top_k, renormalize=True))
+    scaled = mixture._replace(
+        routing=Routing(top_k, renormalize=False), expert_scale=torch.rand(count, device="cuda") + 0.5
+    )
+    held = mixture._replace(w13=made[2], w2=made[3], first=8)
+    norm = Norm((torch.rand(hidden, device="cuda") + 0.5).to(dtype), 1e-6)
+    router = (torch.randn(count, hidden, device="cuda") * hidden**-0.5).to(dtype)
+    biases = None, torch.randn(count, device="cuda").to(dtype), (torch.arange(count, device="cuda") * 8).to(dtype)
+    for tokens, bias, each in product((5, 17, 33, 64, 129, 256), biases, (mixture, scaled, held)):
+        x = torch.randn(tokens, hidden, device="cuda").to(dtype) * 3
+        normed, out = ops.norm_moe(x, norm, router, bias, None, each, x)
+        want, logits = ops.norm_router(x, norm, router, bias)
+        assert torch.equal(normed, want)
+        assert torch.equal(out, ops.moe(want, logits, each, x))
 
 
 def test_another_routing(ops: Ops) -> None:

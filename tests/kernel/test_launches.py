@@ -326,10 +326,45 @@ def run_moe(dtype: torch.dtype) -> None:
     for weight in (router, torch.zeros(32, 256, dtype=dtype)):
         normed, logits = CudaOps(CPU).norm_router(x, norm, weight, None)
         assert (normed.shape, logits.shape, logits.dtype) == ((5, 256), (5, len(weight)), weight.dtype)
+    w13, w2 = packed_experts(LevelFormat("mxfp4", 32), 32, 256, 64)
+    many = Mixture(w13, w2, 32, Routing(2, renormalize=True))
+    for each in CudaOps(CPU).norm_moe(x, norm, weight, None, None, many, x):
+        assert each.shape == x.shape
 
 
-@pytest.mark.parametrize(("experts", "router_of_many"), [(32, "moe_router_many"), (8, "moe_router"), (500, "rms_norm")])
-def test_a_shared_expert_takes_no_launch_of_its_own(launched: list[str], experts: int, router_of_many: str) -> None:
+def packed_experts(form: LevelFormat, count: int, hidden: int, size: int) -> tuple[PackedExperts, PackedExperts]:
+    w13, w2 = (
+        PackedExperts.empty(form, shape, torch.bfloat16, CPU, gated=gated)
+        for shape, gated in (((count, 2 * size, hidden), True), ((count, hidden, size), False))
+    )
+    return w13, w2
+
+
+def test_experts_of_some_tokens_are_chosen_with_the_router(launched: list[str]) -> None:
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    mixture = Mixture(*packed_experts(LevelFormat("fp8", 128), 64, 128, 128), 64, Routing(4, renormalize=True))
+    norm, router = Norm(torch.zeros(128, dtype=torch.bfloat16), 1e-6), torch.zeros(64, 128, dtype=torch.bfloat16)
+    rest = ["quantized_moe_gated", "quantized_moe_weighted", "moe_combine"]
+    chosen = ["moe_router_choose", "moe_sort"]
+    planned = ["moe_router", "moe_plan"]
+    for tokens, choice in ((16, planned), (17, chosen), (256, chosen), (257, ["rms_norm", "moe_route", "moe_sort"])):
+        del launched[:]
+        x = torch.zeros(tokens, 128, dtype=torch.bfloat16)
+        CudaOps(CPU).norm_moe(x, norm, router, None, None, mixture, x)
+        assert launched == [*choice, *rest]
+    del launched[:]
+    CudaOps(CPU).norm_moe(x[:64], norm, router.float(), None, None, mixture)
+    assert launched == [*planned, *rest]
+
+
+@pytest.mark.parametrize(
+    ("experts", "choice_of_many"),
+    [(32, ["moe_router_choose", "moe_sort"]), (8, ["moe_router", "moe_plan"]), (500, ["rms_norm", "moe_plan"])],
+)
+def test_a_shared_expert_takes_no_launch_of_its_own(
+    launched: list[str], experts: int, choice_of_many: list[str]
+) -> None:
     from minisgl.kernel.cuda_ops import CudaOps
 
     config = MoEConfig(experts, 32, Routing(2, renormalize=True), shared_intermediate_size=64, shared_gate=True)
@@ -346,18 +381,13 @@ def test_a_shared_expert_takes_no_launch_of_its_own(launched: list[str], experts
     block(few, norm, context, few)
     assert launched == ["moe_router", "moe_plan", "moe_gated", "moe_weighted", "moe_combine"]
     block(many, norm, context, many)
-    assert launched[5:] == [router_of_many, "moe_plan", "moe_gated", "moe_weighted", "moe_combine", "activate_and_mul"]
+    assert launched[5:] == [*choice_of_many, "moe_gated", "moe_weighted", "moe_combine", "activate_and_mul"]
 
 
 def test_clusters_sum_the_quantized_experts_of_few_tokens(launched: list[str]) -> None:
     from minisgl.kernel.cuda_ops import CudaOps
 
-    form = LevelFormat("fp8", 128)
-    w13, w2 = (
-        PackedExperts.empty(form, shape, torch.bfloat16, CPU, gated=gated)
-        for shape, gated in (((8, 256, 128), True), ((8, 128, 128), False))
-    )
-    mixture = Mixture(w13, w2, 8, Routing(4, renormalize=True))
+    mixture = Mixture(*packed_experts(LevelFormat("fp8", 128), 8, 128, 128), 8, Routing(4, renormalize=True))
     for tokens in (2, 3):  # of which two have 8 pairs
         x, scores = (torch.zeros(tokens, size, dtype=torch.bfloat16) for size in (128, 8))
         assert CudaOps(CPU).moe(x, scores, mixture, x).shape == x.shape

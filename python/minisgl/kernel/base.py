@@ -360,6 +360,18 @@ class Ops(Protocol):
         `gate` [1, H]: of a shared expert that `merges_shared`, whose logit stands behind the others.
         """
 
+    def norm_moe(
+        self,
+        x: Tensor,
+        norm: Norm | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        gate: Tensor | None,
+        mixture: Mixture,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return rms_norm(x) and a mixture of experts of it: `norm_router` and `moe` of its logits."""
+
     def moe(self, x: Tensor, router_logits: Tensor, mixture: Mixture, residual: Tensor | None = None) -> Tensor:
         """A mixture of gated experts: x [T, H] -> the weighted sum of the outputs of each token's experts, [T, H].
 

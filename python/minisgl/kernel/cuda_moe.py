@@ -19,6 +19,7 @@ from minisgl.kernel.base import (
     ExpertKind,
     ExpertMatrices,
     Mixture,
+    Norm,
     Routing,
 )
 from minisgl.kernel.compile import Compiler
@@ -162,10 +163,49 @@ class CudaMoe:
     def __call__(self, x: Tensor, router_logits: Tensor, mixture: Mixture, residual: Tensor | None = None) -> Tensor:
         """Compute Ops.moe."""
         routing, bias = mixture.routing, mixture.biases.choice
-        weighting = _Weighting.RENORMALIZED if routing.renormalize else _Weighting.PROBABILITIES
+        weighting = _weighting(routing)
         if not routing.plain or bias is not None or router_logits.dtype not in (x.dtype, torch.float32):
             router_logits, weighting = self._chosen(router_logits, routing, bias, x.dtype), _Weighting.CHOSEN
         return self._mix(x, router_logits, weighting, mixture, residual)
+
+    def chooses_with_router(self, x: Tensor, weight: Tensor, mixture: Mixture) -> bool:
+        """Return True if `norm_mix` is for so many tokens, this router [experts, H] and these experts."""
+        routing = mixture.routing
+        if not routing.plain or mixture.biases.choice is not None or not self.supports(mixture):
+            return False
+        gated_tiling, _ = self._tilings(len(x) * routing.top_k, mixture.num_experts, mixture.w13)
+        return not gated_tiling.route and self._routing.scores_many(x, weight)
+
+    def norm_mix(
+        self,
+        x: Tensor,
+        norm: Norm,
+        weight: Tensor,
+        bias: Tensor | None,
+        mixture: Mixture,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute Ops.norm_moe; the launch of norm and router chooses the experts, too."""
+        tokens, device, held = len(x), x.device, len(mixture.w2)
+        kind, weighting = _kind(x.dtype, weight.dtype, mixture), _weighting(mixture.routing)
+        gated_tiling, _ = self._tilings(tokens * kind.top_k, kind.experts, mixture.w13)
+        plan = _empty_plan(tokens, device, held, kind, gated_tiling.block_m)
+        chosen = torch.empty(tokens * kind.taken, dtype=torch.int32, device=device)
+        normed = self._routing.norm_router_choose(
+            x,
+            norm,
+            weight,
+            bias,
+            kind.macros,
+            weighting=weighting,
+            first_expert=mixture.first,
+            held=held,
+            expert_scale=mixture.expert_scale,
+            experts=chosen,
+            weights=plan.weights,
+        )
+        self._sort(chosen, tokens, kind, gated_tiling.block_m, plan)
+        return normed, self._mix(normed, plan, weighting, mixture, residual)
 
     def merges_shared(self, tokens: int, mixture: Mixture) -> bool:
         """Return True if so few tokens' shared expert is computed as further experts.
@@ -188,21 +228,20 @@ class CudaMoe:
         return self._mix(x, table, _Weighting.CHOSEN, mixture, None)
 
     def _mix(
-        self, x: Tensor, router_logits: Tensor, weighting: _Weighting, mixture: Mixture, residual: Tensor | None
+        self, x: Tensor, routed: Tensor | _Plan, weighting: _Weighting, mixture: Mixture, residual: Tensor | None
     ) -> Tensor:
-        x, router_logits = x.contiguous(), router_logits.contiguous()
+        """Mix experts by the router's logits, or by a plan that was made of them."""
+        x, router_logits = x.contiguous(), routed.contiguous() if isinstance(routed, Tensor) else None
         w13, w2, activation, shared = mixture.w13, mixture.w2, mixture.activation, mixture.shared
         tokens, hidden = x.shape
         held, _, intermediate = w2.shape
         if not tokens:
             return torch.empty_like(x)
-        kind = _Kind(x.dtype, router_logits.dtype, mixture.num_experts, mixture.routing.top_k, activation)
-        if shared is not None:
-            kind = kind._replace(shared=shared.w2.shape[1] // intermediate, weighed=shared.weighed)
+        kind = _kind(x.dtype, x.dtype if router_logits is None else router_logits.dtype, mixture)
         pairs = tokens * kind.taken
         gated_tiling, weighted_tiling = self._tilings(tokens * kind.top_k, kind.experts, w13)
-        plan = None
-        if not gated_tiling.route:
+        plan = routed if isinstance(routed, _Plan) else None
+        if router_logits is not None and not gated_tiling.route:
             plan = self._plan(router_logits, weighting, mixture, kind, gated_tiling.block_m)
         max_tiles = pairs if plan is None else len(plan.tiles)
         inner = x.new_empty((pairs, intermediate))
@@ -275,15 +314,7 @@ class CudaMoe:
         self, router_logits: Tensor, weighting: _Weighting, mixture: Mixture, kind: _Kind, tile_rows: int
     ) -> _Plan:
         tokens, device, held = len(router_logits), router_logits.device, len(mixture.w2)
-        chosen_pairs, pairs = tokens * kind.top_k, tokens * kind.taken
-        touched = min(chosen_pairs, held)
-        tiles = touched + (chosen_pairs - touched) // tile_rows + kind.shared * -(-tokens // tile_rows)
-        plan = _Plan(
-            tiles=torch.empty((tiles, 4), dtype=torch.int32, device=device),
-            tile_count=torch.empty(1, dtype=torch.int32, device=device),
-            order=torch.empty(pairs, dtype=torch.int32, device=device),
-            weights=torch.empty(pairs, dtype=torch.float32, device=device),
-        )
+        plan = _empty_plan(tokens, device, held, kind, tile_rows)
         if tokens <= _PLAN_TOKENS:
             both = self._compiler.kernel(_plan_spec, "moe_plan", kind)
             both(
@@ -302,7 +333,7 @@ class CudaMoe:
                 tile_count=plan.tile_count,
             )
             return plan
-        chosen = torch.empty(pairs, dtype=torch.int32, device=device)
+        chosen = torch.empty(tokens * kind.taken, dtype=torch.int32, device=device)
         route = self._compiler.kernel(_plan_spec, "moe_route", kind)
         route(
             (-(-tokens // (_ROUTE_THREADS // 32)),),
@@ -316,18 +347,22 @@ class CudaMoe:
             experts=chosen,
             weights=plan.weights,
         )
+        self._sort(chosen, tokens, kind, tile_rows, plan)
+        return plan
+
+    def _sort(self, experts: Tensor, tokens: int, kind: _Kind, tile_rows: int, plan: _Plan) -> None:
+        """Plan the products of pairs whose experts [pairs] are chosen; the plan has their weights already."""
         sort = self._compiler.kernel(_plan_spec, "moe_sort", kind)
         sort(
             (1,),
-            _MAX_THREADS,
+            min(max(-(-len(experts) // 32) * 32, 128), _MAX_THREADS),
             tokens=tokens,
             tile_rows=tile_rows,
-            experts=chosen,
+            experts=experts,
             order=plan.order,
             tiles=plan.tiles,
             tile_count=plan.tile_count,
         )
-        return plan
 
     def _tilings(self, pairs: int, experts: int, w13: ExpertMatrices) -> tuple[_Tiling, _Tiling] | ProductTilings:
         """Return the tilings of the two products, of as many pairs."""
@@ -355,6 +390,32 @@ class CudaMoe:
     @property
     def _many(self) -> _Tiling:
         return _MANY_ON_HOPPER if self._compiler.arch == 90 else _MANY
+
+
+def _kind(dtype: torch.dtype, logits: torch.dtype, mixture: Mixture) -> _Kind:
+    kind = _Kind(dtype, logits, mixture.num_experts, mixture.routing.top_k, mixture.activation)
+    shared = mixture.shared
+    if shared is None:
+        return kind
+    return kind._replace(shared=shared.w2.shape[1] // mixture.w2.shape[2], weighed=shared.weighed)
+
+
+def _weighting(routing: Routing) -> _Weighting:
+    """Return the weights of experts that have the largest probabilities."""
+    return _Weighting.RENORMALIZED if routing.renormalize else _Weighting.PROBABILITIES
+
+
+def _empty_plan(tokens: int, device: torch.device, held: int, kind: _Kind, tile_rows: int) -> _Plan:
+    """Return a plan that has room for any routing of so many tokens."""
+    chosen_pairs, pairs = tokens * kind.top_k, tokens * kind.taken
+    touched = min(chosen_pairs, held)
+    tiles = touched + (chosen_pairs - touched) // tile_rows + kind.shared * -(-tokens // tile_rows)
+    return _Plan(
+        tiles=torch.empty((tiles, 4), dtype=torch.int32, device=device),
+        tile_count=torch.empty(1, dtype=torch.int32, device=device),
+        order=torch.empty(pairs, dtype=torch.int32, device=device),
+        weights=torch.empty(pairs, dtype=torch.float32, device=device),
+    )
 
 
 def _table(weights: Tensor, chosen: Tensor, experts: int, dtype: torch.dtype) -> Tensor:

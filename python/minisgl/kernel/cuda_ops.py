@@ -333,6 +333,21 @@ class CudaOps:
         normed = self._normed(x, norm)
         return normed, self.linear(normed.to(weight.dtype), weight, bias)
 
+    def norm_moe(
+        self,
+        x: Tensor,
+        norm: Norm | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        gate: Tensor | None,
+        mixture: Mixture,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if gate is None and norm is not None and self._moe.chooses_with_router(x, weight, mixture):
+            return self._moe.norm_mix(x, norm, weight, bias, mixture, residual)
+        normed, router_logits = self.norm_router(x, norm, weight, bias, gate)
+        return normed, self.moe(normed, router_logits, mixture, residual)
+
     def moe(self, x: Tensor, router_logits: Tensor, mixture: Mixture, residual: Tensor | None = None) -> Tensor:
         on_kernels = not isinstance(mixture.w13, Tensor) or self.moe_graph_safe(mixture)
         moe = self._moe if on_kernels else self._torch.moe

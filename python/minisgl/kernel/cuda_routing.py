@@ -6,7 +6,7 @@ on Hopper, of some hundreds (csrc/moe_router_many.cu).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,13 @@ class _Division(NamedTuple):
 
     def threads(self, experts: int) -> int:
         return experts // 8 // self.tiles * self.kparts * 32
+
+
+def _division(experts: int, size: int) -> _Division:
+    division = _Division.of(experts, size)
+    if division is None:
+        raise ValueError(f"no cluster divides a router of {experts} experts and {size} columns")
+    return division
 
 
 class CudaRouting:
@@ -109,9 +116,7 @@ class CudaRouting:
     def norm_router_many(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return norm(x) [T, H], and its products with weight [experts, H] plus bias."""
         (tokens, size), experts = x.shape, len(weight)
-        division = _Division.of(experts, size)
-        if division is None:
-            raise ValueError(f"no cluster divides a router of {experts} experts and {size} columns")
+        division = _division(experts, size)
         normed, logits = torch.empty_like(x), weight.new_empty((tokens, experts))
         kernel = self._compiler.kernel(_many_spec, x.dtype, norm.weight.dtype, experts, division)
         kernel(
@@ -129,6 +134,33 @@ class CudaRouting:
             H=size,
         )
         return normed, logits
+
+    def norm_router_choose(
+        self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, mixture: Macros, **choice: Any
+    ) -> Tensor:
+        """Return norm(x) [T, H], and choose experts by its products with weight [experts, H] plus bias.
+
+        `mixture`: macros of moe.cuh. `choice`: the kernel's other arguments.
+        """
+        (tokens, size), experts = x.shape, len(weight)
+        division = _division(experts, size)
+        normed = torch.empty_like(x)
+        kernel = self._compiler.kernel(_choose_spec, norm.weight.dtype, division, tuple(mixture.items()))
+        kernel(
+            (1, -(-tokens // _CLUSTER_TOKENS)),
+            division.threads(experts),
+            cluster=_CLUSTER,
+            x=x,
+            norm=norm.weight,
+            eps=norm.eps,
+            weight=weight,
+            bias=bias,
+            normed=normed,
+            tokens=tokens,
+            H=size,
+            **choice,
+        )
+        return normed
 
     @staticmethod
     def supports(routing: Routing) -> bool:
@@ -197,12 +229,21 @@ def _router_spec(
 
 
 def _many_spec(dtype: torch.dtype, norm_dtype: torch.dtype, experts: int, division: _Division) -> KernelSpec:
-    macros: Macros = {
-        "SCALAR": SCALAR_NAMES[dtype],
+    macros: Macros = {"SCALAR": SCALAR_NAMES[dtype], "EXPERTS": experts, **_many_macros(norm_dtype, division)}
+    return KernelSpec("moe_router_many.cu", "moe_router_many", macros)
+
+
+def _choose_spec(
+    norm_dtype: torch.dtype, division: _Division, mixture: tuple[tuple[str, str | int], ...]
+) -> KernelSpec:
+    macros: Macros = {**dict(mixture), **_many_macros(norm_dtype, division)}
+    return KernelSpec("moe_router_many.cu", "moe_router_choose", macros)
+
+
+def _many_macros(norm_dtype: torch.dtype, division: _Division) -> Macros:
+    return {
         "NORM_SCALAR": SCALAR_NAMES[norm_dtype],
-        "EXPERTS": experts,
         "TILES": division.tiles,
         "KPARTS": division.kparts,
         "UNITS": division.units,
     }
-    return KernelSpec("moe_router_many.cu", "moe_router_many", macros)

@@ -170,6 +170,19 @@ class TorchOps:
         normed = x if norm is None else self.rms_norm(x, norm)
         return normed, self.linear(normed.to(weight.dtype), weight, bias)
 
+    def norm_moe(
+        self,
+        x: Tensor,
+        norm: Norm | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        gate: Tensor | None,
+        mixture: Mixture,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        normed, router_logits = self.norm_router(x, norm, weight, bias, gate)
+        return normed, self.moe(normed, router_logits, mixture, residual)
+
     def moe(self, x: Tensor, router_logits: Tensor, mixture: Mixture, residual: Tensor | None = None) -> Tensor:
         if mixture.shared is not None:
             raise ValueError("no shared expert is merged")

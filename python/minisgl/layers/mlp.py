@@ -88,9 +88,9 @@ class SparseMLP(nn.Module):
         y: Tensor
         router, mixture = self.router, self._mixture(len(x), ctx.ops)
         gate = None if mixture.shared is None or self.shared_expert_gate is None else self.shared_expert_gate.weight
-        normed, router_logits = ctx.ops.norm_router(x, params_of(norm), router.weight, router.bias, gate)
         alone = self.tp.size == 1
-        y = ctx.ops.moe(normed, router_logits, mixture, residual if alone else None)
+        added = residual if alone else None
+        normed, y = ctx.ops.norm_moe(x, params_of(norm), router.weight, router.bias, gate, mixture, added)
         if mixture.shared is None and self.shared_experts is not None:
             y = self.shared_experts.part(normed, y)
         if mixture.shared is None and self.shared_expert is not None and self.shared_expert_gate is not None:
