@@ -25,6 +25,8 @@ constexpr int W_TILE = CHUNKS * CHUNK;             // of a warpgroup
 constexpr int PRODUCTS = WEIGHT_BITS == 4 && PART_K >= 128 ? 4 : 2;  // of a phase: a chunk, or half of one
 constexpr int PHASE_K = PRODUCTS * 16;
 constexpr int PHASES = PART_K / PHASE_K;
+// Stages of a turn of the loop: all of the ring, whose addresses are constants then, if it has few columns.
+constexpr int UNROLL = STAGES * PART_K <= 1024 ? STAGES : 1;
 constexpr int UNIT = GROUP ? GROUP : BLOCK_K;
 constexpr int UNITS = PHASE_K > UNIT ? PHASE_K / UNIT : 1;  // groups of a phase
 constexpr int S_TILE = GROUP ? BLOCK_K / UNIT * 64 * 4 : 0;
@@ -107,32 +109,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
   load_phase(0, 0);
   decode_phase(0);
   load_phase(0, 1);
-  int slot = 0, parity = 0;  // of the ring
-  unsigned returned = empties;  // the barrier of the stage before
-  for (int left = count; left > 0; --left) {
-    int at = slot * STAGE;
-    // After the last stage: the same again, for nothing.
-    int next = left == 1 ? slot : slot + 1 == STAGES ? 0 : slot + 1, next_at = next * STAGE;
-    unsigned long long x = descriptor(0) >> 32 << 32 | (first_x + slot * (STAGE / 16));
+  int left = count, parity = 0;  // of the ring
+  for (int start = 0; left > 0; start = start + UNROLL == STAGES ? 0 : start + UNROLL)
 #pragma unroll
-    for (int phase = 0; phase < PHASES; ++phase) {
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    for (int u = 0; u < UNROLL; ++u) {
+      int slot = UNROLL == STAGES ? u : start;
+      int next = slot + 1 == STAGES ? 0 : slot + 1, before = (slot == 0 ? STAGES : slot) - 1;
+      int at = slot * STAGE, next_at = next * STAGE;
+      unsigned long long x = descriptor(0) >> 32 << 32 | (first_x + slot * (STAGE / 16));
 #pragma unroll
-      for (int s = 0; s < PRODUCTS; ++s) {
-        int k = phase * PHASE_K + s * 16;  // of the stage
-        multiply_add<true>(sums, a[phase & 1][s], x + (k / 64 * BOX + k % 64 * 2) / 16);
+      for (int phase = 0; phase < PHASES; ++phase) {
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int s = 0; s < PRODUCTS; ++s) {
+          int k = phase * PHASE_K + s * 16;  // of the stage
+          multiply_add<true>(sums, a[phase & 1][s], x + (k / 64 * BOX + k % 64 * 2) / 16);
+        }
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        wait_products<1>();
+        // The stage before is read once the first products of this one wait for nothing else.
+        if (phase == 0) arrive(empties + before * 8, lane == 0 && left < count);
+        decode_phase((phase + 1) % PHASES);
+        // After the last stage whatever the next slot has is loaded, for nothing.
+        if (phase + 2 == PHASES && left > 1) wait(fulls + next * 8, parity ^ (next == 0));
+        load_phase(phase + 2 < PHASES ? at : next_at, (phase + 2) % PHASES);
       }
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      wait_products<1>();
-      // The stage before is read once the first products of this one wait for nothing else.
-      if (phase == 0) arrive(returned, lane == 0 && left < count);
-      decode_phase((phase + 1) % PHASES);
-      if (phase + 2 == PHASES) wait(fulls + next * 8, next > slot || left == 1 ? parity : parity ^ 1);
-      load_phase(phase + 2 < PHASES ? at : next_at, (phase + 2) % PHASES);
+      parity ^= next == 0;
+      if (--left == 0) break;
     }
-    if (next < slot) parity ^= 1;
-    returned = empties + slot * 8, slot = next;
-  }
   wait_products<0>();
   bool adds = K_PARTS == 1 || add_parts(sums, (float*)memory, part);
   add_up(adds, sums, (float*)memory, &received, first, M, N, factors,
