@@ -22,12 +22,14 @@
 // A head of 512 dimensions has two clusters: each reads K, in two pieces, and has half of the values. Without STORES
 // the layer attends to K and V of an earlier one, which has stored the new token's too: there are queries alone.
 //
+// ROUNDED: the output is rounded to FP8 as quantize_groups.cu does it, with a scale for each head of 128 dimensions.
+//
 // -DHEAD_DIM: 64, 128, 256 or 512; -DSTORES: 0 or 1; -DGROUP: query heads of a KV head, at most 8; -DPAGE_SIZE: a power
-// of two; -DCLUSTER: blocks; -DWARPS of a block, at least 2; -DBLOCKS_OF_SM: that registers must be left for; -DCACHE:
-// fp8.cuh.
+// of two; -DCLUSTER: blocks; -DWARPS of a block, at least 2; -DBLOCKS_OF_SM: that registers must be left for;
+// -DROUNDED: 0, or 1 where blocks end with whole heads of 128 dimensions; -DCACHE: fp8.cuh.
 #include "cluster.cuh"
-#include "fp8.cuh"
 #include "mma.cuh"
+#include "rounding.cuh"
 
 #define INF __int_as_float(0x7f800000)
 constexpr float LOG2_E = 1.44269504f;  // of scores, which become exponents of two
@@ -262,20 +264,47 @@ __device__ __forceinline__ int place_of_value(int i) {
   return PARTS == 1 ? i : i / VALUE_DIM * HEAD_DIM + i % VALUE_DIM;
 }
 
+// Output of a row's KV head.
+struct Output {
+  T* values;
+  e4m3* codes;    // ROUNDED: in the place of the values
+  float* scales;  // of the query heads, `stride` floats apart
+  int stride;
+
+  // Store y / sum, N neighbours from the cluster's i-th value on. ROUNDED: a warp has a head's 128, a lane four.
+  template <int N> __device__ __forceinline__ void store(int i, const float (&y)[N], float sum) const {
+    Vec<N> value;
+#pragma unroll
+    for (int j = 0; j < N; ++j) value.v[j] = from_float<T>(y[j] / sum);
+    if constexpr (ROUNDED) {
+      float scale = fp8_scale(largest_of<32>(value));
+      if ((threadIdx.x & 31) == 0) scales[i / HEAD_DIM * stride] = scale;
+      store_rounded(codes + i, value, scale, __frcp_rn(scale));
+    } else {
+      *(Vec<N>*)(values + place_of_value(i)) = value;
+    }
+  }
+};
+constexpr int RUN = ROUNDED ? 4 : 1;  // neighbours that a thread has of its block's share
+
 // A block's share of a row's output from the records of its splits.
-__device__ __forceinline__ void merge_splits(T* to, const float* records, int splits) {
-  for (int j = threadIdx.x; j < SHARE; j += THREADS) {
+__device__ __forceinline__ void merge_splits(const Output& to, const float* records, int splits) {
+  for (int j = threadIdx.x * RUN; j < SHARE; j += THREADS * RUN) {
     int i = blockIdx.x * SHARE + j, head = i / VALUE_DIM;
-    float highest = -INF, sum = 0.f, y = 0.f;
+    float highest = -INF, sum = 0.f, y[RUN] = {};
 #pragma unroll 4
     for (int c = 0; c < splits; ++c) {
       const float* record = records + c * RECORD;
       float split_max = load_fresh(record + SHARE + head), split_sum = load_fresh(record + SHARE + GROUP + head);
-      float value = load_fresh(record + j);
+      float value[RUN];
+#pragma unroll
+      for (int n = 0; n < RUN; ++n) value[n] = load_fresh(record + j + n);
       float higher = fmaxf(highest, split_max), fade = exp2f(highest - higher), weight = exp2f(split_max - higher);
-      highest = higher, sum = sum * fade + split_sum * weight, y = y * fade + value * weight;
+      highest = higher, sum = sum * fade + split_sum * weight;
+#pragma unroll
+      for (int n = 0; n < RUN; ++n) y[n] = y[n] * fade + value[n] * weight;
     }
-    to[place_of_value(i)] = from_float<T>(y / sum);
+    to.store(i, y, sum);
   }
 }
 
@@ -313,11 +342,13 @@ __device__ __forceinline__ bool find_split(
 // query sees, itself included; 0: all. `sinks` [heads]: a score of each query head besides, whose value is 0; for
 // STORES only. `v_eps`: each head of v is divided by its root mean square with this eps; negative: it is not. `records`
 // [rows * gridDim.y, CLUSTER, max_splits, RECORD]; `counters` [rows * gridDim.y, CLUSTER] are zero before and after.
+// `scales` [heads, scales_stride], rows beside one another.
 extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     const T* qkv, const long long* slots, const int* lengths, const int* page_table, long long table_stride, int rows,
     const float* cos_sin, OPTIONAL const W* q_norm, OPTIONAL const W* k_norm, float eps, float v_eps, C* k_cache,
-    C* v_cache, OPTIONAL const T* sinks, T* out, float softmax_scale, int window, int num_kv_splits, int min_tiles,
-    int max_tiles, int max_splits, float* records, int* counters) {
+    C* v_cache, OPTIONAL const T* sinks, OPTIONAL T* out, OPTIONAL e4m3* codes, OPTIONAL float* scales,
+    int scales_stride, float softmax_scale, int window, int num_kv_splits, int min_tiles, int max_tiles, int max_splits,
+    float* records, int* counters) {
   __shared__ alignas(16) M q[8][STRIDE];
   __shared__ alignas(16) T new_k[HEAD_DIM], new_v[VALUE_DIM];
   __shared__ float partial_max[PARTIALS][8], partial_sum[PARTIALS][8];
@@ -506,7 +537,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     }
     __syncthreads();
     int pair = unit.row * parts + unit.part, splits = unit.splits;
-    T* to = out + ((long long)unit.row * kv_heads + kv_head) * GROUP * HEAD_DIM + first_value;
+    long long first = ((long long)unit.row * kv_heads + kv_head) * GROUP * HEAD_DIM + first_value;
+    Output to = {out + first, codes + first, scales + kv_head * GROUP * scales_stride + unit.row, scales_stride};
     float* records_of_row = records + (long long)(pair * CLUSTER + rank) * max_splits * RECORD;
     float* record = records_of_row + unit.split * RECORD;
     if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks are there
@@ -530,10 +562,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
         y[0] += v.x * weight, y[1] += v.y * weight, y[2] += v.z * weight, y[3] += v.w * weight;
       }
       if (CLUSTER == 1 && splits == 1) {
-        Vec<4> four;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) four.v[j] = from_float<T>(y[j] / total);
-        *(Vec<4>*)(to + place_of_value(i)) = four;
+        to.store(i, y, total);
       } else if (CLUSTER == 1) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) record[i + j] = y[j];
@@ -549,20 +578,23 @@ extern "C" __global__ void __maxnreg__(REGISTERS) decode_attention(
     }
     if (CLUSTER > 1) {  // the cluster's blocks merge, each its share
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-      for (int j = threadIdx.x; j < SHARE; j += THREADS) {
+      for (int j = threadIdx.x * RUN; j < SHARE; j += THREADS * RUN) {
         int i = rank * SHARE + j, head = i / VALUE_DIM;
-        float best = -INF, y = 0.f, total = 0.f;
+        float best = -INF, total = 0.f, y[RUN] = {};
 #pragma unroll
         for (int r = 0; r < CLUSTER; ++r) best = fmaxf(best, block_max[r][head]);
 #pragma unroll
         for (int r = 0; r < CLUSTER; ++r) {
           float weight = exp2f(block_max[r][head] - best);
-          total += block_sum[r][head] * weight, y += block[r][j] * weight;
+          total += block_sum[r][head] * weight;
+#pragma unroll
+          for (int n = 0; n < RUN; ++n) y[n] += block[r][j + n] * weight;
         }
         if (splits == 1) {
-          to[place_of_value(i)] = from_float<T>(y / total);
+          to.store(i, y, total);
         } else {
-          record[j] = y;
+#pragma unroll
+          for (int n = 0; n < RUN; ++n) record[j + n] = y[n];
           if (j == 0 || i % VALUE_DIM == 0) record[SHARE + head] = best, record[SHARE + GROUP + head] = total;
         }
       }

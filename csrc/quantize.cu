@@ -39,12 +39,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         kept[turn].v[i] = from_float<T>(times_norm(to_float(kept[turn].v[i]) * factor, weights[turn].v[i]));
-    float most = 0.f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(to_float(kept[turn].v[i])));
+    float most = largest_of<GROUP ? 16 : 1>(kept[turn]);
     if (GROUP) {
-#pragma unroll
-      for (int offset = 8; offset > 0; offset >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
       float scale = fp8_scale(most);
       if (at < K && (threadIdx.x & 15) == 0) scales[(long long)(at / 128) * stride + row] = scale;
       if (at < K) {

@@ -22,12 +22,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_groups(
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
       int group = first + turn * apart;
-      float largest = 0.f;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(to_float(kept[turn].v[i])));
-      unsigned here = 0xffffu << (threadIdx.x & 16);  // the other 16 may have none
-#pragma unroll
-      for (int offset = 8; offset > 0; offset >>= 1) largest = fmaxf(largest, __shfl_xor_sync(here, largest, offset));
+      float largest = largest_of<16>(kept[turn], 0xffffu << (threadIdx.x & 16));  // the other 16 may have none
       if (group >= all) break;
       float scale = fp8_scale(largest);
       int row = group / groups;

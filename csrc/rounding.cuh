@@ -11,14 +11,27 @@ __device__ __forceinline__ float divide(float x, float scale, float reciprocal) 
   return fmaf(fmaf(-y, scale, x), reciprocal, y);
 }
 
-// Store eight numbers of x divided by the scale and rounded to e4m3; numbers beyond 448 become 448.
-__device__ __forceinline__ void store_rounded(e4m3* to, const Vec<8>& x, float scale, float reciprocal) {
-  Vec<4, unsigned short> y;
+// Store numbers of x divided by the scale and rounded to e4m3; numbers beyond 448 become 448.
+template <int N>
+__device__ __forceinline__ void store_rounded(e4m3* to, const Vec<N>& x, float scale, float reciprocal) {
+  Vec<N / 2, unsigned short> y;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < N / 2; ++i) {
     float low = divide(to_float(x.v[2 * i]), scale, reciprocal);
     float high = divide(to_float(x.v[2 * i + 1]), scale, reciprocal);
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y.v[i]) : "f"(high), "f"(low));
   }
-  *(Vec<4, unsigned short>*)to = y;
+  *(Vec<N / 2, unsigned short>*)to = y;
+}
+
+// Largest magnitude of the numbers that LANES neighbouring lanes have; `here`: the lanes of the warp that take part.
+template <int LANES, int N>
+__device__ __forceinline__ float largest_of(const Vec<N>& x, unsigned here = 0xffffffffu) {
+  float largest = 0.f;
+#pragma unroll
+  for (int i = 0; i < N; ++i) largest = fmaxf(largest, fabsf(to_float(x.v[i])));
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset >>= 1)
+    largest = fmaxf(largest, __shfl_xor_sync(here, largest, offset));
+  return largest;
 }

@@ -85,6 +85,25 @@ def make_step(spec: AttentionSpec, lengths: list[int], *, norm: bool = True, v_e
 BF16, F16 = torch.bfloat16, torch.float16
 
 
+@pytest.mark.parametrize("fp8_kv", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (40, 8), (16, 2), (8, 8)])
+@pytest.mark.parametrize("lengths", [[640], [30000, 5], [640, 1, 9000] * 4, [300, 20] * 10, [640, 33, 20000] * 30])
+def test_rows_are_rounded_to_fp8_as_by_a_launch_of_its_own(
+    lengths: list[int], heads: int, kv_heads: int, fp8_kv: bool
+) -> None:
+    from minisgl.kernel.cuda_ops import CudaOps
+
+    step = make_step(AttentionSpec(heads, kv_heads, 128, 64, BF16, fp8_kv=fp8_kv), lengths)
+    rows = fused_decode(step.spec).rows(step.spec, step.slots, step.all_lengths[step.slots], step.page_table)
+    if not rows.rounds:
+        pytest.skip("a block of the cluster has a part of a head")
+    want = CudaOps(DEVICE)._fp8.quantize(step.forward().flatten(1), None, 128)
+    have = rows.forward_rounded(step.qkv, step.heads, step.caches[0], step.caches[1])
+    count = len(lengths)
+    assert torch.equal(have.codes[:count].view(torch.uint8), want.codes[:count].view(torch.uint8))
+    assert torch.equal(have.scales[:, :count], want.scales[:, :count])
+
+
 @pytest.mark.parametrize(
     ("lengths", "heads", "kv_heads", "head_dim", "page_size", "window", "norm"),
     [

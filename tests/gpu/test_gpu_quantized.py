@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from minisgl import LLM, SamplingParams
 from minisgl.kernel.base import Norm, Ops
+from minisgl.kernel.fp8_rows import Fp8Rows
 from minisgl.kernel.gemv_division import gemv_divisions
 from minisgl.kernel.torch_ops import TorchOps
 from minisgl.quantization.gpu_layout import pack_levels
@@ -169,9 +170,7 @@ def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: Ops, group: int, x_s
             residual, bias = (torch.randn(shape, device="cuda").bfloat16() for shape in ((rows, width), (width,)))
             norm = Norm(torch.rand(size, device="cuda").bfloat16() + 0.5, 1e-6)
             rounded, normed = (rounded_to_fp8(each, group, x_scale) for each in (x, ops.rms_norm(x, norm)))
-            made = kernels._fp8.quantize(x, None, group, room=rows, x_scale=x_scale)
-            scales = made.scales.t().repeat_interleave(128, 1) if group else made.scales.unsqueeze(1)
-            assert torch.equal(made.codes.double() * scales.double(), rounded)
+            assert torch.equal(values_of(kernels._fp8.quantize(x, None, group, x_scale=x_scale)), rounded)
             y = reference.linear(rounded, wide, bias.double(), residual.double())
             activated = reference.norm_gated_linear(normed, None, wide, bias.double(), activation="silu")
             for have, want in (
@@ -181,6 +180,12 @@ def test_products_in_fp8_multiply_what_x_is_rounded_to(ops: Ops, group: int, x_s
                 (gated.norm_gated_linear(x, norm, bias, activation="silu"), activated),
             ):
                 assert error(have, want) < 8e-3, (rows, width, size)
+
+
+def values_of(made: Fp8Rows) -> torch.Tensor:
+    """Rows in FP8 as float64."""
+    codes, scales = made.codes[: made.rows].double(), made.scales.double()
+    return codes * (scales.t().repeat_interleave(128, 1) if scales.dim() == 2 else scales.unsqueeze(1))[: made.rows]
 
 
 def rounded_to_fp8(x: torch.Tensor, group: int, x_scale: float) -> torch.Tensor:

@@ -32,6 +32,7 @@ from minisgl.kernel.base import (
     Product,
     Routing,
 )
+from minisgl.kernel.fp8_rows import Fp8Products, empty_rows
 from minisgl.kernel.recurrent_rows import SingleRows, captured_rows
 from minisgl.kernel.signature import KernelSpec, Launcher, Parameter, make_launcher, parse_signature
 from minisgl.layers.layer_config import MoEConfig, NormConfig
@@ -295,6 +296,11 @@ def run_quantized() -> None:
                 weight.norm_linear(x, norm, out=residual)
                 if gated:
                     weight.norm_gated_linear(x, norm, bias, activation="silu")
+                if isinstance(weight, Fp8Products):
+                    assert weight.linear_of_rounded(empty_rows(rows, 256, 128, CPU), bias, residual).shape == (
+                        rows,
+                        512,
+                    )
 
 
 def run_moe(dtype: torch.dtype) -> None:
@@ -455,6 +461,11 @@ def run_attention(dtype: torch.dtype, cache: torch.dtype) -> None:
     qkv, heads = torch.zeros(3, 12 * 128, dtype=dtype), Heads(8, 2, torch.zeros(99, 128), None, None)
     rows.forward(qkv, heads, *caches)
     rows.forward(qkv, heads, *caches, sinks=torch.zeros(8, dtype=dtype))
+    fused.begin_compiling(4, rounded=True)
+    many = fused.rows(spec, *(each.repeat(30, *[1] * (each.dim() - 1)) for each in (slots, lengths)), table)
+    assert many.rounds
+    assert not fused.rows(spec, slots[:1], lengths[:1], table).rounds
+    assert many.forward_rounded(qkv.repeat(30, 1), heads, *caches).codes.shape == (128, 1024)
     run_latents(dtype)
     upcaster = PageUpcaster(spec, CPU)
     upcast = tuple(torch.zeros(2, 16, 2, 128, dtype=dtype) for _ in range(2))

@@ -17,7 +17,8 @@ from minisgl.attention.base import AttentionSpec
 from minisgl.attention.decode_splits import VALUE_DIM, DecodeSplits, decode_splits
 from minisgl.kernel.base import Heads
 from minisgl.kernel.compile import Compiler
-from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Launcher, Macros
+from minisgl.kernel.fp8_rows import GROUP, Fp8Rows, empty_rows
+from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.kernel.small_batch_gemm import MAX_ROWS
 
 _MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
@@ -46,11 +47,14 @@ class FusedDecode:
         self._records = torch.empty(_RECORDS, floats, dtype=torch.float32, device=device)
         self._counters = torch.zeros(2 * _RECORDS, dtype=torch.int32, device=device)
 
-    def begin_compiling(self, max_rows: int) -> None:
-        """Compile the kernels of steps of up to so many rows in threads; any other is compiled when it is needed."""
-        rows = range(1, max_rows + 1)
-        expected = {(spec, self._splits_of(spec, count).compiled_for) for spec in self._specs for count in rows}
-        self._compiler.begin(_kernel_spec(spec, *splits) for spec, splits in expected)
+    def begin_compiling(self, max_rows: int, *, rounded: bool = False) -> None:
+        """Compile the kernels of steps of up to so many rows in threads; any other is compiled when it is needed.
+
+        `rounded`: those of `FusedRows.forward_rounded`.
+        """
+        steps = ((spec, self._splits_of(spec, rows)) for spec in self._specs for rows in range(1, max_rows + 1))
+        expected = {(spec, splits.compiled_for) for spec, splits in steps if not rounded or _rounds(spec, splits)}
+        self._compiler.begin(_kernel_spec(spec, *splits, rounded) for spec, splits in expected)
 
     def rows(self, spec: AttentionSpec, slots: Tensor, kv_lens: Tensor, page_table: Tensor) -> FusedRows:
         """Bind the kernel of one of the specs to B rows, in the layers that have it.
@@ -59,10 +63,9 @@ class FusedDecode:
         """
         splits = self._splits_of(spec, len(slots))
         return FusedRows(
-            kernel=self._compiler.kernel(_kernel_spec, spec, *splits.compiled_for),
+            compiler=self._compiler,
+            spec=spec,
             splits=splits,
-            scale=spec.softmax_scale,
-            window=spec.window,
             records=self._records,
             counters=self._counters,
             slots=slots,
@@ -87,7 +90,12 @@ def _parts(head_dim: int) -> int:
     return -(-head_dim // VALUE_DIM)
 
 
-def _kernel_spec(spec: AttentionSpec, cluster: int, warps: int, blocks_of_sm: int) -> KernelSpec:
+def _rounds(spec: AttentionSpec, splits: DecodeSplits) -> bool:
+    """Return True if blocks end with whole heads, each of which is a group of columns that have one scale in FP8."""
+    return spec.head_dim == GROUP and spec.group % splits.cluster == 0
+
+
+def _kernel_spec(spec: AttentionSpec, cluster: int, warps: int, blocks_of_sm: int, rounded: bool) -> KernelSpec:
     macros: Macros = {
         "SCALAR": SCALAR_NAMES[spec.dtype],
         "CACHE": SCALAR_NAMES[spec.kv_dtype],
@@ -99,6 +107,7 @@ def _kernel_spec(spec: AttentionSpec, cluster: int, warps: int, blocks_of_sm: in
         "CLUSTER": cluster,
         "WARPS": warps,
         "BLOCKS_OF_SM": blocks_of_sm,
+        "ROUNDED": int(rounded),
     }
     return KernelSpec("decode_attention.cu", "decode_attention", macros)
 
@@ -107,10 +116,9 @@ def _kernel_spec(spec: AttentionSpec, cluster: int, warps: int, blocks_of_sm: in
 class FusedRows:
     """Fused attention of one step's rows, in the layers of one spec."""
 
-    kernel: Launcher
+    compiler: Compiler
+    spec: AttentionSpec
     splits: DecodeSplits
-    scale: float
-    window: int | None
     records: Tensor
     counters: Tensor
     slots: Tensor  # [B] int64
@@ -125,16 +133,42 @@ class FusedRows:
         Of layers that attend to K and V of another one qkv is q [B, heads * head_dim]. `sinks` [heads]: as in
         `AttentionPlan.forward`.
         """
-        splits, rows = self.splits, len(qkv)
+        out = qkv.new_empty((len(qkv), heads.num_heads, k_cache.shape[-1]))
+        self._launch(qkv, heads, k_cache, v_cache, sinks, out)
+        return out
+
+    @property
+    def rounds(self) -> bool:
+        """True if the kernel can round what it leaves to FP8."""
+        return _rounds(self.spec, self.splits)
+
+    def forward_rounded(
+        self, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None = None
+    ) -> Fp8Rows:
+        """Do as `forward`, and round the rows [B, heads * head_dim] to FP8 in groups of 128 columns, if it `rounds`."""
+        out = empty_rows(len(qkv), heads.num_heads * GROUP, GROUP, qkv.device)
+        self._launch(qkv, heads, k_cache, v_cache, sinks, out)
+        return out
+
+    def _launch(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        sinks: Tensor | None,
+        out: Tensor | Fp8Rows,
+    ) -> None:
+        splits, spec, rows = self.splits, self.spec, len(qkv)
         num_kv_heads, head_dim = k_cache.shape[-2:]
-        out = qkv.new_empty((rows, heads.num_heads, head_dim))
+        rounded = out if isinstance(out, Fp8Rows) else None
         parts = num_kv_heads * _parts(head_dim)  # of a row, with a cluster each
         units = rows * parts
         max_splits = max(1, min(_RECORDS // units, _MAX_SPLITS))
-        longest = _NEVER if self.window is None else self.window // _TILE + 2  # tiles that a row may see
+        longest = _NEVER if spec.window is None else spec.window // _TILE + 2  # tiles that a row may see
         cuts = max_splits > 1 and longest > 2 * splits.min_tiles
         spare = max(splits.spare_clusters // parts, 1) if cuts else 0  # of each part
-        self.kernel(
+        self.compiler.kernel(_kernel_spec, spec, *splits.compiled_for, rounded is not None)(
             (1, parts, rows + spare),
             splits.warps * 32,
             qkv=qkv,
@@ -151,9 +185,12 @@ class FusedRows:
             k_cache=k_cache,
             v_cache=v_cache,
             sinks=sinks,
-            out=out,
-            softmax_scale=self.scale,
-            window=self.window or 0,
+            out=None if isinstance(out, Fp8Rows) else out,
+            codes=None if rounded is None else rounded.codes,
+            scales=None if rounded is None else rounded.scales,
+            scales_stride=0 if rounded is None else rounded.room,
+            softmax_scale=spec.softmax_scale,
+            window=spec.window or 0,
             num_kv_splits=splits.num_kv_splits,
             min_tiles=splits.min_tiles if cuts else _NEVER,
             max_tiles=splits.max_tiles,
@@ -163,4 +200,3 @@ class FusedRows:
             cluster=splits.cluster,
             early=rows <= MAX_ROWS,
         )
-        return out

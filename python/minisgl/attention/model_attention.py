@@ -101,10 +101,10 @@ class ModelAttention:
             window=max(windows.values(), default=None),
         )
 
-    def begin_compiling(self, max_rows: int) -> None:
-        """Compile the kernels of fused decodes of up to `max_rows` rows, in threads."""
+    def begin_compiling(self, max_rows: int, *, rounded: bool = False) -> None:
+        """Compile the kernels of fused decodes of up to `max_rows` rows, in threads; see `FusedDecode`."""
         for fused in {layer.fused for layer in self.layers if layer.fused is not None}:
-            fused.begin_compiling(max_rows)
+            fused.begin_compiling(max_rows, rounded=rounded)
 
     def plan(self, inputs: AttentionInputs) -> Mapping[int, AttentionPlan]:
         """Return each layer's plan for a step that is launched operation by operation, or for a graph of any step."""

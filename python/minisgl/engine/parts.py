@@ -30,6 +30,7 @@ from minisgl.kernel.base import Ops
 from minisgl.kvcache.layout import KVLayout
 from minisgl.kvcache.pool import KVPool
 from minisgl.kvcache.window import leaves_pages_behind
+from minisgl.layers.attention import Attention
 from minisgl.layers.layer_config import AttentionConfig
 from minisgl.layers.linear import bind_weights, product_labels
 from minisgl.layers.mlp import expert_labels
@@ -125,6 +126,8 @@ def load_parts(
         queue.call(lambda: bind_weights(weights, ops))
         if quantized and device.type == "cuda":
             ops.begin_compiling(weights.kernel_needs(attending[0].kv_dtype))
+            if any(isinstance(module, Attention) and module.may_round for module in weights.modules()):
+                attention.begin_compiling(config.max_running_requests, rounded=True)
     if quantized and tp.rank == 0:
         logger.info("products read %s", ", ".join([product_labels(weights), *expert_labels(weights)]))
     num_slots, num_snapshots = _slots_and_snapshots(config, attention.kv_layout, tp, device, reuses_prefixes)

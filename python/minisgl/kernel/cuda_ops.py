@@ -27,7 +27,7 @@ from minisgl.kernel.cuda_delta_chunks import CudaDeltaChunks
 from minisgl.kernel.cuda_latent import CudaLatent
 from minisgl.kernel.cuda_moe import CudaMoe
 from minisgl.kernel.cuda_routing import CudaRouting
-from minisgl.kernel.cuda_weights import Fp8Weight, QuantizedWeight
+from minisgl.kernel.cuda_weights import Fp8BlockWeight, Fp8Weight, QuantizedWeight
 from minisgl.kernel.fp8_gemm import Fp8Gemm, fp8_matrix
 from minisgl.kernel.quantized_gemm import QuantizedGemm
 from minisgl.kernel.recurrent_rows import ChunkedRows, SingleRows
@@ -90,7 +90,8 @@ class CudaOps:
             matrix = fp8_matrix(levels, gated=gated)
             if matrix is not None:
                 self._fp8.begin_compiling(matrix, dtype)
-                return Fp8Weight(self._fp8, matrix, self.activate_and_mul)
+                kind = Fp8BlockWeight if matrix.group else Fp8Weight
+                return kind(self._fp8, matrix, dtype, self.activate_and_mul)
         packed = pack_levels(levels, dtype, gated=gated)
         self._quantized.begin_compiling(packed, dtype)
         order = levels.format.order

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minisgl.kernel import fp8_gemm, quantized_gemm
+from minisgl.kernel import quantized_gemm
 from minisgl.kernel.base import Activation, Norm, Ops
 from minisgl.kernel.fp8_gemm import Fp8Gemm, Fp8Matrix
+from minisgl.kernel.fp8_rows import MOST_ROWS, Fp8Rows
 from minisgl.kernel.quantized_gemm import QuantizedGemm
 from minisgl.quantization.gpu_layout import PackedLevels
 
@@ -80,11 +81,11 @@ class QuantizedWeight:
 class Fp8Weight:
     """Implements kernel.base.Weight for formats whose products round x to FP8: at every number of rows alike."""
 
-    def __init__(self, gemm: Fp8Gemm, matrix: Fp8Matrix, activate: Activate) -> None:
-        self._gemm, self._matrix, self._activate = gemm, matrix, activate
+    def __init__(self, gemm: Fp8Gemm, matrix: Fp8Matrix, dtype: torch.dtype, activate: Activate) -> None:
+        self._gemm, self._matrix, self._dtype, self._activate = gemm, matrix, dtype, activate
         scales = f"blocks of {matrix.group}" if matrix.group else "rows, static" if matrix.x_scale else "rows"
         self.label = (
-            f"fp8 with fp8 activations, scales of {scales}, up to {fp8_gemm.MOST_ROWS[matrix.group]} rows "
+            f"fp8 with fp8 activations, scales of {scales}, up to {MOST_ROWS[matrix.group]} rows "
             f"(csrc/fp8_gemm.cu), above by {gemm.library(matrix)}"
         )
 
@@ -104,6 +105,13 @@ class Fp8Weight:
     def norm_gated_linear(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None = None, *, activation: Activation
     ) -> Tensor:
-        if self._matrix.gated and len(x) <= fp8_gemm.MOST_ROWS[self._matrix.group]:
+        if self._matrix.gated and len(x) <= MOST_ROWS[self._matrix.group]:
             return self._gemm.linear(x, norm, self._matrix, bias, gate=activation)
         return self._activate(self._gemm.linear(x, norm, self._matrix, bias), activation)
+
+
+class Fp8BlockWeight(Fp8Weight):
+    """Implements kernel.fp8_rows.Fp8Products, too: the scales are of blocks, and of groups of x."""
+
+    def linear_of_rounded(self, x: Fp8Rows, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        return self._gemm.product(x, self._matrix, bias, residual, self._dtype)

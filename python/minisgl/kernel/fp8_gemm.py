@@ -10,25 +10,16 @@ from torch import Tensor
 
 from minisgl.kernel.base import Activation, Norm
 from minisgl.kernel.compile import Compiler, tensor_map
+from minisgl.kernel.fp8_rows import MOST_ROWS, Fp8Rows, empty_rows
 from minisgl.kernel.quantized_division import Division, divide_fp8, fp8_stage_bytes, sums_bytes
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.optional_packages import import_error
 from minisgl.quantization.levels import LevelFormat, Levels
 
-# Of x, by the columns of a scale. Above, a library multiplies.
-MOST_ROWS = {0: 256, 128: 128}
 _LINE = 128  # columns that the tensor memory accelerator fetches, and of a block's scale
-_LIBRARY_ROWS = 16  # of x: torch._scaled_mm wants scales of 128 columns aligned
 _MAX_SIZE = 1 << 15  # columns of a row that a block quantizes
 _GROUPS = 16  # of _LINE columns that a block of quantize_groups.cu has at a time
 _GROUP_BLOCKS = 8  # of it on a multiprocessor
-
-
-class Fp8Rows(NamedTuple):
-    """Rows of x in e4m3, with room for more."""
-
-    codes: Tensor  # float8_e4m3fn [room, K]
-    scales: Tensor  # float32 [room], or [K / 128, room]
 
 
 class Fp8Matrix(NamedTuple):
@@ -70,12 +61,12 @@ class Fp8Gemm:
     def begin_compiling(self, weight: Fp8Matrix, dtype: torch.dtype) -> None:
         """Begin to compile the products with a weight; of a gated one those with silu."""
         gate: Activation | None = "silu" if weight.gated else None
-        width, size = weight.codes.shape
+        size = weight.codes.shape[1]
         specs = [_quantize_spec(dtype, dtype, weight.group, size)]
         if not weight.gated:
             specs.append(_quantize_groups_spec(dtype) if weight.group else _quantize_spec(dtype, None, 0, size))
         divisions = {
-            divide_fp8(rows, width, size, weight.group, self._compiler.num_sms, before_attention=before_attention)
+            self._division(rows, weight, before_attention=before_attention)
             for rows in (8, 16, 32, 64, 128, 256)
             for before_attention in {False, not weight.gated}
         }
@@ -86,35 +77,30 @@ class Fp8Gemm:
         """Name what multiplies many rows with this weight."""
         return "sglang-kernel" if weight.group == 0 and self._row_scaled is not None else "torch._scaled_mm"
 
-    def quantize(self, x: Tensor, norm: Norm | None, group: int, *, room: int, x_scale: float = 0.0) -> Fp8Rows:
-        """Return norm(x), [M, K], in e4m3, with scales for rows or for `group` of their columns, or with `x_scale`.
-
-        There is room for `room` rows; what is behind x's is not defined.
-        """
+    def quantize(self, x: Tensor, norm: Norm | None, group: int, *, x_scale: float = 0.0) -> Fp8Rows:
+        """Return norm(x), [M, K], in e4m3, with scales for rows or for `group` of their columns, or with `x_scale`."""
         rows, size = x.shape
-        codes = torch.empty((room, size), dtype=torch.float8_e4m3fn, device=x.device)
-        shape = (size // group, room) if group else (room,)
-        scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+        made = empty_rows(rows, size, group, x.device)
         if group and norm is None:
             blocks = min(-(-rows * size // (_LINE * _GROUPS)), _GROUP_BLOCKS * self._compiler.num_sms)
             kernel = self._compiler.kernel(_quantize_groups_spec, x.dtype)
-            kernel((blocks,), _GROUPS * 16, x=x, codes=codes, scales=scales, stride=room, M=rows, K=size)
-            return Fp8Rows(codes, scales)
+            kernel((blocks,), _GROUPS * 16, x=x, codes=made.codes, scales=made.scales, stride=made.room, M=rows, K=size)
+            return made
         norm_dtype = None if norm is None else norm.weight.dtype
         kernel = self._compiler.kernel(_quantize_spec, x.dtype, norm_dtype, group, size)
         kernel(
             (rows,),
-            min(_multiple(size, 256) // 8, _quantize_threads(size)),
+            min(-(-size // 256) * 32, _quantize_threads(size)),
             x=x,
             norm=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
-            codes=codes,
-            scales=scales,
+            codes=made.codes,
+            scales=made.scales,
             fixed=x_scale,
-            stride=room,
+            stride=made.room,
             K=size,
         )
-        return Fp8Rows(codes, scales)
+        return made
 
     def supports(self, form: LevelFormat, width: int, size: int, dtype: torch.dtype) -> bool:
         """Return True if products in this dtype round x and read such a weight [width, size] as it is."""
@@ -142,52 +128,38 @@ class Fp8Gemm:
         out: Tensor | None = None,
     ) -> Tensor:
         """Return norm(x) @ weight^T + bias + residual, or its `gate`d form of few rows, of x as it is rounded."""
-        rows, (width, size) = len(x), weight.codes.shape
-        if rows == 0:
+        if len(x) == 0:
+            width = len(weight.codes)
             return x.new_empty((0, width if gate is None else width // 2))
-        if rows <= MOST_ROWS[weight.group]:
-            division = divide_fp8(
-                rows, width, size, weight.group, self._compiler.num_sms, before_attention=before_attention
-            )
-            room = _multiple(rows, division.max_rows)
-            quantized = self.quantize(x, norm, weight.group, room=room, x_scale=weight.x_scale)
-            return self.product(quantized, rows, weight, bias, residual, division, x.dtype, gate, out)
-        room = _multiple(rows, _LIBRARY_ROWS)
-        quantized = self.quantize(x, norm, weight.group, room=room, x_scale=weight.x_scale)
-        y = self._library_product(quantized, rows, weight, x.dtype)
-        if bias is not None:
-            y.add_(bias)
-        if residual is not None:
-            y.add_(residual)
-        return y if out is None else out.copy_(y)
-
-    def _library_product(self, x: Fp8Rows, rows: int, weight: Fp8Matrix, dtype: torch.dtype) -> Tensor:
-        """[rows, N] of many rows, by the faster library that there is."""
-        if weight.group:
-            scales = x.scales.t(), weight.scales.t()
-        elif self._row_scaled is not None:
-            return self._row_scaled(x.codes[:rows], weight.codes.t(), x.scales[:rows], weight.scales, dtype)
-        else:
-            scales = x.scales.unsqueeze(1), weight.scales.unsqueeze(0)
-        y = torch._scaled_mm(x.codes, weight.codes.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=dtype)
-        return y[:rows]
+        rounded = self.quantize(x, norm, weight.group, x_scale=weight.x_scale)
+        return self.product(
+            rounded, weight, bias, residual, x.dtype, gate=gate, before_attention=before_attention, out=out
+        )
 
     def product(
         self,
         x: Fp8Rows,
-        rows: int,
         weight: Fp8Matrix,
         bias: Tensor | None,
         residual: Tensor | None,
-        division: Division,
         dtype: torch.dtype,
+        *,
         gate: Activation | None = None,
+        before_attention: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[rows, N], or [rows, N / 2] with the activation of a `gate`, of few rows."""
+        """Return x @ weight^T + bias + residual [rows, N], or its `gate`d form [rows, N / 2] of few rows."""
+        if x.rows > MOST_ROWS[weight.group]:
+            y = self._library_product(x, weight, dtype)
+            if bias is not None:
+                y.add_(bias)
+            if residual is not None:
+                y.add_(residual)
+            return y if out is None else out.copy_(y)
         width, size = weight.codes.shape
         if out is None:
-            out = torch.empty((rows, width if gate is None else width // 2), dtype=dtype, device=x.codes.device)
+            out = torch.empty((x.rows, width if gate is None else width // 2), dtype=dtype, device=x.codes.device)
+        division = self._division(x.rows, weight, before_attention=before_attention)
         kernel = self._compiler.kernel(_product_spec, _Kernel(dtype, weight.group, gate, division))
         if gate is None:
             w_map = tensor_map(weight.codes, division.block_n, _LINE)
@@ -195,27 +167,37 @@ class Fp8Gemm:
             groups = weight.codes.view(torch.uint8).view(2, width // 16, 8, size).transpose(0, 1)
             w_map = tensor_map(groups, division.block_n // 16, 2, 8, _LINE)
         kernel(
-            (1, -(-rows // division.max_rows), -(-width // division.block_n)),
+            (1, -(-x.rows // division.max_rows), -(-width // division.block_n)),
             division.threads,
-            x_map=tensor_map(x.codes[:rows], division.max_rows, _LINE),
+            x_map=tensor_map(x.codes[: x.rows], division.max_rows, _LINE),
             w_map=w_map,
             x_scales=x.scales,
-            x_stride=x.scales.shape[-1],
+            x_stride=x.room,
             w_scales=weight.scales,
             bias=bias,
             residual=residual,
             out=out,
-            M=rows,
+            M=x.rows,
             N=width,
             K=size,
             cluster=division.split,
         )
         return out
 
+    def _library_product(self, x: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype) -> Tensor:
+        """[rows, N] of many rows, by the faster library that there is."""
+        if weight.group:
+            scales = x.scales.t(), weight.scales.t()
+        elif self._row_scaled is not None:
+            return self._row_scaled(x.codes[: x.rows], weight.codes.t(), x.scales[: x.rows], weight.scales, dtype)
+        else:
+            scales = x.scales.unsqueeze(1), weight.scales.unsqueeze(0)
+        y = torch._scaled_mm(x.codes, weight.codes.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=dtype)
+        return y[: x.rows]
 
-def _multiple(rows: int, of: int) -> int:
-    """Return the least multiple that is at least `rows`."""
-    return -(-rows // of) * of
+    def _division(self, rows: int, weight: Fp8Matrix, *, before_attention: bool = False) -> Division:
+        sms = self._compiler.num_sms
+        return divide_fp8(rows, *weight.codes.shape, weight.group, sms, before_attention=before_attention)
 
 
 def _sglang_product() -> Callable[..., Tensor] | None:

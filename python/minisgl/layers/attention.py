@@ -9,6 +9,7 @@ from minisgl.context import ForwardContext
 from minisgl.distributed import TPGroup
 from minisgl.distributed.group import Summed
 from minisgl.kernel.base import Heads, Norm
+from minisgl.kernel.fp8_rows import Fp8Rows
 from minisgl.layers.layer_config import AttentionConfig, NormConfig
 from minisgl.layers.linear import ColumnParallelLinear, HeadParameter, Part, RowParallelLinear
 from minisgl.layers.norm import ProjectionNorm, RMSNorm, params_of
@@ -29,6 +30,20 @@ def attend(
         return fused.forward(qkv, heads, keys, values, sinks)
     q = ctx.ops.norm_rope_store(qkv, heads, ctx.positions, ctx.cache_loc(layer), keys, values)
     return ctx.attention[layer].forward(source, q, ctx.kv, sinks)
+
+
+def attend_rounded(
+    layer: int, qkv: Tensor, heads: Heads, sinks: Tensor | None, ctx: ForwardContext, kv_of: int | None = None
+) -> Fp8Rows | None:
+    """Do as `attend`, and round the rows [T, heads * head_dim] to FP8 as the product behind attention would.
+
+    None where no kernel does both: then nothing has been done.
+    """
+    fused = ctx.fused.get(layer)
+    if fused is None or not fused.rounds:
+        return None
+    source = layer if kv_of is None else kv_of
+    return fused.forward_rounded(qkv, heads, ctx.kv.keys(source), ctx.kv.values(source), sinks)
 
 
 class Attention(nn.Module):
@@ -120,7 +135,16 @@ class Attention(nn.Module):
             q, k, v = qkv.split([len(q_norm.weight), len(k_norm.weight), len(k_norm.weight)], dim=-1)
             qkv = torch.cat((q_norm(q, ctx), k_norm(k, ctx), v), dim=-1)
         sinks = None if self.sinks is None else self.sinks.weight
+        if self.may_round:
+            rounded = attend_rounded(self.layer, qkv, self.heads, sinks, ctx, self.kv_of)
+            if rounded is not None:
+                return self.o_proj.add(rounded, residual, next_norm)
         attended = attend(self.layer, qkv, self.heads, sinks, ctx, self.kv_of).flatten(1)
         if gate is not None:
             attended = ctx.ops.activate(gate, attended, "sigmoid")
         return self.o_proj.add(attended, residual, next_norm)
+
+    @property
+    def may_round(self) -> bool:
+        """True if what is attended to may be rounded to FP8 before it is stored, for the product behind it."""
+        return self.o_proj.takes_rounded and not self.output_gate

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from minisgl.distributed import TPGroup
 from minisgl.distributed.group import Summed
 from minisgl.kernel.base import Norm, Ops, Weight
+from minisgl.kernel.fp8_rows import Fp8Products, Fp8Rows
 from minisgl.kernel.torch_ops import DenseWeight
 from minisgl.layers.norm import RMSNorm, params_of
 from minisgl.layers.weight_slice import WeightSlice, row_slices, whole
@@ -156,18 +158,26 @@ class RowParallelLinear(Linear):
         self.weight = unallocated(out_features, in_features // tp.size, dtype=dtype)
         self.bias = zeros(out_features, dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The rank's part, plus `residual` [T, out_features], which may be overwritten."""
-        return self.product.linear(x, self.bias if self.tp.rank == 0 else None, residual)
+    @property
+    def takes_rounded(self) -> bool:
+        """True if x may be rounded already, as the product would round it."""
+        return isinstance(self.product, Fp8Products)
 
-    def add(self, x: Tensor, residual: Tensor | None, norm: Norm | None) -> Summed:
+    def forward(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
+        """The rank's part, plus `residual` [T, out_features], which may be overwritten."""
+        bias = self.bias if self.tp.rank == 0 else None
+        if isinstance(x, Fp8Rows):
+            return cast(Fp8Products, self.product).linear_of_rounded(x, bias, residual)
+        return self.product.linear(x, bias, residual)
+
+    def add(self, x: Tensor | Fp8Rows, residual: Tensor | None, norm: Norm | None) -> Summed:
         """Return the product plus `residual`, and the norm of this sum if one kernel computes both.
 
         Without a residual the rank's part. May overwrite the residual.
         """
         if self.tp.size == 1 or residual is None:
             return self(x, residual), None
-        if isinstance(self.product, DenseWeight) and self.bias is None:
+        if isinstance(x, Tensor) and isinstance(self.product, DenseWeight) and self.bias is None:
             total = self.tp.product_sum(x, self.product.tensor, residual, norm)
             if total is not None:
                 return total

@@ -1,0 +1,45 @@
+"""Activations in FP8, as the products of csrc/fp8_gemm.cu read them and kernels in front of these may leave them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+GROUP = 128  # columns of a scale, where a row has several
+MOST_ROWS = {0: 256, 128: 128}  # by the columns of a scale; above, a library multiplies
+_BLOCK_ROWS = 64, 128  # that blocks of fp8_gemm.cu multiply, at most
+_LIBRARY_ROWS = 16  # torch._scaled_mm wants scales of groups aligned
+
+
+class Fp8Rows(NamedTuple):
+    """Rows of x in e4m3, with room for more."""
+
+    rows: int
+    codes: Tensor  # float8_e4m3fn [room, K]
+    scales: Tensor  # float32 [room], or [K / 128, room]
+
+    @property
+    def room(self) -> int:
+        return len(self.codes)
+
+
+@runtime_checkable
+class Fp8Products(Protocol):
+    """Weight whose products round x in groups of 128 columns, and also take it as another kernel has rounded it."""
+
+    def linear_of_rounded(self, x: Fp8Rows, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """Compute `Ops.linear`."""
+
+
+def empty_rows(rows: int, size: int, group: int, device: torch.device) -> Fp8Rows:
+    """Return memory for rows of x with a scale for each, or for each `group` of its columns.
+
+    There is room for what the products that read so many rows fetch, whose values do not matter.
+    """
+    multiple = _LIBRARY_ROWS if rows > MOST_ROWS[group] else _BLOCK_ROWS[rows > _BLOCK_ROWS[0]]
+    room = -(-rows // multiple) * multiple
+    codes = torch.empty((room, size), dtype=torch.float8_e4m3fn, device=device)
+    shape = (size // group, room) if group else (room,)
+    return Fp8Rows(rows, codes, torch.empty(shape, dtype=torch.float32, device=device))
