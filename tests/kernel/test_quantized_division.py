@@ -104,6 +104,12 @@ def test_warpgroups_divide_the_columns_of_a_narrow_weight(shape: tuple[int, int]
     assert 0.7 < division.tiles(64, shape[0]) * division.split / 132 <= 1
 
 
+def test_a_last_wave_is_not_nearly_empty() -> None:
+    """Gate and up at 64 rows: 14B's are 1.4 waves of undivided blocks and 2.7 of halves, 8B's are just one wave."""
+    assert divide_fp8(64, 34816, 5120, 128, 132).split == 2
+    assert divide_fp8(64, 24576, 4096, 128, 132).split == 1
+
+
 def test_few_rows_read_the_weight_evenly() -> None:
     """A narrow weight's columns are divided until a block a multiprocessor has its ring; of a wide one three fit."""
     for divide in (

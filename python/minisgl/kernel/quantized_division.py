@@ -24,6 +24,7 @@ _RING_BEFORE_ATTENTION = 110 << 10
 _SHARED_BEFORE_ATTENTION_OF_SOME = 164 << 10  # more than _FEW_ROWS
 _MOST_EARLY_ROWS = 64  # of steps whose attention begins early
 _BANDWIDTH = 4.2e6  # bytes a microsecond
+_EMPTY = 0.4  # share of the memory's time that is lost where places of the last wave are empty
 _PLACES_OF_FOUR = 0.9  # share of the places for blocks that clusters of four fill: each lies in one part of the device
 
 
@@ -68,6 +69,12 @@ _FP8_COSTS = {
     _Block(_SOME_ROWS, 3, 1, 1): 4.24,
     _Block(_LARGE_BLOCK, 1, 2, 1): 2.46,
     _Block(_LARGE_BLOCK, 3, 1, 1): 7.79,
+}
+# With scales of blocks and more than _FEW_ROWS, where the estimate counts the last wave, too.
+_FP8_BLOCK_COSTS = _FP8_COSTS | {
+    _Block(_SOME_ROWS, 1, 2, 1): 1.54,
+    _Block(_SOME_ROWS, 3, 1, 1): 3.82,
+    _Block(_LARGE_BLOCK, 3, 1, 1): 7.3,
 }
 _BEGIN = {1: 2.0, 2: 3.4, 4: 3.9}  # microseconds by split: to begin, to exchange sums and to end
 
@@ -216,13 +223,17 @@ def divide_fp8(
         crowded = max_rows == _SOME_ROWS and block.blocks == 3 and producers > 32
         if part % _LINE or (part > _LINE and (large or crowded)):  # there are not registers for the sums of two lines
             return None
+        if group and part > _LINE and max_rows == _SOME_ROWS and block.row_groups == 3:  # only three stages would fit
+            return None
         if large and block.row_groups == 3:
             producers = 128
         division = _division(block, max_rows, block_k, shared, producers=producers)
         stages = ring_bytes(block.blocks, shared) // fp8_stage_bytes(group, division)
         return division._replace(stages=stages) if stages >= (_MIN_STAGES if max_rows <= _FEW_ROWS else 2) else None
 
-    return _cheapest(_FP8_COSTS, (staged,), rows, width, size, width * size, num_sms)
+    counts_last = group > 0 and rows > _FEW_ROWS
+    costs = _FP8_BLOCK_COSTS if counts_last else _FP8_COSTS
+    return _cheapest(costs, (staged,), rows, width, size, width * size, num_sms, counts_last_wave=counts_last)
 
 
 def _sm_shared_bytes(rows: int) -> int:
@@ -271,8 +282,14 @@ def _cheapest(
     size: int,
     weight_bytes: int,
     num_sms: int,
+    *,
+    counts_last_wave: bool = False,
 ) -> Division:
-    """Return the division of the least estimated time, staged in the first way that suits any block."""
+    """Return the division of the least estimated time, staged in the first way that suits any block.
+
+    `counts_last_wave`: beginnings of later waves are in part hidden by other blocks of a multiprocessor, but the last
+    one leaves the memory idle. Else the former count in full, the latter not at all.
+    """
 
     def cost(candidate: tuple[_Block, Division]) -> float:
         """Estimate microseconds: of the memory, or of the multiprocessor that has most to do."""
@@ -282,8 +299,12 @@ def _cheapest(
         waves = -(-count // places)
         # In later waves a place is taken again as soon as it is free: the mean, and half of the other places.
         load = max(-(-count // num_sms), block.blocks if waves == 1 else count / num_sms + (block.blocks - 1) / 2)
-        columns = load * size / division.split / 1024 * costs[block]
-        return max(columns, weight_bytes / _BANDWIDTH) + waves * _BEGIN[division.split]
+        alone = size / division.split / 1024 * costs[block]
+        memory, later = weight_bytes / _BANDWIDTH, float(waves - 1)
+        if counts_last_wave and waves > 1:
+            memory += _EMPTY * (waves - count / places) * alone * block.blocks
+            later /= block.blocks
+        return max(load * alone, memory) + _BEGIN[division.split] * (1 + later)
 
     found = (list(_candidates(costs, staged, rows, size)) for staged in stagings)
     return min(next(filter(None, found)), key=cost)[1]
