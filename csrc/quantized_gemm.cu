@@ -7,10 +7,10 @@
 // K_PARTS warpgroups divide the columns of a stage and add up their sums at the end: a lone warpgroup would wait for
 // its own products. sums.cuh has the end.
 //
-// A phase is two products, or four. While wgmma works on one, the next one is decoded, also across stages; its words
+// A phase is one product, or two. While wgmma works on one phase, the next one is decoded, also across stages; its words
 // are loaded a phase earlier. Next to wgmma every instruction of the loop counts. Slots and descriptors follow from
-// numbers that the compiler knows to be the same in all lanes, so they are kept in uniform registers and take one
-// instruction a product; a branch that it cannot prove to be uniform would end that.
+// numbers that the compiler knows to be the same in all lanes, so they are constants or kept in uniform registers and
+// take one instruction a product; a branch that it cannot prove to be uniform would end that.
 //
 // K is a multiple of BLOCK_K, which is one of GROUP. T is bf16 or f16.
 #include "ring.cuh"
@@ -22,13 +22,14 @@ constexpr int PART_K = BLOCK_K / K_PARTS;          // columns of a stage that a 
 constexpr int BOX = M_MAX * LINE;                  // bytes of 64 columns of x
 constexpr int X_STAGE = BLOCK_K / 64 * BOX;
 constexpr int W_TILE = CHUNKS * CHUNK;             // of a warpgroup
-constexpr int PRODUCTS = WEIGHT_BITS == 4 && PART_K >= 128 ? 4 : 2;  // of a phase: a chunk, or half of one
+constexpr int PRODUCTS = WEIGHT_BITS == 4 ? 1 : 2;  // of a phase
 constexpr int PHASE_K = PRODUCTS * 16;
 constexpr int PHASES = PART_K / PHASE_K;
-// Stages of a turn of the loop: all of the ring, whose addresses are constants then, if it has few columns.
-constexpr int UNROLL = STAGES * PART_K <= 1024 ? STAGES : 1;
+// Stages of a turn of the loop. Products with 4 bits are bound by instructions: a turn has all stages of a ring of few
+// columns, so that addresses are constants.
+constexpr int UNROLL = WEIGHT_BITS == 4 && STAGES * PART_K <= 1024 ? STAGES : 1;
 constexpr int UNIT = GROUP ? GROUP : BLOCK_K;
-constexpr int UNITS = PHASE_K > UNIT ? PHASE_K / UNIT : 1;  // groups of a phase
+static_assert(UNIT % PHASE_K == 0 && PHASES % 2 == 0);
 constexpr int S_TILE = GROUP ? BLOCK_K / UNIT * 64 * 4 : 0;
 constexpr int STAGE_BYTES = X_STAGE + ROW_GROUPS * (W_TILE + S_TILE);
 constexpr int STAGE = (STAGE_BYTES + 1023) / 1024 * 1024;
@@ -73,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
   int group = (warp >> 2) % ROW_GROUPS, part = (warp >> 2) / ROW_GROUPS;  // rows of the weight, columns of a stage
   unsigned a[2][PRODUCTS][4];  // left operands of two phases
   uint4 chunk;
-  unsigned words[UNITS][2];  // scales of a phase's groups, of a lane's two rows
-  Scaling low[UNITS], high[UNITS];
+  unsigned words[2];  // scales of a phase's group, of a lane's two rows
+  Scaling low, high;
   // Both are addresses in the ring's first stage.
   const unsigned char* weights = memory + X_STAGE + group * W_TILE + part * (W_TILE / K_PARTS) + (thread & 127) * 16;
   const unsigned char* scales_of = memory + X_STAGE + ROW_GROUPS * W_TILE + group * S_TILE +
@@ -84,22 +85,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
   // Load what a phase of a stage that has arrived decodes.
   auto load_phase = [&](int at, int phase) {
     if (phase * PRODUCTS % STEPS == 0) chunk = *(const uint4*)(weights + at + phase * PRODUCTS / STEPS * CHUNK);
-    if (begins_group(phase))
-#pragma unroll
-      for (int u = 0; u < UNITS; ++u) {
-        const unsigned* here = (const unsigned*)(scales_of + at) + (phase * PHASE_K / UNIT + u) * 64;
-        words[u][0] = here[0], words[u][1] = here[8];
-      }
+    if (begins_group(phase)) {
+      const unsigned* here = (const unsigned*)(scales_of + at) + phase * PHASE_K / UNIT * 64;
+      words[0] = here[0], words[1] = here[8];
+    }
   };
   // Decode what was loaded for a phase into its left operands.
   auto decode_phase = [&](int phase) {
-    if (begins_group(phase))
-#pragma unroll
-      for (int u = 0; u < UNITS; ++u) low[u] = scaling({words[u][0]}), high[u] = scaling({words[u][1]});
+    if (begins_group(phase)) low = scaling({words[0]}), high = scaling({words[1]});
 #pragma unroll
     for (int s = 0; s < PRODUCTS; ++s) {
-      int step = phase * PRODUCTS % STEPS + s, u = s * 16 / UNIT % UNITS;
-      if (GROUP) decode_step(a[phase & 1][s], chunk, step, low[u], high[u]);
+      int step = phase * PRODUCTS % STEPS + s;
+      if (GROUP) decode_step(a[phase & 1][s], chunk, step, low, high);
       else decode_step(a[phase & 1][s], chunk, step, 0u, 0u);
     }
   };
