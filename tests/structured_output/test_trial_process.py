@@ -47,7 +47,8 @@ def test_a_grammar_ends_no_process_but_its_own() -> None:
     assert outcomes[0].check == GrammarCheck()
     assert outcomes[1].check == GrammarCheck("it takes longer than 0.5 s to compile")
     assert outcomes[1].seconds < 1.5, "of processor time, however busy the machine is"
-    assert outcomes[1].seconds > 0.4 or gave_up_waiting
+    # The timer counts ticks, also those in which a virtual machine's host ran others; the seconds do not.
+    assert outcomes[1].seconds > 0.25 or gave_up_waiting
     (again,) = outcome_of(trials, Trial(3, LETTERS, 10.0))
     assert again.check == GrammarCheck()
     assert trials.pid == pid
