@@ -254,7 +254,7 @@ def test_odd_shapes_run_in_torch(ops: Ops) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("experts", "top_k", "hidden"), [(32, 4, 2880), (128, 8, 2048), (256, 8, 1024), (32, 32, 96)])
 def test_experts_chosen_with_the_router(ops: Ops, dtype: torch.dtype, experts: int, top_k: int, hidden: int) -> None:
-    """The same bits as by norm and router, and then a plan of the products."""
+    """The result has the bits that norm and router in one launch and the choice of experts in another give."""
     mixture = make_mixture(Routing(top_k, renormalize=True), experts, hidden, 64, dtype)
     norm = Norm(torch.rand(hidden, device="cuda") + 0.5, 1e-6)
     router = (torch.randn(experts, hidden, device="cuda") * hidden**-0.5).to(dtype)

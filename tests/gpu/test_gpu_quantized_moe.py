@@ -140,7 +140,7 @@ def test_every_format(ops: Ops, form: LevelFormat, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("form", [LevelFormat("fp8", 128), LevelFormat("int4", 64), LevelFormat("mxfp4", 32)], ids=str)
 @pytest.mark.parametrize(("count", "top_k"), [(32, 4), (128, 8), (64, 2), (256, 8)])
 def test_experts_chosen_with_the_router(ops: Ops, form: LevelFormat, count: int, top_k: int) -> None:
-    """The same bits as by norm and router, and then a plan of the products."""
+    """The result has the bits that norm and router in one launch and the choice of experts in another give."""
     dtype, hidden, intermediate = torch.bfloat16, 512, 256
     made = [
         experts(form, held, width, size, dtype, gated=gated)[0]

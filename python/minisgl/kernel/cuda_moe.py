@@ -197,10 +197,7 @@ class CudaMoe:
             weight,
             bias,
             kind.macros,
-            weighting=weighting,
-            first_expert=mixture.first,
-            held=held,
-            expert_scale=mixture.expert_scale,
+            **_choice(weighting, mixture),
             experts=chosen,
             weights=plan.weights,
         )
@@ -251,10 +248,7 @@ class CudaMoe:
             "alpha": activation.alpha if isinstance(activation, ClampedSwiGLU) else 0.0,
             "limit": activation.limit if isinstance(activation, ClampedSwiGLU) else 0.0,
             "router_logits": router_logits,
-            "weighting": weighting,
-            "first_expert": mixture.first,
-            "held": held,
-            "expert_scale": mixture.expert_scale,
+            **_choice(weighting, mixture),
             "order": None if plan is None else plan.order,
             "tiles": None if plan is None else plan.tiles,
             "tile_count": None if plan is None else plan.tile_count,
@@ -322,10 +316,7 @@ class CudaMoe:
                 min(max(32 * tokens, 128), _MAX_THREADS),
                 router_logits=router_logits,
                 tokens=tokens,
-                weighting=weighting,
-                first_expert=mixture.first,
-                held=held,
-                expert_scale=mixture.expert_scale,
+                **_choice(weighting, mixture),
                 tile_rows=tile_rows,
                 weights=plan.weights,
                 order=plan.order,
@@ -340,10 +331,7 @@ class CudaMoe:
             _ROUTE_THREADS,
             router_logits=router_logits,
             tokens=tokens,
-            weighting=weighting,
-            first_expert=mixture.first,
-            held=held,
-            expert_scale=mixture.expert_scale,
+            **_choice(weighting, mixture),
             experts=chosen,
             weights=plan.weights,
         )
@@ -403,6 +391,16 @@ def _kind(dtype: torch.dtype, logits: torch.dtype, mixture: Mixture) -> _Kind:
 def _weighting(routing: Routing) -> _Weighting:
     """Return the weights of experts that have the largest probabilities."""
     return _Weighting.RENORMALIZED if routing.renormalize else _Weighting.PROBABILITIES
+
+
+def _choice(weighting: _Weighting, mixture: Mixture) -> dict[str, Any]:
+    """Return the arguments of moe.cuh's `route` that do not depend on tokens."""
+    return {
+        "weighting": weighting,
+        "first_expert": mixture.first,
+        "held": len(mixture.w2),
+        "expert_scale": mixture.expert_scale,
+    }
 
 
 def _empty_plan(tokens: int, device: torch.device, held: int, kind: _Kind, tile_rows: int) -> _Plan:

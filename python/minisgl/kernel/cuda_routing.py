@@ -53,13 +53,6 @@ class _Division(NamedTuple):
         return experts // 8 // self.tiles * self.kparts * 32
 
 
-def _division(experts: int, size: int) -> _Division:
-    division = _Division.of(experts, size)
-    if division is None:
-        raise ValueError(f"no cluster divides a router of {experts} experts and {size} columns")
-    return division
-
-
 class CudaRouting:
     """Scores and chooses experts as `TorchOps.norm_router` and `torch_ops.route` do."""
 
@@ -115,25 +108,9 @@ class CudaRouting:
 
     def norm_router_many(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return norm(x) [T, H], and its products with weight [experts, H] plus bias."""
-        (tokens, size), experts = x.shape, len(weight)
-        division = _division(experts, size)
-        normed, logits = torch.empty_like(x), weight.new_empty((tokens, experts))
-        kernel = self._compiler.kernel(_many_spec, x.dtype, norm.weight.dtype, experts, division)
-        kernel(
-            (1, -(-tokens // _CLUSTER_TOKENS)),
-            division.threads(experts),
-            cluster=_CLUSTER,
-            x=x,
-            norm=norm.weight,
-            eps=norm.eps,
-            weight=weight,
-            bias=bias,
-            normed=normed,
-            logits=logits,
-            tokens=tokens,
-            H=size,
-        )
-        return normed, logits
+        logits = weight.new_empty((len(x), len(weight)))
+        macros: Macros = {"SCALAR": SCALAR_NAMES[x.dtype], "EXPERTS": len(weight)}
+        return self._by_clusters("moe_router_many", x, norm, weight, bias, macros, logits=logits), logits
 
     def norm_router_choose(
         self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, mixture: Macros, **choice: Any
@@ -142,10 +119,18 @@ class CudaRouting:
 
         `mixture`: macros of moe.cuh. `choice`: the kernel's other arguments.
         """
+        return self._by_clusters("moe_router_choose", x, norm, weight, bias, mixture, **choice)
+
+    def _by_clusters(
+        self, name: str, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, macros: Macros, **rest: Any
+    ) -> Tensor:
+        """Launch a kernel of csrc/moe_router_many.cu, `rest` its further arguments, and return norm(x)."""
         (tokens, size), experts = x.shape, len(weight)
-        division = _division(experts, size)
+        division = _Division.of(experts, size)
+        if division is None:
+            raise ValueError(f"no cluster divides a router of {experts} experts and {size} columns")
         normed = torch.empty_like(x)
-        kernel = self._compiler.kernel(_choose_spec, norm.weight.dtype, division, tuple(mixture.items()))
+        kernel = self._compiler.kernel(_many_spec, name, norm.weight.dtype, division, tuple(macros.items()))
         kernel(
             (1, -(-tokens // _CLUSTER_TOKENS)),
             division.threads(experts),
@@ -158,7 +143,7 @@ class CudaRouting:
             normed=normed,
             tokens=tokens,
             H=size,
-            **choice,
+            **rest,
         )
         return normed
 
@@ -228,22 +213,13 @@ def _router_spec(
     return KernelSpec("moe_router.cu", "moe_router", macros)
 
 
-def _many_spec(dtype: torch.dtype, norm_dtype: torch.dtype, experts: int, division: _Division) -> KernelSpec:
-    macros: Macros = {"SCALAR": SCALAR_NAMES[dtype], "EXPERTS": experts, **_many_macros(norm_dtype, division)}
-    return KernelSpec("moe_router_many.cu", "moe_router_many", macros)
-
-
-def _choose_spec(
-    norm_dtype: torch.dtype, division: _Division, mixture: tuple[tuple[str, str | int], ...]
+def _many_spec(
+    name: str, norm_dtype: torch.dtype, division: _Division, macros: tuple[tuple[str, str | int], ...]
 ) -> KernelSpec:
-    macros: Macros = {**dict(mixture), **_many_macros(norm_dtype, division)}
-    return KernelSpec("moe_router_many.cu", "moe_router_choose", macros)
-
-
-def _many_macros(norm_dtype: torch.dtype, division: _Division) -> Macros:
-    return {
+    divided: Macros = {
         "NORM_SCALAR": SCALAR_NAMES[norm_dtype],
         "TILES": division.tiles,
         "KPARTS": division.kparts,
         "UNITS": division.units,
     }
+    return KernelSpec("moe_router_many.cu", name, {**dict(macros), **divided})
