@@ -10,15 +10,15 @@ from torch import Tensor
 
 from minisgl.kernel.base import Activation, Norm
 from minisgl.kernel.compile import Compiler, tensor_map
-from minisgl.kernel.fp8_rows import MOST_ROWS, Fp8Rows, empty_rows
+from minisgl.kernel.fp8_rows import GROUP, MOST_ROWS, Fp8Rows, empty_rows
 from minisgl.kernel.quantized_division import Division, divide_fp8, fp8_stage_bytes, sums_bytes
 from minisgl.kernel.signature import SCALAR_NAMES, KernelSpec, Macros
 from minisgl.optional_packages import import_error
 from minisgl.quantization.levels import LevelFormat, Levels
 
-_LINE = 128  # columns that the tensor memory accelerator fetches, and of a block's scale
+_LINE = 128  # columns that the tensor memory accelerator fetches
 _MAX_SIZE = 1 << 15  # columns of a row that a block quantizes
-_GROUPS = 16  # of _LINE columns that a block of quantize_groups.cu has at a time
+_GROUPS = 16  # of GROUP columns that a block of quantize_groups.cu has at a time
 _GROUP_BLOCKS = 8  # of it on a multiprocessor
 
 
@@ -43,10 +43,10 @@ def fp8_matrix(levels: Levels, *, gated: bool) -> Fp8Matrix | None:
     """Return levels of fp8 as the products read them; None if rows of one block have different scales."""
     scales = levels.scales.flatten()
     if levels.format.group:
-        blocks = levels.scales.view(-1, _LINE, levels.scales.shape[1])
+        blocks = levels.scales.view(-1, GROUP, levels.scales.shape[1])
         if not torch.equal(blocks, blocks[:, :1].expand_as(blocks)):
             return None
-        scales = levels.scales[::_LINE].contiguous()
+        scales = levels.scales[::GROUP].contiguous()
     form = levels.format
     return Fp8Matrix(levels.codes.view(torch.float8_e4m3fn), scales, form.group, gated, form.x_scale)
 
@@ -82,7 +82,7 @@ class Fp8Gemm:
         rows, size = x.shape
         made = empty_rows(rows, size, group, x.device)
         if group and norm is None:
-            blocks = min(-(-rows * size // (_LINE * _GROUPS)), _GROUP_BLOCKS * self._compiler.num_sms)
+            blocks = min(-(-rows * size // (GROUP * _GROUPS)), _GROUP_BLOCKS * self._compiler.num_sms)
             kernel = self._compiler.kernel(_quantize_groups_spec, x.dtype)
             kernel((blocks,), _GROUPS * 16, x=x, codes=made.codes, scales=made.scales, stride=made.room, M=rows, K=size)
             return made
@@ -108,11 +108,11 @@ class Fp8Gemm:
             self._compiler.arch == 90
             and form.kind == "fp8"
             and form.rounds_x
-            and form.group in ((0,) if form.x_scale else (0, _LINE))
+            and form.group in ((0,) if form.x_scale else (0, GROUP))
             and dtype == torch.bfloat16
             and size % _LINE == 0
             and size <= _MAX_SIZE
-            and width % (_LINE if form.group else 16) == 0
+            and width % (GROUP if form.group else 16) == 0
         )
 
     def linear(

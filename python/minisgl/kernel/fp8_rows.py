@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-GROUP = 128  # columns of a scale, where a row has several
+GROUP = 128  # columns of a scale, where a row has several, and rows and columns of one of a weight's blocks
 MOST_ROWS = {0: 256, 128: 128}  # by the columns of a scale; above, a library multiplies
 _BLOCK_ROWS = 64, 128  # that blocks of fp8_gemm.cu multiply, at most
 _LIBRARY_ROWS = 16  # torch._scaled_mm wants scales of groups aligned
