@@ -4,23 +4,25 @@
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
-// All threads of the cluster are here. Orders nothing but the initialization of barriers, which has a fence of its own.
+// Wait until all threads of the cluster are here. Orders no memory accesses but the initialization of barriers, which
+// has a fence of its own.
 __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// A barrier of the cluster in two parts: what its threads stored before the first is visible to all behind the second.
+// A barrier of the cluster in two parts: what a thread stored before `arrive_at_cluster` is visible to all threads of
+// the cluster behind `wait_for_cluster`.
 __device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
-// Address of the same place in another block of the cluster.
+// Address of the variable at p in the shared memory of another block of the cluster.
 __device__ __forceinline__ unsigned address_in(int block, const void* p) {
   unsigned there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
   return there;
 }
 
-// Store at such an address, which is a multiple of the bytes that are stored.
+// Store to an address that `address_in` returned, aligned to the number of bytes stored.
 __device__ __forceinline__ void store_at(unsigned to, float v) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
 }

@@ -1,9 +1,11 @@
-// Words of all kernels. A *thread* has registers; 32 threads that run in step are a *warp*, its threads are *lanes* 0
-// to 31: lane = threadIdx.x % 32, warp = threadIdx.x / 32. Warps of a *block* share memory on one multiprocessor (SM)
-// and wait for one another at __syncthreads(). On Hopper up to 8 blocks make a *cluster*: they run at the same time and
-// can write into one another's shared memory. A *tile* is the part of a matrix, or of a row's tokens, that a warp or
-// block takes at a time; a *stage* is room in shared memory for one tile under way, and stages in a circle are a
-// *ring*.
+// Terms of all kernels. A *thread* has registers; 32 threads that run in step are a *warp*, its threads are *lanes* 0
+// to 31: lane = threadIdx.x % 32, warp = threadIdx.x / 32. Four neighbouring warps are a *warpgroup*. Warps of a
+// *block* (CTA) share memory on one multiprocessor (SM) and wait for one another at __syncthreads(). On Hopper up to 8
+// blocks make a *cluster*: they run at the same time and can write into one another's shared memory. A *tile* is the
+// part of a matrix, or of a row's tokens, that a warp or block processes at a time; a *stage* is a buffer in shared
+// memory for one tile, and the stages together are a circular buffer, the *ring*. A *producer* fills stages, and
+// *consumers* compute on them. What follows a product's main loop (bias, activation, residual, store) is its
+// *epilogue*. Where the blocks of a cluster divide K (*split-K*), the epilogue first adds up their partial sums.
 //
 // Types and small helpers of all kernels. No header is included, so NVRTC needs no CUDA toolkit: the 16-bit floats
 // are bits, converted with one instruction each. -DSCALAR=... names the type of activations and weights,
@@ -16,7 +18,7 @@
 #ifndef GELU_TANH
 #define GELU_TANH 0
 #endif
-#define OPTIONAL  // a kernel's pointer that may be null: read by kernel/signature.py, means nothing here
+#define OPTIONAL  // marks a kernel's pointer that may be null for kernel/signature.py; the compiler sees nothing
 
 struct bf16 { unsigned short bits; };
 struct f16 { unsigned short bits; };
@@ -48,7 +50,7 @@ template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
 // The value that x has after it was stored in T: kernels round where separate operations would.
 __device__ __forceinline__ float rounded(float x) { return to_float(from_float<T>(x)); }
 
-// A value that an RMSNorm has divided, times its weight: the value is rounded to the weight's type first.
+// A value divided by the root mean square, times the weight of its RMSNorm, to whose type the value is rounded first.
 __device__ __forceinline__ float times_norm(float x, W weight) { return to_float(from_float<W>(x)) * to_float(weight); }
 
 // silu(x) = x * sigmoid(x), or gelu's tanh approximation, which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 *
@@ -77,14 +79,15 @@ __device__ __forceinline__ float block_sum(float x, float* scratch) {
   return warp_sum(x);
 }
 
-// Programmatic dependent launch (Hopper): a kernel begins while the one before it still runs. Before it waits it may
-// read what the predecessor does not write: what earlier kernels wrote is complete, because a kernel lets its successor
-// start only after its own wait. (But those in front of a product, such as rms_norm, and decode_attention of few short
-// rows, start it before: it reads weights alone before it waits. So does delta_conv, since delta_step reads what the
-// step before left.)
-// A kernel without any work waits too: its end tells its successor, and a graph, that all kernels before it have ended,
-// and a grid whose blocks all return before they wait ends before them. On older GPUs kernels follow one another as
-// usual.
+// Programmatic dependent launch (Hopper): a kernel begins while the one before it, its predecessor, still runs. Before
+// `wait_for_predecessor` a kernel may read whatever its predecessor does not write: what earlier kernels wrote is
+// complete, because a kernel calls `start_successor` only after its own wait. There are exceptions, which call it
+// before: the kernels in front of a product, such as rms_norm, and decode_attention of few short rows, because their
+// successor reads nothing but weights before it waits; and delta_conv, because delta_step reads only what the previous
+// step left.
+// A kernel without any work waits too: its end tells its successor, and a CUDA graph, that all kernels before it have
+// ended, and a grid whose blocks all return without waiting would end before them. On older GPUs kernels follow one
+// another as usual.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

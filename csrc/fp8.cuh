@@ -1,5 +1,5 @@
-// 8-bit floats in the KV cache: e4m3, 4 bits of exponent and 3 of mantissa, up to 448; from compute capability 8.9 on.
-// -DCACHE=e4m3 if K and V are stored in them; without it they are stored in T.
+// 8-bit floats: e4m3, with 4 bits of exponent and 3 of mantissa, up to 448; from compute capability 8.9 on.
+// -DCACHE=e4m3 stores K and V of the KV cache in them; without it they are stored in T.
 #pragma once
 #include "common.cuh"
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ unsigned upcast(unsigned four, bool upper) {
 
 __device__ __forceinline__ float to_float(e4m3 x) { return to_float(f16{(unsigned short)upcast(x.bits, false)}); }
 
-// The nearest value; what is beyond 448 becomes 448.
+// The nearest e4m3 value; magnitudes beyond 448 become 448.
 template <> __device__ __forceinline__ e4m3 from_float<e4m3>(float x) {
   unsigned short pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
@@ -47,7 +47,7 @@ template <int N> __device__ __forceinline__ void store(C* to, Vec<N> x) {
   }
 }
 
-// N values as they will be read from the cache.
+// N values after the rounding of the cache's type.
 template <int N> __device__ __forceinline__ Vec<N> as_stored(const Vec<N>& x) {
   if constexpr (Same<C, T>::value) {
     return x;

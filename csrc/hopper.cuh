@@ -1,5 +1,5 @@
-// Hopper's asynchronous copies into shared memory, of a cluster's blocks too, its barriers, and what wgmma, the product
-// of a warpgroup (four warps), needs.
+// Hopper's asynchronous copies into shared memory (TMA), also that of other blocks of a cluster, its barriers, and
+// operands of wgmma, the matrix product of a warpgroup.
 #pragma once
 #include "cluster.cuh"
 
@@ -16,12 +16,12 @@ __device__ __forceinline__ void expect(Barrier* barrier, int bytes) {
 __device__ __forceinline__ void arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// With its address, of a lane that is `here`: without a branch.
+// Arrive at the barrier with this address if `here`, by a predicated instruction instead of a branch.
 __device__ __forceinline__ void arrive(unsigned barrier, bool here) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}"
                ::"r"(barrier), "r"((int)here) : "memory");
 }
-// Until the barrier has completed the phase of this parity.
+// Wait until the barrier has completed the phase of this parity.
 __device__ __forceinline__ void wait(unsigned barrier, int parity) {
   unsigned done = 0;
   while (!done)
@@ -37,19 +37,19 @@ __device__ __forceinline__ bool completed(Barrier* barrier, int parity) {
 }
 __device__ __forceinline__ void wait(Barrier* barrier, int parity) { wait(shared_address(barrier), parity); }
 
-// The box of a matrix that begins at this column and row; rows beyond the matrix are zeros.
+// Copy the box of a matrix that begins at this column and row; rows beyond the matrix become zeros.
 __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, int column, int row, Barrier* barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                ::"r"(shared_address(to)), "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier)) : "memory");
 }
 
-// Bytes that lie one after another, a multiple of 16.
+// Copy contiguous bytes, a multiple of 16, from global memory.
 __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
-// Bytes of shared memory, a multiple of 16, to a block of the cluster, for the barrier there.
+// Copy contiguous bytes, a multiple of 16, to the shared memory of a block of the cluster, whose barrier counts them.
 __device__ __forceinline__ void send(unsigned to, const void* from, int bytes, unsigned barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "r"(shared_address(from)), "r"(bytes), "r"(barrier) : "memory");
@@ -60,7 +60,8 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address) {
   return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// wgmma's operands: the accumulators c[0], c[1], ... with the numbers of their registers, ten at a time.
+// Parts of a wgmma statement: TEN writes ten register numbers, FOUR and SIXTEEN name so many registers of the
+// accumulators c[t], c[t + 1], ...
 #define TEN(d) "%" #d "0,%" #d "1,%" #d "2,%" #d "3,%" #d "4,%" #d "5,%" #d "6,%" #d "7,%" #d "8,%" #d "9,"
 #define FOUR(t) "+f"(c[t][0]), "+f"(c[t][1]), "+f"(c[t][2]), "+f"(c[t][3])
 #define SIXTEEN(t) FOUR(t), FOUR(t + 1), FOUR(t + 2), FOUR(t + 3)

@@ -28,7 +28,7 @@ template <typename U = T> __device__ __forceinline__ void mma(
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Two values of T in a register.
+// Product of two values of T with two others, each pair in a register.
 __device__ __forceinline__ unsigned multiply(unsigned a, unsigned b) {
   unsigned c;
   if constexpr (Is<T>::bf16)  // a * b + (-0): bf16 has no plain product before sm_90
@@ -55,7 +55,7 @@ template <typename U = T> __device__ __forceinline__ unsigned pack(float low, fl
   return from_float<U>(low).bits | (unsigned)from_float<U>(high).bits << 16;
 }
 
-// Eight values of T.
+// Products of eight values of T.
 __device__ __forceinline__ uint4 multiply(uint4 a, uint4 b) {
   return make_uint4(multiply(a.x, b.x), multiply(a.y, b.y), multiply(a.z, b.z), multiply(a.w, b.w));
 }
@@ -70,7 +70,7 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// 16 bytes that nobody else of this SM will want again; L2 fetches all of their 128.
+// Load 16 bytes without keeping them in L1, since nobody else on this SM reads them; L2 fetches their whole 128 bytes.
 __device__ __forceinline__ uint4 load_once(const void* address) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -79,7 +79,7 @@ __device__ __forceinline__ uint4 load_once(const void* address) {
   return v;
 }
 
-// Load 8 bytes so.
+// Load 8 bytes in the same way.
 __device__ __forceinline__ uint2 load_once_8(const void* address) {
   uint2 v;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));

@@ -9,7 +9,7 @@ __device__ __forceinline__ void copy_async(unsigned to, const void* from, bool r
                : "memory");
 }
 
-// Four 8 x 8 matrices, of which the lanes' addresses name the rows, eight lanes one after another each.
+// Load four 8 x 8 matrices: lanes 8i to 8i + 7 pass the addresses of the rows of matrix i.
 __device__ __forceinline__ void load_matrices(unsigned (&m)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -17,11 +17,11 @@ __device__ __forceinline__ void load_matrices(unsigned (&m)[4], unsigned address
                : "memory");
 }
 
-// Offset of 16 bytes, a chunk, in rows of 128 bytes: eight rows of the same chunk are in different banks. It is the
-// 128-byte swizzle of Hopper's matrix descriptors, too.
+// Offset of 16 bytes, a chunk, in swizzled rows of 128 bytes, so that the same chunk of eight rows lies in different
+// banks. It is also the 128-byte swizzle of Hopper's matrix descriptors.
 __device__ __forceinline__ unsigned place(int row, int chunk) { return (row * 8 + (chunk ^ row & 7)) * 16; }
 
-// Zeros in the place of a block's OUTPUTS of the N outputs of pair blockIdx.y, whose expert another rank holds.
+// Write zeros as a block's OUTPUTS of the N outputs of pair blockIdx.y, whose expert another rank holds.
 template <int OUTPUTS> __device__ __forceinline__ void no_output(T* out, int N) {
   wait_for_predecessor();
   start_successor();
@@ -31,7 +31,7 @@ template <int OUTPUTS> __device__ __forceinline__ void no_output(T* out, int N) 
     *(uint4*)(row + i) = make_uint4(0, 0, 0, 0);
 }
 
-// A gate and its up, rounded already.
+// The activation of a gate and its up, both of which are rounded to T already.
 __device__ __forceinline__ float activated(float gate, float up, float alpha, float limit) {
   if (!CLAMPED) return rounded(GELU_TANH ? activation(gate) : gate / (1.f + __expf(-gate))) * up;
   gate = fminf(gate, limit), up = fminf(fmaxf(up, -limit), limit);

@@ -1,7 +1,8 @@
-// multiply_add(c, a, b): c [64, M_MAX] = a @ b^T, plus c if ADD, by wgmma, in pieces as wide as instructions are.
+// multiply_add(c, a, b): c [64, M_MAX] = a @ b^T, plus c if ADD, by one wgmma for each 128, 64, 32, 16 or 8 columns.
 //
-// The file that includes this says what a is: its type, Left, its place among the operands, LEFT, and the operands,
-// LEFT_INPUTS; and which INSTRUCTION of n columns with which MODIFIERS multiplies. b describes rows of LINE bytes.
+// The file that includes this defines the left operand a (Left: its type; LEFT: its text in the instruction;
+// LEFT_INPUTS: its asm inputs) and the instruction (INSTRUCTION of n columns; MODIFIERS). b is the matrix descriptor of
+// the right operand, rows of LINE bytes in shared memory.
 #pragma once
 #include "hopper.cuh"
 

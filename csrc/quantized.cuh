@@ -1,21 +1,24 @@
-// Quantized weights as the products read them: packed by quantization/gpu_layout.py, decoded in registers.
+// Packed quantized weights: their layout in memory, which quantization/gpu_layout.py writes, and their decoding into
+// left operands of tensor-core instructions, in registers.
 //
-// Tiles of 64 rows and CHUNK_K columns lie one after another, those of 64 rows in a line. In a tile a thread of a
-// warpgroup finds its 16 bytes at 16 * its number: the values that `mma` (mma.cuh) wants of it as a left operand, of
-// row g and row g + 8 of its warp's 16. For example lane 5 of warp 2 has rows 33 and 41 of the tile (g = 1, p = 1). In
-// 8 bits its words are: columns 2, 3, 10, 11 of row 33, then of row 41; columns 18, 19, 26, 27 of row 33, of row 41.
-// In 4 bits a word has 8 values of a row: columns 2, 3, 10, 11, 18, 19, 26, 27, then of row 41; then 32 columns later.
+// A weight is stored as chunks of 64 rows and CHUNK_K columns, all chunks of the first 64 rows first. A chunk has 2,048
+// bytes; thread i of a warpgroup reads 16 bytes at 16 * i, which are the values that the thread has of the left
+// operands of `mma` (mma.cuh): of rows g and g + 8 of its warp's 16 rows. For example lane 5 of warp 2 has rows 33 and
+// 41 of the chunk (g = 1, p = 1). With 8 bits its four words are: columns 2, 3, 10, 11 of row 33; the same columns of
+// row 41; columns 18, 19, 26, 27 of row 33; the same of row 41. With 4 bits a word has eight values: columns 2, 3, 10,
+// 11, 18, 19, 26, 27 of row 33; the same of row 41; then both for the columns 32 further.
 //
-// Macros: WEIGHT is E4M3, INT8, INT4 or E2M1. GROUP columns have a scale for each row, which is multiplied into float32
-// sums or, in quantized_gemm.cu, into values of T; 0: all columns, so that it is left to the end. OFFSETS: a group has
-// an offset beside its scale, both in T, and values of T are (level - 8) * scale + offset. The bits of two values of
-// e4m3 lie in 16 such that one `and` finds the first pair of a word in T's place; two shifts bring the second. Those of
-// four values of e2m1 lie so too, where the fewest operations bring them (9 for all eight of a word): the bits of the
-// first at 15 and 8 to 6, of the second 4 lower, of the third at 5 of the other half and 14 to 12, of the last at 9,
-// 10, 1 and 0.
+// Macros: WEIGHT is E4M3, INT8, INT4 or E2M1. GROUP: columns of a row that share a scale, which is multiplied into
+// values of T by quantized_gemm.cu and into float32 sums by the other kernels; 0: the whole row, so that the epilogue
+// scales. OFFSETS: a group has an offset beside its scale, both in T, and a value is (level - 8) * scale + offset.
 //
-// E2M1 is MXFP4: 32 columns of a row have a power of two, with which the values are multiplied as they are decoded, in
-// bf16. In a chunk it is a byte for each of a thread's words, the same for the four threads of a row (GROUP is 0).
+// Bits are permuted so that few instructions decode them. Two values of e4m3 share 16 bits such that one `and` puts the
+// first pair of a word where T has its bits, and two shifts the second pair. Four values of e2m1 share 16 bits: of the
+// first, sign and magnitude are bits 15 and 8 to 6; of the second, those 4 lower; of the third, bit 5 of the other half
+// and bits 14 to 12; of the fourth, bits 9, 10, 1 and 0. So all eight values of a word take 9 operations.
+//
+// E2M1 is MXFP4: 32 columns of a row share a power of two, by which values are multiplied in bf16 as they are decoded.
+// A chunk has one byte of it for each of a thread's words, the same for the four threads of a row (GROUP is 0).
 #pragma once
 #include "mma.cuh"
 
@@ -28,12 +31,13 @@
 #endif
 
 constexpr int WEIGHT_BITS = WEIGHT == INT4 || WEIGHT == E2M1 ? 4 : 8;
-constexpr int CHUNK_K = 256 / WEIGHT_BITS;  // columns that 16 bytes of each lane have
-constexpr int CHUNK = 2048;                 // bytes of 64 rows
-constexpr int STEPS = CHUNK_K / 16;         // products that a chunk is the left operand of
-constexpr unsigned ONES = Is<T>::bf16 ? 0x43004300 : 0x64006400;  // 128 or 1024, twice: integers lie behind it
+constexpr int CHUNK_K = 256 / WEIGHT_BITS;  // columns of a chunk
+constexpr int CHUNK = 2048;                 // bytes of a chunk
+constexpr int STEPS = CHUNK_K / 16;         // left operands [64, 16] of a chunk
+// Two values of T, 128 or 1024. An integer in their lowest mantissa bits is added to them.
+constexpr unsigned ONES = Is<T>::bf16 ? 0x43004300 : 0x64006400;
 
-// word & mask | bits, which the compiler would make two instructions of: one has room for one constant.
+// word & mask | bits in one instruction. The compiler would use two, since one takes a single constant.
 __device__ __forceinline__ unsigned and_or(unsigned word, unsigned mask, unsigned bits) {
   unsigned c;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(c) : "r"(word), "r"(mask), "r"(bits));
@@ -49,18 +53,17 @@ __device__ __forceinline__ unsigned subtract(unsigned a, unsigned b) {
   return c;
 }
 
-// A group's scale and zero point: 24 bits of a float32, and 8 of an integer. OFFSETS: two values of T, scale and
-// offset.
+// Scale and zero point of a row's group, in one word: the upper 24 bits of a float32, and an integer of 8 bits. With
+// OFFSETS two values of T, scale and offset; with E4M3 a float32.
 struct Scale {
   unsigned word;
-  // A group's sums are multiplied by it.
+  // Factor of a group's sums.
   __device__ __forceinline__ float factor() const {
     return OFFSETS ? 1.f : __uint_as_float(WEIGHT == E4M3 ? word : word & 0xffffff00u);
   }
   // Argument of `decode`: the zero point as it is subtracted, or the word itself.
   __device__ __forceinline__ unsigned zero() const { return OFFSETS ? word : ONES + (word & 0xff) * 0x10001; }
-  // `lift_step` leaves levels undecoded. These return what a group's sums of them are scaled by, and what the sum of
-  // its x is.
+  // Where `lift_step` leaves levels undecoded: factors of a group's sum of products, and of its sum of x.
   __device__ __forceinline__ float of_levels() const { return OFFSETS ? low_of(word) : factor(); }
   __device__ __forceinline__ float of_x(float scale, float lift) const {
     if (OFFSETS) return high_of(word) - scale * (lift + 8);
@@ -68,14 +71,15 @@ struct Scale {
   }
 };
 
-// Integers of 8 bits, less 128, at the low ends of two halves. As bits of bf16 they are small numbers, 2^-133 times as
-// large: times 2^127, less 128 * 2^-6, and times 2^6 they are exact.
+// Two values of T from two integers of 8 bits, which stand for themselves less 128, in the low bytes of both halves.
+// Their bits are those of subnormal bf16, 2^-133 times as large: times 2^127, less 128 * 2^-6, and times 2^6 is exact.
 __device__ __forceinline__ unsigned decode_int8(unsigned pair) {
   if constexpr (Is<T>::bf16) return multiply(multiply_and_add(pair, 0x7f007f00, 0xc000c000), 0x42804280);
   else return subtract(pair | ONES, ONES + 0x00800080);
 }
 
-// Two halves that are the low, or the high, half of a word. Written so it is a part of the instruction that reads them.
+// The low, or the high, half of a word, twice. Written like this it takes no instruction: it is an operand modifier of
+// the one that reads it.
 __device__ __forceinline__ unsigned low_twice(unsigned word) {
   unsigned pair;
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(pair) : "r"(word));
@@ -87,20 +91,20 @@ __device__ __forceinline__ unsigned high_twice(unsigned word) {
   return pair;
 }
 
-// Powers of two, twice in bf16, of the rows g and g + 8 for a group of 32 columns of E2M1: the first two bytes of the
-// word of a chunk's scales, or the last. With them `decode` makes the values: those of e2m1 in bf16's place are too
-// small by 2^126, which the bytes have in them.
+// Scales of E2M1 for the rows g and g + 8 and group 0 or 1 of a chunk (32 columns each), twice in bf16: the first two
+// bytes of the word of a chunk's scales, or the last two. They include a factor of 2^126, by which the bits of e2m1,
+// read as bf16, are too small.
 __device__ __forceinline__ void powers(unsigned scales, int group, unsigned& low, unsigned& high) {
   unsigned even = scales << 7 & 0x7f807f80, odd = scales >> 1 & 0x7f807f80;
   low = group == 0 ? low_twice(even) : high_twice(even), high = group == 0 ? low_twice(odd) : high_twice(odd);
 }
 
-// The k-th two levels of a word of 4 bits, behind these bits.
+// The k-th two levels of a word of 4-bit values, in the lowest bits of the halves of `bits`.
 __device__ __forceinline__ unsigned levels(unsigned word, int k, unsigned bits) {
   return and_or(word >> (4 * k), 0x000f000f, bits);
 }
 
-// Two values of e4m3 in the bits of T, which has room for more exponents: too small by a power of two.
+// The k-th two values of a word of e4m3 in the bits of T: too small by a power of two, since T has more exponent bits.
 __device__ __forceinline__ unsigned place_e4m3(unsigned word, int k) {
   if constexpr (Is<T>::bf16)
     return k == 0 ? word & 0x87f087f0 : ((word << 4) & 0x80f080f0) | ((word >> 4) & 0x07000700);
@@ -108,8 +112,8 @@ __device__ __forceinline__ unsigned place_e4m3(unsigned word, int k) {
     return k == 0 ? word & 0xbf80bf80 : ((word << 7) & 0x3f803f80) | ((word << 1) & 0x80008000);
 }
 
-// Value k of T, k = 0, 1, ...: of the two halves of a word of 8-bit values, of the four of one of 4-bit values.
-// `zero`: the zero point of integers; of E2M1 the scale.
+// The k-th two values of a word, decoded to T: k is 0 or 1 for 8-bit values, 0 to 3 for 4-bit ones. `zero`: the zero
+// point of integers, or the scale of E2M1.
 __device__ __forceinline__ unsigned decode(unsigned word, int k, unsigned zero) {
   if constexpr (WEIGHT == E4M3) {
     return multiply(place_e4m3(word, k), Is<T>::bf16 ? 0x7b807b80 : 0x5c005c00);
@@ -127,12 +131,12 @@ __device__ __forceinline__ unsigned decode(unsigned word, int k, unsigned zero) 
   }
 }
 
-// Numbers that decode a row's values in a group, in T and twice: value = level * scale + offset, rounded once, where
-// the level comes with its zero point subtracted, exact, and too small by LEVEL_UNIT, or by E4M3_UNIT.
+// What decodes a row's values of a group, each number twice in T: value = level * scale + offset, rounded once. The
+// level has its zero point subtracted, which is exact, and is too small by LEVEL_UNIT (integers) or E4M3_UNIT.
 struct Scaling { unsigned zero, scale, offset; };
 
-// The lowest eight bits of T alone are an integer times T's smallest number, so levels need no bits behind which they
-// lie, and those at bits 4 to 7 no shift: a multiplication by a power of two brings both to LEVEL_UNIT.
+// The lowest eight bits of T alone are subnormal: an integer times T's smallest number. So levels need no ONES and,
+// at bits 4 to 7, no shift: multiplying by a power of two turns both into multiples of LEVEL_UNIT.
 constexpr float LEVEL_UNIT = Is<T>::bf16 ? 0x1p-6f : 0x1p-9f;
 constexpr float E4M3_UNIT = Is<T>::bf16 ? 0x1p-120f : 0x1p-8f;
 
@@ -149,7 +153,7 @@ __device__ __forceinline__ Scaling scaling(Scale scale) {
   }
 }
 
-// Value k of T, likewise, but scaled by group.
+// The same, multiplied by the scale of the group.
 __device__ __forceinline__ unsigned decode(unsigned word, int k, const Scaling& by) {
   if constexpr (WEIGHT == INT4) {
     unsigned bits = (k < 2 ? word : word >> 8) & (k % 2 == 0 ? 0x000f000f : 0x00f000f0);
@@ -161,7 +165,7 @@ __device__ __forceinline__ unsigned decode(unsigned word, int k, const Scaling& 
   }
 }
 
-// Left operand of step s of a chunk. `low` and `high`, of the rows g and g + 8: what `decode` wants of them.
+// Left operand of step s of a chunk, columns 16s to 16s + 15. `low` and `high`: argument of `decode` for rows g, g + 8.
 template <typename By>
 __device__ __forceinline__ void decode_step(
     unsigned (&a)[4], const uint4& chunk, int s, const By& low, const By& high) {
@@ -173,11 +177,11 @@ __device__ __forceinline__ void decode_step(
   a[2] = decode(row, k + 1, low), a[3] = decode(other, k + 1, high);
 }
 
-// Levels of INT4 as left operands that are not decoded: in bf16 behind ONES, so greater by LIFT; in f16 as its smallest
-// numbers, so divided by LEVEL.
+// Levels of INT4 can be left operands without being decoded: in bf16 in the low bits of ONES, so greater by LIFT; in
+// f16 as subnormal numbers, so divided by LEVEL.
 constexpr float LIFT = Is<T>::bf16 ? 128.f : 0.f, LEVEL = Is<T>::bf16 ? 1.f : 0x1p24f;
 
-// Left operand of step s of a chunk.
+// Left operand of step s of a chunk, of undecoded levels.
 __device__ __forceinline__ void lift_step(unsigned (&a)[4], const uint4& chunk, int s) {
   constexpr unsigned BITS = Is<T>::bf16 ? ONES : 0;
   unsigned row = s < 2 ? chunk.x : chunk.z, other = s < 2 ? chunk.y : chunk.w;

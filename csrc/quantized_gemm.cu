@@ -1,16 +1,17 @@
 // Products with quantized weights on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T, multiplied in T.
 //
-// A block computes BLOCK_N columns of y, which are rows of the weight, for M_MAX rows of x; in a cluster of SPLIT
-// blocks each takes a part of K. A stage of the ring (ring.cuh) has BLOCK_K columns: of the packed weight
-// (quantized.cuh), of its scales, and of x, which arrives swizzled. A warpgroup turns 64 rows of the weight into T in
-// registers, scaled where groups have scales, which are the left operand of wgmma; x in the ring is the right one.
-// K_PARTS warpgroups divide the columns of a stage and add up their sums at the end: a lone warpgroup would wait for
-// its own products. sums.cuh has the end.
+// A block computes BLOCK_N columns of y, which are rows of the weight, for M_MAX rows of x; the SPLIT blocks of a
+// cluster divide K. A stage of the ring (ring.cuh) has BLOCK_K columns of the packed weight (quantized.cuh), of its
+// scales, and of x, which arrives swizzled. A warpgroup decodes 64 rows of the weight to T in registers, scaled where
+// groups have scales: they are the left operand of wgmma, and x in the ring is the right one. K_PARTS warpgroups divide
+// the columns of a stage and add up their sums behind the main loop: a lone warpgroup would wait for its own wgmma.
+// The epilogue is that of sums.cuh.
 //
-// A phase is one product, or two. While wgmma works on one phase, the next one is decoded, also across stages; its words
-// are loaded a phase earlier. Next to wgmma every instruction of the loop counts. Slots and descriptors follow from
-// numbers that the compiler knows to be the same in all lanes, so they are constants or kept in uniform registers and
-// take one instruction a product; a branch that it cannot prove to be uniform would end that.
+// The main loop is software-pipelined by phases of one or two wgmma each. While wgmma works on one phase, the next one
+// is decoded, also across stages, from words that were loaded a phase earlier. Decoding competes with wgmma for issue
+// slots, so every instruction of the loop counts. Slots and descriptors follow from numbers that the compiler knows to
+// be the same in all lanes, so that it keeps them in constants or uniform registers, at one instruction for each wgmma;
+// a branch that it cannot prove to be uniform would prevent that.
 //
 // K is a multiple of BLOCK_K, which is one of GROUP. T is bf16 or f16.
 #include "ring.cuh"
@@ -21,12 +22,12 @@ constexpr int CHUNKS = BLOCK_K / CHUNK_K;
 constexpr int PART_K = BLOCK_K / K_PARTS;          // columns of a stage that a warpgroup multiplies
 constexpr int BOX = M_MAX * LINE;                  // bytes of 64 columns of x
 constexpr int X_STAGE = BLOCK_K / 64 * BOX;
-constexpr int W_TILE = CHUNKS * CHUNK;             // of a warpgroup
-constexpr int PRODUCTS = WEIGHT_BITS == 4 ? 1 : 2;  // of a phase
+constexpr int W_TILE = CHUNKS * CHUNK;             // bytes of the weight of a warpgroup
+constexpr int PRODUCTS = WEIGHT_BITS == 4 ? 1 : 2;  // wgmma of a phase
 constexpr int PHASE_K = PRODUCTS * 16;
 constexpr int PHASES = PART_K / PHASE_K;
-// Stages of a turn of the loop. Products with 4 bits are bound by instructions: a turn has all stages of a ring of few
-// columns, so that addresses are constants.
+// Stages of an iteration of the main loop. Products with 4 bits are bound by instructions: where the ring has few
+// columns, an iteration has all of its stages, so that addresses are constants.
 constexpr int UNROLL = WEIGHT_BITS == 4 && STAGES * PART_K <= 1024 ? STAGES : 1;
 constexpr int UNIT = GROUP ? GROUP : BLOCK_K;
 static_assert(UNIT % PHASE_K == 0 && PHASES % 2 == 0);
@@ -74,15 +75,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
   int group = (warp >> 2) % ROW_GROUPS, part = (warp >> 2) / ROW_GROUPS;  // rows of the weight, columns of a stage
   unsigned a[2][PRODUCTS][4];  // left operands of two phases
   uint4 chunk;
-  unsigned words[2];  // scales of a phase's group, of a lane's two rows
+  unsigned words[2];  // scales of a phase's group for the lane's two rows
   Scaling low, high;
-  // Both are addresses in the ring's first stage.
+  // Addresses of this thread's words and scales in the ring's first stage.
   const unsigned char* weights = memory + X_STAGE + group * W_TILE + part * (W_TILE / K_PARTS) + (thread & 127) * 16;
   const unsigned char* scales_of = memory + X_STAGE + ROW_GROUPS * W_TILE + group * S_TILE +
                                    part * PART_K / UNIT * 256 + ((warp & 3) * 16 + (lane >> 2)) * 4;
   unsigned fulls = shared_address(ring.full), empties = shared_address(ring.empty);
   auto begins_group = [&](int phase) { return GROUP && phase * PHASE_K % UNIT == 0; };
-  // Load what a phase of a stage that has arrived decodes.
+  // Load the words and scales that a phase decodes; its stage, at offset `at`, has arrived.
   auto load_phase = [&](int at, int phase) {
     if (phase * PRODUCTS % STEPS == 0) chunk = *(const uint4*)(weights + at + phase * PRODUCTS / STEPS * CHUNK);
     if (begins_group(phase)) {
@@ -90,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
       words[0] = here[0], words[1] = here[8];
     }
   };
-  // Decode what was loaded for a phase into its left operands.
+  // Decode the words that were loaded for a phase into its left operands.
   auto decode_phase = [&](int phase) {
     if (begins_group(phase)) low = scaling({words[0]}), high = scaling({words[1]});
 #pragma unroll
@@ -106,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
   load_phase(0, 0);
   decode_phase(0);
   load_phase(0, 1);
-  int left = count, parity = 0;  // of the ring
+  int left = count, parity = 0;  // stages to multiply, and parity of the ring's barriers
   for (int start = 0; left > 0; start = start + UNROLL == STAGES ? 0 : start + UNROLL)
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
@@ -124,10 +125,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantized_gemm(
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         wait_products<1>();
-        // The stage before is read once the first products of this one wait for nothing else.
+        // All wgmma of the stage before, if there is one, have ended: its slot may be filled again.
         if (phase == 0) arrive(empties + before * 8, lane == 0 && left < count);
         decode_phase((phase + 1) % PHASES);
-        // After the last stage whatever the next slot has is loaded, for nothing.
+        // After the last stage the loads below read a stale slot, which is harmless: nobody uses the words.
         if (phase + 2 == PHASES && left > 1) wait(fulls + next * 8, parity ^ (next == 0));
         load_phase(phase + 2 < PHASES ? at : next_at, (phase + 2) % PHASES);
       }

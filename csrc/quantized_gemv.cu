@@ -1,30 +1,32 @@
 // Product of a lone row with a quantized weight on Hopper: y [N] = x [K] @ weight [N, K]^T.
 //
-// A block has a multiprocessor to itself. Of smaller ones two would begin on one multiprocessor and none on another
-// wherever the kernel before has not ended, and those that share one end late. A block computes ROWS rows of the
-// weight at a time, tile by tile; in a cluster of SPLIT blocks each takes a part of K. A block's warps take turns at
-// the slices of K. Each has a ring of STAGES slices of the weight in shared memory, which it fills itself, and meets
-// the others only at a tile's end, to add up their sums: meanwhile the next tile's weights arrive. Its slices of x are
-// the same for all tiles: they lie in shared memory.
+// The grid is persistent: a block has a multiprocessor to itself and computes tile after tile of ROWS rows of the
+// weight. Of smaller blocks two would begin on one multiprocessor and none on another wherever the kernel before has
+// not ended, and those that share a multiprocessor would end late. The SPLIT blocks of a cluster divide K; so do the
+// warps of a block, which take slices of 128 columns in turn. Each warp fills a ring of its own, STAGES slices of the
+// weight, and meets the others only behind a tile, to add up their sums, while the weights of the next tile arrive. Its
+// slices of x are the same for all tiles and stay in shared memory.
 //
-// While the predecessor runs, rings are filled little by little: what it still reads, and then x, would wait behind all
-// that is asked for at once. One warp waits for its end, with a ring that it has filled at once, and tells the others.
+// While the predecessor runs, the rings are filled at a pace: its own reads, and then x, would queue up behind weights
+// that are requested all at once. One warp, which fills its ring at once, waits for the predecessor's end and tells the
+// others.
 //
-// INT4: values that are decoded take more instructions than reading the levels takes time, so levels are multiplied as
-// they are, as whole numbers of 8 bits: two words of a lane become the left operand of m16n8k32 by four LOP3 and two
-// shifts. x is rounded to 15 bits, for the largest value of each slice, and is two columns of the right operand: the
-// high bytes and the low ones. So a group's sums are exact, and so is the sum of its x, a product with a left operand
-// of ones, of which the zero point is a multiple. They are scaled by group in float32.
+// INT4: decoding to T would take more instructions than there is time for while the levels are read, so the levels
+// themselves are multiplied, as unsigned bytes by int8 tensor cores: two words of a lane become the left operand of
+// m16n8k32 by four LOP3 and two shifts. x is rounded to integers of 15 bits, relative to the largest value of each
+// slice, whose high and low bytes are two columns of the right operand. So a group's sums are exact, and so is its sum
+// of x, a product with a left operand of ones, by which the zero point is multiplied. They are scaled by group in
+// float32.
 //
-// E4M3: values are placed in T's bits (quantized.cuh), too small by a power of two, which is multiplied into the sums.
-// In bf16 x is multiplied by X_UNIT, so that products do not become subnormal.
+// E4M3: the bits of values are placed where T has its own (quantized.cuh), too small by a power of two, by which the
+// sums are multiplied. In bf16 x is multiplied by X_UNIT, so that products do not become subnormal.
 //
-// For example, with K = 5120 and N = 10240 (40 slices), WARPS 8 and blocks of 80 rows, warp 3 has slices 3, 11, 19, 27
+// For example, with K = 5120 and N = 10240 (40 slices), WARPS 8 and tiles of 80 rows, warp 3 has slices 3, 11, 19, 27
 // and 35 of each tile. In slice 3 it multiplies columns 384 to 511.
 //
-// NORM: x is RMS-normed: multiplied by the norm's weight as it is read, and by its scale in the end.
-// GATED: y [N / 2] = activation(gate) * up. Of each 16 rows of the weight the first 8 are gates.
-// K is a multiple of 128, N of 16; SLICES: of a warp, at most. T is bf16 or f16.
+// NORM: x is RMS-normed: multiplied by the norm's weight as it is loaded, and by its scale in the epilogue.
+// GATED: y [N / 2] = activation(gate) * up. Of each 16 rows of the weight the first 8 are gates, the next 8 their ups.
+// K is a multiple of 128, N of 16; SLICES: the most that a warp has. T is bf16 or f16.
 #include "hopper.cuh"
 #include "mma.cuh"
 #include "quantized.cuh"
@@ -32,7 +34,7 @@
 constexpr int THREADS = WARPS * 32;
 constexpr int ROWS = ROW_BLOCKS * 16;
 constexpr int OUTPUTS = GATED ? ROWS / 2 : ROWS;
-constexpr int OWN = OUTPUTS / SPLIT;              // columns of y that a block of a cluster ends
+constexpr int OWN = OUTPUTS / SPLIT;              // columns of y whose epilogue a block of a cluster computes
 constexpr int SLICE = 128;                        // columns of K
 constexpr int GROUPS = GROUP ? SLICE / GROUP : 0;  // of a slice
 constexpr int CHUNKS = SLICE / CHUNK_K;
@@ -40,25 +42,25 @@ constexpr int PART = ROW_BLOCKS * 512;            // bytes of a tile's rows of a
 constexpr int LEVELS = PART * CHUNKS;
 constexpr int SCALES = ROW_BLOCKS * 64;           // bytes of a group's scales
 constexpr int STAGE = LEVELS + SCALES * GROUPS;
-constexpr int PIECES = (ROW_BLOCKS + 6) / 4;      // of a tile, which lie in different 64 rows of the weight
-constexpr int PARTS = CHUNKS + GROUPS;            // copies of a piece
-constexpr int BATCH = SLICES < 16 ? SLICES : 16;  // slices of x that are loaded at a time
-constexpr int SUMS = (ROWS + 1 + 3) / 4 * 4;      // of a warp: of the rows, then of the squares of x
+constexpr int PIECES = (ROW_BLOCKS + 6) / 4;      // most chunks of 64 rows over which a tile extends
+constexpr int PARTS = CHUNKS + GROUPS;            // copies of each of these: levels, then scales
+constexpr int BATCH = SLICES < 16 ? SLICES : 16;  // slices of x that are loaded together
+constexpr int SUMS = (ROWS + 1 + 3) / 4 * 4;      // floats of a warp: sums of the rows, then of the squares of x
 constexpr int APART = WEIGHT == INT4 ? 16 : 8;    // columns from a lane's first pair of x to its second one
-constexpr unsigned X_UNIT = Is<T>::bf16 ? 0x5d805d80 : 0x3c003c00;  // twice: 2^60 or 1
+constexpr unsigned X_UNIT = Is<T>::bf16 ? 0x5d805d80 : 0x3c003c00;  // 2^60 or 1, twice
 constexpr float SUM_UNIT = WEIGHT == INT4 ? 1.f : Is<T>::bf16 ? 0x1p60f : 0x1p8f;
-// Registers that a thread may have. With 96 a block of decode_attention.cu has room beside eight warps of this kernel;
-// larger tiles want more.
+// Registers that a thread may have. With 96 a block of decode_attention.cu fits beside eight warps of this kernel on a
+// multiprocessor; larger tiles need more.
 constexpr int REGISTERS = ROW_BLOCKS < 5 ? 96 : 128;
-constexpr int WAITING_WARP = WARPS - 1;  // for the predecessor
-// Cycles from one stage of the other warps to their next one while the predecessor runs, 60 a KB of the block's.
+constexpr int WAITING_WARP = WARPS - 1;  // the one that waits for the predecessor
+// Cycles between stages of the other warps while the predecessor runs: 60 for each KB that the block requests.
 constexpr int PACE = 60 * WARPS * STAGE / 1024;
 static_assert((WEIGHT == INT4 || WEIGHT == E4M3) && (!GROUP || GROUP >= 32) && PIECES * PARTS <= 32 && OWN <= THREADS);
 
-extern __shared__ __align__(128) unsigned char memory[];  // the warps' rings, their sums, slices of x and their units
+extern __shared__ __align__(128) unsigned char memory[];  // by warp: rings, sums, slices of x and their units
 
-// c [16, 8] += a [16, 32] @ b [32, 8], bytes, those of a unsigned. The matrices lie in the lanes as those of `mma` do,
-// but that a register has four neighbouring values of a or b.
+// c [16, 8] += a [16, 32] @ b [32, 8] of bytes, unsigned in a and signed in b. The matrices lie in the lanes as those
+// of `mma` (mma.cuh) do, with four neighbouring values of a or b in a register.
 __device__ __forceinline__ void mma_bytes(
     int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, const uint2& b) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -66,14 +68,14 @@ __device__ __forceinline__ void mma_bytes(
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
 }
 
-// The larger one of each half.
+// Maximum of each half.
 __device__ __forceinline__ unsigned larger(unsigned a, unsigned b) {
   unsigned c;
   asm("max.u16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
   return c;
 }
 
-// Four values of x as whole numbers of 15 bits, 256 * high + low, in units that the warp's largest value determines.
+// Four values of x as integers of 15 bits, 256 * high + low, in a unit that follows from the warp's largest value.
 struct Bytes {
   unsigned high, low;  // four signed bytes each: of the pairs' first values, then of their second ones
   float unit;
@@ -84,7 +86,7 @@ struct Bytes {
     int exponent = max((int)(__float_as_uint(largest) >> 23), 14);  // so that the scale is finite
     float scale = __uint_as_float((267 - exponent) << 23);          // the largest value becomes less than 2^14
     unit = __uint_as_float((exponent - 13) << 23) + largest * 0.f;  // not a number if a value is infinite or none
-    // In float32 a whole number lies behind 1.5 * 2^23; 128 more carry the sign of the low byte to the high one.
+    // Adding 1.5 * 2^23 leaves an integer in the mantissa; 128 more carry the sign of the low byte into the high one.
     unsigned v[4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -96,8 +98,8 @@ struct Bytes {
   }
 };
 
-// Store a lane's pairs of a slice of x as `multiply_slice` reads them. INT4: by step of 32 columns, lane % 4, high and
-// low bytes, and half of the columns. E4M3: by lane % 4 and step of 16 columns.
+// Store a lane's pairs of a slice of x in the order in which `multiply_slice` reads them. INT4: [step of 32 columns,
+// lane % 4, high or low bytes, half of the columns]. E4M3: [lane % 4, step of 16 columns].
 __device__ __forceinline__ void store_slice(unsigned char* slice, float* unit, unsigned (&pairs)[2]) {
   int lane = threadIdx.x & 31;
   if constexpr (WEIGHT == INT4) {
@@ -112,8 +114,8 @@ __device__ __forceinline__ void store_slice(unsigned char* slice, float* unit, u
 }
 
 #if WEIGHT == INT4
-// Multiply a tile's rows by a slice of x, at `slice`. Lanes 0, 4, 8, ... get the sums of rows lane / 4 and lane / 4 + 8
-// of each 16; what the others get is of no use.
+// Multiply a tile's rows by the slice of x at `slice`. Lanes 0, 4, 8, ... get the sums of rows lane / 4 and
+// lane / 4 + 8 of each 16; the sums of the other lanes are unused.
 __device__ __forceinline__ void multiply_slice(
     float (&total)[ROW_BLOCKS][4], const unsigned char* slice, const float* units, const unsigned char* stage) {
   int lane = threadIdx.x & 31;
@@ -158,7 +160,7 @@ __device__ __forceinline__ void multiply_slice(
   }
 }
 #else
-// Multiply a tile's rows by a slice of x, all columns of the right operand being x: all lanes get sums of use.
+// Multiply a tile's rows by a slice of x. All columns of the right operand are x, so all lanes get sums of their rows.
 __device__ __forceinline__ void multiply_slice(
     float (&total)[ROW_BLOCKS][4], const unsigned char* slice, const float*, const unsigned char* stage) {
   int lane = threadIdx.x & 31;
@@ -189,11 +191,11 @@ __device__ __forceinline__ void multiply_slice(
 extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
     const T* x, const unsigned* weight, const unsigned* scales, OPTIONAL const float* row_scales,
     OPTIONAL const T* norm, float eps, OPTIONAL const T* bias, OPTIONAL const T* residual, T* out, int N, int K) {
-  __shared__ Barrier full[WARPS][STAGES], ended;  // ended: the predecessor
+  __shared__ Barrier full[WARPS][STAGES], ended;  // ended: completes when the predecessor has ended
   __shared__ float received[SPLIT][SPLIT > 1 ? SUMS : 1];  // sums of the cluster's blocks
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int slices = K / SLICE, begin = slices * split / SPLIT + warp, end = slices * (split + 1) / SPLIT;
-  int count = max((end - begin + WARPS - 1) / WARPS, 0);  // of this warp's slices
+  int count = max((end - begin + WARPS - 1) / WARPS, 0);  // slices of this warp
   int tiles = (N + ROWS - 1) / ROWS, first_tile = blockIdx.y, stride = gridDim.y;
   int steps = count * ((tiles - first_tile + stride - 1) / stride);
   unsigned char* ring = memory + warp * STAGES * STAGE;
@@ -203,18 +205,18 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
   unsigned char* own_x = all_x + warp * SLICES * SLICE * 2;
   float* units = (float*)(all_x + WARPS * SLICES * SLICE * 2) + warp * SLICES;
 
-  // A lane asks for a part of each stage: 16 to 64 neighbouring rows of a chunk, or of the scales of a group.
+  // A lane copies one part of each stage: 16 to 64 neighbouring rows of a chunk, or of the scales of a group.
   int load_tile = first_tile, load_slice = 0, to = 0, bytes = 0;
   const unsigned char* from = nullptr;
   int piece = lane / PARTS, part = lane % PARTS;
   bool levels = part < CHUNKS;
-  int pitch = levels ? CHUNKS * CHUNK : GROUPS * 256;  // bytes from a slice of 64 rows to the next one
+  int pitch = levels ? CHUNKS * CHUNK : GROUPS * 256;  // bytes of a slice of 64 rows
   auto load = [&](int slot) {
     if (load_slice == 0) {
       int first = load_tile * ROW_BLOCKS, aligned = (first / 4 + piece) * 4;  // in units of 16 rows
       int low = max(first, aligned), blocks = min(first + ROW_BLOCKS, aligned + 4) - low;
       int row_bytes = levels ? 512 : 64;
-      long long line = min(aligned / 4, (N + 63) / 64 - 1);  // of 64 rows; beyond the weight: any
+      long long line = min(aligned / 4, (N + 63) / 64 - 1);  // of 64 rows; beyond the weight any will do
       from = (const unsigned char*)(levels ? weight : scales) + (line * slices + begin) * pitch;
       from += (levels ? part * CHUNK : (part - CHUNKS) * 256) + low % 4 * row_bytes;
       to = (levels ? part * PART : LEVELS + (part - CHUNKS) * SCALES) + (low - first) * row_bytes;
@@ -239,7 +241,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
       for (int i = 0; i < 2; ++i)
         to[k][i] = *(const unsigned*)(from + column + min(first + k, count - 1) * (WARPS * SLICE) + i * APART);
   };
-  if (NORM && count > 0) load_batch(norms, norm, 0);  // first: they would arrive behind all of the ring
+  if (NORM && count > 0) load_batch(norms, norm, 0);  // before the ring is filled, behind which they would arrive
   if (SPLIT > 1) arrive_at_cluster();
   if (lane == 0) {
     for (int s = 0; s < STAGES; ++s) init(&full[warp][s], 1);
@@ -263,7 +265,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
   for (int first = 0; first < count; first += BATCH) {
     load_batch(pairs, x, first);
     if (NORM && first > 0) load_batch(norms, norm, first);
-    while (asked < stages) load(asked++);  // behind x
+    while (asked < stages) load(asked++);  // the rest of the ring, behind x
 #pragma unroll
     for (int k = 0; k < BATCH; ++k) {
       int slice = min(first + k, count - 1);
@@ -280,11 +282,11 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
   __syncwarp();
 
   int slot = 0, parity = 0, step = 0;
-  float scale = SUM_UNIT;  // of all sums
+  float scale = SUM_UNIT;  // factor of all sums
   for (int tile = first_tile; tile < tiles; tile += stride) {
     int width = GATED ? N / 2 : N, at = split * OWN + thread, n = tile * OUTPUTS + at;  // the thread's column of y
     bool ends = thread < OWN && n < width;
-    // The residual, bias and scales that end a tile are asked for before its products.
+    // Operands of the tile's epilogue are loaded before its products.
     T before = {}, biases[2] = {};
     float factors[2] = {1.f, 1.f};
     if (ends && residual) before = residual[n];
@@ -316,8 +318,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
       for (int w = 0; w < WARPS; ++w) sum += all_sums[w * SUMS + row];
       return sum;
     };
-    if (SPLIT > 1) {  // each row's sum goes to the block that ends it, that of the squares to all
-      wait_for_cluster();  // the other blocks are there, and done with the tile before
+    if (SPLIT > 1) {  // a row's sum goes to the block of its epilogue, the sum of squares to all blocks
+      wait_for_cluster();  // the other blocks have begun, and have read the sums of the tile before
       float* to = &received[split][SPLIT > 1 ? thread : 0];
       int owner = (GATED ? thread / 16 * 8 + thread % 8 : thread) / OWN;
       if (thread < ROWS) store_at(address_in(owner, to), add_warps(thread));
@@ -348,7 +350,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantized_gemv(
       if (residual) y = rounded(y) + to_float(before);
       out[n] = from_float<T>(y);
     }
-    // Sums stay until all have read them.
+    // Sums are overwritten only when all threads have read them.
     __syncwarp();
     if (tile + stride < tiles) {
       if (SPLIT > 1) arrive_at_cluster();

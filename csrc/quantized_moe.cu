@@ -1,62 +1,63 @@
-// Grouped products of a mixture of experts with quantized weights on Hopper, two in a layer as in moe_gemm.cu,
-// multiplied in T: a block takes BLOCK_N rows of an expert's packed weight (quantized.cuh) for one tile of at most
-// M_MAX (token, expert) pairs (see moe.cu).
+// Grouped GEMMs of a mixture of experts with quantized weights on Hopper, two in a layer as in moe_gemm.cu. A block
+// computes BLOCK_N rows of an expert's packed weight (quantized.cuh), in T, for one tile of at most M_MAX (token,
+// expert) pairs (see moe.cu).
 //
-// The weight is decoded in registers, which are the left operand; the pairs' rows of x, which are gathered into shared
-// memory, are the right one. Both stream through shared memory in STAGES of BLOCK_K columns: one thread asks for the
-// weight, in one copy for 64 rows, all threads for x. Few pairs are multiplied by `mma`, for the decoding is the work,
-// many by wgmma (-DWGMMA=1): while it works on one chunk, the next one is decoded. A warpgroup has HEIGHT times 64
-// rows, for which `mma` reads x once. A tile of up to 8 pairs leaves half of the room for 16 idle: it is neither loaded
-// nor multiplied.
+// The weight is decoded in registers, where it is the left operand; the right one is the pairs' rows of x, gathered
+// into shared memory. Both stream through a ring of STAGES of BLOCK_K columns: one thread issues the copies of the
+// weight, one for 64 rows, and all threads those of x. Few pairs are multiplied by `mma`, since decoding takes most of
+// the time, and many by wgmma (-DWGMMA=1), which works on one chunk while the next one is decoded. A warpgroup has
+// HEIGHT times 64 rows of the weight, for which `mma` reads x once. Where M_MAX is 16, the second half of a tile of up
+// to 8 pairs is neither loaded nor multiplied.
 //
-// Columns beyond K are zeros, so K need be a multiple of 8 alone, and `chunks` is how many chunks the weight has.
-// In a gated weight 8 of each 16 rows are gates, the next 8 are the ups: a lane's sums have both. For example lane 5 of
-// warp 1 has in sums[t] the gate of output 9 for the pairs 8t + 2 and 8t + 3, then the up of output 9 for them.
+// x is zero beyond its K columns, so K need only be a multiple of 8; the weight has `chunks` whole chunks in K.
+// Of each 16 rows of a gated weight 8 are gates and the next 8 their ups, so that a lane's sums have both. For example
+// lane 5 of warp 1 has in sums[t] the gate of output 9 for the pairs 8t + 2 and 8t + 3, then the up of output 9 for
+// them.
 // ROUTE, CLAMPED, GELU_TANH: as in moe_gemm.cu. With ROUTE the second product's blocks for the same outputs of a
-// token's TAKEN experts are a cluster, which sums them: a launch less.
+// token's TAKEN experts are a cluster, which adds them up: no launch of moe_combine is needed.
 #include "left_product.cuh"
 #include "moe_tile.cuh"
 #include "quantized.cuh"
 
 constexpr int THREADS = WARPGROUPS * 128;
-constexpr int W_TILES = WARPGROUPS * HEIGHT;       // of 64 rows
+constexpr int W_TILES = WARPGROUPS * HEIGHT;       // tiles of 64 rows of the weight
 constexpr int BLOCK_N = W_TILES * 64;
 constexpr int TILES = M_MAX / 8;
 constexpr int CHUNKS = BLOCK_K / CHUNK_K;
-constexpr int X_HEIGHT = ROUTE ? 1 : M_MAX;        // rows of x in shared memory; `mma` reads a lone one eight times
-constexpr int BOX = X_HEIGHT * LINE;               // 64 columns of x
+constexpr int X_HEIGHT = ROUTE ? 1 : M_MAX;        // rows of x in shared memory; `mma` reads a lone row as all eight
+constexpr int BOX = X_HEIGHT * LINE;               // bytes of 64 columns of x
 constexpr int BOXES = BLOCK_K / 64;
 constexpr int X_STAGE = BOXES * BOX;
-constexpr int W_TILE = CHUNKS * CHUNK;             // of 64 rows
+constexpr int W_TILE = CHUNKS * CHUNK;             // bytes of 64 rows
 constexpr int UNIT = GROUP ? GROUP : BLOCK_K;
 constexpr int S_UNIT = WEIGHT == E2M1 ? 128 : 256;  // bytes of the scales of a chunk, or of a group, of 64 rows
 constexpr int S_UNITS = WEIGHT == E2M1 ? CHUNKS : GROUP ? BLOCK_K / UNIT : 0;
 constexpr int S_TILE = S_UNITS * S_UNIT;
 constexpr int STAGE = (X_STAGE + W_TILES * (W_TILE + S_TILE) + 1023) / 1024 * 1024;
-constexpr bool ROW_SCALES = GROUP == 0 && WEIGHT != E2M1;  // are there if there are no others
+constexpr bool ROW_SCALES = GROUP == 0 && WEIGHT != E2M1;  // a row has one scale, for the epilogue
 constexpr int AHEAD = STAGES - 1;
 constexpr int ROW_STEP = THREADS / 8;              // rows of 128 bytes that the block's threads load at a time
 constexpr int X_LOADS = (X_HEIGHT * BOXES + ROW_STEP - 1) / ROW_STEP;
-constexpr int X_ROWS = ROW_STEP < X_HEIGHT ? X_HEIGHT / ROW_STEP : 1;  // different ones of a thread
-constexpr int X_BOXES = ROW_STEP < X_HEIGHT ? 1 : ROW_STEP / X_HEIGHT;  // that are loaded at a time
+constexpr int X_ROWS = ROW_STEP < X_HEIGHT ? X_HEIGHT / ROW_STEP : 1;  // rows of x of which a thread loads a part
+constexpr int X_BOXES = ROW_STEP < X_HEIGHT ? 1 : ROW_STEP / X_HEIGHT;  // boxes that are loaded at a time
 static_assert(ROW_STEP % X_HEIGHT == 0 || X_HEIGHT % ROW_STEP == 0);
 static_assert(!ROUTE || M_MAX == 8);
 static_assert(BLOCK_K % 64 == 0 && BLOCK_K % UNIT == 0);
-static_assert(!WGMMA || HEIGHT == 1 || GROUP <= CHUNK_K);  // `multiply_many` has room for the sums of one group
+static_assert(!WGMMA || HEIGHT == 1 || GROUP <= CHUNK_K);  // `multiply_many` has registers for one group's sums
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the results
 
-// A thread's share of a stage's weight: 16 bytes of each chunk, and the scales of its rows.
+// What a thread reads of a stage's weight: 16 bytes of each chunk, and the scales of its rows.
 struct Share {
   const uint4* words;
   const Scale* scales;
 
-  // The share of the rows 64 * r further.
+  // The same for the rows 64 * r further.
   __device__ __forceinline__ Share below(int r) const {
     return {words + r * (W_TILE / 16), scales + r * (S_TILE / 4)};
   }
 
-  // Left operands of a chunk.
+  // Decode the left operands of chunk c.
   __device__ __forceinline__ void decode(unsigned (&a)[STEPS][4], int c) const {
     uint4 packed = words[c * (CHUNK / 16)];
     unsigned exponents = WEIGHT == E2M1 ? scales[c * 32].word : 0;
@@ -84,8 +85,8 @@ struct Share {
   }
 };
 
-// Addresses of x in the ring's first stage, at `stage`, as a lane loads it for `mma`: they name a row and 8 columns, of
-// 8 rows and 32 columns for 8 pairs, or of 16 and 16.
+// Addresses in the ring's first stage, which begins at `stage`, that a lane passes to load_matrices for the right
+// operands of 64 columns: each load has 8 rows and 32 columns of x for 8 PAIRS, or 16 rows and 16 columns for more.
 template <int PAIRS> __device__ __forceinline__ void x_addresses(unsigned (&at)[4], unsigned stage) {
   int lane = threadIdx.x & 31;
   int row = ROUTE ? 0 : PAIRS == 8 ? lane & 7 : (lane & 7) + (lane >> 4) * 8;
@@ -93,7 +94,7 @@ template <int PAIRS> __device__ __forceinline__ void x_addresses(unsigned (&at)[
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     at[i] = stage + place(row, (i * 2 & (PAIRS == 8 ? 4 : 6)) + chunk);
-    asm volatile("" : "+r"(at[i]));  // or else the compiler works it out anew for each stage
+    asm volatile("" : "+r"(at[i]));  // or else the compiler computes it again for each stage
   }
 }
 
@@ -137,7 +138,7 @@ template <int PAIRS> __device__ __forceinline__ void multiply(
   }
 }
 
-// total += a stage's products, by wgmma. At the end none of them is under way, as in quantized_gemm.cu.
+// total += a stage's products, by wgmma. None is under way when it returns, so that the stage may be filled again.
 __device__ __forceinline__ void multiply_many(float (&total)[HEIGHT][TILES][4], const Share& share, unsigned right) {
   unsigned long long b = descriptor(right);
   float sums[GROUP ? TILES : 1][4];
@@ -166,9 +167,9 @@ __device__ __forceinline__ void multiply_many(float (&total)[HEIGHT][TILES][4], 
   }
 }
 
-// A token's out [N] = residual [N] + the sum over the cluster's blocks of their `outputs` [BLOCK_N], the columns from
-// `first` on, in shared memory. They are divided into pieces of eight: of 64 outputs and eight blocks, block 3 sums
-// piece 3, which all blocks store in its memory.
+// A token's out [N] = residual [N] + the sum over the cluster's blocks of their `outputs` [BLOCK_N] in shared memory,
+// which are the columns from `first` on. Blocks divide them by pieces of eight columns: with 64 outputs and eight
+// blocks, block 3 adds up piece 3, which all blocks store to its shared memory.
 __device__ __forceinline__ void add_up(const uint4* outputs, int first, const T* residual, T* out, int N) {
   constexpr int PIECES = BLOCK_N / 8, OWN = (PIECES + TAKEN - 1) / TAKEN;
   __shared__ uint4 parts[TAKEN][OWN];  // of the cluster's blocks
@@ -204,7 +205,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     float alpha, float limit, const L* router_logits, int weighting, int first_expert, int held,
     const float* expert_scale, const int* order, const Tile* tiles, const int* tile_count, const float* pair_weights,
     const T* residual, T* out, int N, int K, int chunks) {
-  __shared__ Barrier full[STAGES];  // of the weight; x is waited for by its threads
+  __shared__ Barrier full[STAGES];  // for the weight; each thread waits for its own copies of x
   __shared__ int pair_of[M_MAX];
   constexpr int OUTPUTS = GATED ? BLOCK_N / 2 : BLOCK_N;
   constexpr bool SUMS = ROUTE && !GATED;
@@ -216,8 +217,8 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     for (int s = 0; s < STAGES; ++s) init(&full[s], 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  // The plan, and the router's logits, are older than the predecessor of the second product, which so begins to load
-  // weights before it waits.
+  // The plan and the router's logits were written before the predecessor of the second product, which may therefore
+  // read them, and begin to load weights, before it waits.
   if (GATED) wait_for_predecessor(), start_successor();
   if (SUMS) __syncwarp(), arrive_at_cluster();
 #if ROUTE
@@ -226,7 +227,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   const L* logits = router_logits + tile_index / TAKEN * LOGITS;
   if (thread < 32) route(logits, weighting, first_expert, held, expert_scale, experts, weights);
   __syncthreads();
-  bool here = experts[tile_index % TAKEN] >= 0;  // else another rank's, of which zeros are added
+  bool here = experts[tile_index % TAKEN] >= 0;  // else another rank holds the expert, and zeros are added
   if (GATED && !here) return;
   Tile tile = {max(experts[tile_index % TAKEN], 0), tile_index, 1, 0};
 #else
@@ -249,7 +250,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     expect(barrier, W_TILES * (bytes + (S_UNITS ? scale_bytes : 0)));
     unsigned char* to = stage_of(step) + X_STAGE;
 #pragma unroll
-    for (int w = 0; w < W_TILES; ++w) {  // beyond the weight's rows: any
+    for (int w = 0; w < W_TILES; ++w) {  // beyond the weight any tile will do
       long long at = (long long)tile.expert * row_tiles + min(column_block * W_TILES + w, row_tiles - 1);
       copy_bytes(to + w * W_TILE, (const unsigned char*)weight + (at * chunks + first_chunk) * CHUNK, bytes, barrier);
       if (S_UNITS)
@@ -259,8 +260,8 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
     }
   };
 
-  // A last stage that is not full has zeros behind its end, or values of an earlier one: x is zero there, so they need
-  // only be finite.
+  // Behind the last columns of the weight a stage has zeros, or values of an earlier step. x is zero there, so they
+  // only need to be finite.
   if (here && chunks % CHUNKS && steps <= STAGES) {
     for (int i = thread; i < STAGE / 16; i += THREADS) ((uint4*)stage_of(steps - 1))[i] = make_uint4(0, 0, 0, 0);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -272,7 +273,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   int chunk = thread & 7, first_row = thread / 8;  // of a stage's rows of 128 bytes, of x
   bool few = M_MAX == 16 && tile.count <= 8;
   const unsigned char* rows[X_ROWS];
-  int bytes[X_ROWS];  // from this thread's chunk on
+  int bytes[X_ROWS];  // of the row, from this thread's chunk on
 #pragma unroll
   for (int i = 0; i < X_ROWS; ++i) {
     int row = (first_row + i * ROW_STEP) % X_HEIGHT;
@@ -307,7 +308,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
   const uint4* words = (const uint4*)(memory + X_STAGE + group * HEIGHT * W_TILE) + (thread & 127);
   const Scale* scales_at = (const Scale*)(memory + X_STAGE + W_TILES * W_TILE + group * HEIGHT * S_TILE);
   scales_at += (warp & 3) * (WEIGHT == E2M1 ? 8 : 16) + (lane >> 2);
-  // The rows g and g + 8 of each 16 have a scale and a bias each, which are asked for before the products.
+  // Scales and biases of the rows g and g + 8 of each 16, for the epilogue; they are loaded before the products.
   auto sixteen = [&](int r) { return (group * HEIGHT + r) * 4 + (warp & 3); };
   int first = column_block * OUTPUTS;
   float factor[HEIGHT][2];
@@ -344,7 +345,7 @@ template <bool GATED> __device__ __forceinline__ void grouped_product(
 
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   __syncthreads();
-  // Through shared memory, so that rows are written 16 bytes at a time.
+  // The results go through shared memory, so that rows are written 16 bytes at a time.
   constexpr int STRIDE = OUTPUTS + 8;
   T* result = (T*)memory;
 #pragma unroll

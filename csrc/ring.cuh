@@ -1,9 +1,10 @@
-// Ring of stages in shared memory, through which blocks of a product get columns of the weight and of x.
+// Ring of stages in shared memory, through which a block of a product streams its columns of the weight and of x.
 //
-// One or two producers, a thread each, ask for them: PRODUCERS 32, one for both; else one for the weight and one for x.
-// The ring is filled with weights before the predecessor has ended, by PRODUCERS 64 little by little as long as it has
-// not: what it still reads would wait behind all that is asked for at once. Its barriers are as in small_batch_gemm.cu.
-// The file that uses it says what a stage is: `load_weight` and `load_x` ask for that of a step.
+// Producers are single threads that issue the copies: with PRODUCERS 32 (threads) one for both operands, otherwise one
+// for the weight and one for x in another warp. The ring is filled with weights before the predecessor has ended. With
+// PRODUCERS 64 that is paced while the predecessor runs: its own reads would queue up behind weights that are requested
+// all at once. The barriers `full` and `empty` are those of small_batch_gemm.cu. The file that includes this defines
+// the stage: its `load_weight` and `load_x` issue the copies of one step.
 #pragma once
 #include "sums.cuh"
 
@@ -13,8 +14,8 @@
 
 constexpr bool TWO_PRODUCERS = PRODUCERS > 32;
 constexpr bool PACED = PRODUCERS == 64;
-constexpr int AT_ONCE = PACED ? 1 : STAGES;  // stages that are asked for when the block begins
-constexpr int CYCLES_OF_KILOBYTE = 40;       // of a multiprocessor, between later stages: faster than the memory
+constexpr int AT_ONCE = PACED ? 1 : STAGES;  // stages requested when the block begins
+constexpr int CYCLES_OF_KILOBYTE = 40;       // pace of later stages on a multiprocessor, faster than the memory's
 
 struct Ring {
   Barrier full[STAGES], empty[STAGES];
@@ -22,19 +23,19 @@ struct Ring {
 };
 
 __device__ __forceinline__ bool loads_weights() { return threadIdx.x == MULTIPLIERS; }
-// The warp that only asks for weights, which it does not wait for the predecessor for.
+// True in the warp that loads weights at a pace, and therefore does not wait for the predecessor with the others.
 __device__ __forceinline__ bool fills_early() { return PACED && threadIdx.x / 32 == MULTIPLIERS / 32; }
 __device__ __forceinline__ bool loads_x() { return threadIdx.x == MULTIPLIERS + (TWO_PRODUCERS ? 32 : 0); }
 
-// Ask for a step's columns of the block's rows of a packed weight, from tile `tile` of 64 rows on, and for the scales
-// of their groups, behind them.
+// Copy one step's columns of ROW_GROUPS tiles of a packed weight, 64 rows each, from tile `tile` on, and behind them
+// the scales of their groups.
 template <int BYTES, int SCALES_BYTES>
 __device__ __forceinline__ void copy_weight(
     unsigned char* to, const unsigned* weight, const unsigned* scales, int tile, int tiles, int steps, int begin,
     int step, Barrier* barrier) {
 #pragma unroll
   for (int w = 0; w < ROW_GROUPS; ++w) {
-    long long at = (long long)min(tile + w, tiles - 1) * steps + begin + step;  // beyond the weight: any
+    long long at = (long long)min(tile + w, tiles - 1) * steps + begin + step;  // beyond the weight any tile will do
     copy_bytes(to + w * BYTES, (const unsigned char*)weight + at * BYTES, BYTES, barrier);
     if (SCALES_BYTES)
       copy_bytes(
@@ -43,8 +44,8 @@ __device__ __forceinline__ void copy_weight(
   }
 }
 
-// Begin the kernel; all threads call it before they wait for the predecessor, which a kernel's own file does, since
-// kernel/compile.py looks there.
+// Initialize the barriers and request the first stages of weights. All threads call it before they wait for the
+// predecessor. That wait stands in the kernel's own file, where kernel/compile.py looks for it.
 template <typename Load>
 __device__ __forceinline__ void open(
     Ring& ring, Barrier& received, const TensorMap& x_map, int count, Load load_weight) {
@@ -61,7 +62,7 @@ __device__ __forceinline__ void open(
   __syncthreads();
 }
 
-// Fill the ring to the last step: the work of the warps that do not multiply. WEIGHT_BYTES: of a stage, if PACED.
+// Fill the ring up to the last step: the main loop of the producer warps. WEIGHT_BYTES: weight of a stage, if PACED.
 template <int WEIGHT_BYTES = 0, typename Load, typename LoadX>
 __device__ __forceinline__ void produce(Ring& ring, int count, Load load_weight, LoadX load_x) {
   give_registers();

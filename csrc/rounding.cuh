@@ -1,11 +1,11 @@
-// Rounding of x to FP8: e4m3 times a scale by which the largest of some numbers becomes 448.
+// Rounding of x to FP8 (e4m3) with a scale of its own for each group of values: the largest one becomes 448.
 #pragma once
 #include "fp8.cuh"
 
 __device__ __forceinline__ float fp8_scale(float largest) { return fmaxf(largest, 1e-10f) / 448.f; }
 
-// x / scale as division rounds it, with the scale's reciprocal (Markstein, "Computation of elementary functions on the
-// IBM RISC System/6000 processor", 1990): an estimate and what it leaves.
+// x / scale rounded as by a division, from the scale's reciprocal: an estimate, corrected by its remainder (Markstein,
+// "Computation of elementary functions on the IBM RISC System/6000 processor", 1990).
 __device__ __forceinline__ float divide(float x, float scale, float reciprocal) {
   float y = x * reciprocal;
   return fmaf(fmaf(-y, scale, x), reciprocal, y);
@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_rounded(e4m3* to, const Vec<N>& x, float s
   *(Vec<N / 2, unsigned short>*)to = y;
 }
 
-// Largest magnitude of the numbers that LANES neighbouring lanes have; `here`: the lanes of the warp that take part.
+// Largest magnitude of the values of LANES neighbouring lanes; `here`: mask of the warp's lanes that take part.
 template <int LANES, int N>
 __device__ __forceinline__ float largest_of(const Vec<N>& x, unsigned here = 0xffffffffu) {
   float largest = 0.f;

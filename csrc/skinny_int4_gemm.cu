@@ -1,43 +1,45 @@
 // Products of a decode's few rows with 4-bit weights on Hopper: y [M, N] = x [M, K] @ weight [N, K]^T, M up to 16.
 //
-// Blocks, clusters and the ring are as in quantized_gemm.cu, but a stage belongs to one warp, which multiplies all of
-// its BLOCK_N rows of the weight with all of its columns by `mma` (mma.cuh): x is read from shared memory once. The
-// warps take turns and add up their sums at the end, so none waits for another one, nor for its own products.
+// Blocks, clusters and the ring are as in quantized_gemm.cu, but a stage has one warp as its consumer, which multiplies
+// all of its BLOCK_N rows of the weight with all of its columns by `mma` (mma.cuh), so that x is read from shared
+// memory once. The warps take stages in turn and add up their sums behind the main loop, so none waits for another one,
+// nor for its own products.
 //
-// Decoding takes most of the instructions, so it is one shift and one LOP3 for two levels: in bf16 a level q becomes
-// the number 128 + q, and 128 and the zero point z are subtracted of a group's sums: sum((q - z) * x) =
-// sum((128 + q) * x) - (128 + z) * sum(x). In f16 it is one of the smallest numbers, q / 2^24, since 1024 + q would
-// leave the sums too few bits where x has a mean. The sum of x is a product, too, by a left operand of ones. All
-// products are exact, and scaled by group in float32.
+// Decoding takes most of the instructions, so levels are not converted: two of them become values of T by one shift and
+// one LOP3. In bf16 a level q is the number 128 + q, and 128 and the zero point z are subtracted from a group's sums:
+// sum((q - z) * x) = sum((128 + q) * x) - (128 + z) * sum(x). In f16 it is the subnormal number q / 2^24, since 1024 +
+// q would leave the sums too few bits where the mean of x is not 0. The sum of x is a product, too, with a left operand
+// of ones. All products are exact; sums are scaled by group in float32.
 //
-// NORM: x is RMS-normed (sums.cuh): multiplied by the norm's weight as it is read, and by its rows' scales in the end.
-// Squares are a product of x with itself.
+// NORM: x is RMS-normed (sums.cuh): multiplied by the norm's weight as it is loaded, and by the scales of its rows in
+// the epilogue. Squares are a product of x with itself.
 //
-// STAGES is a multiple of the warps, or as large as a block's steps: so a warp that waits for a stage has waited for
-// all that lay there before, and one bit of parity tells it enough. K is a multiple of BLOCK_K. T is bf16 or f16.
+// STAGES is a multiple of the number of warps, or at least a block's number of steps, so that all uses of a stage are
+// one warp's: one bit of parity tells it which phase of the barrier to wait for. K is a multiple of BLOCK_K. T is bf16
+// or f16.
 #define READERS 1
 #include "ring.cuh"
 #include "quantized.cuh"
 
-constexpr int WARPS_K = MULTIPLIERS / 32;         // that take turns
-constexpr int WEIGHT_TILES = BLOCK_N / 16;        // of a warp, 16 rows of the weight each
+constexpr int WARPS_K = MULTIPLIERS / 32;         // warps that take stages in turn
+constexpr int WEIGHT_TILES = BLOCK_N / 16;        // tiles of 16 rows of the weight
 constexpr int LINE = 128;                         // bytes of a row of x in a box
 constexpr int CHUNKS = BLOCK_K / CHUNK_K;
 constexpr int BOX = M_MAX * LINE;                 // bytes of 64 columns of x
 constexpr int X_STAGE = CHUNKS * BOX;
-constexpr int W_TILE = CHUNKS * CHUNK;            // of 64 rows
+constexpr int W_TILE = CHUNKS * CHUNK;            // bytes of 64 rows
 constexpr int GROUPS = BLOCK_K / GROUP;
 constexpr int S_TILE = GROUPS * 64 * 4;
-constexpr int WEIGHTS = ROW_GROUPS * (W_TILE + S_TILE);  // bytes
-constexpr int NORM_STAGE = BLOCK_K * 2;  // of the norm's weight
+constexpr int WEIGHTS = ROW_GROUPS * (W_TILE + S_TILE);  // bytes of a stage's weight and scales
+constexpr int NORM_STAGE = BLOCK_K * 2;  // bytes of the norm's weight
 constexpr int STAGE_BYTES = X_STAGE + WEIGHTS + (NORM ? NORM_STAGE : 0);
 constexpr int STAGE = (X_STAGE + WEIGHTS + NORM_STAGE + 1023) / 1024 * 1024;
-constexpr unsigned ONE = Is<T>::bf16 ? 0x3f803f80 : 0x3c003c00;  // twice
+constexpr unsigned ONE = Is<T>::bf16 ? 0x3f803f80 : 0x3c003c00;  // 1, twice
 static_assert(WEIGHT == INT4 && CHUNK_K == 64 && GROUP >= 32);
 
 extern __shared__ __align__(1024) unsigned char memory[];  // the ring; then the sums
 
-// Right operands of 64 columns of eight rows of x: b[2s] and b[2s + 1] are those of step s.
+// Load the right operands of eight rows and 64 columns of x: b[2s] and b[2s + 1] are those of step s.
 __device__ __forceinline__ void load_right(unsigned (&b)[8], unsigned box) {
   int lane = threadIdx.x & 31, row = lane & 7;
   unsigned line = box + row * LINE;
@@ -99,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny_int4_gemm(
       for (int t = 0; t < TILES; ++t) load_right(b[t], shared_address(stage) + c * BOX + t * 8 * LINE);
       if (NORM) {
 #pragma unroll
-        for (int t = 0; t < TILES; ++t)  // x times itself: squares lie on the diagonal
+        for (int t = 0; t < TILES; ++t)  // x @ x^T has the sums of squares on its diagonal
 #pragma unroll
           for (int s = 0; s < STEPS; ++s) {
             unsigned x0 = b[t][s * 2], x1 = b[t][s * 2 + 1];
@@ -156,9 +158,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny_int4_gemm(
     arrive(shared_address(&ring.empty[slot]), lane == 0);
   }
 
-  // The warps' sums, a thread's as sums.cuh has them.
+  // Add up the sums of the warps; each thread gets those that the epilogue of sums.cuh expects.
   float4* parts = (float4*)memory;
-  asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");  // the ring is read
+  asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");  // all warps have read the ring
 #pragma unroll
   for (int w = 0; w < WEIGHT_TILES; ++w)
 #pragma unroll

@@ -1,13 +1,14 @@
-// End of a product whose warpgroups have 64 rows of the weight each: the blocks of a cluster, which have multiplied
-// parts of K, send their sums to one another, and each adds up those of some rows of x, or of some columns of y where
-// there are fewer tiles of eight rows than blocks; in the blocks' order. A block sends what another one adds up as one
-// copy: thousands of small stores would take longer than the products.
+// Split-K epilogue of the products whose warpgroups have 64 rows of the weight each. The blocks of a cluster, each of
+// which has multiplied a part of K, send their partial sums to one another through distributed shared memory. Then each
+// block adds up the sums of some rows of x in the order of the blocks (`add_up_rows`), or of some columns of y where x
+// has fewer tiles of eight rows than there are blocks (`add_up_columns`). All that one block sends to another one is a
+// single bulk copy: thousands of small stores would take longer than the products.
 //
-// A lane's sums are as `mma` leaves them (mma.cuh): lane 5 of a warpgroup's warp 1 has sums[t] of y[8t + 2][17],
-// y[8t + 3][17], y[8t + 2][25] and y[8t + 3][25], columns counted from the warpgroup's first.
-// GATED: y [M, N / 2] = activation(gate) * up. Of each 16 rows of the weight the first 8 are gates, so that a lane has
-// a gate and what it is for.
-// NORM: x is RMS-normed; its rows' scales are known once all of x has been read, and multiplied into the sums.
+// A lane's sums are laid out like the accumulators of `mma` (mma.cuh): lane 5 of a warpgroup's warp 1 has in sums[t]
+// y[8t + 2][17], y[8t + 3][17], y[8t + 2][25] and y[8t + 3][25], columns counted from the warpgroup's first.
+// GATED: y [M, N / 2] = activation(gate) * up. Of each 16 rows of the weight the first 8 are gates and the next 8 their
+// ups, so that a lane has both.
+// NORM: x is RMS-normed. The scale of a row is known once all of it has been read, and is multiplied into the sums.
 #pragma once
 #include "hopper.cuh"
 #include "mma.cuh"
@@ -17,38 +18,38 @@
 #endif
 
 constexpr int MULTIPLIERS = WARPGROUPS * 128;
-constexpr int ROW_GROUPS = WARPGROUPS / K_PARTS;   // warpgroups that have other rows of the weight
-constexpr int CONSUMERS = ROW_GROUPS * 128;        // threads that add up
+constexpr int ROW_GROUPS = WARPGROUPS / K_PARTS;   // tiles of 64 rows of the weight; K_PARTS warpgroups share one
+constexpr int CONSUMERS = ROW_GROUPS * 128;        // threads of the epilogue
 constexpr int WARPS = CONSUMERS / 32;
 constexpr int THREADS = MULTIPLIERS + PRODUCERS;
-constexpr bool GIVES = PRODUCERS == 128;           // a producing warpgroup gives registers to the others
+constexpr bool GIVES = PRODUCERS == 128;           // a producer warpgroup gives registers to the others
 constexpr int BLOCK_N = ROW_GROUPS * 64;
 constexpr int TILES = M_MAX / 8;
 constexpr int OUTPUTS = GATED ? BLOCK_N / 2 : BLOCK_N;
-constexpr bool BY_ROWS = TILES % SPLIT == 0;       // a block adds up rows of x
+constexpr bool BY_ROWS = TILES % SPLIT == 0;       // a block adds up rows of x, else columns of y
 
-// By rows: floats that a block sends to another one, and tiles of eight rows that it adds up.
-constexpr int OWN_TILES = BY_ROWS ? TILES / SPLIT : 1;
-constexpr int PITCH = OUTPUTS + 8;                 // of a row of y in shared memory, in values: no bank conflicts
-constexpr int PIECES = OUTPUTS / 8;                // of 16 bytes, of a row of y
-constexpr int COPIES = (OWN_TILES * 8 * PIECES + CONSUMERS - 1) / CONSUMERS;  // that a thread makes
+// Of add_up_rows.
+constexpr int OWN_TILES = BY_ROWS ? TILES / SPLIT : 1;  // tiles of eight rows of x that a block adds up
+constexpr int PITCH = OUTPUTS + 8;                 // values of a row of y in shared memory, without bank conflicts
+constexpr int PIECES = OUTPUTS / 8;                // 16-byte pieces of a row of y
+constexpr int COPIES = (OWN_TILES * 8 * PIECES + CONSUMERS - 1) / CONSUMERS;  // of pieces, by a thread
 constexpr bool AHEAD = COPIES <= 4;                // the residual is fetched before the sums are there
 
-// By columns.
+// Of add_up_columns.
 constexpr int OWN = OUTPUTS / SPLIT;               // columns of y that a block adds up
-constexpr int SLOTS = BLOCK_N / SPLIT;             // rows of the weight that they come from
-constexpr int STRIDE = M_MAX + 2;                  // of sums in shared memory, in floats
+constexpr int SLOTS = BLOCK_N / SPLIT;             // rows of the weight that these columns come from
+constexpr int STRIDE = M_MAX + 2;                  // floats of a row of the weight's sums in shared memory
 constexpr int TURNS = (M_MAX * OWN + CONSUMERS - 1) / CONSUMERS;
-constexpr bool FETCHES = !GATED && TURNS <= 16;    // the residual before the sums are there
+constexpr bool FETCHES = !GATED && TURNS <= 16;    // the residual is fetched before the sums are there
 
 constexpr int PART = BY_ROWS ? OWN_TILES * CONSUMERS * 4 : SLOTS * STRIDE;  // floats that a block sends to another one
-constexpr int SENT_BYTES = SPLIT * (PART + (NORM ? M_MAX : 0)) * 4;       // that the barrier of a block waits for
+constexpr int SENT_BYTES = SPLIT * (PART + (NORM ? M_MAX : 0)) * 4;       // bytes that a block receives
 
 __device__ __forceinline__ void meet_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
-// Scales of x's rows: RMSNorm's if NORM, else 1.
+// Scale of each row of x: that of the RMSNorm if NORM, else 1.
 struct RowScale {
-  float* squares;  // sums of each row's, in shared memory: [SPLIT, M_MAX] of the cluster's blocks, then this block's
+  float* squares;  // sums of squares by row in shared memory: [SPLIT, M_MAX] of the cluster's blocks, then the own ones
   int K;
   float eps;
 
@@ -62,7 +63,7 @@ struct RowScale {
   }
 };
 
-// Send the parts in `memory` to the blocks that they are for, until all those for this block have come `here`.
+// Send each block of the cluster its part of the sums in `memory`; wait until this block's parts have arrived `here`.
 __device__ __forceinline__ void exchange(
     float* memory, float* here, Barrier* received, const RowScale& row_scale, int split, int thread) {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -76,8 +77,8 @@ __device__ __forceinline__ void exchange(
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-// Store an 8 x 8 matrix, or two, of which a lane has column lane / 4 and rows 2 (lane % 4) and the next one; lanes 0 to
-// 7 name the rows of the first, 8 to 15 those of the second.
+// Store one 8 x 8 matrix, or two, of which a lane has column lane / 4 in rows 2 (lane % 4) and the next one. Lanes 0 to
+// 7 pass the addresses of the rows of the first matrix, lanes 8 to 15 those of the second.
 __device__ __forceinline__ void store_transposed(void* row, unsigned a) {
   asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(shared_address(row)), "r"(a)
                : "memory");
@@ -95,7 +96,7 @@ __device__ __forceinline__ void take_registers() {
   if (GIVES) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 3 ? 160 : 240));
 }
 
-// Scale and bias of a lane's sums, those of its two rows of the weight. No predecessor writes them.
+// Scale and bias of a lane's two rows of the weight. They are loaded early, since no predecessor writes them.
 struct Factors {
   float scale[2], bias[2];
   __device__ __forceinline__ Factors(const float* row_scales, const T* biases, int N) {
@@ -109,16 +110,16 @@ struct Factors {
   __device__ __forceinline__ float apply(float sum, int h) const { return sum * scale[h] + bias[h]; }
 };
 
-// y of the rows of x from `first` on, of which the block writes its share. `memory`: of the ring, which nobody needs
-// any more here and where sums go to; the block's own lie there by [owner, tile of eight rows, thread], and behind them
-// (SPLIT > 1) those to be added up, by [split, tile, thread].
+// Add up and write this block's share of y for the rows of x from `first` on. `memory`, where the ring was, is free now
+// in all blocks: it gets the block's own sums [owner, tile of eight rows, thread] and behind them, if SPLIT > 1, the
+// received ones [split, tile, thread].
 __device__ __forceinline__ void add_up_rows(
     float (*sums)[4], float* memory, Barrier* received, int first, int M, int N, const Factors& factors,
     const RowScale& row_scale, const T* residual, T* out) {
   int split = blockIdx.x, thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   int width = GATED ? N / 2 : N, column = blockIdx.z * OUTPUTS;
   first += split * OWN_TILES * 8;
-  // A thread's i-th 16 bytes of y.
+  // Row m and column n of this thread's i-th piece of y; false if there is none.
   auto place = [&](int i, int& m, int& n) {
     int piece = thread + i * CONSUMERS;
     m = piece / PIECES, n = piece % PIECES * 8;
@@ -181,13 +182,13 @@ __device__ __forceinline__ void add_up_rows(
     }
     *(Vec<8>*)(out + to) = y;
   }
-  // The other blocks of the cluster read what this one sent: it stays until all of them are done.
+  // Bulk copies to other blocks read this block's memory: it stays until all blocks are done.
   __syncwarp();
   if (SPLIT > 1) wait_for_cluster();
 }
 
-// Add up by columns what add_up_rows adds up by rows: the block's own sums lie by [owner, row of the weight, row of x],
-// and behind them those to be added up, by [split, row of the weight, row of x].
+// Do as add_up_rows, but for this block's share of the columns of y. `memory` gets the block's own sums [owner, row of
+// the weight, row of x] and behind them the received ones [split, row of the weight, row of x].
 __device__ __forceinline__ void add_up_columns(
     const float (*total)[4], float* memory, Barrier* received, int first, int rows, int N,
     const float* row_scales, const T* bias, const RowScale& row_scale, const T* residual, T* out) {
@@ -235,12 +236,12 @@ __device__ __forceinline__ void add_up_columns(
     if (residual) y = rounded(y) + to_float(FETCHES ? fetched[turn] : residual[place]);
     out[place] = from_float<T>(y);
   }
-  // The other blocks of the cluster read what this one sent: it stays until all of them are done.
+  // Bulk copies to other blocks read this block's memory: it stays until all blocks are done.
   __syncwarp();
   wait_for_cluster();
 }
 
-// Add up the sums of the warpgroups that have multiplied other columns; return whether this is the one that has all.
+// Add up the sums of the K_PARTS warpgroups that have the same rows of the weight; true in the one that gets the total.
 __device__ __forceinline__ bool add_parts(float (*sums)[4], float* memory, int part) {
   int thread = threadIdx.x % CONSUMERS;
   asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS) : "memory");  // the ring is read
@@ -260,7 +261,7 @@ __device__ __forceinline__ bool add_parts(float (*sums)[4], float* memory, int p
   return part == 0;
 }
 
-// End the product: `adds` if the thread has sums of all the columns that the block has multiplied.
+// The epilogue. `adds`: the thread has sums over all columns that the block has multiplied; the others leave.
 __device__ __forceinline__ void add_up(
     bool adds, float (*sums)[4], float* memory, Barrier* received, int first, int M, int N, const Factors& factors,
     const float* row_scales, const T* bias, const T* residual, T* out, const RowScale& row_scale = {}) {
